@@ -1,0 +1,52 @@
+# Two commands matter to a newcomer: `make demo` and `make test`. Both need Python 3.11+ and make, nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+LOCK := ops/requirements.lock
+READY := $(VENV)/.ready
+# torch stands outside the lock: its CPU build needs nothing more, its CUDA build brings its own libraries.
+TORCH := $(shell sed -n 's/^torch = \["torch==\([0-9.]*\)".*/\1/p' pyproject.toml)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo run test check lint format lock clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+$(READY): $(LOCK) pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tidepool needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	@echo "Installing the pinned dependencies into $(VENV) (a few minutes the first time) ..."
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --no-deps -r $(LOCK)
+	$(PIP) -c $(LOCK) torch==$(TORCH)
+	$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(READY) ## run the main job once, end to end, and stop
+	$(BIN)/tidepool demo $(ARGS)
+
+run: $(READY) ## start the same stack and keep it up (TIDEPOOL_HOME, TIDEPOOL_PORT)
+	@exec $(BIN)/tidepool up $(ARGS)
+
+test: $(READY) ## lint, type-check and run every test
+	$(MAKE) --no-print-directory lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY) ## ruff, mypy --strict, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY) ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lock: ## resolve the dependencies anew into the lock (needs uv)
+	uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --no-header --no-annotate --no-emit-package setuptools --no-emit-package torch \
+	  | grep -vE '^(nvidia|cuda|triton)' > $(LOCK).new && mv $(LOCK).new $(LOCK)
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

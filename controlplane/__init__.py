@@ -1,0 +1,1 @@
+"""The control plane: decides where models run and where requests go."""

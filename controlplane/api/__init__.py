@@ -1,0 +1,1 @@
+"""The HTTP faces: OpenAI-compatible, admin, node and health."""

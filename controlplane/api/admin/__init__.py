@@ -1,0 +1,1 @@
+"""The admin REST API: fleet, models, demand, plans, keys, audit."""

@@ -1,0 +1,113 @@
+"""The control plane's exception tree. Each class carries its HTTP status and a stable code; the edge translates."""
+
+
+class TidepoolError(Exception):
+    """Something the caller must hear. `param` names the field at fault, where there is one."""
+
+    status = 500
+    code = "internal_error"
+    retry_after_s: int | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
+
+
+class InvalidValueError(TidepoolError):
+    """A field holds what it may not hold."""
+
+    status = 400
+    code = "invalid_value"
+
+
+class ContextLengthError(InvalidValueError):
+    """Prompt and requested tokens do not fit the model."""
+
+    code = "context_length_exceeded"
+
+
+class AuthenticationError(TidepoolError):
+    """No key, or one that is unknown, revoked or expired."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class PermissionDeniedError(TidepoolError):
+    """The key is good, its role is not enough."""
+
+    status = 403
+    code = "permission_denied"
+
+
+class NotFoundError(TidepoolError):
+    """No such thing, or none that this caller may see."""
+
+    status = 404
+    code = "not_found"
+
+
+class UnknownModelError(NotFoundError):
+    """No model of that name is registered."""
+
+    code = "model_not_found"
+
+
+class ConflictError(TidepoolError):
+    """The request contradicts the present state."""
+
+    status = 409
+    code = "conflict"
+
+
+class StaleIndexError(ConflictError):
+    """A plan made from a fleet that has changed since."""
+
+    code = "stale_index"
+
+
+class TooLargeError(TidepoolError):
+    """A body over its limit."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class CapacityError(TidepoolError):
+    """No instance can take the request now."""
+
+    status = 503
+    code = "no_capacity"
+    retry_after_s = 1
+
+
+class UnavailableError(TidepoolError):
+    """A part this answer needs is down."""
+
+    status = 503
+    code = "unavailable"
+    retry_after_s = 2
+
+
+class NodeError(TidepoolError):
+    """A node failed or refused. `retryable`: another instance may do better."""
+
+    status = 502
+    code = "node_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 502,
+        code: str = "node_error",
+        param: str | None = None,
+        retryable: bool = True,
+    ) -> None:
+        super().__init__(message, param=param)
+        self.status = status
+        self.code = code
+        self.retryable = retryable

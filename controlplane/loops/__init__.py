@@ -1,0 +1,1 @@
+"""The hourly and minutely loops: each gathers, decides, applies, and is safe to run twice."""

@@ -1,0 +1,1 @@
+"""The data plane: node agents and the engines that make tokens."""

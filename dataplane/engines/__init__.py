@@ -1,0 +1,1 @@
+"""Engines behind one Protocol: torch (real tokens) and replay (time from a profile)."""

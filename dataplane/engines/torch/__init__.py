@@ -1,0 +1,1 @@
+"""The torch engine: transformers model classes over our own weight arena and paged KV cache."""

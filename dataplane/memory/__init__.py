@@ -1,0 +1,1 @@
+"""Memory of a slot: the weight arena, the paged KV cache, and who is resident."""

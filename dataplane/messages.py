@@ -1,0 +1,166 @@
+"""The wire between the control plane and a node. JSON both ways; a stream is one JSON object per line.
+
+Everything here is a frozen `msgspec.Struct`: decoding validates, and an error names the field.
+Units are in the names: `_s` seconds, `_bytes` bytes, `_tokens` tokens.
+"""
+
+from typing import Literal
+
+import msgspec
+
+Tier = Literal["IW-F", "IW-N", "NIW"]
+FinishReason = Literal["stop", "length"]
+InstanceState = Literal["loading", "ready", "draining", "failed"]
+EngineKind = Literal["torch", "replay"]
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of a conversation, its content already flattened to text."""
+
+    role: str
+    content: str
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How to choose tokens. `temperature` 0 is greedy; `seed` makes sampling repeatable, on any instance."""
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for tokens, addressed to one instance. Exactly one of `messages`, `prompt`, `prompt_tokens` is set."""
+
+    request_id: str
+    instance_id: str
+    model: str
+    tier: Tier
+    messages: tuple[ChatMessage, ...] | None = None
+    prompt: str | None = None
+    prompt_tokens: tuple[int, ...] | None = None
+    sampling: Sampling = Sampling()
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
+    """First line of a stream: the request was tokenized and admitted."""
+
+    prompt_tokens: int
+
+
+class Token(msgspec.Struct, frozen=True, kw_only=True, tag="token"):
+    """New text. `text` may be empty while bytes of a character are still missing or a stop string may be forming."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
+    """Last line of a stream that ended well."""
+
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """Last line of a stream that broke; also the body of a refusal. `retryable`: another instance may do better."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    retryable: bool = False
+
+
+StreamEvent = Started | Token | Finished | Failed
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node must know to run a model. `path` is a Hugging Face checkpoint folder readable on the node."""
+
+    name: str
+    path: str
+    weights_bytes: int
+    kv_bytes_per_token: int
+    context_tokens: int
+
+
+class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True):
+    """One instance a node shall hold. `draining`: finish what runs, accept nothing new."""
+
+    instance_id: str
+    slot: int
+    gpus: int
+    model: ModelSpec
+    draining: bool = False
+
+
+class DesiredInstances(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole desired state of a node. A node that follows a newer `generation` refuses an older one."""
+
+    generation: int
+    instances: tuple[DesiredInstance, ...]
+
+
+class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The GPUs that one worker process drives. `memory_bytes` is their memory together."""
+
+    gpus: int
+    memory_bytes: int
+
+
+class Join(msgspec.Struct, frozen=True, kw_only=True):
+    """A node introduces itself. Joining again with the same name replaces its url and slots."""
+
+    node: str
+    region: str
+    gpu_type: str
+    url: str
+    slots: tuple[SlotSpec, ...]
+    engine: EngineKind
+
+
+class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node sees of one instance. `remaining_tokens`: prompt tokens not yet prefilled + tokens still to make."""
+
+    instance_id: str
+    model: str
+    slot: int
+    state: InstanceState
+    kv_used_bytes: int = 0
+    kv_capacity_bytes: int = 0
+    remaining_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    error: str | None = None
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    """Sent each second. `boot_id` changes when the agent restarts; `generation` is the desired state it follows."""
+
+    node: str
+    boot_id: str
+    generation: int
+    instances: tuple[InstanceReport, ...]
+    switches_total: int = 0
+
+
+def encode_line(event: StreamEvent) -> bytes:
+    """One stream line, newline included."""
+    return msgspec.json.encode(event) + b"\n"
+
+
+_event_decoder = msgspec.json.Decoder(StreamEvent)
+
+
+def decode_line(line: bytes | str) -> StreamEvent:
+    """The event of one stream line.
+
+    Raises:
+        msgspec.ValidationError: the line is no event of this protocol.
+    """
+    return _event_decoder.decode(line)

@@ -1,0 +1,1 @@
+"""Forecasts of demand: pure functions of series, never of a clock or a database."""
