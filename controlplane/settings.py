@@ -33,7 +33,7 @@ class Settings(BaseSettings):
     first_token_timeout_s: float = Field(60.0, gt=0)
     stream_idle_timeout_s: float = Field(60.0, gt=0)
 
-    release_below_one: float = Field(0.6, gt=0, lt=1, description="utilization under which an endpoint gets 1 NIW request a signal")
+    release_below_one: float = Field(0.6, gt=0, lt=1, description="utilization for 1 NIW request a signal")
     release_below_two: float = Field(0.5, gt=0, lt=1, description="... and 2")
     release_signal_s: float = Field(1.0, gt=0, description="an endpoint signals room at most this often")
     niw_age_priority_s: float = Field(10 * 3600.0, gt=0)

@@ -1,1 +1,1 @@
-"""Pure decisions: `choose_x(facts, now_s, settings) -> decision`. The live service and the simulator call the same functions."""
+"""Pure decisions: `choose_x(facts, now_s, settings) -> decision`, the same for the live service and the simulator."""

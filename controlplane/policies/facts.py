@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class Tier(StrEnum):
-    """Service tiers of requests (SageServe 2). IW-F: TTFT under 1 s; IW-N: under 60 s; NIW: a deadline, 24 h by default."""
+    """Tiers of requests (SageServe 2). IW-F: TTFT under 1 s; IW-N: under 60 s; NIW: a deadline, 24 h by default."""
 
     IW_F = "IW-F"
     IW_N = "IW-N"

@@ -1,0 +1,67 @@
+"""Where a request goes: region by preference and effective memory utilization, then the instance with the fewest
+tokens left (SageServe 6.1, 6.2). Views are about a second old, so what this process itself just sent is counted in.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from controlplane.policies.decisions import NoRoute, Route
+from controlplane.policies.facts import InstanceFacts, RoutingFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingSettings:
+    """Regions above `utilization_max` give way to regions below it; reports older than `stale_s` are unknown."""
+
+    utilization_max: float = 0.7
+    stale_s: float = 5.0
+
+
+def is_usable(instance: InstanceFacts, stale_s: float) -> bool:
+    """Whether an instance takes requests and was heard of lately."""
+    return instance.accepting and instance.age_s <= stale_s
+
+
+def utilization_of(instances: Iterable[InstanceFacts]) -> float:
+    """Effective memory utilization of an endpoint: KV used over KV available, over its instances (SageServe 6.1).
+    What was sent and not yet reported counts as used. 1 where nothing is available.
+    """
+    used_bytes = capacity_bytes = 0
+    for instance in instances:
+        used_bytes += instance.kv_used_bytes + instance.sent_tokens * instance.kv_bytes_per_token
+        capacity_bytes += instance.kv_capacity_bytes
+    return used_bytes / capacity_bytes if capacity_bytes else 1.0
+
+
+def choose_route(facts: RoutingFacts, now_s: float, settings: RoutingSettings) -> Route | NoRoute:
+    """The first preferred region below the threshold, else the least utilized one; there, join the shortest queue."""
+    usable = [
+        instance
+        for instance in facts.instances
+        if instance.endpoint.model == facts.model
+        and instance.instance_id not in facts.excluded
+        and is_usable(instance, settings.stale_s)
+    ]
+    if not usable:
+        return NoRoute(reason=_why_none(facts, settings))
+    by_region: dict[str, list[InstanceFacts]] = {}
+    for instance in usable:
+        by_region.setdefault(instance.endpoint.region, []).append(instance)
+    rank = {region: place for place, region in enumerate(facts.preference)}
+    regions = sorted(by_region, key=lambda region: (rank.get(region, len(rank)), region))
+    load = {region: utilization_of(by_region[region]) for region in regions}
+    below = [region for region in regions if load[region] < settings.utilization_max]
+    region = below[0] if below else min(regions, key=lambda name: load[name])
+    chosen = min(by_region[region], key=lambda i: (i.remaining_tokens + i.sent_tokens, i.instance_id))
+    return Route(instance_id=chosen.instance_id, node_id=chosen.node_id, region=region, utilization=load[region])
+
+
+def _why_none(facts: RoutingFacts, settings: RoutingSettings) -> str:
+    of_model = [instance for instance in facts.instances if instance.endpoint.model == facts.model]
+    if not of_model:
+        return f"no instance of '{facts.model}' is placed in any region"
+    if all(instance.instance_id in facts.excluded for instance in of_model):
+        return f"every instance of '{facts.model}' has just failed this request"
+    if all(instance.age_s > settings.stale_s for instance in of_model):
+        return f"no node with '{facts.model}' was heard of in the last {settings.stale_s:g} s"
+    return f"no instance of '{facts.model}' is ready yet"

@@ -1,0 +1,101 @@
+"""Demand per minute, and the forecasts made from it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import delete, func, select, text
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from controlplane.policies.facts import Endpoint
+from controlplane.store.tables import DemandBucket, Forecast
+
+IW, NIW = "IW", "NIW"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemandRow:
+    """Input tokens per second of an endpoint in the minute that starts at `start_s` (a multiple of 60)."""
+
+    endpoint: Endpoint
+    kind: str
+    start_s: int
+    tokens_per_s: float
+
+
+def put_demand(session: Session, rows: Iterable[DemandRow]) -> int:
+    """Write demand; a minute written before is replaced, so the same rows may come twice. Returns how many came."""
+    session.execute(
+        text(
+            "CREATE TEMP TABLE IF NOT EXISTS incoming_demand"
+            " (model text, region text, kind text, start_s bigint, tokens_per_s double precision) ON COMMIT DROP"
+        )
+    )
+    cursor = session.connection().connection.cursor()
+    count = 0
+    with cursor.copy("COPY incoming_demand FROM STDIN") as copy:
+        for row in rows:
+            copy.write_row((row.endpoint.model, row.endpoint.region, row.kind, row.start_s, row.tokens_per_s))
+            count += 1
+    session.execute(
+        text(
+            "INSERT INTO demand_buckets (model, region, kind, start_s, tokens_per_s)"
+            " SELECT DISTINCT ON (model, region, kind, start_s) * FROM incoming_demand"
+            " ON CONFLICT (model, region, kind, start_s) DO UPDATE SET tokens_per_s = excluded.tokens_per_s"
+        )
+    )
+    session.execute(text("DROP TABLE incoming_demand"))
+    return count
+
+
+def read_demand(session: Session, *, kind: str, since_s: int, until_s: int) -> dict[Endpoint, list[tuple[int, float]]]:
+    """(start_s, tokens_per_s) of every endpoint with demand in [since_s, until_s), by time."""
+    rows = session.execute(
+        select(DemandBucket.model, DemandBucket.region, DemandBucket.start_s, DemandBucket.tokens_per_s)
+        .where(DemandBucket.kind == kind, DemandBucket.start_s >= since_s, DemandBucket.start_s < until_s)
+        .order_by(DemandBucket.start_s)
+    ).tuples()
+    series: dict[Endpoint, list[tuple[int, float]]] = {}
+    for model, region, start_s, tokens_per_s in rows:
+        series.setdefault(Endpoint(model=model, region=region), []).append((start_s, tokens_per_s))
+    return series
+
+
+def mean_demand(session: Session, *, kind: str, since_s: int, until_s: int) -> dict[Endpoint, float]:
+    """Mean tokens/s of every endpoint over [since_s, until_s), minutes without a row counting as none."""
+    rows = session.execute(
+        select(DemandBucket.model, DemandBucket.region, func.sum(DemandBucket.tokens_per_s))
+        .where(DemandBucket.kind == kind, DemandBucket.start_s >= since_s, DemandBucket.start_s < until_s)
+        .group_by(DemandBucket.model, DemandBucket.region)
+    ).tuples()
+    minutes = max(1, (until_s - since_s) // 60)
+    return {Endpoint(model=model, region=region): total / minutes for model, region, total in rows}
+
+
+def latest_demand_s(session: Session) -> int | None:
+    """When the newest demand bucket starts."""
+    return session.scalar(select(func.max(DemandBucket.start_s)))
+
+
+def forget_demand(session: Session, *, before_s: int) -> None:
+    """Drop demand older than anything a forecast reads."""
+    session.execute(delete(DemandBucket).where(DemandBucket.start_s < before_s))
+
+
+def put_forecasts(session: Session, forecasts: Sequence[Forecast]) -> None:
+    """Write forecasts; the same origin forecast again is replaced."""
+    columns = [column.name for column in Forecast.__table__.columns if column.name != "created_at"]
+    for forecast in forecasts:
+        values = {name: getattr(forecast, name) for name in columns}
+        session.execute(
+            insert(Forecast)
+            .values(**values)
+            .on_conflict_do_update(index_elements=["model", "region", "origin_s"], set_=values)
+        )
+
+
+def read_forecasts(session: Session, *, origin_s: int | None) -> list[Forecast]:
+    """The forecasts of one origin; of the newest one where none is named."""
+    newest = select(func.max(Forecast.origin_s)).scalar_subquery()
+    query = select(Forecast).where(Forecast.origin_s == (newest if origin_s is None else origin_s))
+    return list(session.scalars(query.order_by(Forecast.model, Forecast.region)))

@@ -1,0 +1,64 @@
+"""Rows of the Files API. A file belongs to a tenant; nobody else sees it."""
+
+from datetime import datetime
+
+import uuid_utils
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from controlplane.errors import NotFoundError
+from controlplane.store.batch_tables import File
+from controlplane.store.paging import Page, page
+
+
+def new_file_id() -> str:
+    """A file id; ids sort by creation."""
+    return f"file-{uuid_utils.uuid7().hex}"
+
+
+def add_file(
+    session: Session, *, file_id: str, tenant: str, filename: str, purpose: str, size_bytes: int, expires_at: datetime
+) -> File:
+    """Write down a file whose bytes are stored."""
+    row = File(id=file_id, tenant=tenant, filename=filename, purpose=purpose, bytes=size_bytes, expires_at=expires_at)
+    session.add(row)
+    session.flush()
+    return row
+
+
+def get_file(session: Session, file_id: str, *, tenant: str) -> File:
+    """A tenant's file.
+
+    Raises:
+        NotFoundError: there is none of that id, it is another tenant's, or it is deleted.
+    """
+    row = session.get(File, file_id)
+    if row is None or row.tenant != tenant or row.deleted_at is not None:
+        raise NotFoundError(f"No such File object: {file_id}", param="file_id")
+    return row
+
+
+def list_files(
+    session: Session, *, tenant: str, purpose: str | None, after: str | None, limit: int, newest_first: bool
+) -> Page[File]:
+    """One page of a tenant's files."""
+    query = select(File).where(File.tenant == tenant, File.deleted_at.is_(None))
+    if purpose is not None:
+        query = query.where(File.purpose == purpose)
+    return page(session, query, File.id, after=after, limit=limit, newest_first=newest_first)
+
+
+def delete_file(session: Session, file_id: str, *, tenant: str) -> None:
+    """Mark a tenant's file as deleted. Its bytes go after the commit."""
+    get_file(session, file_id, tenant=tenant).deleted_at = session.scalar(select(func.now()))
+
+
+def expire_files(session: Session) -> list[str]:
+    """Mark files past their time as deleted; returns their ids."""
+    rows = session.scalars(
+        select(File).where(File.expires_at < func.now(), File.deleted_at.is_(None)).limit(1000)
+    ).all()
+    now = session.scalar(select(func.now()))
+    for row in rows:
+        row.deleted_at = now
+    return [row.id for row in rows]

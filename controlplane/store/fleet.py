@@ -1,0 +1,203 @@
+"""Regions, GPU types, nodes, models, profiles and endpoints. Every change bumps the fleet's index."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from sqlalchemy import ColumnElement, delete, func, select, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from controlplane.errors import ConflictError, InvalidValueError, NotFoundError
+from controlplane.store.paging import Page, page
+from controlplane.store.tables import Base, EndpointRow, Fleet, GpuType, Instance, Model, Node, Profile, Region, Slot
+from dataplane.messages import Join
+
+Row = TypeVar("Row", bound=Base)
+NamedRow = TypeVar("NamedRow", Region, GpuType, Model, Node)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Catalog:
+    """What a gateway must know to serve: models by name, and regions in their order."""
+
+    models: dict[str, Model]
+    regions: tuple[str, ...]
+    nodes: dict[str, str]
+
+
+def bump_index(session: Session) -> int:
+    """Lock the fleet and raise its index. Every change to it goes through here, so changes are one after another."""
+    index = session.scalar(update(Fleet).where(Fleet.id == 1).values(index=Fleet.index + 1).returning(Fleet.index))
+    assert index is not None, "the migration makes the fleet's row"
+    return int(index)
+
+
+def fleet_index(session: Session, *, lock: bool = False) -> int:
+    """The present index; with `lock`, nobody changes the fleet until this transaction ends."""
+    query = select(Fleet.index).where(Fleet.id == 1)
+    index = session.scalar(query.with_for_update() if lock else query)
+    assert index is not None, "the migration makes the fleet's row"
+    return index
+
+
+def require(session: Session, table: type[Row], key: str | tuple[str, str], *, param: str) -> Row:
+    """The row of that key.
+
+    Raises:
+        NotFoundError: there is none; it names `param`.
+    """
+    row = session.get(table, key)
+    if row is None:
+        name = key if isinstance(key, str) else " in ".join(key)
+        raise NotFoundError(f"{param} '{name}' is not registered", param=param)
+    return row
+
+
+def put_region(session: Session, *, name: str, position: int | None) -> Region:
+    """Register a region, or move it in the order of preference. Without a position it goes last."""
+    bump_index(session)
+    row = session.get(Region, name)
+    if row is None:
+        last = session.scalar(select(func.max(Region.position)))
+        row = Region(name=name, position=0 if last is None else last + 1)
+        session.add(row)
+    if position is not None:
+        row.position = position
+    session.flush()
+    return row
+
+
+def put_gpu_type(session: Session, *, name: str, memory_bytes: int, cost_per_hour: float) -> GpuType:
+    """Register a GPU type or change what it costs."""
+    bump_index(session)
+    return session.merge(GpuType(name=name, memory_bytes=memory_bytes, cost_per_hour=cost_per_hour))
+
+
+def put_model(session: Session, model: Model) -> Model:
+    """Register a model. The same registration again changes nothing; another checkpoint under the name is refused
+    while instances of it are alive.
+
+    Raises:
+        ConflictError: instances of the name run from another path.
+    """
+    bump_index(session)
+    present = session.get(Model, model.name)
+    if present is not None and present.path != model.path and _live_instances(session, Instance.model == model.name):
+        raise ConflictError(f"model '{model.name}' has live instances of {present.path}", param="path")
+    return session.merge(model)
+
+
+def put_profile(session: Session, profile: Profile) -> Profile:
+    """Say what an instance of a model does on a GPU type."""
+    require(session, Model, profile.model, param="model")
+    require(session, GpuType, profile.gpu_type, param="gpu_type")
+    bump_index(session)
+    return session.merge(profile)
+
+
+def put_endpoint(session: Session, *, model: str, region: str, minimum: int, maximum: int) -> EndpointRow:
+    """Offer a model in a region, with limits on its instances.
+
+    Raises:
+        InvalidValueError: the minimum is above the maximum.
+    """
+    require(session, Model, model, param="model")
+    require(session, Region, region, param="region")
+    if minimum > maximum:
+        raise InvalidValueError(f"instances_min {minimum} is above instances_max {maximum}", param="instances_min")
+    bump_index(session)
+    return session.merge(EndpointRow(model=model, region=region, instances_min=minimum, instances_max=maximum))
+
+
+def join_node(session: Session, join: Join) -> Node:
+    """Take a node in, or take it back after a restart. Slots that hold live instances must keep their size.
+
+    Raises:
+        NotFoundError: the region or GPU type is not registered.
+        ConflictError: the node moved region, or a slot with live instances shrank or vanished.
+    """
+    require(session, Region, join.region, param="region")
+    require(session, GpuType, join.gpu_type, param="gpu_type")
+    present = session.get(Node, join.node)
+    slots = [Slot(node=join.node, index=i, gpus=s.gpus, memory_bytes=s.memory_bytes) for i, s in enumerate(join.slots)]
+    if present is not None:
+        _require_same_shape(session, present, join)
+        if (present.url, present.engine) == (join.url, join.engine) and _slots_equal(session, present.name, slots):
+            return present
+    bump_index(session)
+    node = session.merge(
+        Node(name=join.node, region=join.region, gpu_type=join.gpu_type, url=join.url, engine=join.engine)
+    )
+    session.flush()
+    session.execute(
+        delete(Slot).where(
+            Slot.node == join.node,
+            Slot.index >= len(slots),
+            ~select(Instance.id).where(Instance.node == Slot.node, Instance.slot == Slot.index).exists(),
+        )
+    )
+    for slot in slots:
+        session.merge(slot)
+    session.flush()
+    return node
+
+
+def _require_same_shape(session: Session, present: Node, join: Join) -> None:
+    live = _live_instances(session, Instance.node == present.name)
+    if not live:
+        return
+    if (present.region, present.gpu_type) != (join.region, join.gpu_type):
+        raise ConflictError(
+            f"node '{join.node}' holds {len(live)} instances as {present.region}/{present.gpu_type};"
+            f" drain it before it joins as {join.region}/{join.gpu_type}",
+            param="region",
+        )
+    for slot in {instance.slot for instance in live}:
+        used = sum(instance.gpus for instance in live if instance.slot == slot)
+        offered = join.slots[slot].gpus if slot < len(join.slots) else 0
+        if offered < used:
+            raise ConflictError(f"slot {slot} of '{join.node}' holds {used} GPUs, offered are {offered}", param="slots")
+
+
+def _slots_equal(session: Session, node: str, slots: Sequence[Slot]) -> bool:
+    rows = session.execute(
+        select(Slot.index, Slot.gpus, Slot.memory_bytes).where(Slot.node == node).order_by(Slot.index)
+    ).all()
+    return [tuple(row) for row in rows] == [(slot.index, slot.gpus, slot.memory_bytes) for slot in slots]
+
+
+def _live_instances(session: Session, where: ColumnElement[bool]) -> list[Instance]:
+    return list(session.scalars(select(Instance).where(Instance.desired != "stopped", where)))
+
+
+def set_node_draining(session: Session, name: str, *, draining: bool) -> Node:
+    """Take a node out of service (nothing new is placed there) or back in."""
+    node = require(session, Node, name, param="node")
+    bump_index(session)
+    node.draining = draining
+    return node
+
+
+def list_page(session: Session, table: type[NamedRow], *, after: str | None, limit: int) -> Page[NamedRow]:
+    """One page of rows by name."""
+    return page(session, select(table), table.name, after=after, limit=limit)
+
+
+def load_catalog(session: Session) -> Catalog:
+    """Everything a gateway caches."""
+    return Catalog(
+        models={model.name: model for model in session.scalars(select(Model))},
+        regions=tuple(session.scalars(select(Region.name).order_by(Region.position, Region.name))),
+        nodes=dict(session.execute(select(Node.name, Node.url)).tuples().all()),
+    )
+
+
+def touch_node(session: Session, name: str) -> None:
+    """Note that the node was heard of just now."""
+    session.execute(update(Node).where(Node.name == name).values(last_seen_at=func.now()))
+
+
+def insert_fleet_row(session: Session) -> None:
+    """Make the fleet's one row if it is missing."""
+    session.execute(insert(Fleet).values(id=1, index=0).on_conflict_do_nothing())

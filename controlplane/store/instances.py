@@ -1,0 +1,142 @@
+"""Instances: what is wanted of them, and what nodes report. A node's generation rises with every change for it."""
+
+from collections.abc import Iterable, Sequence
+
+import uuid_utils
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from controlplane.policies.lifecycle import INSTANCE, InstanceState, can_move
+from controlplane.store.paging import Page, page
+from controlplane.store.tables import Desired, Instance, Model, Node
+from dataplane.messages import DesiredInstance, DesiredInstances, Heartbeat, InstanceReport, ModelSpec
+
+LIVE = Instance.desired != Desired.STOPPED
+
+
+def live_instances(session: Session) -> list[Instance]:
+    """Every instance that is wanted or still draining, oldest first."""
+    return list(session.scalars(select(Instance).where(LIVE).order_by(Instance.id)))
+
+
+def list_instances(session: Session, *, after: str | None, limit: int, live_only: bool) -> Page[Instance]:
+    """One page of instances by id, which is their order of creation."""
+    query = select(Instance)
+    return page(session, query.where(LIVE) if live_only else query, Instance.id, after=after, limit=limit)
+
+
+def add_instance(
+    session: Session, *, model: str, region: str, gpu_type: str, node: str, slot: int, gpus: int
+) -> Instance:
+    """Want a new instance on a slot."""
+    instance = Instance(
+        id=f"inst_{uuid_utils.uuid7().hex}",
+        model=model,
+        region=region,
+        gpu_type=gpu_type,
+        node=node,
+        slot=slot,
+        gpus=gpus,
+        desired=Desired.RUNNING,
+        observed=InstanceState.PENDING,
+    )
+    session.add(instance)
+    return instance
+
+
+def set_desired(session: Session, ids: Iterable[str], desired: Desired) -> None:
+    """Change what is wanted of instances; stopped ones stay stopped."""
+    session.execute(
+        update(Instance).where(Instance.id.in_(list(ids)), LIVE).values(desired=desired, changed_at=func.now())
+    )
+
+
+def touch_generations(session: Session, nodes: Sequence[str]) -> None:
+    """Tell nodes that what they shall hold has changed."""
+    if nodes:
+        session.execute(update(Node).where(Node.name.in_(nodes)).values(generation=Node.generation + 1))
+
+
+def desired_of(session: Session, node: str) -> DesiredInstances:
+    """The whole desired state of a node, as it goes over the wire."""
+    generation = session.scalar(select(Node.generation).where(Node.name == node))
+    assert generation is not None, "the caller checked that the node is registered"
+    rows = session.execute(
+        select(Instance, Model).join(Model, Model.name == Instance.model).where(Instance.node == node, LIVE)
+    ).tuples()
+    return DesiredInstances(
+        generation=generation,
+        instances=tuple(
+            DesiredInstance(
+                instance_id=instance.id,
+                slot=instance.slot,
+                gpus=instance.gpus,
+                model=model_spec(model),
+                draining=instance.desired == Desired.DRAINING,
+            )
+            for instance, model in sorted(rows, key=lambda row: row[0].id)
+        ),
+    )
+
+
+def model_spec(model: Model) -> ModelSpec:
+    """A model as a node knows it."""
+    return ModelSpec(
+        name=model.name,
+        path=model.path,
+        weights_bytes=model.weights_bytes,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        context_tokens=model.context_tokens,
+    )
+
+
+def observe(session: Session, heartbeat: Heartbeat) -> None:
+    """Write down what a node reports. A draining instance that a node following the newest generation no longer holds
+    is stopped; a running one that it does not hold yet is pending.
+    """
+    reports = {report.instance_id: report for report in heartbeat.instances}
+    node = session.get(Node, heartbeat.node)
+    assert node is not None, "the caller checked that the node is registered"
+    changed = False
+    for instance in session.scalars(select(Instance).where(Instance.node == heartbeat.node, LIVE)):
+        report = reports.get(instance.id)
+        current = heartbeat.generation >= node.generation
+        if report is None and instance.desired == Desired.DRAINING and current:
+            instance.desired = Desired.STOPPED
+            changed = True
+        changed |= _move(instance, _state_of(report, instance))
+    if changed:
+        touch_generations(session, [heartbeat.node])
+
+
+def _state_of(report: InstanceReport | None, instance: Instance) -> InstanceState:
+    if report is not None:
+        return InstanceState(report.state)
+    return InstanceState.STOPPED if instance.desired == Desired.STOPPED else InstanceState.PENDING
+
+
+def _move(instance: Instance, state: InstanceState) -> bool:
+    """Whether the instance came to its end. Its error text follows its state."""
+    before = InstanceState(instance.observed)
+    if before == state:
+        return False
+    assert can_move(INSTANCE, before, state), f"{before} -> {state}"
+    instance.observed = state
+    return state == InstanceState.STOPPED
+
+
+def lose_silent_nodes(session: Session, *, silent_s: float) -> list[str]:
+    """Put the instances of nodes that were not heard of for `silent_s` seconds back to pending; returns those nodes.
+    Their drains are over: what a dead node held is gone.
+    """
+    age_s = func.extract("epoch", func.now() - Node.last_seen_at)
+    names = list(session.scalars(select(Node.name).where(age_s > silent_s)))
+    lost = list(session.scalars(select(Instance).where(Instance.node.in_(names), LIVE)))
+    stopped = [instance.node for instance in lost if instance.desired == Desired.DRAINING]
+    for instance in lost:
+        draining = instance.desired == Desired.DRAINING
+        if draining:
+            instance.desired = Desired.STOPPED
+        _move(instance, InstanceState.STOPPED if draining else InstanceState.PENDING)
+    touch_generations(session, sorted(set(stopped)))
+    return names

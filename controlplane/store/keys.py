@@ -1,0 +1,132 @@
+"""API keys, idempotency keys and the audit. A key's secret is shown once and kept only as its SHA-256; secrets hold
+256 random bits, so a fast hash is enough."""
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+from datetime import datetime
+
+import uuid_utils
+from sqlalchemy import func, or_, select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from controlplane.errors import ConflictError, NotFoundError
+from controlplane.store.paging import Page, page
+from controlplane.store.tables import ApiKey, AuditEvent, IdempotencyKey, Json, Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewKey:
+    """A key just made; `secret` is not to be had again."""
+
+    row: ApiKey
+    secret: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredAnswer:
+    """What a POST with this idempotency key answered. No status: it is still being worked on."""
+
+    status: int | None
+    body: str | None
+
+
+def hash_secret(secret: str) -> str:
+    """The form in which a secret is stored and looked up."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def make_key(
+    session: Session,
+    *,
+    name: str,
+    role: Role,
+    tenant: str,
+    expires_at: datetime | None = None,
+    secret: str | None = None,
+) -> NewKey:
+    """Make a key. A given `secret` (the bootstrap's) is taken as it is."""
+    secret = secret or f"tp-{role.value}-{secrets.token_urlsafe(32)}"
+    row = ApiKey(
+        id=f"key_{uuid_utils.uuid7().hex}",
+        name=name,
+        tenant=tenant,
+        role=role,
+        secret_hash=hash_secret(secret),
+        prefix=secret[:14],
+        expires_at=expires_at,
+    )
+    session.add(row)
+    session.flush()
+    return NewKey(row=row, secret=secret)
+
+
+def find_key(session: Session, secret: str) -> ApiKey | None:
+    """The key of this secret if it is neither revoked nor expired."""
+    return session.scalar(
+        select(ApiKey).where(
+            ApiKey.secret_hash == hash_secret(secret),
+            ApiKey.revoked_at.is_(None),
+            or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.now()),
+        )
+    )
+
+
+def list_keys(session: Session, *, after: str | None, limit: int) -> Page[ApiKey]:
+    """One page of keys by id, revoked ones too."""
+    return page(session, select(ApiKey), ApiKey.id, after=after, limit=limit)
+
+
+def revoke_key(session: Session, key_id: str) -> ApiKey:
+    """End a key's life. Revoking it again changes nothing.
+
+    Raises:
+        NotFoundError: no such key.
+    """
+    row = session.get(ApiKey, key_id)
+    if row is None:
+        raise NotFoundError(f"key '{key_id}' does not exist", param="key_id")
+    if row.revoked_at is None:
+        row.revoked_at = session.scalar(select(func.now()))
+    return row
+
+
+def record(
+    session: Session, *, actor: str, action: str, subject: str, before: Json | None = None, after: Json | None = None
+) -> None:
+    """Write an audit event, in the transaction of the change it tells of."""
+    session.add(AuditEvent(actor=actor, action=action, subject=subject, before=before, after=after))
+
+
+def list_audit(session: Session, *, after: int | None, limit: int) -> Page[AuditEvent]:
+    """One page of audit events, the newest first."""
+    return page(session, select(AuditEvent), AuditEvent.id, after=after, limit=limit, newest_first=True)
+
+
+def claim_idempotency(session: Session, *, api_key_id: str, key: str, request_hash: str) -> StoredAnswer | None:
+    """None when this request is the first of its key and shall be worked on, else what was answered.
+
+    Raises:
+        ConflictError: the key was used for another request.
+    """
+    first = session.scalar(
+        insert(IdempotencyKey)
+        .values(api_key_id=api_key_id, key=key, request_hash=request_hash)
+        .on_conflict_do_nothing()
+        .returning(IdempotencyKey.key)
+    )
+    if first is not None:
+        return None
+    row = session.get(IdempotencyKey, (api_key_id, key))
+    assert row is not None, "nobody deletes idempotency keys of this age"
+    if row.request_hash != request_hash:
+        raise ConflictError("this Idempotency-Key was used for another request", param="Idempotency-Key")
+    return StoredAnswer(status=row.status, body=row.body)
+
+
+def keep_answer(session: Session, *, api_key_id: str, key: str, status: int, body: str) -> None:
+    """Remember what was answered."""
+    row = session.get(IdempotencyKey, (api_key_id, key))
+    assert row is not None, "claimed in this transaction"
+    row.status, row.body = status, body

@@ -1,0 +1,159 @@
+"""The live view and other fast things, in Redis. Every key is made here; flushing them loses no promise.
+
+tidepool:view                  hash   node -> NodeView (JSON), rewritten by every heartbeat
+tidepool:demand:<minute>       hash   kind|model|region -> input tokens, kept 2 hours
+tidepool:signal:<model>|<region>      set while an endpoint may not signal room again
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+import redis
+
+from controlplane.errors import UnavailableError
+from controlplane.policies.facts import Endpoint, InstanceFacts
+from controlplane.settings import Settings
+from dataplane.messages import Heartbeat
+
+_VIEW = "tidepool:view"
+_DEMAND = "tidepool:demand:"
+_SIGNAL = "tidepool:signal:"
+_DEMAND_KEEP_S = 7200
+_FORGET_NODE_S = 600
+
+
+class NodeView(msgspec.Struct, frozen=True, kw_only=True):
+    """A node's last heartbeat, and where the node is. `received_s` is Redis's own clock."""
+
+    region: str
+    gpu_type: str
+    url: str
+    received_s: float
+    heartbeat: Heartbeat
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetView:
+    """All nodes at one moment, `read_s` on Redis's clock."""
+
+    read_s: float
+    nodes: Mapping[str, NodeView]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemandCount:
+    """Input tokens that arrived in one minute. `kind`: IW or NIW."""
+
+    kind: str
+    endpoint: Endpoint
+    start_s: int
+    tokens: float
+
+
+EMPTY_VIEW = FleetView(read_s=0.0, nodes={})
+
+
+class LiveStore:
+    """The only Redis client of the control plane. Every call raises UnavailableError while Redis is away."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._redis = redis.Redis.from_url(
+            settings.redis_url.get_secret_value(),
+            decode_responses=True,
+            socket_timeout=2,
+            socket_connect_timeout=2,
+            health_check_interval=15,
+        )
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._redis.close()
+
+    def ping(self) -> None:
+        """Raise UnavailableError unless Redis answers."""
+        with _translated():
+            self._redis.ping()
+
+    def write_heartbeat(self, heartbeat: Heartbeat, *, region: str, gpu_type: str, url: str) -> None:
+        """Replace what is known of a node."""
+        with _translated():
+            view = NodeView(region=region, gpu_type=gpu_type, url=url, received_s=self._now_s(), heartbeat=heartbeat)
+            self._redis.hset(_VIEW, heartbeat.node, msgspec.json.encode(view))
+
+    def read_view(self) -> FleetView:
+        """All nodes heard of in the last ten minutes; those silent for longer are forgotten."""
+        with _translated():
+            now_s = self._now_s()
+            nodes = {n: msgspec.json.decode(v, type=NodeView) for n, v in self._read_hash(_VIEW).items()}
+            gone = [name for name, view in nodes.items() if now_s - view.received_s > _FORGET_NODE_S]
+            if gone:
+                self._redis.hdel(_VIEW, *gone)
+        return FleetView(read_s=now_s, nodes={name: view for name, view in nodes.items() if name not in gone})
+
+    def count_demand(self, counts: Mapping[tuple[str, Endpoint], float], *, minute_s: int) -> None:
+        """Add input tokens to a minute, by (kind, endpoint)."""
+        with _translated():
+            pipe = self._redis.pipeline(transaction=True)
+            for (kind, endpoint), tokens in counts.items():
+                pipe.hincrbyfloat(f"{_DEMAND}{minute_s}", f"{kind}|{endpoint.model}|{endpoint.region}", tokens)
+            pipe.expire(f"{_DEMAND}{minute_s}", _DEMAND_KEEP_S)
+            pipe.execute()
+
+    def read_demand(self, minute_s: int) -> list[DemandCount]:
+        """What was counted in a minute so far."""
+        with _translated():
+            raw = self._read_hash(f"{_DEMAND}{minute_s}")
+        counts = []
+        for field, tokens in raw.items():
+            kind, model, region = field.split("|")
+            endpoint = Endpoint(model=model, region=region)
+            counts.append(DemandCount(kind=kind, endpoint=endpoint, start_s=minute_s, tokens=float(tokens)))
+        return counts
+
+    def take_signal(self, endpoint: Endpoint, *, every_s: float) -> bool:
+        """Whether an endpoint may signal room now. At most one dispatcher gets a yes within `every_s` seconds."""
+        with _translated():
+            key = f"{_SIGNAL}{endpoint.model}|{endpoint.region}"
+            return bool(self._redis.set(key, b"1", nx=True, px=int(every_s * 1000)))
+
+    def _read_hash(self, key: str) -> dict[str, str]:
+        return {str(field): str(value) for field, value in self._redis.hgetall(key).items()}
+
+    def _now_s(self) -> float:
+        seconds, micros = self._redis.time()
+        return float(seconds + micros / 1e6)
+
+
+class _translated:  # noqa: N801 - reads as a statement
+    """Turns Redis's connection errors into ours."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, redis.RedisError):
+            raise UnavailableError(f"Redis does not answer: {error}") from error
+
+
+def instance_facts(
+    view: FleetView, *, kv_bytes_per_token: Mapping[str, int], sent_tokens: Mapping[str, int]
+) -> tuple[InstanceFacts, ...]:
+    """The instances of a view as policies want them. `sent_tokens`: by instance, what this process itself just sent."""
+    return tuple(
+        InstanceFacts(
+            instance_id=report.instance_id,
+            node_id=name,
+            endpoint=Endpoint(model=report.model, region=node.region),
+            gpu_type=node.gpu_type,
+            accepting=report.state == "ready",
+            age_s=max(0.0, view.read_s - node.received_s),
+            kv_used_bytes=report.kv_used_bytes,
+            kv_capacity_bytes=report.kv_capacity_bytes,
+            remaining_tokens=report.remaining_tokens,
+            sent_tokens=sent_tokens.get(report.instance_id, 0),
+            kv_bytes_per_token=kv_bytes_per_token.get(report.model, 0),
+        )
+        for name, node in view.nodes.items()
+        for report in node.heartbeat.instances
+    )

@@ -1,0 +1,45 @@
+"""Engines and transactions. One request or task, one transaction, committed at the edge."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import Engine, create_engine
+from sqlalchemy.orm import Session, sessionmaker
+
+from controlplane.settings import Settings
+
+
+def make_engine(settings: Settings) -> Engine:
+    """A connection pool to Postgres. Connections are checked before use, so a restarted server heals by itself."""
+    connect_args: dict[str, Any] = {
+        "connect_timeout": settings.database_timeout_s,
+        "options": f"-c statement_timeout={settings.database_timeout_s * 1000} -c timezone=UTC",
+        "application_name": "tidepool",
+    }
+    return create_engine(
+        settings.database_url.get_secret_value(),
+        pool_size=settings.database_pool_size,
+        max_overflow=0,
+        pool_timeout=settings.database_timeout_s,
+        pool_pre_ping=True,
+        connect_args=connect_args,
+    )
+
+
+class Database:
+    """Hands out transactions."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._sessions = sessionmaker(engine, expire_on_commit=False)
+
+    @contextmanager
+    def transaction(self) -> Iterator[Session]:
+        """A session that commits at the end of the block and rolls back on any exception."""
+        with self._sessions.begin() as session:
+            yield session
+
+    def close(self) -> None:
+        """Close every pooled connection."""
+        self.engine.dispose()

@@ -1,0 +1,307 @@
+"""The Postgres schema. Promises are constraints here; what a row may become is in `policies.lifecycle`.
+
+Times of events are `timestamptz`; positions on the demand axis are whole seconds since the epoch (`_s`).
+"""
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    DateTime,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Identity,
+    Index,
+    MetaData,
+    String,
+    func,
+    text,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from controlplane.policies.lifecycle import InstanceState, PlanState
+
+Json = dict[str, Any]
+
+
+class Base(DeclarativeBase):
+    """Declarative base with constraint names that migrations can rely on."""
+
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map = {  # noqa: RUF012 - SQLAlchemy reads it as a plain class attribute
+        int: BigInteger,
+        str: String,
+        datetime: DateTime(timezone=True),
+        Json: JSONB,
+        list[Any]: JSONB,
+    }
+
+
+def one_of(column: str, states: type[StrEnum]) -> CheckConstraint:
+    """A check that `column` holds one of `states`."""
+    values = ", ".join(f"'{state.value}'" for state in states)
+    return CheckConstraint(f"{column} IN ({values})", name=f"{column}_known")
+
+
+class Role(StrEnum):
+    """What a key may do: each role may do all that the next one may, but `client` and `node` stand apart."""
+
+    ADMIN = "admin"
+    OPERATOR = "operator"
+    VIEWER = "viewer"
+    CLIENT = "client"
+    NODE = "node"
+
+
+class Desired(StrEnum):
+    """What the control plane wants of an instance."""
+
+    RUNNING = "running"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+class Fleet(Base):
+    """One row. `index` rises with every change that a plan could depend on; whoever changes the fleet locks it."""
+
+    __tablename__ = "fleet"
+    __table_args__ = (CheckConstraint("id = 1", name="single"),)
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    index: Mapped[int] = mapped_column(server_default=text("0"))
+
+
+class Region(Base):
+    """A region. Traffic that cannot stay at home tries the others by rising `position`."""
+
+    __tablename__ = "regions"
+    name: Mapped[str] = mapped_column(primary_key=True)
+    position: Mapped[int]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class GpuType(Base):
+    """A kind of GPU and what one costs."""
+
+    __tablename__ = "gpu_types"
+    __table_args__ = (CheckConstraint("memory_bytes > 0 AND cost_per_hour >= 0", name="positive"),)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    memory_bytes: Mapped[int]
+    cost_per_hour: Mapped[float]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class Node(Base):
+    """A machine with GPUs of one type, run by one agent. `generation` counts changes of what it shall hold."""
+
+    __tablename__ = "nodes"
+    name: Mapped[str] = mapped_column(primary_key=True)
+    region: Mapped[str] = mapped_column(ForeignKey("regions.name"))
+    gpu_type: Mapped[str] = mapped_column(ForeignKey("gpu_types.name"))
+    url: Mapped[str]
+    engine: Mapped[str]
+    draining: Mapped[bool] = mapped_column(server_default=text("false"))
+    generation: Mapped[int] = mapped_column(server_default=text("0"))
+    last_seen_at: Mapped[datetime | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class Slot(Base):
+    """The GPUs of a node that one worker process drives."""
+
+    __tablename__ = "slots"
+    __table_args__ = (CheckConstraint("gpus > 0 AND memory_bytes > 0", name="positive"),)
+    node: Mapped[str] = mapped_column(ForeignKey("nodes.name", ondelete="CASCADE"), primary_key=True)
+    index: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    gpus: Mapped[int]
+    memory_bytes: Mapped[int]
+
+
+class Model(Base):
+    """An LLM. `path` is a checkpoint folder that nodes can read."""
+
+    __tablename__ = "models"
+    __table_args__ = (CheckConstraint("weights_bytes > 0 AND context_tokens > 0", name="positive"),)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    path: Mapped[str]
+    architecture: Mapped[str]
+    weights_bytes: Mapped[int]
+    kv_bytes_per_token: Mapped[int]
+    context_tokens: Mapped[int]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class Profile(Base):
+    """A model on a GPU type: input tokens/s of one instance at its SLO, its GPUs, and its load time in the region."""
+
+    __tablename__ = "profiles"
+    __table_args__ = (CheckConstraint("tokens_per_s > 0 AND gpus > 0 AND load_time_s >= 0", name="positive"),)
+    model: Mapped[str] = mapped_column(ForeignKey("models.name", ondelete="CASCADE"), primary_key=True)
+    gpu_type: Mapped[str] = mapped_column(ForeignKey("gpu_types.name"), primary_key=True)
+    tokens_per_s: Mapped[float]
+    gpus: Mapped[int]
+    load_time_s: Mapped[float]
+
+
+class EndpointRow(Base):
+    """A model in a region, and how many instances it may have."""
+
+    __tablename__ = "endpoints"
+    __table_args__ = (CheckConstraint("0 <= instances_min AND instances_min <= instances_max", name="limits"),)
+    model: Mapped[str] = mapped_column(ForeignKey("models.name", ondelete="CASCADE"), primary_key=True)
+    region: Mapped[str] = mapped_column(ForeignKey("regions.name"), primary_key=True)
+    instances_min: Mapped[int]
+    instances_max: Mapped[int]
+    last_scaled_at: Mapped[datetime | None]
+
+
+class Instance(Base):
+    """One copy of a model on a slot: what is wanted of it and what its node last said."""
+
+    __tablename__ = "instances"
+    __table_args__ = (
+        one_of("desired", Desired),
+        one_of("observed", InstanceState),
+        ForeignKeyConstraint(["node", "slot"], ["slots.node", "slots.index"]),
+        ForeignKeyConstraint(["model", "region"], ["endpoints.model", "endpoints.region"]),
+        Index("ix_instances_live", "node", postgresql_where=text("desired <> 'stopped'")),
+    )
+    id: Mapped[str] = mapped_column(primary_key=True)
+    model: Mapped[str]
+    region: Mapped[str]
+    gpu_type: Mapped[str] = mapped_column(ForeignKey("gpu_types.name"))
+    node: Mapped[str]
+    slot: Mapped[int]
+    gpus: Mapped[int]
+    desired: Mapped[str]
+    observed: Mapped[str]
+    error: Mapped[str | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    changed_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class DemandBucket(Base):
+    """Input tokens per second of one minute. `kind`: IW (both interactive tiers) or NIW. No row is a gap, not zero."""
+
+    __tablename__ = "demand_buckets"
+    __table_args__ = (
+        CheckConstraint("kind IN ('IW', 'NIW')", name="kind_known"),
+        CheckConstraint("mod(start_s, 60) = 0", name="minute"),
+        CheckConstraint("tokens_per_s >= 0", name="positive"),
+        Index("ix_demand_buckets_start_s", "start_s"),
+    )
+    model: Mapped[str] = mapped_column(primary_key=True)
+    region: Mapped[str] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    start_s: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    tokens_per_s: Mapped[float]
+
+
+class Forecast(Base):
+    """What one series was expected to reach in the hour after `origin_s`, and who said so."""
+
+    __tablename__ = "forecasts"
+    model: Mapped[str] = mapped_column(primary_key=True)
+    region: Mapped[str] = mapped_column(primary_key=True)
+    origin_s: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    forecaster: Mapped[str]
+    peak_q50: Mapped[float]
+    peak_upper: Mapped[float]
+    quantile: Mapped[float]
+    path: Mapped[list[Any]]
+    candidates: Mapped[Json]
+    reason: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class Plan(Base):
+    """One hour's placement. The schedule makes at most one per window; at most one plan is in force."""
+
+    __tablename__ = "plans"
+    __table_args__ = (
+        one_of("state", PlanState),
+        CheckConstraint("origin IN ('schedule', 'operator')", name="origin_known"),
+        Index("uq_plans_schedule_window", "window_start_s", unique=True, postgresql_where=text("origin = 'schedule'")),
+        Index("uq_plans_in_force", "state", unique=True, postgresql_where=text("state IN ('applying', 'applied')")),
+    )
+    id: Mapped[str] = mapped_column(primary_key=True)
+    state: Mapped[str]
+    origin: Mapped[str]
+    window_start_s: Mapped[int]
+    fleet_index: Mapped[int]
+    solver: Mapped[str]
+    status: Mapped[str]
+    objective_per_hour: Mapped[float | None]
+    bound_per_hour: Mapped[float | None]
+    gap: Mapped[float | None]
+    solve_time_s: Mapped[float]
+    unserved: Mapped[list[Any]]
+    reason: Mapped[str]
+    created_by: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    applied_at: Mapped[datetime | None]
+
+
+class PlanEntry(Base):
+    """One cell of a plan: instances before and after, and why."""
+
+    __tablename__ = "plan_entries"
+    plan_id: Mapped[str] = mapped_column(ForeignKey("plans.id", ondelete="CASCADE"), primary_key=True)
+    model: Mapped[str] = mapped_column(primary_key=True)
+    region: Mapped[str] = mapped_column(primary_key=True)
+    gpu_type: Mapped[str] = mapped_column(primary_key=True)
+    before: Mapped[int]
+    after: Mapped[int]
+    reason: Mapped[str]
+
+
+class ApiKey(Base):
+    """A key, by the SHA-256 of its secret. Revoked keys stay for the audit."""
+
+    __tablename__ = "api_keys"
+    __table_args__ = (one_of("role", Role),)
+    id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    tenant: Mapped[str]
+    role: Mapped[str]
+    secret_hash: Mapped[str] = mapped_column(unique=True)
+    prefix: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    expires_at: Mapped[datetime | None]
+    revoked_at: Mapped[datetime | None]
+
+
+class AuditEvent(Base):
+    """Who changed what, with the row before and after."""
+
+    __tablename__ = "audit_events"
+    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
+    at: Mapped[datetime] = mapped_column(server_default=func.now())
+    actor: Mapped[str]
+    action: Mapped[str]
+    subject: Mapped[str]
+    before: Mapped[Json | None]
+    after: Mapped[Json | None]
+
+
+class IdempotencyKey(Base):
+    """The answer already given to a POST with this key, so that a retry changes nothing."""
+
+    __tablename__ = "idempotency_keys"
+    api_key_id: Mapped[str] = mapped_column(ForeignKey("api_keys.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    request_hash: Mapped[str]
+    status: Mapped[int | None]
+    body: Mapped[str | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())

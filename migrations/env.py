@@ -1,0 +1,26 @@
+"""Alembic's entry. The URL comes from the config that `migrations.upgrade` makes, or from TIDEPOOL_DATABASE_URL."""
+
+import os
+
+from alembic import context
+from sqlalchemy import create_engine, pool
+
+from controlplane.store import batch_tables, tables
+
+assert "batches" in tables.Base.metadata.tables, f"{batch_tables.__name__} adds its tables to the same metadata"
+target = tables.Base.metadata
+
+
+def run() -> None:
+    """Run migrations in one transaction, under an advisory lock so that two processes never migrate at once."""
+    url = context.config.get_main_option("sqlalchemy.url") or os.environ["TIDEPOOL_DATABASE_URL"]
+    engine = create_engine(url, poolclass=pool.NullPool)
+    with engine.connect() as connection:
+        context.configure(connection=connection, target_metadata=target, compare_type=True, compare_server_default=True)
+        with context.begin_transaction():
+            connection.exec_driver_sql("SELECT pg_advisory_xact_lock(7303014)")
+            context.run_migrations()
+    engine.dispose()
+
+
+run()
