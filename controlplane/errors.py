@@ -84,6 +84,14 @@ class CapacityError(TidepoolError):
     retry_after_s = 1
 
 
+class NoSpareCapacityError(TidepoolError):
+    """A flex request while interactive traffic needs the fleet."""
+
+    status = 429
+    code = "resource_unavailable"
+    retry_after_s = 5
+
+
 class UnavailableError(TidepoolError):
     """A part this answer needs is down."""
 

@@ -15,6 +15,7 @@ class Settings(BaseSettings):
     redis_url: SecretStr = Field(SecretStr("redis://127.0.0.1:6379/0"))
     home: Path = Field(Path("~/.tidepool"), description="where uploaded files and keys.json live")
     region: str | None = Field(None, description="region this gateway stands in; default: the first by preference")
+    node_key: SecretStr = Field(SecretStr(""), description="what we show to node agents")
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65535)
 

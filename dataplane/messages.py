@@ -154,7 +154,7 @@ def encode_line(event: StreamEvent) -> bytes:
     return msgspec.json.encode(event) + b"\n"
 
 
-_event_decoder = msgspec.json.Decoder(StreamEvent)
+_event_decoder: msgspec.json.Decoder[StreamEvent] = msgspec.json.Decoder(StreamEvent)
 
 
 def decode_line(line: bytes | str) -> StreamEvent:

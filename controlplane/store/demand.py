@@ -48,17 +48,31 @@ def put_demand(session: Session, rows: Iterable[DemandRow]) -> int:
     return count
 
 
-def read_demand(session: Session, *, kind: str, since_s: int, until_s: int) -> dict[Endpoint, list[tuple[int, float]]]:
-    """(start_s, tokens_per_s) of every endpoint with demand in [since_s, until_s), by time."""
-    rows = session.execute(
+def read_demand(
+    session: Session, *, kind: str, since_s: int, until_s: int, only: Endpoint | None = None
+) -> dict[Endpoint, list[tuple[float, float | None]]]:
+    """(start_s, tokens_per_s) of every endpoint (or `only` one) with demand in [since_s, until_s), by time."""
+    query = (
         select(DemandBucket.model, DemandBucket.region, DemandBucket.start_s, DemandBucket.tokens_per_s)
         .where(DemandBucket.kind == kind, DemandBucket.start_s >= since_s, DemandBucket.start_s < until_s)
         .order_by(DemandBucket.start_s)
-    ).tuples()
-    series: dict[Endpoint, list[tuple[int, float]]] = {}
-    for model, region, start_s, tokens_per_s in rows:
+    )
+    if only is not None:
+        query = query.where(DemandBucket.model == only.model, DemandBucket.region == only.region)
+    series: dict[Endpoint, list[tuple[float, float | None]]] = {}
+    for model, region, start_s, tokens_per_s in session.execute(query).tuples():
         series.setdefault(Endpoint(model=model, region=region), []).append((start_s, tokens_per_s))
     return series
+
+
+def endpoints_with_demand(session: Session, *, kind: str, since_s: int, until_s: int) -> list[Endpoint]:
+    """Endpoints with a demand bucket in [since_s, until_s)."""
+    rows = session.execute(
+        select(DemandBucket.model, DemandBucket.region)
+        .where(DemandBucket.kind == kind, DemandBucket.start_s >= since_s, DemandBucket.start_s < until_s)
+        .distinct()
+    ).tuples()
+    return sorted(Endpoint(model=model, region=region) for model, region in rows)
 
 
 def mean_demand(session: Session, *, kind: str, since_s: int, until_s: int) -> dict[Endpoint, float]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from sqlalchemy import ColumnElement, delete, func, select, update
+from sqlalchemy import ColumnElement, delete, func, select, tuple_, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -39,6 +39,11 @@ def fleet_index(session: Session, *, lock: bool = False) -> int:
     index = session.scalar(query.with_for_update() if lock else query)
     assert index is not None, "the migration makes the fleet's row"
     return index
+
+
+def find(session: Session, table: type[Row], key: str | tuple[str, str]) -> Row | None:
+    """The row of that key, if there is one."""
+    return session.get(table, key)
 
 
 def require(session: Session, table: type[Row], key: str | tuple[str, str], *, param: str) -> Row:
@@ -184,6 +189,24 @@ def list_page(session: Session, table: type[NamedRow], *, after: str | None, lim
     return page(session, select(table), table.name, after=after, limit=limit)
 
 
+def list_profiles(session: Session, *, after: tuple[str, str] | None, limit: int) -> Page[Profile]:
+    """One page of profiles by (model, GPU type)."""
+    return page(session, select(Profile), tuple_(Profile.model, Profile.gpu_type), after=after, limit=limit)
+
+
+def list_endpoints(session: Session, *, after: tuple[str, str] | None, limit: int) -> Page[EndpointRow]:
+    """One page of endpoints by (model, region)."""
+    return page(session, select(EndpointRow), tuple_(EndpointRow.model, EndpointRow.region), after=after, limit=limit)
+
+
+def slots_of(session: Session, nodes: Sequence[str]) -> dict[str, list[Slot]]:
+    """The slots of nodes, each node's by index."""
+    slots: dict[str, list[Slot]] = {node: [] for node in nodes}
+    for slot in session.scalars(select(Slot).where(Slot.node.in_(nodes)).order_by(Slot.node, Slot.index)):
+        slots[slot.node].append(slot)
+    return slots
+
+
 def load_catalog(session: Session) -> Catalog:
     """Everything a gateway caches."""
     return Catalog(
@@ -201,3 +224,39 @@ def touch_node(session: Session, name: str) -> None:
 def insert_fleet_row(session: Session) -> None:
     """Make the fleet's one row if it is missing."""
     session.execute(insert(Fleet).values(id=1, index=0).on_conflict_do_nothing())
+
+
+def all_endpoints(session: Session) -> list[EndpointRow]:
+    """Every endpoint by model and region."""
+    return list(session.scalars(select(EndpointRow).order_by(EndpointRow.model, EndpointRow.region)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Census:
+    """The whole fleet at one moment. `alive`: names of nodes heard of lately."""
+
+    regions: list[str]
+    gpu_types: list[GpuType]
+    models: list[Model]
+    nodes: list[Node]
+    slots: list[Slot]
+    profiles: list[Profile]
+    endpoints: list[EndpointRow]
+    instances: list[Instance]
+    alive: frozenset[str]
+
+
+def take_census(session: Session, *, silent_s: float) -> Census:
+    """Everything that placement and scaling look at; instances that are wanted or still draining."""
+    age_s = func.extract("epoch", func.now() - Node.last_seen_at)
+    return Census(
+        regions=list(session.scalars(select(Region.name).order_by(Region.position, Region.name))),
+        gpu_types=list(session.scalars(select(GpuType).order_by(GpuType.name))),
+        models=list(session.scalars(select(Model).order_by(Model.name))),
+        nodes=list(session.scalars(select(Node).order_by(Node.name))),
+        slots=list(session.scalars(select(Slot).order_by(Slot.node, Slot.index))),
+        profiles=list(session.scalars(select(Profile).order_by(Profile.model, Profile.gpu_type))),
+        endpoints=all_endpoints(session),
+        instances=list(session.scalars(select(Instance).where(Instance.desired != "stopped").order_by(Instance.id))),
+        alive=frozenset(session.scalars(select(Node.name).where(age_s <= silent_s))),
+    )

@@ -25,6 +25,11 @@ def list_instances(session: Session, *, after: str | None, limit: int, live_only
     return page(session, query.where(LIVE) if live_only else query, Instance.id, after=after, limit=limit)
 
 
+def instances_of(session: Session, node: str) -> list[Instance]:
+    """The live instances of a node, oldest first."""
+    return list(session.scalars(select(Instance).where(Instance.node == node, LIVE).order_by(Instance.id)))
+
+
 def add_instance(
     session: Session, *, model: str, region: str, gpu_type: str, node: str, slot: int, gpus: int
 ) -> Instance:

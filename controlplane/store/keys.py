@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from datetime import datetime
 
 import uuid_utils
-from sqlalchemy import func, or_, select
+from sqlalchemy import ColumnElement, func, inspect, or_, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, NotFoundError
 from controlplane.store.paging import Page, page
-from controlplane.store.tables import ApiKey, AuditEvent, IdempotencyKey, Json, Role
+from controlplane.store.tables import ApiKey, AuditEvent, Base, IdempotencyKey, Json, Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +64,11 @@ def make_key(
 
 def find_key(session: Session, secret: str) -> ApiKey | None:
     """The key of this secret if it is neither revoked nor expired."""
-    return session.scalar(
-        select(ApiKey).where(
-            ApiKey.secret_hash == hash_secret(secret),
-            ApiKey.revoked_at.is_(None),
-            or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.now()),
-        )
-    )
+    return session.scalar(select(ApiKey).where(ApiKey.secret_hash == hash_secret(secret), *_good()))
+
+
+def _good() -> tuple[ColumnElement[bool], ...]:
+    return ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.now())
 
 
 def list_keys(session: Session, *, after: str | None, limit: int) -> Page[ApiKey]:
@@ -78,15 +76,31 @@ def list_keys(session: Session, *, after: str | None, limit: int) -> Page[ApiKey
     return page(session, select(ApiKey), ApiKey.id, after=after, limit=limit)
 
 
-def revoke_key(session: Session, key_id: str) -> ApiKey:
-    """End a key's life. Revoking it again changes nothing.
+def get_key(session: Session, key_id: str) -> ApiKey:
+    """A key by its id.
 
     Raises:
-        NotFoundError: no such key.
+        NotFoundError: there is none.
     """
     row = session.get(ApiKey, key_id)
     if row is None:
         raise NotFoundError(f"key '{key_id}' does not exist", param="key_id")
+    return row
+
+
+def revoke_key(session: Session, key_id: str) -> ApiKey:
+    """End a key's life. Revoking it again changes nothing. Revocations of admin keys are one after another.
+
+    Raises:
+        NotFoundError: no such key.
+        ConflictError: it is the last good admin key.
+    """
+    row = get_key(session, key_id)
+    admins = session.scalars(
+        select(ApiKey.id).where(ApiKey.role == Role.ADMIN, *_good()).order_by(ApiKey.id).with_for_update()
+    ).all()
+    if list(admins) == [key_id]:
+        raise ConflictError(f"key '{key_id}' is the last admin key; make another one first", param="key_id")
     if row.revoked_at is None:
         row.revoked_at = session.scalar(select(func.now()))
     return row
@@ -97,6 +111,13 @@ def record(
 ) -> None:
     """Write an audit event, in the transaction of the change it tells of."""
     session.add(AuditEvent(actor=actor, action=action, subject=subject, before=before, after=after))
+
+
+def snapshot(row: Base) -> Json:
+    """A row as the audit keeps it: JSON values by column, times in ISO 8601, and never a secret's hash."""
+    columns = [column.key for column in inspect(type(row)).columns if column.key != "secret_hash"]
+    values = {column: getattr(row, column) for column in columns}
+    return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in values.items()}
 
 
 def list_audit(session: Session, *, after: int | None, limit: int) -> Page[AuditEvent]:

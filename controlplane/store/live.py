@@ -19,6 +19,7 @@ from dataplane.messages import Heartbeat
 _VIEW = "tidepool:view"
 _DEMAND = "tidepool:demand:"
 _SIGNAL = "tidepool:signal:"
+_COUNTING = "counting"
 _DEMAND_KEEP_S = 7200
 _FORGET_NODE_S = 600
 
@@ -92,18 +93,21 @@ class LiveStore:
         return FleetView(read_s=now_s, nodes={name: view for name, view in nodes.items() if name not in gone})
 
     def count_demand(self, counts: Mapping[tuple[str, Endpoint], float], *, minute_s: int) -> None:
-        """Add input tokens to a minute, by (kind, endpoint)."""
+        """Add input tokens to a minute, by (kind, endpoint). Even without counts it says that someone was counting."""
         with _translated():
             pipe = self._redis.pipeline(transaction=True)
+            pipe.hset(f"{_DEMAND}{minute_s}", _COUNTING, 1)
             for (kind, endpoint), tokens in counts.items():
                 pipe.hincrbyfloat(f"{_DEMAND}{minute_s}", f"{kind}|{endpoint.model}|{endpoint.region}", tokens)
             pipe.expire(f"{_DEMAND}{minute_s}", _DEMAND_KEEP_S)
             pipe.execute()
 
-    def read_demand(self, minute_s: int) -> list[DemandCount]:
-        """What was counted in a minute so far."""
+    def read_demand(self, minute_s: int) -> list[DemandCount] | None:
+        """What was counted in a minute so far; None: nobody was counting, so the minute is a gap."""
         with _translated():
             raw = self._read_hash(f"{_DEMAND}{minute_s}")
+        if raw.pop(_COUNTING, None) is None:
+            return None
         counts = []
         for field, tokens in raw.items():
             kind, model, region = field.split("|")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import Select
+from sqlalchemy import ColumnElement, Select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from controlplane.store.tables import Base
@@ -23,13 +23,13 @@ class Page(Generic[Row]):
 def page(
     session: Session,
     query: Select[Row],
-    key: InstrumentedAttribute[Any],
+    key: InstrumentedAttribute[Any] | ColumnElement[Any],
     *,
     after: Any,
     limit: int,
     newest_first: bool = False,
 ) -> Page[Row]:
-    """The rows of `query` ordered by `key` that come after `after`."""
+    """The rows of `query` ordered by `key` (a column, or a tuple of columns) that come after `after`."""
     assert 1 <= limit <= PAGE_MAX
     if after is not None:
         query = query.where(key < after if newest_first else key > after)

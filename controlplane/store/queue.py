@@ -120,11 +120,16 @@ def finish(session: Session, held: Claim, *, status_code: int, body: dict[str, A
     return True
 
 
-def give_back(session: Session, held: Claim, *, delay_s: float, error: str) -> bool:
-    """Let a request wait again, for at least `delay_s`, after an attempt that made no result."""
+def give_back(session: Session, held: Claim, *, delay_s: float, error: str, tried: bool) -> bool:
+    """Let a request wait again, for at least `delay_s`. `tried`: a node had it, so the attempt counts."""
     not_before = func.now() + func.make_interval(0, 0, 0, 0, 0, 0, delay_s)
     return _release_lease(
-        session, held, state=BatchRequestState.WAITING, not_before=not_before, last_error=error[:2000]
+        session,
+        held,
+        state=BatchRequestState.WAITING,
+        not_before=not_before,
+        last_error=error[:2000],
+        attempts=held.attempts - (not tried),
     )
 
 

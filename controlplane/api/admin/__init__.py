@@ -1,1 +1,18 @@
-"""The admin REST API: fleet, models, demand, plans, keys, audit."""
+"""The admin API: the fleet, its models, demand, forecasts, keys and the audit."""
+
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+
+from controlplane.api.admin import demand, forecasts, instances, keys, models, nodes, regions, status
+from controlplane.api.admin.problems import PROBLEMS
+
+__all__ = ["router"]
+
+
+def _operation_id(route: APIRoute) -> str:
+    return f"admin_{route.name}"
+
+
+router = APIRouter(prefix="/admin", responses=PROBLEMS, generate_unique_id_function=_operation_id)
+for part in (status, regions, nodes, models, instances, demand, forecasts, keys):
+    router.include_router(part.router)

@@ -1,0 +1,87 @@
+"""Types of names, numbers and pages that the admin API takes. Every one has its limit."""
+
+from collections.abc import Callable
+from typing import Annotated, Generic, TypeVar
+
+from fastapi import Path, Query
+from pydantic import BaseModel, ConfigDict, Field
+
+from controlplane.errors import InvalidValueError
+from controlplane.store.paging import PAGE_MAX, Page
+from controlplane.store.tables import Base
+
+INT64_MAX = 2**63 - 1
+TIME_S_MAX = 253_402_300_799
+"""The last second of the year 9999."""
+
+_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+_GPU_TYPE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+_MODEL = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$"
+_TEXT = r"^[^\x00]*$"
+
+RegionName = Annotated[str, Field(pattern=_NAME, examples=["us-east"])]
+GpuTypeName = Annotated[str, Field(pattern=_GPU_TYPE, examples=["H800"])]
+ModelName = Annotated[str, Field(pattern=_MODEL, examples=["Qwen/Qwen3-8B"])]
+KeyName = Annotated[str, Field(pattern=_NAME, examples=["dashboard"])]
+Tenant = Annotated[str, Field(pattern=_NAME, examples=["default"])]
+FolderPath = Annotated[str, Field(pattern=r"^/[^\x00]*$", max_length=4096, examples=["/models/qwen3-8b"])]
+Architecture = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$", examples=["Qwen3ForCausalLM"])]
+
+PositiveInt = Annotated[int, Field(strict=True, gt=0, le=INT64_MAX)]
+Count = Annotated[int, Field(strict=True, ge=0, le=100_000)]
+PositiveNumber = Annotated[float, Field(strict=True, gt=0, le=1e15, allow_inf_nan=False)]
+Number = Annotated[float, Field(strict=True, ge=0, le=1e15, allow_inf_nan=False)]
+
+RegionPath = Annotated[RegionName, Path(description="the region's name")]
+GpuTypePath = Annotated[GpuTypeName, Path(description="the GPU type's name")]
+ModelPath = Annotated[ModelName, Path(description="the model's name; it may contain '/'")]
+NodePath = Annotated[str, Path(pattern=r"^[^\x00/]{1,200}$", examples=["node-us-east-1"])]
+KeyPath = Annotated[str, Path(pattern=r"^[^\x00/]{1,64}$", examples=["key_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
+
+Limit = Annotated[int, Query(ge=1, le=PAGE_MAX, description="rows of a page")]
+After = Annotated[
+    str | None, Query(max_length=300, pattern=_TEXT, description="`next` of the page before; none: the first page")
+]
+
+Data = TypeVar("Data", bound=BaseModel)
+Row = TypeVar("Row", bound=Base)
+
+
+class Body(BaseModel):
+    """What a client sends. A field that is not known is an error, never ignored."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Answer(BaseModel):
+    """What a client gets, read from a row."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+
+class PageOf(BaseModel, Generic[Data]):
+    """One page. `next` goes into `after` of the next request while `has_more`."""
+
+    data: list[Data]
+    has_more: bool
+    next: str | None
+
+
+def page_of(kind: type[Data], page: Page[Row], cursor: Callable[[Row], str]) -> PageOf[Data]:
+    """A page of rows as the API answers it."""
+    data = [kind.model_validate(row) for row in page.rows]
+    return PageOf(data=data, has_more=page.has_more, next=cursor(page.rows[-1]) if page.has_more else None)
+
+
+def pair_of(cursor: str | None) -> tuple[str, str] | None:
+    """The two names of a cursor `first|second`.
+
+    Raises:
+        InvalidValueError: it is none.
+    """
+    if cursor is None:
+        return None
+    first, bar, second = cursor.partition("|")
+    if not bar:
+        raise InvalidValueError(f"after: '{cursor}' is no cursor of this list", param="after")
+    return first, second

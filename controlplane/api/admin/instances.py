@@ -1,0 +1,44 @@
+"""Instances: what is wanted of each and what its node last said."""
+
+from datetime import datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from pydantic import Field
+
+from controlplane.api.admin.fields import After, Answer, Limit, PageOf, page_of
+from controlplane.api.auth import Viewer
+from controlplane.api.state import SessionDep
+from controlplane.store.instances import list_instances as read_instances
+
+router = APIRouter(tags=["admin: fleet"])
+
+
+class Instance(Answer):
+    """One copy of a model on a slot."""
+
+    id: str = Field(examples=["inst_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])
+    model: str
+    region: str
+    gpu_type: str
+    node: str
+    slot: int
+    gpus: int
+    desired: str = Field(description="running, draining or stopped", examples=["running"])
+    observed: str = Field(description="what its node last said", examples=["ready"])
+    error: str | None
+    created_at: datetime
+    changed_at: datetime
+
+
+@router.get("/instances", summary="List instances")
+def list_instances(
+    session: SessionDep,
+    _: Viewer,
+    live_only: Annotated[bool, Query(description="leave out those that are stopped")] = True,
+    limit: Limit = 20,
+    after: After = None,
+) -> PageOf[Instance]:
+    """Instances, the oldest first."""
+    page = read_instances(session, after=after, limit=limit, live_only=live_only)
+    return page_of(Instance, page, lambda row: row.id)

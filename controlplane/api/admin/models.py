@@ -1,0 +1,163 @@
+"""Models, their profiles on GPU types, and the endpoints that offer them in regions."""
+
+from datetime import datetime
+
+from fastapi import APIRouter
+from pydantic import Field
+
+from controlplane.api.admin.changes import put_row
+from controlplane.api.admin.fields import (
+    After,
+    Answer,
+    Architecture,
+    Body,
+    Count,
+    FolderPath,
+    GpuTypeName,
+    Limit,
+    ModelName,
+    ModelPath,
+    Number,
+    PageOf,
+    PositiveInt,
+    PositiveNumber,
+    RegionName,
+    page_of,
+    pair_of,
+)
+from controlplane.api.admin.idempotency import IdempotentRoute
+from controlplane.api.auth import Operator, Viewer
+from controlplane.api.state import SessionDep
+from controlplane.store import fleet, tables
+
+router = APIRouter(tags=["admin: models"], route_class=IdempotentRoute)
+
+
+class ModelChange(Body):
+    """A checkpoint and what it needs. `tidepool model add` derives all of it from the folder."""
+
+    path: FolderPath = Field(description="checkpoint folder in Hugging Face format, readable on the nodes")
+    architecture: Architecture
+    weights_bytes: PositiveInt = Field(examples=[16_381_470_720])
+    kv_bytes_per_token: PositiveInt = Field(examples=[147_456])
+    context_tokens: PositiveInt = Field(description="the longest prompt and answer together", examples=[40_960])
+
+
+class Model(Answer):
+    """A registered model."""
+
+    name: str = Field(examples=["Qwen/Qwen3-8B"])
+    path: str = Field(examples=["/models/qwen3-8b"])
+    architecture: str = Field(examples=["Qwen3ForCausalLM"])
+    weights_bytes: int = Field(examples=[16_381_470_720])
+    kv_bytes_per_token: int = Field(examples=[147_456])
+    context_tokens: int = Field(examples=[40_960])
+    created_at: datetime
+
+
+class Profile(Answer, Body):
+    """What one instance of a model does on a GPU type."""
+
+    model: ModelName
+    gpu_type: GpuTypeName
+    tokens_per_s: PositiveNumber = Field(description="input tokens per second at its SLO", examples=[12_000.0])
+    gpus: PositiveInt = Field(description="GPUs of one instance", examples=[1], le=1024)
+    load_time_s: Number = Field(description="seconds to load it within a region", examples=[30.0])
+
+
+class EndpointChange(Body):
+    """A model in a region, and how many instances it may have."""
+
+    model: ModelName
+    region: RegionName
+    instances_min: Count = Field(examples=[0])
+    instances_max: Count = Field(examples=[8])
+
+
+class Endpoint(Answer):
+    """A model in a region."""
+
+    model: str
+    region: str
+    instances_min: int
+    instances_max: int
+    last_scaled_at: datetime | None
+
+
+@router.put("/models/{name:path}", summary="Register a model")
+def put_model(name: ModelPath, change: ModelChange, session: SessionDep, caller: Operator) -> Model:
+    """Another checkpoint under a name whose instances are alive is refused (409)."""
+    values = change.model_dump()
+    row = put_row(
+        session,
+        caller,
+        table=tables.Model,
+        key=name,
+        action="model.put",
+        values=values,
+        write=lambda: fleet.put_model(session, tables.Model(name=name, **values)),
+    )
+    return Model.model_validate(row)
+
+
+@router.get("/models", summary="List models")
+def list_models(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[Model]:
+    """Models by name."""
+    return page_of(Model, fleet.list_page(session, tables.Model, after=after, limit=limit), lambda row: row.name)
+
+
+@router.get("/models/{name:path}", summary="One model")
+def get_model(name: ModelPath, session: SessionDep, _: Viewer) -> Model:
+    """A model."""
+    return Model.model_validate(fleet.require(session, tables.Model, name, param="model"))
+
+
+@router.put("/profiles", summary="Say what a model does on a GPU type")
+def put_profile(profile: Profile, session: SessionDep, caller: Operator) -> Profile:
+    """Placement counts on these numbers; measure them at the SLO."""
+    values = profile.model_dump()
+    row = put_row(
+        session,
+        caller,
+        table=tables.Profile,
+        key=(profile.model, profile.gpu_type),
+        action="profile.put",
+        values=values,
+        write=lambda: fleet.put_profile(session, tables.Profile(**values)),
+    )
+    return Profile.model_validate(row)
+
+
+@router.get("/profiles", summary="List profiles")
+def list_profiles(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[Profile]:
+    """Profiles by model and GPU type."""
+    page = fleet.list_profiles(session, after=pair_of(after), limit=limit)
+    return page_of(Profile, page, lambda row: f"{row.model}|{row.gpu_type}")
+
+
+@router.put("/endpoints", summary="Offer a model in a region")
+def put_endpoint(change: EndpointChange, session: SessionDep, caller: Operator) -> Endpoint:
+    """Scaling and plans keep the number of instances within the limits."""
+    row = put_row(
+        session,
+        caller,
+        table=tables.EndpointRow,
+        key=(change.model, change.region),
+        action="endpoint.put",
+        values=change.model_dump(),
+        write=lambda: fleet.put_endpoint(
+            session,
+            model=change.model,
+            region=change.region,
+            minimum=change.instances_min,
+            maximum=change.instances_max,
+        ),
+    )
+    return Endpoint.model_validate(row)
+
+
+@router.get("/endpoints", summary="List endpoints")
+def list_endpoints(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[Endpoint]:
+    """Endpoints by model and region."""
+    page = fleet.list_endpoints(session, after=pair_of(after), limit=limit)
+    return page_of(Endpoint, page, lambda row: f"{row.model}|{row.region}")

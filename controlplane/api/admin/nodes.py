@@ -1,0 +1,150 @@
+"""Nodes: who joined, what each holds and says, and taking one out of service."""
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from fastapi import APIRouter
+from pydantic import Field
+from sqlalchemy.orm import Session
+
+from controlplane.api.admin.fields import After, Answer, Limit, NodePath, PageOf
+from controlplane.api.admin.idempotency import IdempotentRoute
+from controlplane.api.admin.instances import Instance
+from controlplane.api.auth import Operator, Viewer
+from controlplane.api.keys import Caller
+from controlplane.api.state import SessionDep, State, StateDep
+from controlplane.errors import UnavailableError
+from controlplane.store import fleet, tables
+from controlplane.store.instances import instances_of
+from controlplane.store.keys import record, snapshot
+from controlplane.store.summary import node_ages_s
+
+router = APIRouter(tags=["admin: fleet"], route_class=IdempotentRoute)
+
+
+class Slot(Answer):
+    """The GPUs that one worker process drives. `memory_bytes` is their memory together."""
+
+    index: int
+    gpus: int
+    memory_bytes: int
+
+
+class Node(Answer):
+    """A machine with GPUs of one type."""
+
+    name: str = Field(examples=["node-us-east-1"])
+    region: str = Field(examples=["us-east"])
+    gpu_type: str = Field(examples=["H800"])
+    url: str = Field(examples=["http://10.0.0.7:9000"])
+    engine: str = Field(examples=["torch"])
+    draining: bool
+    alive: bool = Field(description="whether it was heard of lately")
+    generation: int = Field(description="rises with every change of what it shall hold")
+    last_seen_at: datetime | None
+    slots: list[Slot]
+
+
+class InstanceLive(Answer):
+    """What the node's last heartbeat said of an instance."""
+
+    instance_id: str
+    state: str
+    kv_used_bytes: int
+    kv_capacity_bytes: int
+    remaining_tokens: int
+    running: int
+    waiting: int
+    error: str | None
+
+
+class NodeLive(Answer):
+    """A node's last heartbeat."""
+
+    age_s: float
+    boot_id: str
+    generation: int = Field(description="the generation it follows")
+    switches_total: int
+    instances: list[InstanceLive]
+
+
+class NodeDetail(Node):
+    """A node with what is wanted of it and what it says."""
+
+    instances: list[Instance]
+    live: NodeLive | None = Field(description="null: nothing was heard for ten minutes, or `live_error` says why")
+    live_error: str | None = Field(description="why the live view could not be read")
+
+
+@router.get("/nodes", summary="List nodes")
+def list_nodes(session: SessionDep, state: StateDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[Node]:
+    """Nodes by name."""
+    page = fleet.list_page(session, tables.Node, after=after, limit=limit)
+    last = page.rows[-1].name if page.has_more else None
+    return PageOf(data=_nodes(session, state, page.rows), has_more=page.has_more, next=last)
+
+
+@router.get("/nodes/{name}", summary="One node, with its instances and its last heartbeat")
+def get_node(name: NodePath, session: SessionDep, state: StateDep, _: Viewer) -> NodeDetail:
+    """What the control plane wants of the node (`instances`), and what the node says (`live`)."""
+    row = fleet.require(session, tables.Node, name, param="node")
+    wanted = [Instance.model_validate(instance) for instance in instances_of(session, name)]
+    live, error = _live(state, name)
+    node = _nodes(session, state, [row])[0]
+    return NodeDetail(**dict(node), instances=wanted, live=live, live_error=error)
+
+
+@router.post("/nodes/{name}/drain", summary="Take a node out of service")
+def drain_node(name: NodePath, session: SessionDep, state: StateDep, caller: Operator) -> Node:
+    """Nothing new is placed on the node; what it holds moves away with the next plan or scaling step."""
+    return _set_draining(session, state, caller, name, draining=True)
+
+
+@router.post("/nodes/{name}/undrain", summary="Put a node back into service")
+def undrain_node(name: NodePath, session: SessionDep, state: StateDep, caller: Operator) -> Node:
+    """The node may be given instances again."""
+    return _set_draining(session, state, caller, name, draining=False)
+
+
+def _set_draining(session: Session, state: State, caller: Caller, name: str, *, draining: bool) -> Node:
+    fleet.fleet_index(session, lock=True)
+    row = fleet.require(session, tables.Node, name, param="node")
+    if row.draining != draining:
+        before = snapshot(row)
+        fleet.set_node_draining(session, name, draining=draining)
+        action = "node.drain" if draining else "node.undrain"
+        record(session, actor=caller.name, action=action, subject=name, before=before, after=snapshot(row))
+    return _nodes(session, state, [row])[0]
+
+
+def _nodes(session: Session, state: State, rows: Sequence[tables.Node]) -> list[Node]:
+    names = [row.name for row in rows]
+    slots = fleet.slots_of(session, names)
+    ages_s = node_ages_s(session, names)
+    nodes = []
+    for row in rows:
+        age_s = ages_s[row.name]
+        alive = age_s is not None and age_s <= state.settings.heartbeat_stale_s
+        of_node = [Slot.model_validate(slot) for slot in slots[row.name]]
+        nodes.append(Node.model_validate(snapshot(row) | {"alive": alive, "slots": of_node}))
+    return nodes
+
+
+def _live(state: State, name: str) -> tuple[NodeLive | None, str | None]:
+    try:
+        view = state.live.read_view()
+    except UnavailableError as error:
+        return None, error.message
+    node = view.nodes.get(name)
+    if node is None:
+        return None, None
+    beat = node.heartbeat
+    instances = [InstanceLive.model_validate(report) for report in beat.instances]
+    live = NodeLive(
+        age_s=max(0.0, view.read_s - node.received_s),
+        boot_id=beat.boot_id,
+        generation=beat.generation,
+        switches_total=beat.switches_total,
+        instances=instances,
+    )
+    return live, None

@@ -1,0 +1,57 @@
+"""Who may do what. A key comes as `Authorization: Bearer`; its role decides."""
+
+from collections.abc import Awaitable, Callable
+from typing import Annotated
+
+from fastapi import Depends, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from controlplane.api.keys import Caller
+from controlplane.api.state import State, state_of
+from controlplane.errors import AuthenticationError, PermissionDeniedError
+from controlplane.store.tables import Role
+
+_bearer = HTTPBearer(auto_error=False, description="A key made with `tidepool key create`.")
+
+_MAY: dict[Role, frozenset[Role]] = {
+    Role.CLIENT: frozenset({Role.CLIENT, Role.OPERATOR, Role.ADMIN}),
+    Role.VIEWER: frozenset({Role.VIEWER, Role.OPERATOR, Role.ADMIN}),
+    Role.OPERATOR: frozenset({Role.OPERATOR, Role.ADMIN}),
+    Role.ADMIN: frozenset({Role.ADMIN}),
+    Role.NODE: frozenset({Role.NODE}),
+}
+
+
+async def authenticate(
+    request: Request,
+    state: Annotated[State, Depends(state_of)],
+    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+) -> Caller:
+    """The caller of a request.
+
+    Raises:
+        AuthenticationError: no key came, or it is not a good one.
+    """
+    if credentials is None:
+        raise AuthenticationError("You didn't provide an API key. Send it as 'Authorization: Bearer KEY'.")
+    caller = await state.keys.find(credentials.credentials)
+    request.state.caller = caller
+    return caller
+
+
+def needs(role: Role) -> Callable[[Caller], Awaitable[Caller]]:
+    """A dependency that lets only those pass who may do what `role` may."""
+
+    async def check(caller: Annotated[Caller, Depends(authenticate)]) -> Caller:
+        if caller.role not in _MAY[role]:
+            raise PermissionDeniedError(f"this needs the role '{role.value}'; the key's role is '{caller.role.value}'")
+        return caller
+
+    return check
+
+
+Client = Annotated[Caller, Depends(needs(Role.CLIENT))]
+Viewer = Annotated[Caller, Depends(needs(Role.VIEWER))]
+Operator = Annotated[Caller, Depends(needs(Role.OPERATOR))]
+Admin = Annotated[Caller, Depends(needs(Role.ADMIN))]
+NodeCaller = Annotated[Caller, Depends(needs(Role.NODE))]

@@ -1,0 +1,107 @@
+"""Errors at the edge: OpenAI's shape under /v1, RFC 9457 problem+json elsewhere. Nothing leaves as a bare 500."""
+
+from http import HTTPStatus
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from starlette.exceptions import HTTPException
+
+from controlplane.errors import InvalidValueError, NotFoundError, TidepoolError, UnavailableError
+from controlplane.serving.openai_answers import openai_error
+
+log = structlog.get_logger()
+
+
+class RoutingError(TidepoolError):
+    """What the web framework itself refuses: an unknown path, a wrong method."""
+
+    code = "request_error"
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class InternalError(TidepoolError):
+    """A defect of ours. The log has the rest, under the request id."""
+
+
+def problem(error: TidepoolError) -> dict[str, Any]:
+    """An RFC 9457 problem; `code` and `param` are extensions of ours."""
+    return {
+        "type": f"urn:tidepool:problem:{error.code}",
+        "title": HTTPStatus(error.status).phrase,
+        "status": error.status,
+        "detail": error.message,
+        "code": error.code,
+        "param": error.param,
+    }
+
+
+def error_response(request: Request, error: TidepoolError) -> JSONResponse:
+    """The answer to a failed request, in the shape its path promises."""
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    if request.url.path.startswith("/v1/"):
+        return JSONResponse(openai_error(error), status_code=error.status, headers=headers)
+    return JSONResponse(
+        problem(error), status_code=error.status, headers=headers, media_type="application/problem+json"
+    )
+
+
+def translate_validation(error: RequestValidationError) -> InvalidValueError:
+    """The first thing wrong with a body or query, naming the field."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
+    field = ".".join(path) or None
+    message = str(first["msg"])
+    if first["type"] == "json_invalid":
+        return InvalidValueError(f"the body is not valid JSON: {first.get('ctx', {}).get('error', message)}")
+    return InvalidValueError(f"{field}: {message}" if field else message, param=field)
+
+
+def translate_database(error: SQLAlchemyError) -> TidepoolError:
+    """A database that is away is worth a retry; anything else it says is a defect."""
+    away = isinstance(error, PoolTimeoutError) or (isinstance(error, DBAPIError) and error.connection_invalidated)
+    if away or type(error).__name__ in {"OperationalError", "InterfaceError"}:
+        return UnavailableError("the database does not answer")
+    log.exception("database error", exc_info=error)
+    return InternalError("internal error; the request id finds it in the log")
+
+
+def install(app: FastAPI) -> None:
+    """Register the translations."""
+
+    async def on_tidepool(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, TidepoolError)
+        return error_response(request, error)
+
+    async def on_validation(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return error_response(request, translate_validation(error))
+
+    async def on_http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        if error.status_code == HTTPStatus.NOT_FOUND:
+            return error_response(request, NotFoundError(f"no such path: {request.method} {request.url.path}"))
+        return error_response(request, RoutingError(str(error.detail), status=error.status_code))
+
+    async def on_database(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, SQLAlchemyError)
+        return error_response(request, translate_database(error))
+
+    async def on_any(request: Request, error: Exception) -> JSONResponse:
+        log.exception("unhandled error", path=request.url.path, exc_info=error)
+        return error_response(request, InternalError("internal error; the request id finds it in the log"))
+
+    app.add_exception_handler(TidepoolError, on_tidepool)
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(SQLAlchemyError, on_database)
+    app.add_exception_handler(Exception, on_any)

@@ -1,0 +1,212 @@
+"""The interactive flow: a request arrives, is checked, routed to an instance, and its tokens stream back."""
+
+import time
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Annotated, Any
+
+import anyio
+import msgspec
+from fastapi import APIRouter, Header, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from controlplane.api.auth import Client
+from controlplane.api.openapi import ANSWERS
+from controlplane.api.state import State, StateDep
+from controlplane.errors import InvalidValueError, TidepoolError, UnavailableError
+from controlplane.policies.facts import Endpoint, Tier
+from controlplane.serving.openai_answers import AnswerHead, Events, collect, openai_error
+from controlplane.serving.openai_requests import (
+    CHAT,
+    COMPLETIONS,
+    AnyRequest,
+    ChatRequest,
+    CompletionRequest,
+    served_as,
+    to_outgoing,
+)
+from controlplane.serving.send import Outgoing, Placed
+from controlplane.store.demand import IW, NIW
+from dataplane.messages import Finished, Token
+
+router = APIRouter(tags=["interactive"])
+Origin = Annotated[str | None, Header(alias="x-tidepool-region", description="region the request comes from")]
+
+
+@router.post(CHAT, summary="Chat completion", responses=ANSWERS)
+async def chat(body: ChatRequest, request: Request, state: StateDep, _: Client, origin: Origin = None) -> Response:
+    """A chat completion, whole or (`stream: true`) as server-sent events. `service_tier` chooses the tier: `priority`
+    is IW-F, `default` and `auto` are IW-N, `flex` is NIW and takes only spare capacity.
+    """
+    return await _answer(body, request, state, origin)
+
+
+@router.post(COMPLETIONS, summary="Text completion", responses=ANSWERS)
+async def completions(
+    body: CompletionRequest, request: Request, state: StateDep, _: Client, origin: Origin = None
+) -> Response:
+    """A completion of a plain prompt, whole or as server-sent events."""
+    return await _answer(body, request, state, origin)
+
+
+async def _answer(body: AnyRequest, request: Request, state: State, origin: str | None) -> Response:
+    if state.draining:
+        raise UnavailableError("this gateway is going down; try again", retry_after_s=1)
+    arrived_s = time.monotonic()
+    model = await state.fleet.model(body.model)
+    home = _origin(state, origin)
+    tier = body.tier()
+    outgoing = to_outgoing(body, model, request_id=request.state.request_id, tier=tier, origin=home)
+    if home is not None:
+        kind = NIW if tier == Tier.NIW else IW
+        state.demand.count(kind, Endpoint(model=model.name, region=home), outgoing.input_tokens_guess())
+    head = AnswerHead.of(body, request_id=outgoing.request_id, service_tier=served_as(tier))
+    answering = Answering(state, outgoing, arrived_s)
+    events = answering.events()
+    if not body.stream:
+        whole = await _unless_gone(request, collect(events, head))
+        return JSONResponse(whole, headers=answering.headers())
+    await anext(events)
+    include_usage = body.stream_options is not None and body.stream_options.include_usage
+    return _EventStream(_lines(events, head, include_usage=include_usage), headers=answering.headers())
+
+
+def _origin(state: State, given: str | None) -> str | None:
+    """The region a request counts for: the one it names, else the gateway's own, else the first."""
+    known = state.fleet.preference(None)
+    if given is not None and given not in known:
+        raise InvalidValueError(
+            f"x-tidepool-region: '{given}' is not one of {', '.join(known)}", param="x-tidepool-region"
+        )
+    return given or state.settings.region or (known[0] if known else None)
+
+
+class Answering:
+    """One request being answered: passes its events on and measures them."""
+
+    def __init__(self, state: State, outgoing: Outgoing, arrived_s: float) -> None:
+        self._state = state
+        self._outgoing = outgoing
+        self._arrived_s = arrived_s
+        self._region = ""
+        self._first_s: float | None = None
+
+    def headers(self) -> dict[str, str]:
+        """Where the request was served."""
+        return {"x-tidepool-region": self._region, "Cache-Control": "no-cache"}
+
+    async def events(self) -> Events:
+        """`Placed`, then the stream. However it ends, it is counted."""
+        metrics, outcome = self._state.metrics, "cancelled"
+        metrics.streams.inc()
+        sending = self._state.sender.send(self._outgoing)
+        try:
+            async for event in sending:
+                if isinstance(event, Placed):
+                    self._region = event.route.region
+                elif isinstance(event, Token) and self._first_s is None:
+                    self._note_first()
+                elif isinstance(event, Finished):
+                    self._note_end(event)
+                    outcome = "ok"
+                yield event
+        except TidepoolError as error:
+            outcome = error.code
+            raise
+        finally:
+            await sending.aclose()
+            metrics.streams.dec()
+            metrics.requests.labels(*self._labels(), self._region, outcome).inc()
+
+    def _labels(self) -> tuple[str, str]:
+        return self._outgoing.model.name, self._outgoing.tier.value
+
+    def _note_first(self) -> None:
+        self._first_s = time.monotonic()
+        self._state.metrics.first_token_s.labels(*self._labels()).observe(self._first_s - self._arrived_s)
+
+    def _note_end(self, end: Finished) -> None:
+        metrics = self._state.metrics
+        metrics.input_tokens.labels(*self._labels()).inc(end.prompt_tokens)
+        metrics.output_tokens.labels(*self._labels()).inc(end.completion_tokens)
+        if self._first_s is not None and end.completion_tokens > 1:
+            per_token_s = (time.monotonic() - self._first_s) / (end.completion_tokens - 1)
+            metrics.per_token_s.labels(*self._labels()).observe(per_token_s)
+
+
+async def _lines(events: Events, head: AnswerHead, *, include_usage: bool) -> AsyncGenerator[bytes, None]:
+    """The server-sent events of a stream. A failure in mid-stream is an event too, and the last."""
+    try:
+        first = head.first_chunk()
+        if first is not None:
+            yield _sse(first)
+        async for event in events:
+            if isinstance(event, Token) and event.text:
+                yield _sse(head.text_chunk(event.text))
+            elif isinstance(event, Finished):
+                yield _sse(head.last_chunk(event))
+                if include_usage:
+                    yield _sse(head.usage_chunk(event))
+        yield b"data: [DONE]\n\n"
+    except TidepoolError as error:
+        yield _sse(openai_error(error))
+    finally:
+        await events.aclose()
+
+
+def _sse(value: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+class _EventStream(StreamingResponse):
+    """A stream whose source is closed at once when the client goes away, so that the node drops the request."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, lines: AsyncGenerator[bytes, None], *, headers: dict[str, str]) -> None:
+        super().__init__(lines, headers=headers)
+        self._lines = lines
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._lines.aclose()
+
+
+class ClientGoneError(TidepoolError):
+    """The client hung up before its answer was ready; nobody reads this."""
+
+    status = 499
+    code = "client_closed_request"
+
+
+async def _unless_gone(request: Request, work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    """The result of `work`, which is cancelled when the client goes away."""
+    result: dict[str, Any] | None = None
+    failure: TidepoolError | None = None
+
+    async def run() -> None:
+        nonlocal result, failure
+        try:
+            result = await work
+        except TidepoolError as error:
+            failure = error
+        group.cancel_scope.cancel()
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch)
+        group.start_soon(run)
+    if failure is not None:
+        raise failure
+    if result is None:
+        raise ClientGoneError("the client went away")
+    return result

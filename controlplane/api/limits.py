@@ -1,0 +1,85 @@
+"""ASGI wrappers around the whole app: request ids, and a limit on bodies that endpoints read whole."""
+
+import re
+from collections.abc import Callable
+
+import structlog
+import uuid_utils
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_ID = re.compile(rb"[A-Za-z0-9_-]{1,64}")
+_UPLOAD_PATHS = ("/v1/files", "/admin/demand")
+_FORM_BYTES = 64 * 1024
+
+
+class RequestIds:
+    """Every answer carries `x-request-id`: the caller's own if it is a plain word, else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        request_id = given.decode() if _ID.fullmatch(given) else f"req_{uuid_utils.uuid7().hex}"
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def stamped(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        with structlog.contextvars.bound_contextvars(request_id=request_id):
+            await self._app(scope, receive, stamped)
+
+
+class BodyLimit:
+    """Answers 413 to bodies over the limit, declared or not. Uploads have a limit of their own."""
+
+    def __init__(
+        self, app: ASGIApp, *, bytes_max: int, upload_bytes_max: int, refuse: Callable[[int], ASGIApp]
+    ) -> None:
+        self._app = app
+        self._bytes_max = bytes_max
+        self._upload_bytes_max = upload_bytes_max + _FORM_BYTES
+        self._refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        bytes_max = self._upload_bytes_max if scope["path"].startswith(_UPLOAD_PATHS) else self._bytes_max
+        refuse = self._refuse(bytes_max)
+        declared = dict(scope["headers"]).get(b"content-length", b"")
+        if declared.isdigit() and int(declared) > bytes_max:
+            await refuse(scope, receive, send)
+            return
+        seen_bytes = 0
+        started = False
+
+        async def counted() -> Message:
+            nonlocal seen_bytes
+            message = await receive()
+            seen_bytes += len(message.get("body", b""))
+            if seen_bytes > bytes_max:
+                raise _TooLargeError
+            return message
+
+        async def noted(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, counted, noted)
+        except _TooLargeError:
+            if not started:
+                await refuse(scope, receive, send)
+
+
+class _TooLargeError(Exception):
+    """A body without a declared length went over the limit."""

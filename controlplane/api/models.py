@@ -1,0 +1,35 @@
+"""`GET /v1/models`: what can be asked for."""
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from controlplane.api.auth import Client
+from controlplane.api.openapi import ERRORS
+from controlplane.api.state import StateDep
+from controlplane.store.tables import Model
+
+router = APIRouter(prefix="/v1/models", tags=["models"], responses=ERRORS)
+
+
+@router.get("", summary="List models")
+async def list_models(state: StateDep, _: Client) -> dict[str, Any]:
+    """Every registered model."""
+    return {"object": "list", "data": [_model(model) for model in state.fleet.models()]}
+
+
+@router.get("/{name:path}", summary="Retrieve a model")
+async def get_model(name: str, state: StateDep, _: Client) -> dict[str, Any]:
+    """One model."""
+    return _model(await state.fleet.model(name))
+
+
+def _model(model: Model) -> dict[str, Any]:
+    created = int(model.created_at.timestamp())
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "tidepool",
+        "context_tokens": model.context_tokens,
+    }

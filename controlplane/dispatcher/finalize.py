@@ -1,0 +1,81 @@
+"""Ending a batch: its results become an output file and an error file, and its state the last one."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+from sqlalchemy.orm import Session
+
+from controlplane.policies.lifecycle import BatchRequestState, BatchState
+from controlplane.settings import Settings
+from controlplane.store.batch_tables import Batch
+from controlplane.store.batches import ResultLine, claim_finished, move_batch, result_lines
+from controlplane.store.blobs import BlobStore
+from controlplane.store.files import add_file, new_file_id
+
+
+def finalize_one(session: Session, blobs: BlobStore, settings: Settings) -> str | None:
+    """Take one batch whose requests have all ended a step further; returns its id. The first step only says
+    `finalizing`, the second writes the files, so a crash between them loses nothing.
+    """
+    batch = claim_finished(session)
+    if batch is None:
+        return None
+    if batch.state == BatchState.IN_PROGRESS:
+        move_batch(session, batch, BatchState.FINALIZING)
+        return batch.id
+    expired = _write_files(session, batch, blobs, settings)
+    if batch.state == BatchState.CANCELLING:
+        move_batch(session, batch, BatchState.CANCELLED)
+    else:
+        move_batch(session, batch, BatchState.EXPIRED if expired else BatchState.COMPLETED)
+    return batch.id
+
+
+def _write_files(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> bool:
+    """Write both files; whether a request expired."""
+    output_id, error_id = new_file_id(), new_file_id()
+    output_bytes = error_bytes = 0
+    expired = False
+    with blobs.writing(output_id) as output, blobs.writing(error_id) as errors:
+        for result in result_lines(session, batch.id):
+            expired |= result.state == BatchRequestState.EXPIRED
+            line = msgspec.json.encode(_line(result)) + b"\n"
+            if result.state == BatchRequestState.COMPLETED:
+                output_bytes += output.write(line)
+            else:
+                error_bytes += errors.write(line)
+    batch.output_file_id = _keep(session, batch, blobs, settings, output_id, output_bytes, "output")
+    batch.error_file_id = _keep(session, batch, blobs, settings, error_id, error_bytes, "error")
+    return expired
+
+
+def _keep(
+    session: Session, batch: Batch, blobs: BlobStore, settings: Settings, file_id: str, size_bytes: int, kind: str
+) -> str | None:
+    """Register a produced file; an empty one is dropped."""
+    if size_bytes == 0:
+        blobs.delete(file_id)
+        return None
+    row = add_file(
+        session,
+        file_id=file_id,
+        tenant=batch.tenant,
+        filename=f"{batch.id}_{kind}.jsonl",
+        purpose="batch_output",
+        size_bytes=size_bytes,
+        expires_at=datetime.now(UTC) + timedelta(days=settings.file_keep_days),
+    )
+    return row.id
+
+
+def _line(result: ResultLine) -> dict[str, Any]:
+    response = None
+    if result.status_code is not None:
+        response = {"status_code": result.status_code, "request_id": result.upstream_id, "body": result.body}
+    return {
+        "id": f"batch_req_{result.request_id}",
+        "custom_id": result.custom_id,
+        "response": response,
+        "error": result.error,
+    }

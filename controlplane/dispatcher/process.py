@@ -1,0 +1,111 @@
+"""The dispatcher's process: four loops over the same parts. Any number may run; Postgres keeps them apart."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+import anyio.to_thread
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from controlplane.agents import AgentClient
+from controlplane.dispatcher.finalize import finalize_one
+from controlplane.dispatcher.ingest import ingest_one
+from controlplane.dispatcher.release import Releaser
+from controlplane.errors import TidepoolError
+from controlplane.serving.demand import DemandCounter
+from controlplane.serving.fleet import FleetCache
+from controlplane.serving.send import Sender
+from controlplane.settings import Settings
+from controlplane.store.blobs import BlobStore
+from controlplane.store.live import LiveStore
+from controlplane.store.session import Database, make_engine
+
+log = structlog.get_logger()
+_RELEASE_EVERY_S = 0.25
+_BATCHES_EVERY_S = 0.5
+_RETRY_AFTER_S = 1.0
+
+BatchStep = Callable[[Session, BlobStore, Settings], str | None]
+
+
+class Dispatcher:
+    """Runs until it is cancelled; what it was working on is given back."""
+
+    def __init__(self, settings: Settings, *, agents: AgentClient | None = None) -> None:
+        self._settings = settings
+        self._agents = agents
+
+    async def run(self) -> None:
+        """Validate, release, renew leases and finalize, each in its own loop."""
+        settings = self._settings
+        async with self._parts() as (database, blobs, releaser), asyncio.TaskGroup() as group:
+            group.create_task(self._batches(ingest_one, "validated", database, blobs))
+            group.create_task(self._batches(finalize_one, "finalized", database, blobs))
+            group.create_task(_forever(releaser.release, _RELEASE_EVERY_S, "release"))
+            group.create_task(_forever(releaser.renew, settings.niw_lease_s / 3, "renew"))
+
+    @contextlib.asynccontextmanager
+    async def _parts(self) -> AsyncGenerator[tuple[Database, BlobStore, Releaser], None]:
+        settings = self._settings
+        database = Database(make_engine(settings))
+        live = LiveStore(settings)
+        agents = self._agents or AgentClient(settings)
+        fleet = FleetCache(database, live, settings)
+        demand = DemandCounter(live, gateway=False)
+        releaser = Releaser(database, live, fleet, Sender(fleet, agents, settings), demand, settings)
+        await fleet.start()
+        try:
+            async with demand.flushing():
+                yield database, BlobStore(settings.with_home() / "files"), releaser
+        finally:
+            await releaser.stop()
+            await fleet.stop()
+            await agents.close()
+            live.close()
+            database.close()
+
+    async def _batches(self, step: BatchStep, done: str, database: Database, blobs: BlobStore) -> None:
+        def one() -> str | None:
+            with database.transaction() as session:
+                return step(session, blobs, self._settings)
+
+        async def all_waiting() -> None:
+            while (batch_id := await anyio.to_thread.run_sync(one)) is not None:
+                log.info("batch moved on", step=done, batch=batch_id)
+
+        await _forever(all_waiting, _BATCHES_EVERY_S, done)
+
+
+async def _forever(work: Callable[[], Awaitable[None]], every_s: float, what: str) -> None:
+    """Do it again and again. While Postgres or Redis is away, say so once and try every second."""
+    down = False
+    while True:
+        try:
+            await work()
+        except (SQLAlchemyError, TidepoolError) as error:
+            if not down:
+                log.warning("the dispatcher waits", what=what, error=str(error).splitlines()[0])
+            down = True
+            await asyncio.sleep(_RETRY_AFTER_S)
+            continue
+        if down:
+            log.info("the dispatcher goes on", what=what)
+        down = False
+        await asyncio.sleep(every_s)
+
+
+def serve(settings: Settings) -> None:
+    """Run a dispatcher until SIGTERM or SIGINT."""
+
+    async def main() -> None:
+        task = asyncio.create_task(Dispatcher(settings).run())
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, task.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())

@@ -1,0 +1,36 @@
+"""Expiring: leases of dispatchers that are gone, requests past their deadline, nodes that fell silent, old files."""
+
+from dataclasses import dataclass
+
+from controlplane.settings import Settings
+from controlplane.store.blobs import BlobStore
+from controlplane.store.demand import forget_demand
+from controlplane.store.files import expire_files
+from controlplane.store.instances import lose_silent_nodes
+from controlplane.store.queue import expire_leases, expire_requests
+from controlplane.store.session import Database
+
+_NODE_LOST_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expired:
+    """How much came to its end."""
+
+    leases: int
+    requests: int
+    files: int
+    silent_nodes: tuple[str, ...]
+
+
+def expire(database: Database, blobs: BlobStore, settings: Settings, *, now_s: float) -> Expired:
+    """End what is over; running it again ends nothing more. Bytes of files go after their rows are committed."""
+    with database.transaction() as session:
+        requests = expire_requests(session)
+        leases = expire_leases(session)
+        silent = lose_silent_nodes(session, silent_s=_NODE_LOST_S)
+        forget_demand(session, before_s=int(now_s) - 4 * settings.forecast_history_s)
+        gone = expire_files(session)
+    for file_id in gone:
+        blobs.delete(file_id)
+    return Expired(leases=leases, requests=requests, files=len(gone), silent_nodes=tuple(silent))

@@ -1,0 +1,123 @@
+"""Solving a placement program: HiGHS in this process, CBC if HiGHS cannot, and what they themselves say of the result.
+
+PuLP reports "optimal" also when a time limit cut the search short, so status, bound and gap are read from HiGHS.
+CBC through PuLP tells only whether it finished.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pulp
+
+from controlplane.policies.placement_facts import PlacementSettings, PlacementStatus
+
+SEED = 1
+
+
+class SolverError(Exception):
+    """A solver that is missing, broke, or found nothing in time; the message says which."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solved:
+    """How a solver ended. The answer itself is in the program's variables."""
+
+    status: PlacementStatus
+    solver: str
+    objective: float
+    bound: float | None
+    gap: float | None
+    reason: str
+
+
+Solve = Callable[[Any, PlacementSettings, float], Solved]
+
+
+def solve_highs(problem: Any, settings: PlacementSettings, gap_abs: float) -> Solved:
+    """Solve with HiGHS, one thread and a fixed seed: the same problem ends the same way.
+
+    Raises:
+        SolverError: highspy is missing or failed, or no answer was found within the time limit.
+    """
+    solver = pulp.HiGHS(
+        msg=False, timeLimit=settings.time_limit_s, gapRel=0.0, gapAbs=gap_abs, threads=1, random_seed=SEED
+    )
+    _run(problem, solver, "HiGHS")
+    model = problem.solverModel
+    said = model.modelStatusToString(model.getModelStatus())
+    info = model.getInfo()
+    status = _status_of(problem, finished=said == "Optimal", solver="HiGHS", said=said)
+    objective, bound = float(info.objective_function_value), float(info.mip_dual_bound)
+    gap = max(0.0, objective - bound) / abs(objective) if objective else 0.0
+    return Solved(
+        status=status,
+        solver="highs",
+        objective=objective,
+        bound=bound,
+        gap=gap,
+        reason=f"HiGHS says {said!r}, within {100 * gap:.3f} % of the best possible",
+    )
+
+
+def solve_cbc(problem: Any, settings: PlacementSettings, gap_abs: float) -> Solved:
+    """Solve with the CBC that PuLP brings. Bound and gap stay unknown.
+
+    Raises:
+        SolverError: CBC is missing or failed, or no answer was found within the time limit.
+    """
+    solver = pulp.COIN_CMD(
+        path=pulp.PULP_CBC_CMD.pulp_cbc_path,
+        msg=False,
+        timeLimit=settings.time_limit_s,
+        gapAbs=gap_abs,
+        threads=1,
+        options=[f"randomSeed {SEED}"],
+    )
+    _run(problem, solver, "CBC")
+    said = pulp.LpSolution[problem.sol_status]
+    status = _status_of(problem, finished=problem.sol_status == pulp.LpSolutionOptimal, solver="CBC", said=said)
+    return Solved(
+        status=status,
+        solver="cbc",
+        objective=float(pulp.value(problem.objective)),
+        bound=None,
+        gap=None,
+        reason=f"CBC says {said!r}",
+    )
+
+
+SOLVERS: tuple[Solve, ...] = (solve_highs, solve_cbc)
+
+
+def solve_first(problem: Any, settings: PlacementSettings, gap_abs: float, solvers: tuple[Solve, ...]) -> Solved:
+    """The answer of the first solver that has one.
+
+    Raises:
+        SolverError: none has; the message holds what each said.
+    """
+    complaints = []
+    for solve in solvers:
+        try:
+            return solve(problem, settings, gap_abs)
+        except SolverError as error:
+            complaints.append(str(error))
+    raise SolverError("; ".join(complaints) or "no solver is configured")
+
+
+def _run(problem: Any, solver: Any, name: str) -> None:
+    try:
+        if not solver.available():
+            raise SolverError(f"{name} is not available")
+        problem.solve(solver)
+    except (pulp.PulpSolverError, OSError, IndexError) as error:
+        raise SolverError(f"{name} failed: {error}") from error
+
+
+def _status_of(problem: Any, *, finished: bool, solver: str, said: str) -> PlacementStatus:
+    if finished:
+        return PlacementStatus.OPTIMAL
+    values = [variable.varValue for variable in problem.variables()]
+    if problem.sol_status == pulp.LpSolutionIntegerFeasible and None not in values:
+        return PlacementStatus.TIME_LIMIT
+    raise SolverError(f"{solver} found no placement: {said}")

@@ -1,0 +1,1 @@
+"""Sending a request to the fleet: what the interactive gateway and the dispatcher share."""

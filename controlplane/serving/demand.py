@@ -1,0 +1,79 @@
+"""Counting demand: input tokens by minute, kept in memory for a second, then added to Redis."""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator
+
+import anyio.to_thread
+import structlog
+
+from controlplane.errors import UnavailableError
+from controlplane.policies.facts import Endpoint
+from controlplane.store.live import LiveStore
+
+log = structlog.get_logger()
+_FLUSH_EVERY_S = 1.0
+_MINUTES_KEPT = 60
+
+
+class DemandCounter:
+    """Counts of this process. While Redis is away they wait, for up to an hour.
+
+    `gateway`: interactive requests come through this process, so a minute in which it counted none had none.
+    """
+
+    def __init__(self, live: LiveStore, *, gateway: bool) -> None:
+        self._live = live
+        self._gateway = gateway
+        self._minutes: dict[int, Counter[tuple[str, Endpoint]]] = {}
+
+    def count(self, kind: str, endpoint: Endpoint, tokens: int) -> None:
+        """Note a request that has just arrived."""
+        self._minutes.setdefault(_this_minute_s(), Counter())[kind, endpoint] += tokens
+
+    def flush(self) -> None:
+        """Add what was counted to Redis.
+
+        Raises:
+            UnavailableError: Redis is away; the counts are kept.
+        """
+        if self._gateway:
+            self._minutes.setdefault(_this_minute_s(), Counter())
+        for minute_s in sorted(self._minutes):
+            counts = self._minutes.pop(minute_s)
+            try:
+                self._live.count_demand({key: float(tokens) for key, tokens in counts.items()}, minute_s=minute_s)
+            except UnavailableError:
+                self._minutes.setdefault(minute_s, Counter()).update(counts)
+                while len(self._minutes) > _MINUTES_KEPT:
+                    self._minutes.pop(min(self._minutes))
+                raise
+
+    @contextlib.asynccontextmanager
+    async def flushing(self) -> AsyncGenerator[None, None]:
+        """Flush every second while the block runs, and once at its end."""
+        task = asyncio.create_task(self._repeat())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            await self._try_flush()
+
+    async def _repeat(self) -> None:
+        while True:
+            await asyncio.sleep(_FLUSH_EVERY_S)
+            await self._try_flush()
+
+    async def _try_flush(self) -> None:
+        try:
+            await anyio.to_thread.run_sync(self.flush)
+        except UnavailableError as error:
+            log.warning("demand is not counted for now", error=error.message)
+
+
+def _this_minute_s() -> int:
+    return int(time.time()) // 60 * 60

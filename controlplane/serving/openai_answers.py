@@ -1,0 +1,121 @@
+"""OpenAI's answers, made from a stream of events: whole objects, server-sent chunks, and errors."""
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from controlplane.errors import NodeError, TidepoolError
+from controlplane.serving.openai_requests import AnyRequest, ChatRequest
+from controlplane.serving.send import Placed
+from dataplane.messages import Finished, StreamEvent, Token
+
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+Events = AsyncGenerator[Placed | StreamEvent, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerHead:
+    """What every object of one answer repeats."""
+
+    id: str
+    model: str
+    created: int
+    service_tier: str
+    chat: bool
+
+    @classmethod
+    def of(cls, request: AnyRequest, *, request_id: str, service_tier: str) -> "AnswerHead":
+        """The head of an answer that begins now."""
+        chat = isinstance(request, ChatRequest)
+        return cls(
+            id=f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
+            model=request.model,
+            created=int(time.time()),
+            service_tier=service_tier,
+            chat=chat,
+        )
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "service_tier": self.service_tier,
+            "system_fingerprint": None,
+            "choices": choices,
+        }
+
+    def whole(self, text: str, end: Finished) -> dict[str, Any]:
+        """The answer of a request that did not stream."""
+        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": end.finish_reason}
+        if self.chat:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None, "annotations": []}
+        else:
+            choice["text"] = text
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self._object(kind, [choice]), "usage": usage_of(end)}
+
+    def first_chunk(self) -> dict[str, Any] | None:
+        """The chunk that names the role; completions have none."""
+        return self._chunk({"role": "assistant", "content": "", "refusal": None}, None) if self.chat else None
+
+    def text_chunk(self, text: str) -> dict[str, Any]:
+        """A piece of text."""
+        return self._chunk({"content": text}, None) if self.chat else self._completion_chunk(text, None)
+
+    def last_chunk(self, end: Finished) -> dict[str, Any]:
+        """The chunk that says why the text ended."""
+        return self._chunk({}, end.finish_reason) if self.chat else self._completion_chunk("", end.finish_reason)
+
+    def usage_chunk(self, end: Finished) -> dict[str, Any]:
+        """The extra chunk of `stream_options.include_usage`."""
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        return {**self._object(kind, []), "usage": usage_of(end)}
+
+    def _chunk(self, delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return self._object("chat.completion.chunk", [choice])
+
+    def _completion_chunk(self, text: str, finish_reason: str | None) -> dict[str, Any]:
+        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+        return self._object("text_completion", [choice])
+
+
+def openai_error(error: TidepoolError) -> dict[str, Any]:
+    """The error object OpenAI's clients parse: all four keys, always."""
+    default = "invalid_request_error" if error.status < 500 else "server_error"
+    kind = _OPENAI_TYPES.get(error.status, default)
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def usage_of(end: Finished) -> dict[str, int]:
+    """Tokens used."""
+    return {
+        "prompt_tokens": end.prompt_tokens,
+        "completion_tokens": end.completion_tokens,
+        "total_tokens": end.prompt_tokens + end.completion_tokens,
+    }
+
+
+async def collect(events: Events, head: AnswerHead) -> dict[str, Any]:
+    """The whole answer of a stream.
+
+    Raises:
+        NodeError: the stream broke off.
+    """
+    text: list[str] = []
+    async for event in events:
+        if isinstance(event, Token):
+            text.append(event.text)
+        elif isinstance(event, Finished):
+            return head.whole("".join(text), event)
+    raise NodeError("the node ended the stream without a finish reason")

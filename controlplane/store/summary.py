@@ -1,0 +1,101 @@
+"""Counts of everything at one moment, for people who ask how the fleet is."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from controlplane.policies.lifecycle import BatchRequestState, InstanceState, PlanState
+from controlplane.store.batch_tables import Batch, BatchRequest
+from controlplane.store.tables import Desired, Instance, Model, Node, Plan, Region, Slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionSummary:
+    """One region: its nodes, those heard of lately, their GPUs, and how many instances are live and ready."""
+
+    name: str
+    position: int
+    nodes: int
+    nodes_alive: int
+    gpus: int
+    instances: int
+    instances_ready: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The whole. Instances are the live ones by observed state; `plan` is the one in force."""
+
+    models: int
+    regions: tuple[RegionSummary, ...]
+    nodes_draining: int
+    instances: Mapping[str, int]
+    batches: Mapping[str, int]
+    requests_waiting: int
+    requests_running: int
+    plan: Plan | None
+
+
+def read_summary(session: Session, *, alive_s: float) -> Summary:
+    """Count everything. A node is alive if it was heard of in the last `alive_s` seconds."""
+    instances = select(Instance.observed, func.count()).where(Instance.desired != Desired.STOPPED)
+    batches = select(Batch.state, func.count()).group_by(Batch.state)
+    return Summary(
+        models=session.scalar(select(func.count()).select_from(Model)) or 0,
+        regions=_regions(session, alive_s=alive_s),
+        nodes_draining=session.scalar(select(func.count()).where(Node.draining)) or 0,
+        instances=dict(session.execute(instances.group_by(Instance.observed)).tuples().all()),
+        batches=dict(session.execute(batches).tuples().all()),
+        requests_waiting=_requests(session, BatchRequestState.WAITING),
+        requests_running=_requests(session, BatchRequestState.RUNNING),
+        plan=session.scalar(select(Plan).where(Plan.state.in_((PlanState.APPLYING, PlanState.APPLIED)))),
+    )
+
+
+def node_ages_s(session: Session, nodes: list[str]) -> dict[str, float | None]:
+    """Seconds since each node was heard of, on Postgres's clock; None if it never was."""
+    age_s = func.extract("epoch", func.clock_timestamp() - Node.last_seen_at)
+    rows = session.execute(select(Node.name, age_s).where(Node.name.in_(nodes))).tuples()
+    return {name: None if age is None else max(0.0, float(age)) for name, age in rows}
+
+
+def _requests(session: Session, state: BatchRequestState) -> int:
+    return session.scalar(select(func.count()).select_from(BatchRequest).where(BatchRequest.state == state)) or 0
+
+
+def _regions(session: Session, *, alive_s: float) -> tuple[RegionSummary, ...]:
+    alive = func.extract("epoch", func.clock_timestamp() - Node.last_seen_at) <= alive_s
+    nodes = {
+        region: (total, live)
+        for region, total, live in session.execute(
+            select(Node.region, func.count(), func.count().filter(alive)).group_by(Node.region)
+        ).tuples()
+    }
+    gpus = dict(
+        session.execute(
+            select(Node.region, func.sum(Slot.gpus)).join(Slot, Slot.node == Node.name).group_by(Node.region)
+        ).tuples()
+    )
+    ready = func.count().filter(Instance.observed == InstanceState.READY)
+    instances = {
+        region: (total, good)
+        for region, total, good in session.execute(
+            select(Instance.region, func.count(), ready)
+            .where(Instance.desired != Desired.STOPPED)
+            .group_by(Instance.region)
+        ).tuples()
+    }
+    return tuple(
+        RegionSummary(
+            name=region.name,
+            position=region.position,
+            nodes=nodes.get(region.name, (0, 0))[0],
+            nodes_alive=nodes.get(region.name, (0, 0))[1],
+            gpus=int(gpus.get(region.name, 0)),
+            instances=instances.get(region.name, (0, 0))[0],
+            instances_ready=instances.get(region.name, (0, 0))[1],
+        )
+        for region in session.scalars(select(Region).order_by(Region.position, Region.name))
+    )

@@ -1,0 +1,81 @@
+"""The agent's process: one node with its HTTP face, its slots' workers and its link to the control plane."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import uuid
+from collections.abc import Iterator
+
+import structlog
+import uvicorn
+
+from dataplane.api import make_app
+from dataplane.control import ControlLink
+from dataplane.node import Agent
+from dataplane.settings import AgentSettings
+
+log = structlog.get_logger()
+
+
+class AgentServer(uvicorn.Server):
+    """A uvicorn server that leaves the signals to the agent, which has workers to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+def run_agent(settings: AgentSettings) -> None:
+    """Run a node's agent until SIGTERM or SIGINT; then let streams end, and stop the workers."""
+    asyncio.run(serve_agent(settings))
+
+
+async def serve_agent(settings: AgentSettings) -> None:
+    """Serve the node's HTTP face, its slots and its link to the control plane until a signal comes."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    listener = _listen(settings)
+    url = settings.advertise_url or f"http://{settings.host}:{listener.getsockname()[1]}"
+    agent = Agent(settings, boot_id=new_boot_id())
+    server = AgentServer(
+        uvicorn.Config(
+            make_app(agent),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=max(1, round(settings.shutdown_grace_s)),
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    linked = asyncio.create_task(ControlLink(agent, url).run())
+    slots = asyncio.create_task(agent.run())
+    log.info("agent started", node=settings.node, url=url, slots=len(settings.slots), engine=settings.engine)
+    stop = asyncio.create_task(stopping.wait())
+    try:
+        done, _ = await asyncio.wait({serving, linked, slots, stop}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {stop}:
+            task.result()
+    finally:
+        log.info("agent stopping", node=settings.node)
+        server.should_exit = True
+        linked.cancel()
+        await asyncio.wait({serving, linked})
+        slots.cancel()
+        stop.cancel()
+        await asyncio.gather(slots, linked, stop, return_exceptions=True)
+        listener.close()
+
+
+def new_boot_id() -> str:
+    """An id that tells this run of an agent from all others."""
+    return uuid.uuid4().hex
+
+
+def _listen(settings: AgentSettings) -> socket.socket:
+    """A listening socket, so that the port is known before the server starts."""
+    return socket.create_server((settings.host, settings.port), backlog=1024)

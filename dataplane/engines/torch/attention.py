@@ -1,0 +1,131 @@
+"""Attention over the paged KV cache, called by transformers' own model classes.
+
+A forward pass runs on flattened tokens `[1, T]` of several sequences. First come the sequences with one new token
+(decodes), one row each, attended together; then the spans of longer ones (prefill chunks), one after another.
+Each sequence sees its own blocks only.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+ATTENTION_NAME = "tidepool_paged"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A group of `n` sequences with `t` new tokens each: a decode batch (t = 1) or one prefill chunk (n = 1).
+
+    Its rows are `[first_row, first_row + n * t)` of the flattened batch. `tables` `[n, b]` are block numbers, padded
+    with any valid one; `positions` `[n, t]` those of the new tokens.
+    """
+
+    first_row: int
+    tables: torch.Tensor
+    positions: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvStep:
+    """What attention must know of one forward pass.
+
+    `cache` is `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`: a block is contiguous over all layers. The
+    new token of row `r` goes to `write_blocks[r]`, `write_offsets[r]`.
+    """
+
+    cache: torch.Tensor
+    write_blocks: torch.Tensor
+    write_offsets: torch.Tensor
+    spans: tuple[Span, ...]
+    masks: dict[tuple[int, int | None, int], torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, index: int, window: int | None, groups: int) -> torch.Tensor:
+        """Who span `index` may look at: bool `[n, 1, groups * t, s]`, made once per step and kind of layer.
+
+        A token at p sees `max(0, p - window + 1) .. p`; `window` None is unlimited.
+        """
+        key = (index, window, groups)
+        if key not in self.masks:
+            span = self.spans[index]
+            seen = torch.arange(span.tables.shape[1] * self.cache.shape[3], device=self.cache.device)
+            positions = span.positions[:, :, None]
+            mask = seen <= positions
+            if window is not None:
+                mask &= seen > positions - window
+            n, t, s = mask.shape
+            self.masks[key] = mask[:, None, None].expand(n, 1, groups, t, s).reshape(n, 1, groups * t, s)
+        return self.masks[key]
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    kv_step: KvStep,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write the new keys and values into the cache, then attend over each sequence's blocks.
+
+    `query` is `[1, heads, T, head_dim]`, `key` and `value` `[1, kv_heads, T, head_dim]`; the result `[1, T, heads,
+    head_dim]`. transformers hands `kv_step` down from the model's forward call.
+    """
+    layer_index: Any = module.layer_idx
+    cache = kv_step.cache[:, layer_index]
+    keys, values = cache[:, 0], cache[:, 1]
+    keys[kv_step.write_blocks, kv_step.write_offsets] = key[0].transpose(0, 1)
+    values[kv_step.write_blocks, kv_step.write_offsets] = value[0].transpose(0, 1)
+    rows = query[0].transpose(0, 1)
+    groups = query.shape[1] // key.shape[1]
+    outputs = []
+    for index, span in enumerate(kv_step.spans):
+        n, t = span.positions.shape
+        q = rows[span.first_row : span.first_row + n * t].view(n, t, *rows.shape[1:])
+        mask = kv_step.mask(index, sliding_window, groups)
+        outputs.append(_attend(q, keys[span.tables], values[span.tables], mask, scaling=scaling, softcap=softcap))
+    return torch.cat(outputs).unsqueeze(0), None
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    scaling: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """`[n, t, heads, d]` queries over gathered `[n, b, block_tokens, kv_heads, d]`; returns `[n * t, heads, d]`.
+
+    Query heads that share a KV head are laid side by side as further queries, so keys and values are never repeated.
+    """
+    n, t, heads, head_dim = query.shape
+    k = keys.flatten(1, 2).transpose(1, 2)
+    v = values.flatten(1, 2).transpose(1, 2)
+    kv_heads = k.shape[1]
+    q = query.reshape(n, t, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    if softcap is None:
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+    else:
+        scores = q @ k.transpose(-1, -2) * (head_dim**-0.5 if scaling is None else scaling)
+        scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~mask, float("-inf"))
+        out = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype) @ v
+    return out.reshape(n, kv_heads, -1, t, head_dim).permute(0, 3, 1, 2, 4).reshape(n * t, heads, head_dim)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Spare transformers its own mask; `KvStep.mask` makes ours."""
+
+
+def register() -> None:
+    """Make `ATTENTION_NAME` a choice of `attn_implementation`. Harmless when done twice."""
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)

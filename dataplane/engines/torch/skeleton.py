@@ -1,0 +1,208 @@
+"""A model without weights: transformers' own classes, built once on `meta`, pointed at bytes when they are there.
+
+Building on `meta` costs milliseconds even for large models. Every Parameter is then replaced by a view into one flat
+buffer (`bind`), and by its empty self again when the bytes go away (`unbind`): a forward pass over weights that are
+not there fails loudly. Tied weights are one tensor with several names.
+"""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dataplane.engines.torch.attention import ATTENTION_NAME, register
+from dataplane.engines.torch.checkpoint import read_json
+from dataplane.errors import ModelLoadError
+from dataplane.memory.arena import aligned
+
+MODEL_TYPES = frozenset(
+    [
+        "cohere2",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "granite",
+        "llama",
+        "mistral",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+        "starcoder2",
+    ]
+)
+"""Architectures whose output was compared with transformers' own `generate`; others are refused, not guessed at."""
+
+_UNSUPPORTED_ROPE = frozenset(("dynamic", "longrope"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedTensor:
+    """A weight and where it lies in the model's flat buffer. `names`: all it is known by, the model's own first."""
+
+    names: tuple[str, ...]
+    offset_bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor inside `buffer`, a flat uint8 tensor that starts where the model starts."""
+        elements = 1
+        for side in self.shape:
+            elements *= side
+        flat = buffer[self.offset_bytes : self.offset_bytes + elements * self.dtype.itemsize]
+        return flat.view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """The sizes that the KV cache, the limits and the sampler need."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    context_tokens: int
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Keys and values of one token over all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+
+
+class Skeleton:
+    """A model's modules. `places` lays its weights out in one buffer of `size_bytes`."""
+
+    def __init__(self, model: torch.nn.Module, geometry: Geometry, eos_ids: frozenset[int]) -> None:
+        self.model = model
+        self.geometry = geometry
+        self.eos_ids = eos_ids
+        self._slots = _parameter_slots(model)
+        self.places, self.size_bytes = _lay_out(self._slots)
+
+    def bind(self, buffer: torch.Tensor) -> None:
+        """Make every Parameter a view into `buffer`, flat uint8 of at least `size_bytes`."""
+        for place, (meta, owners) in zip(self.places, self._slots, strict=True):
+            parameter = torch.nn.Parameter(place.view(buffer), requires_grad=False)
+            assert parameter.shape == meta.shape, (place, meta.shape)
+            _replace(owners, parameter)
+
+    def unbind(self) -> None:
+        """Point nowhere again."""
+        for meta, owners in self._slots:
+            _replace(owners, meta)
+
+
+_Owner = tuple[str, torch.nn.Module, str]
+_Slot = tuple[torch.nn.Parameter, list[_Owner]]
+
+
+def build_skeleton(folder: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
+    """The model that `folder/config.json` describes, its buffers on `device`, its Parameters on `meta`.
+
+    Raises:
+        ModelLoadError: no such folder or config, or an architecture that is not supported.
+    """
+    if not folder.is_dir():
+        raise ModelLoadError(f"{folder} is no folder")
+    described = read_json(folder / "config.json")
+    _check_supported(folder, described)
+    register()
+    try:
+        config = copy.deepcopy(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+        build: Any = AutoModelForCausalLM.from_config
+        with torch.device("meta"):
+            model = build(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
+        geometry = _geometry(config)
+    except Exception as error:
+        raise ModelLoadError(f"{folder}/config.json describes no model that can be built: {error}") from error
+    _check_rope(folder, getattr(config, "rope_parameters", None))
+    _fill_buffers(model, device)
+    model.eval().requires_grad_(False)
+    return Skeleton(model, geometry, _eos_ids(folder, described))
+
+
+def _check_supported(folder: Path, described: dict[str, Any]) -> None:
+    model_type = described.get("model_type")
+    if model_type not in MODEL_TYPES:
+        supported = ", ".join(sorted(MODEL_TYPES))
+        raise ModelLoadError(f"{folder}: unsupported architecture {model_type!r}; supported are {supported}")
+    if described.get("quantization_config") is not None:
+        raise ModelLoadError(f"{folder}: quantized checkpoints are not supported")
+
+
+def _check_rope(folder: Path, rope_parameters: dict[str, Any] | None) -> None:
+    """Refuse angles that depend on the longest sequence of a step batch: a text would depend on its company."""
+    given = rope_parameters or {}
+    kinds = [given, *(kind for kind in given.values() if isinstance(kind, dict))]
+    unsupported = [kind["rope_type"] for kind in kinds if kind.get("rope_type") in _UNSUPPORTED_ROPE]
+    if unsupported:
+        raise ModelLoadError(f"{folder}: rope type {unsupported[0]!r} is not supported")
+
+
+def _geometry(config: Any) -> Geometry:
+    heads = config.num_attention_heads
+    return Geometry(
+        layers=config.num_hidden_layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocabulary=config.vocab_size,
+        context_tokens=config.max_position_embeddings,
+    )
+
+
+def _eos_ids(folder: Path, described: dict[str, Any]) -> frozenset[int]:
+    generation = folder / "generation_config.json"
+    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
+    if eos is None:
+        eos = described.get("eos_token_id")
+    if eos is None:
+        return frozenset()
+    ids = eos if isinstance(eos, list) else [eos]
+    if not all(isinstance(token, int) and token >= 0 for token in ids):
+        raise ModelLoadError(f"{folder}: eos_token_id must be a token id or a list of them, got {eos!r}")
+    return frozenset(ids)
+
+
+def _fill_buffers(model: Any, device: torch.device) -> None:
+    """Give non-persistent buffers (rotary frequencies, Gemma's scale) real values; no checkpoint holds them.
+
+    `initialize_weights` is what transformers itself calls for them after loading. On the Parameters, still on
+    `meta`, it does nothing.
+    """
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            empty = torch.empty_like(buffer, device=device)
+            module.register_buffer(name, empty.fill_(float("nan")), persistent=False)
+    model.initialize_weights()
+    unfilled = [name for name, buffer in model.named_buffers() if buffer.isnan().any()]
+    if unfilled:
+        raise ModelLoadError(f"buffers {', '.join(unfilled)} have no known values; the architecture is not supported")
+
+
+def _parameter_slots(model: torch.nn.Module) -> list[_Slot]:
+    slots: dict[int, _Slot] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full_name = f"{prefix}.{name}" if prefix else name
+            slots.setdefault(id(parameter), (parameter, []))[1].append((full_name, module, name))
+    return list(slots.values())
+
+
+def _lay_out(slots: list[_Slot]) -> tuple[tuple[PlacedTensor, ...], int]:
+    places = []
+    offset = 0
+    for parameter, owners in slots:
+        names = tuple(full_name for full_name, _, _ in owners)
+        shape = tuple(parameter.shape)
+        places.append(PlacedTensor(names=names, offset_bytes=offset, shape=shape, dtype=parameter.dtype))
+        offset += aligned(parameter.numel() * parameter.dtype.itemsize)
+    return tuple(places), offset
+
+
+def _replace(owners: list[_Owner], parameter: torch.nn.Parameter) -> None:
+    for _, module, name in owners:
+        module._parameters[name] = parameter  # noqa: SLF001  # setattr is ten times slower, and a switch is timed

@@ -1,0 +1,215 @@
+"""The instances a slot holds, and the way each is loaded, drained and unloaded."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import structlog
+
+from dataplane.errors import ModelLoadError, UnknownInstanceError, WorkerLostError
+from dataplane.flights import Flights
+from dataplane.frames import Add, Command, Load, Unload
+from dataplane.messages import DesiredInstance, EngineKind, InstanceState
+from dataplane.text import Text, load_text
+
+log = structlog.get_logger()
+
+LOAD_LOSSES_MAX = 1
+"""Workers that may die while they load an instance before its load counts as failed."""
+
+
+@dataclass(kw_only=True)
+class HeldInstance:
+    """An instance of a slot.
+
+    `asked`: the serial of the Load that the present worker has not answered yet. `retry`: when a failed load is tried
+    again. `drained`: unloaded after draining; it only waits to be taken from the desired state, and is not reported.
+    """
+
+    desired: DesiredInstance
+    state: InstanceState = "loading"
+    text: Text | None = None
+    error: str | None = None
+    asked: int | None = None
+    losses: int = 0
+    drained: bool = False
+    retry: asyncio.TimerHandle | None = None
+
+    @property
+    def instance_id(self) -> str:
+        """The instance's id."""
+        return self.desired.instance_id
+
+
+class HeldInstances:
+    """Follows the desired instances of one slot. `send` reaches the worker; it is None while there is none.
+
+    `on_change` is called after a change of state that the control plane wants to hear of.
+    """
+
+    def __init__(
+        self, engine: EngineKind, flights: Flights, *, load_retry_s: float, on_change: Callable[[], None]
+    ) -> None:
+        self._engine = engine
+        self._flights = flights
+        self._load_retry_s = load_retry_s
+        self._on_change = on_change
+        self._held: dict[str, HeldInstance] = {}
+        self._send: Callable[[Command], None] | None = None
+        self._serial = 0
+        self._loads: set[asyncio.Task[None]] = set()
+
+    def visible(self) -> list[HeldInstance]:
+        """The instances to report."""
+        return [held for held in self._held.values() if not held.drained]
+
+    def get(self, instance_id: str) -> HeldInstance | None:
+        """The instance, unless it is unknown or drained."""
+        held = self._held.get(instance_id)
+        return None if held is None or held.drained else held
+
+    def follow(self, desired: Iterable[DesiredInstance]) -> None:
+        """Hold these instances and no others. One whose model changed is unloaded and loaded anew."""
+        wanted = {instance.instance_id: instance for instance in desired}
+        for held in list(self._held.values()):
+            replacement = wanted.get(held.instance_id)
+            if replacement is None or replacement.model != held.desired.model:
+                self._remove(held)
+        for instance in wanted.values():
+            held_before = self._held.get(instance.instance_id)
+            if held_before is None:
+                self._take_in(HeldInstance(desired=instance))
+            else:
+                self._update(held_before, instance)
+
+    def worker_ready(self, send: Callable[[Command], None]) -> None:
+        """A worker is there: load into it all that shall be."""
+        self._send = send
+        for held in self._held.values():
+            self._ask_load(held)
+
+    def worker_lost(self, status: int) -> None:
+        """The worker is gone. What it was loading may be the cause: the second time it counts as failed."""
+        self._send = None
+        asked = [held for held in self._held.values() if held.asked is not None]
+        suspect = min(asked, key=lambda held: held.asked or 0, default=None)
+        for held in self._held.values():
+            held.asked = None
+            if held.state == "ready":
+                held.state = "loading"
+        if suspect is not None:
+            suspect.losses += 1
+            if suspect.losses > LOAD_LOSSES_MAX:
+                self._fail(suspect, f"the worker process ended with status {status} while it loaded this model")
+        self._on_change()
+
+    def fail_all(self, error: str) -> None:
+        """No worker can be started: say so for each instance that waits for one."""
+        for held in list(self._held.values()):
+            if held.state == "loading":
+                self._fail(held, error)
+
+    def loaded(self, instance_id: str, serial: int) -> None:
+        """The worker loaded an instance: let it take requests, and send it those that a lost worker left."""
+        held = self._held.get(instance_id)
+        if held is None or held.asked != serial or self._send is None:
+            return
+        held.asked, held.losses = None, 0
+        held.state = "draining" if held.desired.draining else "ready"
+        log.info("instance loaded", instance=instance_id, model=held.desired.model.name)
+        for flight in self._flights.of_instance(instance_id):
+            self._send(Add(request=flight.continued()))
+        self.settle(instance_id)
+        self._on_change()
+
+    def load_failed(self, instance_id: str, serial: int, error: str) -> None:
+        """The worker could not load an instance; it is tried again later."""
+        held = self._held.get(instance_id)
+        if held is not None and held.asked == serial:
+            self._fail(held, error)
+
+    def settle(self, instance_id: str) -> None:
+        """Unload an instance that drains and has nothing left to do."""
+        held = self._held.get(instance_id)
+        if held is None or held.drained or not held.desired.draining or self._flights.of_instance(instance_id):
+            return
+        self._release(held)
+        held.drained = True
+        log.info("instance drained", instance=instance_id)
+        self._on_change()
+
+    def close(self) -> None:
+        """Start nothing more."""
+        for held in self._held.values():
+            if held.retry is not None:
+                held.retry.cancel()
+        for task in self._loads:
+            task.cancel()
+
+    def _take_in(self, held: HeldInstance) -> None:
+        self._held[held.instance_id] = held
+        if held.desired.draining:
+            held.drained = True
+        else:
+            self._load(held)
+        self._on_change()
+
+    def _update(self, held: HeldInstance, desired: DesiredInstance) -> None:
+        changed = held.desired.draining != desired.draining
+        held.desired = desired
+        if not changed:
+            return
+        if held.drained:
+            self._take_in(HeldInstance(desired=desired, text=held.text))
+        elif held.state in ("ready", "draining"):
+            held.state = "draining" if desired.draining else "ready"
+            self._on_change()
+        self.settle(held.instance_id)
+
+    def _remove(self, held: HeldInstance) -> None:
+        del self._held[held.instance_id]
+        self._release(held)
+        gone = UnknownInstanceError(f"instance {held.instance_id} was taken off this node", param="instance_id")
+        self._flights.end_instance(held.instance_id, gone)
+        self._on_change()
+
+    def _release(self, held: HeldInstance) -> None:
+        """Have the worker forget the instance, if it may know it."""
+        if held.retry is not None:
+            held.retry.cancel()
+        if self._send is not None and (held.asked is not None or held.state in ("ready", "draining")):
+            self._send(Unload(instance_id=held.instance_id))
+        held.asked = None
+
+    def _load(self, held: HeldInstance) -> None:
+        held.state, held.error, held.retry = "loading", None, None
+        task = asyncio.get_running_loop().create_task(self._load_text(held))
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
+
+    async def _load_text(self, held: HeldInstance) -> None:
+        """Read the tokenizer, off the loop, then let the worker read the weights."""
+        try:
+            held.text = held.text or await asyncio.to_thread(load_text, held.desired.model.path, self._engine)
+        except ModelLoadError as error:
+            self._fail(held, error.message)
+            return
+        self._ask_load(held)
+
+    def _ask_load(self, held: HeldInstance) -> None:
+        waits = held.state in ("loading", "draining") and held.text is not None and held.asked is None
+        if self._send is None or not waits or self._held.get(held.instance_id) is not held or held.drained:
+            return
+        self._serial += 1
+        held.asked = self._serial
+        self._send(Load(instance_id=held.instance_id, serial=self._serial, model=held.desired.model))
+
+    def _fail(self, held: HeldInstance, error: str) -> None:
+        if self._held.get(held.instance_id) is not held:
+            return
+        log.warning("load failed", instance=held.instance_id, model=held.desired.model.name, error=error)
+        held.state, held.error, held.asked = "failed", error, None
+        held.retry = asyncio.get_running_loop().call_later(self._load_retry_s, self._load, held)
+        self._flights.end_instance(held.instance_id, WorkerLostError(f"instance {held.instance_id} failed: {error}"))
+        self.settle(held.instance_id)
+        self._on_change()

@@ -1,0 +1,54 @@
+"""What a step and a switch cost in time: the fitted latency models of Aegaeon A.2. Pure arithmetic.
+
+The paper's decode form ignores the batch size; measured profiles do not, so it has a term per sequence.
+"""
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyModel:
+    """One model on one GPU type (or TP group). All coefficients are seconds (per unit) and not negative."""
+
+    prefill_base_s: float
+    prefill_per_token_s: float
+    prefill_per_token2_s: float
+    decode_base_s: float
+    decode_per_context_token_s: float
+    decode_per_sequence_s: float
+
+    def __post_init__(self) -> None:
+        """Refuse what would make a longer step take less time.
+
+        Raises:
+            ValueError: a coefficient is negative; the message names it.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value >= 0:
+                raise ValueError(f"{field.name} must be at least 0, not {value}")
+
+    def prefill_s(self, tokens: int, squared_tokens: int) -> float:
+        """Seconds to prefill prompts of `tokens` tokens together, `squared_tokens` the sum of their squared lengths."""
+        assert tokens >= 0
+        assert squared_tokens >= 0
+        return self.prefill_base_s + self.prefill_per_token_s * tokens + self.prefill_per_token2_s * squared_tokens
+
+    def decode_s(self, context_tokens: int, batch: int) -> float:
+        """Seconds to make one token for each of `batch` sequences whose contexts hold `context_tokens` together."""
+        assert context_tokens >= 0
+        assert batch >= 0
+        return (
+            self.decode_base_s + self.decode_per_context_token_s * context_tokens + self.decode_per_sequence_s * batch
+        )
+
+
+def switch_s(moved_bytes: int, bandwidth_bytes_per_s: float, efficiency: float) -> float:
+    """Seconds to bring `moved_bytes` of weights over the wire: bytes / (bandwidth x efficiency).
+
+    The paper prints the product with beta = 0.625, which would be faster than the wire; the quotient is meant.
+    """
+    assert moved_bytes >= 0
+    assert bandwidth_bytes_per_s > 0
+    assert 0 < efficiency <= 1
+    return moved_bytes / (bandwidth_bytes_per_s * efficiency)

@@ -1,0 +1,59 @@
+"""The home folder of a local stack: who may write it, and the ports and passwords noted in `embedded.json`."""
+
+import json
+import os
+import secrets
+from pathlib import Path
+
+
+class EmbeddedError(Exception):
+    """An embedded server cannot be prepared or started; the message says what to do about it."""
+
+
+def make_home(home: Path) -> None:
+    """Make the home folder if it is missing.
+
+    Raises:
+        EmbeddedError: this user may not write there.
+    """
+    home.mkdir(parents=True, exist_ok=True)
+    if not os.access(home, os.W_OK | os.X_OK):
+        raise EmbeddedError(f"{home} (TIDEPOOL_HOME) may not be written by uid {os.geteuid()}")
+
+
+def remember(home: Path, name: str, port: int) -> None:
+    """Note a server's port, and a new password unless it has one, in embedded.json."""
+    notes = _notes(home)
+    secret = notes.get(name, {}).get("password") or secrets.token_urlsafe(24)
+    write_secret(home / "embedded.json", json.dumps(notes | {name: {"port": port, "password": secret}}, indent=2))
+
+
+def password(home: Path, name: str) -> str:
+    """The noted password of a server.
+
+    Raises:
+        EmbeddedError: none is noted.
+    """
+    try:
+        return str(_notes(home)[name]["password"])
+    except KeyError:
+        raise EmbeddedError(
+            f"{home / 'embedded.json'} has no password for {name}: it was not prepared, or the file is lost"
+        ) from None
+
+
+def _notes(home: Path) -> dict[str, dict[str, str | int]]:
+    path = home / "embedded.json"
+    if not path.exists():
+        return {}
+    notes: dict[str, dict[str, str | int]] = json.loads(path.read_text())
+    return notes
+
+
+def write_secret(path: Path, text: str) -> None:
+    """Write a file only its owner can read, whole or not at all."""
+    aside = path.with_name(f"{path.name}.new")
+    aside.unlink(missing_ok=True)
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as target:
+        target.write(text)
+    aside.replace(path)

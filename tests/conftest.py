@@ -1,0 +1,34 @@
+"""Servers for the whole session, started when first asked for. Under pytest-xdist each worker has its own."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from ops.embedded import EmbeddedPostgres, EmbeddedValkey
+from ops.ports import free_port
+from ops.supervisor import Supervisor
+
+
+@pytest.fixture(scope="session")
+def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """SQLAlchemy's address of an empty database; TIDEPOOL_TEST_DATABASE_URL if that is set."""
+    if url := os.environ.get("TIDEPOOL_TEST_DATABASE_URL"):
+        yield url
+        return
+    server = EmbeddedPostgres(tmp_path_factory.mktemp("postgres"), free_port(), fsync=False)
+    server.prepare()
+    with Supervisor([server.child()]):
+        yield server.url()
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of an empty Redis; TIDEPOOL_TEST_REDIS_URL if that is set."""
+    if url := os.environ.get("TIDEPOOL_TEST_REDIS_URL"):
+        yield url
+        return
+    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"), free_port())
+    server.prepare()
+    with Supervisor([server.child()]):
+        yield server.url()

@@ -1,0 +1,55 @@
+"""A migrated database, a flushed Redis and settings for every test of the control plane."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+import uuid_utils
+from pydantic import SecretStr
+from sqlalchemy import URL, create_engine, make_url, pool
+
+import migrations
+from controlplane.settings import Settings
+
+REDIS_DATABASE = 9
+
+
+def _run(url: str, statement: str) -> None:
+    engine = create_engine(url, poolclass=pool.NullPool, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.exec_driver_sql(statement)
+    engine.dispose()
+
+
+def _text(url: URL) -> str:
+    return url.render_as_string(hide_password=False)
+
+
+@pytest.fixture(scope="session")
+def template_database(postgres_url: str) -> Iterator[str]:
+    """The name of a migrated database that nobody is connected to."""
+    name = f"template_{uuid_utils.uuid7().hex}"
+    _run(postgres_url, f"CREATE DATABASE {name}")
+    migrations.upgrade(_text(make_url(postgres_url).set(database=name)))
+    yield name
+    _run(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture
+def database_url(postgres_url: str, template_database: str) -> Iterator[str]:
+    """Address of a migrated, empty database of this test alone."""
+    name = f"test_{uuid_utils.uuid7().hex}"
+    _run(postgres_url, f"CREATE DATABASE {name} TEMPLATE {template_database}")
+    yield _text(make_url(postgres_url).set(database=name))
+    _run(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture
+def settings(database_url: str, redis_url: str, tmp_path: Path) -> Settings:
+    """Settings that point at this test's database, an empty Redis and a home folder of its own."""
+    flushed = redis.Redis.from_url(redis_url, db=REDIS_DATABASE)
+    flushed.flushdb()
+    flushed.close()
+    address = f"{redis_url.rsplit('/', 1)[0]}/{REDIS_DATABASE}"
+    return Settings(database_url=SecretStr(database_url), redis_url=SecretStr(address), home=tmp_path)

@@ -1,0 +1,288 @@
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu, Tier
+from controlplane.policies.placement import choose_placement
+from controlplane.policies.placement_facts import (
+    Placement,
+    PlacementFacts,
+    PlacementModel,
+    PlacementSettings,
+    PlacementStatus,
+    Profile,
+)
+from controlplane.policies.placement_solvers import SolverError, solve_cbc, solve_highs
+
+EXACT = PlacementSettings(gap=0.0)
+WEST, EAST = Endpoint(model="a", region="us-west"), Endpoint(model="a", region="us-east")
+
+
+def cell(model: str, region: str, gpu_type: str = "H800") -> EndpointGpu:
+    return EndpointGpu(model=model, region=region, gpu_type=gpu_type)
+
+
+def fleet(**changes: Any) -> PlacementFacts:
+    """One model of 1,900 tokens/s on one GPU, two regions of 8 GPUs at 2 an hour, weights everywhere."""
+    facts: dict[str, Any] = {
+        "regions": ("us-west", "us-east"),
+        "models": (PlacementModel(name="a"),),
+        "capacity": {
+            RegionGpu(region="us-west", gpu_type="H800"): 8,
+            RegionGpu(region="us-east", gpu_type="H800"): 8,
+        },
+        "profiles": {ModelGpu(model="a", gpu_type="H800"): Profile(tokens_per_s=1900, gpus=1)},
+        "present": {},
+        "demand": {},
+        "limits": {},
+        "gpu_cost_per_hour": {"H800": 2.0},
+        "weights_present": frozenset({WEST, EAST}),
+    }
+    return PlacementFacts(**{**facts, **changes})
+
+
+def place(facts: PlacementFacts, how: PlacementSettings = EXACT) -> Placement:
+    return choose_placement(facts, 7.0, how)
+
+
+def after(placement: Placement) -> dict[tuple[str, str, str], int]:
+    return {
+        (entry.endpoint.model, entry.endpoint.region, entry.gpu_type): entry.after
+        for entry in placement.entries
+        if entry.after
+    }
+
+
+def reasons(placement: Placement) -> dict[str, str]:
+    return {entry.endpoint.region: entry.reason for entry in placement.entries}
+
+
+def test_home_share_of_the_peak_is_served_at_home() -> None:
+    placement = place(fleet(demand={WEST: (5210.0, 4000.0)}))  # 0.8 x 5,210 = 4,168 > 2 x 1,900; 3 x 1,900 = 5,700
+    assert after(placement) == {("a", "us-west", "H800"): 3}
+    assert reasons(placement) == {"us-west": "peak 5,210 tokens/s x 0.8 at home needs 3 instances of 1,900"}
+    assert placement.status == PlacementStatus.OPTIMAL
+    assert placement.gpu_cost_per_hour == 6.0
+    assert placement.objective_per_hour == pytest.approx(6 + 3 * 2 / 6 + 3 * 0.002)  # GPUs, starts of 10 min, moves
+    assert placement.bound_per_hour == pytest.approx(placement.objective_per_hour)
+    assert (placement.at_s, placement.unserved, placement.below_minimum) == (7.0, (), ())
+
+
+def test_the_global_row_counts_each_window_over_all_regions() -> None:
+    """Peaks of 2,300 and 2,000 that do not meet need 1,840 and 1,600 at home: one instance each, 3,800 in all.
+
+    If they meet, 4,300 must be served, and a third instance covers it.
+    """
+    apart = place(fleet(demand={WEST: (2300.0, 0.0), EAST: (0.0, 2000.0)}))
+    together = place(fleet(demand={WEST: (2300.0, 0.0), EAST: (2000.0, 0.0)}))
+    assert sum(after(apart).values()) == 2
+    assert sum(after(together).values()) == 3
+
+
+def test_one_region_covers_for_another() -> None:
+    facts = fleet(demand={WEST: (2300.0,), EAST: (1800.0,)}, limits={WEST: (0, 1)}, present={cell("a", "us-west"): 1})
+    placement = place(facts)
+    assert after(placement) == {("a", "us-west", "H800"): 1, ("a", "us-east", "H800"): 2}
+    assert reasons(placement) == {
+        "us-west": "no change: peak 2,300 tokens/s x 0.8 at home needs 1 instance of 1,900",
+        "us-east": "covers 400 tokens/s of us-west",
+    }
+
+
+def test_minimum_and_fallen_demand_say_so() -> None:
+    facts = fleet(
+        demand={WEST: (100.0,), EAST: (0.0,)},
+        limits={EAST: (2, 9)},
+        present={cell("a", "us-west"): 4, cell("a", "us-east"): 2},
+    )
+    placement = place(facts)
+    assert after(placement) == {("a", "us-west", "H800"): 1, ("a", "us-east", "H800"): 2}
+    assert reasons(placement)["us-east"] == "no change: minimum 2"
+    assert reasons(placement)["us-west"].startswith("demand fell: 1 is enough, ")
+    gone = place(fleet(present={cell("a", "us-west"): 4}))
+    assert [(entry.before, entry.after, entry.reason) for entry in gone.entries] == [(4, 0, "demand fell: no demand")]
+
+
+def test_what_the_gpus_cannot_hold_is_listed_not_infeasible() -> None:
+    """8 GPUs hold 15,200 of the 0.8 x 20,000 = 16,000 wanted at home; both regions hold 30,400 of 40,000."""
+    placement = place(fleet(demand={WEST: (20_000.0,), EAST: (20_000.0,)}))
+    assert placement.status == PlacementStatus.OPTIMAL
+    assert after(placement) == {("a", "us-west", "H800"): 8, ("a", "us-east", "H800"): 8}
+    listed = {each.region: (round(each.tokens_per_s), each.reason) for each in placement.unserved}
+    west, east = "GPUs full in us-west: H800 8 of 8", "GPUs full in us-east: H800 8 of 8"
+    assert listed[None] == (9600, f"{east}; {west}")
+    assert listed["us-west"] == (800, f"not served at home; {west}")
+    assert reasons(placement)["us-west"].endswith(west)
+
+
+def test_minimums_beyond_capacity_are_listed_not_infeasible() -> None:
+    placement = place(fleet(limits={WEST: (10, 12)}))
+    assert after(placement) == {("a", "us-west", "H800"): 8}
+    assert [(each.minimum, each.placed) for each in placement.below_minimum] == [(10, 8)]
+    assert placement.below_minimum[0].reason == "GPUs full in us-west: H800 8 of 8"
+
+
+def test_the_stricter_tier_gets_the_last_gpus() -> None:
+    profiles = {ModelGpu(model=name, gpu_type="H800"): Profile(tokens_per_s=1000, gpus=4) for name in "ab"}
+    placement = place(
+        fleet(
+            regions=("us-west",),
+            models=(PlacementModel(name="a", tier=Tier.IW_N), PlacementModel(name="b", tier=Tier.IW_F)),
+            capacity={RegionGpu(region="us-west", gpu_type="H800"): 7},
+            profiles=profiles,
+            demand={WEST: (900.0,), Endpoint(model="b", region="us-west"): (900.0,)},
+            weights_present=frozenset(),
+        )
+    )
+    assert after(placement) == {("b", "us-west", "H800"): 1}
+    assert {each.model for each in placement.unserved} == {"a"}
+
+
+def test_lost_gpus_shrink_what_is_present() -> None:
+    placement = place(
+        fleet(
+            capacity={RegionGpu(region="us-west", gpu_type="H800"): 2},
+            present={cell("a", "us-west"): 4},
+            demand={WEST: (3000.0,)},
+        )
+    )
+    assert after(placement) == {("a", "us-west", "H800"): 2}
+    assert reasons(placement)["us-west"].startswith("no more than 2 fit in us-west: H800 2 of 2; peak 3,000")
+
+
+def test_a_model_without_demand_or_minimum_is_left_out() -> None:
+    placement = place(fleet(demand={WEST: (0.0,)}))
+    assert (placement.entries, placement.unserved, placement.objective_per_hour) == ((), (), 0.0)
+    assert placement.solver == "none"
+
+
+def test_demand_without_a_profile_is_listed() -> None:
+    placement = place(fleet(profiles={}, demand={WEST: (10.0,)}))
+    assert placement.entries == ()
+    assert placement.unserved[0].reason.endswith("no GPU in us-west that a has a profile for")
+
+
+TWO_TYPES: dict[str, Any] = {
+    "capacity": {RegionGpu(region="us-west", gpu_type=gpu_type): 8 for gpu_type in ("H800", "L40")},
+    "profiles": {
+        ModelGpu(model="a", gpu_type=gpu_type): Profile(tokens_per_s=1900, gpus=1) for gpu_type in ("H800", "L40")
+    },
+    "demand": {WEST: (3000.0,)},
+}
+
+
+@pytest.mark.parametrize("present", [{"H800": 2}, {"L40": 2}, {"H800": 1, "L40": 1}])
+def test_equal_costs_keep_the_present_placement(present: Mapping[str, int]) -> None:
+    """Even where a start costs nothing: a move is then the only difference."""
+    profiles = {key: replace(profile, load_time_s=0.0) for key, profile in TWO_TYPES["profiles"].items()}
+    facts = fleet(
+        **{**TWO_TYPES, "profiles": profiles},
+        gpu_cost_per_hour={"H800": 2.0, "L40": 2.0},
+        present={cell("a", "us-west", gpu_type): count for gpu_type, count in present.items()},
+    )
+    assert after(place(facts)) == {("a", "us-west", gpu_type): count for gpu_type, count in present.items()}
+
+
+@pytest.mark.parametrize(
+    ("l40_cost", "weights", "moved"),
+    [
+        (1.75, True, False),  # saves 0.25 an hour, the start costs 1.75 / 6 = 0.292
+        (1.6, True, True),  # saves 0.4, costs 0.267
+        (1.0, False, False),  # saves 1.0, but fetching the weights takes 2 h: 2.0
+        (0.6, False, True),  # saves 1.4, costs 1.2
+    ],
+)
+def test_a_cheaper_gpu_must_pay_for_its_start(l40_cost: float, *, weights: bool, moved: bool) -> None:
+    facts = fleet(
+        **{**TWO_TYPES, "demand": {WEST: (1800.0,)}},
+        gpu_cost_per_hour={"H800": 2.0, "L40": l40_cost},
+        present={cell("a", "us-west"): 1},
+        weights_present=frozenset({WEST}) if weights else frozenset(),
+    )
+    assert after(place(facts)) == {("a", "us-west", "L40" if moved else "H800"): 1}
+
+
+def test_no_solver_keeps_the_present_placement() -> None:
+    def broken(problem: Any, how: PlacementSettings, gap_abs: float) -> Any:
+        raise SolverError("HiGHS is not available")
+
+    facts = fleet(demand={WEST: (5000.0,)}, present={cell("a", "us-west"): 1})
+    placement = choose_placement(facts, 0.0, EXACT, solvers=(broken, broken))
+    assert placement.status == PlacementStatus.FAILED
+    assert placement.reason == "HiGHS is not available; HiGHS is not available"
+    assert [(entry.before, entry.after) for entry in placement.entries] == [(1, 1)]
+    assert placement.gpu_cost_per_hour == 2.0
+    fallen_back = choose_placement(facts, 0.0, EXACT, solvers=(broken, solve_cbc))
+    assert (fallen_back.status, fallen_back.solver, fallen_back.bound_per_hour) == ("optimal", "cbc", None)
+    assert after(fallen_back) == after(place(facts))
+
+
+def test_a_time_limit_is_not_called_optimal() -> None:
+    """Twelve models in twelve regions on four GPU types, tight capacity, no gap allowed: not provable in a moment."""
+    regions, models, gpu_types = (
+        [f"{kind}{place}" for place in range(count)] for kind, count in zip("rmk", (12, 12, 4), strict=True)
+    )
+    pairs = list(itertools.product(range(12), range(12)))
+    facts = PlacementFacts(
+        regions=tuple(regions),
+        models=tuple(PlacementModel(name=name) for name in models),
+        capacity={RegionGpu(region=region, gpu_type=gpu_type): 14 for region in regions for gpu_type in gpu_types},
+        profiles={
+            ModelGpu(model=model, gpu_type=gpu_type): Profile(
+                tokens_per_s=700 + 137.0 * ((5 * m + 3 * k) % 11), gpus=1 + (m + k) % 3
+            )
+            for m, model in enumerate(models)
+            for k, gpu_type in enumerate(gpu_types)
+        },
+        present={},
+        demand={
+            Endpoint(model=models[m], region=regions[r]): (
+                1000 + 331.0 * ((7 * m + 4 * r) % 13),
+                900 + 97.0 * ((m + r) % 7),
+            )
+            for m, r in pairs
+        },
+        limits={},
+        gpu_cost_per_hour={gpu_type: 2.0 + 0.37 * k for k, gpu_type in enumerate(gpu_types)},
+    )
+    placement = choose_placement(facts, 0.0, PlacementSettings(gap=0.0, time_limit_s=1.0), solvers=(solve_highs,))
+    assert placement.status in {PlacementStatus.TIME_LIMIT, PlacementStatus.FAILED}
+    if placement.status == PlacementStatus.TIME_LIMIT:
+        assert placement.gap is not None
+        assert placement.gap > 0
+        assert placement.bound_per_hour is not None
+        assert placement.objective_per_hour is not None
+        assert placement.bound_per_hour < placement.objective_per_hour
+        assert "Time limit" in placement.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"demand": {WEST: (-1.0,)}}, r"demand\[a in us-west\] must be finite and not negative"),
+        ({"demand": {WEST: (math.nan,)}}, r"demand\[a in us-west\] must be finite"),
+        ({"demand": {WEST: (1.0,), EAST: (1.0, 2.0)}}, "same number of windows"),
+        ({"demand": {Endpoint(model="z", region="us-west"): (1.0,)}}, "demand model 'z' is unknown; known: a"),
+        ({"limits": {Endpoint(model="a", region="mars"): (0, 1)}}, "limits region 'mars' is unknown"),
+        ({"limits": {WEST: (3, 2)}}, r"limits\[a in us-west\]: need 0 <= min <= max, got min 3, max 2"),
+        ({"capacity": {RegionGpu(region="us-west", gpu_type="B200"): 1}}, "capacity gpu_type .* 'B200' is unknown"),
+        ({"capacity": {RegionGpu(region="us-west", gpu_type="H800"): -1}}, "capacity must not be negative, got -1"),
+        ({"present": {cell("a", "us-west", "B200"): 1}}, "present: a on B200 has no profile"),
+        ({"profiles": {ModelGpu(model="a", gpu_type="H800"): Profile(tokens_per_s=0, gpus=1)}}, "tokens_per_s > 0"),
+        ({"gpu_cost_per_hour": {"H800": -2.0}}, "gpu_cost_per_hour"),
+        ({"models": (PlacementModel(name="a"), PlacementModel(name="a"))}, "models must not name anything twice"),
+    ],
+)
+def test_bad_facts_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fleet(**changes)
+
+
+@pytest.mark.parametrize("change", [{"epsilon": 1.1}, {"time_limit_s": 0.0}, {"gap": 1.0}, {"unserved_ratios": {}}])
+def test_bad_settings_are_refused_by_name(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(change))):
+        PlacementSettings(**change)

@@ -1,0 +1,47 @@
+"""Drive an engine to the end and gather what it says."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dataplane.engine import Engine, EngineOutput, EngineRequest
+
+
+@dataclass
+class Gathered:
+    """All outputs of a run, by request."""
+
+    tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    finished: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def take(self, outputs: Sequence[EngineOutput]) -> None:
+        for output in outputs:
+            assert output.request_id not in self.finished, "an output after the last one"
+            assert output.request_id not in self.errors, "an output after the last one"
+            self.tokens[output.request_id] = self.tokens.get(output.request_id, ()) + output.token_ids
+            if output.finish_reason is not None:
+                self.finished[output.request_id] = output.finish_reason
+            if output.error is not None:
+                self.errors[output.request_id] = output.error
+
+
+def request(request_id: str, prompt: Sequence[int], **fields: Any) -> EngineRequest:
+    """A greedy request for 8 tokens of instance "a", unless told otherwise."""
+    given: dict[str, Any] = {"instance_id": "a", "tier": "IW-N", "max_tokens": 8, **fields}
+    return EngineRequest(request_id=request_id, prompt=tuple(prompt), **given)
+
+
+def drain(
+    engine: Engine, *, later: Mapping[int, Sequence[EngineRequest]] | None = None, steps_max: int = 5000
+) -> Gathered:
+    """Step until nothing is left; `later` requests join before the step of that number."""
+    gathered = Gathered()
+    pending = dict(later or {})
+    for number in range(steps_max):
+        for joining in pending.pop(number, ()):
+            engine.add(joining)
+        if not engine.has_work() and not pending:
+            return gathered
+        gathered.take(engine.step())
+    raise AssertionError(f"not done after {steps_max} steps")

@@ -1,0 +1,84 @@
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataplane.engines.torch.sampler import Draw, choose_tokens, uniform
+
+
+def draw(position: int = 0, *, temperature: float = 1.0, top_p: float = 1.0, banned: tuple[int, ...] = ()) -> Draw:
+    return Draw(temperature=temperature, top_p=top_p, seed=5, position=position, banned=banned)
+
+
+def frequencies(probabilities: list[float], count: int = 4000, **how: float) -> Counter[int | None]:
+    logits = torch.tensor(probabilities).log().repeat(count, 1)
+    return Counter(choose_tokens(logits, [draw(position, **how) for position in range(count)]))
+
+
+def test_temperature_zero_takes_the_largest() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0], [5.0, -1.0, 2.0]])
+    assert choose_tokens(logits, [draw(temperature=0.0)] * 2) == [1, 0]
+
+
+def test_frequencies_follow_the_probabilities() -> None:
+    seen = frequencies([0.5, 0.3, 0.15, 0.05])
+    for token, probability in enumerate([0.5, 0.3, 0.15, 0.05]):
+        deviation = math.sqrt(probability * (1 - probability) * 4000)
+        assert abs(seen[token] - probability * 4000) < 5 * deviation
+
+
+@pytest.mark.parametrize(
+    ("temperature", "expected"),  # p ** (1 / temperature), normalised: 0.8 / 0.2 -> 16 : 1, and 2 : 1
+    [(0.5, 16 / 17), (2.0, 2 / 3)],
+)
+def test_temperature_sharpens_and_flattens(temperature: float, expected: float) -> None:
+    seen = frequencies([0.8, 0.2], temperature=temperature)
+    assert seen[0] / 4000 == pytest.approx(expected, abs=0.04)
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [(1.0, {0, 1, 2, 3}), (0.96, {0, 1, 2, 3}), (0.9, {0, 1, 2}), (0.7, {0, 1}), (0.45, {1}), (0.0, {1})],
+)
+def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, kept: set[int]) -> None:
+    assert set(frequencies([0.3, 0.5, 0.15, 0.05], top_p=top_p)) == kept
+
+
+def test_banned_tokens_are_never_chosen() -> None:
+    logits = torch.tensor([[0.0, 9.0, 1.0]]).repeat(300, 1)
+    draws = [draw(p, temperature=p % 2, banned=(1,)) for p in range(300)]
+    assert set(choose_tokens(logits, draws)) == {0, 2}
+
+
+def test_a_row_that_is_not_a_number_spoils_only_itself() -> None:
+    logits = torch.tensor([[0.0, 1.0], [float("nan"), 1.0], [2.0, 1.0]])
+    for temperature in (0.0, 1.0):
+        first, broken, last = choose_tokens(logits, [draw(temperature=temperature)] * 3)
+        assert broken is None
+        assert {first, last} <= {0, 1}
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    temperature=st.floats(1e-6, 100),
+    top_p=st.floats(0.01, 1),
+    row=st.lists(st.floats(-50, 50, width=32), min_size=3, max_size=3),
+    others=st.lists(st.lists(st.floats(-50, 50, width=32), min_size=3, max_size=3), max_size=4),
+)
+def test_what_is_drawn_does_not_depend_on_the_company(
+    temperature: float, top_p: float, row: list[float], others: list[list[float]]
+) -> None:
+    mine = draw(3, temperature=temperature, top_p=top_p)
+    alone = choose_tokens(torch.tensor([row]), [mine])
+    together = choose_tokens(torch.tensor([*others, row]), [*(draw(at) for at in range(len(others))), mine])
+    assert together[-1] == alone[0]
+
+
+def test_uniform_depends_on_both_numbers_and_stays_in_range() -> None:
+    values = [uniform(seed, position) for seed in range(40) for position in range(40)]
+    assert len(set(values)) == 1600
+    assert all(0 <= value < 1 for value in values)
+    assert sum(values) / 1600 == pytest.approx(0.5, abs=0.04)

@@ -1,0 +1,93 @@
+"""Tiny random checkpoints of many architectures, and what transformers itself says about them."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dataplane.messages import ModelSpec
+
+VOCABULARY = 97
+CONTEXT_TOKENS = 256
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": CONTEXT_TOKENS,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+_SPECIFIC: dict[str, dict[str, Any]] = {
+    "cohere2": {"sliding_window": 9, "sliding_window_pattern": 2},
+    "gemma2": {"sliding_window": 9, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {
+        "sliding_window": 9,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 12,
+        "tie_word_embeddings": False,
+    },
+    "glm4": {"partial_rotary_factor": 0.5},
+    "granite": {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    "llama": {},
+    "mistral": {"sliding_window": 9},
+    "olmo2": {},
+    "phi3": {"sliding_window": 9},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "tie_word_embeddings": True},
+    "qwen3": {},
+    "smollm3": {"no_rope_layers": [1, 1, 0]},
+    "starcoder2": {"sliding_window": 9},
+}
+
+ARCHITECTURES = tuple(_SPECIFIC)
+
+
+def tiny_config(architecture: str, **changes: Any) -> Any:
+    """A config of a few thousand parameters whose every peculiarity (window, softcap, ...) shows within 30 tokens."""
+    return AutoConfig.for_model(architecture, **{**_SIZES, **_SPECIFIC[architecture], **changes})
+
+
+def save_tiny(architecture: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """A random checkpoint in Hugging Face format, the same for the same arguments."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(architecture, **changes), dtype=torch.float32)
+    with torch.no_grad():
+        model.get_input_embeddings().weight *= 0.1  # or a token would mostly predict itself, whatever attention says
+    model.save_pretrained(folder)
+    return folder
+
+
+def spec_of(name: str, folder: Path, *, context_tokens: int = CONTEXT_TOKENS) -> ModelSpec:
+    """What a node is told about such a checkpoint."""
+    return ModelSpec(name=name, path=str(folder), weights_bytes=1, kv_bytes_per_token=1, context_tokens=context_tokens)
+
+
+def greedy_tokens(folder: Path, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
+    """What transformers' own `generate` says, alone and unbatched, without the end-of-sequence token."""
+    model = _reference(folder)
+    prompt_ids = torch.tensor([list(prompt)])
+    eos = model.generation_config.eos_token_id
+    made = model.generate(
+        input_ids=prompt_ids,
+        attention_mask=torch.ones_like(prompt_ids),
+        do_sample=False,
+        max_new_tokens=max_tokens,
+        pad_token_id=0,
+    )[0, len(prompt) :].tolist()
+    stops = {eos} if isinstance(eos, int) else set(eos or ())
+    return tuple(token for token in made if token not in stops)
+
+
+@cache
+def _reference(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()

@@ -1,0 +1,117 @@
+"""A node for tests: an agent on the replay engine with real worker processes, and its HTTP face on a free port."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import msgspec
+import uvicorn
+
+from dataplane.api import make_app
+from dataplane.messages import DesiredInstance, DesiredInstances, Generate, ModelSpec, Sampling
+from dataplane.node import Agent
+from dataplane.settings import AgentSettings, SlotSettings
+
+PROFILE = Path(__file__).parents[2] / "ops" / "profiles" / "h800.toml"
+KEY = "node-key-for-tests"
+
+
+def settings(**changes: Any) -> AgentSettings:
+    values: dict[str, Any] = {
+        "node": "n1",
+        "region": "us-east",
+        "gpu_type": "H800",
+        "slots": (SlotSettings(gpus=1, memory_bytes=2 * 2**20),),
+        "engine": "replay",
+        "profile": PROFILE,
+        "replay_speed": 20.0,
+        "node_key": KEY,
+        "load_retry_s": 0.3,
+    }
+    return AgentSettings(**(values | changes))
+
+
+def model(name: str = "tide", **changes: Any) -> ModelSpec:
+    values: dict[str, Any] = {
+        "name": name,
+        "path": "/nowhere",
+        "weights_bytes": 1000,
+        "kv_bytes_per_token": 512,
+        "context_tokens": 4096,
+    }
+    return ModelSpec(**(values | changes))
+
+
+def desired(generation: int, *instances: DesiredInstance) -> DesiredInstances:
+    return DesiredInstances(generation=generation, instances=instances)
+
+
+def instance(instance_id: str = "i1", *, draining: bool = False, slot: int = 0, **changes: Any) -> DesiredInstance:
+    return DesiredInstance(instance_id=instance_id, slot=slot, gpus=1, model=model(**changes), draining=draining)
+
+
+def generate(request_id: str = "r1", *, max_tokens: int | None = 20, **changes: Any) -> Generate:
+    values: dict[str, Any] = {
+        "request_id": request_id,
+        "instance_id": "i1",
+        "model": "tide",
+        "tier": "IW-F",
+        "prompt": "the tide turns",
+        "sampling": Sampling(max_tokens=max_tokens, temperature=0.0),
+    }
+    return Generate(**(values | changes))
+
+
+class Node:
+    """A running node and a client that has its key."""
+
+    def __init__(self, agent: Agent, client: httpx.AsyncClient) -> None:
+        self.agent = agent
+        self.client = client
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():  # noqa: ASYNC110  (conditions are about other processes)
+                await asyncio.sleep(0.01)
+
+    def states(self) -> dict[str, str]:
+        return {report.instance_id: report.state for report in self.agent.reports()}
+
+    async def hold(self, generation: int, *instances: DesiredInstance) -> None:
+        """Apply a desired state and wait until all of it is ready."""
+        self.agent.apply(desired(generation, *instances))
+        wanted = {one.instance_id: "ready" for one in instances}
+        await self.until(lambda: self.states() == wanted)
+
+    def idle(self) -> bool:
+        """Whether the workers say that nothing runs, waits or holds KV."""
+        reports = self.agent.reports()
+        return all((r.running, r.waiting, r.kv_used_bytes) == (0, 0, 0) for r in reports)
+
+    async def post(self, body: Generate) -> httpx.Response:
+        return await self.client.post("/generate", content=msgspec.json.encode(body))
+
+
+@contextlib.asynccontextmanager
+async def running_node(agent_settings: AgentSettings | None = None) -> AsyncIterator[Node]:
+    """A node from its first worker to its last. On leaving, all its processes are gone."""
+    agent = Agent(agent_settings or settings(), boot_id="boot")
+    config = uvicorn.Config(make_app(agent), port=0, log_config=None, access_log=False, lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    slots = asyncio.create_task(agent.run())
+    serving = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110  (uvicorn has no event for it)
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    headers = {"authorization": f"Bearer {KEY}"}
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=30) as client:
+            yield Node(agent, client)
+    finally:
+        server.should_exit = True
+        await serving
+        slots.cancel()
+        await asyncio.gather(slots, return_exceptions=True)

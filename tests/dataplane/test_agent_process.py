@@ -1,0 +1,146 @@
+"""The agent as a process: it joins, serves, and leaves nothing behind; and its settings."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx2 as httpx
+import msgspec
+import pytest
+from pydantic import ValidationError
+
+from dataplane.messages import Finished, Heartbeat, Join, decode_line
+from dataplane.settings import AgentSettings, SlotSettings
+from tests.dataplane.replay_node import KEY, PROFILE, desired, generate, instance, settings
+
+RUN = "from dataplane.agent import run_agent; from dataplane.settings import AgentSettings; run_agent(AgentSettings())"
+
+
+class Control(ThreadingHTTPServer):
+    """A control plane that takes every node and wants one instance of it."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.join: Join | None = None
+        self.heartbeat: Heartbeat | None = None
+
+    def ready(self) -> bool:
+        return self.heartbeat is not None and [one.state for one in self.heartbeat.instances] == ["ready"]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Control
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.path == "/node/join":
+            self.server.join = msgspec.json.decode(body, type=Join)
+        else:
+            self.server.heartbeat = msgspec.json.decode(body, type=Heartbeat)
+        answer = msgspec.json.encode(desired(1, instance()))
+        self.send_response(200)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def control_plane() -> Iterator[Control]:
+    with Control() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def agent_process(control: Control) -> Iterator[subprocess.Popen[bytes]]:
+    environment = os.environ | {
+        "TIDEPOOL_AGENT_NODE": "n1",
+        "TIDEPOOL_AGENT_REGION": "us-east",
+        "TIDEPOOL_AGENT_GPU_TYPE": "H800",
+        "TIDEPOOL_AGENT_SLOTS": '[{"gpus": 1, "memory_bytes": 2097152}]',
+        "TIDEPOOL_AGENT_ENGINE": "replay",
+        "TIDEPOOL_AGENT_PROFILE": str(PROFILE),
+        "TIDEPOOL_AGENT_REPLAY_SPEED": "20",
+        "TIDEPOOL_AGENT_CONTROL_URL": f"http://127.0.0.1:{control.server_address[1]}",
+        "TIDEPOOL_AGENT_NODE_KEY": KEY,
+    }
+    with subprocess.Popen([sys.executable, "-c", RUN], env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never came true"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_it_serves_and_leaves_no_worker_behind(number: signal.Signals) -> None:
+    with control_plane() as control, agent_process(control) as process:
+        wait_until(control.ready)
+        assert control.join is not None
+        headers = {"authorization": f"Bearer {KEY}"}
+        with httpx.Client(base_url=control.join.url, headers=headers, timeout=20) as client:
+            body = msgspec.json.encode(generate(max_tokens=5))
+            lines = client.post("/generate", content=body).text.splitlines()
+            assert decode_line(lines[-1]) == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=5)
+            (slot,) = client.get("/state").json()["slots"]
+        assert is_running(slot["pid"])
+        process.send_signal(number)
+        status = process.wait(20)
+        assert status == (-signal.SIGKILL if number == signal.SIGKILL else 0)
+        wait_until(lambda: not is_running(slot["pid"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"profile": None}, "profile must be set"),
+        ({"slots": ()}, "slots"),
+        ({"kv_share": 1.0}, "kv_share"),
+        ({"node_key": "short"}, "node_key"),
+        ({"engine": "magic"}, "engine"),
+        ({"slots": ({"gpus": 0, "memory_bytes": 2**30},)}, "gpus"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
+        settings(**changes)
+
+
+def test_memory_is_shared_out() -> None:
+    ours: AgentSettings = settings(kv_share=0.25)
+    slot = SlotSettings(gpus=4, memory_bytes=4 * 2**30)
+    assert ours.weights_bytes(slot) == 3 * 2**30
+    assert ours.kv_bytes_per_instance(slot) == 2**28
+    assert KEY not in repr(ours)

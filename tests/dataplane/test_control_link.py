@@ -1,0 +1,172 @@
+"""The link to the control plane: join, heartbeat, follow, join again, outlive an outage."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx2 as httpx
+import msgspec
+from structlog.testing import capture_logs
+
+from dataplane.control import ControlLink
+from dataplane.messages import DesiredInstances, Heartbeat, Join
+from dataplane.node import Agent
+from tests.dataplane.replay_node import KEY, desired, instance, settings
+
+URL = "http://127.0.0.1:9999"
+
+
+class FakeControl:
+    """A control plane behind httpx's transport seam. `away`: every request fails to connect."""
+
+    def __init__(self) -> None:
+        self.joined = False
+        self.away = False
+        self.garbled = False
+        self.desired: DesiredInstances = desired(1)
+        self.joins: list[Join] = []
+        self.heartbeats: list[tuple[float, Heartbeat]] = []
+        self.attempts = 0
+
+    def handle(self, request: httpx.Request) -> httpx.Response:
+        self.attempts += 1
+        assert request.headers["authorization"] == f"Bearer {KEY}"
+        if self.away:
+            raise httpx.ConnectError("refused", request=request)
+        if request.url.path == "/node/join":
+            self.joins.append(msgspec.json.decode(request.content, type=Join))
+            self.joined = True
+            return httpx.Response(200, json={})
+        assert request.url.path == "/node/heartbeat"
+        if not self.joined:
+            return httpx.Response(404, json={"detail": "unknown node"})
+        heartbeat = msgspec.json.decode(request.content, type=Heartbeat)
+        self.heartbeats.append((asyncio.get_running_loop().time(), heartbeat))
+        return httpx.Response(200, content=b"{" if self.garbled else msgspec.json.encode(self.desired))
+
+
+def run_link(play: Callable[[FakeControl, Agent], Any], **changes: Any) -> None:
+    """Run a link against a fake control plane while `play` acts."""
+
+    async def scenario() -> None:
+        control = FakeControl()
+        values = {"heartbeat_every_s": 0.05, "heartbeat_gap_s": 0.01, "control_backoff_max_s": 0.1} | changes
+        agent = Agent(settings(**values), boot_id="boot")
+        link = asyncio.create_task(ControlLink(agent, URL, transport=httpx.MockTransport(control.handle)).run())
+        try:
+            await play(control, agent)
+        finally:
+            link.cancel()
+            await asyncio.gather(link, return_exceptions=True)
+            for slot in agent.slots:
+                slot.follow(())
+
+    asyncio.run(scenario())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  (conditions are about another task)
+            await asyncio.sleep(0.005)
+
+
+def test_joins_heartbeats_and_follows() -> None:
+    async def play(control: FakeControl, agent: Agent) -> None:
+        control.desired = desired(3, instance())
+        await until(lambda: len(control.heartbeats) >= 3)
+        (join,) = control.joins
+        assert (join.node, join.region, join.gpu_type, join.url, join.engine) == (
+            "n1",
+            "us-east",
+            "H800",
+            URL,
+            "replay",
+        )
+        assert [(slot.gpus, slot.memory_bytes) for slot in join.slots] == [(1, 2 * 2**20)]
+        assert control.heartbeats[0][1] == Heartbeat(node="n1", boot_id="boot", generation=0, instances=())
+        last = control.heartbeats[-1][1]
+        assert (last.generation, agent.generation) == (3, 3)
+        assert [(report.instance_id, report.state) for report in last.instances] == [("i1", "loading")]
+
+    run_link(play)
+
+
+def test_an_older_generation_is_refused() -> None:
+    async def play(control: FakeControl, agent: Agent) -> None:
+        control.desired = desired(3, instance())
+        await until(lambda: agent.generation == 3)
+        control.desired = desired(2)
+        seen = len(control.heartbeats)
+        await until(lambda: len(control.heartbeats) >= seen + 3)
+        assert agent.generation == 3
+        assert len(agent.reports()) == 1
+
+    run_link(play)
+
+
+def test_an_unknown_node_joins_again_and_starts_its_count_anew() -> None:
+    async def play(control: FakeControl, agent: Agent) -> None:
+        control.desired = desired(7)
+        await until(lambda: agent.generation == 7)
+        control.joined = False
+        control.desired = desired(1, instance())
+        await until(lambda: len(control.joins) == 2 and agent.generation == 1)
+        assert len(agent.reports()) == 1
+
+    run_link(play)
+
+
+def test_an_outage_changes_nothing_and_is_logged_once() -> None:
+    async def play(control: FakeControl, agent: Agent) -> None:
+        control.desired = desired(2, instance())
+        await until(lambda: agent.generation == 2)
+        control.away = True
+        tried = control.attempts
+        with capture_logs() as logs:
+            await until(lambda: control.attempts >= tried + 4)
+            assert len(agent.reports()) == 1
+            control.away = False
+            seen = len(control.heartbeats)
+            await until(lambda: len(control.heartbeats) > seen)
+        events = [entry["event"] for entry in logs]
+        assert events.count("the control plane is away") == 1
+        assert len(control.joins) == 1
+
+    run_link(play)
+
+
+def test_a_garbled_answer_is_an_outage_too() -> None:
+    async def play(control: FakeControl, agent: Agent) -> None:
+        control.garbled = True
+        await until(lambda: len(control.heartbeats) >= 2)
+        control.garbled = False
+        await until(lambda: agent.generation == 1)
+
+    run_link(play)
+
+
+def test_joining_is_tried_until_it_succeeds() -> None:
+    async def play(control: FakeControl, agent: Agent) -> None:
+        control.away = True
+        await until(lambda: control.attempts >= 3)
+        assert not control.joins
+        control.away = False
+        await until(lambda: agent.generation == 1)
+
+    run_link(play)
+
+
+def test_a_change_of_state_is_told_before_the_next_heartbeat_is_due() -> None:
+    async def play(control: FakeControl, agent: Agent) -> None:
+        await until(lambda: agent.generation == 1)
+        agent.apply(desired(2, instance()))
+        await until(lambda: any(heartbeat.generation == 2 for _, heartbeat in control.heartbeats))
+        control.desired = desired(2, instance())
+        for _ in range(20):
+            agent.changed.set()
+            await asyncio.sleep(0.01)
+        times = [at for at, _ in control.heartbeats]
+        gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+        assert min(gaps) > 0.04, "but not more often than the least gap"
+
+    run_link(play, heartbeat_every_s=30.0, heartbeat_gap_s=0.05)
