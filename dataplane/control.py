@@ -1,6 +1,7 @@
 """The agent's link to the control plane: joins, heartbeats each second, follows the desired state that comes back.
 
-While the control plane is away the node serves what it has; the link tries again with a growing pause.
+While the control plane is away the node serves what it has; the link tries again with a growing pause. Proxies named
+in the environment are not used: nodes and control plane share a network.
 """
 
 import asyncio
@@ -45,6 +46,7 @@ class ControlLink:
             },
             timeout=self._settings.control_timeout_s,
             transport=self._transport,
+            trust_env=False,
         ) as client:
             while True:
                 await self._join(client)

@@ -22,8 +22,9 @@ LOAD_LOSSES_MAX = 1
 class HeldInstance:
     """An instance of a slot.
 
-    `asked`: the serial of the Load that the present worker has not answered yet. `retry`: when a failed load is tried
-    again. `drained`: unloaded after draining; it only waits to be taken from the desired state, and is not reported.
+    `asked`: the serial of the Load that the present worker has not answered yet. `losses`: workers that died over it
+    in a row. `reloading`: it was ready until its worker was lost. `retry`: when a failed load is tried again.
+    `drained`: unloaded after draining; it only waits to be taken from the desired state, and is not reported.
     """
 
     desired: DesiredInstance
@@ -32,6 +33,7 @@ class HeldInstance:
     error: str | None = None
     asked: int | None = None
     losses: int = 0
+    reloading: bool = False
     drained: bool = False
     retry: asyncio.TimerHandle | None = None
 
@@ -96,7 +98,7 @@ class HeldInstances:
         for held in self._held.values():
             held.asked = None
             if held.state == "ready":
-                held.state = "loading"
+                held.state, held.reloading = "loading", True
         if suspect is not None:
             suspect.losses += 1
             if suspect.losses > LOAD_LOSSES_MAX:
@@ -114,7 +116,7 @@ class HeldInstances:
         held = self._held.get(instance_id)
         if held is None or held.asked != serial or self._send is None:
             return
-        held.asked, held.losses = None, 0
+        held.asked, held.losses, held.reloading = None, 0, False
         held.state = "draining" if held.desired.draining else "ready"
         log.info("instance loaded", instance=instance_id, model=held.desired.model.name)
         for flight in self._flights.of_instance(instance_id):

@@ -60,6 +60,12 @@ class AgentSettings(BaseSettings):
             raise ValueError("profile must be set for the replay engine")
         return self
 
+    @model_validator(mode="after")
+    def _url_is_reachable(self) -> Self:
+        if self.host in ("0.0.0.0", "::") and self.advertise_url is None:  # noqa: S104  (refused, not bound)
+            raise ValueError(f"advertise_url must be set when host is {self.host}: nobody can call that address")
+        return self
+
     def weights_bytes(self, slot: SlotSettings) -> int:
         """Room for weights on a slot."""
         return int(slot.memory_bytes * (1 - self.kv_share))

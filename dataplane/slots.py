@@ -103,8 +103,8 @@ class Slot:
         held = self._held.get(instance_id)
         if held is None:
             raise UnknownInstanceError(f"instance {instance_id} is not on this node", param="instance_id")
-        if held.state == "loading" and (self._link is None or self.restarts_total > 0):
-            raise WorkerLostError(f"slot {self.index} is replacing its worker; instance {instance_id} is loading")
+        if held.state == "loading" and held.reloading:
+            raise WorkerLostError(f"slot {self.index} lost its worker; instance {instance_id} is being loaded again")
         if held.state != "ready":
             raise UnknownInstanceError(f"instance {instance_id} is {held.state}", param="instance_id")
         return held

@@ -29,8 +29,14 @@ class WorkerLink:
         """Start a worker process and tell it what to be."""
         ours, theirs = socket.socketpair()
         with theirs:
-            process = await asyncio.to_thread(_start_process, theirs.fileno())
-        reader, writer = await asyncio.open_connection(sock=ours)
+            process = _start_process(theirs.fileno())
+        try:
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            process.kill()
+            process.wait()
+            raise
         link = cls(process, reader, writer)
         link.send(configure)
         return link

@@ -71,7 +71,8 @@ class ArimaFit:
             warnings.simplefilter("ignore", UserWarning)
             warnings.simplefilter("ignore", RuntimeWarning)
             try:
-                forecast = _statespace(values, self.order, self.order.d).filter(self.params).forecast(windows)
+                filtered = _statespace(values, self.order, self.order.d).filter(self.params, cov_type="none")
+                forecast = filtered.forecast(windows)
             except (ValueError, np.linalg.LinAlgError) as error:
                 raise ArimaError(f"{self.order}: {error}") from error
         return np.asarray(forecast, dtype=np.float64) * self.scale

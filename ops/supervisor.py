@@ -50,7 +50,7 @@ class Supervisor:
         self._thread: threading.Thread | None = None
         self._up = threading.Event()
         self._stopping = threading.Event()
-        self._hurried = threading.Event()
+        self._signals = 0
         self._failure: Exception | None = None
 
     def __enter__(self) -> Self:
@@ -98,7 +98,7 @@ class Supervisor:
             self.start()
             assert self._thread is not None
             try:
-                if on_ready is not None and not self._stopping.is_set():
+                if on_ready is not None and not self._signals and not self._stopping.is_set():
                     on_ready()
                 while self._thread.is_alive():
                     self._thread.join(TICK_S)
@@ -130,7 +130,7 @@ class Supervisor:
     def _main(self) -> None:
         """The thread that owns the children."""
         try:
-            while not self._stopping.is_set():
+            while not self._stopping.is_set() and not self._signals:
                 self._tick(time.monotonic())
                 if all(process.was_ready for process in self._processes.values()):
                     self._up.set()
@@ -212,7 +212,7 @@ class Supervisor:
         """Whether a stopping child has ended, by itself or, past its time, by SIGKILL."""
         if process.has_ended():
             return True
-        if waited_s >= process.child.stop_timeout_s or self._hurried.is_set():
+        if waited_s >= process.child.stop_timeout_s or self._signals > 1:
             self._report(f"{process.child.name} (pid {process.pid}) did not stop within {waited_s:.1f} s; killing it")
             process.kill()
             return True
@@ -221,9 +221,7 @@ class Supervisor:
     @contextmanager
     def _signals_stop(self) -> Iterator[None]:
         def on_signal(_number: int, _frame: FrameType | None) -> None:
-            if self._stopping.is_set():
-                self._hurried.set()
-            self._stopping.set()
+            self._signals += 1  # an Event's lock may be held by the very code that is interrupted
 
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it stays ignored

@@ -26,7 +26,7 @@ from tokenizers.trainers import BpeTrainer
 
 VOCABULARY = 512
 CONTEXT_TOKENS = 2048
-END_TOKEN = "<|end|>"
+END_TOKEN = "<|end|>"  # noqa: S105  # a token of text, not of access
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
@@ -47,7 +47,7 @@ share one machine, and switch between them so quickly that nobody notices: one t
 How are you today? I am fine, thank you. What is the weather like? It is raining, and the wind comes from the west.
 Please write a short story about a lighthouse. Once upon a time there was a lighthouse that was afraid of the dark.
 Please summarise the report in three sentences. Please translate this text. Please explain how a pump works.
-for i in range(10): print(i) def add(a, b): return a + b if x > 0 else 0 import json, sys, time, math 0 1 2 3 4 5 6 7 8 9
+for i in range(10): print(i) def add(a, b): return a + b if x > 0 else 0 import json, sys, time, math 0 1 2 3 4 5 6 7 8
 The first, the second, the third; one, two, three, four, five, six, seven, eight, nine, ten, eleven and twelve.
 """
 

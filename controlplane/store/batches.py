@@ -105,7 +105,7 @@ def counts_of(session: Session, batch_ids: Sequence[str]) -> dict[str, BatchCoun
         select(BatchRequest.batch_id, func.count(), done, lost)
         .where(BatchRequest.batch_id.in_(batch_ids))
         .group_by(BatchRequest.batch_id)
-    ).tuples()
+    )
     found = {batch_id: BatchCounts(total=t, completed=c, failed=f) for batch_id, t, c, f in rows}
     return {batch_id: found.get(batch_id, BatchCounts()) for batch_id in batch_ids}
 
@@ -227,7 +227,7 @@ def result_lines(session: Session, batch_id: str) -> Iterator[ResultLine]:
         .where(BatchRequest.batch_id == batch_id)
         .order_by(BatchRequest.line)
         .execution_options(yield_per=1000)
-    ).tuples()
+    )
     for custom_id, state, result, request_id in rows:
         yield ResultLine(
             custom_id=custom_id,

@@ -60,7 +60,7 @@ def read_demand(
     if only is not None:
         query = query.where(DemandBucket.model == only.model, DemandBucket.region == only.region)
     series: dict[Endpoint, list[tuple[float, float | None]]] = {}
-    for model, region, start_s, tokens_per_s in session.execute(query).tuples():
+    for model, region, start_s, tokens_per_s in session.execute(query):
         series.setdefault(Endpoint(model=model, region=region), []).append((start_s, tokens_per_s))
     return series
 
@@ -71,7 +71,7 @@ def endpoints_with_demand(session: Session, *, kind: str, since_s: int, until_s:
         select(DemandBucket.model, DemandBucket.region)
         .where(DemandBucket.kind == kind, DemandBucket.start_s >= since_s, DemandBucket.start_s < until_s)
         .distinct()
-    ).tuples()
+    )
     return sorted(Endpoint(model=model, region=region) for model, region in rows)
 
 
@@ -81,7 +81,7 @@ def mean_demand(session: Session, *, kind: str, since_s: int, until_s: int) -> d
         select(DemandBucket.model, DemandBucket.region, func.sum(DemandBucket.tokens_per_s))
         .where(DemandBucket.kind == kind, DemandBucket.start_s >= since_s, DemandBucket.start_s < until_s)
         .group_by(DemandBucket.model, DemandBucket.region)
-    ).tuples()
+    )
     minutes = max(1, (until_s - since_s) // 60)
     return {Endpoint(model=model, region=region): total / minutes for model, region, total in rows}
 

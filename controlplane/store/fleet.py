@@ -212,7 +212,7 @@ def load_catalog(session: Session) -> Catalog:
     return Catalog(
         models={model.name: model for model in session.scalars(select(Model))},
         regions=tuple(session.scalars(select(Region.name).order_by(Region.position, Region.name))),
-        nodes=dict(session.execute(select(Node.name, Node.url)).tuples().all()),
+        nodes=dict(session.execute(select(Node.name, Node.url)).all()),
     )
 
 

@@ -68,7 +68,7 @@ def desired_of(session: Session, node: str) -> DesiredInstances:
     assert generation is not None, "the caller checked that the node is registered"
     rows = session.execute(
         select(Instance, Model).join(Model, Model.name == Instance.model).where(Instance.node == node, LIVE)
-    ).tuples()
+    )
     return DesiredInstances(
         generation=generation,
         instances=tuple(

@@ -46,8 +46,8 @@ def read_summary(session: Session, *, alive_s: float) -> Summary:
         models=session.scalar(select(func.count()).select_from(Model)) or 0,
         regions=_regions(session, alive_s=alive_s),
         nodes_draining=session.scalar(select(func.count()).where(Node.draining)) or 0,
-        instances=dict(session.execute(instances.group_by(Instance.observed)).tuples().all()),
-        batches=dict(session.execute(batches).tuples().all()),
+        instances=dict(session.execute(instances.group_by(Instance.observed)).all()),
+        batches=dict(session.execute(batches).all()),
         requests_waiting=_requests(session, BatchRequestState.WAITING),
         requests_running=_requests(session, BatchRequestState.RUNNING),
         plan=session.scalar(select(Plan).where(Plan.state.in_((PlanState.APPLYING, PlanState.APPLIED)))),
@@ -57,7 +57,7 @@ def read_summary(session: Session, *, alive_s: float) -> Summary:
 def node_ages_s(session: Session, nodes: list[str]) -> dict[str, float | None]:
     """Seconds since each node was heard of, on Postgres's clock; None if it never was."""
     age_s = func.extract("epoch", func.clock_timestamp() - Node.last_seen_at)
-    rows = session.execute(select(Node.name, age_s).where(Node.name.in_(nodes))).tuples()
+    rows = session.execute(select(Node.name, age_s).where(Node.name.in_(nodes)))
     return {name: None if age is None else max(0.0, float(age)) for name, age in rows}
 
 
@@ -71,12 +71,12 @@ def _regions(session: Session, *, alive_s: float) -> tuple[RegionSummary, ...]:
         region: (total, live)
         for region, total, live in session.execute(
             select(Node.region, func.count(), func.count().filter(alive)).group_by(Node.region)
-        ).tuples()
+        )
     }
     gpus = dict(
         session.execute(
             select(Node.region, func.sum(Slot.gpus)).join(Slot, Slot.node == Node.name).group_by(Node.region)
-        ).tuples()
+        )
     )
     ready = func.count().filter(Instance.observed == InstanceState.READY)
     instances = {
@@ -85,7 +85,7 @@ def _regions(session: Session, *, alive_s: float) -> tuple[RegionSummary, ...]:
             select(Instance.region, func.count(), ready)
             .where(Instance.desired != Desired.STOPPED)
             .group_by(Instance.region)
-        ).tuples()
+        )
     }
     return tuple(
         RegionSummary(

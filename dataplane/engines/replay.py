@@ -125,6 +125,7 @@ class ReplayEngine:
                 generated=len(request.generated),
             )
         )
+        instance.waiting.sort(key=lambda sequence: TIER_RANKS[sequence.request.tier])
         self._home[request.request_id] = instance
 
     def cancel(self, request_id: str) -> None:

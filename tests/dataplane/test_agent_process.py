@@ -126,6 +126,7 @@ def test_it_serves_and_leaves_no_worker_behind(number: signal.Signals) -> None:
     ("changes", "named"),
     [
         ({"profile": None}, "profile must be set"),
+        ({"host": "0.0.0.0"}, "advertise_url must be set"),
         ({"slots": ()}, "slots"),
         ({"kv_share": 1.0}, "kv_share"),
         ({"node_key": "short"}, "node_key"),
@@ -136,6 +137,11 @@ def test_it_serves_and_leaves_no_worker_behind(number: signal.Signals) -> None:
 def test_bad_settings_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ValidationError, match=named):
         settings(**changes)
+
+
+def test_an_agent_never_imports_torch() -> None:
+    check = "import sys, dataplane.agent, dataplane.text, tokenizers; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
 def test_memory_is_shared_out() -> None:

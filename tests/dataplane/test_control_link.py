@@ -25,7 +25,7 @@ class FakeControl:
         self.garbled = False
         self.desired: DesiredInstances = desired(1)
         self.joins: list[Join] = []
-        self.heartbeats: list[tuple[float, Heartbeat]] = []
+        self.heartbeats: list[Heartbeat] = []
         self.attempts = 0
 
     def handle(self, request: httpx.Request) -> httpx.Response:
@@ -41,7 +41,7 @@ class FakeControl:
         if not self.joined:
             return httpx.Response(404, json={"detail": "unknown node"})
         heartbeat = msgspec.json.decode(request.content, type=Heartbeat)
-        self.heartbeats.append((asyncio.get_running_loop().time(), heartbeat))
+        self.heartbeats.append(heartbeat)
         return httpx.Response(200, content=b"{" if self.garbled else msgspec.json.encode(self.desired))
 
 
@@ -83,8 +83,8 @@ def test_joins_heartbeats_and_follows() -> None:
             "replay",
         )
         assert [(slot.gpus, slot.memory_bytes) for slot in join.slots] == [(1, 2 * 2**20)]
-        assert control.heartbeats[0][1] == Heartbeat(node="n1", boot_id="boot", generation=0, instances=())
-        last = control.heartbeats[-1][1]
+        assert control.heartbeats[0] == Heartbeat(node="n1", boot_id="boot", generation=0, instances=())
+        last = control.heartbeats[-1]
         assert (last.generation, agent.generation) == (3, 3)
         assert [(report.instance_id, report.state) for report in last.instances] == [("i1", "loading")]
 
@@ -160,13 +160,14 @@ def test_a_change_of_state_is_told_before_the_next_heartbeat_is_due() -> None:
     async def play(control: FakeControl, agent: Agent) -> None:
         await until(lambda: agent.generation == 1)
         agent.apply(desired(2, instance()))
-        await until(lambda: any(heartbeat.generation == 2 for _, heartbeat in control.heartbeats))
+        await until(lambda: any(heartbeat.generation == 2 for heartbeat in control.heartbeats))
         control.desired = desired(2, instance())
+        seen, loop = len(control.heartbeats), asyncio.get_running_loop()
+        started_s = loop.time()
         for _ in range(20):
             agent.changed.set()
             await asyncio.sleep(0.01)
-        times = [at for at, _ in control.heartbeats]
-        gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
-        assert min(gaps) > 0.04, "but not more often than the least gap"
+        most = (loop.time() - started_s) / 0.05 + 2
+        assert 1 <= len(control.heartbeats) - seen <= most, "but not more often than the least gap"
 
     run_link(play, heartbeat_every_s=30.0, heartbeat_gap_s=0.05)

@@ -111,7 +111,7 @@ def test_refusals_are_failed_messages_with_their_status() -> None:
             for content, status in ((b"{}", 400), (b"no json", 400), (b'"' + b"x" * 30_000, 413)):
                 assert (await node.client.post("/generate", content=content)).status_code == status
             for key in ("", "Bearer wrong", "Bearer é"):
-                headers = {"authorization": key.encode()}
+                headers = {b"authorization": key.encode()}
                 for response in (
                     await node.client.post("/generate", content=b"{}", headers=headers),
                     await node.client.get("/state", headers=headers),

@@ -151,11 +151,10 @@ def test_a_child_that_ignores_its_stop_signal_is_killed_in_the_end(tmp_path: Pat
 
 @linux
 def test_a_child_that_cannot_start_is_named_with_its_last_words_and_the_others_stop(tmp_path: Path) -> None:
-    lines: list[str] = []
     broken = child(
         tmp_path, "broken", "print('no such model'); raise SystemExit(3)", after=("good",), ready=lambda: False
     )
-    supervisor = Supervisor([child(tmp_path, "good", SLEEP), broken], report=lines.append)
+    supervisor = Supervisor([child(tmp_path, "good", SLEEP), broken], report=lambda _: None)
     threads = threading.active_count()
     with pytest.raises(SupervisorError, match=r"broken did not start in 3 attempts: it exited with code 3") as caught:
         supervisor.start()
@@ -212,10 +211,13 @@ import json, sys
 from pathlib import Path
 from ops.processes import Child
 from ops.supervisor import Supervisor
-folder, *codes = sys.argv[1:]
+folder, timeout_s, *codes = sys.argv[1:]
+def ready(log, code):
+    return None if "SIG_IGN" not in code else lambda: "up" in log.read_text()
+logs = [Path(folder, f"c{i}.log") for i in range(len(codes))]
 children = [
-    Child(name=f"c{i}", argv=(sys.executable, "-I", "-S", "-c", code), log=Path(folder, f"c{i}.log"),
-          stop_timeout_s=0.4, ready=None if "SIG_IGN" not in code else lambda i=i: "up" in Path(folder, f"c{i}.log").read_text())
+    Child(name=f"c{i}", argv=(sys.executable, "-I", "-S", "-c", code), log=logs[i],
+          stop_timeout_s=float(timeout_s), ready=ready(logs[i], code))
     for i, code in enumerate(codes)
 ]
 supervisor = Supervisor(children)
@@ -223,11 +225,10 @@ supervisor.run(lambda: print(json.dumps(list(supervisor.pids().values())), flush
 """
 
 
-def start_program(folder: Path, *codes: str) -> tuple[subprocess.Popen[str], set[int]]:
+def start_program(folder: Path, *codes: str, timeout_s: float = 0.4) -> tuple[subprocess.Popen[str], set[int]]:
     """A supervisor in a process of its own, and all processes of its children."""
-    program = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(folder), *codes], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    argv = [sys.executable, "-c", PROGRAM, str(folder), str(timeout_s), *codes]
+    program = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert program.stdout is not None
     pids = json.loads(program.stdout.readline())
     return program, {member for pid in pids for member in members(pid)} | children_of(program.pid)
@@ -253,9 +254,10 @@ def test_a_signal_to_the_program_stops_it_and_all_children(tmp_path: Path, numbe
 
 @linux
 def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
-    program, pids = start_program(tmp_path, STUBBORN)
-    program.send_signal(signal.SIGTERM)
-    program.send_signal(signal.SIGTERM)
+    program, pids = start_program(tmp_path, STUBBORN, timeout_s=600)
+    while program.poll() is None:
+        program.send_signal(signal.SIGTERM)
+        time.sleep(0.001)
     program.communicate(timeout=TIMEOUT_S)
     assert not [pid for pid in pids if is_alive(pid)]
 
@@ -270,8 +272,7 @@ def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path: Path) -> None:
 
 
 def sweeper_of(program: int) -> int:
-    (pid,) = (pid for pid in children_of(program) if b"sweeper.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
-    return pid
+    return next(pid for pid in children_of(program) if b"sweeper.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 @linux

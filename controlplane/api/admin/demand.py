@@ -18,7 +18,7 @@ from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep, StateDep
 from controlplane.errors import InvalidValueError, TooLargeError
 from controlplane.policies.facts import Endpoint
-from controlplane.store.demand import DemandRow, latest_demand_s, put_demand, read_endpoint_demand
+from controlplane.store.demand import DemandRow, latest_demand_s, put_demand, read_demand
 from controlplane.store.fleet import load_catalog
 from controlplane.store.keys import record
 
@@ -94,7 +94,7 @@ def import_demand(body: SpooledBody, session: SessionDep, caller: Operator, kind
     empty value is a gap.
     """
     catalog = load_catalog(session)
-    lines = io.TextIOWrapper(body, encoding="utf-8", newline="")
+    lines = io.TextIOWrapper(body, encoding="utf-8", errors="replace", newline="")
     try:
         rows = read_rows(lines, kind=kind, models=catalog.models, regions=set(catalog.regions))
         imported = _write(session, rows)
@@ -135,8 +135,8 @@ def get_demand(
         since_s = max(0, until_s - 86_400)
     if until_s - since_s > SPAN_S_MAX:
         raise InvalidValueError(f"since_s: more than {SPAN_S_MAX} s before until_s", param="since_s")
-    points = read_endpoint_demand(
-        session, Endpoint(model=model, region=region), kind=kind, since_s=since_s, until_s=until_s
-    )
+    endpoint = Endpoint(model=model, region=region)
+    series = read_demand(session, kind=kind, since_s=since_s, until_s=until_s, only=endpoint)
+    points = series.get(endpoint, [])
     data = [DemandPoint(start_s=start_s, tokens_per_s=tokens_per_s) for start_s, tokens_per_s in points]
     return DemandSeries(model=model, region=region, kind=kind, since_s=since_s, until_s=until_s, data=data)

@@ -41,8 +41,8 @@ def read_rows(lines: TextIO, *, kind: str, models: Collection[str], regions: Col
                 endpoint = Endpoint(model=model, region=region)
                 value = _tokens(tokens, reader.line_num)
                 yield DemandRow(endpoint=endpoint, kind=kind, start_s=minute_s, tokens_per_s=value)
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise InvalidValueError(f"line {reader.line_num + 1}: not CSV in UTF-8: {error}") from error
+    except csv.Error as error:
+        raise _error(reader.line_num, None, f"not CSV: {error}") from error
 
 
 def _places(header: list[str]) -> list[int]:

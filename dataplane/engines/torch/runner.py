@@ -68,7 +68,7 @@ def _spans(chunks: Sequence[Chunk], positions: torch.Tensor, block_tokens: int) 
 
 
 def _tables(chunks: Sequence[Chunk], block_tokens: int, device: torch.device) -> torch.Tensor:
-    """The blocks written so far `[len(chunks), longest]`. A shorter table is padded with its own first block, masked."""
+    """The blocks written so far `[len(chunks), longest]`. Shorter tables are padded with their first block, masked."""
     tables = [chunk.sequence.blocks[: blocks_for(chunk.end, block_tokens)] for chunk in chunks]
     longest = max(len(table) for table in tables)
     return torch.tensor([table + table[:1] * (longest - len(table)) for table in tables], device=device)

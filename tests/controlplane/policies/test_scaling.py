@@ -1,7 +1,7 @@
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controlplane.policies.facts import Endpoint
@@ -149,6 +149,7 @@ def any_endpoint(draw: st.DrawFn) -> EndpointScaleFacts:
     )
 
 
+@settings(deadline=None)
 @given(facts=any_endpoint(), strategy=st.sampled_from(["lt-i", "reactive"]))
 def test_no_step_leads_past_a_limit(facts: EndpointScaleFacts, strategy: str) -> None:
     steps = decide(strategy, facts).steps
@@ -165,6 +166,7 @@ def test_no_step_leads_past_a_limit(facts: EndpointScaleFacts, strategy: str) ->
             assert facts.present.get(step.gpu_type, 0) + step.delta >= 0
 
 
+@settings(deadline=None)
 @given(facts=any_endpoint())
 def test_lt_i_arrives_at_the_plan_and_stays(facts: EndpointScaleFacts) -> None:
     """Each round everything asked for becomes ready; the count reaches the plan's within the limits and rests there."""

@@ -1,7 +1,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controlplane.policies.facts import Endpoint, ModelGpu
@@ -124,6 +124,7 @@ def test_what_has_least_left_to_do_is_drained() -> None:
     assert [each.instance_id for each in decide([step(A, -9)], [], instances).drains] == ["new", "idle", "busy"]
 
 
+@settings(deadline=None)
 @given(
     free=st.lists(st.integers(0, 4), min_size=1, max_size=5),
     wants=st.lists(st.tuples(st.sampled_from([A, B]), st.integers(1, 6)), max_size=2, unique_by=lambda want: want[0]),

@@ -180,7 +180,7 @@ def test_preemption_changes_no_token_and_kv_never_overflows(shapes: list[tuple[i
 
 def test_models_switch_by_turns_and_evict_what_was_unused_longest() -> None:
     models = {name: spec(name) for name in "abc"}
-    engine, _ = engine_with(**models)
+    engine, _ = engine_with(SETTINGS, **models)
     for name in "abc":
         engine.add(request(name, name, max_tokens=40))
     assert set(drain(engine)) == set("abc")

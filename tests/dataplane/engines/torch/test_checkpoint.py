@@ -142,7 +142,8 @@ def test_other_dtypes_are_converted_on_the_way_in(folder: Path) -> None:
 
 
 def test_bfloat16_engine_agrees_with_transformers_in_bfloat16(checkpoint: Checkpoint) -> None:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), dtype=torch.bfloat16).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), dtype=torch.bfloat16)
+    model.eval()
     with torch.inference_mode():
         expected = int(model(input_ids=torch.tensor([PROMPT])).logits[0, -1].argmax())
     slot = engine(dtype="bfloat16")

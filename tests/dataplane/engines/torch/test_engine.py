@@ -104,8 +104,8 @@ def test_logits_that_are_not_numbers_end_that_request_alone(checkpoint: Checkpoi
     slot = engine(checkpoint, "llama")
     slot.add(request("warm", PROMPT))
     drain(slot)
-    embedding = slot._instances["a"].model.skeleton.model.get_input_embeddings().weight
-    embedding[50] = float("nan")
+    model: Any = slot._instances["a"].model.skeleton.model
+    model.get_input_embeddings().weight[50] = float("nan")
     slot.add(request("poisoned", [50, 11], max_tokens=4))
     slot.add(request("healthy", [12, 13], max_tokens=4))
     gathered = drain(slot)

@@ -13,9 +13,10 @@ def draw(position: int = 0, *, temperature: float = 1.0, top_p: float = 1.0, ban
     return Draw(temperature=temperature, top_p=top_p, seed=5, position=position, banned=banned)
 
 
-def frequencies(probabilities: list[float], count: int = 4000, **how: float) -> Counter[int | None]:
-    logits = torch.tensor(probabilities).log().repeat(count, 1)
-    return Counter(choose_tokens(logits, [draw(position, **how) for position in range(count)]))
+def frequencies(probabilities: list[float], *, temperature: float = 1.0, top_p: float = 1.0) -> Counter[int | None]:
+    logits = torch.tensor(probabilities).log().repeat(4000, 1)
+    draws = [draw(position, temperature=temperature, top_p=top_p) for position in range(4000)]
+    return Counter(choose_tokens(logits, draws))
 
 
 def test_temperature_zero_takes_the_largest() -> None:

@@ -60,7 +60,8 @@ def tiny_config(architecture: str, **changes: Any) -> Any:
 def save_tiny(architecture: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     """A random checkpoint in Hugging Face format, the same for the same arguments."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(architecture, **changes), dtype=torch.float32)
+    build: Any = AutoModelForCausalLM.from_config
+    model = build(tiny_config(architecture, **changes), dtype=torch.float32)
     with torch.no_grad():
         model.get_input_embeddings().weight *= 0.1  # or a token would mostly predict itself, whatever attention says
     model.save_pretrained(folder)
@@ -90,4 +91,5 @@ def greedy_tokens(folder: Path, prompt: Sequence[int], max_tokens: int) -> tuple
 
 @cache
 def _reference(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()

@@ -1,0 +1,237 @@
+"""What every engine must do: one suite, run against each factory of `tests.contracts.engines.ENGINES`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataplane.engine import Engine, EngineRequest
+from dataplane.errors import BadRequestError, ContextLengthError, ModelLoadError, UnknownInstanceError
+from tests.contracts.engines import CONTEXT_TOKENS, ENGINES, KV_TOKENS, Subject
+from tests.dataplane.engines.torch.drive import drain, request
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where checkpoints are written once for the whole suite."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(params=ENGINES, ids=lambda factory: factory.__name__.removesuffix("_subject"))
+def subject(request: pytest.FixtureRequest, checkpoints: Path) -> Subject:
+    made: Subject = request.param(checkpoints)
+    return made
+
+
+@pytest.fixture
+def engine(subject: Subject) -> Engine:
+    """The subject's engine with instance "a" of the first model."""
+    subject.engine.load("a", subject.models[0])
+    return subject.engine
+
+
+def ask(name: str, prompt_tokens: int = 9, **fields: Any) -> EngineRequest:
+    """A request that runs to its 10 tokens; its name decides its prompt."""
+    start = sum(name.encode())
+    prompt = [(start + 7 * n) % 90 + 4 for n in range(prompt_tokens)]
+    return request(name, prompt, **{"max_tokens": 10, "ignore_eos": True, **fields})
+
+
+def test_a_request_ends_after_max_tokens_and_leaves_nothing_behind(engine: Engine) -> None:
+    assert not engine.has_work()
+    assert engine.step() == []
+    engine.add(ask("r"))
+    assert engine.has_work()
+    gathered = drain(engine)
+    assert len(gathered.tokens["r"]) == 10
+    assert gathered.finished == {"r": "length"}
+    stats = engine.stats()
+    assert (stats.instances[0].kv_used_bytes, stats.instances[0].remaining_tokens) == (0, 0)
+    assert (stats.tokens_total, stats.steps_total >= 10) == (10, True)
+    assert engine.step() == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_do_not_depend_on_the_company(engine: Engine, temperature: float) -> None:
+    alone = {}
+    names = ["one", "two", "three", "four", "five", "six"]
+    asked = {name: ask(name, 5 + 3 * n, temperature=temperature, seed=n) for n, name in enumerate(names)}
+    for name in names:
+        engine.add(asked[name])
+        alone.update(drain(engine).tokens)
+    together = drain(engine, later={n: [asked[name]] for n, name in enumerate(names)})
+    assert together.tokens == alone
+    assert len(set(alone.values())) > 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_continued_anywhere_makes_the_same_tokens(engine: Engine, temperature: float) -> None:
+    engine.add(ask("r", temperature=temperature, seed=11))
+    whole = drain(engine).tokens["r"]
+    for made in (1, 6, 9):
+        engine.add(ask("r", temperature=temperature, seed=11, generated=whole[:made]))
+        gathered = drain(engine)
+        assert gathered.tokens["r"] == whole[made:]
+        assert gathered.finished["r"] == "length"
+    engine.add(ask("r", generated=whole))
+    assert engine.has_work()
+    gathered = drain(engine)
+    assert (gathered.tokens["r"], gathered.finished["r"]) == ((), "length")
+
+
+def test_the_seed_matters_when_sampling_and_not_when_greedy(engine: Engine) -> None:
+    made = {}
+    for temperature in (0.0, 1.0):
+        for seed in (1, 2):
+            engine.add(ask("r", temperature=temperature, seed=seed))
+            made[temperature, seed] = drain(engine).tokens["r"]
+    assert made[0.0, 1] == made[0.0, 2]
+    assert made[1.0, 1] != made[1.0, 2]
+
+
+def test_what_cannot_run_is_refused_and_leaves_nothing(engine: Engine) -> None:
+    with pytest.raises(UnknownInstanceError):
+        engine.add(ask("r", instance_id="nobody"))
+    with pytest.raises(ContextLengthError):
+        engine.add(ask("r", CONTEXT_TOKENS - 9))
+    with pytest.raises(BadRequestError):
+        engine.add(ask("r", 0))
+    assert not engine.has_work()
+    engine.add(ask("r"))
+    with pytest.raises(BadRequestError):
+        engine.add(ask("r"))
+    assert len(drain(engine).tokens["r"]) == 10
+
+
+def test_more_than_the_whole_kv_cache_is_refused_and_all_of_it_is_not(engine: Engine) -> None:
+    stats = engine.stats().instances[0]
+    one = ask("one", 1, max_tokens=1)
+    engine.add(one)
+    drain(engine)
+    fits = max(n for n in range(1, CONTEXT_TOKENS) if _accepts(engine, ask("probe", n, max_tokens=4)))
+    assert stats.kv_capacity_bytes > 0
+    assert KV_TOKENS - 8 <= fits + 4 <= CONTEXT_TOKENS
+    engine.add(ask("largest", fits, max_tokens=4))
+    assert len(drain(engine).tokens["largest"]) == 4
+
+
+def _accepts(engine: Engine, probe: EngineRequest) -> bool:
+    try:
+        engine.add(probe)
+    except ContextLengthError:
+        return False
+    engine.cancel(probe.request_id)
+    return True
+
+
+def test_cancel_frees_at_once_and_nothing_more_is_heard(engine: Engine) -> None:
+    for name in ("gone", "stays", "never-ran"):
+        engine.add(ask(name, 20, max_tokens=20))
+    engine.cancel("never-ran")
+    for _ in range(4):
+        engine.step()
+    before = engine.stats().instances[0]
+    engine.cancel("gone")
+    after = engine.stats().instances[0]
+    assert after.kv_used_bytes < before.kv_used_bytes
+    assert (before.running + before.waiting, after.running + after.waiting) == (2, 1)
+    engine.cancel("gone")
+    engine.cancel("unheard-of")
+    assert set(drain(engine).tokens) == {"stays"}
+    assert engine.stats().instances[0].kv_used_bytes == 0
+
+
+def test_unload_ends_its_requests_with_an_error_and_no_others(engine: Engine, subject: Subject) -> None:
+    engine.load("b", subject.models[1])
+    for name, instance_id in (("first", "a"), ("second", "a"), ("other", "b")):
+        engine.add(ask(name, instance_id=instance_id))
+    engine.step()
+    engine.unload("a")
+    engine.unload("a")
+    assert [stats.instance_id for stats in engine.stats().instances] == ["b"]
+    with pytest.raises(UnknownInstanceError):
+        engine.add(ask("third"))
+    gathered = drain(engine)
+    assert set(gathered.errors) == {"first", "second"}
+    assert gathered.finished == {"other": "length"}
+    assert len(gathered.tokens["other"]) >= 9
+
+
+def test_a_model_that_does_not_fit_is_refused_and_the_rest_goes_on(engine: Engine, subject: Subject) -> None:
+    engine.add(ask("r"))
+    for spec in (subject.oversized, subject.models[1]):
+        with pytest.raises(ModelLoadError):
+            engine.load("a" if spec is subject.models[1] else "big", spec)
+    with pytest.raises(UnknownInstanceError):
+        engine.add(ask("x", instance_id="big"))
+    assert len(drain(engine).tokens["r"]) == 10
+
+
+def test_models_share_a_slot_by_turns(engine: Engine, subject: Subject) -> None:
+    engine.load("b", subject.models[1])
+    asked = [ask(name + "-" + where, instance_id=where, max_tokens=25) for name in "xy" for where in "ab"]
+    expected = {}
+    for one in asked:
+        engine.add(one)
+        expected.update(drain(engine).tokens)
+    switches = engine.stats().switches_total
+    for one in asked:
+        engine.add(one)
+    gathered = drain(engine)
+    assert gathered.tokens == expected
+    assert engine.stats().switches_total >= switches + 2
+    assert set(engine.stats().resident_models) <= {model.name for model in subject.models}
+
+
+def test_more_requests_than_kv_all_finish_with_the_tokens_they_make_alone(engine: Engine) -> None:
+    asked = [ask(f"r{n}", 10 + n, max_tokens=30) for n in range(5)]
+    expected = {}
+    for one in asked:
+        engine.add(one)
+        expected.update(drain(engine).tokens)
+    for one in asked:
+        engine.add(one)
+    peak_bytes = 0
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+        stats = engine.stats().instances[0]
+        peak_bytes = max(peak_bytes, stats.kv_used_bytes)
+        assert stats.kv_used_bytes <= stats.kv_capacity_bytes
+    for one in asked:
+        made = [token for output in outputs if output.request_id == one.request_id for token in output.token_ids]
+        assert tuple(made) == expected[one.request_id]
+    assert peak_bytes > engine.stats().instances[0].kv_capacity_bytes / 2
+
+
+def test_the_urgent_tier_is_served_first(engine: Engine) -> None:
+    for n in range(8):
+        engine.add(ask(f"batch-{n}", tier="NIW"))
+    engine.add(ask("urgent", tier="IW-F"))
+    ended = []
+    while engine.has_work():
+        ended += [output.request_id for output in engine.step() if output.finish_reason]
+    assert ended.index("urgent") < 5
+
+
+def test_stats_count_what_is_left_to_do(engine: Engine) -> None:
+    for name in ("one", "two"):
+        engine.add(ask(name))
+    fresh = engine.stats().instances[0]
+    assert (fresh.instance_id, fresh.running + fresh.waiting, fresh.remaining_tokens) == ("a", 2, 2 * 19)
+    left = [fresh.remaining_tokens]
+    while engine.has_work():
+        engine.step()
+        left.append(engine.stats().instances[0].remaining_tokens)
+    assert left == sorted(left, reverse=True)
+    assert left[-1] == 0
+
+
+def test_an_instance_comes_back_after_unload(engine: Engine, subject: Subject) -> None:
+    engine.add(ask("r"))
+    expected = drain(engine).tokens
+    engine.unload("a")
+    assert engine.stats().instances == ()
+    engine.load("a", subject.models[0])
+    engine.add(ask("r"))
+    assert drain(engine).tokens == expected

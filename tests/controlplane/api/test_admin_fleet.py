@@ -1,0 +1,204 @@
+"""The admin API's fleet: writing and reading it, who may, what is refused, and what the audit says."""
+
+from typing import Any
+
+import pytest
+
+from controlplane.store.fleet import fleet_index, join_node
+from controlplane.store.session import Database
+from dataplane.messages import Join, SlotSpec
+from tests.controlplane.api.conftest import ENDPOINT, MODEL, PROFILE, Ask
+
+BIG = 2**63
+
+
+def _index(database: Database) -> int:
+    with database.transaction() as session:
+        return fleet_index(session)
+
+
+@pytest.fixture
+def node(database: Database, fleet: None) -> str:
+    join = Join(
+        node="node-1",
+        region="us-east",
+        gpu_type="H800",
+        url="http://127.0.0.1:1",
+        slots=(SlotSpec(gpus=1, memory_bytes=80), SlotSpec(gpus=2, memory_bytes=160)),
+        engine="replay",
+    )
+    with database.transaction() as session:
+        return join_node(session, join).name
+
+
+def test_regions_take_the_last_place_unless_told(ask: Ask) -> None:
+    assert ask("PUT", "/admin/regions/us-east")["position"] == 0
+    assert ask("PUT", "/admin/regions/us-west", json={})["position"] == 1
+    assert ask("PUT", "/admin/regions/us-west", json={"position": 7})["position"] == 7
+    assert ask("GET", "/admin/regions/us-west", role="viewer")["position"] == 7
+    assert [row["name"] for row in ask("GET", "/admin/regions")["data"]] == ["us-east", "us-west"]
+
+
+def test_what_was_put_is_read_back(ask: Ask, fleet: None) -> None:
+    assert ask("GET", "/admin/gpu-types/H800")["cost_per_hour"] == 2.5
+    assert ask("GET", "/admin/gpu-types")["data"][0]["memory_bytes"] == 85_899_345_920
+    model = ask("GET", "/admin/models/Qwen/Qwen3-8B", role="viewer")
+    assert {name: model[name] for name in MODEL} == MODEL
+    assert ask("GET", "/admin/profiles")["data"] == [PROFILE]
+    endpoint = ask("GET", "/admin/endpoints")["data"][0]
+    assert {name: endpoint[name] for name in ENDPOINT} == ENDPOINT
+    assert ask("GET", "/admin/instances")["data"] == []
+
+
+def test_saying_the_same_again_changes_nothing(ask: Ask, fleet: None, database: Database) -> None:
+    index, events = _index(database), len(ask("GET", "/admin/audit", params={"limit": 100})["data"])
+    ask("PUT", "/admin/models/llama", json=MODEL)
+    ask("PUT", "/admin/profiles", json=PROFILE)
+    ask("PUT", "/admin/endpoints", json=ENDPOINT)
+    ask("PUT", "/admin/regions/us-east")
+    assert _index(database) == index
+    assert len(ask("GET", "/admin/audit", params={"limit": 100})["data"]) == events
+
+
+def test_the_audit_holds_before_and_after(ask: Ask, fleet: None) -> None:
+    ask("PUT", "/admin/endpoints", json=ENDPOINT | {"instances_max": 9})
+    event = ask("GET", "/admin/audit", role="viewer", params={"limit": 1})["data"][0]
+    assert (event["actor"], event["action"], event["subject"]) == ("operator", "endpoint.put", "llama|us-east")
+    assert event["before"]["instances_max"] == 4
+    assert event["after"]["instances_max"] == 9
+    first = ask("GET", "/admin/audit", params={"limit": 100})["data"][-1]
+    assert first["before"] is None
+    assert first["after"]["name"] == "us-east"
+
+
+ROLES = (
+    ("PUT", "/admin/regions/us-east", "viewer", 403),
+    ("PUT", "/admin/regions/us-east", "client", 403),
+    ("PUT", "/admin/regions/us-east", "node", 403),
+    ("PUT", "/admin/regions/us-east", "admin", 200),
+    ("GET", "/admin/regions", "client", 403),
+    ("GET", "/admin/regions", "viewer", 200),
+    ("GET", "/admin/status", "viewer", 200),
+    ("GET", "/admin/keys", "operator", 403),
+    ("GET", "/admin/keys", "admin", 200),
+    ("GET", "/admin/audit", "viewer", 200),
+    ("POST", "/admin/demand", "viewer", 403),
+)
+
+
+def test_roles(ask: Ask) -> None:
+    for method, path, role, status in ROLES:
+        ask(method, path, role=role, status=status)
+
+
+def test_without_a_key_nothing_is_said(api: Any, ask: Ask) -> None:
+    assert api.get("/admin/regions").status_code == 401
+    assert api.put("/admin/regions/mars", headers={"Authorization": "Bearer tp-admin-guess"}).status_code == 401
+    assert ask("GET", "/admin/regions")["data"] == []
+
+
+BAD_FIELDS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("/admin/regions/US", {}, "name"),
+    ("/admin/regions/-a", {}, "name"),
+    ("/admin/regions/a%00b", {}, "name"),
+    ("/admin/regions/" + "a" * 64, {}, "name"),
+    ("/admin/regions/a", {"position": -1}, "position"),
+    ("/admin/regions/a", {"position": True}, "position"),
+    ("/admin/regions/a", {"place": 1}, "place"),
+    ("/admin/gpu-types/a", {"cost_per_hour": 1}, "memory_bytes"),
+    ("/admin/gpu-types/a", {"memory_bytes": BIG, "cost_per_hour": 1}, "memory_bytes"),
+    ("/admin/gpu-types/a", {"memory_bytes": "8", "cost_per_hour": 1}, "memory_bytes"),
+    ("/admin/models/m", MODEL | {"path": "models/relative"}, "path"),
+    ("/admin/models/m", MODEL | {"weights_bytes": 0}, "weights_bytes"),
+    ("/admin/models/a|b", MODEL, "name"),
+    ("/admin/profiles", PROFILE | {"tokens_per_s": 0}, "tokens_per_s"),
+    ("/admin/profiles", PROFILE | {"gpus": 0}, "gpus"),
+    ("/admin/endpoints", ENDPOINT | {"instances_min": 5}, "instances_min"),
+)
+
+
+def test_bad_fields_are_named_and_nothing_is_made(ask: Ask, fleet: None, database: Database) -> None:
+    index = _index(database)
+    for path, body, param in BAD_FIELDS:
+        assert ask("PUT", path, json=body, status=400)["param"] == param, (path, body)
+    assert _index(database) == index
+
+
+def test_bodies_that_are_no_object(ask: Ask) -> None:
+    for body in (b"{", b"[]", b'{"memory_bytes": NaN, "cost_per_hour": 1}', b"\xff", b""):
+        ask("PUT", "/admin/gpu-types/a", content=body, headers={"content-type": "application/json"}, status=400)
+    ask("GET", "/admin/gpu-types/a", status=404)
+
+
+UNKNOWN: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("/admin/profiles", PROFILE | {"model": "mars"}, "model"),
+    ("/admin/profiles", PROFILE | {"gpu_type": "mars"}, "gpu_type"),
+    ("/admin/endpoints", ENDPOINT | {"model": "mars"}, "model"),
+    ("/admin/endpoints", ENDPOINT | {"region": "mars"}, "region"),
+)
+
+
+def test_what_it_refers_to_must_exist(ask: Ask, fleet: None) -> None:
+    for path, body, param in UNKNOWN:
+        assert ask("PUT", path, json=body, status=404)["param"] == param, body
+
+
+def test_unknown_things_are_404(ask: Ask) -> None:
+    for path in ("regions/x", "gpu-types/x", "models/x", "nodes/x"):
+        assert ask("GET", f"/admin/{path}", status=404)["code"] == "not_found"
+    ask("POST", "/admin/nodes/x/drain", status=404)
+    ask("GET", "/admin/nothing", status=404)
+
+
+def test_pages_cover_everything_once(ask: Ask, fleet: None) -> None:
+    for gpu_type in ("A1", "B2", "C3"):
+        ask("PUT", f"/admin/gpu-types/{gpu_type}", json={"memory_bytes": 1, "cost_per_hour": 0})
+        ask("PUT", "/admin/profiles", json=PROFILE | {"gpu_type": gpu_type})
+        ask("PUT", "/admin/profiles", json=PROFILE | {"gpu_type": gpu_type, "model": "Qwen/Qwen3-8B"})
+    for path, count in (("gpu-types", 4), ("profiles", 7), ("audit", 15)):
+        whole = ask("GET", f"/admin/{path}", params={"limit": 100})
+        assert len(whole["data"]) == count
+        assert (whole["has_more"], whole["next"]) == (False, None)
+        seen, after = [], None
+        while True:
+            page = ask("GET", f"/admin/{path}", params={"limit": 2} | ({"after": after} if after else {}))
+            seen += page["data"]
+            after = page["next"]
+            if not page["has_more"]:
+                break
+        assert seen == whole["data"]
+
+
+def test_bad_pages(ask: Ask) -> None:
+    for query in ("limit=0", "limit=101", "limit=x", "after=no-pair", "after=%00"):
+        ask("GET", f"/admin/endpoints?{query}", status=400)
+
+
+def test_nodes_drain_and_come_back(ask: Ask, node: str) -> None:
+    listed = ask("GET", "/admin/nodes", role="viewer")["data"]
+    assert [(row["name"], row["alive"], row["draining"]) for row in listed] == [(node, False, False)]
+    assert [slot["gpus"] for slot in listed[0]["slots"]] == [1, 2]
+    assert ask("POST", f"/admin/nodes/{node}/drain")["draining"] is True
+    ask("POST", f"/admin/nodes/{node}/drain")
+    assert ask("GET", f"/admin/nodes/{node}")["draining"] is True
+    assert ask("POST", f"/admin/nodes/{node}/undrain")["draining"] is False
+    actions = [event["action"] for event in ask("GET", "/admin/audit", params={"limit": 2})["data"]]
+    assert actions == ["node.undrain", "node.drain"]
+
+
+def test_a_heartbeat_makes_a_node_alive(ask: Ask, node: str, api: Any, secrets: dict[str, str]) -> None:
+    assert ask("GET", f"/admin/nodes/{node}")["live"] is None
+    beat = {"node": node, "boot_id": "b1", "generation": 0, "instances": [], "switches_total": 3}
+    api.post("/node/heartbeat", json=beat, headers={"Authorization": f"Bearer {secrets['node']}"}).raise_for_status()
+    shown = ask("GET", f"/admin/nodes/{node}")
+    assert shown["alive"] is True
+    assert shown["last_seen_at"] is not None
+    assert shown["live"]["switches_total"] == 3
+    assert shown["live_error"] is None
+    status = ask("GET", "/admin/status")
+    assert [(region["name"], region["nodes_alive"], region["gpus"]) for region in status["regions"]] == [
+        ("us-east", 1, 3),
+        ("us-west", 0, 0),
+    ]
+    assert status["plan"] is None
+    assert status["requests_waiting"] == 0
