@@ -25,7 +25,7 @@ from ops.tiny_models import TinyModel, build_tiny_models
 BATCH_REQUESTS = 200
 DEMAND_DAYS = 7.0
 DEMAND_SEED = 7
-PEAK_TOKENS_PER_S = 26_000.0
+PEAK_TOKENS_PER_S = 9_000.0
 _WAIT_S = 120.0
 _POLL_S = 0.25
 

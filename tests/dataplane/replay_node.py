@@ -72,7 +72,7 @@ class Node:
         self.agent = agent
         self.client = client
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():  # noqa: ASYNC110  (conditions are about other processes)
                 await asyncio.sleep(0.01)
@@ -108,7 +108,7 @@ async def running_node(agent_settings: AgentSettings | None = None) -> AsyncIter
     port = server.servers[0].sockets[0].getsockname()[1]
     headers = {"authorization": f"Bearer {KEY}"}
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60) as client:
             yield Node(agent, client)
     finally:
         server.should_exit = True

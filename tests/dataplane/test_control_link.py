@@ -65,7 +65,7 @@ def run_link(play: Callable[[FakeControl, Agent], Any], **changes: Any) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110  (conditions are about another task)
             await asyncio.sleep(0.005)
 

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from dataplane.messages import DesiredInstance, Finished, ModelSpec, Sampling, StreamEvent, Token, decode_line
 from dataplane.settings import SlotSettings
@@ -46,6 +47,7 @@ def token_ids(events: list[StreamEvent]) -> list[int]:
     return [token_id for event in events if isinstance(event, Token) for token_id in event.token_ids]
 
 
+@pytest.mark.slow
 def test_a_killed_torch_worker_changes_no_token(tmp_path: Path) -> None:
     async def scenario() -> None:
         ours = settings(engine="torch", profile=None, slots=(SlotSettings(gpus=1, memory_bytes=8 * 2**20),))

@@ -27,7 +27,7 @@ async def start() -> tuple[WorkerLink, AsyncIterator[Report]]:
 
 
 async def until(reports: AsyncIterator[Report], kind: type[Kind]) -> Kind:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         async for report in reports:
             if isinstance(report, kind):
                 return report

@@ -64,7 +64,7 @@ def test_after_preemption_by_lack_of_kv(architecture: str, checkpoint: Checkpoin
     folder = checkpoint(architecture)
     given = prompts(VOCABULARY, (12, 33, 20, 18))
     expected = {name: greedy_tokens(folder, prompt, MAX_TOKENS) for name, prompt in given.items()}
-    engine = engine_of(folder, kv_bytes_per_instance=2 * 3 * 2 * 12 * 4 * 72)  # 72 tokens; the largest needs 49
+    engine = engine_of(folder, kv_bytes_per_instance=2 * 3 * 2 * 12 * 4 * 56)  # 56 tokens; the largest needs 49
     for name, prompt in given.items():
         engine.add(request(name, prompt, max_tokens=MAX_TOKENS))
     assert drain(engine).tokens == expected
