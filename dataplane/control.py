@@ -111,7 +111,8 @@ class ControlLink:
         """Wait for the next heartbeat's time; a change of state shortens that, down to the least gap."""
         remaining_s = started_s + self._settings.heartbeat_every_s - time.monotonic()
         try:
-            await asyncio.wait_for(self._agent.changed.wait(), timeout=max(0.0, remaining_s))
+            async with asyncio.timeout(max(0.0, remaining_s)):  # wait_for of Python 3.11 can swallow a cancellation
+                await self._agent.changed.wait()
         except TimeoutError:
             return
         await asyncio.sleep(max(0.0, started_s + self._settings.heartbeat_gap_s - time.monotonic()))

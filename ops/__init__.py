@@ -1,1 +1,1 @@
-"""What operators run: CLI, the stack on one machine, demo and benchmarks. It may import everything; nobody imports it."""
+"""What operators run: CLI, local stack, demo, benchmarks. It may import everything; nobody imports it."""

@@ -72,7 +72,9 @@ class Demo:
             while (count := done()) < total:
                 show(count)
                 if time.monotonic() > deadline_s:
-                    raise DemoError(f"{title}: {count} of {total} after {_WAIT_S:g} s; logs are in {self.stack.home}/logs")
+                    raise DemoError(
+                        f"{title}: {count} of {total} after {_WAIT_S:g} s; logs are in {self.stack.home}/logs"
+                    )
                 time.sleep(_POLL_S)
             show(total)
 
@@ -97,7 +99,7 @@ def main(*, demand: Path | None = None, keep: bool = False) -> None:
             _steps(console, stack, models, demand)
         finally:
             with console.status("Stopping every process ..."):
-                stack.supervisor.stop()
+                stack.stop()
     except BaseException:
         console.print(f"[red]The demo did not finish; its logs are in {home}/logs[/]")
         raise
@@ -137,7 +139,9 @@ def talk(demo: Demo) -> None:
         for number, model in enumerate(demo.models):
             tier, service_tier = (("IW-F", "priority"), ("IW-N", "default"))[number % 2]
             said = _stream(demo.client, model.name, service_tier, REGIONS[number % len(REGIONS)].name)
-            table.add_row(model.name, tier, said.region, f"{said.first_s * 1000:.0f} ms", str(said.tokens), said.text[:48])
+            table.add_row(
+                model.name, tier, said.region, f"{said.first_s * 1000:.0f} ms", str(said.tokens), said.text[:48]
+            )
         demo.console.print(table)
 
 
@@ -268,7 +272,9 @@ def _show_plan(console: Console, whole: dict[str, Any]) -> None:
     console.print(table)
     cost = plan["objective_per_hour"]
     gap = "unknown" if plan["gap"] is None else f"{plan['gap']:.2%}"
-    console.print(f"   {plan['status']} by {plan['solver']} in {plan['solve_time_s']:.2f} s, gap {gap}, cost {cost:.2f}/h.")
+    console.print(
+        f"   {plan['status']} by {plan['solver']} in {plan['solve_time_s']:.2f} s, gap {gap}, cost {cost:.2f}/h."
+    )
     for short in whole["unserved"]:
         console.print(f"   [yellow]not served[/]: {short}")
 

@@ -6,6 +6,7 @@
 TIDEPOOL_REDIS_URL replace the embedded servers.
 """
 
+import fcntl
 import json
 import os
 import secrets
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import httpx2 as httpx
 
@@ -22,7 +24,7 @@ from controlplane.store.keys import find_key, make_key
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Role
 from ops.embedded import EmbeddedPostgres, EmbeddedValkey
-from ops.home import make_home, write_secret
+from ops.home import EmbeddedError, make_home, write_secret
 from ops.ports import free_port
 from ops.processes import Child
 from ops.supervisor import Supervisor
@@ -58,6 +60,7 @@ class LocalStack:
         report: Callable[[str], None] | None = None,
     ) -> None:
         make_home(home)
+        self._lock = _hold(home)
         self.home = home
         self.url = f"http://{LOOPBACK}:{port}"
         self.keys = _bootstrap_secrets(home)
@@ -89,7 +92,12 @@ class LocalStack:
 
     def __exit__(self, *_: object) -> None:
         """Stop everything."""
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop every child and let go of the home."""
         self.supervisor.stop()
+        self._lock.close()
 
     def _servers(self) -> list[Child]:
         """Embedded servers for what no URL was given for."""
@@ -169,6 +177,23 @@ class LocalStack:
 
     def _api_ready(self) -> bool:
         return httpx.get(f"{self.url}/readyz", timeout=1.0).status_code == httpx.codes.OK
+
+
+def _hold(home: Path) -> IO[str]:
+    """Hold the home against a second stack; the kernel lets go of it when this process ends, however it does.
+
+    Raises:
+        EmbeddedError: another stack runs on it.
+    """
+    lock = (home / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise EmbeddedError(
+            f"another Tidepool runs on {home}; stop it, or set TIDEPOOL_HOME to another folder"
+        ) from None
+    return lock
 
 
 def _with_ready(child: Child, ready: Callable[[], bool]) -> Child:

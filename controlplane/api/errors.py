@@ -58,7 +58,7 @@ def error_response(request: Request, error: TidepoolError) -> JSONResponse:
 def translate_validation(error: RequestValidationError) -> InvalidValueError:
     """The first thing wrong with a body or query, naming the field."""
     first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
+    path = [str(part) for part in first["loc"][1:]]
     field = ".".join(path) or None
     message = str(first["msg"])
     if first["type"] == "json_invalid":

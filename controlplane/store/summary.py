@@ -76,7 +76,7 @@ def _regions(session: Session, *, alive_s: float) -> tuple[RegionSummary, ...]:
     gpus = dict(
         session.execute(
             select(Node.region, func.sum(Slot.gpus)).join(Slot, Slot.node == Node.name).group_by(Node.region)
-        )
+        ).all()
     )
     ready = func.count().filter(Instance.observed == InstanceState.READY)
     instances = {

@@ -22,7 +22,7 @@ from controlplane.store.demand import DemandRow, latest_demand_s, put_demand, re
 from controlplane.store.fleet import load_catalog
 from controlplane.store.keys import record
 
-ROWS_PER_WRITE = 100_000
+ROWS_PER_WRITE = 20_000
 SPAN_S_MAX = 31 * 86_400
 _SPOOL_BYTES = 2**20
 _EXAMPLE = "start_s,region,model,tokens_per_s\n1731283200,us-east,llama-8b,5120.5\n1731283260,us-east,llama-8b,\n"

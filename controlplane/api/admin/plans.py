@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from controlplane.api.admin.fields import TIME_S_MAX, After, Answer, Limit, PageOf, page_of
+from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep, StateDep
 from controlplane.errors import CapacityError
@@ -18,7 +19,7 @@ from controlplane.store.demand import latest_demand_s
 from controlplane.store.keys import record
 from controlplane.store.tables import Plan, PlanEntry
 
-router = APIRouter(tags=["admin: plans"])
+router = APIRouter(tags=["admin: plans"], route_class=IdempotentRoute)
 _HOUR_S = 3600
 
 

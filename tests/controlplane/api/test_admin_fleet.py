@@ -155,7 +155,7 @@ def test_pages_cover_everything_once(ask: Ask, fleet: None) -> None:
         ask("PUT", f"/admin/gpu-types/{gpu_type}", json={"memory_bytes": 1, "cost_per_hour": 0})
         ask("PUT", "/admin/profiles", json=PROFILE | {"gpu_type": gpu_type})
         ask("PUT", "/admin/profiles", json=PROFILE | {"gpu_type": gpu_type, "model": "Qwen/Qwen3-8B"})
-    for path, count in (("gpu-types", 4), ("profiles", 7), ("audit", 15)):
+    for path, count in (("gpu-types", 4), ("profiles", 7), ("audit", 16)):
         whole = ask("GET", f"/admin/{path}", params={"limit": 100})
         assert len(whole["data"]) == count
         assert (whole["has_more"], whole["next"]) == (False, None)

@@ -1,0 +1,84 @@
+"""A whole stack of real processes on the replay engine, shared by the tests of a module."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import openai
+import pytest
+
+from ops.demo_fleet import LOAD_TIME_S, PROFILES, REGIONS, TOKENS_PER_S, FleetClient
+from ops.local import LocalNode, LocalStack
+from ops.ports import free_port
+from tests.flows.waiting import wait_until
+
+MODELS = ("tide", "ebb", "flood")
+REPLAY_NODES = tuple(
+    LocalNode(
+        name=f"{region.name}-1",
+        region=region.name,
+        gpu_type=region.gpu_type,
+        gpus=8,
+        memory_bytes=64 * 2**20,
+        engine="replay",
+        profile=PROFILES / f"{region.gpu_type.lower()}.toml",
+    )
+    for region in REGIONS
+)
+StackMaker = Callable[[Path], AbstractContextManager[LocalStack]]
+
+
+@contextmanager
+def replay_stack(home: Path) -> Iterator[LocalStack]:
+    """A running stack whose loops turn quickly."""
+    quick = {"TIDEPOOL_SCALE_EVERY_S": "1", "TIDEPOOL_EXPIRE_EVERY_S": "2", "TIDEPOOL_NIW_LEASE_S": "6"}
+    lines: list[str] = []
+    with LocalStack(home, free_port(), REPLAY_NODES, environment=quick, report=lines.append) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def make_stack() -> StackMaker:
+    return replay_stack
+
+
+def register(admin: FleetClient, models: tuple[str, ...] = MODELS) -> None:
+    """A small fleet for the replay engine: no checkpoint is read."""
+    for position, region in enumerate(REGIONS):
+        admin.put(f"/regions/{region.name}", {"position": position})
+    for gpu_type in TOKENS_PER_S:
+        admin.put(f"/gpu-types/{gpu_type}", {"memory_bytes": 80 * 2**30, "cost_per_hour": 2.0})
+    for model in models:
+        admin.put(
+            f"/models/{model}",
+            {
+                "path": f"/replay/{model}",
+                "architecture": "Replay",
+                "weights_bytes": 1 << 20,
+                "kv_bytes_per_token": 512,
+                "context_tokens": 4096,
+            },
+        )
+        for gpu_type, tokens_per_s in TOKENS_PER_S.items():
+            profile = {"tokens_per_s": tokens_per_s, "gpus": 1, "load_time_s": LOAD_TIME_S}
+            admin.put("/profiles", {"model": model, "gpu_type": gpu_type, **profile})
+        for region in REGIONS:
+            limits = {"instances_min": 1, "instances_max": 4}
+            admin.put("/endpoints", {"model": model, "region": region.name, **limits})
+
+
+def wait_ready(admin: FleetClient, count: int) -> None:
+    """Until `count` instances are ready."""
+    wait_until(
+        lambda: sum(row["observed"] == "ready" for row in admin.instances()) >= count, f"{count} instances ready"
+    )
+
+
+def admin_of(stack: LocalStack) -> FleetClient:
+    """The admin API."""
+    return FleetClient(stack.url, stack.keys["admin"])
+
+
+def client_of(stack: LocalStack) -> openai.OpenAI:
+    """OpenAI's own client."""
+    return openai.OpenAI(base_url=f"{stack.url}/v1", api_key=stack.keys["client"], max_retries=8)

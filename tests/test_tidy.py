@@ -1,0 +1,138 @@
+"""Rules that matter, held by a tool: no clock or chance in pure code, files and functions of readable length, a true
+file map in the README, state charts that match the tables, and no word for a thing that has another one.
+"""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from controlplane.policies import lifecycle
+from controlplane.policies.facts import Tier
+from dataplane import messages
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("controlplane", "dataplane", "forecasts", "migrations", "ops")
+PURE = ("controlplane/policies", "forecasts", "dataplane/turns", "dataplane/memory/residency.py")
+FILE_LINES_MAX = 320
+FUNCTION_LINES_MAX = 55
+BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "service", "misc"}
+CLOCKS = {"now", "utcnow", "today", "time", "monotonic", "perf_counter", "sleep"}
+CHANCE = {"random", "secrets", "uuid", "uuid_utils"}
+
+
+def _tracked() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],  # a file of the change counts too
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode:
+        return [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()]
+    return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
+
+
+def _sources() -> list[Path]:
+    return [p for p in _tracked() if p.suffix == ".py" and p.relative_to(ROOT).parts[0] in PACKAGES]
+
+
+def _pure() -> list[Path]:
+    return [p for p in _sources() if str(p.relative_to(ROOT)).startswith(PURE)]
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(_sources()) > 60
+    assert len(_pure()) > 10
+
+
+@pytest.mark.parametrize("path", _pure(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_pure_code_has_no_clock_and_no_chance(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", "") or ""]
+            assert not any(name.split(".")[0] in CHANCE | {"time"} for name in names), ast.unparse(node)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = ast.unparse(node.func.value)
+            assert not (node.func.attr in CLOCKS and owner in {"time", "datetime", "date"}), ast.unparse(node)
+            if node.func.attr == "default_rng":
+                assert node.args, f"a generator without a seed: {ast.unparse(node)}"
+
+
+def test_files_and_functions_stay_readable() -> None:
+    long: list[str] = []
+    for path in _sources():
+        if "versions" in path.parts:
+            continue
+        text = path.read_text()
+        lines = text.count("\n")
+        if lines > FILE_LINES_MAX:
+            long.append(f"{path.relative_to(ROOT)}: {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                size = (node.end_lineno or node.lineno) - node.lineno + 1
+                if size > FUNCTION_LINES_MAX:
+                    long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {size} lines")
+    assert not long, "\n".join(long)
+
+
+def test_no_file_is_a_drawer_for_everything() -> None:
+    assert not [p for p in _sources() if p.stem in BANNED_NAMES or p.parent.name in BANNED_NAMES]
+
+
+def test_top_level_is_fixed() -> None:
+    folders = {p.relative_to(ROOT).parts[0] for p in _tracked() if len(p.relative_to(ROOT).parts) > 1}
+    assert folders <= {*PACKAGES, "tests", ".ci"}
+
+
+def test_readme_file_map_is_true() -> None:
+    """Every path of the map exists, and every Python module is on it (by its own name or its folder's)."""
+    text = (ROOT / "README.md").read_text()
+    mapped = set(re.findall(r"^\| `([^`]+)` \|", text.split("## File map")[1].split("\n## ")[0], flags=re.MULTILINE))
+    assert mapped
+    missing = [name for name in mapped if not (ROOT / name.rstrip("/")).exists()]
+    assert not missing, f"on the map, not on the disk: {missing}"
+
+    def is_mapped(path: Path) -> bool:
+        return str(path) in mapped or any(f"{parent}/" in mapped for parent in path.parents)
+
+    unmapped = [
+        str(p.relative_to(ROOT)) for p in _sources() if p.name != "__init__.py" and not is_mapped(p.relative_to(ROOT))
+    ]
+    assert not unmapped, f"on the disk, not on the map: {unmapped}"
+
+
+@pytest.mark.parametrize("name", ["INSTANCE", "PLAN", "BATCH", "BATCH_REQUEST"])
+def test_state_charts_match_the_tables(name: str) -> None:
+    text = (ROOT / "ops" / "decisions" / "states.md").read_text()
+    chart = text.split(f"## {name}\n")[1].split("\n## ")[0]
+    drawn = set(re.findall(r"^ +(\w+) --> (\w+)$", chart, flags=re.MULTILINE))
+    machine = getattr(lifecycle, name)
+    assert drawn == {(before.value, after.value) for before, afters in machine.items() for after in afters}
+
+
+def test_tiers_are_the_same_on_both_sides_of_the_wire() -> None:
+    assert {tier.value for tier in Tier} == set(messages.Tier.__args__)
+
+
+def test_nothing_is_left_undone() -> None:
+    undone = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
+    found = [
+        f"{p.relative_to(ROOT)}: {line}"
+        for p in _sources()
+        for line in p.read_text().splitlines()
+        if undone.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_the_lock_pins_every_dependency() -> None:
+    lock = (ROOT / "ops" / "requirements.lock").read_text()
+    pinned = {re.split(r"[=\[]", line)[0].lower() for line in lock.splitlines() if "==" in line}
+    project = (ROOT / "pyproject.toml").read_text()
+    wanted = {m.lower() for m in re.findall(r'^ +"([A-Za-z0-9_-]+)(?:\[[^\]]*\])?[><=]', project, flags=re.MULTILINE)}
+    assert len(wanted) > 20
+    assert wanted - pinned <= {"torch"}, wanted - pinned
