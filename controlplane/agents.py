@@ -22,6 +22,7 @@ class AgentClient:
             limits=httpx.Limits(max_connections=2000, max_keepalive_connections=200),
             headers={"Authorization": f"Bearer {settings.node_key.get_secret_value()}"},
             transport=transport,
+            trust_env=False,  # nodes are ours: no proxy stands between
         )
 
     async def close(self) -> None:

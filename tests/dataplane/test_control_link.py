@@ -56,8 +56,10 @@ def run_link(play: Callable[[FakeControl, Agent], Any], **changes: Any) -> None:
         try:
             await play(control, agent)
         finally:
+            agent.changed.set()  # a change at the very moment of the end must not make the link miss it
             link.cancel()
-            await asyncio.gather(link, return_exceptions=True)
+            done, _ = await asyncio.wait({link}, timeout=30)
+            assert done, "the link ends when it is cancelled"
             for slot in agent.slots:
                 slot.follow(())
 
