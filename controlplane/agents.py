@@ -1,24 +1,28 @@
 """The HTTP client to node agents: one request, one stream of events."""
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import httpx2 as httpx
 import msgspec
 
 from controlplane.errors import NodeError
 from controlplane.settings import Settings
-from dataplane.messages import Failed, Generate, StreamEvent, decode_line
+from dataplane.messages import Failed, Finished, Generate, Started, StreamEvent, Token, decode_line
 
 _CONNECT_TIMEOUT_S = 2.0
+_REQUEST_AT_FAULT = frozenset({400, 413})
+_STATUS_FOR_CLIENTS = {400: 400, 409: 503, 413: 413, 429: 429, 503: 503}
 
 
 class AgentClient:
     """Keeps connections to agents open between requests."""
 
     def __init__(self, settings: Settings, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        idle_s = max(settings.first_token_timeout_s, settings.stream_idle_timeout_s)
+        self._first_token_s = settings.first_token_timeout_s
+        self._idle_s = settings.stream_idle_timeout_s
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(idle_s, connect=_CONNECT_TIMEOUT_S),
+            timeout=httpx.Timeout(max(self._first_token_s, self._idle_s), connect=_CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=2000, max_keepalive_connections=200),
             headers={"Authorization": f"Bearer {settings.node_key.get_secret_value()}"},
             transport=transport,
@@ -40,23 +44,47 @@ class AgentClient:
             async with self._client.stream("POST", f"{url}/generate", content=body) as response:
                 if response.status_code != httpx.codes.OK:
                     raise _refusal(await response.aread(), response.status_code)
-                async for line in response.aiter_lines():
-                    event = decode_line(line)
-                    if isinstance(event, Failed):
-                        raise _error_of(event)
+                async for event in self._events(response.aiter_lines()):
                     yield event
+        except TimeoutError as error:
+            raise NodeError(f"the node at {url} was silent for too long") from error
         except httpx.HTTPError as error:
             raise NodeError(f"the node at {url} broke off: {error or type(error).__name__}") from error
         except msgspec.DecodeError as error:
             raise NodeError(f"the node at {url} speaks another protocol: {error}") from error
 
+    async def _events(self, lines: AsyncIterator[str]) -> AsyncGenerator[StreamEvent, None]:
+        """Started, tokens, Finished: a stream that begins or ends otherwise has failed."""
+        last: StreamEvent | None = None
+        while True:
+            async with asyncio.timeout(self._idle_s if isinstance(last, Token) else self._first_token_s):
+                line = await anext(lines, None)
+            if line is None:
+                break
+            event = decode_line(line)
+            if isinstance(event, Failed):
+                raise _error_of(event)
+            if isinstance(event, Started) != (last is None):
+                raise NodeError("the node's stream does not begin with its one 'started'")
+            last = event
+            yield event
+        if not isinstance(last, Finished):
+            raise NodeError("the node ended the stream without a finish reason")
+
 
 def _refusal(body: bytes, status: int) -> NodeError:
     try:
         return _error_of(msgspec.json.decode(body, type=Failed))
-    except msgspec.DecodeError:
-        return NodeError(f"the node answered {status}", retryable=status >= 500)
+    except ValueError:
+        return NodeError(f"the node answered {status}")
 
 
 def _error_of(event: Failed) -> NodeError:
-    return NodeError(event.message, status=event.status, code=event.code, param=event.param, retryable=event.retryable)
+    """Only what the request itself did wrong is the client's to mend; the rest is ours, and another node may do better."""
+    return NodeError(
+        event.message,
+        status=_STATUS_FOR_CLIENTS.get(event.status, 502),
+        code=event.code,
+        param=event.param,
+        retryable=event.retryable or event.status not in _REQUEST_AT_FAULT,
+    )

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 from rich.console import Console
@@ -22,11 +23,14 @@ from ops.local import LocalStack
 from ops.ports import free_port
 from ops.tiny_models import TinyModel, build_tiny_models
 
+ServiceTier = Literal["priority", "default"]
+INTERACTIVE: tuple[tuple[str, ServiceTier], ...] = (("IW-F", "priority"), ("IW-N", "default"))
 BATCH_REQUESTS = 200
 DEMAND_DAYS = 7.0
 DEMAND_SEED = 7
 PEAK_TOKENS_PER_S = 9_000.0
 _WAIT_S = 120.0
+_PLAIN_WIDTH = 132
 _POLL_S = 0.25
 
 
@@ -85,7 +89,7 @@ def main(*, demand: Path | None = None, keep: bool = False) -> None:
     Raises:
         DemoError: a step failed.
     """
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     began_s = time.monotonic()
     home = Path(tempfile.mkdtemp(prefix="tidepool-demo-"))
     console.print("[bold]Tidepool demo[/]: many models, one fleet, three regions, on this machine alone.")
@@ -137,7 +141,7 @@ def talk(demo: Demo) -> None:
     table = Table("model", "tier", "served in", "first token", "tokens", "text")
     with demo.step("Interactive", "the openai client streams chat completions in tiers IW-F and IW-N"):
         for number, model in enumerate(demo.models):
-            tier, service_tier = (("IW-F", "priority"), ("IW-N", "default"))[number % 2]
+            tier, service_tier = INTERACTIVE[number % 2]
             said = _stream(demo.client, model.name, service_tier, REGIONS[number % len(REGIONS)].name)
             table.add_row(
                 model.name, tier, said.region, f"{said.first_s * 1000:.0f} ms", str(said.tokens), said.text[:48]
@@ -155,7 +159,7 @@ class Said:
     text: str
 
 
-def _stream(client: openai.OpenAI, model: str, service_tier: str, region: str) -> Said:
+def _stream(client: openai.OpenAI, model: str, service_tier: ServiceTier, region: str) -> Said:
     began_s = time.monotonic()
     first_s = 0.0
     text: list[str] = []
@@ -167,7 +171,7 @@ def _stream(client: openai.OpenAI, model: str, service_tier: str, region: str) -
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
-        service_tier=service_tier,  # type: ignore[arg-type]
+        service_tier=service_tier,
         extra_headers={"x-tidepool-region": region},
     )
     with stream:
@@ -272,9 +276,8 @@ def _show_plan(console: Console, whole: dict[str, Any]) -> None:
     console.print(table)
     cost = plan["objective_per_hour"]
     gap = "unknown" if plan["gap"] is None else f"{plan['gap']:.2%}"
-    console.print(
-        f"   {plan['status']} by {plan['solver']} in {plan['solve_time_s']:.2f} s, gap {gap}, cost {cost:.2f}/h."
-    )
+    solved = f"{plan['status']} by {plan['solver']} in {plan['solve_time_s']:.2f} s"
+    console.print(f"   {solved}, gap {gap}, objective {cost:.2f} per hour.")
     for short in whole["unserved"]:
         console.print(f"   [yellow]not served[/]: {short}")
 

@@ -12,7 +12,7 @@ from ops.local import LocalNode
 from ops.tiny_models import TinyModel
 
 PROFILES = Path(__file__).parent / "profiles"
-INSTANCES_MIN, INSTANCES_MAX = 1, 4
+INSTANCES_MIN, INSTANCES_MAX = 1, 5
 _MIB = 2**20
 
 
@@ -43,7 +43,7 @@ NODES = tuple(
 )
 # Input tokens per second of one instance at its SLO. A tiny model on a CPU stands for a model on these GPUs, so the
 # figures are assumptions of the demo; `tidepool model add --tokens-per-s` sets real ones.
-TOKENS_PER_S = {"H800": 2500.0, "H20": 1200.0}
+TOKENS_PER_S = {"H800": 2500.0, "H20": 1500.0}
 LOAD_TIME_S = 600.0
 
 

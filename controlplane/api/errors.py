@@ -7,7 +7,7 @@ import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 
@@ -15,6 +15,7 @@ from controlplane.errors import InvalidValueError, NotFoundError, TidepoolError,
 from controlplane.serving.openai_answers import openai_error
 
 log = structlog.get_logger()
+_RETRY_AFTER_S = 1
 
 
 class RoutingError(TidepoolError):
@@ -45,7 +46,14 @@ def problem(error: TidepoolError) -> dict[str, Any]:
 
 def error_response(request: Request, error: TidepoolError) -> JSONResponse:
     """The answer to a failed request, in the shape its path promises."""
-    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    headers = {}
+    if error.retry_after_s is not None or error.status in {
+        HTTPStatus.TOO_MANY_REQUESTS,
+        HTTPStatus.SERVICE_UNAVAILABLE,
+    }:
+        headers["Retry-After"] = str(error.retry_after_s or _RETRY_AFTER_S)
+    if error.status == HTTPStatus.CONFLICT:
+        headers["x-should-retry"] = "false"  # OpenAI's clients would try again, in vain
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     if request.url.path.startswith("/v1/"):
@@ -59,8 +67,8 @@ def translate_validation(error: RequestValidationError) -> InvalidValueError:
     """The first thing wrong with a body or query, naming the field."""
     first = error.errors()[0]
     path = [str(part) for part in first["loc"][1:]]
-    field = ".".join(path) or None
-    message = str(first["msg"])
+    field = ".".join(path).encode(errors="replace").decode() or None
+    message = str(first["msg"]).encode(errors="replace").decode()
     if first["type"] == "json_invalid":
         return InvalidValueError(f"the body is not valid JSON: {first.get('ctx', {}).get('error', message)}")
     return InvalidValueError(f"{field}: {message}" if field else message, param=field)
@@ -71,6 +79,8 @@ def translate_database(error: SQLAlchemyError) -> TidepoolError:
     away = isinstance(error, PoolTimeoutError) or (isinstance(error, DBAPIError) and error.connection_invalidated)
     if away or type(error).__name__ in {"OperationalError", "InterfaceError"}:
         return UnavailableError("the database does not answer")
+    if isinstance(error, DataError):
+        return InvalidValueError("a value cannot be stored: it holds U+0000, or is out of range")
     log.exception("database error", exc_info=error)
     return InternalError("internal error; the request id finds it in the log")
 

@@ -121,7 +121,7 @@ def _check_line(line: bytes, number: int) -> int:
         return 0
     try:
         value = msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidValueError(f"line {number} is not valid JSON: {error}", param="file") from error
     if not isinstance(value, dict):
         raise InvalidValueError(f"line {number} is not a JSON object", param="file")

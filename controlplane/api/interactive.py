@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator, Awaitable
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import anyio
 import msgspec
@@ -31,6 +31,7 @@ from controlplane.store.demand import IW, NIW
 from dataplane.messages import Finished, Token
 
 router = APIRouter(tags=["interactive"])
+T = TypeVar("T")
 Origin = Annotated[str | None, Header(alias="x-tidepool-region", description="region the request comes from")]
 
 
@@ -67,7 +68,7 @@ async def _answer(body: AnyRequest, request: Request, state: State, origin: str 
     if not body.stream:
         whole = await _unless_gone(request, collect(events, head))
         return JSONResponse(whole, headers=answering.headers())
-    await anext(events)
+    await _unless_gone(request, anext(events))
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     return _EventStream(_lines(events, head, include_usage=include_usage), headers=answering.headers())
 
@@ -184,9 +185,9 @@ class ClientGoneError(TidepoolError):
     code = "client_closed_request"
 
 
-async def _unless_gone(request: Request, work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled when the client goes away."""
-    result: dict[str, Any] | None = None
+    result: T | None = None
     failure: TidepoolError | None = None
 
     async def run() -> None:

@@ -1,5 +1,6 @@
 """ASGI wrappers around the whole app: request ids, and a limit on bodies that endpoints read whole."""
 
+import contextlib
 import re
 from collections.abc import Callable
 
@@ -59,26 +60,27 @@ class BodyLimit:
             await refuse(scope, receive, send)
             return
         seen_bytes = 0
-        started = False
+        started = refused = False
 
         async def counted() -> Message:
-            nonlocal seen_bytes
+            nonlocal seen_bytes, refused
             message = await receive()
             seen_bytes += len(message.get("body", b""))
             if seen_bytes > bytes_max:
+                refused = not started
                 raise _TooLargeError
             return message
 
         async def noted(message: Message) -> None:
             nonlocal started
-            started = True
-            await send(message)
+            if not refused:  # else the framework's own words about a body that it could not read
+                started = True
+                await send(message)
 
-        try:
+        with contextlib.suppress(_TooLargeError):
             await self._app(scope, counted, noted)
-        except _TooLargeError:
-            if not started:
-                await refuse(scope, receive, send)
+        if refused:
+            await refuse(scope, receive, send)
 
 
 class _TooLargeError(Exception):

@@ -54,7 +54,7 @@ def _heartbeat(state: State, message: Heartbeat) -> DesiredInstances:
 def _decoded(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidValueError(f"not a valid {kind.__name__}: {error}") from error
 
 

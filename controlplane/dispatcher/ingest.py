@@ -46,7 +46,7 @@ class LineReader:
         """
         try:
             fields = msgspec.json.decode(line)
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise LineError("invalid_json_line", f"not valid JSON: {error}", None) from error
         if not isinstance(fields, dict):
             raise LineError("invalid_json_line", "not a JSON object", None)
@@ -66,6 +66,8 @@ class LineReader:
         if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= _CUSTOM_ID_MAX:
             message = f"custom_id must be a string of 1 to {_CUSTOM_ID_MAX} characters"
             raise LineError("missing_required_parameter", message, "custom_id")
+        if "\0" in custom_id:
+            raise LineError("invalid_value", "custom_id must not hold U+0000", "custom_id")
         first = self._seen.setdefault(custom_id, number)
         if first != number:
             raise LineError("duplicate_custom_id", f"custom_id '{custom_id}' is that of line {first} too", "custom_id")

@@ -26,6 +26,8 @@ from controlplane.store.session import Database
 
 log = structlog.get_logger()
 _RETRY_DELAY_S = 1.0
+_RETRY_DELAY_MAX_S = 60.0
+_NOBODY_TRIED = frozenset({"overloaded", "instance_not_ready"})
 _WRITE_RETRY_S = 1.0
 
 
@@ -123,8 +125,10 @@ class Releaser:
             await self._give_back(held, error.message, tried=False)
         except TidepoolError as error:
             retryable = isinstance(error, NodeError) and error.retryable
-            if retryable and held.attempts < self._settings.niw_attempts_max:
-                await self._give_back(held, error.message, tried=True)
+            tried = error.code not in _NOBODY_TRIED
+            if retryable and (not tried or held.attempts < self._settings.niw_attempts_max):
+                delay_s = min(_RETRY_DELAY_S * 2 ** (held.attempts - 1), _RETRY_DELAY_MAX_S)
+                await self._give_back(held, error.message, tried=tried, delay_s=delay_s)
             else:
                 await self._finish(held, error.status, openai_error(error), upstream_id)
 

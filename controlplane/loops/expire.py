@@ -11,6 +11,7 @@ from controlplane.store.queue import expire_leases, expire_requests
 from controlplane.store.session import Database
 
 _NODE_LOST_S = 60.0
+_NODE_GRACE_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,9 @@ def expire(database: Database, blobs: BlobStore, settings: Settings, *, now_s: f
     with database.transaction() as session:
         requests = expire_requests(session)
         leases = expire_leases(session)
-        silent = lose_silent_nodes(session, silent_s=_NODE_LOST_S)
+        silent = lose_silent_nodes(
+            session, silent_s=_NODE_LOST_S, heard_s=settings.heartbeat_stale_s, grace_s=_NODE_GRACE_S
+        )
         forget_demand(session, before_s=int(now_s) - 4 * settings.forecast_history_s)
         gone = expire_files(session)
     for file_id in gone:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import uuid_utils
 from sqlalchemy.orm import Session
 
+from controlplane.errors import StaleIndexError
 from controlplane.loops.forecast import forecast_one, series_to_forecast
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.policies.lifecycle import PlanState
@@ -29,6 +30,7 @@ from controlplane.store.tables import Desired, Plan, PlanEntry
 _HOUR_S = 3600
 _NODE_SILENT_S = 60.0
 _FORECAST_FRESH_S = 1800
+_ATTEMPTS_MAX = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +49,31 @@ def plan_hour(database: Database, settings: Settings, *, now_s: float) -> str | 
     with database.transaction() as session:
         if has_scheduled_plan(session, window_start_s):
             return None
-    draft = draft_plan(
-        database, settings, now_s=now_s, window_start_s=window_start_s, origin="schedule", created_by="schedule"
-    )
+    for attempt in range(1, _ATTEMPTS_MAX + 1):
+        draft = draft_plan(
+            database, settings, now_s=now_s, window_start_s=window_start_s, origin="schedule", created_by="schedule"
+        )
+        try:
+            return _keep(database, settings, draft)
+        except StaleIndexError:
+            if attempt == _ATTEMPTS_MAX:
+                raise
+    return None
+
+
+def _keep(database: Database, settings: Settings, draft: Draft) -> str | None:
+    """Write a draft and, where that is automatic, apply it; both or neither.
+
+    Raises:
+        StaleIndexError: the fleet changed while the solver worked.
+    """
+    plan_id = draft.plan.id
     with database.transaction() as session:
         if not add_plan(session, draft.plan, draft.entries):
             return None
         if settings.plan_automatic and draft.plan.status != PlacementStatus.FAILED:
-            apply_plan(session, draft.plan.id, index=draft.plan.fleet_index)
-    return draft.plan.id
+            apply_plan(session, plan_id, index=draft.plan.fleet_index)
+    return plan_id
 
 
 def draft_plan(

@@ -20,8 +20,6 @@ from controlplane.store.live import EMPTY_VIEW, FleetView, LiveStore, instance_f
 from controlplane.store.plans import entries_of, plan_in_force
 from controlplane.store.tables import Desired, EndpointRow, Instance
 
-_STARTING = (InstanceState.PENDING, InstanceState.LOADING)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
@@ -90,7 +88,7 @@ def _endpoints(
             EndpointScaleFacts(
                 endpoint=endpoint,
                 present=Counter(instance.gpu_type for instance in mine),
-                starting=Counter(instance.gpu_type for instance in mine if instance.observed in _STARTING),
+                starting=Counter(instance.gpu_type for instance in mine if instance.observed != InstanceState.READY),
                 utilization=utilization_of(seen) if seen else None,
                 min=row.instances_min,
                 max=row.instances_max,

@@ -40,6 +40,7 @@ def _make_celery(settings: Settings) -> Celery:
         task_serializer="json",
         accept_content=["json"],
         task_default_queue="tidepool",
+        task_routes={"forecast_one": {"queue": "forecasts"}},  # many and slow: others need not wait behind them
         task_soft_time_limit=900,
         task_time_limit=1000,
         worker_prefetch_multiplier=1,
@@ -158,7 +159,14 @@ def serve_worker() -> None:
     """Run a Celery worker until SIGTERM."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     celery.worker_main(
-        ["worker", "--loglevel=WARNING", "--concurrency=2", "--without-gossip", "--without-mingle", "--queues=tidepool"]
+        [
+            "worker",
+            "--loglevel=WARNING",
+            "--concurrency=2",
+            "--without-gossip",
+            "--without-mingle",
+            "--queues=tidepool,forecasts",
+        ]
     )
 
 

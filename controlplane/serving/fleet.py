@@ -5,6 +5,7 @@ Both are refreshed in the background, and the last good copy serves on while its
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable
 
@@ -91,7 +92,7 @@ class FleetCache:
             for node in view.nodes.values()
             for report in node.heartbeat.instances
         }
-        self._sent = {i: sent for i, sent in self._sent.items() if sent[0] > heard_at.get(i, 0.0)}
+        self._sent = {i: sent for i, sent in self._sent.items() if sent[0] > heard_at.get(i, math.inf)}
         return instance_facts(
             view,
             kv_bytes_per_token={name: model.kv_bytes_per_token for name, model in self._catalog.models.items()},

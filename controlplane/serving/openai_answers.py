@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,9 +114,13 @@ async def collect(events: Events, head: AnswerHead) -> dict[str, Any]:
         NodeError: the stream broke off.
     """
     text: list[str] = []
-    async for event in events:
-        if isinstance(event, Token):
-            text.append(event.text)
-        elif isinstance(event, Finished):
-            return head.whole("".join(text), event)
-    raise NodeError("the node ended the stream without a finish reason")
+    end: Finished | None = None
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Token):
+                text.append(event.text)
+            elif isinstance(event, Finished):
+                end = event
+    if end is None:
+        raise NodeError("the node ended the stream without a finish reason")
+    return head.whole("".join(text), end)

@@ -1,5 +1,7 @@
 """One request to the fleet: choose an instance, stream its events, and try another while no token has come."""
 
+import contextlib
+import secrets
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -75,17 +77,23 @@ class Sender:
             NodeError: the request is at fault, or every instance tried failed.
         """
         excluded: set[str] = set()
-        while True:
-            route = self._route(outgoing, frozenset(excluded))
+        failure: NodeError | None = None
+        while len(excluded) < self._attempts_max:
             try:
-                async for item in self._attempt(outgoing, route):
-                    yield item
-            except _NotStartedError as failed:
+                route = self._route(outgoing, frozenset(excluded))
+            except CapacityError as error:
+                raise failure or error from error
+            try:
+                async with contextlib.aclosing(self._attempt(outgoing, route)) as attempt:
+                    async for item in attempt:
+                        yield item
+            except _NotStartedError as error:
                 excluded.add(route.instance_id)
-                if len(excluded) >= self._attempts_max:
-                    raise failed.error from failed
-                continue
-            return
+                failure = error.error
+            else:
+                return
+        assert failure is not None, "at least one attempt was made"
+        raise failure
 
     def _route(self, outgoing: Outgoing, excluded: frozenset[str]) -> Route:
         instances = self._fleet.instances()
@@ -139,7 +147,7 @@ class _NotStartedError(Exception):
 
 def _message(outgoing: Outgoing, route: Route) -> Generate:
     return Generate(
-        request_id=outgoing.request_id,
+        request_id=f"{outgoing.request_id}.{secrets.token_hex(8)}",  # clients may repeat theirs; a node takes each once
         instance_id=route.instance_id,
         model=outgoing.model.name,
         tier=outgoing.tier.value,

@@ -1,12 +1,13 @@
 """The tables of the Files and Batch APIs and of the NIW queue.
 
 The promise "an accepted batch request has exactly one result" is the primary key of `batch_results`, together with the
-rule that a result is written in the transaction that ends its request.
+rule that a result is written in the transaction that ends its request. Bodies are `json`, not `jsonb`: they are kept as
+they came, and text that people and models write may hold U+0000, which `jsonb` refuses.
 """
 
 from datetime import datetime
 
-from sqlalchemy import CheckConstraint, ForeignKey, Identity, Index, UniqueConstraint, func, text
+from sqlalchemy import JSON, CheckConstraint, ForeignKey, Identity, Index, UniqueConstraint, func, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from controlplane.policies.lifecycle import BatchRequestState, BatchState
@@ -72,7 +73,7 @@ class BatchRequest(Base):
     line: Mapped[int]
     custom_id: Mapped[str]
     model: Mapped[str]
-    body: Mapped[Json]
+    body: Mapped[Json] = mapped_column(JSON)
     state: Mapped[str] = mapped_column(server_default=text("'waiting'"))
     attempts: Mapped[int] = mapped_column(server_default=text("0"))
     lease_id: Mapped[str | None]
@@ -91,7 +92,7 @@ class BatchResult(Base):
         ForeignKey("batch_requests.id", ondelete="CASCADE"), primary_key=True, autoincrement=False
     )
     status_code: Mapped[int | None]
-    body: Mapped[Json | None]
+    body: Mapped[Json | None] = mapped_column(JSON)
     error: Mapped[Json | None]
     upstream_id: Mapped[str]
     finished_at: Mapped[datetime] = mapped_column(server_default=func.now())

@@ -197,6 +197,7 @@ def claim_validating(session: Session) -> Batch | None:
 def add_requests(session: Session, batch: Batch, requests: Iterable[NewRequest]) -> None:
     """Put a validated batch's requests in the queue, all of them or (with the transaction) none."""
     deadline = batch.deadline_at
+    session.execute(text("SET LOCAL statement_timeout = 0"))  # a copy lasts as long as its rows take to come
     cursor = session.connection().connection.cursor()
     with cursor.copy("COPY batch_requests (batch_id, line, custom_id, model, body, deadline_at) FROM STDIN") as copy:
         for request in requests:

@@ -31,6 +31,7 @@ def put_demand(session: Session, rows: Iterable[DemandRow]) -> int:
             " (model text, region text, kind text, start_s bigint, tokens_per_s double precision) ON COMMIT DROP"
         )
     )
+    session.execute(text("SET LOCAL statement_timeout = 0"))  # a copy lasts as long as its rows take to come
     cursor = session.connection().connection.cursor()
     count = 0
     with cursor.copy("COPY incoming_demand FROM STDIN") as copy:

@@ -33,6 +33,15 @@ def bump_index(session: Session) -> int:
     return int(index)
 
 
+def _put(session: Session, row: Row) -> Row:
+    """Write a row. The index rises only if the row is new or another one now."""
+    fleet_index(session, lock=True)
+    kept = session.merge(row)
+    if kept in session.new or session.is_modified(kept):
+        bump_index(session)
+    return kept
+
+
 def fleet_index(session: Session, *, lock: bool = False) -> int:
     """The present index; with `lock`, nobody changes the fleet until this transaction ends."""
     query = select(Fleet.index).where(Fleet.id == 1)
@@ -61,22 +70,19 @@ def require(session: Session, table: type[Row], key: str | tuple[str, str], *, p
 
 def put_region(session: Session, *, name: str, position: int | None) -> Region:
     """Register a region, or move it in the order of preference. Without a position it goes last."""
-    bump_index(session)
-    row = session.get(Region, name)
-    if row is None:
+    fleet_index(session, lock=True)
+    present = session.get(Region, name)
+    if position is None:
         last = session.scalar(select(func.max(Region.position)))
-        row = Region(name=name, position=0 if last is None else last + 1)
-        session.add(row)
-    if position is not None:
-        row.position = position
+        position = present.position if present is not None else 0 if last is None else last + 1
+    row = _put(session, Region(name=name, position=position))
     session.flush()
     return row
 
 
 def put_gpu_type(session: Session, *, name: str, memory_bytes: int, cost_per_hour: float) -> GpuType:
     """Register a GPU type or change what it costs."""
-    bump_index(session)
-    return session.merge(GpuType(name=name, memory_bytes=memory_bytes, cost_per_hour=cost_per_hour))
+    return _put(session, GpuType(name=name, memory_bytes=memory_bytes, cost_per_hour=cost_per_hour))
 
 
 def put_model(session: Session, model: Model) -> Model:
@@ -86,19 +92,18 @@ def put_model(session: Session, model: Model) -> Model:
     Raises:
         ConflictError: instances of the name run from another path.
     """
-    bump_index(session)
+    fleet_index(session, lock=True)
     present = session.get(Model, model.name)
     if present is not None and present.path != model.path and _live_instances(session, Instance.model == model.name):
         raise ConflictError(f"model '{model.name}' has live instances of {present.path}", param="path")
-    return session.merge(model)
+    return _put(session, model)
 
 
 def put_profile(session: Session, profile: Profile) -> Profile:
     """Say what an instance of a model does on a GPU type."""
     require(session, Model, profile.model, param="model")
     require(session, GpuType, profile.gpu_type, param="gpu_type")
-    bump_index(session)
-    return session.merge(profile)
+    return _put(session, profile)
 
 
 def put_endpoint(session: Session, *, model: str, region: str, minimum: int, maximum: int) -> EndpointRow:
@@ -111,12 +116,12 @@ def put_endpoint(session: Session, *, model: str, region: str, minimum: int, max
     require(session, Region, region, param="region")
     if minimum > maximum:
         raise InvalidValueError(f"instances_min {minimum} is above instances_max {maximum}", param="instances_min")
-    bump_index(session)
-    return session.merge(EndpointRow(model=model, region=region, instances_min=minimum, instances_max=maximum))
+    return _put(session, EndpointRow(model=model, region=region, instances_min=minimum, instances_max=maximum))
 
 
 def join_node(session: Session, join: Join) -> Node:
-    """Take a node in, or take it back after a restart. Slots that hold live instances must keep their size.
+    """Take a node in, or take it back after a restart. Slots that hold live instances must keep their size; a slot
+    that is gone takes its stopped instances with it.
 
     Raises:
         NotFoundError: the region or GPU type is not registered.
@@ -135,13 +140,8 @@ def join_node(session: Session, join: Join) -> Node:
         Node(name=join.node, region=join.region, gpu_type=join.gpu_type, url=join.url, engine=join.engine)
     )
     session.flush()
-    session.execute(
-        delete(Slot).where(
-            Slot.node == join.node,
-            Slot.index >= len(slots),
-            ~select(Instance.id).where(Instance.node == Slot.node, Instance.slot == Slot.index).exists(),
-        )
-    )
+    session.execute(delete(Instance).where(Instance.node == join.node, Instance.slot >= len(slots)))
+    session.execute(delete(Slot).where(Slot.node == join.node, Slot.index >= len(slots)))
     for slot in slots:
         session.merge(slot)
     session.flush()
@@ -179,8 +179,9 @@ def _live_instances(session: Session, where: ColumnElement[bool]) -> list[Instan
 def set_node_draining(session: Session, name: str, *, draining: bool) -> Node:
     """Take a node out of service (nothing new is placed there) or back in."""
     node = require(session, Node, name, param="node")
-    bump_index(session)
-    node.draining = draining
+    if node.draining != draining:
+        bump_index(session)
+        node.draining = draining
     return node
 
 

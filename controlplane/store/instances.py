@@ -1,6 +1,7 @@
 """Instances: what is wanted of them, and what nodes report. A node's generation rises with every change for it."""
 
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 
 import uuid_utils
 from sqlalchemy import func, select, update
@@ -107,11 +108,22 @@ def observe(session: Session, heartbeat: Heartbeat) -> None:
         report = reports.get(instance.id)
         current = heartbeat.generation >= node.generation
         if report is None and instance.desired == Desired.DRAINING and current:
-            instance.desired = Desired.STOPPED
-            changed = True
+            changed |= _stop_drained(session, instance)
         changed |= _move(instance, _state_of(report, instance))
+        instance.error = report.error if report is not None else None
     if changed:
         touch_generations(session, [heartbeat.node])
+
+
+def _stop_drained(session: Session, instance: Instance) -> bool:
+    """Whether a drained instance is stopped now; one that scaling has just taken back is not."""
+    stopped = session.scalar(
+        update(Instance)
+        .where(Instance.id == instance.id, Instance.desired == Desired.DRAINING)
+        .values(desired=Desired.STOPPED, changed_at=func.now())
+        .returning(Instance.id)
+    )
+    return stopped is not None
 
 
 def _state_of(report: InstanceReport | None, instance: Instance) -> InstanceState:
@@ -121,27 +133,35 @@ def _state_of(report: InstanceReport | None, instance: Instance) -> InstanceStat
 
 
 def _move(instance: Instance, state: InstanceState) -> bool:
-    """Whether the instance came to its end. Its error text follows its state."""
+    """Whether the instance came to its end."""
     before = InstanceState(instance.observed)
     if before == state:
         return False
     assert can_move(INSTANCE, before, state), f"{before} -> {state}"
     instance.observed = state
+    instance.changed_at = func.now()
     return state == InstanceState.STOPPED
 
 
-def lose_silent_nodes(session: Session, *, silent_s: float) -> list[str]:
-    """Put the instances of nodes that were not heard of for `silent_s` seconds back to pending; returns those nodes.
-    Their drains are over: what a dead node held is gone.
+def lose_silent_nodes(session: Session, *, silent_s: float, heard_s: float, grace_s: float) -> list[str]:
+    """Give up what nodes hold that were not heard of for `silent_s` seconds; returns those nodes.
+
+    Nothing is given up unless some other node was heard of within `heard_s`: else it is the control plane that was
+    away. An instance first goes back to pending and is given up `grace_s` later, so that nodes have time to come back
+    after an outage of the control plane. What drains there is gone at once.
     """
     age_s = func.extract("epoch", func.now() - Node.last_seen_at)
-    names = list(session.scalars(select(Node.name).where(age_s > silent_s)))
-    lost = list(session.scalars(select(Instance).where(Instance.node.in_(names), LIVE)))
-    stopped = [instance.node for instance in lost if instance.desired == Desired.DRAINING]
-    for instance in lost:
-        draining = instance.desired == Desired.DRAINING
-        if draining:
+    if session.scalar(select(Node.name).where(age_s <= heard_s).limit(1)) is None:
+        return []
+    names = list(session.scalars(select(Node.name).where(age_s > silent_s).order_by(Node.name)))
+    now = session.scalar(select(func.now()))
+    assert now is not None
+    stopped = set()
+    for instance in session.scalars(select(Instance).where(Instance.node.in_(names), LIVE).order_by(Instance.id)):
+        pending = instance.observed == InstanceState.PENDING
+        if instance.desired == Desired.DRAINING or (pending and now - instance.changed_at > timedelta(seconds=grace_s)):
             instance.desired = Desired.STOPPED
-        _move(instance, InstanceState.STOPPED if draining else InstanceState.PENDING)
-    touch_generations(session, sorted(set(stopped)))
+            stopped.add(instance.node)
+        _move(instance, InstanceState.STOPPED if instance.desired == Desired.STOPPED else InstanceState.PENDING)
+    touch_generations(session, sorted(stopped))
     return names

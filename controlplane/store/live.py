@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from controlplane.errors import UnavailableError
 from controlplane.policies.facts import Endpoint, InstanceFacts
@@ -65,6 +67,7 @@ class LiveStore:
             socket_timeout=2,
             socket_connect_timeout=2,
             health_check_interval=15,
+            retry=Retry(NoBackoff(), 1),
         )
 
     def close(self) -> None:
@@ -86,11 +89,11 @@ class LiveStore:
         """All nodes heard of in the last ten minutes; those silent for longer are forgotten."""
         with _translated():
             now_s = self._now_s()
-            nodes = {n: msgspec.json.decode(v, type=NodeView) for n, v in self._read_hash(_VIEW).items()}
-            gone = [name for name, view in nodes.items() if now_s - view.received_s > _FORGET_NODE_S]
-            if gone:
+            found = {name: _node_view(raw) for name, raw in self._read_hash(_VIEW).items()}
+            nodes = {n: view for n, view in found.items() if view and now_s - view.received_s <= _FORGET_NODE_S}
+            if gone := found.keys() - nodes.keys():
                 self._redis.hdel(_VIEW, *gone)
-        return FleetView(read_s=now_s, nodes={name: view for name, view in nodes.items() if name not in gone})
+        return FleetView(read_s=now_s, nodes=nodes)
 
     def count_demand(self, counts: Mapping[tuple[str, Endpoint], float], *, minute_s: int) -> None:
         """Add input tokens to a minute, by (kind, endpoint). Even without counts it says that someone was counting."""
@@ -127,6 +130,14 @@ class LiveStore:
     def _now_s(self) -> float:
         seconds, micros = self._redis.time()
         return float(seconds + micros / 1e6)
+
+
+def _node_view(raw: str) -> NodeView | None:
+    """None for what another version wrote; the node's next heartbeat replaces it."""
+    try:
+        return msgspec.json.decode(raw, type=NodeView)
+    except msgspec.DecodeError:
+        return None
 
 
 class _translated:  # noqa: N801 - reads as a statement

@@ -63,11 +63,13 @@ def claim(session: Session, *, model: str, count: int, lease_s: int) -> list[Cla
         .order_by(BatchRequest.deadline_at, BatchRequest.id)
         .limit(count)
         .with_for_update(skip_locked=True)
+        .cte("due")
+        .prefix_with("MATERIALIZED")  # else a plan may run it again, and lease more than `count`
     )
     lease_id = uuid_utils.uuid7().hex
     rows = session.scalars(
         update(BatchRequest)
-        .where(BatchRequest.id.in_(due))
+        .where(BatchRequest.id == due.c.id)
         .values(
             state=BatchRequestState.RUNNING,
             lease_id=lease_id,
@@ -128,7 +130,7 @@ def give_back(session: Session, held: Claim, *, delay_s: float, error: str, trie
         held,
         state=BatchRequestState.WAITING,
         not_before=not_before,
-        last_error=error[:2000],
+        last_error=error[:2000].replace("\0", ""),
         attempts=held.attempts - (not tried),
     )
 

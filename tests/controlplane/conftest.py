@@ -11,6 +11,10 @@ from sqlalchemy import URL, create_engine, make_url, pool
 
 import migrations
 from controlplane.settings import Settings
+from controlplane.store.blobs import BlobStore
+from controlplane.store.live import LiveStore
+from controlplane.store.session import Database, make_engine
+from tests.controlplane.world import World
 
 REDIS_DATABASE = 9
 
@@ -53,3 +57,31 @@ def settings(database_url: str, redis_url: str, tmp_path: Path) -> Settings:
     flushed.close()
     address = f"{redis_url.rsplit('/', 1)[0]}/{REDIS_DATABASE}"
     return Settings(database_url=SecretStr(database_url), redis_url=SecretStr(address), home=tmp_path)
+
+
+@pytest.fixture
+def database(settings: Settings) -> Iterator[Database]:
+    """The test's database."""
+    database = Database(make_engine(settings))
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def live(settings: Settings) -> Iterator[LiveStore]:
+    """The test's Redis."""
+    live = LiveStore(settings)
+    yield live
+    live.close()
+
+
+@pytest.fixture
+def blobs(settings: Settings) -> BlobStore:
+    """The folder of files that the API and the dispatcher share."""
+    return BlobStore(settings.with_home() / "files")
+
+
+@pytest.fixture
+def world(database: Database, live: LiveStore, settings: Settings) -> World:
+    """A small fleet without nodes."""
+    return World(database, live, settings)

@@ -1,0 +1,74 @@
+"""`tidepool`: every process of the system, and commands that talk to its API."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from ops.commands import batches, demand, fleet, keys, models, plans, processes
+from ops.commands.api import CommandError, Target
+
+app = typer.Typer(
+    name="tidepool",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+processes.register(app)
+app.command("status")(fleet.show_status)
+for name, group in (
+    ("region", fleet.regions),
+    ("gpu", fleet.gpus),
+    ("node", fleet.nodes),
+    ("model", models.models),
+    ("endpoint", fleet.endpoints),
+    ("instance", fleet.instances),
+    ("demand", demand.demands),
+    ("forecast", demand.forecasts),
+    ("plan", plans.plans),
+    ("batch", batches.batches),
+    ("key", keys.keys),
+):
+    app.add_typer(group, name=name)
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    url: Annotated[str, typer.Option(envvar="TIDEPOOL_URL", help="Where the API is.")] = "http://127.0.0.1:8080",
+    key: Annotated[
+        str | None,
+        typer.Option(envvar="TIDEPOOL_KEY", show_envvar=True, help="API key; default: admin of the home's keys.json."),
+    ] = None,
+) -> None:
+    """Tidepool serves many LLMs on one fleet of GPUs over several regions.
+
+    \b
+    Examples:
+      tidepool demo                               run the main job once, end to end
+      tidepool up                                 run everything on this machine
+      tidepool model add qwen3-8b --path /models/qwen3-8b --tokens-per-s H800=12000 --region us-east
+      tidepool batch submit requests.jsonl -o results.jsonl
+      tidepool plan dry-run                       what the coming hour needs, and why
+      tidepool status --json                      every command that asks the API takes --json
+    """
+    context.obj = Target(url=url, key=key)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command. Exit status: 0 well, 1 refused or failed, 2 used wrongly."""
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="tidepool")
+    except CommandError as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(1) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The commands of `tidepool`, one file for each group."""

@@ -1,0 +1,137 @@
+"""`plan`: what to place where for the coming hour."""
+
+from typing import Annotated, Any
+
+import typer
+
+from ops.commands.api import connected
+from ops.commands.screen import AsJson, Columns, output, print_fields, print_json, print_table, time_text
+
+plans = typer.Typer(no_args_is_help=True, help="Plans: how many instances of what, where, for an hour.")
+Origin = Annotated[int | None, typer.Option("--origin-s", min=0, help="Use the forecasts of this Unix time.")]
+PLAN_TIMEOUT_S = 300.0
+
+
+@plans.command("dry-run")
+def dry_run(context: typer.Context, origin_s: Origin = None, as_json: AsJson = False) -> None:
+    """Solve the placement and show what it would change; write nothing.
+
+    \b
+    Example:
+      tidepool plan dry-run
+    """
+    _show_plan(_solve(context, dry_run=True, origin_s=origin_s), as_json=as_json)
+
+
+@plans.command("create")
+def create(context: typer.Context, origin_s: Origin = None, as_json: AsJson = False) -> None:
+    """Solve the placement and keep the plan as a draft, to be applied.
+
+    \b
+    Example:
+      tidepool plan create
+    """
+    _show_plan(_solve(context, dry_run=False, origin_s=origin_s), as_json=as_json)
+
+
+@plans.command("list")
+def list_plans(
+    context: typer.Context,
+    limit: Annotated[int, typer.Option(min=1, max=100, help="How many.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List plans, the newest first.
+
+    \b
+    Example:
+      tidepool plan list --limit 5
+    """
+    with connected(context) as api:
+        answer = api.get("/admin/plans", limit=limit)
+    if as_json:
+        print_json(answer)
+        return
+    columns: Columns = {
+        "plan": "id",
+        "state": "state",
+        "by": "created_by",
+        "hour": lambda row: time_text(row["window_start_s"]),
+        "cost per hour": "objective_per_hour",
+        "solver": "status",
+    }
+    print_table("Plans", columns, answer["data"])
+
+
+@plans.command("show")
+def show(context: typer.Context, plan_id: str, as_json: AsJson = False) -> None:
+    """Show a plan: now, change, why.
+
+    \b
+    Example:
+      tidepool plan show plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
+    """
+    with connected(context) as api:
+        answer = api.get(f"/admin/plans/{plan_id}")
+    _show_plan(answer, as_json=as_json)
+
+
+@plans.command("apply")
+def apply(
+    context: typer.Context,
+    plan_id: str,
+    index: Annotated[
+        int | None, typer.Option(min=0, help="The fleet's index the plan was reviewed at; default: the plan's own.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put a plan in force. Refused if the fleet has changed since the plan was made.
+
+    \b
+    Example:
+      tidepool plan apply plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --index 42
+    """
+    with connected(context) as api:
+        known = api.get(f"/admin/plans/{plan_id}")["index"] if index is None else index
+        answer = api.post(f"/admin/plans/{plan_id}/apply", {"index": known})
+    _show_plan(answer, as_json=as_json)
+
+
+def _solve(context: typer.Context, *, dry_run: bool, origin_s: int | None) -> Any:
+    body = {"dry_run": dry_run} | ({} if origin_s is None else {"origin_s": origin_s})
+    with connected(context) as api:
+        return api.send("POST", "/admin/plans", json=body, timeout=PLAN_TIMEOUT_S)
+
+
+def _show_plan(answer: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print_json(answer)
+        return
+    plan = answer["plan"]
+    print_fields(
+        [
+            ("plan", plan["id"]),
+            ("state", plan["state"]),
+            ("hour", time_text(plan["window_start_s"])),
+            ("solver", f"{plan['solver']}, {plan['status']}, {plan['solve_time_s']:.2f} s"),
+            ("cost per hour", plan["objective_per_hour"]),
+            ("why", plan["reason"]),
+            ("index", answer["index"]),
+        ]
+    )
+    columns: Columns = {
+        "model": "model",
+        "region": "region",
+        "GPU": "gpu_type",
+        "now": "before",
+        "change": lambda row: f"{row['after'] - row['before']:+d}" if row["after"] != row["before"] else "",
+        "why": "reason",
+    }
+    print_table("Instances", columns, answer["entries"])
+    for unserved in answer["unserved"]:
+        output().print("not served:", _words(unserved), markup=False)
+
+
+def _words(unserved: Any) -> str:
+    if isinstance(unserved, dict):
+        return ", ".join(f"{name} {value}" for name, value in unserved.items())
+    return str(unserved)

@@ -1,0 +1,167 @@
+"""Commands that are a process of Tidepool, and `migrate`. Each imports what it runs only when it runs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ops.commands.api import CommandError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (up, demo, api, dispatcher, worker, beat, agent, migrate):
+        app.command()(command)
+
+
+def up(
+    home: Annotated[
+        Path, typer.Option(envvar="TIDEPOOL_HOME", help="Folder for data, keys and logs.", file_okay=False)
+    ] = Path("~/.tidepool"),
+    port: Annotated[int, typer.Option(envvar="TIDEPOOL_PORT", min=1, max=65535, help="Port of the API.")] = 8080,
+    bare: Annotated[bool, typer.Option("--bare", help="No demo fleet and no agents.")] = False,
+) -> None:
+    """Run everything on this machine until Ctrl-C.
+
+    \b
+    Starts Postgres, Valkey, the API, the dispatcher, Celery and one agent for each region of a small demo fleet.
+    TIDEPOOL_DATABASE_URL and TIDEPOOL_REDIS_URL name servers to use instead.
+
+    \b
+    Example:
+      tidepool up --port 8080
+    """
+    from ops.up import up as run_up  # noqa: PLC0415 - torch and Celery load only when they are needed
+
+    with _one_line_errors():
+        run_up(home, port, bare=bare)
+
+
+def demo(
+    demand: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Your own demand, CSV, instead of generated.")
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the demo's home folder.")] = False,
+) -> None:
+    """Run the main job once, end to end, and stop.
+
+    \b
+    Examples:
+      tidepool demo
+      tidepool demo --demand week.csv
+    """
+    from ops.demo import DemoError  # noqa: PLC0415 - heavy
+    from ops.demo import main as run_demo  # noqa: PLC0415 - heavy
+
+    with _one_line_errors():
+        try:
+            run_demo(demand=demand, keep=keep)
+        except DemoError as error:
+            raise CommandError(str(error)) from error
+
+
+def api() -> None:
+    """Run the API process: gateway, Files and Batch API, admin and node API. Settings: TIDEPOOL_*.
+
+    \b
+    Example:
+      TIDEPOOL_PORT=8080 tidepool api
+    """
+    from controlplane.api.app import serve  # noqa: PLC0415 - heavy
+    from controlplane.settings import Settings  # noqa: PLC0415 - heavy
+
+    with _one_line_errors():
+        serve(Settings())
+
+
+def dispatcher() -> None:
+    """Run the queue manager of batch requests. Settings: TIDEPOOL_*.
+
+    \b
+    Example:
+      tidepool dispatcher
+    """
+    from controlplane.dispatcher import serve  # noqa: PLC0415 - heavy
+    from controlplane.settings import Settings  # noqa: PLC0415 - heavy
+
+    with _one_line_errors():
+        serve(Settings())
+
+
+def worker() -> None:
+    """Run a Celery worker: measure, forecast, plan, scale, expire. Settings: TIDEPOOL_*.
+
+    \b
+    Example:
+      tidepool worker
+    """
+    from controlplane.loops.schedule import serve_worker  # noqa: PLC0415 - heavy
+
+    with _one_line_errors():
+        serve_worker()
+
+
+def beat() -> None:
+    """Run the clock that starts the loops. Settings: TIDEPOOL_*.
+
+    \b
+    Example:
+      tidepool beat
+    """
+    from controlplane.loops.schedule import serve_beat  # noqa: PLC0415 - heavy
+
+    with _one_line_errors():
+        serve_beat()
+
+
+def agent() -> None:
+    """Run the agent of this node. Settings: TIDEPOOL_AGENT_*.
+
+    \b
+    Example:
+      TIDEPOOL_AGENT_NODE=n1 TIDEPOOL_AGENT_REGION=us-east TIDEPOOL_AGENT_GPU_TYPE=H800 \\
+      TIDEPOOL_AGENT_SLOTS='[{"gpus": 1, "memory_bytes": 80000000000}]' TIDEPOOL_AGENT_NODE_KEY=... tidepool agent
+    """
+    from dataplane.agent import run_agent  # noqa: PLC0415 - heavy
+    from dataplane.settings import AgentSettings  # noqa: PLC0415 - heavy
+
+    with _one_line_errors():
+        run_agent(AgentSettings())
+
+
+def migrate(
+    revision: Annotated[str, typer.Argument(help="The revision to bring the database to.")] = "head",
+) -> None:
+    """Bring the database TIDEPOOL_DATABASE_URL to the newest schema. Safe to run twice, or twice at once.
+
+    \b
+    Example:
+      TIDEPOOL_DATABASE_URL=postgresql+psycopg://me@db/tidepool tidepool migrate
+    """
+    import migrations  # noqa: PLC0415 - heavy
+    from controlplane.settings import Settings  # noqa: PLC0415 - heavy
+
+    with _one_line_errors():
+        migrations.upgrade(Settings().database_url.get_secret_value(), revision)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """What stops a process before it can log is told in one line: bad settings, a busy port, a server that is away."""
+    from pydantic import ValidationError  # noqa: PLC0415 - heavy
+    from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - heavy
+
+    from ops.home import EmbeddedError  # noqa: PLC0415 - heavy
+    from ops.supervisor import SupervisorError  # noqa: PLC0415 - heavy
+
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CommandError(f"setting {'.'.join(map(str, first['loc'])) or '?'}: {first['msg']}") from error
+    except (EmbeddedError, SupervisorError, OSError) as error:
+        raise CommandError(str(error)) from error
+    except SQLAlchemyError as error:
+        raise CommandError(f"the database: {str(error).splitlines()[0]}") from error

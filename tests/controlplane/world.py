@@ -1,0 +1,239 @@
+"""A small fleet for tests: rows in Postgres, heartbeats in Redis, and nodes that answer as they are told to."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from controlplane.policies.lifecycle import BatchState
+from controlplane.settings import Settings
+from controlplane.store import fleet
+from controlplane.store.batch_tables import Batch
+from controlplane.store.batches import NewRequest, add_batch, add_requests, move_batch
+from controlplane.store.files import add_file, new_file_id
+from controlplane.store.instances import add_instance, set_desired
+from controlplane.store.keys import make_key
+from controlplane.store.live import LiveStore
+from controlplane.store.session import Database
+from controlplane.store.tables import Desired, Model, Node, Profile, Role
+from dataplane.messages import (
+    Failed,
+    Finished,
+    Generate,
+    Heartbeat,
+    InstanceReport,
+    Join,
+    SlotSpec,
+    Started,
+    Token,
+    encode_line,
+)
+
+KV_BYTES = 1 << 40
+MODEL = "tide"
+
+
+class FakeAgent:
+    """A node's HTTP face. `script`: how to answer the next requests, then always `then`."""
+
+    def __init__(self, *script: str, then: str = "answer") -> None:
+        self.script = list(script)
+        self.then = then
+        self.asked: list[Generate] = []
+        self.dropped = threading.Event()
+        self.url = ""
+        self.app = Starlette(routes=[Route("/generate", self._generate, methods=["POST"])])
+
+    async def _generate(self, request: Request) -> Response:
+        generate = msgspec.json.decode(await request.body(), type=Generate)
+        self.asked.append(generate)
+        mode = self.script.pop(0) if self.script else self.then
+        if mode in REFUSALS:
+            failed = REFUSALS[mode]
+            return Response(msgspec.json.encode(failed), status_code=failed.status)
+        if mode == "bad bytes":
+            return Response(b"\xff\xfe", status_code=500)
+        return StreamingResponse(self._lines(mode, generate), media_type="application/x-ndjson")
+
+    async def _lines(self, mode: str, generate: Generate) -> AsyncIterator[bytes]:
+        words = ["the ", "tide ", "turns "]
+        end = Finished(finish_reason="stop", prompt_tokens=7, completion_tokens=3)
+        try:
+            if mode == "die":
+                raise ConnectionError(mode)
+            if mode == "hang":
+                await asyncio.sleep(60)
+            if mode == "garbage":
+                yield b"<html>no node here</html>\n"
+                return
+            if mode == "empty":
+                return
+            yield encode_line(Started(prompt_tokens=7))
+            if mode == "nul":
+                yield encode_line(Token(text="a\0b"))
+            if mode == "slow":
+                await asyncio.sleep(0.5)
+            for number, word in enumerate(words):
+                if number == 1 and mode == "die later":
+                    raise ConnectionError(mode)
+                if number == 1 and mode == "fail later":
+                    yield encode_line(Failed(status=503, code="worker_lost", message="the worker died", retryable=True))
+                    return
+                if number == 1 and mode == "hang later":
+                    await asyncio.sleep(60)
+                if number == 1 and mode == "no finish":
+                    return
+                yield encode_line(Token(text=word, token_ids=(number,)))
+            yield encode_line(end)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.dropped.set()
+            raise
+
+
+REFUSALS = {
+    "too long": Failed(status=400, code="context_length_exceeded", message="too long", param="max_tokens"),
+    "not ready": Failed(status=409, code="instance_not_ready", message="not ready", retryable=True),
+    "overloaded": Failed(status=429, code="overloaded", message="full", retryable=True),
+    "wrong key": Failed(status=401, code="invalid_node_key", message="the node key is wrong"),
+    "worker lost": Failed(status=503, code="worker_lost", message="the worker died", retryable=True),
+    "odd status": Failed(status=200, code="odd", message="odd"),
+}
+
+
+@contextlib.contextmanager
+def served(app: Any) -> Iterator[str]:
+    """The app on a free port, served by a thread; its address."""
+    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until(lambda: server.started or not thread.is_alive())
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
+    """Wait for another thread or process."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+class World:
+    """Two regions, one GPU type, one model with a profile and an endpoint in both regions; nodes as tests need them."""
+
+    def __init__(self, database: Database, live: LiveStore, settings: Settings) -> None:
+        self.database, self.live, self.settings = database, live, settings
+        with database.transaction() as session:
+            for region in ("us-east", "us-west"):
+                fleet.put_region(session, name=region, position=None)
+            fleet.put_gpu_type(session, name="H800", memory_bytes=80 << 30, cost_per_hour=2.0)
+        self.add_model(MODEL)
+
+    def add_model(self, name: str, *, minimum: int = 0, maximum: int = 4) -> None:
+        model = Model(
+            name=name, path="/x", architecture="Llama", weights_bytes=1, kv_bytes_per_token=512, context_tokens=4096
+        )
+        with self.database.transaction() as session:
+            fleet.put_model(session, model)
+            fleet.put_profile(
+                session, Profile(model=name, gpu_type="H800", tokens_per_s=1000.0, gpus=1, load_time_s=30.0)
+            )
+            for region in ("us-east", "us-west"):
+                fleet.put_endpoint(session, model=name, region=region, minimum=minimum, maximum=maximum)
+
+    def key(self, role: Role = Role.CLIENT, tenant: str = "acme") -> str:
+        with self.database.transaction() as session:
+            return make_key(session, name=f"{role}-{tenant}", role=role, tenant=tenant).secret
+
+    def join(self, name: str, *, url: str = "http://127.0.0.1:9", region: str = "us-east", slots: int = 2) -> None:
+        spec = tuple(SlotSpec(gpus=2, memory_bytes=160 << 30) for _ in range(slots))
+        with self.database.transaction() as session:
+            fleet.join_node(
+                session, Join(node=name, region=region, gpu_type="H800", url=url, slots=spec, engine="replay")
+            )
+            fleet.touch_node(session, name)
+
+    def place(self, node: str, *, desired: Desired = Desired.RUNNING, model: str = MODEL, slot: int = 0) -> str:
+        """An instance on a node, not yet observed; its id."""
+        with self.database.transaction() as session:
+            row = session.get_one(Node, node)
+            made = add_instance(session, model=model, region=row.region, gpu_type="H800", node=node, slot=slot, gpus=1)
+            session.flush()
+            if desired != Desired.RUNNING:
+                set_desired(session, [made.id], desired)
+            return made.id
+
+    def serve(self, name: str, url: str, *, region: str = "us-east", used: float = 0.0) -> str:
+        """A node with one ready instance that reports `used` of its KV; the instance's id."""
+        self.join(name, url=url, region=region)
+        instance_id = self.place(name)
+        self.report(name, instance_id, region=region, url=url, used=used)
+        return instance_id
+
+    def report(self, node: str, instance_id: str, *, region: str, url: str, used: float = 0.0) -> None:
+        seen = InstanceReport(
+            instance_id=instance_id,
+            model=MODEL,
+            slot=0,
+            state="ready",
+            kv_used_bytes=int(used * KV_BYTES),
+            kv_capacity_bytes=KV_BYTES,
+        )
+        beat = Heartbeat(node=node, boot_id="b", generation=0, instances=(seen,))
+        self.live.write_heartbeat(beat, region=region, gpu_type="H800", url=url)
+
+    def add_batch(
+        self, *, lines: int = 0, tenant: str = "acme", window_s: int = 3600, file_id: str | None = None
+    ) -> str:
+        """A batch: validating, or with `lines` requests already in the queue; its id."""
+        with self.database.transaction() as session:
+            kept = file_id or new_file_id()
+            if file_id is None:
+                add_file(
+                    session,
+                    file_id=kept,
+                    tenant=tenant,
+                    filename="in.jsonl",
+                    purpose="batch",
+                    size_bytes=1,
+                    expires_at=datetime.now(UTC) + timedelta(days=1),
+                )
+            batch = add_batch(
+                session,
+                tenant=tenant,
+                input_file_id=kept,
+                endpoint="/v1/completions",
+                completion_window="1h",
+                window_s=window_s,
+                labels=None,
+            )
+            if lines:
+                add_requests(session, batch, (request_line(n) for n in range(1, lines + 1)))
+                move_batch(session, batch, BatchState.IN_PROGRESS)
+            return batch.id
+
+    def batch(self, batch_id: str) -> Batch:
+        with self.database.transaction() as session:
+            return session.get_one(Batch, batch_id)
+
+
+def request_line(number: int) -> NewRequest:
+    """A validated line."""
+    body = {"model": MODEL, "prompt": f"line {number}", "max_tokens": 4}
+    return NewRequest(line=number, custom_id=f"c{number}", model=MODEL, body=body)
