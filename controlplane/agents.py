@@ -24,7 +24,7 @@ class AgentClient:
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(max(self._first_token_s, self._idle_s), connect=_CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=2000, max_keepalive_connections=200),
-            headers={"Authorization": f"Bearer {settings.node_key.get_secret_value()}"},
+            headers={"Authorization": f"Bearer {key}"} if (key := settings.node_key.get_secret_value()) else {},
             transport=transport,
             trust_env=False,  # nodes are ours: no proxy stands between
         )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 import httpx2 as httpx
+from pydantic import SecretStr
 
 import migrations
 from controlplane.settings import Settings
@@ -122,7 +123,7 @@ class LocalStack:
         if self._database_ready:
             return True
         migrations.upgrade(self._database_url)
-        database = Database(make_engine(Settings(database_url=self._database_url)))  # type: ignore[arg-type]
+        database = Database(make_engine(Settings(database_url=SecretStr(self._database_url))))
         with database.transaction() as session:
             for role in BOOTSTRAP_ROLES:
                 if find_key(session, self.keys[role]) is None:

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -165,7 +166,7 @@ def _watch(api: Api, batch: dict[str, Any]) -> dict[str, Any]:
             batch = api.get(f"/v1/batches/{batch['id']}")
 
 
-def _done(batch: dict[str, Any]) -> int:
+def _done(batch: Mapping[str, Any]) -> int:
     counts = batch["request_counts"]
     return int(counts["completed"] + counts["failed"])
 

@@ -35,12 +35,14 @@ from dataplane.messages import (
     Join,
     SlotSpec,
     Started,
+    StreamEvent,
     Token,
     encode_line,
 )
 
 KV_BYTES = 1 << 40
 MODEL = "tide"
+NODE_KEY = "node-key-for-tests"
 
 
 class FakeAgent:
@@ -55,6 +57,7 @@ class FakeAgent:
         self.app = Starlette(routes=[Route("/generate", self._generate, methods=["POST"])])
 
     async def _generate(self, request: Request) -> Response:
+        assert request.headers["authorization"] == f"Bearer {NODE_KEY}"
         generate = msgspec.json.decode(await request.body(), type=Generate)
         self.asked.append(generate)
         mode = self.script.pop(0) if self.script else self.then
@@ -63,11 +66,9 @@ class FakeAgent:
             return Response(msgspec.json.encode(failed), status_code=failed.status)
         if mode == "bad bytes":
             return Response(b"\xff\xfe", status_code=500)
-        return StreamingResponse(self._lines(mode, generate), media_type="application/x-ndjson")
+        return StreamingResponse(self._lines(mode), media_type="application/x-ndjson")
 
-    async def _lines(self, mode: str, generate: Generate) -> AsyncIterator[bytes]:
-        words = ["the ", "tide ", "turns "]
-        end = Finished(finish_reason="stop", prompt_tokens=7, completion_tokens=3)
+    async def _lines(self, mode: str) -> AsyncIterator[bytes]:
         try:
             if mode == "die":
                 raise ConnectionError(mode)
@@ -75,29 +76,26 @@ class FakeAgent:
                 await asyncio.sleep(60)
             if mode == "garbage":
                 yield b"<html>no node here</html>\n"
-                return
-            if mode == "empty":
-                return
-            yield encode_line(Started(prompt_tokens=7))
-            if mode == "nul":
-                yield encode_line(Token(text="a\0b"))
-            if mode == "slow":
-                await asyncio.sleep(0.5)
-            for number, word in enumerate(words):
-                if number == 1 and mode == "die later":
-                    raise ConnectionError(mode)
-                if number == 1 and mode == "fail later":
-                    yield encode_line(Failed(status=503, code="worker_lost", message="the worker died", retryable=True))
-                    return
-                if number == 1 and mode == "hang later":
-                    await asyncio.sleep(60)
-                if number == 1 and mode == "no finish":
-                    return
-                yield encode_line(Token(text=word, token_ids=(number,)))
-            yield encode_line(end)
+            elif mode != "empty":
+                async for event in self._events(mode):
+                    yield encode_line(event)
         except (asyncio.CancelledError, GeneratorExit):
             self.dropped.set()
             raise
+
+    async def _events(self, mode: str) -> AsyncIterator[StreamEvent]:
+        yield Started(prompt_tokens=7)
+        await asyncio.sleep(0.5 if mode == "slow" else 0)
+        yield Token(text="the\0tide " if mode == "nul" else "the tide ", token_ids=(1, 2))
+        if mode == "die later":
+            raise ConnectionError(mode)
+        if mode == "hang later":
+            await asyncio.sleep(60)
+        if mode == "fail later":
+            yield Failed(status=503, code="worker_lost", message="the worker died", retryable=True)
+        elif mode != "no finish":
+            yield Token(text="turns", token_ids=(3,))
+            yield Finished(finish_reason="stop", prompt_tokens=7, completion_tokens=3)
 
 
 REFUSALS = {

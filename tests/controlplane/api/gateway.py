@@ -1,0 +1,67 @@
+"""A gateway on a free port with the official client, and nodes that answer as told."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx2 as httpx
+from openai import OpenAI
+
+from controlplane.api.app import make_app
+from controlplane.settings import Settings
+from controlplane.store.tables import Role
+from tests.controlplane.world import NODE_KEY, FakeAgent, World, served
+
+
+class Gateway:
+    """A running gateway. `client` is the official one; `http` is for what that would never send."""
+
+    def __init__(self, world: World, url: str, stack: ExitStack) -> None:
+        self.world, self.url, self._stack = world, url, stack
+        self.secret = world.key()
+        self.client = self.client_of(self.secret)
+        headers = {"Authorization": f"Bearer {self.secret}"}
+        self.http = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=30))
+
+    def client_of(self, secret: str) -> OpenAI:
+        return self._stack.enter_context(OpenAI(base_url=f"{self.url}/v1", api_key=secret, max_retries=0, timeout=30))
+
+    def role(self, role: Role) -> OpenAI:
+        return self.client_of(self.world.key(role))
+
+    def chat(self, status: int = 200, **changes: Any) -> httpx.Response:
+        """POST a chat request, as it stands, and check the shape of a refusal."""
+        body = {"model": "tide", "messages": [{"role": "user", "content": "hi"}]} | changes
+        answer = self.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == status, answer.text
+        if status >= 400:
+            assert_error(answer)
+        return answer
+
+
+def assert_error(answer: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert answer.headers["x-request-id"]
+    if answer.status_code in {429, 503}:
+        assert int(answer.headers["retry-after"]) >= 1
+    return error
+
+
+@contextmanager
+def running_gateway(world: World, *agents: FakeAgent, used: float = 0.0, **changes: Any) -> Iterator[Gateway]:
+    """A gateway before one instance on each agent; the first is in us-east, the others are in us-west."""
+    values = {
+        "heartbeat_stale_s": 600.0,
+        "view_refresh_s": 0.05,
+        "request_body_bytes_max": 65536,
+        "node_key": NODE_KEY,
+    } | changes
+    settings = Settings(**world.settings.model_dump() | values)
+    with ExitStack() as stack:
+        for number, agent in enumerate(agents):
+            agent.url = stack.enter_context(served(agent.app))
+            world.serve(f"n{number}", agent.url, region="us-west" if number else "us-east", used=used)
+        url = stack.enter_context(served(make_app(settings)))
+        yield Gateway(world, url, stack)

@@ -1,0 +1,266 @@
+"""The interactive gateway before nodes that answer well, as the official client sees it."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from controlplane.store.tables import Role
+from tests.controlplane.api.gateway import Gateway, assert_error, running_gateway
+from tests.controlplane.world import FakeAgent, World, until
+
+
+@pytest.fixture
+def agent() -> FakeAgent:
+    return FakeAgent()
+
+
+@pytest.fixture
+def gateway(world: World, agent: FakeAgent) -> Iterator[Gateway]:
+    with running_gateway(world, agent) as gateway:
+        yield gateway
+
+
+def test_chat_whole_and_streamed(gateway: Gateway, agent: FakeAgent) -> None:
+    messages: Any = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    ]
+    whole = gateway.client.chat.completions.create(model="tide", messages=messages, stop="END", max_tokens=9, seed=5)
+    assert whole.choices[0].message.content == "the tide turns"
+    assert whole.choices[0].finish_reason == "stop"
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (7, 3, 10)
+    asked = agent.asked[0]
+    assert [(m.role, m.content) for m in asked.messages or ()] == [("system", "be brief"), ("user", "hi")]
+    assert (asked.sampling.stop, asked.sampling.max_tokens, asked.sampling.seed, asked.tier) == (("END",), 9, 5, "IW-N")
+    chunks = list(
+        gateway.client.chat.completions.create(
+            model="tide", messages=messages, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "the tide turns"
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.total_tokens == 10
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_completions_whole_and_streamed(gateway: Gateway, agent: FakeAgent) -> None:
+    assert gateway.client.completions.create(model="tide", prompt="hi").choices[0].text == "the tide turns"
+    assert (agent.asked[0].prompt, agent.asked[0].sampling.max_tokens) == ("hi", 16)
+    gateway.client.completions.create(model="tide", prompt=[1, 2, 3])
+    assert agent.asked[1].prompt_tokens == (1, 2, 3)
+    chunks = list(gateway.client.completions.create(model="tide", prompt=["hi"], stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "the tide turns"
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_a_stream_ends_with_done_and_carries_no_usage_unasked(gateway: Gateway) -> None:
+    answer = gateway.chat(stream=True)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["x-tidepool-region"] == "us-east"
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert '"usage"' not in answer.text
+
+
+def test_service_tiers(gateway: Gateway, agent: FakeAgent) -> None:
+    rows = [
+        ("priority", "priority", "IW-F"),
+        ("default", "default", "IW-N"),
+        ("auto", "default", "IW-N"),
+        ("flex", "flex", "NIW"),
+        (None, "default", "IW-N"),
+    ]
+    for asked, served, tier in rows:
+        assert gateway.chat(service_tier=asked).json()["service_tier"] == served
+        assert agent.asked[-1].tier == tier
+
+
+def test_flex_needs_spare_room_and_others_do_not(world: World) -> None:
+    with running_gateway(world, FakeAgent(), used=0.65) as gateway:
+        assert gateway.chat(429, service_tier="flex").json()["error"]["code"] == "resource_unavailable"
+        gateway.chat(200, service_tier="default")
+
+
+REFUSED: list[tuple[dict[str, Any], str | None]] = [
+    ({"n": 2}, "n"),
+    ({"tools": []}, "tools"),
+    ({"logprobs": True}, "logprobs"),
+    ({"messages": []}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": [{"role": "pirate", "content": "ahoy"}]}, "messages.0.role"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"service_tier": "gold"}, "service_tier"),
+    ({"stop": ["a"] * 5}, "stop"),
+    ({"presence_penalty": 1}, "presence_penalty"),
+    ({"stream": "perhaps"}, "stream"),
+    ({"surprise": 1}, "surprise"),
+    ({"model": ""}, "model"),
+    ({"stream_options": {"include_usage": True}}, None),
+    ({"response_format": {"type": "json_object"}}, "response_format.type"),
+]
+
+
+def test_what_cannot_be_done_is_refused_by_name(gateway: Gateway, agent: FakeAgent) -> None:
+    for changes, param in REFUSED:
+        error = gateway.chat(400, **changes).json()["error"]
+        assert (error["param"] or "").startswith(param or ""), (changes, error)
+        assert (error["param"] is None) == (param is None), (changes, error)
+        assert error["type"] == "invalid_request_error"
+    assert agent.asked == []
+
+
+def test_the_context_is_a_limit(gateway: Gateway) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        gateway.client.completions.create(model="tide", prompt="x", max_tokens=4096)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "max_tokens")
+
+
+def test_who_may_not(gateway: Gateway) -> None:
+    messages: Any = [{"role": "user", "content": "hi"}]
+    with pytest.raises(openai.AuthenticationError) as unknown:
+        gateway.client_of("tp-client-wrong").chat.completions.create(model="tide", messages=messages)
+    assert unknown.value.code == "invalid_api_key"
+    nobody = httpx.post(f"{gateway.url}/v1/chat/completions", json={"model": "tide", "messages": messages})
+    assert (nobody.status_code, nobody.headers["www-authenticate"]) == (401, "Bearer")
+    assert_error(nobody)
+    for role in (Role.VIEWER, Role.NODE):
+        with pytest.raises(openai.PermissionDeniedError):
+            gateway.role(role).chat.completions.create(model="tide", messages=messages)
+    gateway.role(Role.OPERATOR).chat.completions.create(model="tide", messages=messages)
+
+
+def test_unknown_things(gateway: Gateway) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        gateway.client.completions.create(model="llama", prompt="x")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    answer = gateway.http.post(
+        "/v1/completions", json={"model": "tide", "prompt": "x"}, headers={"x-tidepool-region": "mars"}
+    )
+    assert (answer.status_code, assert_error(answer)["param"]) == (400, "x-tidepool-region")
+    assert assert_error(gateway.http.get("/v1/nothing"))["code"] == "not_found"
+    assert assert_error(gateway.http.get("/v1/chat/completions"))["code"] == "request_error"
+
+
+def test_the_origin_is_preferred(world: World) -> None:
+    east, west = FakeAgent(), FakeAgent()
+    with running_gateway(world, east, west) as gateway:
+        body = {"model": "tide", "prompt": "x"}
+        answer = gateway.http.post("/v1/completions", json=body, headers={"x-tidepool-region": "us-west"})
+        assert answer.headers["x-tidepool-region"] == "us-west"
+        assert (len(east.asked), len(west.asked)) == (0, 1)
+
+
+def test_bodies_over_the_limit(gateway: Gateway, agent: FakeAgent) -> None:
+    long = b'{"model": "tide", "prompt": "' + b"x" * 70_000 + b'"}'
+    headers = {"content-type": "application/json"}
+    declared = gateway.http.post("/v1/completions", content=long, headers=headers)
+    chunked = gateway.http.post("/v1/completions", content=iter([long[:40_000], long[40_000:]]), headers=headers)
+    for answer in (declared, chunked):
+        assert answer.status_code == 413, answer.text
+        assert assert_error(answer)["code"] == "request_too_large"
+    assert agent.asked == []
+    gateway.chat()
+
+
+def test_request_ids(gateway: Gateway, agent: FakeAgent) -> None:
+    body = {"model": "tide", "prompt": "x"}
+    given = gateway.http.post("/v1/completions", json=body, headers={"x-request-id": "my-id_1"})
+    assert given.headers["x-request-id"] == "my-id_1"
+    odd = gateway.http.post("/v1/completions", json=body, headers={"x-request-id": "a b"})
+    assert odd.headers["x-request-id"].startswith("req_")
+    agent.then = "slow"
+    statuses: list[int] = []
+
+    def ask() -> None:
+        answer = httpx.post(
+            f"{gateway.url}/v1/completions",
+            json=body,
+            headers={"x-request-id": "same", "Authorization": f"Bearer {gateway.secret}"},
+        )
+        statuses.append(answer.status_code)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert statuses == [200, 200]
+    assert len({asked.request_id for asked in agent.asked}) == len(agent.asked), "a node takes each id once"
+
+
+def test_demand_is_counted_where_it_arose(gateway: Gateway, world: World) -> None:
+    gateway.http.post(
+        "/v1/completions", json={"model": "tide", "prompt": "x" * 400}, headers={"x-tidepool-region": "us-west"}
+    )
+
+    def counted() -> float:
+        total = 0.0
+        for key in world.live._redis.scan_iter("tidepool:demand:*"):
+            counts = world.live.read_demand(int(str(key).rsplit(":", 1)[1])) or []
+            total += sum(c.tokens for c in counts if c.kind == "IW" and c.endpoint.region == "us-west")
+        return total
+
+    until(lambda: counted() == 101, 6) if not print(list(world.live._redis.scan_iter("*"))) else None
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = st.sampled_from(
+    ["messages", "temperature", "top_p", "n", "stop", "seed", "stream", "stream_options", "max_tokens", "service_tier",
+     "user", "logit_bias", "response_format", "metadata", "modalities", "store", "ignore_eos", "other"]
+)  # fmt: skip
+
+
+def test_no_body_is_answered_by_a_500(gateway: Gateway) -> None:
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(changes=st.dictionaries(FIELDS, JSON, max_size=3))
+    def check(changes: dict[str, Any]) -> None:
+        body = {"model": "tide", "messages": [{"role": "user", "content": "hi"}]} | changes
+        answer = gateway.http.post("/v1/chat/completions", content=_dumps(body))
+        assert answer.status_code in {200, 400}, (body, answer.text)
+        if answer.status_code == 400:
+            assert_error(answer)
+
+    check()
+
+
+def _dumps(value: Any) -> bytes:
+    import json  # noqa: PLC0415 - msgspec refuses NaN and lone surrogates, which is what is sent here
+
+    return json.dumps(value).encode()
+
+
+ODD_BODIES = [
+    b"",
+    b"null",
+    b"[]",
+    b'"text"',
+    b"{",
+    b"\xff\xfe",
+    b"[" * 60_000,
+    b'{"model": ' + b"1" * 5000 + b"}",
+    rb'{"\ud800": 1}',
+    rb'{"model": "\ud800", "messages": [{"role": "user", "content": "\ud800"}]}',
+    rb'{"model": "\u0000", "messages": [{"role": "user", "content": "\u0000"}]}',
+]
+
+
+def test_odd_bytes_are_refused(gateway: Gateway) -> None:
+    for body in ODD_BODIES:
+        answer = gateway.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code in {400, 404}, (body[:20], answer.text)
+        assert_error(answer)

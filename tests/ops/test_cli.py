@@ -1,0 +1,250 @@
+"""`tidepool` against a running API: what it shows, what it prints for scripts, and how it fails."""
+
+import gzip
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import uvicorn
+
+from controlplane.api.app import make_app
+from controlplane.settings import Settings
+from controlplane.store.fleet import join_node
+from controlplane.store.keys import make_key
+from controlplane.store.session import Database, make_engine
+from controlplane.store.tables import Role
+from dataplane.messages import Join, SlotSpec
+from ops.cli import app, main
+from tests.ops.test_checkpoints import write_checkpoint
+
+WAIT_S = 30.0
+Run = Callable[..., "Outcome"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """`run("region", "list")`: a command in this process, with a wide screen and an empty home."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TIDEPOOL_HOME", str(tmp_path))
+    for name in ("TIDEPOOL_URL", "TIDEPOOL_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments: object) -> Outcome:
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Outcome(status=int(ended.value.code or 0), out=captured.out, err=captured.err)
+
+    return run
+
+
+@pytest.fixture
+def database(settings: Settings) -> Iterator[Database]:
+    database = Database(make_engine(settings))
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def served(settings: Settings, database: Database, run: Run, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """`run` with a real API behind it; its admin key is in the home's keys.json."""
+    with database.transaction() as session:
+        secret = make_key(session, name="admin", role=Role.ADMIN, tenant="default").secret
+    (settings.home / "keys.json").write_text(json.dumps({"admin": secret}))
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(make_app(settings), log_level="error", access_log=False))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    deadline_s = time.monotonic() + WAIT_S
+    while not server.started and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert server.started
+    monkeypatch.setenv("TIDEPOOL_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
+    yield run
+    server.should_exit = True
+    thread.join(WAIT_S)
+    listener.close()
+
+
+def _commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, command in getattr(group, "commands", {}).items():
+        yield (*path, name)
+        yield from _commands(command, (*path, name))
+
+
+COMMANDS = tuple(_commands(typer.main.get_command(app)))
+GROUPS = {path[0] for path in COMMANDS if len(path) == 2}
+
+
+def test_every_command_explains_itself_with_an_example(run: Run) -> None:
+    assert {"up", "demo", "api", "dispatcher", "worker", "beat", "agent", "migrate", "status"} <= {
+        c[0] for c in COMMANDS
+    }
+    for path in COMMANDS:
+        outcome = run(*path, "--help")
+        assert outcome.status == 0, path
+        if path != (path[0],) or path[0] not in GROUPS:
+            assert f"tidepool {' '.join(path)}" in outcome.out.replace("Usage: ", "", 1).split("\n", 1)[1], path
+        if len(path) == 2 or path == ("status",):
+            assert "--json" in outcome.out, path
+
+
+def test_help_needs_no_torch_and_no_database() -> None:
+    watched = (
+        "import sys\nfrom ops.cli import app\nprint([m for m in ('torch', 'sqlalchemy', 'celery') if m in sys.modules])"
+    )
+    loaded = subprocess.run([sys.executable, "-c", watched], capture_output=True, text=True, check=True, timeout=60)
+    assert loaded.stdout.strip() == "[]"
+
+
+def test_failures_are_one_line(run: Run, tmp_path: Path) -> None:
+    outcome = run("region", "list")
+    assert outcome.status == 1
+    assert outcome.err.startswith("error: no key")
+    assert outcome.err.count("\n") == 1
+    (tmp_path / "keys.json").write_text("{}")
+    assert "holds no admin key" in run("status").err
+    refused = run("--key", "x", "--url", "http://127.0.0.1:1", "status")
+    assert refused.status == 1
+    assert "cannot be reached" in refused.err
+    assert refused.err.count("\n") == 1
+
+
+def test_wrong_use_is_2(run: Run, tmp_path: Path) -> None:
+    for arguments in (
+        ("frob",),
+        ("region", "add"),
+        ("region", "add", "a", "--position", "x"),
+        ("demand", "import", "/x"),
+    ):
+        outcome = run(*arguments)
+        assert outcome.status == 2, arguments
+        assert "Usage:" in outcome.err
+    folder = write_checkpoint(tmp_path / "m")
+    for rate in ("H800", "H800=", "=3", "H800=-1", "H800=nan"):
+        assert run("model", "add", "m", "--path", folder, "--tokens-per-s", rate).status == 2, rate
+    assert run("model", "add", "m", "--path", folder, "--min", 3, "--max", 2).status == 2
+
+
+def test_a_fleet_is_registered_and_listed(served: Run, tmp_path: Path, database: Database) -> None:
+    assert served("region", "add", "us-east").status == 0
+    assert served("region", "add", "us-west", "--json").json["position"] == 1
+    assert "us-west" in served("region", "list").out
+    assert served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5).status == 0
+    assert "80 GiB" in served("gpu", "list").out
+    folder = write_checkpoint(tmp_path / "tiny")
+    made = served(
+        *("model", "add", "org/tiny", "--path", folder, "--tokens-per-s", "H800=1200", "--json"),
+        *("--region", "us-east", "--region", "us-west", "--max", 3),
+    ).json
+    assert made["model"]["weights_bytes"] == 96
+    assert [profile["tokens_per_s"] for profile in made["profiles"]] == [1200]
+    assert [endpoint["region"] for endpoint in made["endpoints"]] == ["us-east", "us-west"]
+    assert "LlamaForCausalLM" in served("model", "show", "org/tiny").out
+    assert served("endpoint", "set", "org/tiny", "us-east", "--min", 1, "--max", 2, "--json").json["instances_max"] == 2
+    assert [row["instances_max"] for row in served("endpoint", "list", "--json").json["data"]] == [2, 3]
+    slot = SlotSpec(gpus=8, memory_bytes=2**30)
+    with database.transaction() as session:
+        url = "http://127.0.0.1:1"
+        join = Join(node="n-1", region="us-east", gpu_type="H800", url=url, slots=(slot,), engine="replay")
+        join_node(session, join)
+    assert "draining" in served("node", "drain", "n-1").out
+    assert served("node", "show", "n-1", "--json").json["draining"] is True
+    assert "8 GPU, 1 GiB" in served("node", "show", "n-1").out
+    assert served("node", "undrain", "n-1", "--json").json["draining"] is False
+    assert "n-1" in served("node", "list").out
+    assert served("instance", "list", "--json").json["data"] == []
+    status = served("status").out
+    assert "0 of 1" in status
+    assert served("status", "--json").json["models"] == 1
+
+
+def test_refusals_name_the_field_and_make_nothing(served: Run, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "tiny")
+    outcome = served("model", "add", "m", "--path", folder, "--region", "mars")
+    assert outcome.status == 1
+    assert outcome.err == "error: region 'mars' is not registered (404)\n"
+    assert outcome.out == ""
+    assert served("model", "list", "--json").json["data"] == []
+    outcome = served("model", "add", "m", "--path", tmp_path / "none")
+    assert (outcome.status, "is no folder" in outcome.err) == (1, True)
+    assert "name:" in served("region", "add", "US").err
+    assert "(401)" in served("--key", "wrong", "region", "list").err
+
+
+def test_keys(served: Run) -> None:
+    made = served("key", "create", "ci", "--role", "viewer")
+    secret = made.out.strip()
+    assert served("--key", secret, "region", "list").status == 0
+    assert "(403)" in served("--key", secret, "region", "add", "a").err
+    rows = served("key", "list", "--json").json["data"]
+    assert [row["name"] for row in rows] == ["admin", "ci"]
+    assert secret not in served("key", "list").out
+    assert served("key", "revoke", rows[1]["id"], "--json").json["revoked_at"]
+    assert "(409)" in served("key", "revoke", rows[0]["id"]).err
+
+
+def test_demand(served: Run, tmp_path: Path) -> None:
+    served("region", "add", "us-east")
+    served("model", "add", "m", "--path", write_checkpoint(tmp_path / "tiny"))
+    lines = ["start_s,region,model,tokens_per_s", *(f"{60 * i},us-east,m,{i}" for i in range(120))]
+    plain, packed = tmp_path / "week.csv", tmp_path / "week.csv.gz"
+    plain.write_text("\n".join(lines))
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert "120 minutes of 1 endpoints" in served("demand", "import", plain).out
+    assert served("demand", "import", packed, "--json").json["rows"] == 120
+    shown = served("demand", "show", "m", "us-east").out
+    assert "89.5" in shown
+    assert "119" in shown
+    assert len(served("demand", "show", "m", "us-east", "--since-s", 60, "--json").json["data"]) == 119
+    plain.write_text(plain.read_text() + "\n61,us-east,m,1")
+    assert served("demand", "import", plain).err.endswith(
+        "error: line 122: start_s: must be a multiple of 60, is 61 (400)\n"
+    )
+    packed.write_bytes(packed.read_bytes()[:-9])
+    assert "cannot be read" in served("demand", "import", packed).err
+    assert "none" in served("forecast", "list").out
+
+
+def test_batches(served: Run, tmp_path: Path) -> None:
+    served("model", "add", "m", "--path", write_checkpoint(tmp_path / "tiny"))
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    file = tmp_path / "requests.jsonl"
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    file.write_text(json.dumps(request) + "\n")
+    batch = served("batch", "submit", file, "--no-watch", "--json").json
+    assert batch["status"] == "validating"
+    assert batch["id"] in served("batch", "list").out
+    assert served("batch", "show", batch["id"], "--json").json["endpoint"] == "/v1/chat/completions"
+    assert "has no output file" in served("batch", "output", batch["id"]).err
+    assert served("batch", "cancel", batch["id"], "--json").json["status"] in {"cancelling", "cancelled"}
+    file.write_text("{}\n")
+    assert "url" in served("batch", "submit", file).err
+    file.write_text("no json\n")
+    assert "line 1" in served("batch", "submit", file).err
+
+
+def test_plans_of_an_empty_fleet(served: Run) -> None:
+    assert served("plan", "list", "--json").json["data"] == []
+    assert "(404)" in served("plan", "show", "plan_0").err
+    assert "(404)" in served("plan", "apply", "plan_0", "--index", 1).err
