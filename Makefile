@@ -6,7 +6,7 @@ LOCK := ops/requirements.lock
 READY := $(VENV)/.ready
 # torch stands outside the lock: its CPU build needs nothing more, its CUDA build brings its own libraries.
 TORCH := $(shell sed -n 's/^torch = \["torch==\([0-9.]*\)".*/\1/p' pyproject.toml)
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --no-compile
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help

@@ -80,7 +80,7 @@ def _refusal(body: bytes, status: int) -> NodeError:
 
 
 def _error_of(event: Failed) -> NodeError:
-    """Only what the request itself did wrong is the client's to mend; the rest is ours, and another node may do better."""
+    """Only what the request itself did wrong is the client's to mend; for the rest another node may do better."""
     return NodeError(
         event.message,
         status=_STATUS_FOR_CLIENTS.get(event.status, 502),

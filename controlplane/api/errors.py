@@ -4,17 +4,20 @@ from http import HTTPStatus
 from typing import Any
 
 import structlog
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from controlplane.errors import InvalidValueError, NotFoundError, TidepoolError, UnavailableError
 from controlplane.serving.openai_answers import openai_error
 
 log = structlog.get_logger()
+CLIENT_GONE = 499
+"""nginx's status for a request whose client went away; nobody reads it, access logs do."""
 _RETRY_AFTER_S = 1
 
 
@@ -106,6 +109,9 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, SQLAlchemyError)
         return error_response(request, translate_database(error))
 
+    async def on_disconnect(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
     async def on_any(request: Request, error: Exception) -> JSONResponse:
         log.exception("unhandled error", path=request.url.path, exc_info=error)
         return error_response(request, InternalError("internal error; the request id finds it in the log"))
@@ -114,4 +120,5 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(SQLAlchemyError, on_database)
+    app.add_exception_handler(ClientDisconnect, on_disconnect)
     app.add_exception_handler(Exception, on_any)

@@ -16,7 +16,7 @@ from controlplane.store.batch_tables import File as FileRow
 
 router = APIRouter(prefix="/v1/files", tags=["files"], responses=ERRORS)
 _DISK_RESERVE_BYTES = 256 * 2**20
-Keep = Annotated[int, Form(alias="expires_after[seconds]", ge=3600, le=30 * 86_400)]
+Keep = Annotated[int | None, Form(alias="expires_after[seconds]", ge=3600, le=30 * 86_400)]
 
 
 @router.post("", summary="Upload a file")
@@ -27,7 +27,7 @@ def upload(
     file: Annotated[UploadFile, File(description="JSON lines, one request each")],
     purpose: Annotated[Literal["batch"], Form()],
     anchor: Annotated[Literal["created_at"] | None, Form(alias="expires_after[anchor]")] = None,
-    keep_s: Keep | None = None,
+    keep_s: Keep = None,
 ) -> dict[str, Any]:
     """Every line must be a JSON object; the first that is not is named, and nothing is kept."""
     if (anchor is None) != (keep_s is None):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
@@ -28,10 +29,12 @@ class DemandCounter:
         self._live = live
         self._gateway = gateway
         self._minutes: dict[int, Counter[tuple[str, Endpoint]]] = {}
+        self._lock = threading.Lock()
 
     def count(self, kind: str, endpoint: Endpoint, tokens: int) -> None:
         """Note a request that has just arrived."""
-        self._minutes.setdefault(_this_minute_s(), Counter())[kind, endpoint] += tokens
+        with self._lock:
+            self._minutes.setdefault(_this_minute_s(), Counter())[kind, endpoint] += tokens
 
     def flush(self) -> None:
         """Add what was counted to Redis.
@@ -39,17 +42,25 @@ class DemandCounter:
         Raises:
             UnavailableError: Redis is away; the counts are kept.
         """
+        with self._lock:
+            taken, self._minutes = self._minutes, {}
         if self._gateway:
-            self._minutes.setdefault(_this_minute_s(), Counter())
-        for minute_s in sorted(self._minutes):
-            counts = self._minutes.pop(minute_s)
-            try:
-                self._live.count_demand({key: float(tokens) for key, tokens in counts.items()}, minute_s=minute_s)
-            except UnavailableError:
+            taken.setdefault(_this_minute_s(), Counter())
+        try:
+            for minute_s in sorted(taken):
+                counts = {key: float(tokens) for key, tokens in taken[minute_s].items()}
+                self._live.count_demand(counts, minute_s=minute_s)
+                del taken[minute_s]
+        except UnavailableError:
+            self._keep(taken)
+            raise
+
+    def _keep(self, taken: dict[int, Counter[tuple[str, Endpoint]]]) -> None:
+        with self._lock:
+            for minute_s, counts in taken.items():
                 self._minutes.setdefault(minute_s, Counter()).update(counts)
-                while len(self._minutes) > _MINUTES_KEPT:
-                    self._minutes.pop(min(self._minutes))
-                raise
+            while len(self._minutes) > _MINUTES_KEPT:
+                self._minutes.pop(min(self._minutes))
 
     @contextlib.asynccontextmanager
     async def flushing(self) -> AsyncGenerator[None, None]:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from ops.commands.api import connected
-from ops.commands.screen import AsJson, Columns, bytes_text, print_fields, print_json, print_table
+from ops.commands.screen import AsJson, Columns, bytes_text, notes, print_fields, print_json, print_table
 
 regions = typer.Typer(no_args_is_help=True, help="Regions, in the order that traffic prefers them.")
 gpus = typer.Typer(no_args_is_help=True, help="GPU types: what one has and costs.")
@@ -123,9 +123,11 @@ def show_node(context: typer.Context, name: str, as_json: AsJson = False) -> Non
     if as_json:
         print_json(node)
         return
-    print_fields([(header, node[field]) for header, field in _NODE.items()])
-    gpu_memory = ", ".join(f"{slot['gpus']} GPU, {bytes_text(slot['memory_bytes'])}" for slot in node["slots"])
-    print_fields([("slots", gpu_memory), ("address", node["url"]), ("last seen", node["last_seen_at"])])
+    slots = ", ".join(f"{slot['gpus']} GPUs with {bytes_text(slot['memory_bytes'])}" for slot in node["slots"])
+    known = [(header, node[field]) for header, field in _NODE.items()]
+    print_fields([*known, ("slots", slots), ("address", node["url"]), ("last seen", node["last_seen_at"])])
+    if node["live_error"] is not None:
+        notes().print(f"no heartbeat can be shown: {node['live_error']}", markup=False)
     said = {live["instance_id"]: live for live in (node["live"] or {"instances": []})["instances"]}
     columns: dict[str, Any] = {name: field for name, field in _INSTANCE.items() if field not in {"region", "node"}}
     columns["running"] = lambda row: said.get(row["id"], {}).get("running")

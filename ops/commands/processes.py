@@ -35,7 +35,7 @@ def up(
     """
     from ops.up import up as run_up  # noqa: PLC0415 - torch and Celery load only when they are needed
 
-    with _one_line_errors():
+    with _running():
         run_up(home, port, bare=bare)
 
 
@@ -55,7 +55,7 @@ def demo(
     from ops.demo import DemoError  # noqa: PLC0415 - heavy
     from ops.demo import main as run_demo  # noqa: PLC0415 - heavy
 
-    with _one_line_errors():
+    with _running():
         try:
             run_demo(demand=demand, keep=keep)
         except DemoError as error:
@@ -72,7 +72,7 @@ def api() -> None:
     from controlplane.api.app import serve  # noqa: PLC0415 - heavy
     from controlplane.settings import Settings  # noqa: PLC0415 - heavy
 
-    with _one_line_errors():
+    with _running():
         serve(Settings())
 
 
@@ -86,7 +86,7 @@ def dispatcher() -> None:
     from controlplane.dispatcher import serve  # noqa: PLC0415 - heavy
     from controlplane.settings import Settings  # noqa: PLC0415 - heavy
 
-    with _one_line_errors():
+    with _running():
         serve(Settings())
 
 
@@ -99,7 +99,7 @@ def worker() -> None:
     """
     from controlplane.loops.schedule import serve_worker  # noqa: PLC0415 - heavy
 
-    with _one_line_errors():
+    with _running():
         serve_worker()
 
 
@@ -112,7 +112,7 @@ def beat() -> None:
     """
     from controlplane.loops.schedule import serve_beat  # noqa: PLC0415 - heavy
 
-    with _one_line_errors():
+    with _running():
         serve_beat()
 
 
@@ -127,7 +127,7 @@ def agent() -> None:
     from dataplane.agent import run_agent  # noqa: PLC0415 - heavy
     from dataplane.settings import AgentSettings  # noqa: PLC0415 - heavy
 
-    with _one_line_errors():
+    with _running():
         run_agent(AgentSettings())
 
 
@@ -143,19 +143,31 @@ def migrate(
     import migrations  # noqa: PLC0415 - heavy
     from controlplane.settings import Settings  # noqa: PLC0415 - heavy
 
-    with _one_line_errors():
+    with _running():
         migrations.upgrade(Settings().database_url.get_secret_value(), revision)
 
 
 @contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """What stops a process before it can log is told in one line: bad settings, a busy port, a server that is away."""
+def _running() -> Iterator[None]:
+    """Around a process: plain logs, and one line for what stops it before it can log: bad settings, a busy port, a
+    server that is away.
+    """
+    import structlog  # noqa: PLC0415 - heavy
     from pydantic import ValidationError  # noqa: PLC0415 - heavy
     from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - heavy
 
     from ops.home import EmbeddedError  # noqa: PLC0415 - heavy
     from ops.supervisor import SupervisorError  # noqa: PLC0415 - heavy
 
+    # structlog's default draws tracebacks with every local variable: minutes of a blocked event loop for one error.
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
+        ]
+    )
     try:
         yield
     except ValidationError as error:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import redis
+import structlog
 import uuid_utils
 from pydantic import SecretStr
 from sqlalchemy import URL, create_engine, make_url, pool
@@ -30,6 +31,13 @@ def _text(url: URL) -> str:
     return url.render_as_string(hide_password=False)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def plain_tracebacks() -> None:
+    """structlog's default draws every local variable of every frame, which takes minutes."""
+    renderer = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(processors=[structlog.processors.add_log_level, renderer])
+
+
 @pytest.fixture(scope="session")
 def template_database(postgres_url: str) -> Iterator[str]:
     """The name of a migrated database that nobody is connected to."""
@@ -52,10 +60,10 @@ def database_url(postgres_url: str, template_database: str) -> Iterator[str]:
 @pytest.fixture
 def settings(database_url: str, redis_url: str, tmp_path: Path) -> Settings:
     """Settings that point at this test's database, an empty Redis and a home folder of its own."""
-    flushed = redis.Redis.from_url(redis_url, db=REDIS_DATABASE)
+    address = f"{redis_url.rsplit('/', 1)[0]}/{REDIS_DATABASE}"
+    flushed = redis.Redis.from_url(address)
     flushed.flushdb()
     flushed.close()
-    address = f"{redis_url.rsplit('/', 1)[0]}/{REDIS_DATABASE}"
     return Settings(database_url=SecretStr(database_url), redis_url=SecretStr(address), home=tmp_path)
 
 

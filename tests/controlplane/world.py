@@ -52,6 +52,7 @@ class FakeAgent:
         self.script = list(script)
         self.then = then
         self.asked: list[Generate] = []
+        self.peers: set[int] = set()
         self.dropped = threading.Event()
         self.url = ""
         self.app = Starlette(routes=[Route("/generate", self._generate, methods=["POST"])])
@@ -60,6 +61,8 @@ class FakeAgent:
         assert request.headers["authorization"] == f"Bearer {NODE_KEY}"
         generate = msgspec.json.decode(await request.body(), type=Generate)
         self.asked.append(generate)
+        assert request.client is not None
+        self.peers.add(request.client.port)
         mode = self.script.pop(0) if self.script else self.then
         if mode in REFUSALS:
             failed = REFUSALS[mode]

@@ -8,6 +8,7 @@ import httpx2 as httpx
 from openai import OpenAI
 
 from controlplane.api.app import make_app
+from controlplane.api.state import State
 from controlplane.settings import Settings
 from controlplane.store.tables import Role
 from tests.controlplane.world import NODE_KEY, FakeAgent, World, served
@@ -16,8 +17,8 @@ from tests.controlplane.world import NODE_KEY, FakeAgent, World, served
 class Gateway:
     """A running gateway. `client` is the official one; `http` is for what that would never send."""
 
-    def __init__(self, world: World, url: str, stack: ExitStack) -> None:
-        self.world, self.url, self._stack = world, url, stack
+    def __init__(self, world: World, url: str, stack: ExitStack, state: State) -> None:
+        self.world, self.url, self._stack, self.state = world, url, stack, state
         self.secret = world.key()
         self.client = self.client_of(self.secret)
         headers = {"Authorization": f"Bearer {self.secret}"}
@@ -63,5 +64,6 @@ def running_gateway(world: World, *agents: FakeAgent, used: float = 0.0, **chang
         for number, agent in enumerate(agents):
             agent.url = stack.enter_context(served(agent.app))
             world.serve(f"n{number}", agent.url, region="us-west" if number else "us-east", used=used)
-        url = stack.enter_context(served(make_app(settings)))
-        yield Gateway(world, url, stack)
+        app = make_app(settings)
+        url = stack.enter_context(served(app))
+        yield Gateway(world, url, stack, app.state.tidepool)

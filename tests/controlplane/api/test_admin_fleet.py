@@ -150,6 +150,21 @@ def test_unknown_things_are_404(ask: Ask) -> None:
     ask("GET", "/admin/nothing", status=404)
 
 
+def test_an_operators_plan_is_made_once(ask: Ask, fleet: None) -> None:
+    once = {"headers": {"Idempotency-Key": "p-1"}, "json": {"dry_run": False}}
+    made = ask("POST", "/admin/plans", **once)
+    assert ask("POST", "/admin/plans", **once) == made
+    assert [plan["id"] for plan in ask("GET", "/admin/plans")["data"]] == [made["plan"]["id"]]
+
+
+def test_a_nul_is_the_callers_fault(ask: Ask, api: Any, secrets: dict[str, str]) -> None:
+    for path in ("/admin/plans/%00", "/admin/nodes/%00"):
+        ask("GET", path, status=400)
+    headers = {"Authorization": f"Bearer {secrets['client']}"}
+    for path in ("/v1/files/a%00b", "/v1/batches/a%00b"):
+        assert api.get(path, headers=headers).status_code == 400
+
+
 def test_pages_cover_everything_once(ask: Ask, fleet: None) -> None:
     for gpu_type in ("A1", "B2", "C3"):
         ask("PUT", f"/admin/gpu-types/{gpu_type}", json={"memory_bytes": 1, "cost_per_hour": 0})

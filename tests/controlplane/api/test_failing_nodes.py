@@ -1,0 +1,123 @@
+"""The interactive gateway before nodes that refuse, die, hang or babble."""
+
+import threading
+import time
+
+import httpx2 as httpx
+import msgspec
+import openai
+import pytest
+
+from tests.controlplane.api.gateway import running_gateway
+from tests.controlplane.world import FakeAgent, World, until
+
+BEFORE_THE_FIRST_TOKEN = [
+    "die", "garbage", "empty", "not ready", "overloaded", "wrong key", "worker lost", "odd status", "bad bytes", "hang",
+]  # fmt: skip
+
+
+def test_another_instance_is_tried_before_the_first_token(world: World) -> None:
+    bad, good = FakeAgent(), FakeAgent()
+    with running_gateway(world, bad, good, first_token_timeout_s=0.3) as gateway:
+        for stream in (False, True):
+            for mode in BEFORE_THE_FIRST_TOKEN:
+                bad.script = [mode]
+                answer = gateway.chat(stream=stream)
+                assert "turns" in answer.text, mode
+                assert answer.headers["x-tidepool-region"] == "us-west", mode
+                assert len(bad.asked) == len(good.asked), mode
+
+
+def test_what_is_the_clients_fault_is_not_tried_again(world: World) -> None:
+    first, second = FakeAgent("too long"), FakeAgent()
+    with running_gateway(world, first, second) as gateway:
+        with pytest.raises(openai.BadRequestError) as caught:
+            gateway.client.chat.completions.create(model="tide", messages=[{"role": "user", "content": "hi"}])
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "max_tokens")
+        assert second.asked == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_when_every_node_fails_the_answer_is_ours(world: World, stream: bool) -> None:
+    rows = [("die", 502), ("garbage", 502), ("wrong key", 502), ("odd status", 502), ("not ready", 503),
+            ("overloaded", 429), ("worker lost", 503)]  # fmt: skip
+    first, second = FakeAgent(), FakeAgent()
+    with running_gateway(world, first, second) as gateway:
+        for mode, status in rows:
+            first.then = second.then = mode
+            gateway.chat(status, stream=stream)
+        assert len(first.asked) == len(second.asked) == len(rows)
+
+
+def test_at_most_three_instances_are_tried(world: World) -> None:
+    agents = [FakeAgent(then="worker lost") for _ in range(4)]
+    with running_gateway(world, *agents) as gateway:
+        gateway.chat(503)
+    assert sum(len(agent.asked) for agent in agents) == 3
+
+
+def test_no_instance_and_a_dead_one(world: World) -> None:
+    with running_gateway(world) as gateway:
+        assert gateway.chat(503).json()["error"]["code"] == "no_capacity"
+        world.serve("gone", "http://127.0.0.1:9")
+        until(lambda: _code(gateway.http) != "no_capacity")
+        assert _code(gateway.http) == "node_error"
+
+
+def _code(http: httpx.Client) -> str:
+    answer = http.post("/v1/completions", json={"model": "tide", "prompt": "x"})
+    return str(answer.json()["error"]["code"])
+
+
+@pytest.mark.parametrize("mode", ["die later", "fail later", "no finish", "hang later"])
+def test_a_failure_in_mid_stream(world: World, mode: str) -> None:
+    """A stream says so in its last event and is not tried again; a whole answer becomes an error."""
+    first, second = FakeAgent(then=mode), FakeAgent()
+    with running_gateway(world, first, second, stream_idle_timeout_s=0.3) as gateway:
+        events = [line for line in gateway.chat(stream=True).text.split("\n\n") if line]
+        assert '"the tide "' in events[1]
+        error = msgspec.json.decode(events[-1].removeprefix("data: "))["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert not any("[DONE]" in event for event in events)
+        with pytest.raises(openai.APIError):
+            list(gateway.client.completions.create(model="tide", prompt="x", stream=True))
+        gateway.chat(503 if mode == "fail later" else 502)
+        assert second.asked == []
+
+
+@pytest.mark.parametrize(
+    ("stream", "mode"), [(True, "hang later"), (True, "hang"), (False, "hang"), (False, "hang later")]
+)
+def test_a_client_that_goes_away_reaches_the_node(world: World, stream: bool, mode: str) -> None:
+    agent = FakeAgent(then=mode)
+    with running_gateway(world, agent) as gateway:
+        body = {"model": "tide", "prompt": "x", "stream": stream}
+        with pytest.raises(httpx.TimeoutException):
+            gateway.http.post("/v1/completions", json=body, timeout=0.5)
+        assert agent.dropped.wait(5)
+        metrics = gateway.http.get("/metrics").text
+        assert "tidepool_streams 0.0" in metrics
+        assert 'outcome="cancelled"' in metrics
+
+
+def test_a_gateway_that_drains_finishes_its_streams_and_takes_no_more(world: World) -> None:
+    agent = FakeAgent(then="slow")
+    with running_gateway(world, agent) as gateway:
+        texts: list[str] = []
+        thread = threading.Thread(target=lambda: texts.append(gateway.chat(stream=True).text))
+        thread.start()
+        until(lambda: agent.asked)
+        gateway.state.draining = True
+        assert gateway.chat(503).json()["error"]["code"] == "unavailable"
+        assert gateway.http.get("/readyz").json()["missing"] == ["draining"]
+        thread.join()
+        assert texts[0].endswith("[DONE]\n\n")
+
+
+def test_connections_to_nodes_are_used_again(world: World) -> None:
+    agent = FakeAgent()
+    with running_gateway(world, agent) as gateway:
+        for stream in (False, False, True, True):
+            gateway.chat(stream=stream)
+            time.sleep(0.05)
+        assert len(agent.peers) == 1

@@ -1,0 +1,43 @@
+"""Liveness, readiness and metrics, with Postgres or Redis away."""
+
+import time
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from ops.ports import free_port
+from tests.controlplane.api.gateway import running_gateway
+from tests.controlplane.world import FakeAgent, World
+
+
+def test_ready(world: World) -> None:
+    with running_gateway(world, FakeAgent()) as gateway:
+        ready = gateway.http.get("/readyz")
+        assert (ready.status_code, ready.json()) == (200, {"status": "ok", "missing": []})
+        gateway.chat()
+        metrics = gateway.http.get("/metrics")
+        assert metrics.headers["content-type"].startswith("text/plain; version=")
+        assert 'tidepool_requests_total{model="tide",outcome="ok",region="us-east",tier="IW-N"} 1.0' in metrics.text
+        assert 'tidepool_input_tokens_total{model="tide",tier="IW-N"} 7.0' in metrics.text
+        assert 'gen_ai_server_time_to_first_token_seconds_count{model="tide",tier="IW-N"} 1.0' in metrics.text
+
+
+@pytest.mark.parametrize(
+    ("away", "missing"),
+    [("redis_url", ["redis", "live view"]), ("database_url", ["postgres"])],
+)
+def test_not_ready_says_what_is_missing(world: World, away: str, missing: list[str]) -> None:
+    scheme = {"redis_url": "redis", "database_url": "postgresql+psycopg"}[away]
+    changes: dict[str, Any] = {away: SecretStr(f"{scheme}://127.0.0.1:{free_port()}/0"), "heartbeat_stale_s": 1.5}
+    with running_gateway(world, **changes) as gateway:
+        time.sleep(1.5 if away == "redis_url" else 0)
+        began = time.monotonic()
+        answer = gateway.http.get("/readyz")
+        took = time.monotonic() - began
+        assert (answer.status_code, answer.json()["missing"]) == (503, missing)
+        assert took < 5, "it says so before an orchestrator gives up"
+        assert gateway.http.get("/livez").json() == {"status": "ok"}
+        if away == "database_url":
+            refused = gateway.chat(503)
+            assert refused.json()["error"]["code"] == "unavailable"

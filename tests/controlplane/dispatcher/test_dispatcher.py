@@ -1,0 +1,256 @@
+"""Dispatchers at work: real Postgres and Valkey, nodes that answer as told. Exactly one result a line, whatever fails."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+import pytest
+from sqlalchemy import select, text
+
+from controlplane.dispatcher.process import Dispatcher
+from controlplane.settings import Settings
+from controlplane.store.batch_tables import BatchRequest, BatchResult
+from controlplane.store.batches import cancel_batch
+from controlplane.store.blobs import BlobStore
+from controlplane.store.queue import expire_leases, expire_requests
+from tests.controlplane.world import NODE_KEY, FakeAgent, World, served
+
+FAST = {
+    "heartbeat_stale_s": 600.0,
+    "view_refresh_s": 0.05,
+    "release_signal_s": 0.01,
+    "node_key": NODE_KEY,
+    "stream_idle_timeout_s": 5.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controlplane.dispatcher.process._RELEASE_EVERY_S", 0.02)
+    monkeypatch.setattr("controlplane.dispatcher.process._BATCHES_EVERY_S", 0.05)
+    monkeypatch.setattr("controlplane.dispatcher.release._RETRY_DELAY_S", 0.01)
+
+
+@contextlib.asynccontextmanager
+async def dispatchers(world: World, count: int = 1, **changes: Any) -> AsyncIterator[list[asyncio.Task[None]]]:
+    settings = Settings(**world.settings.model_dump() | FAST | changes)
+    tasks = [asyncio.create_task(Dispatcher(settings).run()) for _ in range(count)]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
+
+
+async def ended(world: World, batch_id: str) -> Any:
+    await holds(lambda: world.batch(batch_id).ended_at)
+    return world.batch(batch_id)
+
+
+async def holds(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not await asyncio.to_thread(condition):
+            await asyncio.sleep(0.02)
+
+
+def lines_of(blobs: BlobStore, file_id: str | None) -> list[dict[str, Any]]:
+    if file_id is None:
+        return []
+    with blobs.open(file_id) as stream:
+        return [msgspec.json.decode(line) for line in stream]
+
+
+def states(world: World) -> list[tuple[str, int, str | None]]:
+    with world.database.transaction() as session:
+        rows = session.scalars(select(BatchRequest).order_by(BatchRequest.line))
+        return [(row.state, row.attempts, row.last_error) for row in rows]
+
+
+def test_two_dispatchers_make_one_result_a_line(world: World, blobs: BlobStore) -> None:
+    east, west = FakeAgent(), FakeAgent(then="slow")
+
+    async def run() -> Any:
+        async with dispatchers(world, 2):
+            return await ended(world, batch_id)
+
+    with served(east.app) as first, served(west.app) as second:
+        world.serve("n1", first)
+        world.serve("n2", second, region="us-west")
+        batch_id = world.add_batch(lines=30)
+        batch = asyncio.run(run())
+    assert (batch.state, batch.error_file_id) == ("completed", None)
+    output = lines_of(blobs, batch.output_file_id)
+    assert [line["custom_id"] for line in output] == [f"c{n}" for n in range(1, 31)], "in the order of the input"
+    assert len({line["id"] for line in output}) == 30
+    answer = output[0]["response"]
+    assert (answer["status_code"], output[0]["error"]) == (200, None)
+    assert answer["body"]["choices"][0]["text"] == "the tide turns"
+    assert answer["body"]["service_tier"] == "flex"
+    assert {asked.tier for asked in east.asked + west.asked} == {"NIW"}
+    assert len(east.asked) + len(west.asked) == 30, "nobody is asked twice"
+
+
+def test_what_a_node_refuses_is_an_error_line(world: World, blobs: BlobStore) -> None:
+    agent = FakeAgent("too long")
+
+    async def run() -> Any:
+        async with dispatchers(world):
+            return await ended(world, batch_id)
+
+    with served(agent.app) as url:
+        world.serve("n1", url)
+        batch_id = world.add_batch(lines=2)
+        batch = asyncio.run(run())
+    assert batch.state == "completed"
+    [failed], [good] = lines_of(blobs, batch.error_file_id), lines_of(blobs, batch.output_file_id)
+    assert (failed["response"]["status_code"], failed["error"]) == (400, None)
+    assert failed["response"]["body"]["error"]["code"] == "context_length_exceeded"
+    assert {failed["custom_id"], good["custom_id"]} == {"c1", "c2"}
+
+
+def test_failures_of_nodes_are_tried_again_but_not_for_ever(world: World, blobs: BlobStore) -> None:
+    agent = FakeAgent("die", "garbage", "die later", "worker lost")  # four of five attempts
+
+    async def run() -> Any:
+        async with dispatchers(world):
+            return await ended(world, batch_id)
+
+    with served(agent.app) as url:
+        world.serve("n1", url)
+        batch_id = world.add_batch(lines=1)
+        assert asyncio.run(run()).state == "completed"
+        assert states(world) == [("completed", 5, states(world)[0][2])]
+        agent.then, batch_id = "worker lost", world.add_batch(lines=1)
+        batch = asyncio.run(run())
+    [line] = lines_of(blobs, batch.error_file_id)
+    assert line["response"]["status_code"] == 503
+    assert len(agent.asked) == 5 + 5
+
+
+def test_a_full_node_costs_no_attempt(world: World) -> None:
+    agent = FakeAgent(*["overloaded", "not ready"] * 4)
+
+    async def run() -> Any:
+        async with dispatchers(world):
+            return await ended(world, batch_id)
+
+    with served(agent.app) as url:
+        world.serve("n1", url)
+        batch_id = world.add_batch(lines=1)
+        assert asyncio.run(run()).state == "completed"
+    assert [(state, attempts) for state, attempts, _ in states(world)] == [("completed", 1)]
+    assert len(agent.asked) == 9
+
+
+def test_text_that_jsonb_would_refuse_is_kept(world: World, blobs: BlobStore) -> None:
+    agent = FakeAgent(then="nul")
+
+    async def run() -> Any:
+        async with dispatchers(world):
+            return await ended(world, batch_id)
+
+    with served(agent.app) as url:
+        world.serve("n1", url)
+        batch_id = world.add_batch(lines=1)
+        [line] = lines_of(blobs, asyncio.run(run()).output_file_id)
+    assert line["response"]["body"]["choices"][0]["text"] == "the\0tide turns"
+
+
+def test_a_stopped_dispatcher_gives_back_at_once(world: World) -> None:
+    agent = FakeAgent(then="hang later")
+
+    async def run() -> None:
+        async with dispatchers(world):
+            await holds(lambda: len(agent.asked) == 2)
+
+    with served(agent.app) as url:
+        world.serve("n1", url)
+        world.add_batch(lines=2)
+        asyncio.run(run())
+        assert agent.dropped.wait(5)
+    assert states(world) == [("waiting", 0, "its dispatcher was stopped")] * 2
+
+
+def test_a_result_after_a_lost_lease_is_dropped(world: World) -> None:
+    """The lease runs out while a node is slow; another dispatcher's answer is the one that counts."""
+    agent = FakeAgent(then="slow")
+
+    async def run() -> None:
+        async with dispatchers(world):
+            await holds(lambda: len(agent.asked) == 1)
+            with world.database.transaction() as session:
+                session.execute(text("UPDATE batch_requests SET lease_until = now() - interval '1 s'"))
+                assert expire_leases(session) == 1
+            await ended(world, batch_id)
+
+    with served(agent.app) as url:
+        world.serve("n1", url)
+        batch_id = world.add_batch(lines=1)
+        asyncio.run(run())
+    assert len(agent.asked) == 2
+    with world.database.transaction() as session:
+        [result] = session.scalars(select(BatchResult)).all()
+    assert result.upstream_id.endswith("_2"), "the second attempt's"
+
+
+def test_a_lease_that_is_lost_breaks_off_the_work(world: World) -> None:
+    agent = FakeAgent(then="hang later")
+
+    async def run() -> None:
+        async with dispatchers(world, niw_lease_s=5):
+            await holds(lambda: agent.asked)
+            with world.database.transaction() as session:
+                cancel_batch(session, batch_id, tenant="acme")
+            await asyncio.to_thread(agent.dropped.wait, 10)
+
+    with served(agent.app) as url:
+        world.serve("n1", url)
+        batch_id = world.add_batch(lines=1)
+        asyncio.run(run())
+        assert agent.dropped.is_set()
+    assert [state for state, _, _ in states(world)] == ["cancelled"]
+
+
+@pytest.mark.parametrize(("end", "code"), [("cancelled", "batch_cancelled"), ("expired", "batch_expired")])
+def test_finished_lines_are_kept(world: World, blobs: BlobStore, end: str, code: str) -> None:
+    agent = FakeAgent("answer", "answer", then="hang")
+
+    async def run() -> Any:
+        async with dispatchers(world):
+            await holds(lambda: [state for state, _, _ in states(world)].count("completed") == 2)
+            with world.database.transaction() as session:
+                if end == "cancelled":
+                    cancel_batch(session, batch_id, tenant="acme")
+                else:
+                    session.execute(text("UPDATE batch_requests SET deadline_at = now() - interval '1 s'"))
+                    assert expire_requests(session) == 3
+            return await ended(world, batch_id)
+
+    with served(agent.app) as url:
+        world.serve("n1", url)
+        batch_id = world.add_batch(lines=5)
+        batch = asyncio.run(run())
+    assert batch.state == end
+    done, not_done = lines_of(blobs, batch.output_file_id), lines_of(blobs, batch.error_file_id)
+    assert len(done) == 2
+    assert {line["response"] for line in not_done} == {None}
+    assert [line["error"]["code"] for line in not_done] == [code] * 3
+    assert {line["custom_id"] for line in done + not_done} == {f"c{n}" for n in range(1, 6)}
+
+
+def test_no_room_no_release(world: World) -> None:
+    agent = FakeAgent()
+
+    async def run() -> None:
+        async with dispatchers(world):
+            await asyncio.sleep(0.3)
+
+    with served(agent.app) as url:
+        world.serve("n1", url, used=0.61)
+        world.add_batch(lines=1)
+        asyncio.run(run())
+    assert (agent.asked, states(world)) == ([], [("waiting", 0, None)])

@@ -1,0 +1,125 @@
+"""Validating a batch: every bad line is named, and all lines or none become requests."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from sqlalchemy import func, select
+
+from controlplane.dispatcher.ingest import ingest_one
+from controlplane.store.batch_tables import BatchRequest
+from controlplane.store.blobs import BlobStore
+from tests.controlplane.world import World
+
+
+def line(custom_id: Any = "a", **changes: Any) -> bytes:
+    body = {"model": "tide", "prompt": "x", "max_tokens": 4} | changes.pop("body", {})
+    fields = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
+    return msgspec.json.encode({**fields, **changes}) + b"\n"
+
+
+def ingest(world: World, blobs: BlobStore, *lines: bytes, **changes: Any) -> Any:
+    """A batch of these lines after validation."""
+    batch_id = world.add_batch()
+    with blobs.writing(world.batch(batch_id).input_file_id) as stream:
+        stream.write(b"".join(lines))
+    with world.database.transaction() as session:
+        assert ingest_one(session, blobs, world.settings.model_copy(update=changes)) == batch_id
+        assert ingest_one(session, blobs, world.settings) is None
+    return world.batch(batch_id)
+
+
+def requests_of(world: World) -> list[BatchRequest]:
+    with world.database.transaction() as session:
+        return list(session.scalars(select(BatchRequest).order_by(BatchRequest.line)))
+
+
+def test_good_lines_become_requests(world: World, blobs: BlobStore) -> None:
+    odd = {"prompt": "a\0b é \U0001f30a"}
+    batch = ingest(world, blobs, line("a"), b"\n", line("b", body=odd), line("c").rstrip())
+    assert (batch.state, batch.errors) == ("in_progress", None)
+    assert batch.in_progress_at is not None
+    rows = requests_of(world)
+    assert [(r.line, r.custom_id, r.model, r.state) for r in rows] == [
+        (1, "a", "tide", "waiting"),
+        (3, "b", "tide", "waiting"),
+        (4, "c", "tide", "waiting"),
+    ]
+    assert rows[1].body == {"model": "tide", "max_tokens": 4, **odd}
+    assert rows[0].deadline_at == batch.deadline_at
+
+
+BAD = [
+    (b"{oops\n", "invalid_json_line", None),
+    (b"[1]\n", "invalid_json_line", None),
+    (b'"\xff"\n', "invalid_json_line", None),
+    (b"[" * 100_000 + b"\n", "invalid_json_line", None),
+    (line(None), "missing_required_parameter", "custom_id"),
+    (line(""), "missing_required_parameter", "custom_id"),
+    (line("x" * 513), "missing_required_parameter", "custom_id"),
+    (line("a\0"), "invalid_value", "custom_id"),
+    (line(method="GET"), "invalid_method", "method"),
+    (line(url="/v1/chat/completions"), "mismatched_url", "url"),
+    (line(body={"prompt": None}), "invalid_value", "body.prompt.str"),
+    (msgspec.json.encode({"custom_id": "a", "method": "POST", "url": "/v1/completions"}), "missing_required_parameter", "body"),
+    (line(body={"model": "llama"}), "model_not_found", "body.model"),
+    (line(body={"stream": True}), "invalid_value", "body.stream"),
+    (line(body={"n": 2}), "invalid_value", "body.n"),
+    (line(body={"max_tokens": 5000}), "context_length_exceeded", "body.max_tokens"),
+]  # fmt: skip
+
+
+def test_each_bad_line_is_named(world: World, blobs: BlobStore) -> None:
+    for bad, code, param in BAD:
+        batch = ingest(world, blobs, line("first"), bad.rstrip() + b"\n", line("last"))
+        assert batch.state == "failed"
+        assert batch.ended_at is not None
+        [error] = batch.errors["data"]
+        assert (error["code"], error["param"], error["line"]) == (code, param, 2), error
+        assert error["message"]
+    assert requests_of(world) == []
+
+
+def test_all_errors_are_shown_up_to_a_hundred(world: World, blobs: BlobStore) -> None:
+    batch = ingest(world, blobs, line("a"), *[line("a")] * 150)
+    assert len(batch.errors["data"]) == 100
+    assert {error["code"] for error in batch.errors["data"]} == {"duplicate_custom_id"}
+    assert "line 1" in batch.errors["data"][0]["message"]
+    few = ingest(world, blobs, b"{\n", line("b"), line("b"))
+    assert [(e["code"], e["line"]) for e in few.errors["data"]] == [
+        ("invalid_json_line", 1),
+        ("duplicate_custom_id", 3),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [([line(str(n)) for n in range(4)], "too_many_lines"), ([b"\n"], "empty_file"), ([], "empty_file")],
+)
+def test_too_many_and_too_few(world: World, blobs: BlobStore, lines: list[bytes], code: str) -> None:
+    batch = ingest(world, blobs, *lines, batch_lines_max=3)
+    assert (batch.state, batch.errors["data"][0]["code"]) == ("failed", code)
+    assert requests_of(world) == []
+
+
+def test_exactly_as_many_as_allowed(world: World, blobs: BlobStore) -> None:
+    assert ingest(world, blobs, *[line(str(n)) for n in range(3)], batch_lines_max=3).state == "in_progress"
+
+
+def test_a_file_that_is_gone(world: World, blobs: BlobStore) -> None:
+    batch_id = world.add_batch()
+    with world.database.transaction() as session:
+        ingest_one(session, blobs, world.settings)
+    [error] = world.batch(batch_id).errors["data"]  # type: ignore[index]
+    assert (error["code"], error["param"]) == ("file_not_found", "input_file_id")
+
+
+def test_a_batch_being_validated_is_left_alone(world: World, blobs: BlobStore) -> None:
+    batch_id = world.add_batch()
+    with blobs.writing(world.batch(batch_id).input_file_id) as stream:
+        stream.write(line())
+    with world.database.transaction() as one, world.database.transaction() as other:
+        assert ingest_one(one, blobs, world.settings) == batch_id
+        assert ingest_one(other, blobs, world.settings) is None
+    with world.database.transaction() as session:
+        assert session.scalar(select(func.count()).select_from(BatchRequest)) == 1

@@ -1,0 +1,175 @@
+"""Routing: region by preference and utilization, then the shortest queue (SageServe 6.1, 6.2)."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controlplane.policies.decisions import NoRoute, Route
+from controlplane.policies.facts import Endpoint, InstanceFacts, RoutingFacts, Tier
+from controlplane.policies.routing import RoutingSettings, choose_route, is_usable, utilization_of
+
+SETTINGS = RoutingSettings(utilization_max=0.7, stale_s=5.0)
+
+
+def instance(name: str, region: str = "east", *, used: int = 0, of: int = 100, **changes: Any) -> InstanceFacts:
+    values: dict[str, Any] = {
+        "instance_id": name,
+        "node_id": f"node-{name}",
+        "endpoint": Endpoint(model="tide", region=region),
+        "gpu_type": "H800",
+        "accepting": True,
+        "age_s": 0.5,
+        "kv_used_bytes": used,
+        "kv_capacity_bytes": of,
+        "remaining_tokens": 0,
+    }
+    return InstanceFacts(**(values | changes))
+
+
+def facts(*instances: InstanceFacts, **changes: Any) -> RoutingFacts:
+    values: dict[str, Any] = {
+        "model": "tide",
+        "tier": Tier.IW_F,
+        "tokens": 100,
+        "preference": ("east", "central", "west"),
+        "instances": instances,
+    }
+    return RoutingFacts(**(values | changes))
+
+
+ROWS = [
+    # name, instances, the one chosen, its region's utilization
+    ("home is first", [instance("w", "west"), instance("e", "east")], "e", 0.0),
+    ("69 % is below 70 %", [instance("e", used=69), instance("c", "central")], "e", 0.69),
+    ("70 % is not", [instance("e", used=70), instance("c", "central")], "c", 0.0),
+    (
+        "skips one",
+        [instance("e", used=90), instance("c", "central", used=71), instance("w", "west", used=60)],
+        "w",
+        0.6,
+    ),
+    (
+        "all full: least",
+        [instance("e", used=90), instance("c", "central", used=80), instance("w", "west", used=85)],
+        "c",
+        0.8,
+    ),
+    ("equally full: preference", [instance("w", "west", used=80), instance("e", used=80)], "e", 0.8),
+    (
+        "over its instances: (90 + 40) / 200",
+        [instance("a", used=90), instance("b", used=40, remaining_tokens=9), instance("c", "central")],
+        "a",
+        0.65,
+    ),
+    (
+        "by bytes: (90 + 10) / 400",
+        [instance("a", used=90), instance("b", used=10, of=300, remaining_tokens=1)],
+        "a",
+        0.25,
+    ),
+    (
+        "shortest queue: 50 + 60 > 90 + 0",
+        [instance("a", remaining_tokens=50, sent_tokens=60), instance("b", remaining_tokens=90)],
+        "b",
+        0.0,
+    ),
+    ("same queue: by id", [instance("b"), instance("a")], "a", 0.0),
+    (
+        "sent counts as used: 10 + 6 x 10 = 70",
+        [instance("e", used=10, sent_tokens=6, kv_bytes_per_token=10), instance("c", "central")],
+        "c",
+        0.0,
+    ),
+    ("no capacity is full", [instance("e", of=0), instance("c", "central", used=99)], "c", 0.99),
+    ("a region nobody prefers is last", [instance("m", "mars"), instance("w", "west")], "w", 0.0),
+    ("but it is taken", [instance("m", "mars"), instance("w", "west", used=70)], "m", 0.0),
+    ("5.0 s is fresh", [instance("e", age_s=5.0)], "e", 0.0),
+    ("stale gives way", [instance("e", age_s=5.1), instance("w", "west")], "w", 0.0),
+    ("draining gives way, its memory too", [instance("e", used=99, accepting=False), instance("f", used=10)], "f", 0.1),
+    (
+        "another model is not it",
+        [replace(instance("e"), endpoint=Endpoint(model="x", region="east")), instance("w", "west")],
+        "w",
+        0.0,
+    ),
+]
+
+
+@pytest.mark.parametrize(("instances", "chosen", "utilization"), [r[1:] for r in ROWS], ids=[r[0] for r in ROWS])
+def test_route(instances: list[InstanceFacts], chosen: str, utilization: float) -> None:
+    for order in (instances, instances[::-1]):
+        route = choose_route(facts(*order), 0.0, SETTINGS)
+        assert isinstance(route, Route)
+        assert (route.instance_id, route.node_id) == (chosen, f"node-{chosen}")
+        assert route.utilization == pytest.approx(utilization)
+
+
+def test_excluded_instances_are_not_tried_again() -> None:
+    two = (instance("a"), instance("b", remaining_tokens=5))
+    route = choose_route(facts(*two, excluded=frozenset({"a"})), 0.0, SETTINGS)
+    assert isinstance(route, Route)
+    assert route.instance_id == "b"
+
+
+@pytest.mark.parametrize(
+    ("instances", "excluded", "words"),
+    [
+        ([], set(), "no instance of 'tide' is placed"),
+        (
+            [replace(instance("a"), endpoint=Endpoint(model="x", region="east"))],
+            set(),
+            "no instance of 'tide' is placed",
+        ),
+        ([instance("a")], {"a"}, "has just failed this request"),
+        ([instance("a", age_s=6), instance("b", age_s=9)], set(), "heard of in the last 5 s"),
+        ([instance("a", accepting=False)], set(), "is ready yet"),
+        ([instance("a", accepting=False), instance("b", age_s=6)], set(), "is ready yet"),
+    ],
+)
+def test_no_route_says_why(instances: list[InstanceFacts], excluded: set[str], words: str) -> None:
+    answer = choose_route(facts(*instances, excluded=frozenset(excluded)), 0.0, SETTINGS)
+    assert isinstance(answer, NoRoute)
+    assert words in answer.reason
+
+
+def test_nothing_available_is_full() -> None:
+    assert utilization_of([]) == 1.0
+
+
+INSTANCES = st.lists(
+    st.builds(
+        instance,
+        st.uuids().map(str),
+        st.sampled_from(["east", "central", "west", "mars"]),
+        used=st.integers(0, 100),
+        of=st.integers(0, 100),
+        accepting=st.booleans(),
+        age_s=st.floats(0, 10),
+        remaining_tokens=st.integers(0, 1000),
+        sent_tokens=st.integers(0, 1000),
+        kv_bytes_per_token=st.integers(0, 2),
+        endpoint=st.builds(Endpoint, model=st.sampled_from(["tide", "x"]), region=st.sampled_from(["east", "west"])),
+    ),
+    max_size=8,
+)
+
+
+@given(instances=INSTANCES, excluded=st.integers(0, 3))
+def test_safety_and_liveness(instances: list[InstanceFacts], excluded: int) -> None:
+    """Never to what is not usable; always somewhere if anything is."""
+    left_out = frozenset(i.instance_id for i in instances[:excluded])
+    good = {
+        i.instance_id: i
+        for i in instances
+        if is_usable(i, SETTINGS.stale_s) and i.endpoint.model == "tide" and i.instance_id not in left_out
+    }
+    route = choose_route(facts(*instances, excluded=left_out), 0.0, SETTINGS)
+    assert isinstance(route, Route) == bool(good)
+    if isinstance(route, Route):
+        chosen = good[route.instance_id]
+        assert (chosen.node_id, chosen.endpoint.region) == (route.node_id, route.region)
+        beside = [i for i in good.values() if i.endpoint == chosen.endpoint]
+        assert min(i.remaining_tokens + i.sent_tokens for i in beside) == chosen.remaining_tokens + chosen.sent_tokens
