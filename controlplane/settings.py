@@ -51,6 +51,7 @@ class Settings(BaseSettings):
     expire_every_s: float = Field(30.0, gt=0)
 
     forecast_history_s: int = Field(7 * 86_400, ge=3600)
+    demand_keep_days: int | None = Field(None, ge=8, description="forget older demand; none: keep all")
     forecast_quantile: float = Field(0.9, gt=0.5, lt=1)
     niw_demand_share: float = Field(0.1, ge=0, le=1, description="beta of SageServe 6.3")
     placement_epsilon: float = Field(0.8, ge=0, le=1, description="share of demand that must be served at home")

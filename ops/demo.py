@@ -18,7 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from forecasts.synthetic import generate_demand
-from ops.demo_fleet import NODES, REGIONS, FleetClient, register_fleet
+from ops.commands.api import Api, CommandError, open_api
+from ops.demo_fleet import NODES, REGIONS, live_instances, register_fleet
 from ops.local import LocalStack
 from ops.ports import free_port
 from ops.tiny_models import TinyModel, build_tiny_models
@@ -34,7 +35,7 @@ _PLAIN_WIDTH = 132
 _POLL_S = 0.25
 
 
-class DemoError(Exception):
+class DemoError(CommandError):
     """A step did not come out as it must; the message says how."""
 
 
@@ -44,7 +45,7 @@ class Demo:
 
     console: Console
     stack: LocalStack
-    admin: FleetClient
+    admin: Api
     client: openai.OpenAI
     models: list[TinyModel]
     took_s: dict[str, float] = field(default_factory=dict)
@@ -115,15 +116,15 @@ def main(*, demand: Path | None = None, keep: bool = False) -> None:
 
 
 def _steps(console: Console, stack: LocalStack, models: list[TinyModel], demand: Path | None) -> None:
-    admin = FleetClient(stack.url, stack.keys["admin"])
-    client = openai.OpenAI(base_url=f"{stack.url}/v1", api_key=stack.keys["client"])
-    demo = Demo(console=console, stack=stack, admin=admin, client=client, models=models)
-    with client:
+    with (
+        open_api(stack.url, stack.keys["admin"]) as admin,
+        openai.OpenAI(base_url=f"{stack.url}/v1", api_key=stack.keys["client"]) as client,
+    ):
+        demo = Demo(console=console, stack=stack, admin=admin, client=client, models=models)
         set_up_fleet(demo)
         talk(demo)
         run_batch(demo)
         plan(demo, demand)
-    admin.close()
     times = ", ".join(f"{title.lower()} {took_s:.1f} s" for title, took_s in demo.took_s.items())
     console.print(f"\nTimes: {times}.")
 
@@ -230,12 +231,13 @@ def plan(demo: Demo, demand: Path | None) -> None:
     """Import a week of demand, forecast the next hour, solve the placement, show it, apply it, and see it followed."""
     with demo.step("Plan", "a week of demand per minute -> forecast of the next hour -> placement -> instances"):
         text = _generated_demand(demo.models) if demand is None else demand.read_text()
-        imported = demo.admin.upload("/demand", text)
+        imported = demo.admin.send("POST", "/admin/demand", content=text, headers={"Content-Type": "text/csv"})
         demo.console.print(f"   imported {imported['rows']:,} minutes of demand in {imported['series']} series.")
-        _forecast(demo, imported["series"])
-        draft = demo.admin.post("/plans", {})
+        origin_s = imported["last_s"] + 60
+        _forecast(demo, imported["series"], origin_s)
+        draft = demo.admin.post("/admin/plans", {"origin_s": origin_s})
         _show_plan(demo.console, draft)
-        demo.admin.post(f"/plans/{draft['plan']['id']}/apply", {"index": draft["index"]})
+        demo.admin.post(f"/admin/plans/{draft['plan']['id']}/apply", {"index": draft["index"]})
         _follow(demo, draft)
 
 
@@ -255,10 +257,10 @@ def _generated_demand(models: list[TinyModel]) -> str:
     return "start_s,region,model,tokens_per_s\n" + body
 
 
-def _forecast(demo: Demo, series: int) -> None:
-    origin_s = demo.admin.post("/forecasts/run", {})["origin_s"]
-    demo.wait("forecasts", series, lambda: len(demo.admin.get("/forecasts", origin_s=origin_s)["data"]))
-    forecasts = demo.admin.get("/forecasts", origin_s=origin_s)["data"]
+def _forecast(demo: Demo, series: int, origin_s: int) -> None:
+    demo.admin.post("/admin/forecasts/run", {"origin_s": origin_s})
+    demo.wait("forecasts", series, lambda: len(demo.admin.get("/admin/forecasts", origin_s=origin_s)["data"]))
+    forecasts = demo.admin.get("/admin/forecasts", origin_s=origin_s)["data"]
     chosen = Counter(forecast["forecaster"] for forecast in forecasts)
     words = ", ".join(f"{name} for {count}" for name, count in chosen.most_common())
     peak = sum(forecast["peak_upper"] for forecast in forecasts)
@@ -287,7 +289,7 @@ def _follow(demo: Demo, whole: dict[str, Any]) -> None:
     planned = {(e["model"], e["region"]): e["after"] for e in whole["entries"] if e["after"]}
 
     def matching() -> int:
-        live = demo.admin.instances()
+        live = live_instances(demo.admin)
         if any(row["desired"] != "running" for row in live):
             return 0
         ready = Counter((row["model"], row["region"]) for row in live if row["observed"] == "ready")
@@ -305,4 +307,4 @@ def _follow(demo: Demo, whole: dict[str, Any]) -> None:
 
 
 def _ready(demo: Demo) -> list[dict[str, Any]]:
-    return [row for row in demo.admin.instances() if row["observed"] == "ready"]
+    return [row for row in live_instances(demo.admin) if row["observed"] == "ready"]

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
-
 from dataplane.profile import load_gpu_profile
 from ops.checkpoints import describe_checkpoint
+from ops.commands.api import Api
 from ops.local import LocalNode
 from ops.tiny_models import TinyModel
 
@@ -47,59 +46,21 @@ TOKENS_PER_S = {"H800": 2500.0, "H20": 1500.0}
 LOAD_TIME_S = 600.0
 
 
-class FleetClient:
-    """The admin API, as far as setting up a fleet needs it."""
-
-    def __init__(self, url: str, key: str) -> None:
-        self._client = httpx.Client(base_url=f"{url}/admin", headers={"Authorization": f"Bearer {key}"}, timeout=60.0)
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._client.close()
-
-    def get(self, path: str, **params: Any) -> Any:
-        """A JSON answer."""
-        return _answer(self._client.get(path, params=params))
-
-    def put(self, path: str, body: dict[str, Any]) -> Any:
-        """Write a resource."""
-        return _answer(self._client.put(path, json=body))
-
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Do something."""
-        return _answer(self._client.post(path, json=body))
-
-    def upload(self, path: str, text: str) -> Any:
-        """Send CSV."""
-        return _answer(self._client.post(path, content=text.encode(), headers={"Content-Type": "text/csv"}))
-
-    def instances(self) -> list[dict[str, Any]]:
-        """All live instances."""
-        rows: list[dict[str, Any]] = []
-        after: dict[str, str] = {}
-        while True:
-            page = self.get("/instances", limit=100, live_only=True, **after)
-            rows += page["data"]
-            if not page["has_more"]:
-                return rows
-            after = {"after": page["next"]}
-
-
-def register_fleet(client: FleetClient, models: list[TinyModel]) -> None:
+def register_fleet(api: Api, models: list[TinyModel]) -> None:
     """Tell the control plane of everything in this file. Saying it again changes nothing."""
     for position, region in enumerate(REGIONS):
-        client.put(f"/regions/{region.name}", {"position": position})
+        api.put(f"/admin/regions/{region.name}", {"position": position})
     for gpu_type in TOKENS_PER_S:
         profile = load_gpu_profile(PROFILES / f"{gpu_type.lower()}.toml")
-        client.put(
-            f"/gpu-types/{gpu_type}",
+        api.put(
+            f"/admin/gpu-types/{gpu_type}",
             {"memory_bytes": profile.memory_bytes, "cost_per_hour": profile.cost_per_hour},
         )
     for model in models:
-        client.put(f"/models/{model.name}", describe_checkpoint(model.path))
+        api.put(f"/admin/models/{model.name}", describe_checkpoint(model.path))
         for gpu_type, tokens_per_s in TOKENS_PER_S.items():
-            client.put(
-                "/profiles",
+            api.put(
+                "/admin/profiles",
                 {
                     "model": model.name,
                     "gpu_type": gpu_type,
@@ -109,8 +70,8 @@ def register_fleet(client: FleetClient, models: list[TinyModel]) -> None:
                 },
             )
         for region in REGIONS:
-            client.put(
-                "/endpoints",
+            api.put(
+                "/admin/endpoints",
                 {
                     "model": model.name,
                     "region": region.name,
@@ -120,14 +81,12 @@ def register_fleet(client: FleetClient, models: list[TinyModel]) -> None:
             )
 
 
-def is_empty(client: FleetClient) -> bool:
+def live_instances(api: Api) -> list[dict[str, Any]]:
+    """Every instance that is wanted or still draining."""
+    rows: list[dict[str, Any]] = api.pages("/admin/instances", live_only=True)["data"]
+    return rows
+
+
+def is_empty(api: Api) -> bool:
     """Whether nobody registered a region yet."""
-    return not client.get("/regions")["data"]
-
-
-def _answer(response: httpx.Response) -> Any:
-    if response.is_error:
-        problem = response.json() if "json" in response.headers.get("content-type", "") else {}
-        detail = problem.get("detail", response.text[:200])
-        raise RuntimeError(f"{response.request.method} {response.request.url.path}: {response.status_code} {detail}")
-    return response.json()
+    return not api.get("/admin/regions")["data"]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ops.demo_fleet import NODES, FleetClient, is_empty, register_fleet
+from ops.commands.api import Api, open_api
+from ops.demo_fleet import NODES, is_empty, live_instances, register_fleet
 from ops.local import LocalNode, LocalStack
 from ops.tiny_models import build_tiny_models
 
@@ -32,26 +33,23 @@ def up(home: Path, port: int, *, bare: bool = False) -> None:
     console.print(f"home {home}; keys in {home / 'keys.json'}; logs in {home / 'logs'}", highlight=False)
 
     def on_ready() -> None:
-        client = FleetClient(stack.url, stack.keys["admin"])
-        try:
-            if not bare and is_empty(client):
-                register_fleet(client, models)
-            if not bare:
-                _wait_served(client)
-        finally:
-            client.close()
+        if not bare:
+            with open_api(stack.url, stack.keys["admin"]) as api:
+                if is_empty(api):
+                    register_fleet(api, models)
+                _wait_served(api)
         sys.stdout.write(f"ready {stack.url}\n")
         sys.stdout.flush()
 
     stack.supervisor.run(on_ready)
 
 
-def _wait_served(client: FleetClient) -> None:
+def _wait_served(api: Api) -> None:
     """Until every model has a ready instance."""
-    names = {model["name"] for model in client.get("/models", limit=100)["data"]}
+    names = {model["name"] for model in api.pages("/admin/models")["data"]}
     deadline_s = time.monotonic() + _SERVE_WAIT_S
     while time.monotonic() < deadline_s:
-        if names <= {row["model"] for row in client.instances() if row["observed"] == "ready"}:
+        if names <= {row["model"] for row in live_instances(api) if row["observed"] == "ready"}:
             return
         time.sleep(_POLL_S)
     raise TimeoutError(f"not every model has a ready instance after {_SERVE_WAIT_S:g} s; see the logs of the agents")

@@ -91,6 +91,10 @@ async def _forever(work: Callable[[], Awaitable[None]], every_s: float, what: st
             down = True
             await asyncio.sleep(_RETRY_AFTER_S)
             continue
+        except Exception:
+            log.exception("a defect in the dispatcher", what=what)  # the other loops and batches go on
+            await asyncio.sleep(_RETRY_AFTER_S)
+            continue
         if down:
             log.info("the dispatcher goes on", what=what)
         down = False

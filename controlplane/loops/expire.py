@@ -10,6 +10,7 @@ from controlplane.store.instances import lose_silent_nodes
 from controlplane.store.queue import expire_leases, expire_requests
 from controlplane.store.session import Database
 
+_DAY_S = 86_400
 _NODE_LOST_S = 60.0
 _NODE_GRACE_S = 20.0
 
@@ -32,7 +33,8 @@ def expire(database: Database, blobs: BlobStore, settings: Settings, *, now_s: f
         silent = lose_silent_nodes(
             session, silent_s=_NODE_LOST_S, heard_s=settings.heartbeat_stale_s, grace_s=_NODE_GRACE_S
         )
-        forget_demand(session, before_s=int(now_s) - 4 * settings.forecast_history_s)
+        if settings.demand_keep_days is not None:
+            forget_demand(session, before_s=int(now_s) - settings.demand_keep_days * _DAY_S)
         gone = expire_files(session)
     for file_id in gone:
         blobs.delete(file_id)

@@ -111,17 +111,28 @@ class Api:
 
 
 @contextmanager
+def open_api(url: str, key: str) -> Iterator[Api]:
+    """A connection with a key.
+
+    Raises:
+        CommandError: the address or the key cannot be used.
+    """
+    try:
+        headers = {"Authorization": f"Bearer {key}"}
+        client = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+    except (httpx.InvalidURL, UnicodeEncodeError, ValueError) as error:
+        raise CommandError(f"'{url}' or the key cannot be used: {error}") from None
+    with client:
+        yield Api(client)
+
+
+@contextmanager
 def connected(context: typer.Context) -> Iterator[Api]:
     """The API that the global options name."""
     target = context.obj
     assert isinstance(target, Target), "the callback of the app sets it"
-    headers = {"Authorization": f"Bearer {target.secret()}"}
-    try:
-        client = httpx.Client(base_url=target.url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
-    except (httpx.InvalidURL, UnicodeEncodeError, ValueError) as error:
-        raise CommandError(f"'{target.url}' or the key cannot be used: {error}") from None
-    with client:
-        yield Api(client)
+    with open_api(target.url, target.secret()) as api:
+        yield api
 
 
 def _check(answer: httpx.Response) -> None:

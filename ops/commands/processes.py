@@ -52,14 +52,10 @@ def demo(
       tidepool demo
       tidepool demo --demand week.csv
     """
-    from ops.demo import DemoError  # noqa: PLC0415 - heavy
     from ops.demo import main as run_demo  # noqa: PLC0415 - heavy
 
     with _running():
-        try:
-            run_demo(demand=demand, keep=keep)
-        except DemoError as error:
-            raise CommandError(str(error)) from error
+        run_demo(demand=demand, keep=keep)
 
 
 def api() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from ops.demo_fleet import LOAD_TIME_S, PROFILES, REGIONS, TOKENS_PER_S, FleetClient
+from ops.commands.api import Api, open_api
+from ops.demo_fleet import LOAD_TIME_S, PROFILES, REGIONS, TOKENS_PER_S, live_instances
 from ops.local import LocalNode, LocalStack
 from ops.ports import free_port
 from tests.flows.waiting import wait_until
@@ -42,15 +43,15 @@ def make_stack() -> StackMaker:
     return replay_stack
 
 
-def register(admin: FleetClient, models: tuple[str, ...] = MODELS) -> None:
+def register(admin: Api, models: tuple[str, ...] = MODELS) -> None:
     """A small fleet for the replay engine: no checkpoint is read."""
     for position, region in enumerate(REGIONS):
-        admin.put(f"/regions/{region.name}", {"position": position})
+        admin.put(f"/admin/regions/{region.name}", {"position": position})
     for gpu_type in TOKENS_PER_S:
-        admin.put(f"/gpu-types/{gpu_type}", {"memory_bytes": 80 * 2**30, "cost_per_hour": 2.0})
+        admin.put(f"/admin/gpu-types/{gpu_type}", {"memory_bytes": 80 * 2**30, "cost_per_hour": 2.0})
     for model in models:
         admin.put(
-            f"/models/{model}",
+            f"/admin/models/{model}",
             {
                 "path": f"/replay/{model}",
                 "architecture": "Replay",
@@ -61,22 +62,22 @@ def register(admin: FleetClient, models: tuple[str, ...] = MODELS) -> None:
         )
         for gpu_type, tokens_per_s in TOKENS_PER_S.items():
             profile = {"tokens_per_s": tokens_per_s, "gpus": 1, "load_time_s": LOAD_TIME_S}
-            admin.put("/profiles", {"model": model, "gpu_type": gpu_type, **profile})
+            admin.put("/admin/profiles", {"model": model, "gpu_type": gpu_type, **profile})
         for region in REGIONS:
             limits = {"instances_min": 1, "instances_max": 4}
-            admin.put("/endpoints", {"model": model, "region": region.name, **limits})
+            admin.put("/admin/endpoints", {"model": model, "region": region.name, **limits})
 
 
-def wait_ready(admin: FleetClient, count: int) -> None:
+def wait_ready(admin: Api, count: int) -> None:
     """Until `count` instances are ready."""
     wait_until(
-        lambda: sum(row["observed"] == "ready" for row in admin.instances()) >= count, f"{count} instances ready"
+        lambda: sum(row["observed"] == "ready" for row in live_instances(admin)) >= count, f"{count} instances ready"
     )
 
 
-def admin_of(stack: LocalStack) -> FleetClient:
+def admin_of(stack: LocalStack) -> AbstractContextManager[Api]:
     """The admin API."""
-    return FleetClient(stack.url, stack.keys["admin"])
+    return open_api(stack.url, stack.keys["admin"])
 
 
 def client_of(stack: LocalStack) -> openai.OpenAI:

@@ -56,8 +56,7 @@ def _answers(client: openai.OpenAI) -> None:
 def test_killing_any_child_loses_nothing_and_a_second_start_finds_its_data(
     make_stack: StackMaker, tmp_path: Path
 ) -> None:
-    with make_stack(tmp_path) as stack, client_of(stack) as client:
-        admin = admin_of(stack)
+    with make_stack(tmp_path) as stack, client_of(stack) as client, admin_of(stack) as admin:
         register(admin)
         wait_ready(admin, len(MODELS) * 3)
         batch_id = _batch(client)
@@ -71,16 +70,13 @@ def test_killing_any_child_loses_nothing_and_a_second_start_finds_its_data(
         wait_ready(admin, len(MODELS) * 3)
         _answers(client)
         pids = list(stack.supervisor.pids().values())
-        admin.close()
     assert not [pid for pid in pids if _alive(pid)]
 
-    with make_stack(tmp_path) as again, client_of(again) as client:
+    with make_stack(tmp_path) as again, client_of(again) as client, admin_of(again) as admin:
         assert again.keys == stack.keys
         assert client.batches.retrieve(batch_id).status == "completed"
-        admin = admin_of(again)
         wait_ready(admin, len(MODELS) * 3)
         _answers(client)
-        admin.close()
         metrics = httpx.get(f"{again.url}/metrics").text
         assert 'tidepool_requests_total{model="tide",outcome="ok"' in metrics
 

@@ -10,7 +10,8 @@ import pytest
 
 from forecasts.importers import read_azure_week, read_sageserve_week
 from forecasts.series import DemandRow
-from ops.demo_fleet import FleetClient
+from ops.commands.api import Api, CommandError
+from ops.demo_fleet import live_instances
 from tests.flows.conftest import StackMaker, admin_of, client_of, register, wait_ready
 from tests.flows.waiting import wait_until
 
@@ -18,6 +19,8 @@ DATA = Path(os.environ.get("TIDEPOOL_DATA", Path(__file__).parents[3] / "shared"
 SAGESERVE = DATA / "sageserve" / "nov2024_week_prompt_tokens_per_min.csv.gz"
 AZURE = DATA / "azure" / "azure2024_week_requests_10s_Coding.csv.gz"
 SHARE = {"us-east": 0.5, "us-central": 0.2, "us-west": 0.3}
+BUSY_HOUR_S = (3 * 24 + 15) * 3600  # Thursday, 15:00, after the first minute
+SERIES = 9  # three models in three regions
 TARGET_TOKENS_PER_S = 12_000.0  # of the busiest minute, so that the peaks fit the small fleet
 
 pytestmark = pytest.mark.skipif(not SAGESERVE.exists(), reason=f"no public traces at {DATA} (set TIDEPOOL_DATA)")
@@ -36,7 +39,8 @@ def _spread(rows: list[DemandRow], model: str) -> list[str]:
     ]
 
 
-def _import_weeks(admin: FleetClient) -> int:
+def _import_weeks(admin: Api) -> int:
+    """Imports both weeks and registers their models; returns a moment to plan at."""
     sageserve = read_sageserve_week(SAGESERVE)
     models = sorted({row.model for row in sageserve})
     lines = ["start_s,region,model,tokens_per_s"]
@@ -44,39 +48,38 @@ def _import_weeks(admin: FleetClient) -> int:
         lines += _spread([row for row in sageserve if row.model == name], f"sageserve-{name.lower()}")
     lines += _spread(read_azure_week(AZURE), "azure-coding")
     register(admin, (*(f"sageserve-{name.lower()}" for name in models), "azure-coding"))
-    answer = admin.upload("/demand", "\n".join(lines) + "\n")
-    assert answer["series"] == 9
+    answer = admin.send("POST", "/admin/demand", content="\n".join(lines) + "\n", headers={"Content-Type": "text/csv"})
+    assert answer["series"] == SERIES
     assert answer["rows"] > 80_000
-    return int(answer["series"])
+    return int(answer["first_s"]) + BUSY_HOUR_S
 
 
 def test_real_weeks_are_forecast_planned_scaled_and_served(make_stack: StackMaker, tmp_path: Path) -> None:
-    with make_stack(tmp_path) as stack, client_of(stack) as client:
-        admin = admin_of(stack)
+    with make_stack(tmp_path) as stack, client_of(stack) as client, admin_of(stack) as admin:
         for region in SHARE:
-            admin.put(f"/regions/{region}", {})
-        series = _import_weeks(admin)
-        wait_ready(admin, series)
+            admin.put(f"/admin/regions/{region}", {})
+        origin_s = _import_weeks(admin)
+        wait_ready(admin, SERIES)
 
-        origin_s = admin.post("/forecasts/run", {})["origin_s"]
-        read = lambda: admin.get("/forecasts", origin_s=origin_s)["data"]  # noqa: E731
-        wait_until(lambda: len(read()) == series, "every series forecast", 240.0)
+        assert admin.post("/admin/forecasts/run", {"origin_s": origin_s}) == {"origin_s": origin_s}
+        read = lambda: admin.get("/admin/forecasts", origin_s=origin_s)["data"]  # noqa: E731
+        wait_until(lambda: len(read()) == SERIES, "every series forecast", 240.0)
         forecasts = read()
         assert all(f["forecaster"].startswith(("ARIMA(", "last hour")) for f in forecasts)
         assert all(0 < f["peak_q50"] <= f["peak_upper"] * 1.001 for f in forecasts)
         assert all(f["reason"] and len(f["path"]) == 12 for f in forecasts)
 
-        dry = admin.post("/plans", {"dry_run": True, "origin_s": origin_s})
-        assert admin.get("/plans")["data"] == []
-        draft = admin.post("/plans", {"origin_s": origin_s})
+        dry = admin.post("/admin/plans", {"dry_run": True, "origin_s": origin_s})
+        assert admin.get("/admin/plans")["data"] == []
+        draft = admin.post("/admin/plans", {"origin_s": origin_s})
         assert [e["after"] for e in dry["entries"]] == [e["after"] for e in draft["entries"]]
         assert draft["plan"]["status"] == "optimal"
         planned = {(e["model"], e["region"]): e["after"] for e in draft["entries"] if e["after"]}
         assert max(planned.values()) > 1
-        admin.post(f"/plans/{draft['plan']['id']}/apply", {"index": draft["index"]})
+        admin.post(f"/admin/plans/{draft['plan']['id']}/apply", {"index": draft["index"]})
 
         def follows() -> bool:
-            rows = [row for row in admin.instances() if row["desired"] == "running" and row["observed"] == "ready"]
+            rows = [row for row in live_instances(admin) if row["desired"] == "running" and row["observed"] == "ready"]
             return Counter((row["model"], row["region"]) for row in rows) == planned
 
         wait_until(follows, "the agents hold the plan")
@@ -88,6 +91,5 @@ def test_real_weeks_are_forecast_planned_scaled_and_served(make_stack: StackMake
                 extra_headers={"x-tidepool-region": region},
             )
             assert raw.headers["x-tidepool-region"] == region
-        with pytest.raises(RuntimeError, match="409"):
-            admin.post(f"/plans/{admin.post('/plans', {})['plan']['id']}/apply", {"index": 0})
-        admin.close()
+        with pytest.raises(CommandError, match="409"):
+            admin.post(f"/admin/plans/{admin.post('/admin/plans', {})['plan']['id']}/apply", {"index": 0})

@@ -4,7 +4,7 @@ import time
 from datetime import datetime
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, BackgroundTasks
 from pydantic import BaseModel, ConfigDict, Field
 
 from controlplane.api.admin.fields import TIME_S_MAX, After, Answer, Limit, PageOf, page_of
@@ -110,7 +110,7 @@ def run_forecasts(body: Run, session: SessionDep, caller: Operator) -> Started:
 
 
 @router.post("/plans", summary="Solve the placement")
-def create_plan(body: NewPlan, state: StateDep, caller: Operator) -> PlanWhole:
+def create_plan(body: NewPlan, state: StateDep, session: SessionDep, caller: Operator) -> PlanWhole:
     """A dry run writes nothing; otherwise the plan waits as a draft to be applied."""
     now_s = time.time()
     draft = draft_plan(
@@ -123,10 +123,9 @@ def create_plan(body: NewPlan, state: StateDep, caller: Operator) -> PlanWhole:
         origin_s=body.origin_s,
     )
     if not body.dry_run:
-        with state.database.transaction() as session:
-            plans.add_plan(session, draft.plan, draft.entries)
-            record(session, actor=caller.name, action="plan.create", subject=draft.plan.id)
-            return _whole(plans.get_plan(session, draft.plan.id), draft.entries)
+        plans.add_plan(session, draft.plan, draft.entries)
+        record(session, actor=caller.name, action="plan.create", subject=draft.plan.id)
+        return _whole(plans.get_plan(session, draft.plan.id), draft.entries)
     return _whole(draft.plan, draft.entries)
 
 
@@ -143,14 +142,14 @@ def get_plan(plan_id: str, session: SessionDep, _: Viewer) -> PlanWhole:
 
 
 @router.post("/plans/{plan_id}/apply", summary="Apply a plan")
-def apply_plan(plan_id: str, body: Apply, state: StateDep, caller: Operator) -> PlanWhole:
+def apply_plan(
+    plan_id: str, body: Apply, session: SessionDep, caller: Operator, after_commit: BackgroundTasks
+) -> PlanWhole:
     """Puts the plan in force; a fleet that has changed since answers 409 `stale_index`."""
-    with state.database.transaction() as session:
-        plan = plans.apply_plan(session, plan_id, index=body.index)
-        entries = plans.entries_of(session, plan_id)
-        record(session, actor=caller.name, action="plan.apply", subject=plan_id, after={"index": body.index})
-    enqueue("scale")
-    return _whole(plan, entries)
+    plan = plans.apply_plan(session, plan_id, index=body.index)
+    record(session, actor=caller.name, action="plan.apply", subject=plan_id, after={"index": body.index})
+    after_commit.add_task(enqueue, "scale")
+    return _whole(plan, plans.entries_of(session, plan_id))
 
 
 def _whole(plan: Plan, entries: list[PlanEntry]) -> PlanWhole:

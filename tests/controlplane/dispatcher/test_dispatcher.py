@@ -1,4 +1,4 @@
-"""Dispatchers at work: real Postgres and Valkey, nodes that answer as told. Exactly one result a line, whatever fails."""
+"""Dispatchers at work before nodes that answer as told: exactly one result a line, whatever fails."""
 
 import asyncio
 import contextlib
@@ -53,7 +53,7 @@ async def ended(world: World, batch_id: str) -> Any:
 
 async def holds(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(30):
-        while not await asyncio.to_thread(condition):
+        while not await asyncio.to_thread(condition):  # noqa: ASYNC110  (conditions are about other threads)
             await asyncio.sleep(0.02)
 
 

@@ -14,6 +14,7 @@ from tests.controlplane.world import World
 
 def line(custom_id: Any = "a", **changes: Any) -> bytes:
     body = {"model": "tide", "prompt": "x", "max_tokens": 4} | changes.pop("body", {})
+    body = changes.pop("body_is", body)
     fields = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
     return msgspec.json.encode({**fields, **changes}) + b"\n"
 
@@ -61,12 +62,12 @@ BAD = [
     (line(method="GET"), "invalid_method", "method"),
     (line(url="/v1/chat/completions"), "mismatched_url", "url"),
     (line(body={"prompt": None}), "invalid_value", "body.prompt.str"),
-    (msgspec.json.encode({"custom_id": "a", "method": "POST", "url": "/v1/completions"}), "missing_required_parameter", "body"),
+    (line(body_is=None), "missing_required_parameter", "body"),
     (line(body={"model": "llama"}), "model_not_found", "body.model"),
     (line(body={"stream": True}), "invalid_value", "body.stream"),
     (line(body={"n": 2}), "invalid_value", "body.n"),
     (line(body={"max_tokens": 5000}), "context_length_exceeded", "body.max_tokens"),
-]  # fmt: skip
+]
 
 
 def test_each_bad_line_is_named(world: World, blobs: BlobStore) -> None:

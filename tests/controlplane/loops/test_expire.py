@@ -1,0 +1,31 @@
+"""Expiring ends what is over, and nothing more the second time."""
+
+from sqlalchemy import text
+
+from controlplane.loops.expire import expire
+from controlplane.store.blobs import BlobStore
+from controlplane.store.queue import claim
+from tests.controlplane.world import World
+
+
+def test_everything_that_is_over(world: World, blobs: BlobStore) -> None:
+    world.join("n1")
+    world.join("n2")
+    batch_id = world.add_batch(lines=3)
+    file_id = world.batch(batch_id).input_file_id
+    with blobs.writing(file_id) as stream:
+        stream.write(b"x")
+    with world.database.transaction() as session:
+        claim(session, model="tide", count=2, lease_s=60)
+        session.execute(text("UPDATE batch_requests SET lease_until = now() - interval '1 s' WHERE line = 1"))
+        session.execute(text("UPDATE batch_requests SET deadline_at = now() - interval '1 s' WHERE line = 2"))
+        session.execute(text("UPDATE nodes SET last_seen_at = now() - interval '61 s' WHERE name = 'n2'"))
+        session.execute(text("UPDATE files SET expires_at = now() - interval '1 s'"))
+    first = expire(world.database, blobs, world.settings, now_s=1e9)
+    assert (first.leases, first.requests, first.files, first.silent_nodes) == (1, 1, 1, ("n2",))
+    again = expire(world.database, blobs, world.settings, now_s=1e9)
+    assert (again.leases, again.requests, again.files) == (0, 0, 0)
+    assert not list((world.settings.home / "files").iterdir())
+    with world.database.transaction() as session:
+        states = session.execute(text("SELECT state FROM batch_requests ORDER BY line")).scalars().all()
+    assert states == ["waiting", "expired", "waiting"]

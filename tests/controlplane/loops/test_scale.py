@@ -1,0 +1,163 @@
+"""Scaling: minimums, the plan, draining, and never in on what is not known."""
+
+import threading
+
+import pytest
+from sqlalchemy import select
+
+from controlplane.loops.scale import Scaled, scale
+from controlplane.policies.lifecycle import InstanceState
+from controlplane.settings import Settings
+from controlplane.store import fleet
+from controlplane.store.instances import desired_of
+from controlplane.store.live import LiveStore
+from controlplane.store.plans import add_plan, apply_plan
+from controlplane.store.tables import Desired, EndpointRow, Instance, PlanEntry
+from tests.controlplane.store.test_plans import a_plan
+from tests.controlplane.world import World
+
+URL = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def settings(settings: Settings) -> Settings:
+    return settings.model_copy(update={"heartbeat_stale_s": 60.0})
+
+
+def run(world: World, settings: Settings, *, live: LiveStore | None = None, now_s: float = 1000.0) -> Scaled:
+    with world.database.transaction() as session:
+        return scale(session, live or world.live, settings, now_s=now_s)
+
+
+def ready(world: World, node: str, region: str = "us-east") -> None:
+    """All that is wanted on a node is ready, and it says so."""
+    with world.database.transaction() as session:
+        for row in session.scalars(select(Instance).where(Instance.desired == Desired.RUNNING)):
+            row.observed = InstanceState.READY
+            world.report(node, row.id, region=region, url=URL)
+
+
+def wanted(world: World) -> dict[str, int]:
+    with world.database.transaction() as session:
+        rows = session.scalars(select(Instance)).all()
+    return {desired: sum(row.desired == desired for row in rows) for desired in {row.desired for row in rows}}
+
+
+def endpoint(world: World, minimum: int, maximum: int) -> None:
+    with world.database.transaction() as session:
+        fleet.put_endpoint(session, model="tide", region="us-east", minimum=minimum, maximum=maximum)
+
+
+def follow(world: World, after: int) -> None:
+    """A plan of so many instances in us-east, in force."""
+    with world.database.transaction() as session:
+        plan, entries = a_plan(fleet.fleet_index(session))
+        entries = [
+            PlanEntry(
+                plan_id=plan.id, model=e.model, region=e.region, gpu_type=e.gpu_type, before=0, after=after, reason=""
+            )
+            for e in entries
+        ]
+        plan_id, index = plan.id, plan.fleet_index
+        assert add_plan(session, plan, entries)
+        apply_plan(session, plan_id, index=index)
+
+
+def node(world: World) -> None:
+    world.join("n1")
+    world.report("n1", "none", region="us-east", url=URL)
+
+
+def test_minimums_are_started_and_nodes_are_told(world: World, settings: Settings) -> None:
+    node(world)
+    endpoint(world, 2, 4)
+    assert run(world, settings).started == 2
+    assert run(world, settings).started == 0
+    with world.database.transaction() as session:
+        desired = desired_of(session, "n1")
+        row = session.get_one(EndpointRow, ("tide", "us-east"))
+        assert row.last_scaled_at is not None
+        assert row.last_scaled_at.timestamp() == 1000.0
+    assert desired.generation == 1
+    assert sorted(each.slot for each in desired.instances) == [0, 1], "they spread over the slots"
+
+
+def test_two_runs_at_once_do_not_add_up(world: World, settings: Settings) -> None:
+    node(world)
+    endpoint(world, 2, 4)
+    started: list[int] = []
+    start = threading.Barrier(3)
+
+    def work() -> None:
+        start.wait()
+        started.append(run(world, settings).started)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(started) == [0, 0, 2]
+    assert wanted(world) == {"running": 2}
+
+
+def test_the_plan_is_followed_out_and_in_and_back(world: World, settings: Settings) -> None:
+    node(world)
+    follow(world, 3)
+    assert run(world, settings).started == 3
+    ready(world, "n1")
+    follow(world, 1)
+    assert run(world, settings).drained == 2
+    assert wanted(world) == {"running": 1, "draining": 2}
+    follow(world, 2)
+    again = run(world, settings)
+    assert (again.revived, again.started) == (1, 0), "a draining one still has its weights"
+    assert wanted(world) == {"running": 2, "draining": 1}
+
+
+def test_a_stale_view_scales_nothing_in(world: World, settings: Settings) -> None:
+    node(world)
+    follow(world, 3)
+    run(world, settings)
+    ready(world, "n1")
+    follow(world, 1)
+    gone = LiveStore(settings.model_copy(update={"redis_url": type(settings.redis_url)("redis://127.0.0.1:1/0")}))
+    stale = settings.model_copy(update={"heartbeat_stale_s": -1.0})
+    for other in (run(world, settings, live=gone), run(world, stale)):
+        assert (other.drained, other.started) == (0, 0)
+    assert wanted(world) == {"running": 3}
+    gone.close()
+
+
+def test_a_failed_instance_is_not_counted_on(world: World, settings: Settings) -> None:
+    """Of two, one failed: going to one lets the failed one go."""
+    node(world)
+    follow(world, 2)
+    run(world, settings)
+    ready(world, "n1")
+    with world.database.transaction() as session:
+        failed = session.scalars(select(Instance).order_by(Instance.id)).first()
+        assert failed is not None
+        failed.observed = InstanceState.FAILED
+        failed_id = failed.id
+    follow(world, 1)
+    assert run(world, settings).drained == 1
+    with world.database.transaction() as session:
+        assert session.get_one(Instance, failed_id).desired == Desired.DRAINING
+
+
+def test_what_finds_no_place_is_said(world: World, settings: Settings) -> None:
+    node(world)
+    endpoint(world, 6, 6)
+    scaled = run(world, settings)
+    assert scaled.started == 4
+    [words] = scaled.unplaced
+    assert words.startswith("2 x tide in us-east:")
+
+
+def test_a_node_that_drains_takes_nothing_new(world: World, settings: Settings) -> None:
+    node(world)
+    endpoint(world, 1, 1)
+    with world.database.transaction() as session:
+        fleet.set_node_draining(session, "n1", draining=True)
+    assert run(world, settings).started == 0

@@ -1,0 +1,123 @@
+"""Rows of batches: cancelling at every state, counts, all or nothing, and the order of results."""
+
+import pytest
+from sqlalchemy import func, select
+
+from controlplane.errors import ConflictError, NotFoundError
+from controlplane.policies.lifecycle import BatchState
+from controlplane.store import queue
+from controlplane.store.batch_tables import Batch, BatchRequest
+from controlplane.store.batches import (
+    BatchCounts,
+    NewRequest,
+    add_requests,
+    cancel_batch,
+    claim_finished,
+    claim_validating,
+    counts_of,
+    move_batch,
+    result_lines,
+)
+from tests.controlplane.world import World, request_line
+
+S = BatchState
+PATHS = {
+    S.VALIDATING: [],
+    S.FAILED: [S.FAILED],
+    S.IN_PROGRESS: [S.IN_PROGRESS],
+    S.FINALIZING: [S.IN_PROGRESS, S.FINALIZING],
+    S.COMPLETED: [S.IN_PROGRESS, S.FINALIZING, S.COMPLETED],
+    S.EXPIRED: [S.IN_PROGRESS, S.EXPIRED],
+    S.CANCELLING: [S.CANCELLING],
+    S.CANCELLED: [S.CANCELLING, S.CANCELLED],
+}
+
+
+def test_cancelling_at_every_state(world: World) -> None:
+    after = {
+        S.VALIDATING: S.CANCELLING,
+        S.IN_PROGRESS: S.CANCELLING,
+        S.CANCELLING: S.CANCELLING,
+        S.CANCELLED: S.CANCELLED,
+    }
+    assert set(PATHS) == set(BatchState)
+    for state, path in PATHS.items():
+        batch_id = world.add_batch()
+        with world.database.transaction() as session:
+            for step in path:
+                move_batch(session, session.get_one(Batch, batch_id), step)
+        with world.database.transaction() as session:
+            if state in after:
+                assert cancel_batch(session, batch_id, tenant="acme").state == after[state]
+            else:
+                with pytest.raises(ConflictError):
+                    cancel_batch(session, batch_id, tenant="acme")
+        assert world.batch(batch_id).state == after.get(state, state)
+
+
+def test_cancelling_ends_what_waits_and_what_runs(world: World) -> None:
+    batch_id = world.add_batch(lines=4)
+    with world.database.transaction() as session:
+        done, _running = queue.claim(session, model="tide", count=2, lease_s=60)
+        queue.finish(session, done, status_code=200, body={}, upstream_id="u")
+        assert claim_finished(session) is None
+        with pytest.raises(NotFoundError):
+            cancel_batch(session, batch_id, tenant="other")
+        cancel_batch(session, batch_id, tenant="acme")
+        assert counts_of(session, [batch_id]) == {batch_id: BatchCounts(total=4, completed=1, failed=3)}
+        finished = claim_finished(session)
+        assert finished is not None
+        lines = list(result_lines(session, batch_id))
+    assert [(line.custom_id, line.state.value) for line in lines] == [
+        ("c1", "completed"),
+        ("c2", "cancelled"),
+        ("c3", "cancelled"),
+        ("c4", "cancelled"),
+    ]
+    assert lines[1].error is not None
+    assert lines[1].error["code"] == "batch_cancelled"
+
+
+def test_counts(world: World) -> None:
+    batch_id, empty = world.add_batch(lines=5), world.add_batch()
+    with world.database.transaction() as session:
+        held = queue.claim(session, model="tide", count=3, lease_s=60)
+        queue.finish(session, held[0], status_code=200, body={}, upstream_id="u")
+        queue.finish(session, held[1], status_code=400, body={}, upstream_id="u")
+        assert counts_of(session, [batch_id, empty]) == {
+            batch_id: BatchCounts(total=5, completed=1, failed=1),
+            empty: BatchCounts(),
+        }
+
+
+def test_all_lines_or_none(world: World) -> None:
+    batch_id = world.add_batch()
+
+    def lines() -> list[NewRequest]:
+        return [request_line(1), request_line(2), request_line(1)]
+
+    with pytest.raises(Exception, match="uq_batch_requests"), world.database.transaction() as session:
+        add_requests(session, session.get_one(Batch, batch_id), lines())
+    with world.database.transaction() as session:
+        assert session.scalar(select(func.count()).select_from(BatchRequest)) == 0
+
+
+def test_results_come_in_the_order_of_the_lines(world: World) -> None:
+    batch_id = world.add_batch(lines=1200)
+    with world.database.transaction() as session:
+        for held in reversed(queue.claim(session, model="tide", count=1200, lease_s=60)):
+            queue.finish(session, held, status_code=200, body={}, upstream_id="u")
+        assert [line.custom_id for line in result_lines(session, batch_id)] == [f"c{n}" for n in range(1, 1201)]
+
+
+def test_two_dispatchers_do_not_validate_the_same_batch(world: World) -> None:
+    first, second = world.add_batch(), world.add_batch()
+    with world.database.transaction() as one, world.database.transaction() as other:
+        found = [claim_validating(one), claim_validating(other)]
+        assert [batch.id for batch in found if batch is not None] == [first, second]
+
+
+def test_moves_that_do_not_exist(world: World) -> None:
+    batch_id = world.add_batch()
+    with pytest.raises(ValueError, match="cannot become completed"), world.database.transaction() as session:
+        move_batch(session, session.get_one(Batch, batch_id), BatchState.COMPLETED)

@@ -1,0 +1,138 @@
+"""What nodes report moves instances; a drained one stops only when its node follows the newest state."""
+
+import pytest
+from sqlalchemy import text
+
+from controlplane.store.instances import desired_of, lose_silent_nodes, observe, set_desired, touch_generations
+from controlplane.store.tables import Desired, Instance, Node
+from dataplane.messages import Heartbeat, InstanceReport
+from tests.controlplane.world import World
+
+STATES = ("loading", "ready", "draining", "failed")
+
+
+@pytest.fixture(autouse=True)
+def node(world: World) -> None:
+    world.join("n1")
+
+
+def beat(world: World, *reports: tuple[str, str], generation: int | None = None, error: str | None = None) -> None:
+    with world.database.transaction() as session:
+        newest = session.get_one(Node, "n1").generation
+        seen = tuple(
+            InstanceReport(instance_id=i, model="tide", slot=0, state=state, error=error)  # type: ignore[arg-type]
+            for i, state in reports
+        )
+        beat = Heartbeat(
+            node="n1", boot_id="b", generation=newest if generation is None else generation, instances=seen
+        )
+        observe(session, beat)
+
+
+def change(world: World, instance_id: str, desired: Desired) -> None:
+    with world.database.transaction() as session:
+        set_desired(session, [instance_id], desired)
+        touch_generations(session, ["n1"])
+
+
+def instance(world: World, instance_id: str) -> tuple[str, str]:
+    with world.database.transaction() as session:
+        row = session.get_one(Instance, instance_id)
+        return row.desired, row.observed
+
+
+def wire(world: World) -> tuple[int, list[tuple[str, bool]]]:
+    with world.database.transaction() as session:
+        desired = desired_of(session, "n1")
+    return desired.generation, [(each.instance_id, each.draining) for each in desired.instances]
+
+
+@pytest.mark.parametrize("after", STATES)
+def test_any_report_may_follow_any(world: World, after: str) -> None:
+    held = world.place("n1")
+    for before in STATES:
+        beat(world, (held, before))
+        beat(world, (held, after))
+        assert instance(world, held) == ("running", after)
+    beat(world)
+    assert instance(world, held) == ("running", "pending"), "a node that restarted holds nothing yet"
+    assert wire(world)[0] == 0, "observing what is wanted tells the node nothing new"
+
+
+def test_why_it_failed_is_kept_while_it_fails(world: World) -> None:
+    held = world.place("n1")
+    beat(world, (held, "failed"), error="no such file")
+    with world.database.transaction() as session:
+        assert session.get_one(Instance, held).error == "no such file"
+    beat(world, (held, "ready"))
+    with world.database.transaction() as session:
+        assert session.get_one(Instance, held).error is None
+
+
+def test_draining_stops_only_at_the_newest_generation(world: World) -> None:
+    held, other = world.place("n1"), world.place("n1")
+    change(world, held, Desired.DRAINING)
+    assert wire(world) == (1, [(held, True), (other, False)])
+    beat(world, generation=0)
+    assert instance(world, held)[0] == "draining", "the node has not heard of it yet"
+    beat(world, (held, "draining"), generation=1)
+    assert instance(world, held) == ("draining", "draining")
+    beat(world, generation=1)
+    assert instance(world, held) == ("stopped", "stopped")
+    assert wire(world) == (2, [(other, False)])
+    beat(world, (held, "ready"))
+    assert instance(world, held) == ("stopped", "stopped"), "nothing wakes the dead"
+
+
+def test_one_that_scaling_takes_back_in_that_moment_is_not_stopped(world: World) -> None:
+    held = world.place("n1", desired=Desired.DRAINING)
+    with world.database.transaction() as session:
+        session.get_one(Instance, held)  # the heartbeat has read its rows; then scaling commits
+        with world.database.transaction() as scaling:
+            set_desired(scaling, [held], Desired.RUNNING)
+        observe(session, Heartbeat(node="n1", boot_id="b", generation=0, instances=()))
+    assert instance(world, held)[0] == "running"
+
+
+def test_stopped_ones_stay_stopped(world: World) -> None:
+    held = world.place("n1", desired=Desired.STOPPED)
+    change(world, held, Desired.RUNNING)
+    assert instance(world, held)[0] == "stopped"
+
+
+def silence(world: World, node: str, age_s: int, *, grace_s: float = 3600) -> list[str]:
+    with world.database.transaction() as session:
+        session.execute(text(f"UPDATE nodes SET last_seen_at = now() - interval '{age_s} s' WHERE name = '{node}'"))
+        return lose_silent_nodes(session, silent_s=60, heard_s=5, grace_s=grace_s)
+
+
+def test_silent_nodes_lose_what_they_had(world: World) -> None:
+    world.join("n2")
+    running, draining, elsewhere = world.place("n1"), world.place("n1", desired=Desired.DRAINING), world.place("n2")
+    beat(world, (running, "ready"), (draining, "draining"))
+    with world.database.transaction() as session:
+        session.execute(text("UPDATE instances SET changed_at = now() - interval '1 day'"))
+    assert silence(world, "n1", 30) == []
+    assert instance(world, running) == ("running", "ready")
+    for _ in range(2):
+        assert silence(world, "n1", 61) == ["n1"]
+        assert instance(world, running) == ("running", "pending"), "its node has the grace to come back"
+    assert instance(world, draining) == ("stopped", "stopped")
+    assert wire(world) == (1, [(running, False)]), "told once, not every time"
+    assert silence(world, "n1", 61, grace_s=0) == ["n1"]
+    assert instance(world, running) == ("stopped", "stopped"), "scaling may start it elsewhere"
+    assert instance(world, elsewhere) == ("running", "pending")
+
+
+def test_when_every_node_is_silent_it_is_our_fault(world: World) -> None:
+    running = world.place("n1")
+    beat(world, (running, "ready"))
+    assert silence(world, "n1", 90, grace_s=0) == []
+    assert instance(world, running) == ("running", "ready")
+
+
+def test_a_node_never_heard_of_is_not_silent(world: World) -> None:
+    world.join("n2")
+    with world.database.transaction() as session:
+        session.execute(text("UPDATE nodes SET last_seen_at = NULL WHERE name = 'n1'"))
+        assert lose_silent_nodes(session, silent_s=60, heard_s=5, grace_s=0) == []

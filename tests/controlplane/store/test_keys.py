@@ -1,0 +1,50 @@
+"""API keys: only their hash is kept, and only good ones are found."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from sqlalchemy import text
+
+from controlplane.errors import ConflictError, NotFoundError
+from controlplane.store.keys import find_key, hash_secret, list_keys, make_key, revoke_key, snapshot
+from controlplane.store.session import Database
+from controlplane.store.tables import Role
+
+
+def test_a_secret_is_never_stored(database: Database) -> None:
+    with database.transaction() as session:
+        made = make_key(session, name="app", role=Role.CLIENT, tenant="acme")
+        stored = str(session.execute(text("SELECT to_jsonb(api_keys) FROM api_keys")).scalar_one())
+        assert made.secret not in stored
+        assert hash_secret(made.secret) in stored
+        assert made.secret.startswith(made.row.prefix)
+        assert len(made.secret) - len(made.row.prefix) > 30
+        assert "secret_hash" not in snapshot(made.row)
+        other = make_key(session, name="app", role=Role.CLIENT, tenant="acme")
+        assert other.secret != made.secret
+
+
+def test_only_good_keys_are_found(database: Database) -> None:
+    now = datetime.now(UTC)
+    with database.transaction() as session:
+        ends = {"none": None, "later": now + timedelta(hours=1), "past": now - timedelta(seconds=1)}
+        made = {n: make_key(session, name=n, role=Role.CLIENT, tenant="a", expires_at=e) for n, e in ends.items()}
+        found = {name: find_key(session, key.secret) is not None for name, key in made.items()}
+        assert found == {"none": True, "later": True, "past": False}
+        revoked = revoke_key(session, made["later"].row.id)
+        at = revoked.revoked_at
+        assert revoke_key(session, revoked.id).revoked_at == at
+        assert find_key(session, made["later"].secret) is None
+        assert find_key(session, made["none"].row.secret_hash) is None, "the hash is not the secret"
+        assert find_key(session, "") is None
+        assert len(list_keys(session, after=None, limit=10).rows) == 3, "revoked keys stay for the audit"
+        with pytest.raises(NotFoundError):
+            revoke_key(session, "key_unknown")
+
+
+def test_the_last_admin_key_stays(database: Database) -> None:
+    with database.transaction() as session:
+        first, second = (make_key(session, name=n, role=Role.ADMIN, tenant="a").row.id for n in "ab")
+        revoke_key(session, first)
+        with pytest.raises(ConflictError):
+            revoke_key(session, second)
