@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from controlplane.errors import ContextLengthError, InvalidValueError
 from controlplane.policies.facts import Tier
@@ -17,7 +17,17 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default of the older endpoint
 ServiceTier = Literal["auto", "default", "priority", "flex"]
 _TIERS: dict[str | None, Tier] = {"priority": Tier.IW_F, "flex": Tier.NIW}
 _SERVED_AS = {Tier.IW_F: "priority", Tier.IW_N: "default", Tier.NIW: "flex"}
-Stop = str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=4)] | None
+
+
+def _valid_unicode(text: str) -> str:
+    """JSON can spell half a surrogate pair, which is no character and cannot be sent on."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError("holds half of a surrogate pair, which is no valid Unicode")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_valid_unicode)]
+Stop = Text | Annotated[list[Annotated[Text, Field(min_length=1)]], Field(max_length=4)] | None
 
 
 class TextPart(BaseModel):
@@ -25,7 +35,7 @@ class TextPart(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(BaseModel):
@@ -33,7 +43,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Text | list[TextPart] | None = None
     name: str | None = None
 
     def flattened(self) -> ChatMessage:
@@ -64,7 +74,7 @@ class GenerationRequest(BaseModel, ABC):
     """
 
     model_config = ConfigDict(extra="forbid")
-    model: str = Field(min_length=1, max_length=200)
+    model: Text = Field(min_length=1, max_length=200)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     n: Literal[1] | None = None
@@ -136,7 +146,7 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)] | Annotated[list[int], Field(min_length=1)]
+    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=1)] | Annotated[list[int], Field(min_length=1)]
     max_tokens: int | None = Field(COMPLETION_MAX_TOKENS, ge=1)
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None

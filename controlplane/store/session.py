@@ -1,5 +1,6 @@
 """Engines and transactions. One request or task, one transaction, committed at the edge."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,6 +9,8 @@ from sqlalchemy import Engine, create_engine
 from sqlalchemy.orm import Session, sessionmaker
 
 from controlplane.settings import Settings
+
+_CLOSE_TIMEOUT_S = 10.0
 
 
 def make_engine(settings: Settings) -> Engine:
@@ -33,13 +36,26 @@ class Database:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._sessions = sessionmaker(engine, expire_on_commit=False)
+        self._open = 0
+        self._changed = threading.Condition()
 
     @contextmanager
     def transaction(self) -> Iterator[Session]:
         """A session that commits at the end of the block and rolls back on any exception."""
-        with self._sessions.begin() as session:
-            yield session
+        self._count(1)
+        try:
+            with self._sessions.begin() as session:
+                yield session
+        finally:
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        with self._changed:
+            self._open += change
+            self._changed.notify_all()
 
     def close(self) -> None:
-        """Close every pooled connection."""
+        """Close every pooled connection. Threads whose callers were cancelled may still be at work: they end first."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._open == 0, timeout=_CLOSE_TIMEOUT_S)
         self.engine.dispose()
