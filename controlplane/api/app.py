@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from controlplane.agents import AgentClient
 from controlplane.api import admin, batches, errors, files, health, interactive, models, nodes
 from controlplane.api.keys import KeyCache
-from controlplane.api.limits import BodyLimit, RequestIds
+from controlplane.api.limits import BodyLimit, RequestIds, UploadGate
 from controlplane.api.metrics import Metrics
 from controlplane.api.state import State
 from controlplane.errors import TooLargeError
@@ -69,6 +69,7 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None) -> FastAP
         upload_bytes_max=settings.file_bytes_max,
         refuse=_refuse_body,
     )
+    app.add_middleware(UploadGate)
     app.add_middleware(RequestIds)
     return app
 

@@ -11,6 +11,7 @@ from controlplane.api.state import State, state_of
 from controlplane.errors import AuthenticationError, PermissionDeniedError
 from controlplane.store.tables import Role
 
+NO_KEY = "You didn't provide an API key. Send it as 'Authorization: Bearer KEY'."
 _bearer = HTTPBearer(auto_error=False, description="A key made with `tidepool key create`.")
 
 _MAY: dict[Role, frozenset[Role]] = {
@@ -33,7 +34,7 @@ async def authenticate(
         AuthenticationError: no key came, or it is not a good one.
     """
     if credentials is None:
-        raise AuthenticationError("You didn't provide an API key. Send it as 'Authorization: Bearer KEY'.")
+        raise AuthenticationError(NO_KEY)
     caller = await state.keys.find(credentials.credentials)
     request.state.caller = caller
     return caller

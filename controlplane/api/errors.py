@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from controlplane.errors import InvalidValueError, NotFoundError, TidepoolError, UnavailableError
 from controlplane.serving.openai_answers import openai_error
+from controlplane.serving.openai_requests import first_fault
 
 log = structlog.get_logger()
 CLIENT_GONE = 499
@@ -69,12 +70,9 @@ def error_response(request: Request, error: TidepoolError) -> JSONResponse:
 def translate_validation(error: RequestValidationError) -> InvalidValueError:
     """The first thing wrong with a body or query, naming the field."""
     first = error.errors()[0]
-    path = [str(part) for part in first["loc"][1:]]
-    field = ".".join(path).encode(errors="replace").decode() or None
-    message = str(first["msg"]).encode(errors="replace").decode()
     if first["type"] == "json_invalid":
-        return InvalidValueError(f"the body is not valid JSON: {first.get('ctx', {}).get('error', message)}")
-    return InvalidValueError(f"{field}: {message}" if field else message, param=field)
+        return InvalidValueError(f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    return first_fault({**first, "loc": first["loc"][1:]})
 
 
 def translate_database(error: SQLAlchemyError) -> TidepoolError:

@@ -6,7 +6,14 @@ from collections.abc import Callable
 
 import structlog
 import uuid_utils
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from controlplane.api.auth import NO_KEY
+from controlplane.api.errors import error_response, translate_database
+from controlplane.api.state import state_of
+from controlplane.errors import AuthenticationError, TidepoolError
 
 _ID = re.compile(rb"[A-Za-z0-9_-]{1,64}")
 _UPLOAD_PATHS = ("/v1/files", "/admin/demand")
@@ -81,6 +88,32 @@ class BodyLimit:
             await self._app(scope, counted, noted)
         if refused:
             await refuse(scope, receive, send)
+
+
+class UploadGate:
+    """Answers 401 to uploads without a good key before a byte of them is read: the framework reads a whole form
+    before it asks who sent it. What the key may do is the endpoint's question.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(_UPLOAD_PATHS):
+            request = Request(scope)
+            kind, _, secret = request.headers.get("authorization", "").partition(" ")
+            try:
+                if kind.lower() != "bearer":
+                    raise AuthenticationError(NO_KEY)
+                await state_of(request).keys.find(secret)
+            except TidepoolError as error:
+                await error_response(request, error)(scope, receive, send)
+                return
+            except SQLAlchemyError as error:
+                await error_response(request, translate_database(error))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class _TooLargeError(Exception):

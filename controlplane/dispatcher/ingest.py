@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 import msgspec
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from controlplane.errors import InvalidValueError, NotFoundError, TidepoolError
@@ -16,6 +18,7 @@ from controlplane.store.blobs import BlobStore
 from controlplane.store.fleet import load_catalog
 from controlplane.store.tables import Model
 
+log = structlog.get_logger()
 _ERRORS_SHOWN_MAX = 100
 _CUSTOM_ID_MAX = 512
 
@@ -94,20 +97,33 @@ def ingest_one(session: Session, blobs: BlobStore, settings: Settings) -> str | 
     batch = claim_validating(session)
     if batch is None:
         return None
-    models = load_catalog(session).models
     try:
-        errors = _check_all(batch, models, blobs, settings)
+        with session.begin_nested():
+            errors = _take_in(session, batch, blobs, settings)
     except NotFoundError as error:
         errors = [_entry("file_not_found", error.message, "input_file_id", None)]
+    except SQLAlchemyError:
+        raise  # the database's trouble is not the batch's: it waits
+    except Exception:
+        log.exception(
+            "a batch cannot be validated", batch=batch.id
+        )  # a defect of ours must not block the batches behind
+        errors = [_entry("internal_error", "the batch could not be validated; nothing of it ran", None, None)]
     if errors:
         batch.errors = {"object": "list", "data": errors}
-        move_batch(session, batch, BatchState.FAILED)
-        return batch.id
-    reader = LineReader(batch, models)
-    with blobs.open(batch.input_file_id) as stream:
-        add_requests(session, batch, (reader.read(number, line) for number, line in _lines(stream)))
-    move_batch(session, batch, BatchState.IN_PROGRESS)
+    move_batch(session, batch, BatchState.FAILED if errors else BatchState.IN_PROGRESS)
     return batch.id
+
+
+def _take_in(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> list[dict[str, Any]]:
+    """Put all lines of a batch in the queue, or none and say what is wrong with them."""
+    models = load_catalog(session).models
+    errors = _check_all(batch, models, blobs, settings)
+    if not errors:
+        reader = LineReader(batch, models)
+        with blobs.open(batch.input_file_id) as stream:
+            add_requests(session, batch, (reader.read(number, line) for number, line in _lines(stream)))
+    return errors
 
 
 def _check_all(batch: Batch, models: dict[str, Model], blobs: BlobStore, settings: Settings) -> list[dict[str, Any]]:

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from controlplane.settings import Settings
 from controlplane.store.blobs import BlobStore
 from controlplane.store.demand import forget_demand
-from controlplane.store.files import expire_files
+from controlplane.store.files import expire_files, known_files
 from controlplane.store.instances import lose_silent_nodes
 from controlplane.store.queue import expire_leases, expire_requests
 from controlplane.store.session import Database
 
 _DAY_S = 86_400
+_ORPHAN_S = 86_400.0
 _NODE_LOST_S = 60.0
 _NODE_GRACE_S = 20.0
 
@@ -29,7 +30,7 @@ def expire(database: Database, blobs: BlobStore, settings: Settings, *, now_s: f
     """End what is over; running it again ends nothing more. Bytes of files go after their rows are committed."""
     with database.transaction() as session:
         requests = expire_requests(session)
-        leases = expire_leases(session)
+        leases = expire_leases(session, attempts_max=settings.niw_attempts_max)
         silent = lose_silent_nodes(
             session, silent_s=_NODE_LOST_S, heard_s=settings.heartbeat_stale_s, grace_s=_NODE_GRACE_S
         )
@@ -39,3 +40,13 @@ def expire(database: Database, blobs: BlobStore, settings: Settings, *, now_s: f
     for file_id in gone:
         blobs.delete(file_id)
     return Expired(leases=leases, requests=requests, files=len(gone), silent_nodes=tuple(silent))
+
+
+def sweep(database: Database, blobs: BlobStore) -> int:
+    """Delete bytes that no row knows of, a day after they were written: what uploads and crashes left behind."""
+    old = blobs.older_than(_ORPHAN_S)
+    with database.transaction() as session:
+        orphans = old - known_files(session, old)
+    for name in orphans:
+        blobs.delete(name)
+    return len(orphans)

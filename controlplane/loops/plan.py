@@ -42,10 +42,10 @@ class Draft:
 
 
 def plan_hour(database: Database, settings: Settings, *, now_s: float) -> str | None:
-    """Make, and where that is automatic apply, the plan of the coming hour. None if it is made already, by whichever
-    worker or beat came first.
+    """Make, and where that is automatic apply, the plan of the hour that begins nearest to now, so that a late task
+    still plans its own hour. None if it is made already, by whichever worker or beat came first.
     """
-    window_start_s = (int(now_s) // _HOUR_S + 1) * _HOUR_S
+    window_start_s = (int(now_s) + _HOUR_S // 2) // _HOUR_S * _HOUR_S
     with database.transaction() as session:
         if has_scheduled_plan(session, window_start_s):
             return None

@@ -10,7 +10,7 @@ from celery import Celery, group
 from celery.schedules import crontab, schedule
 from kombu.exceptions import OperationalError
 
-from controlplane.loops.expire import expire
+from controlplane.loops.expire import expire, sweep
 from controlplane.loops.forecast import forecast_one, series_to_forecast
 from controlplane.loops.measure import measure
 from controlplane.loops.plan import plan_hour
@@ -52,7 +52,8 @@ def _make_celery(settings: Settings) -> Celery:
         beat_schedule={
             "measure": {"task": "measure", "schedule": crontab(), "options": {"expires": 55}},
             "forecast": {"task": "forecast", "schedule": crontab(minute="50"), "options": {"expires": 600}},
-            "plan": {"task": "plan", "schedule": crontab(minute="58"), "options": {"expires": 3600}},
+            "plan": {"task": "plan", "schedule": crontab(minute="58"), "options": {"expires": 1800}},
+            "sweep": {"task": "sweep", "schedule": crontab(minute="23"), "options": {"expires": 1800}},
             "scale": {
                 "task": "scale",
                 "schedule": schedule(settings.scale_every_s),
@@ -143,6 +144,14 @@ def run_expire() -> None:
     expired = expire(parts().database, parts().blobs, parts().settings, now_s=time.time())
     if expired.leases or expired.requests:
         log.info("expired", leases=expired.leases, requests=expired.requests)
+
+
+@celery.task(name="sweep")
+def run_sweep() -> None:
+    """Every hour."""
+    swept = sweep(parts().database, parts().blobs)
+    if swept:
+        log.info("swept", blobs=swept)
 
 
 def enqueue(task: str, **arguments: object) -> bool:

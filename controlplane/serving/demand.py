@@ -16,11 +16,11 @@ from controlplane.store.live import LiveStore
 
 log = structlog.get_logger()
 _FLUSH_EVERY_S = 1.0
-_MINUTES_KEPT = 60
+_MINUTES_KEPT = 5  # as many as the measuring looks back
 
 
 class DemandCounter:
-    """Counts of this process. While Redis is away they wait, for up to an hour.
+    """Counts of this process. While Redis is away they wait, for five minutes.
 
     `gateway`: interactive requests come through this process, so a minute in which it counted none had none.
     """

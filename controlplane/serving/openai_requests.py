@@ -1,6 +1,8 @@
 """OpenAI's request bodies, checked and turned into what the fleet understands, for gateway and dispatcher."""
 
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -14,6 +16,7 @@ from dataplane.messages import ChatMessage, Sampling
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default of the older endpoint
 
+_UNION_BRANCH = re.compile(r"str|int|function-\w+\[.*\]|list\[.*\]|constrained-\w+|nullable\[.*\]")
 ServiceTier = Literal["auto", "default", "priority", "flex"]
 _TIERS: dict[str | None, Tier] = {"priority": Tier.IW_F, "flex": Tier.NIW}
 _SERVED_AS = {Tier.IW_F: "priority", Tier.IW_N: "default", Tier.NIW: "flex"}
@@ -21,8 +24,10 @@ _SERVED_AS = {Tier.IW_F: "priority", Tier.IW_N: "default", Tier.NIW: "flex"}
 
 def _valid_unicode(text: str) -> str:
     """JSON can spell half a surrogate pair, which is no character and cannot be sent on."""
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise ValueError("holds half of a surrogate pair, which is no valid Unicode")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair, which is no valid Unicode") from None
     return text
 
 
@@ -184,9 +189,17 @@ def parse_body(endpoint: str, body: dict[str, Any]) -> AnyRequest:
     try:
         return REQUESTS[endpoint].model_validate(body)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or None
-        raise InvalidValueError(f"{field}: {first['msg']}" if field else first["msg"], param=field) from error
+        raise first_fault(error.errors()[0]) from error
+
+
+def first_fault(fault: Mapping[str, Any]) -> InvalidValueError:
+    """A validation error of pydantic's as ours. `loc` is the path to the field; the names of a union's branches, which
+    pydantic mixes in, are left out.
+    """
+    path = [str(part) for part in fault["loc"] if not _UNION_BRANCH.fullmatch(str(part))]
+    field = ".".join(path).encode(errors="replace").decode() or None
+    message = str(fault["msg"]).removeprefix("Value error, ").encode(errors="replace").decode()
+    return InvalidValueError(f"{field}: {message}" if field else message, param=field)
 
 
 def to_outgoing(

@@ -155,6 +155,10 @@ _END_ERRORS: Mapping[BatchRequestState, dict[str, str]] = {
         "code": "batch_expired",
         "message": "This request could not be executed before the completion window expired.",
     },
+    BatchRequestState.FAILED: {
+        "code": "attempts_exhausted",
+        "message": "Every attempt at this request ended without an answer.",
+    },
     BatchRequestState.CANCELLED: {
         "code": "batch_cancelled",
         "message": "The batch was cancelled before this request ran.",

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import IO
 from controlplane.errors import NotFoundError
 
 CHUNK_BYTES = 1 << 20
+_DRAFT = ".part"
 
 
 class BlobStore:
@@ -23,7 +25,7 @@ class BlobStore:
     def writing(self, file_id: str) -> Iterator[IO[bytes]]:
         """A stream to write a new blob to. It gets its name when the block ends well, and is dropped otherwise."""
         target = self._path(file_id)
-        draft = target.with_suffix(".part")
+        draft = target.with_suffix(_DRAFT)
         try:
             with draft.open("wb") as stream:
                 yield stream
@@ -55,10 +57,15 @@ class BlobStore:
         """Forget a blob; one that is gone already is no error."""
         self._path(file_id).unlink(missing_ok=True)
 
+    def older_than(self, age_s: float) -> set[str]:
+        """Names of blobs, half-written ones too, that were last written `age_s` seconds ago or earlier."""
+        before_s = time.time() - age_s
+        return {entry.name for entry in os.scandir(self._folder) if entry.stat().st_mtime < before_s}
+
     def free_bytes(self) -> int:
         """Room left on the disk."""
         return shutil.disk_usage(self._folder).free
 
     def _path(self, file_id: str) -> Path:
-        assert file_id.replace("-", "").replace("_", "").isalnum(), "file ids are ours"
+        assert file_id.removesuffix(_DRAFT).replace("-", "").isalnum(), "file ids are ours"
         return self._folder / file_id

@@ -1,5 +1,6 @@
 """Rows of the Files API. A file belongs to a tenant; nobody else sees it."""
 
+from collections.abc import Collection
 from datetime import datetime
 
 import uuid_utils
@@ -51,6 +52,11 @@ def list_files(
 def delete_file(session: Session, file_id: str, *, tenant: str) -> None:
     """Mark a tenant's file as deleted. Its bytes go after the commit."""
     get_file(session, file_id, tenant=tenant).deleted_at = session.scalar(select(func.now()))
+
+
+def known_files(session: Session, file_ids: Collection[str]) -> set[str]:
+    """Which of these ids have a row that is not deleted."""
+    return set(session.scalars(select(File.id).where(File.id.in_(file_ids), File.deleted_at.is_(None))))
 
 
 def expire_files(session: Session) -> list[str]:

@@ -149,12 +149,14 @@ def _release_lease(session: Session, held: Claim, *, state: BatchRequestState, *
     return ours is not None
 
 
-def expire_leases(session: Session) -> int:
-    """Let requests wait again whose dispatcher is gone."""
-    return len(
+def expire_leases(session: Session, *, attempts_max: int) -> int:
+    """Let requests wait again whose dispatcher is gone; those that lost `attempts_max` of them end as failed."""
+    over = (BatchRequest.state == BatchRequestState.RUNNING) & (BatchRequest.lease_until < func.now())
+    poison = end_requests(session, over & (BatchRequest.attempts >= attempts_max), state=BatchRequestState.FAILED)
+    return poison + len(
         session.scalars(
             update(BatchRequest)
-            .where(BatchRequest.state == BatchRequestState.RUNNING, BatchRequest.lease_until < func.now())
+            .where(over)
             .values(state=BatchRequestState.WAITING, lease_id=None, lease_until=None, last_error="the lease ran out")
             .returning(BatchRequest.id)
         ).all()

@@ -1,8 +1,10 @@
 """The Files API, as the official client sees it."""
 
+import socket
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2 as httpx
 import openai
 import pytest
 
@@ -108,3 +110,13 @@ def test_odd_ids_are_not_found(gateway: Gateway, path: str) -> None:
         answer = gateway.http.get(f"/v1/files/{path}{end}")
         assert answer.status_code in {400, 404}, answer.text
         assert_error(answer)
+
+
+def test_an_upload_without_a_key_is_refused_before_its_body_is_read(gateway: Gateway) -> None:
+    head = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 90000\r\n"
+    head += b"Content-Type: multipart/form-data; boundary=x\r\n"
+    address = httpx.URL(gateway.url)
+    for key in (b"", b"Authorization: Bearer tp-client-wrong\r\n", b"Authorization: Basic abc\r\n"):
+        with socket.create_connection((address.host, address.port), timeout=10) as connection:
+            connection.sendall(head + key + b"\r\n" + b"--x\r\n")
+            assert b" 401 " in connection.recv(4096).split(b"\r\n", 1)[0]

@@ -184,7 +184,7 @@ def test_a_result_after_a_lost_lease_is_dropped(world: World) -> None:
             await holds(lambda: len(agent.asked) == 1)
             with world.database.transaction() as session:
                 session.execute(text("UPDATE batch_requests SET lease_until = now() - interval '1 s'"))
-                assert expire_leases(session) == 1
+                assert expire_leases(session, attempts_max=5) == 1
             await ended(world, batch_id)
 
     with served(agent.app) as url:

@@ -61,7 +61,8 @@ BAD = [
     (line("a\0"), "invalid_value", "custom_id"),
     (line(method="GET"), "invalid_method", "method"),
     (line(url="/v1/chat/completions"), "mismatched_url", "url"),
-    (line(body={"prompt": None}), "invalid_value", "body.prompt.str"),
+    (line(body={"prompt": None}), "invalid_value", "body.prompt"),
+    (line(body={"stop": ["a", 1]}), "invalid_value", "body.stop.1"),
     (line(body_is=None), "missing_required_parameter", "body"),
     (line(body={"model": "llama"}), "model_not_found", "body.model"),
     (line(body={"stream": True}), "invalid_value", "body.stream"),
@@ -124,3 +125,18 @@ def test_a_batch_being_validated_is_left_alone(world: World, blobs: BlobStore) -
         assert ingest_one(other, blobs, world.settings) is None
     with world.database.transaction() as session:
         assert session.scalar(select(func.count()).select_from(BatchRequest)) == 1
+
+
+def test_a_defect_of_ours_fails_its_batch_and_blocks_no_other(
+    world: World, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a defect")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("controlplane.dispatcher.ingest.parse_body", broken)
+        first = ingest(world, blobs, line("a"))
+    assert first.state == "failed"
+    assert [error["code"] for error in first.errors["data"]] == ["internal_error"]
+    assert requests_of(world) == []
+    assert ingest(world, blobs, line("b")).state == "in_progress"

@@ -1,10 +1,12 @@
 """Expiring ends what is over, and nothing more the second time."""
 
+import os
+
 from sqlalchemy import text
 
-from controlplane.loops.expire import expire
+from controlplane.loops.expire import expire, sweep
 from controlplane.store.blobs import BlobStore
-from controlplane.store.queue import claim
+from controlplane.store.queue import claim, expire_leases
 from tests.controlplane.world import World
 
 
@@ -29,3 +31,29 @@ def test_everything_that_is_over(world: World, blobs: BlobStore) -> None:
     with world.database.transaction() as session:
         states = session.execute(text("SELECT state FROM batch_requests ORDER BY line")).scalars().all()
     assert states == ["waiting", "expired", "waiting"]
+
+
+def test_a_request_that_loses_every_dispatcher_ends_in_the_error_file(world: World) -> None:
+    world.add_batch(lines=2)
+    with world.database.transaction() as session:
+        claim(session, model="tide", count=2, lease_s=60)
+        session.execute(text("UPDATE batch_requests SET lease_until = now() - interval '1 s'"))
+        session.execute(text("UPDATE batch_requests SET attempts = 5 WHERE line = 2"))
+    with world.database.transaction() as session:
+        assert expire_leases(session, attempts_max=5) == 2
+    with world.database.transaction() as session:
+        states = session.execute(text("SELECT state FROM batch_requests ORDER BY line")).scalars().all()
+        errors = session.execute(text("SELECT error ->> 'code' FROM batch_results")).scalars().all()
+    assert states == ["waiting", "failed"]
+    assert errors == ["attempts_exhausted"]
+
+
+def test_the_sweep_deletes_what_no_row_knows_of(world: World, blobs: BlobStore) -> None:
+    known = world.batch(world.add_batch(lines=1)).input_file_id
+    folder = world.settings.home / "files"
+    for name in (known, "file-orphan", "file-half.part", "file-fresh"):
+        (folder / name).write_bytes(b"x")
+        if name != "file-fresh":
+            os.utime(folder / name, (0, 0))
+    assert sweep(world.database, blobs) == 2
+    assert {path.name for path in folder.iterdir()} == {known, "file-fresh"}

@@ -77,7 +77,7 @@ def test_a_plan_is_made_once_and_applied(fleet: World, settings: Settings) -> No
         present = plan_in_force(session)
         assert present is not None
         assert (present.id, present.window_start_s % 3600, present.unserved) == (plan_id, 0, [])
-        assert present.window_start_s > NOW_S
+        assert present.window_start_s >= NOW_S
         after = {(e.model, e.region): e.after for e in entries_of(session, plan_id)}
     assert after[EAST.model, EAST.region] >= 2, "1,500 tokens/s at 1,000 an instance"
 
@@ -134,3 +134,17 @@ def test_without_automatic_it_waits_for_an_operator(fleet: World, settings: Sett
 def test_a_fleet_without_demand_or_nodes_has_a_plan_too(world: World, settings: Settings) -> None:
     assert plan_hour(world.database, settings, now_s=NOW_S) is not None
     assert plans(world) == ["applied"]
+
+
+def test_a_late_task_plans_its_own_hour(fleet: World, settings: Settings) -> None:
+    hour_s = NOW_S // 3600 * 3600
+    for now_s, window_s in (
+        (hour_s + 3480, hour_s + 3600),
+        (hour_s + 3600 + 900, hour_s + 3600),
+        (hour_s + 60, hour_s),
+    ):
+        made = plan_hour(fleet.database, settings, now_s=now_s)
+        with fleet.database.transaction() as session:
+            windows = {plan.window_start_s for plan in session.scalars(select(Plan))}
+        assert window_s in windows, f"{now_s}: {made}"
+    assert len(windows) == 2
