@@ -1,0 +1,76 @@
+"""`tidepool demo` and `tidepool up` as a newcomer runs them: real models, real processes, and nothing left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+
+from ops.ports import free_port
+from tests.flows.waiting import wait_until
+
+TIDEPOOL = (sys.executable, "-m", "ops.cli")
+SESSION = "TIDEPOOL_TEST_SESSION"
+
+
+def _left_behind(mark: str) -> list[str]:
+    """Command lines of processes that carry the mark in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{SESSION}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue  # gone meanwhile, or not ours to read
+    return found
+
+
+def _environment(mark: str, **more: str) -> dict[str, str]:
+    return {**os.environ, SESSION: mark, **more}
+
+
+@pytest.mark.slow
+def test_the_demo_does_the_main_job_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    env = _environment(str(tmp_path), TMPDIR=str(tmp_path))
+    ended = subprocess.run([*TIDEPOOL, "demo"], env=env, capture_output=True, text=True, timeout=280, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for words in (
+        "200 output lines, one for each of 200 requests, no errors",
+        "optimal by highs",
+        "agents hold the plan",
+    ):
+        assert words in ended.stdout, ended.stdout
+    assert _left_behind(str(tmp_path)) == []
+    assert not list(tmp_path.glob("tidepool-demo-*"))
+
+
+@pytest.mark.slow
+def test_up_says_ready_serves_and_ends_with_all_its_children(tmp_path: Path) -> None:
+    port = str(free_port())
+    env = _environment(str(tmp_path), TIDEPOOL_HOME=str(tmp_path), TIDEPOOL_PORT=port)
+    with subprocess.Popen([*TIDEPOOL, "up"], env=env, stdout=subprocess.PIPE, text=True) as up:
+        try:
+            assert up.stdout is not None
+            assert up.stdout.readline() == f"ready http://127.0.0.1:{port}\n"
+            keys = tmp_path / "keys.json"
+            assert keys.stat().st_mode & 0o777 == 0o600
+            with openai.OpenAI(
+                base_url=f"http://127.0.0.1:{port}/v1", api_key=json.loads(keys.read_text())["client"]
+            ) as ai:
+                names = [model.id for model in ai.models.list()]
+                assert len(names) == 4
+                for name in names:
+                    said = ai.completions.create(
+                        model=name, prompt="The tide", max_tokens=4, extra_body={"ignore_eos": True}
+                    )
+                    assert said.usage is not None
+                    assert said.usage.completion_tokens == 4
+            assert len(_left_behind(str(tmp_path))) > 8
+        finally:
+            up.send_signal(signal.SIGTERM)
+        assert up.wait(60) == 0
+    wait_until(lambda: _left_behind(str(tmp_path)) == [], "every child ended", 5.0)
