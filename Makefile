@@ -8,6 +8,7 @@ READY := $(VENV)/.ready
 TORCH := $(shell sed -n 's/^torch = \["torch==\([0-9.]*\)".*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --no-compile
 export OMP_NUM_THREADS ?= 1
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo run test check lint format lock clean
@@ -32,7 +33,7 @@ run: $(READY) ## start the same stack and keep it up (TIDEPOOL_HOME, TIDEPOOL_PO
 
 test: $(READY) ## lint, type-check and run every test
 	$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(READY) ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from fastapi.concurrency import run_in_threadpool
 from controlplane.api.auth import NodeCaller, needs
 from controlplane.api.state import State, StateDep
 from controlplane.errors import InvalidValueError
+from controlplane.loops.schedule import enqueue
 from controlplane.store.fleet import join_node, require, touch_node
 from controlplane.store.instances import desired_of, observe
 from controlplane.store.keys import record
@@ -37,7 +38,9 @@ def _join(state: State, message: Join, actor: str) -> DesiredInstances:
     with state.database.transaction() as session:
         node = join_node(session, message)
         record(session, actor=actor, action="node.join", subject=node.name, after=msgspec.to_builtins(message))
-        return desired_of(session, message.node)
+        desired = desired_of(session, message.node)
+    enqueue("scale")  # new GPUs may be waited for
+    return desired
 
 
 def _heartbeat(state: State, message: Heartbeat) -> DesiredInstances:

@@ -38,9 +38,9 @@ def _batch(client: openai.OpenAI) -> str:
 
 
 def _kill_each(stack: LocalStack) -> None:
-    for name, pid in stack.supervisor.pids().items():
+    for name in stack.supervisor.pids():
         before = stack.supervisor.restarts()[name]
-        os.kill(pid, signal.SIGKILL)
+        os.kill(stack.supervisor.pids()[name], signal.SIGKILL)
         wait_until(lambda n=name, b=before: stack.supervisor.restarts()[n] > b, f"{name} restarted", 15.0)  # type: ignore[misc]
         stack.supervisor.wait_ready(60.0)
 

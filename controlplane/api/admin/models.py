@@ -2,7 +2,7 @@
 
 from datetime import datetime
 
-from fastapi import APIRouter
+from fastapi import APIRouter, BackgroundTasks
 from pydantic import Field
 
 from controlplane.api.admin.changes import put_row
@@ -28,6 +28,7 @@ from controlplane.api.admin.fields import (
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep
+from controlplane.loops.schedule import enqueue
 from controlplane.store import fleet, tables
 
 router = APIRouter(tags=["admin: models"], route_class=IdempotentRoute)
@@ -136,7 +137,9 @@ def list_profiles(session: SessionDep, _: Viewer, limit: Limit = 20, after: Afte
 
 
 @router.put("/endpoints", summary="Offer a model in a region")
-def put_endpoint(change: EndpointChange, session: SessionDep, caller: Operator) -> Endpoint:
+def put_endpoint(
+    change: EndpointChange, session: SessionDep, caller: Operator, after_commit: BackgroundTasks
+) -> Endpoint:
     """Scaling and plans keep the number of instances within the limits."""
     row = put_row(
         session,
@@ -153,6 +156,7 @@ def put_endpoint(change: EndpointChange, session: SessionDep, caller: Operator) 
             maximum=change.instances_max,
         ),
     )
+    after_commit.add_task(enqueue, "scale")
     return Endpoint.model_validate(row)
 
 
