@@ -22,6 +22,9 @@ CLIENT_GONE = 499
 _RETRY_AFTER_S = 1
 
 
+_COLLISIONS = {"40001", "40P01"}  # serialization failure, deadlock
+
+
 class RoutingError(TidepoolError):
     """What the web framework itself refuses: an unknown path, a wrong method."""
 
@@ -78,6 +81,8 @@ def translate_validation(error: RequestValidationError) -> InvalidValueError:
 def translate_database(error: SQLAlchemyError) -> TidepoolError:
     """A database that is away is worth a retry; anything else it says is a defect."""
     away = isinstance(error, PoolTimeoutError) or (isinstance(error, DBAPIError) and error.connection_invalidated)
+    if isinstance(error, DBAPIError) and getattr(error.orig, "sqlstate", None) in _COLLISIONS:
+        return UnavailableError("the change collided with another one and was undone; try again")
     if away or type(error).__name__ in {"OperationalError", "InterfaceError"}:
         return UnavailableError("the database does not answer")
     if isinstance(error, DataError):

@@ -45,8 +45,8 @@ def _join(state: State, message: Join, actor: str) -> DesiredInstances:
 
 def _heartbeat(state: State, message: Heartbeat) -> DesiredInstances:
     with state.database.transaction() as session:
-        node = require(session, Node, message.node, param="node")
         touch_node(session, message.node)
+        node = require(session, Node, message.node, param="node")
         observe(session, message)
         desired = desired_of(session, message.node)
         place = {"region": node.region, "gpu_type": node.gpu_type, "url": node.url}

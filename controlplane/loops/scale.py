@@ -152,6 +152,12 @@ def _apply(
     session: Session, census: Census, decision: SlotDecision, last_scaled_s: Mapping[Endpoint, float], *, now_s: float
 ) -> None:
     at = {instance.id: instance.node for instance in census.instances}
+    revived, drained = [c.instance_id for c in decision.revives], [c.instance_id for c in decision.drains]
+    nodes = {add.node_id for add in decision.adds} | {at[instance_id] for instance_id in revived + drained}
+    if not nodes:
+        return
+    bump_index(session)
+    touch_generations(session, sorted(nodes))
     for add in decision.adds:
         add_instance(
             session,
@@ -162,14 +168,8 @@ def _apply(
             slot=add.slot,
             gpus=add.gpus,
         )
-    revived, drained = [c.instance_id for c in decision.revives], [c.instance_id for c in decision.drains]
     set_desired(session, revived, Desired.RUNNING)
     set_desired(session, drained, Desired.DRAINING)
-    nodes = {add.node_id for add in decision.adds} | {at[instance_id] for instance_id in revived + drained}
-    if not nodes:
-        return
-    bump_index(session)
-    touch_generations(session, sorted(nodes))
     for row in census.endpoints:
         scaled_s = last_scaled_s.get(Endpoint(model=row.model, region=row.region))
         if scaled_s == now_s:

@@ -10,6 +10,7 @@ from celery import Celery, group
 from celery.schedules import crontab, schedule
 from kombu.exceptions import OperationalError
 
+from controlplane.errors import UnavailableError
 from controlplane.loops.expire import expire, sweep
 from controlplane.loops.forecast import forecast_one, series_to_forecast
 from controlplane.loops.measure import measure
@@ -157,8 +158,9 @@ def run_sweep() -> None:
 def enqueue(task: str, **arguments: object) -> bool:
     """Ask a worker to run a loop now, once. False while the broker is away: the loop's own clock will come."""
     try:
+        parts().live.ping()  # Celery's own client would try for seconds before it gives up
         celery.send_task(task, kwargs=arguments, retry=False)
-    except OperationalError as error:
+    except (UnavailableError, OperationalError) as error:
         log.warning("not enqueued", task=task, error=str(error))
         return False
     return True

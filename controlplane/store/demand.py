@@ -11,6 +11,7 @@ from controlplane.policies.facts import Endpoint
 from controlplane.store.tables import DemandBucket, Forecast
 
 IW, NIW = "IW", "NIW"
+_WRITERS_TURN = 7303015
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,11 @@ class DemandRow:
 
 
 def put_demand(session: Session, rows: Iterable[DemandRow]) -> int:
-    """Write demand; a minute written before is replaced, so the same rows may come twice. Returns how many came."""
+    """Write demand; a minute written before is replaced, so the same rows may come twice. Returns how many came.
+
+    Writers take turns: two that write the same minutes in different orders would wait for each other's rows.
+    """
+    session.execute(text("SELECT pg_advisory_xact_lock(:turn)"), {"turn": _WRITERS_TURN})
     session.execute(
         text(
             "CREATE TEMP TABLE IF NOT EXISTS incoming_demand"

@@ -218,7 +218,7 @@ def load_catalog(session: Session) -> Catalog:
 
 
 def touch_node(session: Session, name: str) -> None:
-    """Note that the node was heard of just now."""
+    """Note that the node was heard of just now. This locks its row, which whoever changes its instances locks first."""
     session.execute(update(Node).where(Node.name == name).values(last_seen_at=func.now()))
 
 

@@ -8,6 +8,7 @@ from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from controlplane.policies.lifecycle import INSTANCE, InstanceState, can_move
+from controlplane.store.fleet import fleet_index
 from controlplane.store.paging import Page, page
 from controlplane.store.tables import Desired, Instance, Model, Node
 from dataplane.messages import DesiredInstance, DesiredInstances, Heartbeat, InstanceReport, ModelSpec
@@ -58,7 +59,9 @@ def set_desired(session: Session, ids: Iterable[str], desired: Desired) -> None:
 
 
 def touch_generations(session: Session, nodes: Sequence[str]) -> None:
-    """Tell nodes that what they shall hold has changed."""
+    """Tell nodes that what they shall hold has changed. Their rows are locked: call it before changing instances, under
+    the fleet's lock, so that writers meet in one order (fleet, node, instance) and never wait for each other in a ring.
+    """
     if nodes:
         session.execute(update(Node).where(Node.name.in_(nodes)).values(generation=Node.generation + 1))
 
@@ -153,7 +156,9 @@ def lose_silent_nodes(session: Session, *, silent_s: float, heard_s: float, grac
     age_s = func.extract("epoch", func.now() - Node.last_seen_at)
     if session.scalar(select(Node.name).where(age_s <= heard_s).limit(1)) is None:
         return []
-    names = list(session.scalars(select(Node.name).where(age_s > silent_s).order_by(Node.name)))
+    fleet_index(session, lock=True)
+    silent = select(Node.name).where(age_s > silent_s).order_by(Node.name).with_for_update()
+    names = list(session.scalars(silent))
     now = session.scalar(select(func.now()))
     assert now is not None
     stopped = set()

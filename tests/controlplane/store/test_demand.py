@@ -1,5 +1,6 @@
 """Demand rows: many at once, again without harm, read by endpoint."""
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -66,3 +67,24 @@ def test_rows_may_come_slower_than_a_statement_may_last(world: World) -> None:
     with pytest.raises(OperationalError), hasty.transaction() as session:
         session.execute(text("SELECT pg_sleep(1.2)"))  # the limit is back
     hasty.close()
+
+
+def test_writers_of_the_same_minutes_in_opposite_orders_take_turns(world: World) -> None:
+    minutes = range(3000)
+    failures: list[Exception] = []
+
+    def write(order: list[int]) -> None:
+        try:
+            for _ in range(4):
+                with world.database.transaction() as session:
+                    put_demand(session, [row(EAST, n, 1.0) for n in order[:1500]])
+                    put_demand(session, [row(EAST, n, 1.0) for n in order[1500:]])
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=write, args=(list(order),)) for order in (minutes, reversed(minutes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
