@@ -54,12 +54,14 @@ class ModelText:
         from tokenizers import Tokenizer  # noqa: PLC0415  (an agent that only replays needs no torch extra)
 
         path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise ModelLoadError(f"{path} is missing", param="path")
         try:
+            if not path.is_file():
+                raise ModelLoadError(f"{path} is missing", param="path")
             self._tokenizer = Tokenizer.from_file(str(path))
             self._config = _read_json(Path(folder) / "tokenizer_config.json")
             self._template = _chat_template(Path(folder), self._config)
+        except ModelLoadError:
+            raise
         except Exception as error:  # tokenizers raises bare Exception
             raise ModelLoadError(f"{folder}: the tokenizer cannot be used: {error}", param="path") from error
         self._vocabulary_size = self._tokenizer.get_vocab_size(with_added_tokens=True)

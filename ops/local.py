@@ -21,7 +21,7 @@ from pydantic import SecretStr
 
 import migrations
 from controlplane.settings import Settings
-from controlplane.store.keys import find_key, make_key
+from controlplane.store.keys import find_key, knows_secret, make_key
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Role
 from ops.embedded import EmbeddedPostgres, EmbeddedValkey
@@ -70,6 +70,7 @@ class LocalStack:
         self._environment = dict(os.environ) | dict(environment or {})
         self._port = port
         self._database_ready = False
+        self._report = report or (lambda line: None)
         servers = self._servers()
         self._env = self._environment | {
             "TIDEPOOL_DATABASE_URL": self._database_url,
@@ -126,7 +127,11 @@ class LocalStack:
         database = Database(make_engine(Settings(database_url=SecretStr(self._database_url))))
         with database.transaction() as session:
             for role in BOOTSTRAP_ROLES:
-                if find_key(session, self.keys[role]) is None:
+                if find_key(session, self.keys[role]) is not None:
+                    continue
+                if knows_secret(session, self.keys[role]):
+                    self._report(f"the key '{role}' of keys.json is revoked: take it out there to get a new one")
+                else:
                     make_key(session, name=f"bootstrap-{role}", role=role, tenant=TENANT, secret=self.keys[role])
         database.close()
         self._database_ready = True

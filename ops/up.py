@@ -6,13 +6,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ops.commands.api import Api, open_api
-from ops.demo_fleet import NODES, is_empty, live_instances, register_fleet
+from ops.commands.api import Api, CommandError, open_api
+from ops.demo_fleet import NODES, is_empty, register_fleet
 from ops.local import LocalNode, LocalStack
 from ops.tiny_models import build_tiny_models
 
 _SERVE_WAIT_S = 120.0
-_POLL_S = 0.25
+_POLL_S = 0.5
 
 
 def up(home: Path, port: int, *, bare: bool = False) -> None:
@@ -37,19 +37,30 @@ def up(home: Path, port: int, *, bare: bool = False) -> None:
             with open_api(stack.url, stack.keys["admin"]) as api:
                 if is_empty(api):
                     register_fleet(api, models)
-                _wait_served(api)
+                _wait_served(api, console)
         sys.stdout.write(f"ready {stack.url}\n")
         sys.stdout.flush()
 
     stack.supervisor.run(on_ready)
 
 
-def _wait_served(api: Api) -> None:
-    """Until every model has a ready instance."""
-    names = {model["name"] for model in api.pages("/admin/models")["data"]}
+def _unserved(api: Api) -> list[str]:
+    """Models that should have an instance and do not answer a request for one token."""
+    rows = api.pages("/admin/endpoints")["data"]
+    unserved = []
+    for name in sorted({row["model"] for row in rows if row["instances_min"] > 0}):
+        try:
+            api.post("/v1/completions", {"model": name, "prompt": "tide", "max_tokens": 1})
+        except CommandError:
+            unserved.append(name)
+    return unserved
+
+
+def _wait_served(api: Api, console: Console) -> None:
+    """Until every model that should have an instance has answered; says which do not after two minutes."""
     deadline_s = time.monotonic() + _SERVE_WAIT_S
-    while time.monotonic() < deadline_s:
-        if names <= {row["model"] for row in live_instances(api) if row["observed"] == "ready"}:
+    while unserved := _unserved(api):
+        if time.monotonic() > deadline_s:
+            console.print(f"not served yet: {', '.join(unserved)}; the logs of the agents say why", style="yellow")
             return
         time.sleep(_POLL_S)
-    raise TimeoutError(f"not every model has a ready instance after {_SERVE_WAIT_S:g} s; see the logs of the agents")

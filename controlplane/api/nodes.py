@@ -1,5 +1,6 @@
 """The node API: nodes join, send heartbeats, and are told what they shall hold."""
 
+import contextlib
 from typing import TypeVar
 
 import msgspec
@@ -8,7 +9,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from controlplane.api.auth import NodeCaller, needs
 from controlplane.api.state import State, StateDep
-from controlplane.errors import InvalidValueError
+from controlplane.errors import InvalidValueError, UnavailableError
 from controlplane.loops.schedule import enqueue
 from controlplane.store.fleet import join_node, require, touch_node
 from controlplane.store.instances import desired_of, observe
@@ -50,7 +51,10 @@ def _heartbeat(state: State, message: Heartbeat) -> DesiredInstances:
         observe(session, message)
         desired = desired_of(session, message.node)
         place = {"region": node.region, "gpu_type": node.gpu_type, "url": node.url}
-    state.live.write_heartbeat(message, **place)
+    with contextlib.suppress(
+        UnavailableError
+    ):  # Postgres has the truth: the node is told what it shall hold all the same
+        state.live.write_heartbeat(message, **place)
     return desired
 
 

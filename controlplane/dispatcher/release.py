@@ -56,6 +56,7 @@ class Releaser:
             stale_s=settings.heartbeat_stale_s,
         )
         self._running: dict[asyncio.Task[None], Claim] = {}
+        self._claimed: list[Claim] = []
 
     async def release(self) -> None:
         """One look: gather queues and instances, decide, claim and start what was decided."""
@@ -72,6 +73,7 @@ class Releaser:
             for held in claims:
                 task = asyncio.create_task(self._run(held, decision.endpoint.region))
                 self._running[task] = held
+                self._claimed.remove(held)
                 task.add_done_callback(self._running.pop)
 
     async def renew(self) -> None:
@@ -90,7 +92,7 @@ class Releaser:
         for task in held:
             task.cancel()
         await asyncio.gather(*held, return_exceptions=True)
-        for claim in held.values():
+        for claim in [*held.values(), *self._claimed]:
             try:
                 await self._give_back(claim, "its dispatcher was stopped", tried=False, delay_s=0)
             except SQLAlchemyError:
@@ -104,12 +106,14 @@ class Releaser:
         if room <= 0 or not self._live.take_signal(decision.endpoint, every_s=self._settings.release_signal_s):
             return []
         with self._database.transaction() as session:
-            return queue.claim(
+            claims = queue.claim(
                 session,
                 model=decision.endpoint.model,
                 count=min(decision.count, room),
                 lease_s=self._settings.niw_lease_s,
             )
+        self._claimed += claims  # until each has its task: a stop in between gives them back
+        return claims
 
     def _renew(self, held: list[Claim]) -> set[int]:
         with self._database.transaction() as session:
@@ -131,6 +135,13 @@ class Releaser:
                 await self._give_back(held, error.message, tried=tried, delay_s=delay_s)
             else:
                 await self._finish(held, error.status, openai_error(error), upstream_id)
+        except SQLAlchemyError as error:
+            log.warning(
+                "a request waits for its lease to end", request=held.request_id, error=str(error).splitlines()[0]
+            )
+        except Exception:
+            log.exception("a defect in the dispatcher", request=held.request_id)
+            await self._give_back(held, "internal error", tried=True, delay_s=_RETRY_DELAY_MAX_S)
 
     async def _answer(self, held: Claim, region: str, upstream_id: str) -> dict[str, Any]:
         request = parse_body(held.endpoint, held.body)

@@ -7,6 +7,7 @@ from controlplane.store.blobs import BlobStore
 from controlplane.store.demand import forget_demand
 from controlplane.store.files import expire_files, known_files
 from controlplane.store.instances import lose_silent_nodes
+from controlplane.store.keys import forget_answers
 from controlplane.store.queue import expire_leases, expire_requests
 from controlplane.store.session import Database
 
@@ -37,6 +38,7 @@ def expire(database: Database, blobs: BlobStore, settings: Settings, *, now_s: f
         if settings.demand_keep_days is not None:
             forget_demand(session, before_s=int(now_s) - settings.demand_keep_days * _DAY_S)
         gone = expire_files(session)
+        forget_answers(session, keep_s=_DAY_S)
     for file_id in gone:
         blobs.delete(file_id)
     return Expired(leases=leases, requests=requests, files=len(gone), silent_nodes=tuple(silent))

@@ -148,13 +148,15 @@ def _gather_demand(
     session: Session, settings: Settings, *, now_s: float, origin_s: int | None
 ) -> dict[Endpoint, tuple[float, ...]]:
     """Upper forecasts for each window of the coming hour, plus beta of the NIW tokens of the past hour (6.3)."""
-    forecasts = read_forecasts(session, origin_s=origin_s)
+    forecasts = read_forecasts(session, origin_s=origin_s, until_s=int(now_s))
     fresh = origin_s is not None or (forecasts and now_s - forecasts[0].origin_s <= _FORECAST_FRESH_S)
     if not fresh:
-        minute_s = int(now_s) // 60 * 60
-        endpoints = series_to_forecast(session, origin_s=minute_s, settings=settings)
-        forecasts = [forecast_one(session, e, origin_s=minute_s, settings=settings) for e in endpoints]
-    at_s = forecasts[0].origin_s if forecasts else int(now_s)
+        forecasts = []
+    at_s = forecasts[0].origin_s if forecasts else origin_s if origin_s is not None else int(now_s) // 60 * 60
+    done = {Endpoint(model=row.model, region=row.region) for row in forecasts}
+    for endpoint in series_to_forecast(session, origin_s=at_s, settings=settings):
+        if endpoint not in done:  # not forecast yet, or its task was lost: unknown is not zero
+            forecasts.append(forecast_one(session, endpoint, origin_s=at_s, settings=settings))
     deferred = mean_demand(session, kind=NIW, since_s=at_s - _HOUR_S, until_s=at_s)
     demand = {Endpoint(model=row.model, region=row.region): tuple(row.path) for row in forecasts}
     windows = max((len(path) for path in demand.values()), default=1)

@@ -53,7 +53,7 @@ def _make_celery(settings: Settings) -> Celery:
         beat_schedule={
             "measure": {"task": "measure", "schedule": crontab(), "options": {"expires": 55}},
             "forecast": {"task": "forecast", "schedule": crontab(minute="50"), "options": {"expires": 600}},
-            "plan": {"task": "plan", "schedule": crontab(minute="58"), "options": {"expires": 1800}},
+            "plan": {"task": "plan", "schedule": crontab(minute="58,3,8,13,18"), "options": {"expires": 1800}},
             "sweep": {"task": "sweep", "schedule": crontab(minute="23"), "options": {"expires": 1800}},
             "scale": {
                 "task": "scale",

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 
 import anyio.to_thread
@@ -23,6 +24,7 @@ from controlplane.store.tables import Model
 
 log = structlog.get_logger()
 _CATALOG_REFRESH_S = 2.0
+_VIEW_KEEP_S = 60.0
 
 
 class FleetCache:
@@ -37,7 +39,8 @@ class FleetCache:
         self._view: FleetView = EMPTY_VIEW
         self._view_at = 0.0
         self._catalog = Catalog(models={}, regions=(), nodes={})
-        self._sent: dict[str, tuple[float, int]] = {}
+        self._view_away = False
+        self._sent: dict[str, deque[tuple[float, int]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -85,24 +88,35 @@ class FleetCache:
         return view.url if view is not None else self._catalog.nodes.get(node)
 
     def instances(self) -> tuple[InstanceFacts, ...]:
-        """Every instance of the view, aged by the time since it was read, with what was sent since."""
-        view = FleetView(read_s=self._view.read_s + time.monotonic() - self._view_at, nodes=self._view.nodes)
-        heard_at = {
-            report.instance_id: time.monotonic() - (view.read_s - node.received_s)
-            for node in view.nodes.values()
-            for report in node.heartbeat.instances
-        }
-        self._sent = {i: sent for i, sent in self._sent.items() if sent[0] > heard_at.get(i, math.inf)}
+        """Every instance of the view, aged by the time since it was read, with what was sent since it reported. While
+        Redis is away nobody can know better, so the view does not age for its first minute.
+        """
+        unread_s = time.monotonic() - self._view_at
+        aged_s = 0.0 if self._view_away and unread_s < _VIEW_KEEP_S else unread_s
+        view = FleetView(read_s=self._view.read_s + aged_s, nodes=self._view.nodes)
+        self._forget_reported()
         return instance_facts(
             view,
             kv_bytes_per_token={name: model.kv_bytes_per_token for name, model in self._catalog.models.items()},
-            sent_tokens={instance: tokens for instance, (_, tokens) in self._sent.items()},
+            sent_tokens={instance: sum(tokens for _, tokens in sent) for instance, sent in self._sent.items()},
         )
 
     def note_sent(self, instance_id: str, tokens: int) -> None:
         """Count what is on its way to an instance until its next heartbeat shows it."""
-        _, before = self._sent.get(instance_id, (0.0, 0))
-        self._sent[instance_id] = (time.monotonic(), before + tokens)
+        self._sent.setdefault(instance_id, deque()).append((time.monotonic(), tokens))
+
+    def _forget_reported(self) -> None:
+        """Drop what was sent before an instance's last heartbeat, and all of instances that are gone."""
+        heard_at = {
+            report.instance_id: self._view_at - (self._view.read_s - node.received_s)
+            for node in self._view.nodes.values()
+            for report in node.heartbeat.instances
+        }
+        for instance_id, sent in list(self._sent.items()):
+            while sent and sent[0][0] <= heard_at.get(instance_id, math.inf):
+                sent.popleft()
+            if not sent:
+                del self._sent[instance_id]
 
     def is_fresh(self) -> bool:
         """Whether the view was read within the time after which nodes count as unknown."""
@@ -121,6 +135,8 @@ class FleetCache:
         while True:
             await asyncio.sleep(every_s)
             ok = await self._refresh(read, what, quiet=down)
+            if read == self._read_view:
+                self._view_away = not ok
             if ok and down:
                 log.info("source is back", what=what)
             down = not ok

@@ -114,8 +114,9 @@ def put_forecasts(session: Session, forecasts: Sequence[Forecast]) -> None:
         )
 
 
-def read_forecasts(session: Session, *, origin_s: int | None) -> list[Forecast]:
-    """The forecasts of one origin; of the newest one where none is named."""
-    newest = select(func.max(Forecast.origin_s)).scalar_subquery()
+def read_forecasts(session: Session, *, origin_s: int | None, until_s: int | None = None) -> list[Forecast]:
+    """The forecasts of one origin; where none is named of the newest one, not later than `until_s`."""
+    known = select(func.max(Forecast.origin_s))
+    newest = (known if until_s is None else known.where(Forecast.origin_s <= until_s)).scalar_subquery()
     query = select(Forecast).where(Forecast.origin_s == (newest if origin_s is None else origin_s))
     return list(session.scalars(query.order_by(Forecast.model, Forecast.region)))

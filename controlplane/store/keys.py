@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 import uuid_utils
-from sqlalchemy import ColumnElement, func, inspect, or_, select
+from sqlalchemy import ColumnElement, delete, func, inspect, or_, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -151,3 +151,14 @@ def keep_answer(session: Session, *, api_key_id: str, key: str, status: int, bod
     row = session.get(IdempotencyKey, (api_key_id, key))
     assert row is not None, "claimed in this transaction"
     row.status, row.body = status, body
+
+
+def forget_answers(session: Session, *, keep_s: int) -> None:
+    """Drop idempotency keys older than `keep_s` seconds; a retry comes within minutes."""
+    age_s = func.extract("epoch", func.now() - IdempotencyKey.created_at)
+    session.execute(delete(IdempotencyKey).where(age_s > keep_s))
+
+
+def knows_secret(session: Session, secret: str) -> bool:
+    """Whether a key of this secret was ever made, in whatever state it is."""
+    return session.scalar(select(ApiKey.id).where(ApiKey.secret_hash == hash_secret(secret))) is not None

@@ -26,6 +26,7 @@ def make_engine(settings: Settings) -> Engine:
         max_overflow=0,
         pool_timeout=settings.database_timeout_s,
         pool_pre_ping=True,
+        hide_parameters=True,  # an error in the log must not hold prompts, answers or hashes of keys
         connect_args=connect_args,
     )
 

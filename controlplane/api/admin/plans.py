@@ -11,7 +11,7 @@ from controlplane.api.admin.fields import TIME_S_MAX, After, Answer, Limit, Page
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep, StateDep
-from controlplane.errors import CapacityError
+from controlplane.errors import CapacityError, InvalidValueError
 from controlplane.loops.plan import draft_plan
 from controlplane.loops.schedule import enqueue
 from controlplane.store import plans
@@ -99,6 +99,8 @@ class Started(BaseModel):
 def run_forecasts(body: Run, session: SessionDep, caller: Operator) -> Started:
     """Starts one task for each series."""
     origin_s = body.origin_s
+    if origin_s is not None and origin_s > time.time():
+        raise InvalidValueError(f"origin_s: {origin_s} is in the future", param="origin_s")
     if origin_s is None:
         known_s = latest_demand_s(session)
         minute_s = int(time.time()) // 60 * 60

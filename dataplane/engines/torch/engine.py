@@ -142,6 +142,8 @@ class TorchEngine:
         instance = min((i for i in instances if i.queue.sequences), key=lambda i: i.stepped)
         try:
             return outputs + self._run(instance, now_s)
+        except torch.AcceleratorError:
+            raise  # the device's context is lost for every model: the worker must die and be replaced
         except Exception as error:  # whatever a model's code raises must not take the other models down
             self._end_all(instances, f"model {instance.model.name} failed: {type(error).__name__}: {error}")
             self._arena.evict(instance.model.name)

@@ -148,3 +148,24 @@ def test_a_late_task_plans_its_own_hour(fleet: World, settings: Settings) -> Non
             windows = {plan.window_start_s for plan in session.scalars(select(Plan))}
         assert window_s in windows, f"{now_s}: {made}"
     assert len(windows) == 2
+
+
+def test_an_endpoint_whose_forecast_is_missing_is_forecast_not_taken_for_idle(fleet: World, settings: Settings) -> None:
+    west = Endpoint(model=EAST.model, region="us-west")
+    with fleet.database.transaction() as session:
+        rows = [DemandRow(endpoint=west, kind=IW, start_s=NOW_S - 60 * n, tokens_per_s=700.0) for n in range(1, 121)]
+        put_demand(session, rows)
+        forecast_one(session, EAST, origin_s=NOW_S, settings=settings)
+    for origin_s in (None, NOW_S):
+        with fleet.database.transaction() as session:
+            demand = gather_facts(session, settings, now_s=NOW_S + 60, origin_s=origin_s).demand
+            assert max(demand[west]) > 600
+            session.rollback()
+
+
+def test_a_forecast_from_the_future_blinds_nobody(fleet: World, settings: Settings) -> None:
+    with fleet.database.transaction() as session:
+        put_demand(session, [DemandRow(endpoint=EAST, kind=IW, start_s=NOW_S + 999_960, tokens_per_s=1.0)])
+        forecast_one(session, EAST, origin_s=NOW_S + 999_960 + 60, settings=settings)
+        demand = gather_facts(session, settings, now_s=NOW_S, origin_s=None).demand
+    assert max(demand[EAST]) > 1000

@@ -1,0 +1,57 @@
+"""What a gateway remembers of the fleet: tokens just sent, and a view that outlives Redis for a while."""
+
+import time
+
+import anyio
+from pydantic import SecretStr
+
+from controlplane.serving.fleet import FleetCache
+from controlplane.store.live import LiveStore
+from ops.ports import free_port
+from tests.controlplane.world import World
+
+
+def sent(cache: FleetCache) -> int:
+    return sum(instance.sent_tokens for instance in cache.instances())
+
+
+def test_tokens_sent_are_forgotten_once_reported_even_when_sends_never_pause(world: World) -> None:
+    cache = FleetCache(world.database, world.live, world.settings)
+
+    def beat() -> None:
+        world.report("n1", "i1", region="us-east", url="http://n1")
+        cache._read_view()
+
+    beat()
+    for _ in range(5):  # three sends between two heartbeats, one right before each view is read
+        for tokens in (100, 20, 3):
+            cache.note_sent("i1", tokens)
+            time.sleep(0.01)
+        assert sent(cache) == 123, "only what came after the last heartbeat"
+        beat()
+    assert sent(cache) == 0
+    cache.note_sent("gone", 5)
+    assert sent(cache) == 0
+
+
+def test_the_view_does_not_age_while_redis_is_away(world: World) -> None:
+    quick = world.settings.model_copy(update={"view_refresh_s": 0.05})
+    away = LiveStore(world.settings.model_copy(update={"redis_url": SecretStr(f"redis://127.0.0.1:{free_port()}/0")}))
+
+    async def run() -> None:
+        cache = FleetCache(world.database, world.live, quick)
+        world.report("n1", "i1", region="us-east", url="http://n1")
+        await cache.start()
+        cache._live = away
+        await anyio.sleep(0.3)
+        before = cache.instances()[0].age_s
+        await anyio.sleep(0.3)
+        assert cache.instances()[0].age_s == before
+        assert not world.settings.heartbeat_stale_s < before
+        cache._live = world.live
+        await anyio.sleep(0.3)
+        assert cache.instances()[0].age_s > before + 0.3
+        await cache.stop()
+
+    anyio.run(run)
+    away.close()
