@@ -69,8 +69,8 @@ class EngineStats:
 class Engine(Protocol):
     """What a worker drives."""
 
-    def load(self, instance_id: str, model: ModelSpec) -> None:
-        """Take an instance in: read weights to host memory, give it its KV cache.
+    def load(self, instance_id: str, model: ModelSpec, *, gpus: int = 1) -> None:
+        """Take an instance in: read weights to host memory, give it its KV cache, a share for each of its GPUs.
 
         Raises:
             dataplane.errors.ModelLoadError: the checkpoint cannot be used, or does not fit; nothing is kept of it.

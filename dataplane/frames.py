@@ -22,7 +22,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     device: str
     dtype: Literal["float32", "bfloat16"]
     weights_bytes: int
-    kv_bytes_per_instance: int
+    kv_bytes_per_gpu: int
     batch_max: int
     turn_time_s: float
     profile: str | None
@@ -36,6 +36,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     instance_id: str
     serial: int
     model: ModelSpec
+    gpus: int
 
 
 class Unload(msgspec.Struct, frozen=True, kw_only=True, tag="unload"):

@@ -204,7 +204,9 @@ class HeldInstances:
             return
         self._serial += 1
         held.asked = self._serial
-        self._send(Load(instance_id=held.instance_id, serial=self._serial, model=held.desired.model))
+        self._send(
+            Load(instance_id=held.instance_id, serial=self._serial, model=held.desired.model, gpus=held.desired.gpus)
+        )
 
     def _fail(self, held: HeldInstance, error: str) -> None:
         if self._held.get(held.instance_id) is not held:

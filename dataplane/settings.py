@@ -70,6 +70,6 @@ class AgentSettings(BaseSettings):
         """Room for weights on a slot."""
         return int(slot.memory_bytes * (1 - self.kv_share))
 
-    def kv_bytes_per_instance(self, slot: SlotSettings) -> int:
-        """Room for one instance's KV: an instance takes one of the slot's GPUs."""
+    def kv_bytes_per_gpu(self, slot: SlotSettings) -> int:
+        """Room for KV on each GPU of the slot; an instance has that of the GPUs it takes."""
         return int(slot.memory_bytes * self.kv_share) // slot.gpus

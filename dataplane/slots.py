@@ -112,7 +112,7 @@ class Slot:
     def kv_capacity_bytes(self, instance_id: str) -> int:
         """The KV memory of an instance."""
         reported = (stats.kv_capacity_bytes for stats in self._stats.instances if stats.instance_id == instance_id)
-        return next(reported, self._configure.kv_bytes_per_instance)
+        return next(reported, self._configure.kv_bytes_per_gpu)
 
     def submit(self, request: EngineRequest) -> Flight:
         """Send a request to a ready instance; raises as `ready_instance` does."""
@@ -213,7 +213,7 @@ def configure(slot: SlotSettings, settings: AgentSettings) -> Configure:
         device=settings.device,
         dtype=settings.dtype,
         weights_bytes=settings.weights_bytes(slot),
-        kv_bytes_per_instance=settings.kv_bytes_per_instance(slot),
+        kv_bytes_per_gpu=settings.kv_bytes_per_gpu(slot),
         batch_max=settings.batch_max,
         turn_time_s=settings.turn_time_s,
         profile=None if settings.profile is None else str(settings.profile),

@@ -93,7 +93,7 @@ class Worker:
 
     def _load(self, command: Load) -> None:
         try:
-            self._engine.load(command.instance_id, command.model)
+            self._engine.load(command.instance_id, command.model, gpus=command.gpus)
         except Exception as error:  # whatever a checkpoint does, the slot's other models go on
             text = error.message if isinstance(error, ModelLoadError) else f"{type(error).__name__}: {error}"
             self._send(LoadFailed(instance_id=command.instance_id, serial=command.serial, error=text))
@@ -142,7 +142,7 @@ def make_engine(configure: Configure) -> Engine:
                 device=configure.device,
                 dtype=configure.dtype,
                 weights_bytes=configure.weights_bytes,
-                kv_bytes_per_instance=configure.kv_bytes_per_instance,
+                kv_bytes_per_gpu=configure.kv_bytes_per_gpu,
                 batch_max=configure.batch_max,
                 turns=turn,
             ),
@@ -155,7 +155,7 @@ def make_engine(configure: Configure) -> Engine:
     settings = ReplaySettings(
         profile=load_gpu_profile(configure.profile),
         weights_bytes=configure.weights_bytes,
-        kv_bytes_per_instance=configure.kv_bytes_per_instance,
+        kv_bytes_per_gpu=configure.kv_bytes_per_gpu,
         batch_max=configure.batch_max,
         speed=configure.replay_speed,
         mean_tokens=configure.replay_mean_tokens,

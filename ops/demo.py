@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -19,6 +18,8 @@ from rich.table import Table
 
 from forecasts.synthetic import generate_demand
 from ops.commands.api import Api, CommandError, open_api
+from ops.commands.plans import show_plan
+from ops.commands.screen import output
 from ops.demo_fleet import NODES, REGIONS, live_instances, register_fleet
 from ops.local import LocalStack
 from ops.ports import free_port
@@ -31,7 +32,6 @@ DEMAND_DAYS = 7.0
 DEMAND_SEED = 7
 PEAK_TOKENS_PER_S = 9_000.0
 _WAIT_S = 120.0
-_PLAIN_WIDTH = 132
 _POLL_S = 0.25
 
 
@@ -90,7 +90,7 @@ def main(*, demand: Path | None = None, keep: bool = False) -> None:
     Raises:
         DemoError: a step failed.
     """
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    console = output()
     began_s = time.monotonic()
     home = Path(tempfile.mkdtemp(prefix="tidepool-demo-"))
     console.print("[bold]Tidepool demo[/]: many models, one fleet, three regions, on this machine alone.")
@@ -236,7 +236,7 @@ def plan(demo: Demo, demand: Path | None) -> None:
         origin_s = imported["last_s"] + 60
         _forecast(demo, imported["series"], origin_s)
         draft = demo.admin.post("/admin/plans", {"origin_s": origin_s})
-        _show_plan(demo.console, draft)
+        show_plan(draft)
         demo.admin.post(f"/admin/plans/{draft['plan']['id']}/apply", {"index": draft["index"]})
         _follow(demo, draft)
 
@@ -265,23 +265,6 @@ def _forecast(demo: Demo, series: int, origin_s: int) -> None:
     words = ", ".join(f"{name} for {count}" for name, count in chosen.most_common())
     peak = sum(forecast["peak_upper"] for forecast in forecasts)
     demo.console.print(f"   chosen by backtest: {words}; peaks of the next hour add up to {peak:,.0f} tokens/s.")
-
-
-def _show_plan(console: Console, whole: dict[str, Any]) -> None:
-    plan = whole["plan"]
-    table = Table("model", "region", "GPU", "now", "plan", "change", "why")
-    for entry in whole["entries"]:
-        change = entry["after"] - entry["before"]
-        shown = f"[green]+{change}[/]" if change > 0 else f"[yellow]{change}[/]" if change else "-"
-        cells = (entry["model"], entry["region"], entry["gpu_type"], str(entry["before"]), str(entry["after"]))
-        table.add_row(*cells, shown, entry["reason"])
-    console.print(table)
-    cost = plan["objective_per_hour"]
-    gap = "unknown" if plan["gap"] is None else f"{plan['gap']:.2%}"
-    solved = f"{plan['status']} by {plan['solver']} in {plan['solve_time_s']:.2f} s"
-    console.print(f"   {solved}, gap {gap}, objective {cost:.2f} per hour.")
-    for short in whole["unserved"]:
-        console.print(f"   [yellow]not served[/]: {short}")
 
 
 def _follow(demo: Demo, whole: dict[str, Any]) -> None:

@@ -23,16 +23,16 @@ TIER_RANKS = {"IW-F": 0, "IW-N": 1, "NIW": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class ReplaySettings:
-    """`weights_bytes` is the room for weights on the slot, `kv_bytes_per_instance` that for one instance's KV.
+    """`weights_bytes` is the room for weights on the slot, `kv_bytes_per_gpu` that for KV on each GPU
+    of an instance.
 
     `speed` divides every time. Token ids are below `vocabulary_size`. `mean_tokens`: answers end by themselves after
     about so many tokens (geometrically distributed); None lets each run to its `max_tokens`.
     """
 
     profile: GpuProfile
-    gpus: int = 1
     weights_bytes: int
-    kv_bytes_per_instance: int
+    kv_bytes_per_gpu: int
     batch_max: int = 64
     speed: float = 1.0
     vocabulary_size: int = len(WORDS)
@@ -57,7 +57,7 @@ class ReplayEngine:
         self._steps_total = 0
         self._tokens_total = 0
 
-    def load(self, instance_id: str, model: ModelSpec) -> None:
+    def load(self, instance_id: str, model: ModelSpec, *, gpus: int = 1) -> None:
         """Take an instance in. Nothing is read: the model need not exist.
 
         Raises:
@@ -67,7 +67,7 @@ class ReplayEngine:
             raise ModelLoadError(f"instance {instance_id} is loaded already", param="instance_id")
         limits = (
             ("weights_bytes", model.weights_bytes, self._settings.weights_bytes),
-            ("kv_bytes_per_token", model.kv_bytes_per_token, self._settings.kv_bytes_per_instance),
+            ("kv_bytes_per_token", model.kv_bytes_per_token, self._settings.kv_bytes_per_gpu * gpus),
         )
         for name, value, limit in limits:
             if not 0 < value <= limit:
@@ -75,8 +75,9 @@ class ReplayEngine:
         self._instances[instance_id] = Instance(
             instance_id=instance_id,
             model=model,
-            latency=self._settings.profile.nearest_model(model.weights_bytes, self._settings.gpus).latency,
-            kv_capacity_bytes=self._settings.kv_bytes_per_instance,
+            latency=self._settings.profile.nearest_model(model.weights_bytes, gpus).latency,
+            kv_capacity_bytes=self._settings.kv_bytes_per_gpu * gpus,
+            gpus=gpus,
         )
 
     def unload(self, instance_id: str) -> None:
@@ -198,12 +199,13 @@ class ReplayEngine:
         if model in self._resident:
             self._resident[model] = self._resident.pop(model)
             return 0.0
-        weights_bytes = next(i.model.weights_bytes for i in self._instances.values() if i.model.name == model)
+        instance = next(i for i in self._instances.values() if i.model.name == model)
+        weights_bytes = instance.model.weights_bytes
         while sum(self._resident.values()) + weights_bytes > self._settings.weights_bytes:
             del self._resident[next(iter(self._resident))]
         self._resident[model] = weights_bytes
         profile = self._settings.profile
-        return switch_s(weights_bytes, profile.pcie_bytes_per_s * self._settings.gpus, profile.transfer_efficiency)
+        return switch_s(weights_bytes, profile.pcie_bytes_per_s * instance.gpus, profile.transfer_efficiency)
 
     def _plan_step(self, instance: Instance) -> tuple[float, list[Sequence]]:
         """Seconds of this step, and the requests that get a token from it."""

@@ -36,6 +36,7 @@ class Instance:
     model: ModelSpec
     latency: LatencyModel
     kv_capacity_bytes: int
+    gpus: int = 1
     running: list[Sequence] = field(default_factory=list)
     waiting: list[Sequence] = field(default_factory=list)
 

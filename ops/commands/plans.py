@@ -20,7 +20,7 @@ def dry_run(context: typer.Context, origin_s: Origin = None, as_json: AsJson = F
     Example:
       tidepool plan dry-run
     """
-    _show_plan(_solve(context, dry_run=True, origin_s=origin_s), as_json=as_json)
+    _show(_solve(context, dry_run=True, origin_s=origin_s), as_json=as_json)
 
 
 @plans.command("create")
@@ -31,7 +31,7 @@ def create(context: typer.Context, origin_s: Origin = None, as_json: AsJson = Fa
     Example:
       tidepool plan create
     """
-    _show_plan(_solve(context, dry_run=False, origin_s=origin_s), as_json=as_json)
+    _show(_solve(context, dry_run=False, origin_s=origin_s), as_json=as_json)
 
 
 @plans.command("list")
@@ -72,7 +72,7 @@ def show(context: typer.Context, plan_id: str, as_json: AsJson = False) -> None:
     """
     with connected(context) as api:
         answer = api.get(f"/admin/plans/{plan_id}")
-    _show_plan(answer, as_json=as_json)
+    _show(answer, as_json=as_json)
 
 
 @plans.command("apply")
@@ -93,7 +93,7 @@ def apply(
     with connected(context) as api:
         known = api.get(f"/admin/plans/{plan_id}")["index"] if index is None else index
         answer = api.post(f"/admin/plans/{plan_id}/apply", {"index": known})
-    _show_plan(answer, as_json=as_json)
+    _show(answer, as_json=as_json)
 
 
 def _solve(context: typer.Context, *, dry_run: bool, origin_s: int | None) -> Any:
@@ -102,18 +102,24 @@ def _solve(context: typer.Context, *, dry_run: bool, origin_s: int | None) -> An
         return api.send("POST", "/admin/plans", json=body, timeout=PLAN_TIMEOUT_S)
 
 
-def _show_plan(answer: dict[str, Any], *, as_json: bool) -> None:
+def _show(answer: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print_json(answer)
-        return
+    else:
+        show_plan(answer)
+
+
+def show_plan(answer: dict[str, Any]) -> None:
+    """A plan for people: how it was solved, every cell with its reason, and what it cannot serve."""
     plan = answer["plan"]
+    gap = "unknown" if plan["gap"] is None else f"{plan['gap']:.2%}"
     print_fields(
         [
             ("plan", plan["id"]),
             ("state", plan["state"]),
             ("hour", time_text(plan["window_start_s"])),
-            ("solver", f"{plan['solver']}, {plan['status']}, {plan['solve_time_s']:.2f} s"),
-            ("cost per hour", plan["objective_per_hour"]),
+            ("solver", f"{plan['solver']}, {plan['status']}, gap {gap}, {plan['solve_time_s']:.2f} s"),
+            ("objective per hour", plan["objective_per_hour"]),
             ("why", plan["reason"]),
             ("index", answer["index"]),
         ]
@@ -123,6 +129,7 @@ def _show_plan(answer: dict[str, Any], *, as_json: bool) -> None:
         "region": "region",
         "GPU": "gpu_type",
         "now": "before",
+        "plan": "after",
         "change": lambda row: f"{row['after'] - row['before']:+d}" if row["after"] != row["before"] else "",
         "why": "reason",
     }

@@ -1,5 +1,6 @@
 """Commands that are a process of Tidepool, and `migrate`. Each imports what it runs only when it runs."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -162,7 +163,8 @@ def _running() -> Iterator[None]:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
-        ]
+        ],
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
     )
     try:
         yield

@@ -1,6 +1,7 @@
 """What commands show: JSON for scripts on standard output, tables for people, progress on standard error."""
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -14,12 +15,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the API's answer as 
 Columns = Mapping[str, str | Callable[[Mapping[str, Any]], object]]
 """Header -> the field's name, or what to make of a row."""
 
+PLAIN_WIDTH = 132
+"""Columns where nobody looks at a terminal: a log or a pipe."""
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def output() -> Console:
     """Where answers go."""
-    return Console(highlight=False, soft_wrap=False)
+    return Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
 
 
 def notes() -> Console:

@@ -62,7 +62,7 @@ def torch_subject(folder: Path) -> Subject:
         specs.append(spec)
     settings = TorchEngineSettings(
         weights_bytes=max(spec.weights_bytes for spec in specs[:2]) + 50 * 256,
-        kv_bytes_per_instance=KV_TOKENS * kv_bytes_per_token,
+        kv_bytes_per_gpu=KV_TOKENS * kv_bytes_per_token,
         block_tokens=8,
         prefill_tokens_per_step_max=32,
         batch_max=4,
@@ -82,7 +82,7 @@ def replay_subject(_: Path) -> Subject:
     settings = ReplaySettings(
         profile=load_gpu_profile(PROFILE),
         weights_bytes=30 * 10**9,
-        kv_bytes_per_instance=KV_TOKENS * 2**19,
+        kv_bytes_per_gpu=KV_TOKENS * 2**19,
         batch_max=4,
     )
     engine = ReplayEngine(settings, clock, clock.sleep)

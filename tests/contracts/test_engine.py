@@ -235,3 +235,10 @@ def test_an_instance_comes_back_after_unload(engine: Engine, subject: Subject) -
     engine.load("a", subject.models[0])
     engine.add(ask("r"))
     assert drain(engine).tokens == expected
+
+
+def test_an_instance_has_the_kv_of_every_gpu_it_takes(subject: Subject) -> None:
+    subject.engine.load("one", subject.models[0])
+    subject.engine.load("two", subject.models[0], gpus=2)
+    capacity = {stats.instance_id: stats.kv_capacity_bytes for stats in subject.engine.stats().instances}
+    assert capacity["two"] == 2 * capacity["one"] > 0

@@ -1,5 +1,6 @@
 """A migrated database, a flushed Redis and settings for every test of the control plane."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,9 +34,10 @@ def _text(url: URL) -> str:
 
 @pytest.fixture(autouse=True, scope="session")
 def plain_tracebacks() -> None:
-    """structlog's default draws every local variable of every frame, which takes minutes."""
+    """structlog's default draws every local variable of every frame, which takes minutes, and on standard output."""
     renderer = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
-    structlog.configure(processors=[structlog.processors.add_log_level, renderer])
+    factory = structlog.PrintLoggerFactory(file=sys.__stderr__)
+    structlog.configure(processors=[structlog.processors.add_log_level, renderer], logger_factory=factory)
 
 
 @pytest.fixture(scope="session")

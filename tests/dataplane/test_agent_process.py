@@ -148,5 +148,5 @@ def test_memory_is_shared_out() -> None:
     ours: AgentSettings = settings(kv_share=0.25)
     slot = SlotSettings(gpus=4, memory_bytes=4 * 2**30)
     assert ours.weights_bytes(slot) == 3 * 2**30
-    assert ours.kv_bytes_per_instance(slot) == 2**28
+    assert ours.kv_bytes_per_gpu(slot) == 2**28
     assert KEY not in repr(ours)

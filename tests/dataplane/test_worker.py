@@ -39,7 +39,7 @@ def test_round_trip() -> None:
         link, reports = await start()
         hello = await until(reports, Stats)
         assert hello.stats.instances == ()
-        link.send(Load(instance_id="i1", serial=7, model=model()))
+        link.send(Load(instance_id="i1", serial=7, model=model(), gpus=1))
         assert (await until(reports, Loaded)).serial == 7
         link.send(Add(request=request("r1")))
         made: list[int] = []
@@ -63,11 +63,11 @@ def test_round_trip() -> None:
 def test_a_failed_load_leaves_the_worker_working() -> None:
     async def scenario() -> None:
         link, reports = await start()
-        link.send(Load(instance_id="big", serial=1, model=model(weights_bytes=10**12)))
+        link.send(Load(instance_id="big", serial=1, model=model(weights_bytes=10**12), gpus=1))
         failed = await until(reports, LoadFailed)
         assert failed.instance_id == "big"
         assert "weights_bytes" in failed.error
-        link.send(Load(instance_id="i1", serial=2, model=model()))
+        link.send(Load(instance_id="i1", serial=2, model=model(), gpus=1))
         assert (await until(reports, Loaded)).instance_id == "i1"
         assert await link.stop() == 0
 
@@ -77,7 +77,7 @@ def test_a_failed_load_leaves_the_worker_working() -> None:
 def test_cancel_frees_the_kv() -> None:
     async def scenario() -> None:
         link, reports = await start()
-        link.send(Load(instance_id="i1", serial=1, model=model()))
+        link.send(Load(instance_id="i1", serial=1, model=model(), gpus=1))
         link.send(Add(request=request("r1", max_tokens=1000)))
         await until(reports, Outputs)
         link.send(Cancel(request_id="r1"))
@@ -93,7 +93,7 @@ def test_cancel_frees_the_kv() -> None:
 def test_the_worker_ends_when_its_agent_is_gone_even_in_the_middle_of_work() -> None:
     async def scenario() -> None:
         link, reports = await start()
-        link.send(Load(instance_id="i1", serial=1, model=model()))
+        link.send(Load(instance_id="i1", serial=1, model=model(), gpus=1))
         link.send(Add(request=request("r1", max_tokens=1000)))
         await until(reports, Outputs)
         assert await link.stop() == 0, "closing the socket was enough"

@@ -40,7 +40,7 @@ def test_the_demo_does_the_main_job_and_leaves_nothing_behind(tmp_path: Path) ->
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for words in (
         "200 output lines, one for each of 200 requests, no errors",
-        "optimal by highs",
+        "highs, optimal",
         "agents hold the plan",
     ):
         assert words in ended.stdout, ended.stdout

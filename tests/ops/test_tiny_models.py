@@ -107,7 +107,7 @@ def test_tokens_that_do_not_print_have_no_output_row(folder: Path, name: str) ->
 
 
 def test_greedy_answers_print_and_are_long_enough(folder: Path) -> None:
-    engine = TorchEngine(TorchEngineSettings(weights_bytes=2**24, kv_bytes_per_instance=2**23), lambda: 0.0)
+    engine = TorchEngine(TorchEngineSettings(weights_bytes=2**24, kv_bytes_per_gpu=2**23), lambda: 0.0)
     lengths = []
     for name in RECIPES:
         spec = ModelSpec(name=name, path=str(folder / name), weights_bytes=1, kv_bytes_per_token=1, context_tokens=2048)

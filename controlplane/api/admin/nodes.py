@@ -96,7 +96,7 @@ def get_node(name: NodePath, session: SessionDep, state: StateDep, _: Viewer) ->
 
 @router.post("/nodes/{name}/drain", summary="Take a node out of service")
 def drain_node(name: NodePath, session: SessionDep, state: StateDep, caller: Operator) -> Node:
-    """Nothing new is placed on the node, and plans no longer count its GPUs; what it holds serves until a plan ends it."""
+    """Nothing new is placed on the node and plans do not count its GPUs; what it holds serves until a plan ends it."""
     return _set_draining(session, state, caller, name, draining=True)
 
 

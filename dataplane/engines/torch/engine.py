@@ -62,7 +62,7 @@ class TorchEngine:
         self._steps_total = 0
         self._tokens_total = 0
 
-    def load(self, instance_id: str, model: ModelSpec) -> None:
+    def load(self, instance_id: str, model: ModelSpec, *, gpus: int = 1) -> None:
         """Take an instance in. Weights are read once per model, however many instances it has here.
 
         Raises:
@@ -73,11 +73,12 @@ class TorchEngine:
         loaded = self._loaded(model)
         block_tokens = self._settings.block_tokens
         block_bytes = loaded.skeleton.geometry.kv_bytes_per_token(self._dtype) * block_tokens
-        blocks = self._settings.kv_bytes_per_instance // block_bytes
+        blocks = self._settings.kv_bytes_per_gpu * gpus // block_bytes
         if blocks == 0:
-            limit = self._settings.kv_bytes_per_instance
+            limit = self._settings.kv_bytes_per_gpu * gpus
             raise ModelLoadError(
-                f"{model.name}: a KV block of {block_bytes} bytes exceeds kv_bytes_per_instance={limit}"
+                f"{model.name}: a KV block of {block_bytes} bytes exceeds the {limit} bytes"
+                f" of an instance on {gpus} GPUs"
             )
         try:
             cache = make_cache(loaded.skeleton, blocks, block_tokens, self._dtype, self._device)

@@ -29,7 +29,7 @@ PROFILE = GpuProfile(
     cost_per_hour=1.0,
     models=(ModelProfile(name="m", source="made up", gpus=1, weights_bytes=500, latency=LATENCY),),
 )
-SETTINGS = ReplaySettings(profile=PROFILE, weights_bytes=1000, kv_bytes_per_instance=1000)
+SETTINGS = ReplaySettings(profile=PROFILE, weights_bytes=1000, kv_bytes_per_gpu=1000)
 
 
 class FakeTime:

@@ -29,7 +29,7 @@ def folder(checkpoint: Checkpoint, tmp_path: Path) -> Path:
 
 
 def engine(**changes: Any) -> TorchEngine:
-    given: dict[str, Any] = {"weights_bytes": 2**20, "kv_bytes_per_instance": 2**18, **changes}
+    given: dict[str, Any] = {"weights_bytes": 2**20, "kv_bytes_per_gpu": 2**18, **changes}
     return TorchEngine(TorchEngineSettings(**given), lambda: 0.0)
 
 
@@ -90,8 +90,8 @@ def test_a_missing_folder_and_sizes_that_do_not_fit(folder: Path) -> None:
         engine().load("a", spec_of("model", folder / "nowhere"))
     with pytest.raises(ModelLoadError, match="do not fit weights_bytes=10000 "):
         engine(weights_bytes=10_000).load("a", spec_of("model", folder))
-    with pytest.raises(ModelLoadError, match="exceeds kv_bytes_per_instance=100"):
-        engine(kv_bytes_per_instance=100).load("a", spec_of("model", folder))
+    with pytest.raises(ModelLoadError, match="exceeds the 100 bytes of an instance on 1 GPUs"):
+        engine(kv_bytes_per_gpu=100).load("a", spec_of("model", folder))
 
 
 def test_shards_are_read_like_one_file(folder: Path) -> None:
@@ -166,7 +166,7 @@ def test_end_of_sequence_ids_may_be_a_list(folder: Path) -> None:
     assert gathered.finished["r"] == "stop"
 
 
-@pytest.mark.parametrize("name", ["weights_bytes", "kv_bytes_per_instance", "block_tokens", "batch_max"])
+@pytest.mark.parametrize("name", ["weights_bytes", "kv_bytes_per_gpu", "block_tokens", "batch_max"])
 def test_settings_name_the_field_at_fault(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         engine(**{name: 0})

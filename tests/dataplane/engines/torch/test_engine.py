@@ -18,7 +18,7 @@ Checkpoint = Callable[[str], Path]
 
 def engine(checkpoint: Checkpoint, *architectures: str, **changes: Any) -> TorchEngine:
     """An engine with one instance per architecture, named "a", "b", ..."""
-    given: dict[str, Any] = {"weights_bytes": 2**21, "kv_bytes_per_instance": 2**19, "block_tokens": 4, **changes}
+    given: dict[str, Any] = {"weights_bytes": 2**21, "kv_bytes_per_gpu": 2**19, "block_tokens": 4, **changes}
     made = TorchEngine(TorchEngineSettings(**given), lambda: 0.0)
     for instance_id, architecture in zip("abc", architectures, strict=False):
         made.load(instance_id, spec_of(architecture, checkpoint(architecture)))

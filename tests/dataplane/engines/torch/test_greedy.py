@@ -27,7 +27,7 @@ def engine_of(folder: Path, **changes: Any) -> TorchEngine:
     """One instance "a"; prefills 7 tokens a step, so that prompts come in chunks."""
     given: dict[str, Any] = {
         "weights_bytes": 2**24,
-        "kv_bytes_per_instance": 2**21,
+        "kv_bytes_per_gpu": 2**21,
         "block_tokens": 4,
         "prefill_tokens_per_step_max": 7,
         **changes,
@@ -64,7 +64,7 @@ def test_after_preemption_by_lack_of_kv(architecture: str, checkpoint: Checkpoin
     folder = checkpoint(architecture)
     given = prompts(VOCABULARY, (12, 33, 20, 18))
     expected = {name: greedy_tokens(folder, prompt, MAX_TOKENS) for name, prompt in given.items()}
-    engine = engine_of(folder, kv_bytes_per_instance=2 * 3 * 2 * 12 * 4 * 56)  # 56 tokens; the largest needs 49
+    engine = engine_of(folder, kv_bytes_per_gpu=2 * 3 * 2 * 12 * 4 * 56)  # 56 tokens; the largest needs 49
     for name, prompt in given.items():
         engine.add(request(name, prompt, max_tokens=MAX_TOKENS))
     assert drain(engine).tokens == expected
@@ -111,7 +111,7 @@ def test_two_models_take_turns_in_an_arena_that_holds_one(checkpoint: Checkpoint
         return now_s
 
     largest = max((folder / "model.safetensors").stat().st_size for folder in folders.values()) + 50 * 256
-    engine = TorchEngine(TorchEngineSettings(weights_bytes=largest, kv_bytes_per_instance=2**20), clock)
+    engine = TorchEngine(TorchEngineSettings(weights_bytes=largest, kv_bytes_per_gpu=2**20), clock)
     given = prompts(VOCABULARY)
     for name, folder in folders.items():
         engine.load(name, spec_of(name, folder))
