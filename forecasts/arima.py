@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from statsmodels.tsa.statespace.sarimax import SARIMAX
 
 from forecasts.series import DemandSeries, FloatArray
 
@@ -123,6 +122,8 @@ def _differenced(values: FloatArray, d: int) -> FloatArray:
 
 
 def _statespace(values: FloatArray, order: ArimaOrder, d: int) -> Any:
+    from statsmodels.tsa.statespace.sarimax import SARIMAX  # noqa: PLC0415 - half of all a gateway would import
+
     return SARIMAX(values, order=(order.p, d, order.q), trend=None if order.d else "c", concentrate_scale=True)
 
 
