@@ -31,7 +31,7 @@ BATCH_REQUESTS = 200
 DEMAND_DAYS = 7.0
 DEMAND_SEED = 7
 PEAK_TOKENS_PER_S = 9_000.0
-_WAIT_S = 120.0
+_WAIT_S = 240.0
 _POLL_S = 0.25
 
 
@@ -70,7 +70,7 @@ class Demo:
         """Show progress until `done()` reaches `total`.
 
         Raises:
-            DemoError: it does not within two minutes.
+            DemoError: it does not within four minutes.
         """
         deadline_s = time.monotonic() + _WAIT_S
         with self.progress(title, total) as show:

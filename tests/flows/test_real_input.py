@@ -63,7 +63,7 @@ def test_real_weeks_are_forecast_planned_scaled_and_served(make_stack: StackMake
 
         assert admin.post("/admin/forecasts/run", {"origin_s": origin_s}) == {"origin_s": origin_s}
         read = lambda: admin.get("/admin/forecasts", origin_s=origin_s)["data"]  # noqa: E731
-        wait_until(lambda: len(read()) == SERIES, "every series forecast", 240.0)
+        wait_until(lambda: len(read()) == SERIES, "every series forecast", 480.0)
         forecasts = read()
         assert all(f["forecaster"].startswith(("ARIMA(", "last hour")) for f in forecasts)
         assert all(0 < f["peak_q50"] <= f["peak_upper"] * 1.001 for f in forecasts)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-LIMIT_S = 90.0
+LIMIT_S = 240.0
 
 
 def wait_until(true: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
