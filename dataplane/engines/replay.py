@@ -15,10 +15,8 @@ from dataplane.errors import BadRequestError, ContextLengthError, ModelLoadError
 from dataplane.messages import ModelSpec
 from dataplane.profile import GpuProfile
 from dataplane.turns.costs import switch_s
-from dataplane.turns.schedule import ModelQueueFacts, TurnFacts, TurnSettings, choose_turn
+from dataplane.turns.schedule import TIER_RANKS, ModelQueueFacts, TurnFacts, TurnSettings, choose_turn
 from dataplane.words import WORDS
-
-TIER_RANKS = {"IW-F": 0, "IW-N": 1, "NIW": 2}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,9 @@ place behind the same signature; until then every turn is equally long.
 from bisect import bisect_right
 from dataclasses import dataclass
 
+TIER_RANKS = {"IW-F": 0, "IW-N": 1, "NIW": 2}
+"""What goes first: requests of a lower rank are admitted before those of a higher one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelQueueFacts:

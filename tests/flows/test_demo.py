@@ -73,4 +73,4 @@ def test_up_says_ready_serves_and_ends_with_all_its_children(tmp_path: Path) -> 
         finally:
             up.send_signal(signal.SIGTERM)
         assert up.wait(120) == 0
-    wait_until(lambda: _left_behind(str(tmp_path)) == [], "every child ended", 20.0)
+    wait_until(lambda: _left_behind(str(tmp_path)) == [], "every child ended", 5.0)

@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 
 from dataplane.engine import EngineRequest
 from dataplane.memory.kv_cache import BlockPool, blocks_for
-from dataplane.messages import Tier
-
-TIER_RANKS: dict[Tier, int] = {"IW-F": 0, "IW-N": 1, "NIW": 2}
+from dataplane.turns.schedule import TIER_RANKS
 
 
 @dataclass(eq=False, kw_only=True)

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 
 from dataplane.engine import EngineOutput, EngineRequest, EngineStats, InstanceStats
-from dataplane.engines.torch.batching import TIER_RANKS, Chunk, InstanceQueue, TokenSequence
+from dataplane.engines.torch.batching import Chunk, InstanceQueue, TokenSequence
 from dataplane.engines.torch.runner import make_cache, run_chunks
 from dataplane.engines.torch.sampler import Draw, choose_tokens
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.engines.torch.weights import LoadedModel, WeightArena, load_model
 from dataplane.errors import BadRequestError, ContextLengthError, ModelLoadError, UnknownInstanceError
 from dataplane.messages import ModelSpec
-from dataplane.turns.schedule import ModelQueueFacts, Turn, TurnFacts, choose_turn
+from dataplane.turns.schedule import TIER_RANKS, ModelQueueFacts, Turn, TurnFacts, choose_turn
 
 
 @dataclass(eq=False, kw_only=True)
