@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal
 
@@ -235,10 +236,30 @@ def plan(demo: Demo, demand: Path | None) -> None:
         demo.console.print(f"   imported {imported['rows']:,} minutes of demand in {imported['series']} series.")
         origin_s = imported["last_s"] + 60
         _forecast(demo, imported["series"], origin_s)
-        draft = demo.admin.post("/admin/plans", {"origin_s": origin_s})
-        show_plan(draft)
+        while not _plan_once(demo, origin_s):
+            demo.console.print("   the fleet changed meanwhile, by the schedule's own plan perhaps; planning again.")
+        _follow(demo)
+
+
+def _plan_once(demo: Demo, origin_s: float) -> bool:
+    """Draft, show, apply; False if the fleet changed between the first and the last."""
+    draft = demo.admin.post("/admin/plans", {"origin_s": origin_s})
+    show_plan(draft)
+    try:
         demo.admin.post(f"/admin/plans/{draft['plan']['id']}/apply", {"index": draft["index"]})
-        _follow(demo, draft)
+    except CommandError as error:
+        if error.status == HTTPStatus.CONFLICT:
+            return False
+        raise
+    return True
+
+
+def _plan_in_force(demo: Demo) -> dict[tuple[str, str], int]:
+    """Instances by (model, region), as the plan in force has them."""
+    plans = demo.admin.get("/admin/plans")["data"]
+    applied = next(plan["id"] for plan in plans if plan["state"] == "applied")
+    entries = demo.admin.get(f"/admin/plans/{applied}")["entries"]
+    return {(entry["model"], entry["region"]): entry["after"] for entry in entries if entry["after"]}
 
 
 def _generated_demand(models: list[TinyModel]) -> str:
@@ -267,20 +288,21 @@ def _forecast(demo: Demo, series: int, origin_s: int) -> None:
     demo.console.print(f"   chosen by backtest: {words}; peaks of the next hour add up to {peak:,.0f} tokens/s.")
 
 
-def _follow(demo: Demo, whole: dict[str, Any]) -> None:
-    """Wait until the agents hold what the plan says, then see that requests go there."""
-    planned = {(e["model"], e["region"]): e["after"] for e in whole["entries"] if e["after"]}
+def _follow(demo: Demo) -> None:
+    """Wait until the agents hold what the plan in force says, then see that requests go there."""
+    cells = [(model.name, region.name) for model in demo.models for region in REGIONS]
 
     def matching() -> int:
-        live = live_instances(demo.admin)
+        planned, live = _plan_in_force(demo), live_instances(demo.admin)
         if any(row["desired"] != "running" for row in live):
             return 0
         ready = Counter((row["model"], row["region"]) for row in live if row["observed"] == "ready")
-        return sum(count for cell, count in ready.items() if planned.get(cell) == count)
+        return sum(ready[cell] == planned.get(cell, 0) for cell in cells)
 
-    demo.wait("instances as planned", sum(planned.values()), matching)
+    demo.wait("endpoints as planned", len(cells), matching)
+    planned = _plan_in_force(demo)
     served: Counter[str] = Counter()
-    for (model, region), _ in sorted(planned.items()):
+    for model, region in sorted(planned):
         said = _stream(demo.client, model, "default", region)
         if (model, said.region) not in planned:
             raise DemoError(f"{model} was served in {said.region}, where the plan has none")

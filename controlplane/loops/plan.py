@@ -23,7 +23,7 @@ from controlplane.policies.placement_facts import (
 from controlplane.settings import Settings
 from controlplane.store.demand import NIW, mean_demand, read_forecasts
 from controlplane.store.fleet import Census, fleet_index, take_census
-from controlplane.store.plans import add_plan, apply_plan, has_scheduled_plan
+from controlplane.store.plans import add_plan, apply_plan, is_planned
 from controlplane.store.session import Database
 from controlplane.store.tables import Desired, Plan, PlanEntry
 
@@ -43,13 +43,14 @@ class Draft:
 
 def plan_hour(database: Database, settings: Settings, *, now_s: float) -> str | None:
     """Make, and where that is automatic apply, the plan of the hour that begins nearest to now, so that a late task
-    still plans its own hour. None if it is made already, by whichever worker or beat came first.
+    still plans its own hour. None if it is made already, by whichever worker or beat came first, or if an operator put
+    a plan of that hour in force: the schedule does not overrule people.
     """
     window_start_s = (int(now_s) + _HOUR_S // 2) // _HOUR_S * _HOUR_S
-    with database.transaction() as session:
-        if has_scheduled_plan(session, window_start_s):
-            return None
     for attempt in range(1, _ATTEMPTS_MAX + 1):
+        with database.transaction() as session:
+            if is_planned(session, window_start_s):
+                return None
         draft = draft_plan(
             database, settings, now_s=now_s, window_start_s=window_start_s, origin="schedule", created_by="schedule"
         )

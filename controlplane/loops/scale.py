@@ -14,7 +14,7 @@ from controlplane.policies.routing import is_usable, utilization_of
 from controlplane.policies.scaling import EndpointScaleFacts, ScalingFacts, ScalingSettings, choose_scaling
 from controlplane.policies.slots import PlacedInstance, SlotDecision, SlotFacts, SlotRoom, SlotSettings, choose_slots
 from controlplane.settings import Settings
-from controlplane.store.fleet import Census, bump_index, fleet_index, take_census
+from controlplane.store.fleet import Census, fleet_index, take_census
 from controlplane.store.instances import add_instance, set_desired, touch_generations
 from controlplane.store.live import EMPTY_VIEW, FleetView, LiveStore, instance_facts
 from controlplane.store.plans import entries_of, plan_in_force
@@ -156,7 +156,6 @@ def _apply(
     nodes = {add.node_id for add in decision.adds} | {at[instance_id] for instance_id in revived + drained}
     if not nodes:
         return
-    bump_index(session)
     touch_generations(session, sorted(nodes))
     for add in decision.adds:
         add_instance(

@@ -27,7 +27,9 @@ class Catalog:
 
 
 def bump_index(session: Session) -> int:
-    """Lock the fleet and raise its index. Every change to it goes through here, so changes are one after another."""
+    """Lock the fleet and raise its index: what people and nodes change makes older plans stale. Scaling, which follows
+    plans and load all the time, only takes the lock: plans would never live long enough to be applied.
+    """
     index = session.scalar(update(Fleet).where(Fleet.id == 1).values(index=Fleet.index + 1).returning(Fleet.index))
     assert index is not None, "the migration makes the fleet's row"
     return int(index)

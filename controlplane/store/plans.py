@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from sqlalchemy import func, select
+from sqlalchemy import func, or_, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -31,9 +31,10 @@ def add_plan(session: Session, plan: Plan, entries: Sequence[PlanEntry]) -> bool
     return True
 
 
-def has_scheduled_plan(session: Session, window_start_s: int) -> bool:
-    """Whether the schedule has made this window's plan."""
-    query = select(Plan.id).where(Plan.origin == "schedule", Plan.window_start_s == window_start_s)
+def is_planned(session: Session, window_start_s: int) -> bool:
+    """Whether the schedule has made this window's plan, or an operator's plan of it is in force."""
+    made = or_(Plan.origin == "schedule", Plan.state == PlanState.APPLIED)
+    query = select(Plan.id).where(Plan.window_start_s == window_start_s, made).limit(1)
     return session.scalar(query) is not None
 
 

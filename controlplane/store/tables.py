@@ -74,7 +74,9 @@ class Desired(StrEnum):
 
 
 class Fleet(Base):
-    """One row. `index` rises with every change that a plan could depend on; whoever changes the fleet locks it."""
+    """One row. `index` rises with every change that people or nodes make and a plan depends on, not with scaling;
+    whoever changes the fleet locks it.
+    """
 
     __tablename__ = "fleet"
     __table_args__ = (CheckConstraint("id = 1", name="single"),)

@@ -17,7 +17,11 @@ UPLOAD_TIMEOUT_S = 600.0
 
 
 class CommandError(Exception):
-    """A command failed; the message is the one line that its user sees."""
+    """A command failed; the message is the one line that its user sees. `status`: the API's, where it refused."""
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,4 +148,5 @@ def _check(answer: httpx.Response) -> None:
         body = {}
     error = body.get("error") if isinstance(body, dict) else None
     detail = error.get("message") if isinstance(error, dict) else body.get("detail") if isinstance(body, dict) else None
-    raise CommandError(f"{detail or answer.reason_phrase or 'refused'} ({answer.status_code})")
+    message = f"{detail or answer.reason_phrase or 'refused'} ({answer.status_code})"
+    raise CommandError(message, status=answer.status_code)

@@ -4,7 +4,7 @@ import threading
 from typing import Any
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import delete, select
 
 from controlplane.errors import StaleIndexError
 from controlplane.loops import plan as planning
@@ -13,8 +13,8 @@ from controlplane.loops.plan import draft_plan, gather_facts, plan_hour
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.settings import Settings
 from controlplane.store.demand import IW, NIW, DemandRow, put_demand, read_forecasts
-from controlplane.store.plans import entries_of, plan_in_force
-from controlplane.store.tables import Plan
+from controlplane.store.plans import add_plan, apply_plan, entries_of, plan_in_force
+from controlplane.store.tables import Plan, PlanEntry
 from tests.controlplane.world import World
 
 EAST = Endpoint(model="tide", region="us-east")
@@ -123,6 +123,22 @@ def test_a_fleet_that_changes_while_the_solver_works(
             plan_hour(fleet.database, settings, now_s=NOW_S)
         assert plans(fleet) == []
     assert calls == 3
+
+
+def test_the_schedule_does_not_overrule_an_operator(fleet: World, settings: Settings) -> None:
+    window_start_s = (int(NOW_S) + 1800) // 3600 * 3600
+    for start_s, made in ((window_start_s - 3600, True), (window_start_s, False)):
+        with fleet.database.transaction() as session:
+            session.execute(delete(PlanEntry))
+            session.execute(delete(Plan))
+        draft = draft_plan(
+            fleet.database, settings, now_s=NOW_S, window_start_s=start_s, origin="operator", created_by="someone"
+        )
+        with fleet.database.transaction() as session:
+            plan_id, index = draft.plan.id, draft.plan.fleet_index
+            add_plan(session, draft.plan, draft.entries)
+            apply_plan(session, plan_id, index=index)
+        assert (plan_hour(fleet.database, settings, now_s=NOW_S) is not None) is made
 
 
 def test_without_automatic_it_waits_for_an_operator(fleet: World, settings: Settings) -> None:

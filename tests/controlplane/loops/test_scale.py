@@ -48,6 +48,11 @@ def endpoint(world: World, minimum: int, maximum: int) -> None:
         fleet.put_endpoint(session, model="tide", region="us-east", minimum=minimum, maximum=maximum)
 
 
+def fleet_index_of(world: World) -> int:
+    with world.database.transaction() as session:
+        return fleet.fleet_index(session)
+
+
 def follow(world: World, after: int) -> None:
     """A plan of so many instances in us-east, in force."""
     with world.database.transaction() as session:
@@ -71,8 +76,10 @@ def node(world: World) -> None:
 def test_minimums_are_started_and_nodes_are_told(world: World, settings: Settings) -> None:
     node(world)
     endpoint(world, 2, 4)
+    index = fleet_index_of(world)
     assert run(world, settings).started == 2
     assert run(world, settings).started == 0
+    assert fleet_index_of(world) == index, "scaling makes no plan stale"
     with world.database.transaction() as session:
         desired = desired_of(session, "n1")
         row = session.get_one(EndpointRow, ("tide", "us-east"))

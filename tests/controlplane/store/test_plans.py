@@ -11,7 +11,7 @@ from sqlalchemy.exc import IntegrityError
 from controlplane.errors import ConflictError, NotFoundError, StaleIndexError
 from controlplane.policies.lifecycle import PlanState
 from controlplane.store import fleet
-from controlplane.store.plans import add_plan, apply_plan, entries_of, get_plan, has_scheduled_plan, plan_in_force
+from controlplane.store.plans import add_plan, apply_plan, entries_of, get_plan, is_planned, plan_in_force
 from controlplane.store.tables import Plan, PlanEntry
 from tests.controlplane.world import World
 
@@ -67,8 +67,8 @@ def test_the_schedule_makes_one_plan_a_window(world: World) -> None:
     other, _, made = add(world, origin="schedule")
     assert not made
     with world.database.transaction() as session:
-        assert has_scheduled_plan(session, WINDOW_S)
-        assert not has_scheduled_plan(session, 2 * WINDOW_S)
+        assert is_planned(session, WINDOW_S)
+        assert not is_planned(session, 2 * WINDOW_S)
         assert [entry.after for entry in entries_of(session, plan_id)] == [2]
         assert entries_of(session, other) == []
         with pytest.raises(NotFoundError):
