@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from dataplane.engine import EngineOutput, EngineRequest
 from dataplane.errors import BadRequestError, ContextLengthError, DataplaneError
 from dataplane.flights import Flight
+from dataplane.measures import RequestMeasure
 from dataplane.messages import Failed, Finished, FinishReason, Generate, ModelSpec, Started, StreamEvent, Token
 from dataplane.text import Text, TextStream
 
@@ -68,14 +69,14 @@ async def tokenize(generate: Generate, text: Text) -> tuple[int, ...]:
 
 
 def engine_request(
-    generate: Generate, prompt: tuple[int, ...], model: ModelSpec, *, kv_capacity_bytes: int
+    generate: Generate, prompt: tuple[int, ...], model: ModelSpec, *, kv_tokens_max: int
 ) -> EngineRequest:
     """The request as the engine takes it. Without `max_tokens` the answer may fill the context.
 
     Raises:
-        dataplane.errors.ContextLengthError: prompt and answer fit neither the context nor the instance's KV cache.
+        dataplane.errors.ContextLengthError: prompt and answer fit neither the context nor the slot's KV memory.
     """
-    tokens_max = min(model.context_tokens, kv_capacity_bytes // model.kv_bytes_per_token)
+    tokens_max = min(model.context_tokens, kv_tokens_max)
     sampling = generate.sampling
     max_tokens = sampling.max_tokens if sampling.max_tokens is not None else max(1, tokens_max - len(prompt))
     if len(prompt) + max_tokens > tokens_max:
@@ -106,17 +107,18 @@ class Answer:
         text: TextStream,
         *,
         cancel: Callable[[EngineRequest], None],
-        count_tokens: Callable[[int], None],
+        measure: RequestMeasure,
     ) -> None:
         self._flight = flight
         self._text = text
         self._cancel = cancel
-        self._count_tokens = count_tokens
+        self._measure = measure
         self._completion_tokens = 0
 
     def close(self) -> None:
         """Free what the request still holds."""
         self._cancel(self._flight.request)
+        self._measure.ended("abort")
 
     async def events(self) -> AsyncIterator[StreamEvent]:
         """Started, then tokens as they come, then Finished or Failed."""
@@ -124,17 +126,20 @@ class Answer:
         while True:
             output = await self._flight.outputs.get()
             if isinstance(output, DataplaneError):
+                self._measure.ended("error")
                 yield failed_event(output)
                 return
             if output.error is not None:
+                self._measure.ended("error")
                 yield failed_event(DataplaneError(output.error))
                 return
             event = self._token_event(output)
             if event is not None:
                 yield event
             if self._text.stopped:
+                finished = self._finished("stop")
                 self.close()
-                yield self._finished("stop")
+                yield finished
                 return
             if output.finish_reason is not None:
                 yield self._finished(output.finish_reason)
@@ -151,11 +156,12 @@ class Answer:
         if output.finish_reason is not None:
             texts.append(self._text.finish())
         self._completion_tokens += len(token_ids)
-        self._count_tokens(len(token_ids))
+        self._measure.made(len(token_ids))
         new = "".join(texts)
         return Token(text=new, token_ids=tuple(token_ids)) if new or token_ids else None
 
     def _finished(self, reason: FinishReason) -> Finished:
+        self._measure.ended(reason)
         return Finished(
             finish_reason=reason,
             prompt_tokens=len(self._flight.request.prompt),

@@ -4,6 +4,7 @@
 """
 
 import hmac
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
@@ -19,6 +20,7 @@ from dataplane.errors import BadRequestError, DataplaneError
 from dataplane.messages import Generate, encode_line
 from dataplane.metrics import agent_registry
 from dataplane.node import Agent
+from dataplane.state import node_state
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -73,22 +75,9 @@ class AgentApi:
         return AnswerResponse(await self._agent.admit(await self._read_generate(request)))
 
     async def state(self, request: Request) -> Response:
-        """GET what is there: slots, workers, instances."""
+        """GET what is there: see `dataplane.state`."""
         self._authorize(request)
-        slots = [
-            {
-                "slot": slot.index,
-                "pid": slot.pid,
-                "restarts_total": slot.restarts_total,
-                "in_flight": slot.in_flight,
-                "resident_models": slot.stats.resident_models,
-                "steps_total": slot.stats.steps_total,
-                "tokens_total": slot.stats.tokens_total,
-                "switches_total": slot.switches_total,
-            }
-            for slot in self._agent.slots
-        ]
-        document = {"heartbeat": self._agent.heartbeat(), "slots": slots}
+        document = node_state(self._agent, time.monotonic())
         return Response(msgspec.json.encode(document), media_type="application/json")
 
     async def livez(self, request: Request) -> Response:

@@ -6,16 +6,30 @@ pure policies in `dataplane.turns` which one that is.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from dataplane.messages import FinishReason, ModelSpec, Tier
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvHandle:
+    """Where the KV of a prefilled request lies: `blocks` of one shape in the host KV file of the slot that made it.
+
+    `shape` is (layers, kv_heads, head_dim, block_tokens, itemsize); the first `tokens` tokens have keys and values.
+    """
+
+    file: str
+    slab_bytes: int
+    shape: tuple[int, int, int, int, int]
+    blocks: tuple[int, ...]
+    tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
     """A tokenized request. `generated` are tokens made before (elsewhere, or before a worker was lost): the engine
     continues after them, and `max_tokens` counts them. Sampling at position p depends on (seed, p) alone, so a
-    request continued anywhere gives the same tokens.
+    request continued anywhere gives the same tokens. `kv` spares their prefill where it can still be read.
     """
 
     request_id: str
@@ -28,30 +42,77 @@ class EngineRequest:
     top_p: float = 1.0
     seed: int = 0
     ignore_eos: bool = False
+    kv: KvHandle | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOutput:
     """New tokens of one request. A last output has `finish_reason` or `error`; nothing follows it.
-    The end-of-sequence token itself is never in `token_ids`.
+    The end-of-sequence token itself is never in `token_ids`. With `kv` the request is handed over: it left this engine
+    to go on elsewhere, and its KV stays until `Engine.release`.
     """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    kv: KvHandle | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceStats:
-    """Load of one instance; the meanings are those of `messages.InstanceReport`."""
+    """Load of one instance; the meanings are those of `messages.InstanceReport`. The capacity is what it uses and what
+    it could take now; `kv_tokens_max` is what one request alone on the slot could fill.
+    """
 
     instance_id: str
+    kv_tokens_max: int
     kv_used_bytes: int
     kv_capacity_bytes: int
     remaining_tokens: int
     running: int
     waiting: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnRecord:
+    """A turn that ended: what ran, from when to when (engine clock), and whether it began by a switch."""
+
+    kind: Literal["prefill", "decode"]
+    model: str
+    started_s: float
+    ended_s: float
+    tokens: int
+    switched: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvShapeStats:
+    """KV of one shape in one memory. `held_bytes`: of the slabs it holds; `moving_bytes`: waiting for a transfer."""
+
+    shape: str
+    used_bytes: int
+    held_bytes: int
+    moving_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolStats:
+    """A slot that switches. `load` is alpha, the reciprocal of the estimated attainment (Aegaeon eq. 3): above 1 the
+    slot cannot keep up. `turns` are the last ones, oldest first; all times are on the engine's clock, now `now_s`.
+    """
+
+    now_s: float
+    running_model: str | None = None
+    next_model: str | None = None
+    arriving_models: tuple[str, ...] = ()
+    load: float = 0.0
+    prefills_waiting: int = 0
+    slabs: dict[str, int] = field(default_factory=dict)
+    kv: tuple[KvShapeStats, ...] = ()
+    host_kv: tuple[KvShapeStats, ...] = ()
+    host_cache_bytes: int = 0
+    turns: tuple[TurnRecord, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +124,24 @@ class EngineStats:
     switches_total: int = 0
     steps_total: int = 0
     tokens_total: int = 0
+    pool: PoolStats | None = None
     extra: dict[str, float] = field(default_factory=dict)
 
 
 class Engine(Protocol):
     """What a worker drives."""
 
+    def prepare(self, model: ModelSpec) -> None:
+        """Do the slow part of a `load`: read the model's weights to host memory. May run on another thread while the
+        owner goes on stepping; harmless when done twice.
+
+        Raises:
+            dataplane.errors.ModelLoadError: the checkpoint cannot be used, or does not fit; nothing is kept of it.
+        """
+
     def load(self, instance_id: str, model: ModelSpec, *, gpus: int = 1) -> None:
-        """Take an instance in: read weights to host memory, give it its KV cache, a share for each of its GPUs.
+        """Take an instance in. Quick after `prepare`; without it, that is done first. All instances of a slot share
+        its KV memory.
 
         Raises:
             dataplane.errors.ModelLoadError: the checkpoint cannot be used, or does not fit; nothing is kept of it.
@@ -89,6 +160,9 @@ class Engine(Protocol):
 
     def cancel(self, request_id: str) -> None:
         """Drop a request and free what it holds, now. Unknown ids are ignored: it may just have ended."""
+
+    def release(self, request_id: str) -> None:
+        """Free the KV of a request that was handed over. Unknown ids are ignored."""
 
     def step(self) -> list[EngineOutput]:
         """Run one step. Empty when there is nothing to do (or, for a replay, nothing has happened yet)."""

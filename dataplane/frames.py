@@ -8,6 +8,7 @@ import msgspec
 
 from dataplane.engine import EngineOutput, EngineRequest, EngineStats
 from dataplane.messages import EngineKind, ModelSpec
+from dataplane.turns.schedule import TurnSettings
 
 FRAME_BYTES_MAX = 64 * 2**20
 """A longer frame means that the two ends have lost step."""
@@ -16,15 +17,26 @@ LENGTH = struct.Struct("<I")
 
 
 class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
-    """First command of a worker: which engine, with what memory. `profile` is the GPU profile's path, for a replay."""
+    """First command of a worker: which engine, with what memory. `profile` is the GPU profile's path, for a replay.
+
+    All instances of the slot share `kv_bytes`. The worker makes `host_kv_file`, where other slots shall read its KV;
+    with `hands_over` it is a prefill slot. The slots of a node share the models of `cache_folder`.
+    """
 
     engine: EngineKind
     device: str
     dtype: Literal["float32", "bfloat16"]
     weights_bytes: int
-    kv_bytes_per_gpu: int
+    kv_bytes: int
+    host_kv_bytes: int
+    host_kv_file: str | None
+    slab_bytes: int | None
+    cache_folder: str
+    cache_bytes: int
     batch_max: int
-    turn_time_s: float
+    hands_over: bool
+    prefetch: bool
+    turns: TurnSettings
     profile: str | None
     replay_speed: float
     replay_mean_tokens: int | None
@@ -40,7 +52,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
 
 class Unload(msgspec.Struct, frozen=True, kw_only=True, tag="unload"):
-    """Forget an instance, if it is there; answered by a Stats."""
+    """Forget an instance, if it is there; answered by a Stats. One that is loading is answered by LoadFailed too."""
 
     instance_id: str
 
@@ -53,6 +65,12 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
     """Drop a request. No answer."""
+
+    request_id: str
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+    """Free the KV of a request that was handed over. No answer."""
 
     request_id: str
 
@@ -98,7 +116,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     stats: EngineStats
 
 
-Command = Configure | Load | Unload | Add | Cancel | AskStats
+Command = Configure | Load | Unload | Add | Cancel | Release | AskStats
 Report = Loaded | LoadFailed | Refused | Outputs | Stats
 
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import structlog
 
-from dataplane.errors import ModelLoadError, UnknownInstanceError, WorkerLostError
-from dataplane.flights import Flights
-from dataplane.frames import Add, Command, Load, Unload
+from dataplane.errors import ModelLoadError
+from dataplane.frames import Command, Load, Unload
 from dataplane.messages import DesiredInstance, EngineKind, InstanceState
 from dataplane.text import Text, load_text
 
@@ -46,24 +46,28 @@ class HeldInstance:
 class HeldInstances:
     """Follows the desired instances of one slot. `send` reaches the worker; it is None while there is none.
 
-    `on_change` is called after a change of state that the control plane wants to hear of.
+    `in_use` says whether requests of an instance are in flight, `on_change` is called after its state changed. `texts`
+    are the tokenizers in use on the node, by path.
     """
 
     def __init__(
-        self, engine: EngineKind, flights: Flights, *, load_retry_s: float, on_change: Callable[[], None]
+        self,
+        engine: EngineKind,
+        texts: WeakValueDictionary[str, Text],
+        *,
+        load_retry_s: float,
+        in_use: Callable[[str], bool],
+        on_change: Callable[[str], None],
     ) -> None:
         self._engine = engine
-        self._flights = flights
+        self._texts = texts
         self._load_retry_s = load_retry_s
+        self._in_use = in_use
         self._on_change = on_change
         self._held: dict[str, HeldInstance] = {}
         self._send: Callable[[Command], None] | None = None
         self._serial = 0
         self._loads: set[asyncio.Task[None]] = set()
-
-    def visible(self) -> list[HeldInstance]:
-        """The instances to report."""
-        return [held for held in self._held.values() if not held.drained]
 
     def get(self, instance_id: str) -> HeldInstance | None:
         """The instance, unless it is unknown or drained."""
@@ -103,7 +107,6 @@ class HeldInstances:
             suspect.losses += 1
             if suspect.losses > LOAD_LOSSES_MAX:
                 self._fail(suspect, f"the worker process ended with status {status} while it loaded this model")
-        self._on_change()
 
     def fail_all(self, error: str) -> None:
         """No worker can be started: say so for each instance that waits for one."""
@@ -112,17 +115,14 @@ class HeldInstances:
                 self._fail(held, error)
 
     def loaded(self, instance_id: str, serial: int) -> None:
-        """The worker loaded an instance: let it take requests, and send it those that a lost worker left."""
+        """The worker loaded an instance: let it take requests."""
         held = self._held.get(instance_id)
         if held is None or held.asked != serial or self._send is None:
             return
         held.asked, held.losses, held.reloading = None, 0, False
         held.state = "draining" if held.desired.draining else "ready"
         log.info("instance loaded", instance=instance_id, model=held.desired.model.name)
-        for flight in self._flights.of_instance(instance_id):
-            self._send(Add(request=flight.continued()))
-        self.settle(instance_id)
-        self._on_change()
+        self._on_change(instance_id)
 
     def load_failed(self, instance_id: str, serial: int, error: str) -> None:
         """The worker could not load an instance; it is tried again later."""
@@ -133,12 +133,12 @@ class HeldInstances:
     def settle(self, instance_id: str) -> None:
         """Unload an instance that drains and has nothing left to do."""
         held = self._held.get(instance_id)
-        if held is None or held.drained or not held.desired.draining or self._flights.of_instance(instance_id):
+        if held is None or held.drained or not held.desired.draining or self._in_use(instance_id):
             return
         self._release(held)
         held.drained = True
         log.info("instance drained", instance=instance_id)
-        self._on_change()
+        self._on_change(instance_id)
 
     def close(self) -> None:
         """Start nothing more."""
@@ -154,7 +154,7 @@ class HeldInstances:
             held.drained = True
         else:
             self._load(held)
-        self._on_change()
+        self._on_change(held.instance_id)
 
     def _update(self, held: HeldInstance, desired: DesiredInstance) -> None:
         changed = held.desired.draining != desired.draining
@@ -165,15 +165,12 @@ class HeldInstances:
             self._take_in(HeldInstance(desired=desired, text=held.text))
         elif held.state in ("ready", "draining"):
             held.state = "draining" if desired.draining else "ready"
-            self._on_change()
-        self.settle(held.instance_id)
+        self._on_change(held.instance_id)
 
     def _remove(self, held: HeldInstance) -> None:
         del self._held[held.instance_id]
         self._release(held)
-        gone = UnknownInstanceError(f"instance {held.instance_id} was taken off this node", param="instance_id")
-        self._flights.end_instance(held.instance_id, gone)
-        self._on_change()
+        self._on_change(held.instance_id)
 
     def _release(self, held: HeldInstance) -> None:
         """Have the worker forget the instance, if it may know it."""
@@ -191,11 +188,13 @@ class HeldInstances:
 
     async def _load_text(self, held: HeldInstance) -> None:
         """Read the tokenizer, off the loop, then let the worker read the weights."""
+        path = held.desired.model.path
         try:
-            held.text = held.text or await asyncio.to_thread(load_text, held.desired.model.path, self._engine)
+            text = held.text or self._texts.get(path) or await asyncio.to_thread(load_text, path, self._engine)
         except ModelLoadError as error:
             self._fail(held, error.message)
             return
+        held.text = self._texts.setdefault(path, text)
         self._ask_load(held)
 
     def _ask_load(self, held: HeldInstance) -> None:
@@ -214,6 +213,4 @@ class HeldInstances:
         log.warning("load failed", instance=held.instance_id, model=held.desired.model.name, error=error)
         held.state, held.error, held.asked = "failed", error, None
         held.retry = asyncio.get_running_loop().call_later(self._load_retry_s, self._load, held)
-        self._flights.end_instance(held.instance_id, WorkerLostError(f"instance {held.instance_id} failed: {error}"))
-        self.settle(held.instance_id)
-        self._on_change()
+        self._on_change(held.instance_id)

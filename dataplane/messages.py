@@ -140,13 +140,17 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """Sent each second. `boot_id` changes when the agent restarts; `generation` is the desired state it follows."""
+    """Sent each second. `boot_id` changes when the agent restarts; `generation` is the desired state it follows.
+
+    `load` is that of the busiest slot: above 1 it cannot keep up with its decodes (Aegaeon eq. 3, alpha).
+    """
 
     node: str
     boot_id: str
     generation: int
     instances: tuple[InstanceReport, ...]
     switches_total: int = 0
+    load: float = 0.0
 
 
 def encode_line(event: StreamEvent) -> bytes:

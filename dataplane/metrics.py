@@ -1,4 +1,7 @@
-"""The agent's metrics, read from it at each scrape. Engine metrics have vLLM's names, which dashboards know."""
+"""The agent's metrics. Those that vLLM has too bear its names, which dashboards know; the others start by `tidepool_`.
+
+What is counted by request is in `dataplane.measures`; the rest is read from the agent at each scrape.
+"""
 
 from collections.abc import Iterator
 
@@ -6,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dataplane.engine import KvShapeStats
 from dataplane.messages import InstanceReport
 from dataplane.node import Agent
 
@@ -17,7 +21,13 @@ class AgentCollector(Collector):
         self._agent = agent
 
     def collect(self) -> Iterator[Metric]:
-        """All families, one sample a model."""
+        """All families."""
+        yield from self._by_model()
+        yield from self._by_node()
+        yield from self._by_slot()
+        yield from self._memory()
+
+    def _by_model(self) -> Iterator[Metric]:
         by_model: dict[str, list[InstanceReport]] = {}
         for report in self._agent.reports():
             by_model.setdefault(report.model, []).append(report)
@@ -31,20 +41,59 @@ class AgentCollector(Collector):
             used = sum(report.kv_used_bytes for report in reports)
             usage.add_metric([model], used / capacity if capacity else 0.0)
         yield from (running, waiting, usage)
-        prompt = CounterMetricFamily("vllm:prompt_tokens", "Prompt tokens admitted", labels=["model_name"])
-        for model, tokens in sorted(self._agent.prompt_tokens_total.items()):
-            prompt.add_metric([model], tokens)
-        made = CounterMetricFamily("vllm:generation_tokens", "Tokens streamed", labels=["model_name"])
-        for model, tokens in sorted(self._agent.generation_tokens_total.items()):
-            made.add_metric([model], tokens)
-        yield from (prompt, made)
-        yield CounterMetricFamily("tidepool_switches", "Model switches", value=self._agent.switches_total)
-        restarts = sum(slot.restarts_total for slot in self._agent.slots)
-        yield CounterMetricFamily("tidepool_worker_restarts", "Worker processes replaced", value=restarts)
+
+    def _by_node(self) -> Iterator[Metric]:
+        slots = self._agent.slots
+        counts = (
+            ("vllm:num_preemptions", "Requests preempted", sum(slot.preemptions_total for slot in slots)),
+            ("tidepool_switches", "Model switches", self._agent.switches_total),
+            ("tidepool_worker_restarts", "Worker processes replaced", sum(slot.restarts_total for slot in slots)),
+            (
+                "tidepool_handovers",
+                "Requests handed from a prefill slot to a decode slot",
+                sum(pool.dispatcher.handovers_total for pool in self._agent.pools),
+            ),
+        )
+        for name, about, value in counts:
+            yield CounterMetricFamily(name, about, value=value)
+        cached = max((slot.stats.pool.host_cache_bytes for slot in slots if slot.stats.pool is not None), default=0)
+        yield GaugeMetricFamily("tidepool_host_cache_bytes", "Models in host memory", value=cached)
+
+    def _by_slot(self) -> Iterator[Metric]:
+        labels = ["slot", "kind"]
+        load = GaugeMetricFamily("tidepool_slot_load", "alpha; above 1 a slot cannot keep up", labels=labels)
+        flying = GaugeMetricFamily("tidepool_requests_in_flight", "Requests on a slot", labels=labels)
+        prefills = GaugeMetricFamily("tidepool_prefills_waiting", "Requests without a first token", labels=labels)
+        residents = GaugeMetricFamily("tidepool_resident_models", "Models with weights in the arena", labels=labels)
+        for pool in self._agent.pools:
+            for slot in pool.slots:
+                values = [str(slot.index), slot.kind]
+                load.add_metric(values, slot.load)
+                flying.add_metric(values, pool.dispatcher.count(slot.index))
+                prefills.add_metric(values, 0 if slot.stats.pool is None else slot.stats.pool.prefills_waiting)
+                residents.add_metric(values, len(slot.stats.resident_models))
+        yield from (load, flying, prefills, residents)
+
+    def _memory(self) -> Iterator[Metric]:
+        slabs = GaugeMetricFamily("tidepool_slabs", "Slabs of an arena, by what they hold", labels=["slot", "state"])
+        kv = GaugeMetricFamily("tidepool_kv_bytes", "KV memory by shape", labels=["slot", "memory", "shape", "state"])
+        for slot in self._agent.slots:
+            if slot.stats.pool is None:
+                continue
+            for state, count in sorted(slot.stats.pool.slabs.items()):
+                slabs.add_metric([str(slot.index), state], count)
+            for memory, shapes in (("device", slot.stats.pool.kv), ("host", slot.stats.pool.host_kv)):
+                for shape in shapes:
+                    for state, value in _shape_bytes(shape):
+                        kv.add_metric([str(slot.index), memory, shape.shape, state], value)
+        yield from (slabs, kv)
+
+
+def _shape_bytes(shape: KvShapeStats) -> tuple[tuple[str, int], ...]:
+    return (("used", shape.used_bytes), ("held", shape.held_bytes), ("moving", shape.moving_bytes))
 
 
 def agent_registry(agent: Agent) -> CollectorRegistry:
-    """A registry of this agent alone."""
-    registry = CollectorRegistry()
-    registry.register(AgentCollector(agent))
-    return registry
+    """The agent's registry, with its present state in it. To be called once."""
+    agent.registry.register(AgentCollector(agent))
+    return agent.registry

@@ -1,14 +1,19 @@
 """A node: follows its desired instances, and admits requests to them."""
 
 import asyncio
-from collections import Counter
+import time
+from weakref import WeakValueDictionary
+
+from prometheus_client import CollectorRegistry
 
 from dataplane.answers import Answer, check_sampling, engine_request, tokenize
-from dataplane.errors import BadRequestError, OverloadedError, StaleGenerationError, UnknownInstanceError
+from dataplane.errors import BadRequestError, StaleGenerationError, UnknownInstanceError, WorkerLostError
+from dataplane.host_files import HostFiles
+from dataplane.measures import RequestMeasure, RequestMeasures
 from dataplane.messages import DesiredInstance, DesiredInstances, Generate, Heartbeat, InstanceReport
+from dataplane.pools import Pool
 from dataplane.settings import AgentSettings
-from dataplane.slots import Slot
-from dataplane.text import TextStream
+from dataplane.text import Text, TextStream
 
 
 class Agent:
@@ -18,13 +23,17 @@ class Agent:
         self.settings = settings
         self.boot_id = boot_id
         self.changed = asyncio.Event()
-        self.prompt_tokens_total: Counter[str] = Counter()
-        self.generation_tokens_total: Counter[str] = Counter()
+        self.registry = CollectorRegistry()
+        self._measures = RequestMeasures(self.registry)
         self._generation = 0
         self._misplaced: tuple[DesiredInstance, ...] = ()
-        self.slots = tuple(
-            Slot(index, slot, settings, on_change=self.changed.set) for index, slot in enumerate(settings.slots)
+        self._files = HostFiles(settings, boot_id)
+        texts: WeakValueDictionary[str, Text] = WeakValueDictionary()
+        self.pools = tuple(
+            Pool(indices, settings, self._files, texts, on_change=self.changed.set) for indices in settings.pools()
         )
+        slots = (slot for pool in self.pools for slot in pool.slots)
+        self.slots = tuple(sorted(slots, key=lambda slot: slot.index))
 
     @property
     def generation(self) -> int:
@@ -33,9 +42,15 @@ class Agent:
 
     async def run(self) -> None:
         """Keep every slot's worker running until cancelled; then end them."""
-        async with asyncio.TaskGroup() as group:
-            for slot in self.slots:
-                group.create_task(slot.run())
+        self._files.open()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for slot in self.slots:
+                    group.create_task(slot.run())
+        finally:
+            for pool in self.pools:
+                pool.end_all(WorkerLostError("the agent is shutting down"))
+            self._files.close()
 
     def apply(self, desired: DesiredInstances) -> None:
         """Follow a desired state.
@@ -49,8 +64,9 @@ class Agent:
                 param="generation",
             )
         self._generation = desired.generation
-        for slot in self.slots:
-            slot.follow(instance for instance in desired.instances if instance.slot == slot.index)
+        for pool in self.pools:
+            indices = {slot.index for slot in pool.slots}
+            pool.follow(instance for instance in desired.instances if instance.slot in indices)
         self._misplaced = tuple(i for i in desired.instances if not 0 <= i.slot < len(self.slots))
 
     def forget_generation(self) -> None:
@@ -69,7 +85,7 @@ class Agent:
             )
             for instance in self._misplaced
         ]
-        return (*(report for slot in self.slots for report in slot.reports()), *misplaced)
+        return (*(report for pool in self.pools for report in pool.reports()), *misplaced)
 
     def heartbeat(self) -> Heartbeat:
         """What the control plane is told each second."""
@@ -79,6 +95,7 @@ class Agent:
             generation=self._generation,
             instances=self.reports(),
             switches_total=self.switches_total,
+            load=max((slot.load for slot in self.slots if slot.kind != "prefill"), default=0.0),
         )
 
     @property
@@ -93,34 +110,24 @@ class Agent:
             dataplane.errors.DataplaneError: the refusal; its class says why.
         """
         check_sampling(generate, stop_strings_max=self.settings.stop_strings_max)
-        slot = self._slot_of(generate.instance_id)
-        held = slot.ready_instance(generate.instance_id)
+        pool = self._pool_of(generate.instance_id)
+        held = pool.ready_instance(generate.instance_id)
         model = held.desired.model
         if generate.model != model.name:
             raise BadRequestError(
                 f"instance {generate.instance_id} runs {model.name}, not {generate.model}", param="model"
             )
-        self._check_queue(slot)
+        pool.check_queue()
         assert held.text is not None, "an instance is ready only with its tokenizer"
         prompt = await tokenize(generate, held.text)
-        self._check_queue(slot)
-        capacity = slot.kv_capacity_bytes(generate.instance_id)
-        request = engine_request(generate, prompt, model, kv_capacity_bytes=capacity)
-        flight = slot.submit(request)
-        self.prompt_tokens_total[model.name] += len(prompt)
+        pool.check_queue()
+        request = engine_request(generate, prompt, model, kv_tokens_max=pool.kv_tokens_max(generate.instance_id))
+        flight = pool.submit(request)
+        measure = RequestMeasure(self._measures, model.name, len(prompt), time.monotonic)
+        return Answer(flight, TextStream(held.text, generate.sampling.stop), cancel=pool.cancel, measure=measure)
 
-        def count_tokens(tokens: int) -> None:
-            self.generation_tokens_total[model.name] += tokens
-
-        text = TextStream(held.text, generate.sampling.stop)
-        return Answer(flight, text, cancel=slot.cancel, count_tokens=count_tokens)
-
-    def _check_queue(self, slot: Slot) -> None:
-        if slot.in_flight >= self.settings.queue_max:
-            raise OverloadedError(f"slot {slot.index} has {slot.in_flight} requests in flight, its limit")
-
-    def _slot_of(self, instance_id: str) -> Slot:
-        for slot in self.slots:
-            if slot.holds(instance_id):
-                return slot
+    def _pool_of(self, instance_id: str) -> Pool:
+        for pool in self.pools:
+            if pool.has(instance_id):
+                return pool
         raise UnknownInstanceError(f"instance {instance_id} is not on this node", param="instance_id")

@@ -6,6 +6,13 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from dataplane.turns.decode import DecodeSettings
+from dataplane.turns.prefill import PrefillSettings
+from dataplane.turns.schedule import TurnSettings
+
+SlotKind = Literal["both", "prefill", "decode"]
+"""What a slot runs. A prefill slot hands its requests over after their first token."""
+
 
 class SlotSettings(BaseModel):
     """One slot: the GPUs that one worker process drives, and their memory together."""
@@ -14,6 +21,7 @@ class SlotSettings(BaseModel):
 
     gpus: int = Field(1, ge=1, le=64)
     memory_bytes: int = Field(ge=2**20)
+    kind: Literal["auto", SlotKind] = Field("auto", description="auto: by the agent's split and prefill_ratio")
 
 
 class AgentSettings(BaseSettings):
@@ -31,7 +39,19 @@ class AgentSettings(BaseSettings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_share: float = Field(0.5, gt=0, lt=1, description="share of a slot's memory for KV; the rest holds weights")
     batch_max: int = Field(32, ge=1, le=4096, description="sequences in a step batch")
-    turn_time_s: float = Field(0.25, gt=0)
+    slab_bytes: int | None = Field(None, ge=256, description="none: chosen by the size of the slot")
+    host_kv_bytes: int | None = Field(None, ge=0, description="host memory for KV of a slot; none: as its own KV")
+    cache_dir: Path | None = Field(None, description="folder in memory for models and KV; none: one that ends with us")
+    cache_bytes: int = Field(8 * 2**30, ge=1, description="host memory for the models of all slots together")
+
+    split: bool = Field(False, description="split the slots of a TP size into prefill and decode slots")
+    prefill_ratio: float = Field(0.5, gt=0, lt=1, description="share of the slots of a TP size that prefill")
+    order: Literal["fcfs", "edf", "pf", "dpa"] = Field("fcfs", description="which prefill goes first")
+    group_requests_max: int = Field(8, ge=1, description="prefills of one model before another's turn")
+    quota_max_s: float = Field(4.0, gt=0, description="longest decode turn while others wait")
+    prefill_share: float = Field(0.5, gt=0, lt=1, description="share of a slot's time for prefill while decodes wait")
+    prefetch: bool = Field(True, description="bring the weights of the next model early")
+
     profile: Path | None = Field(None, description="GPU profile of the replay engine")
     replay_speed: float = Field(1.0, gt=0, description="divides every replayed time")
     replay_mean_tokens: int | None = Field(None, ge=1, description="mean length of replayed answers; none: max_tokens")
@@ -66,10 +86,55 @@ class AgentSettings(BaseSettings):
             raise ValueError(f"advertise_url must be set when host is {self.host}: nobody can call that address")
         return self
 
+    @model_validator(mode="after")
+    def _pools_have_both_kinds(self) -> Self:
+        kinds = self.kinds()
+        for indices in self.pools():
+            present = {kinds[index] for index in indices}
+            missing = set() if present == {"both"} else {"prefill", "decode"} - present
+            if missing:
+                gpus = self.slots[indices[0]].gpus
+                raise ValueError(f"slots: those of {gpus} GPUs have no {missing.pop()} slot; change a slot's kind")
+        return self
+
+    @property
+    def turns(self) -> TurnSettings:
+        """The turn policy of a slot."""
+        return TurnSettings(
+            prefill=PrefillSettings(group_requests_max=self.group_requests_max, order=self.order),
+            decode=DecodeSettings(quota_max_s=self.quota_max_s),
+            prefill_share=self.prefill_share,
+        )
+
+    def kinds(self) -> tuple[SlotKind, ...]:
+        """What each slot runs. Where a TP size is split, `prefill_ratio` of its slots prefill, never none or all."""
+        kinds: list[SlotKind] = ["both" if slot.kind == "auto" else slot.kind for slot in self.slots]
+        for gpus in {slot.gpus for slot in self.slots} if self.split else ():
+            members = [index for index, slot in enumerate(self.slots) if slot.gpus == gpus and slot.kind != "both"]
+            wanted = min(len(members) - 1, max(1, round(self.prefill_ratio * len(members))))
+            wanted -= sum(self.slots[index].kind == "prefill" for index in members)
+            autos = [index for index in members if self.slots[index].kind == "auto"]
+            for place, index in enumerate(autos if len(members) > 1 else ()):
+                kinds[index] = "prefill" if place < wanted else "decode"
+        return tuple(kinds)
+
+    def pools(self) -> tuple[tuple[int, ...], ...]:
+        """The slots, by index, that serve together: the prefill and decode slots of a TP size; each other by itself."""
+        kinds = self.kinds()
+        pools: dict[object, list[int]] = {}
+        for index, slot in enumerate(self.slots):
+            key = ("alone", index) if kinds[index] == "both" else ("split", slot.gpus)
+            pools.setdefault(key, []).append(index)
+        return tuple(tuple(indices) for indices in pools.values())
+
     def weights_bytes(self, slot: SlotSettings) -> int:
         """Room for weights on a slot."""
         return int(slot.memory_bytes * (1 - self.kv_share))
 
-    def kv_bytes_per_gpu(self, slot: SlotSettings) -> int:
-        """Room for KV on each GPU of the slot; an instance has that of the GPUs it takes."""
-        return int(slot.memory_bytes * self.kv_share) // slot.gpus
+    def kv_bytes(self, slot: SlotSettings) -> int:
+        """Room for KV on a slot, shared by its instances."""
+        return int(slot.memory_bytes * self.kv_share)
+
+    def host_kv_bytes_of(self, slot: SlotSettings) -> int:
+        """Room for KV in host memory."""
+        return self.kv_bytes(slot) if self.host_kv_bytes is None else self.host_kv_bytes

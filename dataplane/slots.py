@@ -1,23 +1,26 @@
-"""One slot as the agent sees it: the worker process, the instances it holds and the requests in flight.
+"""One slot as the agent sees it: its worker process and the instances it holds.
 
-A worker may die at any moment. The slot then starts another, loads its instances again and resubmits the requests in
-flight with the tokens made so far; sampling depends on the position alone, so their clients see nothing but a pause.
+A worker may die at any moment. The slot then starts another and loads its instances again; the slot's owner sends the
+requests that were lost with it where they can go on.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+from weakref import WeakValueDictionary
 
-import msgspec
 import structlog
 
-from dataplane.engine import EngineRequest, EngineStats
-from dataplane.errors import DataplaneError, UnknownInstanceError, WorkerLostError
-from dataplane.flights import Flight, Flights
-from dataplane.frames import Add, Cancel, Configure, Loaded, LoadFailed, Outputs, Refused, Report, Stats
+from dataplane.engine import EngineOutput, EngineStats, InstanceStats
+from dataplane.errors import DataplaneError
+from dataplane.frames import Command, Configure, Loaded, LoadFailed, Outputs, Refused, Report, Stats
 from dataplane.held import HeldInstance, HeldInstances
-from dataplane.messages import DesiredInstance, InstanceReport
-from dataplane.settings import AgentSettings, SlotSettings
+from dataplane.host_files import HostFiles
+from dataplane.messages import DesiredInstance
+from dataplane.settings import AgentSettings
+from dataplane.text import Text
 from dataplane.worker_link import WorkerLink
 
 log = structlog.get_logger()
@@ -29,24 +32,52 @@ START_FAILURES_MAX = 2
 """Workers that may end one after the other without a word before the slot's instances count as failed."""
 
 
+class SlotOwner(Protocol):
+    """Who has the requests of a slot."""
+
+    def in_use(self, instance_id: str) -> bool:
+        """Whether requests of an instance are in flight."""
+
+    def changed(self, instance_id: str) -> None:
+        """An instance came, went, or changed its state on a slot."""
+
+    def heard(self, slot: "Slot", outputs: tuple[EngineOutput, ...]) -> None:
+        """A worker made tokens."""
+
+    def refused(self, request_id: str, error: DataplaneError) -> None:
+        """A worker did not take a request."""
+
+    def lost(self, slot: "Slot") -> None:
+        """A worker is gone, with all it had."""
+
+
 class Slot:
-    """One slot. `on_change` is called when the control plane should hear of a change."""
+    """One slot. `stats_heard_s` is when its engine last told of its load, by `time.monotonic`."""
 
     def __init__(
-        self, index: int, slot: SlotSettings, settings: AgentSettings, *, on_change: Callable[[], None]
+        self,
+        index: int,
+        settings: AgentSettings,
+        files: HostFiles,
+        texts: WeakValueDictionary[str, Text],
+        owner: SlotOwner,
     ) -> None:
         self.index = index
+        self.kind = settings.kinds()[index]
+        self.gpus = settings.slots[index].gpus
         self.restarts_total = 0
+        self.stats = EngineStats()
+        self.stats_heard_s = time.monotonic()
         self._settings = settings
-        self._configure = configure(slot, settings)
-        self._flights = Flights(settings.worker_losses_max)
+        self._files = files
+        self._owner = owner
         self._held = HeldInstances(
-            settings.engine, self._flights, load_retry_s=settings.load_retry_s, on_change=on_change
+            settings.engine, texts, load_retry_s=settings.load_retry_s, in_use=owner.in_use, on_change=owner.changed
         )
         self._link: WorkerLink | None = None
         self._said_hello = False
-        self._stats = EngineStats()
         self._switches_before = 0
+        self._preemptions_before = 0.0
 
     @property
     def pid(self) -> int | None:
@@ -54,19 +85,23 @@ class Slot:
         return None if self._link is None else self._link.pid
 
     @property
-    def in_flight(self) -> int:
-        """Requests admitted and not ended."""
-        return len(self._flights)
-
-    @property
     def switches_total(self) -> int:
         """Model switches of all workers this slot has had."""
-        return self._switches_before + self._stats.switches_total
+        return self._switches_before + self.stats.switches_total
 
     @property
-    def stats(self) -> EngineStats:
-        """The engine's last word about its load."""
-        return self._stats
+    def preemptions_total(self) -> float:
+        """Requests preempted by all workers this slot has had."""
+        return self._preemptions_before + self.stats.extra.get("preemptions", 0.0)
+
+    @property
+    def load(self) -> float:
+        """How busy its decodes keep it (Aegaeon eq. 3, alpha); above 1 it cannot keep up."""
+        return 0.0 if self.stats.pool is None else self.stats.pool.load
+
+    def kv_tokens_max(self, instance_id: str) -> int | None:
+        """The tokens that a request alone could fill the slot's KV with; None if the instance is not held here."""
+        return next((one.kv_tokens_max for one in self.stats.instances if one.instance_id == instance_id), None)
 
     async def run(self) -> None:
         """Keep a worker running until cancelled; then end it."""
@@ -83,107 +118,65 @@ class Slot:
                 self.restarts_total += 1
         finally:
             self._held.close()
-            self._flights.end_all(WorkerLostError("the agent is shutting down"))
 
     def follow(self, desired: Iterable[DesiredInstance]) -> None:
         """Make the slot hold these instances and no others."""
         self._held.follow(desired)
 
-    def holds(self, instance_id: str) -> bool:
-        """Whether the instance is on this slot."""
-        return self._held.get(instance_id) is not None
+    def settle(self, instance_id: str) -> None:
+        """Unload the instance if it drains and has nothing left to do."""
+        self._held.settle(instance_id)
 
-    def ready_instance(self, instance_id: str) -> HeldInstance:
-        """An instance that takes requests.
+    def held(self, instance_id: str) -> HeldInstance | None:
+        """The instance, unless it is not here or drained."""
+        return self._held.get(instance_id)
 
-        Raises:
-            dataplane.errors.UnknownInstanceError: it is not here, or loading, draining or failed.
-            dataplane.errors.WorkerLostError: the worker was lost and its successor is loading.
-        """
+    def is_ready(self, instance_id: str) -> bool:
+        """Whether the worker takes requests of the instance."""
         held = self._held.get(instance_id)
-        if held is None:
-            raise UnknownInstanceError(f"instance {instance_id} is not on this node", param="instance_id")
-        if held.state == "loading" and held.reloading:
-            raise WorkerLostError(f"slot {self.index} lost its worker; instance {instance_id} is being loaded again")
-        if held.state != "ready":
-            raise UnknownInstanceError(f"instance {instance_id} is {held.state}", param="instance_id")
-        return held
+        return self._link is not None and held is not None and held.state in ("ready", "draining")
 
-    def kv_capacity_bytes(self, instance_id: str) -> int:
-        """The KV memory of an instance."""
-        reported = (stats.kv_capacity_bytes for stats in self._stats.instances if stats.instance_id == instance_id)
-        return next(reported, self._configure.kv_bytes_per_gpu)
+    def instance_stats(self, instance_id: str) -> InstanceStats | None:
+        """The worker's last word about an instance."""
+        return next((stats for stats in self.stats.instances if stats.instance_id == instance_id), None)
 
-    def submit(self, request: EngineRequest) -> Flight:
-        """Send a request to a ready instance; raises as `ready_instance` does."""
-        self.ready_instance(request.instance_id)
-        assert self._link is not None, "an instance is ready only while a worker holds it"
-        flight = self._flights.open(request)
-        self._link.send(Add(request=request))
-        return flight
-
-    def cancel(self, request: EngineRequest) -> None:
-        """Drop a request at once. One that has ended is ignored."""
-        if self._flights.drop(request.request_id):
-            if self._link is not None:
-                self._link.send(Cancel(request_id=request.request_id))
-            self._held.settle(request.instance_id)
-
-    def reports(self) -> list[InstanceReport]:
-        """What the control plane hears of this slot's instances. Drained ones are gone from it."""
-        return [self._report(held) for held in self._held.visible()]
-
-    def _report(self, held: HeldInstance) -> InstanceReport:
-        report = InstanceReport(
-            instance_id=held.instance_id,
-            model=held.desired.model.name,
-            slot=self.index,
-            state=held.state,
-            error=held.error,
-        )
-        stats = next((stats for stats in self._stats.instances if stats.instance_id == held.instance_id), None)
-        if stats is None:
-            return report
-        return msgspec.structs.replace(
-            report,
-            kv_used_bytes=stats.kv_used_bytes,
-            kv_capacity_bytes=stats.kv_capacity_bytes,
-            remaining_tokens=stats.remaining_tokens,
-            running=stats.running,
-            waiting=stats.waiting,
-        )
+    def send(self, command: Command) -> None:
+        """Tell the worker. It has forgotten everything when there is none."""
+        if self._link is not None:
+            self._link.send(command)
 
     async def _serve_worker(self) -> int:
         """Start a worker and listen to it until it is gone. Its exit status."""
-        link = await WorkerLink.start(self._configure)
+        kv_file = self._files.new_kv_file(self.index) if self.kind == "prefill" else None
+        link = await WorkerLink.start(configure(self._settings, self.index, kv_file, self._files.models))
         self._link, self._said_hello = link, False
-        log.info("worker started", slot=self.index, pid=link.pid)
+        log.info("worker started", slot=self.index, kind=self.kind, pid=link.pid)
         try:
             async for report in link.reports():
                 self._hear(report)
         finally:
             self._link = None
             status = await link.stop()
+            if kv_file is not None:
+                kv_file.unlink(missing_ok=True)
         return status
 
     def _worker_lost(self, status: int, failures: int) -> None:
-        log.warning("worker lost", slot=self.index, status=status, in_flight=len(self._flights))
-        self._switches_before += self._stats.switches_total
-        self._stats = EngineStats()
-        self._flights.lose_worker()
+        log.warning("worker lost", slot=self.index, status=status)
+        self._switches_before, self._preemptions_before = self.switches_total, self.preemptions_total
+        self.stats = EngineStats()
         self._held.worker_lost(status)
         if failures >= START_FAILURES_MAX:
             self._held.fail_all(f"{failures} worker processes ended at their start, the last with status {status}")
+        self._owner.lost(self)
 
     def _hear(self, report: Report) -> None:
         match report:
             case Stats():
-                self._stats = report.stats
+                self.stats, self.stats_heard_s = report.stats, time.monotonic()
                 self._hear_hello()
             case Outputs():
-                for output in report.outputs:
-                    self._flights.hear(output)
-                self._settle_draining()
+                self._owner.heard(self, report.outputs)
             case Loaded():
                 self._held.loaded(report.instance_id, report.serial)
             case LoadFailed():
@@ -191,8 +184,7 @@ class Slot:
             case Refused():
                 error = DataplaneError(report.message, param=report.param)
                 error.status, error.code = report.status, report.code
-                self._flights.end(report.request_id, error)
-                self._settle_draining()
+                self._owner.refused(report.request_id, error)
 
     def _hear_hello(self) -> None:
         """The first stats of a worker say that its engine is up."""
@@ -200,22 +192,25 @@ class Slot:
             self._said_hello = True
             self._held.worker_ready(self._link.send)
 
-    def _settle_draining(self) -> None:
-        for held in self._held.visible():
-            if held.state == "draining":
-                self._held.settle(held.instance_id)
 
-
-def configure(slot: SlotSettings, settings: AgentSettings) -> Configure:
-    """What a worker of this slot must be."""
+def configure(settings: AgentSettings, index: int, host_kv_file: Path | None, cache_folder: Path) -> Configure:
+    """What a worker of a slot must be."""
+    slot = settings.slots[index]
     return Configure(
         engine=settings.engine,
         device=settings.device,
         dtype=settings.dtype,
         weights_bytes=settings.weights_bytes(slot),
-        kv_bytes_per_gpu=settings.kv_bytes_per_gpu(slot),
+        kv_bytes=settings.kv_bytes(slot),
+        host_kv_bytes=settings.host_kv_bytes_of(slot),
+        host_kv_file=None if host_kv_file is None else str(host_kv_file),
+        slab_bytes=settings.slab_bytes,
+        cache_folder=str(cache_folder),
+        cache_bytes=settings.cache_bytes,
         batch_max=settings.batch_max,
-        turn_time_s=settings.turn_time_s,
+        hands_over=settings.kinds()[index] == "prefill",
+        prefetch=settings.prefetch,
+        turns=settings.turns,
         profile=None if settings.profile is None else str(settings.profile),
         replay_speed=settings.replay_speed,
         replay_mean_tokens=settings.replay_mean_tokens,

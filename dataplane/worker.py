@@ -1,7 +1,8 @@
 """`python -m dataplane.worker FD`: the process that drives one slot's engine, at the far end of an agent's socket.
 
 A thread reads commands from the socket into a queue; the main loop takes them, steps the engine and sends what came
-out. When the socket closes the agent is gone, and the process ends at once, whatever the engine is doing.
+out. The slow part of a load happens on a thread of its own, one load after the other, while the engine goes on. When
+the socket closes the agent is gone, and the process ends at once, whatever the engine is doing.
 """
 
 import os
@@ -11,7 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from io import BufferedReader
+from pathlib import Path
 
 from dataplane.engine import Engine, EngineStats
 from dataplane.errors import DataplaneError, ModelLoadError
@@ -26,27 +30,40 @@ from dataplane.frames import (
     LoadFailed,
     Outputs,
     Refused,
+    Release,
     Report,
     Stats,
     Unload,
     encode_frame,
     read_command,
 )
-from dataplane.turns.schedule import TurnSettings
 
 STATS_EVERY_S = 0.25
 ORPHAN_GRACE_S = 1.0
 """How long a step or a load may go on after the agent is gone."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What the loading thread puts among the commands: the slow part of a load is over."""
+
+    load: Load
+    error: BaseException | None
+
+
 class Worker:
     """One engine and the loop that feeds it. `send` must not fail while the agent lives."""
 
-    def __init__(self, engine: Engine, commands: "queue.Queue[Command | None]", send: Callable[[Report], None]) -> None:
+    def __init__(
+        self, engine: Engine, commands: "queue.Queue[Command | Prepared | None]", send: Callable[[Report], None]
+    ) -> None:
         self._engine = engine
         self._commands = commands
         self._send = send
+        self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
+        self._loading: dict[str, tuple[Load, Future[None]]] = {}
         self._loaded: set[str] = set()
+        self._idle = True
         self._sent_stats: EngineStats | None = None
         self._stats_sent_s = 0.0
 
@@ -56,29 +73,38 @@ class Worker:
         while True:
             for command in self._take_commands():
                 if command is None:
+                    self._loader.shutdown(wait=False, cancel_futures=True)
                     return
                 self._obey(command)
-            if self._engine.has_work():
-                outputs = self._engine.step()
-                if outputs:
-                    self._send(Outputs(outputs=tuple(outputs)))
+            self._step()
             if time.monotonic() - self._stats_sent_s >= STATS_EVERY_S:
                 self._send_stats()
 
-    def _take_commands(self) -> list[Command | None]:
+    def _take_commands(self) -> list[Command | Prepared | None]:
         """All commands that are there. An idle engine waits a moment for one."""
-        taken: list[Command | None] = []
+        taken: list[Command | Prepared | None] = []
         try:
-            if not self._engine.has_work():
+            if self._idle and not self._engine.has_work():
                 taken.append(self._commands.get(timeout=STATS_EVERY_S))
             while True:
                 taken.append(self._commands.get_nowait())
         except queue.Empty:
             return taken
 
-    def _obey(self, command: Command) -> None:
+    def _step(self) -> None:
+        """Step while there is work, and once more: the engine then notes that its last turn is over."""
+        busy = self._engine.has_work()
+        if busy or not self._idle:
+            outputs = self._engine.step()
+            if outputs:
+                self._send(Outputs(outputs=tuple(outputs)))
+        self._idle = not busy
+
+    def _obey(self, command: Command | Prepared) -> None:
         match command:
             case Load():
+                self._prepare(command)
+            case Prepared():
                 self._load(command)
             case Unload():
                 self._unload(command.instance_id)
@@ -86,23 +112,46 @@ class Worker:
                 self._add(command)
             case Cancel():
                 self._engine.cancel(command.request_id)
+            case Release():
+                self._engine.release(command.request_id)
             case AskStats():
                 self._send_stats(always=True)
             case Configure():
                 raise AssertionError("a worker is configured once, before its loop")
 
-    def _load(self, command: Load) -> None:
+    def _prepare(self, load: Load) -> None:
+        """Queue the slow part of a load; its end comes back as a command."""
+
+        def note_end(future: Future[None]) -> None:
+            if not future.cancelled():
+                self._commands.put(Prepared(load=load, error=future.exception()))
+
+        future = self._loader.submit(self._engine.prepare, load.model)
+        self._loading[load.instance_id] = (load, future)
+        future.add_done_callback(note_end)
+
+    def _load(self, prepared: Prepared) -> None:
+        load = prepared.load
+        if self._loading.get(load.instance_id, (None,))[0] is not load:
+            return
+        del self._loading[load.instance_id]
         try:
-            self._engine.load(command.instance_id, command.model, gpus=command.gpus)
+            if prepared.error is not None:
+                raise prepared.error
+            self._engine.load(load.instance_id, load.model, gpus=load.gpus)
         except Exception as error:  # whatever a checkpoint does, the slot's other models go on
             text = error.message if isinstance(error, ModelLoadError) else f"{type(error).__name__}: {error}"
-            self._send(LoadFailed(instance_id=command.instance_id, serial=command.serial, error=text))
+            self._send(LoadFailed(instance_id=load.instance_id, serial=load.serial, error=text))
             return
-        self._loaded.add(command.instance_id)
+        self._loaded.add(load.instance_id)
         self._send_stats(always=True)
-        self._send(Loaded(instance_id=command.instance_id, serial=command.serial))
+        self._send(Loaded(instance_id=load.instance_id, serial=load.serial))
 
     def _unload(self, instance_id: str) -> None:
+        load, future = self._loading.pop(instance_id, (None, None))
+        if load is not None and future is not None:
+            future.cancel()
+            self._send(LoadFailed(instance_id=instance_id, serial=load.serial, error="unloaded while it was loading"))
         if instance_id in self._loaded:
             self._loaded.remove(instance_id)
             self._engine.unload(instance_id)
@@ -125,14 +174,18 @@ class Worker:
     def _send_stats(self, *, always: bool = False) -> None:
         stats = self._engine.stats()
         self._stats_sent_s = time.monotonic()
-        if always or stats != self._sent_stats:
-            self._sent_stats = stats
+        if always or _but_time(stats) != self._sent_stats:
+            self._sent_stats = _but_time(stats)
             self._send(Stats(stats=stats))
+
+
+def _but_time(stats: EngineStats) -> EngineStats:
+    """The stats without the time, which alone is no news."""
+    return stats if stats.pool is None else replace(stats, pool=replace(stats.pool, now_s=0.0))
 
 
 def make_engine(configure: Configure) -> Engine:
     """The engine that an agent asks for. Torch is imported here and nowhere else."""
-    turn = TurnSettings(turn_time_s=configure.turn_time_s)
     if configure.engine == "torch":
         from dataplane.engines.torch.engine import TorchEngine  # noqa: PLC0415
         from dataplane.engines.torch.settings import TorchEngineSettings  # noqa: PLC0415
@@ -142,9 +195,16 @@ def make_engine(configure: Configure) -> Engine:
                 device=configure.device,
                 dtype=configure.dtype,
                 weights_bytes=configure.weights_bytes,
-                kv_bytes_per_gpu=configure.kv_bytes_per_gpu,
+                kv_bytes=configure.kv_bytes,
+                host_kv_bytes=configure.host_kv_bytes,
+                host_kv_file=None if configure.host_kv_file is None else Path(configure.host_kv_file),
+                slab_bytes=configure.slab_bytes,
+                cache_folder=Path(configure.cache_folder),
+                cache_bytes=configure.cache_bytes,
                 batch_max=configure.batch_max,
-                turns=turn,
+                prefetch=configure.prefetch,
+                hands_over=configure.hands_over,
+                turns=configure.turns,
             ),
             time.monotonic,
         )
@@ -155,11 +215,14 @@ def make_engine(configure: Configure) -> Engine:
     settings = ReplaySettings(
         profile=load_gpu_profile(configure.profile),
         weights_bytes=configure.weights_bytes,
-        kv_bytes_per_gpu=configure.kv_bytes_per_gpu,
+        kv_bytes=configure.kv_bytes,
+        host_kv_bytes=configure.host_kv_bytes,
         batch_max=configure.batch_max,
+        prefetch=configure.prefetch,
+        hands_over=configure.hands_over,
         speed=configure.replay_speed,
         mean_tokens=configure.replay_mean_tokens,
-        turn=turn,
+        turns=configure.turns,
     )
     return ReplayEngine(settings, time.monotonic, time.sleep)
 
@@ -173,7 +236,7 @@ def main() -> None:
         if configure is None:
             return
         assert isinstance(configure, Configure), f"the first command must configure: {configure}"
-        commands: queue.Queue[Command | None] = queue.Queue()
+        commands: queue.Queue[Command | Prepared | None] = queue.Queue()
 
         def read() -> None:
             while (command := _read_or_none(stream)) is not None:

@@ -3,26 +3,13 @@
 No tensor is read, and nothing but the standard library is needed, so this runs where no torch is.
 """
 
-import json
-import math
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HEADER_BYTES_MAX = 100 * 2**20
-_ITEM_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I64": 8,
-    "I32": 4,
-    "I8": 1,
-    "U8": 1,
-}
+from dataplane.errors import ModelLoadError
+from dataplane.memory.safetensors_file import ITEM_BYTES, list_tensors, read_json
+
 _CONFIG_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -42,6 +29,13 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
     folder = folder.expanduser().resolve()
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder")
+    try:
+        return _describe(folder)
+    except ModelLoadError as error:
+        raise CheckpointError(error.message) from error
+
+
+def _describe(folder: Path) -> dict[str, Any]:
     config = _Config(folder / "config.json")
     weights_bytes, element_bytes = _weigh(folder)
     heads = config.positive("num_attention_heads")
@@ -62,7 +56,7 @@ class _Config:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._whole = _read_object(file)
+        self._whole = read_json(file)
         text = self._whole.get("text_config")
         self._text = self._whole | text if isinstance(text, dict) else self._whole
 
@@ -86,80 +80,9 @@ class _Config:
 
 def _weigh(folder: Path) -> tuple[int, int]:
     """Bytes of all tensors, and of one element of the type that most of them have."""
-    total_bytes = 0
     bytes_by_type: Counter[str] = Counter()
-    for file in _files(folder):
-        for name, entry in _read_header(file).items():
-            kind, size_bytes = _tensor(file, name, entry)
-            total_bytes += size_bytes
-            bytes_by_type[kind] += size_bytes
-    if total_bytes == 0:
+    for tensor in list_tensors(folder).values():
+        bytes_by_type[tensor.dtype] += tensor.size_bytes
+    if bytes_by_type.total() == 0:
         raise CheckpointError(f"{folder} holds no weights")
-    return total_bytes, _ITEM_BYTES[bytes_by_type.most_common(1)[0][0]]
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        yield folder / "model.safetensors"
-        return
-    shards = _read_object(index).get("weight_map")
-    if not isinstance(shards, dict) or not shards:
-        raise CheckpointError(f"{index} has no weight_map")
-    for name in sorted({str(shard) for shard in shards.values()}):
-        if Path(name).name != name:
-            raise CheckpointError(f"{index} names a shard outside of its folder: {name}")
-        yield folder / name
-
-
-def _read_header(file: Path) -> dict[str, Any]:
-    try:
-        file_bytes = file.stat().st_size
-        with file.open("rb") as stream:
-            header_bytes = int.from_bytes(stream.read(8), "little")
-            if not 2 <= header_bytes <= min(HEADER_BYTES_MAX, file_bytes - 8):
-                raise CheckpointError(f"{file} is no safetensors file: its header would take {header_bytes} bytes")
-            header = json.loads(stream.read(header_bytes))
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} does not exist; only safetensors checkpoints can be registered") from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{file} is no safetensors file: its header is no JSON object")
-    header.pop("__metadata__", None)
-    last = max((_end(entry) for entry in header.values()), default=0)
-    if 8 + header_bytes + last > file_bytes:
-        raise CheckpointError(f"{file} is cut short: {8 + header_bytes + last} bytes are described, {file_bytes} there")
-    return header
-
-
-def _end(entry: Any) -> int:
-    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
-    return offsets[1] if isinstance(offsets, list) and len(offsets) == 2 and isinstance(offsets[1], int) else 0
-
-
-def _tensor(file: Path, name: str, entry: Any) -> tuple[str, int]:
-    try:
-        kind, shape = str(entry["dtype"]), [int(side) for side in entry["shape"]]
-        first, last = (int(offset) for offset in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file}: tensor {name} is badly described: {error}") from error
-    if kind not in _ITEM_BYTES:
-        raise CheckpointError(f"{file}: tensor {name} has the type {kind}; known are {', '.join(_ITEM_BYTES)}")
-    if last - first != math.prod(shape) * _ITEM_BYTES[kind]:
-        raise CheckpointError(f"{file}: tensor {name} has {last - first} bytes, its shape {shape} says otherwise")
-    return kind, last - first
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} does not exist") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} holds no JSON object")
-    return content
+    return bytes_by_type.total(), ITEM_BYTES[bytes_by_type.most_common(1)[0][0]]

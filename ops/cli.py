@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ops.commands import batches, demand, fleet, keys, models, plans, processes
+from ops.commands import batches, demand, fleet, keys, models, node_bench, node_check, node_profile, plans, processes
 from ops.commands.api import CommandError, Target
 
 app = typer.Typer(
@@ -19,6 +19,9 @@ app = typer.Typer(
 )
 processes.register(app)
 app.command("status")(fleet.show_status)
+fleet.nodes.command("check")(node_check.check_node)
+fleet.nodes.command("bench")(node_bench.bench_node)
+fleet.nodes.command("profile")(node_profile.profile_node)
 for name, group in (
     ("region", fleet.regions),
     ("gpu", fleet.gpus),

@@ -1,9 +1,15 @@
-"""The fleet of the demo and of a first `tidepool up`: three regions, two GPU types, four tiny models."""
+"""The fleet of the demo and of a first `tidepool up`: three regions, two GPU types, eight tiny models."""
 
+import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors.numpy import load_file
+
+from dataplane.memory.slabs import aligned
 from dataplane.profile import load_gpu_profile
 from ops.checkpoints import describe_checkpoint
 from ops.commands.api import Api
@@ -12,7 +18,7 @@ from ops.tiny_models import TinyModel
 
 PROFILES = Path(__file__).parent / "profiles"
 INSTANCES_MIN, INSTANCES_MAX = 1, 5
-_MIB = 2**20
+MEMORY_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,21 +35,68 @@ REGIONS = (
     DemoRegion(name="us-central", gpu_type="H20", utc_offset_h=-6),
     DemoRegion(name="us-west", gpu_type="H800", utc_offset_h=-8),
 )
-GPUS_PER_NODE = 8
-NODES = tuple(
-    LocalNode(
-        name=f"{region.name}-1",
-        region=region.name,
-        gpu_type=region.gpu_type,
-        gpus=GPUS_PER_NODE,
-        memory_bytes=256 * _MIB,
-    )
-    for region in REGIONS
-)
+POOL_REGION = REGIONS[0]
+"""Its node is a pool: one slot that serves every model and has memory for two."""
+POOL_NODE = f"{POOL_REGION.name}-1"
+POOL_RESIDENTS = 2
+LONG_TAIL = ("tiny-qwen2", "tiny-phi3", "tiny-gemma2", "tiny-smollm3")
+"""Models with little demand: offered on the pool only."""
+GPUS_PER_NODE, GPUS_OF_POOL = 8, 16
+POOL_SLAB_BYTES = 128 * 2**10
 # Input tokens per second of one instance at its SLO. A tiny model on a CPU stands for a model on these GPUs, so the
 # figures are assumptions of the demo; `tidepool model add --tokens-per-s` sets real ones.
 TOKENS_PER_S = {"H800": 2500.0, "H20": 1500.0}
 LOAD_TIME_S = 600.0
+
+
+def regions_of(model: str) -> tuple[DemoRegion, ...]:
+    """Where a model is offered."""
+    return (POOL_REGION,) if model in LONG_TAIL else REGIONS
+
+
+def make_nodes(models: Sequence[TinyModel]) -> tuple[LocalNode, ...]:
+    """A node for each region; that of the pool as small as the checkpoints want it."""
+    others = (
+        LocalNode(
+            name=f"{region.name}-1",
+            region=region.name,
+            gpu_type=region.gpu_type,
+            gpus=GPUS_PER_NODE,
+            memory_bytes=MEMORY_BYTES,
+        )
+        for region in REGIONS
+        if region is not POOL_REGION
+    )
+    return (_pool_node(models), *others)
+
+
+def _pool_node(models: Sequence[TinyModel]) -> LocalNode:
+    """Memory for the two largest models; what is left for KV makes no room for a third, even of the smallest."""
+    slabs = sorted(_slabs(model) for model in models)
+    weights = sum(slabs[-POOL_RESIDENTS:])
+    kv = sum(slabs[: POOL_RESIDENTS + 1]) - 1 - weights
+    spare = 1  # half a slab for each share: rounding takes none away
+    return LocalNode(
+        name=POOL_NODE,
+        region=POOL_REGION.name,
+        gpu_type=POOL_REGION.gpu_type,
+        gpus=GPUS_OF_POOL,
+        memory_bytes=(weights + kv + spare) * POOL_SLAB_BYTES,
+        settings={
+            "kv_share": (kv + spare / 2) / (weights + kv + spare),
+            "slab_bytes": POOL_SLAB_BYTES,
+            "host_kv_bytes": MEMORY_BYTES,
+        },
+    )
+
+
+def _slabs(model: TinyModel) -> int:
+    """Slabs that its weights take: each layer, the output if it is not tied, and the rest begin a slab of their own."""
+    parts: Counter[str] = Counter()
+    for name, tensor in load_file(model.path / "model.safetensors").items():
+        stage = re.match(r"model\.layers\.\d+|lm_head", name)
+        parts[stage[0] if stage else "rest"] += aligned(tensor.nbytes)
+    return sum(-(-size_bytes // POOL_SLAB_BYTES) for size_bytes in parts.values())
 
 
 def register_fleet(api: Api, models: list[TinyModel]) -> None:
@@ -69,7 +122,7 @@ def register_fleet(api: Api, models: list[TinyModel]) -> None:
                     "load_time_s": LOAD_TIME_S,
                 },
             )
-        for region in REGIONS:
+        for region in regions_of(model.name):
             api.put(
                 "/admin/endpoints",
                 {

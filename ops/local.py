@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -37,7 +37,9 @@ TENANT = "default"
 
 @dataclass(frozen=True, kw_only=True)
 class LocalNode:
-    """A node to run an agent for. Its one slot pretends to hold `gpus` GPUs; `memory_bytes` is what it really takes."""
+    """A node to run an agent for. Its one slot pretends to hold `gpus` GPUs; `memory_bytes` is what it really takes.
+    `settings`: more of its agent's settings, by name.
+    """
 
     name: str
     region: str
@@ -46,6 +48,7 @@ class LocalNode:
     memory_bytes: int
     engine: str = "torch"
     profile: Path | None = None
+    settings: Mapping[str, int | float] = field(default_factory=dict)
 
 
 class LocalStack:
@@ -153,6 +156,7 @@ class LocalStack:
             "TIDEPOOL_AGENT_PORT": str(port),
             "TIDEPOOL_AGENT_CONTROL_URL": self.url,
             "TIDEPOOL_AGENT_NODE_KEY": self.keys["node"],
+            **{f"TIDEPOOL_AGENT_{name.upper()}": str(value) for name, value in node.settings.items()},
         }
         if node.profile is not None:
             env["TIDEPOOL_AGENT_PROFILE"] = str(node.profile)

@@ -1,9 +1,9 @@
-"""Four demo models of a few megabytes, made on the spot: real Hugging Face folders with random weights.
+"""Eight demo models of a few megabytes, made on the spot: real Hugging Face folders with random weights.
 
 They speak no language, but everything else about them is real: architecture, tokenizer, chat template, safetensors.
-The same names give the same bytes on every machine of the same library versions: the tokenizer is trained on a text
-in this file, weights come from a seeded generator. The output rows of tokens that do not print are zero, so greedy
-text is printable.
+The same names give the same bytes on every machine of the same library versions: weights come from a seeded
+generator. The output rows of tokens that do not print are zero, so greedy text is printable. All are about as large, so
+that memory for two of them is memory for any two.
 """
 
 import hashlib
@@ -18,38 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.trainers import BpeTrainer
 
-VOCABULARY = 512
-CONTEXT_TOKENS = 2048
-END_TOKEN = "<|end|>"  # noqa: S105  # a token of text, not of access
-ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+from ops.tiny_tokenizer import CONTEXT_TOKENS, END_TOKEN, VOCABULARY, printable_ids, tokenizer_config, train_tokenizer
+
 _COMPLETE_MARK = "tidepool.json"
-_RECIPE = 1
-"""Raise it when anything below changes what is built: folders of an older recipe are built again."""
-
-_TEXT = """
-The tide comes in and the tide goes out, and the harbour never sleeps. In the morning the boats lie on the sand; at
-noon they float; in the evening they are gone. Nobody tells the water what to do, yet everybody knows when it will
-come: there is a table on the wall of the harbour office, with the hours of every day of the year.
-Requests are like that. They rise when people wake, they fall when people sleep, and between the continents the wave
-travels with the sun. A model that is busy in one region is idle in another. What should we do with the machines that
-wait? We could let them wait. We could turn them off and on again, which takes ten minutes. Or we could let many models
-share one machine, and switch between them so quickly that nobody notices: one token for you, one token for me.
-How are you today? I am fine, thank you. What is the weather like? It is raining, and the wind comes from the west.
-Please write a short story about a lighthouse. Once upon a time there was a lighthouse that was afraid of the dark.
-Please summarise the report in three sentences. Please translate this text. Please explain how a pump works.
-for i in range(10): print(i) def add(a, b): return a + b if x > 0 else 0 import json, sys, time, math 0 1 2 3 4 5 6 7 8
-The first, the second, the third; one, two, three, four, five, six, seven, eight, nine, ten, eleven and twelve.
-"""
+_RECIPE = 2
+"""Raise it when anything here or in the tokenizer changes what is built: folders of an older recipe are built again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +36,9 @@ class TinyModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a demo model is made. `head_norms`: it normalises queries and keys; `sandwich`: and each block's output."""
+    """How a demo model is made. `biased`: queries, keys and values have biases; `fused`: they are one matrix, as are
+    the two that lead into the MLP; `head_norms`: queries and keys are normalised; `sandwich`: so is a block's output.
+    """
 
     architecture: str
     model_type: str
@@ -73,6 +49,8 @@ class Recipe:
     kv_heads: int
     head_dim: int
     tied: bool = False
+    biased: bool = False
+    fused: bool = False
     head_norms: bool = False
     sandwich: bool = False
     extra: tuple[tuple[str, Any], ...] = ()
@@ -94,7 +72,7 @@ RECIPES: dict[str, Recipe] = {
         architecture="Qwen3ForCausalLM",
         model_type="qwen3",
         hidden=128,
-        intermediate=384,
+        intermediate=448,
         layers=6,
         heads=4,
         kv_heads=2,
@@ -106,7 +84,7 @@ RECIPES: dict[str, Recipe] = {
         architecture="Gemma3ForCausalLM",
         model_type="gemma3_text",
         hidden=128,
-        intermediate=448,
+        intermediate=576,
         layers=6,
         heads=4,
         kv_heads=1,
@@ -131,6 +109,62 @@ RECIPES: dict[str, Recipe] = {
         kv_heads=2,
         head_dim=32,
         extra=(("sliding_window", 512),),
+    ),
+    "tiny-qwen2": Recipe(
+        architecture="Qwen2ForCausalLM",
+        model_type="qwen2",
+        hidden=160,
+        intermediate=512,
+        layers=5,
+        heads=5,
+        kv_heads=1,
+        head_dim=32,
+        biased=True,
+        extra=(("use_sliding_window", False),),
+    ),
+    "tiny-phi3": Recipe(
+        architecture="Phi3ForCausalLM",
+        model_type="phi3",
+        hidden=128,
+        intermediate=448,
+        layers=7,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        fused=True,
+        extra=(("sliding_window", 256),),
+    ),
+    "tiny-gemma2": Recipe(
+        architecture="Gemma2ForCausalLM",
+        model_type="gemma2",
+        hidden=128,
+        intermediate=576,
+        layers=6,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        tied=True,
+        sandwich=True,
+        extra=(
+            ("attn_logit_softcapping", 50.0),
+            ("final_logit_softcapping", 30.0),
+            ("hidden_activation", "gelu_pytorch_tanh"),
+            ("layer_types", ["sliding_attention", "full_attention"] * 3),
+            ("query_pre_attn_scalar", 32),
+            ("sliding_window", 128),
+        ),
+    ),
+    "tiny-smollm3": Recipe(
+        architecture="SmolLM3ForCausalLM",
+        model_type="smollm3",
+        hidden=192,
+        intermediate=544,
+        layers=4,
+        heads=6,
+        kv_heads=2,
+        head_dim=32,
+        tied=True,
+        extra=(("attention_bias", False), ("mlp_bias", False), ("no_rope_layers", [1, 1, 1, 0])),
     ),
 }
 
@@ -176,33 +210,11 @@ def _build(folder: Path, name: str) -> None:
     tokenizer.save(str(partial / "tokenizer.json"))
     _write_json(partial / "config.json", _config(recipe, end_id))
     _write_json(partial / "generation_config.json", {"bos_token_id": end_id, "eos_token_id": end_id})
-    _write_json(partial / "tokenizer_config.json", _tokenizer_config())
+    _write_json(partial / "tokenizer_config.json", tokenizer_config())
     save_file(_weights(name, recipe, tokenizer), partial / "model.safetensors", metadata={"format": "pt"})
     files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
     _write_json(partial / _COMPLETE_MARK, {"recipe": _RECIPE, "files": files})
     partial.rename(target)
-
-
-def train_tokenizer() -> Any:
-    """A byte-level BPE tokenizer of `VOCABULARY` tokens; every byte is one, so any text can be encoded."""
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = ByteLevelDecoder()
-    trainer = BpeTrainer(
-        vocab_size=VOCABULARY,
-        show_progress=False,
-        special_tokens=[END_TOKEN, *ROLE_TOKENS],
-        initial_alphabet=sorted(ByteLevel.alphabet()),
-    )
-    tokenizer.train_from_iterator(_TEXT.splitlines(), trainer)
-    assert tokenizer.get_vocab_size() == VOCABULARY, tokenizer.get_vocab_size()
-    return tokenizer
-
-
-def printable_ids(tokenizer: Any) -> list[int]:
-    """The tokens that decode to printable ASCII, alone and wherever they stand."""
-    texts = {token: tokenizer.decode([token]) for token in range(VOCABULARY)}
-    return [token for token, text in texts.items() if text and all(" " <= letter <= "~" for letter in text)]
 
 
 def _config(recipe: Recipe, end_id: int) -> dict[str, Any]:
@@ -229,18 +241,6 @@ def _config(recipe: Recipe, end_id: int) -> dict[str, Any]:
     }
 
 
-def _tokenizer_config() -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": END_TOKEN,
-        "eos_token": END_TOKEN,
-        "pad_token": END_TOKEN,
-        "model_max_length": CONTEXT_TOKENS,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-
-
 def _weights(name: str, recipe: Recipe, tokenizer: Any) -> dict[str, NDArray[np.float32]]:
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     random = np.random.Generator(np.random.PCG64(seed))
@@ -258,9 +258,9 @@ def _weights(name: str, recipe: Recipe, tokenizer: Any) -> dict[str, NDArray[np.
     weights[output][silent] = 0.0
     for layer in range(recipe.layers):
         weights.update(_layer_weights(f"model.layers.{layer}", recipe, normal))
-    # Gemma's norms multiply by 1 + weight, the others by the weight itself. Its embeddings are also its output rows:
-    # kept small, or each token would only predict itself, so the last norm must make up for it.
-    weights["model.norm.weight"] = np.full(recipe.hidden, 4.0 if recipe.sandwich else 1.0, dtype=np.float32)
+    # Tied embeddings are also the output rows: kept small, or each token would only predict itself, so the last norm
+    # makes up for it.
+    weights["model.norm.weight"] = np.full(recipe.hidden, 4.0 if recipe.tied else 1.0, dtype=np.float32)
     return weights
 
 
@@ -268,7 +268,7 @@ def _layer_weights(
     prefix: str, recipe: Recipe, normal: Callable[..., NDArray[np.float32]]
 ) -> dict[str, NDArray[np.float32]]:
     hidden, inner, kv = recipe.hidden, recipe.heads * recipe.head_dim, recipe.kv_heads * recipe.head_dim
-    neutral = 0.0 if recipe.sandwich else 1.0
+    neutral = 0.0 if recipe.sandwich else 1.0  # Gemma's norms multiply by 1 + weight, the others by the weight itself
     norms = ["input_layernorm", "post_attention_layernorm"]
     if recipe.sandwich:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
@@ -276,12 +276,17 @@ def _layer_weights(
     if recipe.head_norms:
         for norm in ("q_norm", "k_norm"):
             weights[f"self_attn.{norm}.weight"] = np.full(recipe.head_dim, neutral, dtype=np.float32)
-    weights["self_attn.q_proj.weight"] = normal(inner, hidden, gain=1.5)
-    weights["self_attn.k_proj.weight"] = normal(kv, hidden, gain=1.5)
-    weights["self_attn.v_proj.weight"] = normal(kv, hidden)
+    qkv = [normal(inner, hidden, gain=1.5), normal(kv, hidden, gain=1.5), normal(kv, hidden)]
+    gate_up = [normal(recipe.intermediate, hidden) for _ in range(2)]
+    if recipe.fused:
+        weights["self_attn.qkv_proj.weight"] = np.concatenate(qkv)
+        weights["mlp.gate_up_proj.weight"] = np.concatenate(gate_up)
+    else:
+        weights |= {f"self_attn.{name}_proj.weight": weight for name, weight in zip("qkv", qkv, strict=True)}
+        weights |= {f"mlp.{name}_proj.weight": weight for name, weight in zip(("gate", "up"), gate_up, strict=True)}
+    if recipe.biased:
+        weights |= {f"self_attn.{name}_proj.bias": normal(len(w), gain=2.0) for name, w in zip("qkv", qkv, strict=True)}
     weights["self_attn.o_proj.weight"] = normal(hidden, inner, gain=2.0)
-    weights["mlp.gate_proj.weight"] = normal(recipe.intermediate, hidden)
-    weights["mlp.up_proj.weight"] = normal(recipe.intermediate, hidden)
     weights["mlp.down_proj.weight"] = normal(hidden, recipe.intermediate, gain=2.0)
     return {f"{prefix}.{name}": weight for name, weight in weights.items()}
 

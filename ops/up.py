@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ops.commands.api import Api, CommandError, open_api
-from ops.demo_fleet import NODES, is_empty, register_fleet
+from ops.demo_fleet import is_empty, make_nodes, register_fleet
 from ops.local import LocalNode, LocalStack
 from ops.tiny_models import build_tiny_models
 
@@ -27,8 +27,8 @@ def up(home: Path, port: int, *, bare: bool = False) -> None:
     """
     console = Console(stderr=True)
     home = home.expanduser().resolve()
-    nodes: tuple[LocalNode, ...] = () if bare else NODES
     models = [] if bare else build_tiny_models(home / "models")
+    nodes: tuple[LocalNode, ...] = () if bare else make_nodes(models)
     stack = LocalStack(home, port, nodes, report=lambda line: console.print(line, highlight=False, style="dim"))
     console.print(f"home {home}; keys in {home / 'keys.json'}; logs in {home / 'logs'}", highlight=False)
 

@@ -1,41 +1,25 @@
 """An engine without weights: deterministic tokens, with the timing of a GPU profile. For load tests and large demos.
 
-It batches continuously, keeps a KV budget per instance and switches models by the same `choose_turn` as the torch
-engine; only the arithmetic of a forward pass is replaced by waiting. A request that outgrows the KV cache is preempted
-(the youngest first), waits, and is prefilled again with what it had generated.
+Turns, switches, prefetching, swapping and preemption are those of the torch engine, by the same policies; only the
+arithmetic of a forward pass and the copying of bytes are replaced by waiting.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from hashlib import blake2b
 
 from dataplane.engine import EngineOutput, EngineRequest, EngineStats
-from dataplane.engines.replay_queue import Instance, Sequence
-from dataplane.errors import BadRequestError, ContextLengthError, ModelLoadError, UnknownInstanceError
+from dataplane.engines.replay_memory import KvMemory, WeightsMemory
+from dataplane.engines.replay_models import ReplayModel, replayed
+from dataplane.engines.replay_report import instance_stats, pool_stats
+from dataplane.engines.replay_requests import ReplayRequests
+from dataplane.engines.replay_settings import ReplaySettings
+from dataplane.engines.replay_steps import ReplaySteps
+from dataplane.engines.turn_log import TurnLog
+from dataplane.errors import ModelLoadError, UnknownInstanceError
 from dataplane.messages import ModelSpec
-from dataplane.profile import GpuProfile
-from dataplane.turns.costs import switch_s
-from dataplane.turns.schedule import TIER_RANKS, ModelQueueFacts, TurnFacts, TurnSettings, choose_turn
-from dataplane.words import WORDS
+from dataplane.turns.prefill import PrefillQueue
+from dataplane.turns.schedule import SlotFacts, SlotState, Turn, choose_turn
 
-
-@dataclass(frozen=True, kw_only=True)
-class ReplaySettings:
-    """`weights_bytes` is the room for weights on the slot, `kv_bytes_per_gpu` that for KV on each GPU
-    of an instance.
-
-    `speed` divides every time. Token ids are below `vocabulary_size`. `mean_tokens`: answers end by themselves after
-    about so many tokens (geometrically distributed); None lets each run to its `max_tokens`.
-    """
-
-    profile: GpuProfile
-    weights_bytes: int
-    kv_bytes_per_gpu: int
-    batch_max: int = 64
-    speed: float = 1.0
-    vocabulary_size: int = len(WORDS)
-    mean_tokens: int | None = None
-    turn: TurnSettings = field(default_factory=TurnSettings)
+__all__ = ["ReplayEngine", "ReplaySettings"]
 
 
 class ReplayEngine:
@@ -44,205 +28,162 @@ class ReplayEngine:
     def __init__(self, settings: ReplaySettings, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
         self._settings = settings
         self._clock = clock
-        self._sleep = sleep
-        self._instances: dict[str, Instance] = {}
-        self._home: dict[str, Instance] = {}
-        self._ended: list[EngineOutput] = []
-        self._resident: dict[str, int] = {}
-        self._current_model: str | None = None
-        self._turn_started_s = 0.0
-        self._switches_total = 0
-        self._steps_total = 0
-        self._tokens_total = 0
+        self._models: dict[str, ReplayModel] = {}
+        self._weights = WeightsMemory(settings.weights_bytes)
+        self._kv = KvMemory(settings.kv_bytes, settings.host_kv_bytes)
+        self._requests = ReplayRequests(settings, self._models, self._kv, clock)
+        self._steps = ReplaySteps(
+            settings, self._models, self._weights, self._kv, recompute=self._requests.queue, clock=clock, sleep=sleep
+        )
+        self._state = SlotState()
+        self._turn: Turn | None = None
+        self._running_model: str | None = None
+        self._log = TurnLog()
 
-    def load(self, instance_id: str, model: ModelSpec, *, gpus: int = 1) -> None:
-        """Take an instance in. Nothing is read: the model need not exist.
+    def prepare(self, model: ModelSpec) -> None:
+        """Check that the model fits. Nothing is read: it need not exist.
 
         Raises:
-            dataplane.errors.ModelLoadError: weights or one token of KV do not fit, or the id is taken.
+            dataplane.errors.ModelLoadError: weights or one token of KV do not fit.
         """
-        if instance_id in self._instances:
-            raise ModelLoadError(f"instance {instance_id} is loaded already", param="instance_id")
         limits = (
             ("weights_bytes", model.weights_bytes, self._settings.weights_bytes),
-            ("kv_bytes_per_token", model.kv_bytes_per_token, self._settings.kv_bytes_per_gpu * gpus),
+            ("kv_bytes_per_token", model.kv_bytes_per_token, self._settings.kv_bytes),
         )
         for name, value, limit in limits:
             if not 0 < value <= limit:
                 raise ModelLoadError(f"{name} of {model.name} is {value}; it must be 1 to {limit} here", param=name)
-        self._instances[instance_id] = Instance(
-            instance_id=instance_id,
-            model=model,
-            latency=self._settings.profile.nearest_model(model.weights_bytes, gpus).latency,
-            kv_capacity_bytes=self._settings.kv_bytes_per_gpu * gpus,
-            gpus=gpus,
-        )
+
+    def load(self, instance_id: str, model: ModelSpec, *, gpus: int = 1) -> None:
+        """Take an instance in. Instances of one model share its weights, and all share the slot's KV.
+
+        Raises:
+            dataplane.errors.ModelLoadError: weights or one token of KV do not fit, or the id is taken.
+        """
+        if self._model_of(instance_id) is not None:
+            raise ModelLoadError(f"instance {instance_id} is loaded already", param="instance_id")
+        self.prepare(model)
+        if model.name not in self._models:
+            self._models[model.name] = replayed(model, self._settings.profile, gpus, self._settings.speed)
+        self._models[model.name].instances.add(instance_id)
 
     def unload(self, instance_id: str) -> None:
         """Forget an instance; its requests end with an error at the next step. Unknown ids are ignored."""
-        instance = self._instances.pop(instance_id, None)
-        if instance is None:
+        model = self._model_of(instance_id)
+        if model is None:
             return
-        for sequence in instance.sequences():
-            request_id = sequence.request.request_id
-            del self._home[request_id]
-            self._ended.append(EngineOutput(request_id=request_id, error=f"instance {instance_id} was unloaded"))
-        if all(other.model.name != instance.model.name for other in self._instances.values()):
-            self._resident.pop(instance.model.name, None)
+        self._requests.end_instance(instance_id)
+        model.instances.remove(instance_id)
+        if not model.instances:
+            self._weights.evict(model.spec.name)
+            del self._models[model.spec.name]
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request; see `Engine.add`.
+        """Queue a request, or let it decode at once where its KV can be read.
 
         Raises:
             dataplane.errors.UnknownInstanceError: the instance is not loaded.
-            dataplane.errors.ContextLengthError: it fits neither the context nor, alone, the instance's KV cache.
+            dataplane.errors.ContextLengthError: it fits neither the context nor, alone, the slot's KV memory.
             dataplane.errors.BadRequestError: the prompt is empty or the id is in use.
         """
-        instance = self._instances.get(request.instance_id)
-        if instance is None:
+        model = self._model_of(request.instance_id)
+        if model is None:
             raise UnknownInstanceError(f"instance {request.instance_id} is not loaded", param="instance_id")
-        if not request.prompt:
-            raise BadRequestError("prompt must hold at least one token", param="prompt")
-        if request.request_id in self._home:
-            raise BadRequestError(f"request {request.request_id} is running already", param="request_id")
-        tokens = len(request.prompt) + request.max_tokens
-        tokens_max = min(instance.model.context_tokens, instance.kv_tokens_max)
-        if tokens > tokens_max:
-            raise ContextLengthError(
-                f"prompt of {len(request.prompt)} and max_tokens of {request.max_tokens} make {tokens} tokens; "
-                f"{instance.model.name} takes at most {tokens_max} here",
-                param="max_tokens",
-            )
-        if len(request.generated) >= request.max_tokens:
-            self._ended.append(EngineOutput(request_id=request.request_id, finish_reason="length"))
-            return
-        instance.waiting.append(
-            Sequence(
-                request=request,
-                key=_sampling_key(instance.model.name, request),
-                arrived_s=self._clock(),
-                generated=len(request.generated),
-            )
-        )
-        instance.waiting.sort(key=lambda sequence: TIER_RANKS[sequence.request.tier])
-        self._home[request.request_id] = instance
+        self._requests.add(request, model)
 
     def cancel(self, request_id: str) -> None:
         """Drop a request and its KV now."""
-        instance = self._home.pop(request_id, None)
-        if instance is not None:
-            instance.running = [s for s in instance.running if s.request.request_id != request_id]
-            instance.waiting = [s for s in instance.waiting if s.request.request_id != request_id]
+        self._requests.cancel(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Free the KV of a request that was handed over. Unknown ids are ignored."""
+        self._requests.release(request_id)
 
     def has_work(self) -> bool:
         """Whether a step would return or do anything."""
-        return bool(self._home) or bool(self._ended)
+        return bool(self._requests)
 
     def step(self) -> list[EngineOutput]:
-        """Prefill what was just admitted of the model whose turn it is, or else make a token for all that runs."""
-        started_s = self._clock()
-        outputs, self._ended = self._ended, []
-        facts = TurnFacts(
-            queues=self._queues(started_s), current_model=self._current_model, turn_started_s=self._turn_started_s
-        )
-        turn = choose_turn(facts, started_s, self._settings.turn)
+        """Run one step of the turn that `choose_turn` names, and say what came of it."""
+        now_s = self._clock()
+        self._kv.settle(now_s)
+        if self._settings.hands_over:
+            self._requests.hand_over(now_s)
+        outputs = self._requests.tell_ended()
+        turn, self._state = choose_turn(self._facts(now_s), self._state, now_s, self._settings.turns)
+        self._turn = turn
+        self._log.turn(turn, now_s)
         if turn is None:
+            if self._requests:
+                self._steps.wait(now_s)
             return outputs
-        self._turn_started_s = turn.started_s
-        duration_s = self._switch_to(turn.model)
-        for instance in self._instances.values():
-            if instance.model.name == turn.model and instance.sequences():
-                step_s, batch = self._plan_step(instance)
-                duration_s += step_s
-                outputs += self._make_tokens(instance, batch)
-        self._steps_total += 1
-        until_s = started_s + duration_s / self._settings.speed
-        self._sleep(max(0.0, until_s - self._clock()))
+        self._running_model = turn.model
+        made = self._steps.run(turn, self._requests.find(turn.group), now_s)
+        if made is not None:
+            self._log.step(len(made))
+            outputs += [self._requests.take_token(sequence) for sequence in made]
+        self._state = self._state.spent(turn.kind, self._clock() - now_s, ran=made is not None)
         return outputs
 
     def stats(self) -> EngineStats:
         """The load right now."""
+        now_s, free_bytes = self._clock(), self._kv.free_bytes
         return EngineStats(
-            instances=tuple(instance.stats() for instance in self._instances.values()),
-            resident_models=tuple(sorted(self._resident)),
-            switches_total=self._switches_total,
-            steps_total=self._steps_total,
-            tokens_total=self._tokens_total,
+            instances=tuple(
+                instance_stats(
+                    instance_id,
+                    self._requests.of_instance(instance_id),
+                    kv_free_bytes=free_bytes,
+                    kv_tokens_max=self._settings.kv_bytes // model.spec.kv_bytes_per_token,
+                )
+                for model in self._models.values()
+                for instance_id in sorted(model.instances)
+            ),
+            resident_models=self._weights.resident_models(now_s),
+            switches_total=self._log.switches_total,
+            steps_total=self._log.steps_total,
+            tokens_total=self._log.tokens_total,
+            pool=pool_stats(
+                now_s=now_s,
+                turn=self._turn,
+                load=self._state.round.alpha,
+                weights=self._weights,
+                kv=self._kv,
+                requests=self._requests,
+                log=self._log,
+            ),
+            extra={
+                "preemptions": float(self._steps.preemptions_total),
+                "recomputed": float(self._steps.recomputed_total),
+                "swapped_out": float(self._kv.swapped_out_total),
+                "swapped_in": float(self._kv.swapped_in_total),
+            },
         )
 
-    def _queues(self, now_s: float) -> tuple[ModelQueueFacts, ...]:
-        by_model: dict[str, list[Instance]] = {}
-        for instance in self._instances.values():
-            by_model.setdefault(instance.model.name, []).append(instance)
-        return tuple(self._queue(model, instances, now_s) for model, instances in by_model.items())
-
-    def _queue(self, model: str, instances: list[Instance], now_s: float) -> ModelQueueFacts:
-        waiting = [sequence for instance in instances for sequence in instance.waiting]
-        running = [sequence for instance in instances for sequence in instance.running]
-        ranks = [TIER_RANKS[sequence.request.tier] for sequence in running + waiting]
-        return ModelQueueFacts(
-            model=model,
-            running=len(running),
-            waiting=len(waiting),
-            oldest_waiting_age_s=max((now_s - sequence.arrived_s for sequence in waiting), default=0.0),
-            resident=model in self._resident,
-            best_tier_rank=min(ranks, default=max(TIER_RANKS.values())),
+    def _facts(self, now_s: float) -> SlotFacts:
+        """What the turn policy must know. Prefills that found no room for their KV are held back for a step."""
+        prefills = PrefillQueue() if self._steps.prefill_held else self._requests.prefills
+        first = {group.model: group.waiting[0].tokens for group in reversed(prefills.groups)}
+        decoding = [model for model in self._models.values() if model.decoding and not self._settings.hands_over]
+        stay = self._weights.fit(model.weights for model in decoding)
+        widest = sorted((model.weights for model in decoding), key=lambda weights: weights.size_bytes)[-2:]
+        prefetched = self._settings.prefetch and self._weights.fit(widest)
+        busy = {model.spec.name: model for model in decoding} | {name: self._models[name] for name in first}
+        return SlotFacts(
+            prefills=prefills,
+            prefill_s={name: self._models[name].estimate.prefill_s(count, count**2) for name, count in first.items()},
+            switch_s={name: self._weights.missing_s(model.weights, now_s) for name, model in busy.items()},
+            batches=tuple(
+                model.batch_facts(
+                    now_s=now_s,
+                    switch_s=0.0 if stay else model.weights.switch_s,
+                    prefetched=prefetched,
+                    batch_max=self._settings.batch_max,
+                )
+                for model in decoding
+            ),
+            running_model=self._running_model,
         )
 
-    def _switch_to(self, model: str) -> float:
-        """Make a model the running one; the seconds its weights take to arrive. The longest unused ones give way."""
-        if model != self._current_model:
-            self._current_model = model
-            self._switches_total += 1
-        if model in self._resident:
-            self._resident[model] = self._resident.pop(model)
-            return 0.0
-        instance = next(i for i in self._instances.values() if i.model.name == model)
-        weights_bytes = instance.model.weights_bytes
-        while sum(self._resident.values()) + weights_bytes > self._settings.weights_bytes:
-            del self._resident[next(iter(self._resident))]
-        self._resident[model] = weights_bytes
-        profile = self._settings.profile
-        return switch_s(weights_bytes, profile.pcie_bytes_per_s * instance.gpus, profile.transfer_efficiency)
-
-    def _plan_step(self, instance: Instance) -> tuple[float, list[Sequence]]:
-        """Seconds of this step, and the requests that get a token from it."""
-        instance.preempt()
-        instance.admit(self._settings.batch_max)
-        fresh = [sequence for sequence in instance.running if not sequence.prefilled]
-        if fresh:
-            lengths = [sequence.tokens for sequence in fresh]
-            return instance.latency.prefill_s(sum(lengths), sum(length**2 for length in lengths)), fresh
-        return instance.latency.decode_s(instance.kv_tokens, len(instance.running)), list(instance.running)
-
-    def _make_tokens(self, instance: Instance, batch: list[Sequence]) -> list[EngineOutput]:
-        outputs = []
-        for sequence in batch:
-            sequence.prefilled = True
-            output = self._next_token(sequence)
-            outputs.append(output)
-            if output.finish_reason is not None:
-                instance.running.remove(sequence)
-                del self._home[sequence.request.request_id]
-        return outputs
-
-    def _next_token(self, sequence: Sequence) -> EngineOutput:
-        request = sequence.request
-        drawn = blake2b(sequence.tokens.to_bytes(8, "little"), key=sequence.key, digest_size=16).digest()
-        chance = int.from_bytes(drawn[:8], "little") / 2**64
-        mean_tokens = self._settings.mean_tokens
-        if mean_tokens is not None and not request.ignore_eos and chance < 1 / mean_tokens:
-            return EngineOutput(request_id=request.request_id, finish_reason="stop")
-        sequence.generated += 1
-        self._tokens_total += 1
-        return EngineOutput(
-            request_id=request.request_id,
-            token_ids=(int.from_bytes(drawn[8:], "little") % self._settings.vocabulary_size,),
-            finish_reason="length" if sequence.generated >= request.max_tokens else None,
-        )
-
-
-def _sampling_key(model: str, request: EngineRequest) -> bytes:
-    """What the tokens of a request hang on besides their position. Greedy answers do not hang on the seed."""
-    seed = request.seed if request.temperature > 0 else 0
-    return blake2b(repr((model, request.prompt, seed)).encode(), digest_size=32).digest()
+    def _model_of(self, instance_id: str) -> ReplayModel | None:
+        return next((model for model in self._models.values() if instance_id in model.instances), None)

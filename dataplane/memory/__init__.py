@@ -1,1 +1,1 @@
-"""Memory of a slot: the weight arena, the paged KV cache, and who is resident."""
+"""Memory of a slot: one arena of slabs for weights and KV blocks, who is resident, and what is still in flight."""

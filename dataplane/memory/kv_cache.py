@@ -1,11 +1,112 @@
-"""Blocks of a paged KV cache: who holds which. Bookkeeping only; the tensors belong to the engine.
+"""The unified KV cache: blocks of several shapes out of common slabs (Aegaeon 5.2). Bookkeeping only; no tensors.
 
-A block holds the keys and values of `block_tokens` consecutive tokens of one sequence, over all layers.
+A block holds the keys and values of `block_tokens` consecutive tokens of one sequence, contiguous over all layers. A
+slab serves one shape while any of its blocks is in use, and goes back when none is. Block `b` of a shape is the block
+`b % n` of slab `b // n`, where `n` is `blocks_per_slab(shape)`. New blocks come from the fullest slab that has one, so
+that the emptier ones become empty.
 """
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dataplane.memory.events import PASSED, Event, MoveList
 
 
 class OutOfBlocksError(Exception):
-    """More blocks were asked for than are free. The caller makes room, or waits."""
+    """More blocks were asked for than can be had. The caller makes room for `missing_blocks`, or waits."""
+
+    def __init__(self, wanted_blocks: int, missing_blocks: int) -> None:
+        super().__init__(f"{wanted_blocks} blocks wanted, {missing_blocks} too many")
+        self.missing_blocks = missing_blocks
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class KvShape:
+    """What makes two models' KV blocks interchangeable. `itemsize`: bytes of one number."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    itemsize: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: keys and values, all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.block_tokens * self.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeUsage:
+    """What the slabs of one shape are filled with.
+
+    `held_bytes`: all of its slabs; `used_bytes`: blocks that cannot be handed out, among them `moving_bytes` of blocks
+    that were given back but that a transfer still touches.
+    """
+
+    used_bytes: int
+    held_bytes: int
+    moving_bytes: int
+
+    @property
+    def fragmentation(self) -> float:
+        """The share of the slabs that holds nothing; 0 when there are none."""
+        return 1.0 - self.used_bytes / self.held_bytes if self.held_bytes else 0.0
+
+
+class SlabSource(Protocol):
+    """Where slabs come from: `SlabArena` on the device, `HostSlabs` in host memory."""
+
+    def take_kv(self) -> int | None:
+        """Hand out a slab; None when there is none."""
+        ...
+
+    def free_kv(self, slab: int) -> None:
+        """Take a slab back."""
+        ...
+
+
+class HostSlabs:
+    """The slabs `0 .. slabs-1` of a buffer that holds nothing but KV."""
+
+    def __init__(self, slabs: int) -> None:
+        assert slabs >= 0, slabs
+        self.slabs = slabs
+        self._free = list(range(slabs))
+        self._kv: set[int] = set()
+
+    @property
+    def free_slabs(self) -> int:
+        """Slabs that can be handed out."""
+        return len(self._free)
+
+    @property
+    def kv_slabs(self) -> int:
+        """Slabs handed out."""
+        return len(self._kv)
+
+    def take_kv(self) -> int | None:
+        """Hand out a slab; None when there is none."""
+        if not self._free:
+            return None
+        slab = self._free.pop()
+        self._kv.add(slab)
+        return slab
+
+    def free_kv(self, slab: int) -> None:
+        """Take back a slab that no block is left in.
+
+        Raises:
+            KeyError: it was not handed out.
+        """
+        self._kv.remove(slab)
+        self._free.append(slab)
+
+    def check(self) -> None:
+        """Assert that each slab is either free or handed out."""
+        assert sorted([*self._free, *self._kv]) == list(range(self.slabs)), "lost or doubled slabs"
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:
@@ -13,44 +114,160 @@ def blocks_for(tokens: int, block_tokens: int) -> int:
     return -(-tokens // block_tokens)
 
 
-class BlockPool:
-    """Block numbers `0 .. blocks-1`, each free or held once."""
+class _Pool:
+    """The blocks of one shape. Free blocks are kept by slab; a slab with none of them in use is not kept."""
 
-    def __init__(self, blocks: int) -> None:
-        assert blocks >= 0, blocks
-        self.blocks = blocks
-        self._free = list(range(blocks - 1, -1, -1))
-        self._held: set[int] = set()
+    def __init__(self, blocks_per_slab: int) -> None:
+        self.blocks_per_slab = blocks_per_slab
+        self.free: dict[int, list[int]] = {}  # by slab; every slab of the shape has its entry
+        self.free_blocks = 0
+        self.held: set[int] = set()
+        # (free blocks, -slab): the fullest first, of those the highest, since weights come from below. An entry whose
+        # number is no longer true is dropped when it comes to the top.
+        self._fullest: list[tuple[int, int]] = []
 
-    @property
-    def free_blocks(self) -> int:
-        """Blocks that can be handed out."""
-        return len(self._free)
+    def add_slab(self, slab: int) -> None:
+        first = slab * self.blocks_per_slab
+        self.free[slab] = list(range(first + self.blocks_per_slab - 1, first - 1, -1))
+        self.free_blocks += self.blocks_per_slab
+        heapq.heappush(self._fullest, (self.blocks_per_slab, -slab))
 
-    @property
-    def used_blocks(self) -> int:
-        """Blocks that are held."""
-        return len(self._held)
+    def take(self, count: int) -> list[int]:
+        """Hand out `count` of the free blocks; there are that many."""
+        blocks: list[int] = []
+        while len(blocks) < count:
+            free_blocks, negative = heapq.heappop(self._fullest)
+            free = self.free.get(-negative)
+            if not free or len(free) != free_blocks:
+                continue
+            keep = max(free_blocks - (count - len(blocks)), 0)
+            blocks += reversed(free[keep:])
+            del free[keep:]
+            if keep:
+                heapq.heappush(self._fullest, (keep, negative))
+        self.free_blocks -= count
+        self.held.update(blocks)
+        return blocks
 
-    def allocate(self, count: int) -> list[int]:
+    def release(self, blocks: Iterable[int]) -> list[int]:
+        """Make blocks free that nobody holds; the slabs that are empty now, which leave the pool."""
+        touched: set[int] = set()
+        for block in blocks:
+            slab = block // self.blocks_per_slab
+            self.free[slab].append(block)
+            self.free_blocks += 1
+            touched.add(slab)
+        empty = [slab for slab in touched if len(self.free[slab]) == self.blocks_per_slab]
+        for slab in empty:
+            del self.free[slab]
+            self.free_blocks -= self.blocks_per_slab
+        for slab in touched.difference(empty):
+            heapq.heappush(self._fullest, (len(self.free[slab]), -slab))
+        return empty
+
+    def check(self, moving: Sequence[int]) -> None:
+        free = [block for blocks in self.free.values() for block in blocks]
+        n = self.blocks_per_slab
+        every = [block for slab in self.free for block in range(slab * n, slab * n + n)]
+        assert sorted([*free, *self.held, *moving]) == sorted(every), "lost or doubled blocks"
+        assert len(free) == self.free_blocks, f"{len(free)} blocks are free, {self.free_blocks} counted"
+        assert all(block // n == slab for slab, blocks in self.free.items() for block in blocks), "a block strayed"
+        assert all(len(blocks) < n for blocks in self.free.values()), "an empty slab was kept"
+        found = set(self._fullest)
+        assert all((len(blocks), -slab) in found for slab, blocks in self.free.items() if blocks), "a slab is forgotten"
+
+
+class KvCache:
+    """Blocks of any shapes, each free, held once, or moving; slabs come and go with them."""
+
+    def __init__(self, slabs: SlabSource, slab_bytes: int) -> None:
+        self.slab_bytes = slab_bytes
+        self._slabs = slabs
+        self._pools: dict[KvShape, _Pool] = {}
+        self._moves: MoveList[tuple[KvShape, tuple[int, ...]]] = MoveList()
+
+    def blocks_per_slab(self, shape: KvShape) -> int:
+        """How many blocks of the shape one slab has.
+
+        Raises:
+            ValueError: not one.
+        """
+        blocks = self.slab_bytes // shape.block_bytes
+        if not blocks:
+            raise ValueError(f"a block of {shape.block_bytes} bytes exceeds slab_bytes {self.slab_bytes}: {shape}")
+        return blocks
+
+    def free_blocks(self, shape: KvShape) -> int:
+        """Blocks that can be handed out without another slab."""
+        pool = self._pools.get(shape)
+        return pool.free_blocks if pool else 0
+
+    def allocate(self, shape: KvShape, count: int) -> list[int]:
         """Hand out `count` blocks, all or none.
 
         Raises:
-            OutOfBlocksError: fewer are free.
+            OutOfBlocksError: so many cannot be had, not even with more slabs.
+            ValueError: a block of this shape exceeds a slab.
         """
-        if count > len(self._free):
-            raise OutOfBlocksError(f"{count} blocks wanted, {len(self._free)} of {self.blocks} free")
-        blocks = [self._free.pop() for _ in range(count)]
-        self._held.update(blocks)
-        return blocks
+        assert count >= 0, count
+        pool = self._pools.get(shape)
+        if pool is None:
+            pool = self._pools[shape] = _Pool(self.blocks_per_slab(shape))
+        missing_blocks = count - pool.free_blocks
+        slabs: list[int] = []
+        while missing_blocks > 0:
+            slab = self._slabs.take_kv()
+            if slab is None:
+                for taken in slabs:
+                    self._slabs.free_kv(taken)
+                raise OutOfBlocksError(count, missing_blocks)
+            slabs.append(slab)
+            missing_blocks -= pool.blocks_per_slab
+        for slab in slabs:
+            pool.add_slab(slab)
+        return pool.take(count)
 
-    def free(self, blocks: list[int]) -> None:
-        """Take blocks back, all or none.
+    def free(self, shape: KvShape, blocks: Sequence[int], after: Event = PASSED) -> None:
+        """Take blocks back, all or none. They can be handed out again as soon as `after` is done.
 
         Raises:
             ValueError: one of them is not held, or is named twice.
         """
-        if len(set(blocks)) != len(blocks) or not self._held.issuperset(blocks):
-            raise ValueError(f"blocks {blocks} are not all held, each once")
-        self._held.difference_update(blocks)
-        self._free.extend(reversed(blocks))
+        pool = self._pools.get(shape)
+        if pool is None or len(set(blocks)) != len(blocks) or not pool.held.issuperset(blocks):
+            raise ValueError(f"blocks {blocks} of {shape} are not all held, each once")
+        pool.held.difference_update(blocks)
+        if after.done():
+            self._release(shape, blocks)
+        else:
+            self._moves.add((shape, tuple(blocks)), after)
+
+    def settle(self) -> None:
+        """Free the blocks whose transfers are over."""
+        for shape, blocks in self._moves.take_done():
+            self._release(shape, blocks)
+
+    def usage(self) -> dict[KvShape, ShapeUsage]:
+        """What each shape's slabs are filled with, for every shape ever used."""
+        moving = dict.fromkeys(self._pools, 0)
+        for shape, blocks in self._moves:
+            moving[shape] += len(blocks)
+        return {
+            shape: ShapeUsage(
+                used_bytes=(len(pool.held) + moving[shape]) * shape.block_bytes,
+                held_bytes=len(pool.free) * self.slab_bytes,
+                moving_bytes=moving[shape] * shape.block_bytes,
+            )
+            for shape, pool in self._pools.items()
+        }
+
+    def check(self) -> None:
+        """Assert that each block is free, held or moving, and only that, and that no slab serves two shapes."""
+        slabs = [slab for pool in self._pools.values() for slab in pool.free]
+        assert len(set(slabs)) == len(slabs), "a slab serves two shapes"
+        for shape, pool in self._pools.items():
+            pool.check([block for moving, blocks in self._moves if moving == shape for block in blocks])
+
+    def _release(self, shape: KvShape, blocks: Sequence[int]) -> None:
+        for slab in self._pools[shape].release(blocks):
+            self._slabs.free_kv(slab)

@@ -1,53 +1,98 @@
-"""Whose weights leave the arena when another model's must come in.
+"""Where the weights of a model go when they must come in, and whose leave for them.
 
 Pure: facts go in, a decision comes out. Least recently used first; Oneiros' priorities take this place later.
 """
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from dataplane.memory.arena import Run, aligned, lowest_gap
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResidentModel:
-    """A model whose weights are in the arena. `used_s`: when it last ran, on any clock that only grows."""
+    """A model whose weights lie in the slabs `[start, start + count)`.
+
+    `used_s`: when it last ran, on any clock that only grows. `pinned`: it is running, arriving or next, and must stay.
+    """
 
     model: str
-    run: Run
+    start: int
+    count: int
     used_s: float
+    pinned: bool
+
+    @property
+    def end(self) -> int:
+        """The first slab after its weights."""
+        return self.start + self.count
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResidencyFacts:
-    """An arena at one moment. `running` names a model whose weights are being read and must stay, if there is one."""
+    """An arena of `slabs` slabs at one moment, and the model that must come in.
 
-    residents: tuple[ResidentModel, ...]
-    capacity_bytes: int
-    needed_bytes: int
-    running: str | None = None
-
-
-def choose_evictions(facts: ResidencyFacts) -> tuple[str, ...] | None:
-    """The models to evict so that one gap of `needed_bytes` exists; empty when there is one already.
-
-    Models go in order of last use, oldest first, until a gap is wide enough. Whoever then turns out to lie outside
-    of it stays, the most recently used of them first. None: even evicting all but the running one is not enough.
+    `home`: where its run last started, if it had one; what was captured with those addresses holds there again.
+    `blocked`: slabs that no eviction frees (of KV, or moving). `weights_slabs`: those that KV never takes.
     """
-    needed_bytes = aligned(facts.needed_bytes)
-    staying = sorted(facts.residents, key=lambda resident: (resident.used_s, resident.model))
-    leaving: list[ResidentModel] = []
-    while not _fits(staying, facts.capacity_bytes, needed_bytes):
-        oldest = next((resident for resident in staying if resident.model != facts.running), None)
-        if oldest is None:
-            return None
-        staying.remove(oldest)
-        leaving.append(oldest)
-    for resident in reversed(leaving.copy()):
-        if _fits([*staying, resident], facts.capacity_bytes, needed_bytes):
-            leaving.remove(resident)
-            staying.append(resident)
-    return tuple(resident.model for resident in leaving)
+
+    model: str
+    slabs_needed: int
+    home: int | None
+    slabs: int
+    residents: tuple[ResidentModel, ...]
+    blocked: frozenset[int]
+    weights_slabs: int
 
 
-def _fits(residents: list[ResidentModel], capacity_bytes: int, needed_bytes: int) -> bool:
-    return lowest_gap((resident.run for resident in residents), capacity_bytes, needed_bytes) is not None
+@dataclass(frozen=True, kw_only=True)
+class RunChoice:
+    """The run starts at slab `start`, once the weights of `evictions` have left."""
+
+    start: int
+    evictions: tuple[str, ...]
+    reason: str
+
+
+def choose_run(facts: ResidencyFacts) -> RunChoice | None:
+    """The run for the model's weights; None when nothing fits.
+
+    Home if it can be had; else the lowest free gap; else the run whose most recently used model to evict was used
+    longest ago (then the second most recently used, and so on; then the lowest). Never evicts a pinned model.
+    """
+    assert all(resident.model != facts.model for resident in facts.residents), f"{facts.model} is resident already"
+    assert facts.slabs_needed > 0, facts.slabs_needed
+    blocked = sorted(facts.blocked)
+    if facts.home is not None:
+        leaving = _leaving(facts, blocked, facts.home)
+        if leaving is not None:
+            return _choice(facts, facts.home, leaving, "home")
+    # A run that fits still fits, for no more evictions, when pushed down to the end of what lies below it.
+    ends = {
+        0,
+        *(resident.end for resident in facts.residents),
+        *(slab + 1 for slab in blocked if slab + 1 not in facts.blocked),
+    }
+    options = {start: leaving for start in sorted(ends) if (leaving := _leaving(facts, blocked, start)) is not None}
+    if not options:
+        return None
+    start = min(options, key=lambda start: (sorted((r.used_s for r in options[start]), reverse=True), start))
+    return _choice(facts, start, options[start], "longest unused" if options[start] else "free gap")
+
+
+def _leaving(facts: ResidencyFacts, blocked: Sequence[int], start: int) -> tuple[ResidentModel, ...] | None:
+    """Whom a run at `start` displaces; None when it cannot be there. `blocked` is sorted."""
+    end = start + facts.slabs_needed
+    first_blocked = bisect_left(blocked, start)
+    if start < 0 or end > facts.slabs or (first_blocked < len(blocked) and blocked[first_blocked] < end):
+        return None
+    leaving = tuple(resident for resident in facts.residents if resident.start < end and start < resident.end)
+    return None if any(resident.pinned for resident in leaving) else leaving
+
+
+def _choice(facts: ResidencyFacts, start: int, leaving: Sequence[ResidentModel], reason: str) -> RunChoice:
+    above = max(0, start + facts.slabs_needed - max(start, facts.weights_slabs))
+    return RunChoice(
+        start=start,
+        evictions=tuple(resident.model for resident in leaving),
+        reason=f"{reason}, {above} slabs above the reserve" if above else reason,
+    )

@@ -3,7 +3,8 @@
 The paper's decode form ignores the batch size; measured profiles do not, so it has a term per sequence.
 """
 
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,3 +53,46 @@ def switch_s(moved_bytes: int, bandwidth_bytes_per_s: float, efficiency: float) 
     assert bandwidth_bytes_per_s > 0
     assert 0 < efficiency <= 1
     return moved_bytes / (bandwidth_bytes_per_s * efficiency)
+
+
+FACTOR_MAX = 16.0
+"""A correction is at most this, and at least its reciprocal."""
+OUTLIER_RATIO = 2.0
+"""One observation counts as being off by no more than this."""
+OBSERVATION_WEIGHT = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostEstimate:
+    """A fitted model with what the observed times correct it by: one factor per kind of step."""
+
+    latency: LatencyModel
+    prefill_factor: float = 1.0
+    decode_factor: float = 1.0
+
+    def prefill_s(self, tokens: int, squared_tokens: int) -> float:
+        """Corrected `LatencyModel.prefill_s`."""
+        return self.prefill_factor * self.latency.prefill_s(tokens, squared_tokens)
+
+    def decode_s(self, context_tokens: int, batch: int) -> float:
+        """Corrected `LatencyModel.decode_s`."""
+        return self.decode_factor * self.latency.decode_s(context_tokens, batch)
+
+    def observe_prefill(self, observed_s: float, tokens: int, squared_tokens: int) -> "CostEstimate":
+        """The estimate after a prefill that took `observed_s`."""
+        expected_s = self.prefill_s(tokens, squared_tokens)
+        return replace(self, prefill_factor=_corrected(self.prefill_factor, observed_s, expected_s))
+
+    def observe_decode(self, observed_s: float, context_tokens: int, batch: int) -> "CostEstimate":
+        """The estimate after a decode step that took `observed_s`."""
+        expected_s = self.decode_s(context_tokens, batch)
+        return replace(self, decode_factor=_corrected(self.decode_factor, observed_s, expected_s))
+
+
+def _corrected(factor: float, observed_s: float, expected_s: float) -> float:
+    """The factor moved towards what was observed: an exponentially weighted mean of its logarithm."""
+    assert observed_s >= 0
+    if expected_s <= 0:
+        return factor
+    ratio = min(max(observed_s / expected_s, 1 / OUTLIER_RATIO), OUTLIER_RATIO)
+    return min(max(factor * math.pow(ratio, OBSERVATION_WEIGHT), 1 / FACTOR_MAX), FACTOR_MAX)

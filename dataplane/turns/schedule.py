@@ -1,77 +1,204 @@
-"""Which model of a slot runs next: a round robin of turns over the models that have work.
+"""What a slot does next: which requests it prefills, or which model's batch it decodes. Pure.
 
-Pure: facts, the time and settings go in, a decision comes out. The weighted round robin of Aegaeon 4 takes this
-place behind the same signature; until then every turn is equally long.
+One policy serves slots that prefill, slots that decode and slots that do both; on the first two, one kind rarely waits.
+Where both do:
+
+1. Prefill goes first while it costs no switch, its group has been begun, a first token is nearly due, or every batch
+   has enough tokens ahead of its deadlines to wait for it; otherwise decode goes on.
+2. Whichever kind has taken `burst_s` more than its share of the time stands back until the other has caught up.
+3. A kind that waits alone runs at once; one that does not wait is owed nothing.
 """
 
-from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-TIER_RANKS = {"IW-F": 0, "IW-N": 1, "NIW": 2}
-"""What goes first: requests of a lower rank are admitted before those of a higher one."""
+from dataplane.turns.decode import (
+    BatchFacts,
+    DecodeSettings,
+    DecodeTurn,
+    RoundState,
+    choose_decode_turn,
+    let_in,
+)
+from dataplane.turns.prefill import GroupChoice, GroupState, PrefillQueue, PrefillSettings, choose_group
+
+Kind = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelQueueFacts:
-    """The queue of one model on a slot. `resident`: its weights are in the arena, so a switch to it is cheap.
-
-    `best_tier_rank` is that of its most urgent request: 0 IW-F, 1 IW-N, 2 NIW.
+class SlotFacts:
+    """All that waits on a slot. `prefill_s`: estimate for the next request of a model's front group; `switch_s`: to the
+    model from now, 0 when resident (absent: 0); `unready`: models whose weights are not in host memory yet.
     """
 
-    model: str
-    running: int
-    waiting: int
-    oldest_waiting_age_s: float
-    resident: bool
-    best_tier_rank: int
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a step of this model would do anything."""
-        return self.running + self.waiting > 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurnFacts:
-    """All queues of a slot, and whose turn it is since when. One queue per model, in any order."""
-
-    queues: tuple[ModelQueueFacts, ...]
-    current_model: str | None
-    turn_started_s: float
+    prefills: PrefillQueue = field(default_factory=PrefillQueue)
+    prefill_s: Mapping[str, float] = field(default_factory=dict)
+    switch_s: Mapping[str, float] = field(default_factory=dict)
+    batches: tuple[BatchFacts, ...] = ()
+    running_model: str | None = None
+    unready: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurnSettings:
-    """`turn_time_s`: how long a model runs before another one that has work gets the slot."""
+    """`prefill_share`: of the time while both kinds wait. `near_s`: a first token due so soon after the prefill could
+    be done is nearly due. `burst_s`: how far over its share a kind may go.
+    """
 
-    turn_time_s: float = 0.25
+    prefill: PrefillSettings = field(default_factory=PrefillSettings)
+    decode: DecodeSettings = field(default_factory=DecodeSettings)
+    prefill_share: float = 0.5
+    near_s: float = 0.25
+    burst_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what would starve a kind.
+
+        Raises:
+            ValueError: a setting is out of range; the message names it.
+        """
+        if not 0 < self.prefill_share < 1:
+            raise ValueError(f"prefill_share must be between 0 and 1, not {self.prefill_share}")
+        if not self.near_s >= 0:
+            raise ValueError(f"near_s must be at least 0, not {self.near_s}")
+        if not self.burst_s > 0:
+            raise ValueError(f"burst_s must be over 0, not {self.burst_s}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """Run this model. `started_s` goes back in as `TurnFacts.turn_started_s`; it moves only when the model changes."""
+    """Run this. `group`: for a prefill, ids of the group's requests in order; a step takes as many as suit it.
 
+    `started_s` moves when the kind or the model changes. `next_model`: what to prefetch, None if nothing follows.
+    `alpha`: the slot's load by its decode batches.
+    """
+
+    kind: Kind
     model: str
+    group: tuple[str, ...] = ()
     started_s: float
+    next_model: str | None
+    alpha: float
     reason: str
 
 
-def choose_turn(facts: TurnFacts, now_s: float, settings: TurnSettings) -> Turn | None:
-    """The turn to run now, or None when no model has work.
-
-    The current model keeps its turn while it has work and either its time is not over or nobody else has work (a
-    newcomer then interrupts it at once). Otherwise the next model in name order, cyclic, takes over. A model with
-    work therefore waits at most one turn of each other model: none starves.
+@dataclass(frozen=True, kw_only=True)
+class SlotState:
+    """What a slot remembers from one choice to the next. `over_s`: what prefill has taken beyond its share, negative
+    when it was decode; `owed`: who is to catch up; the times spent are those since the last choice.
     """
-    with_work = sorted(queue.model for queue in facts.queues if queue.has_work)
-    if not with_work:
-        return None
-    current = facts.current_model
-    if current in with_work:
-        if len(with_work) == 1:
-            return Turn(model=current, started_s=facts.turn_started_s, reason="only model with work")
-        if now_s - facts.turn_started_s < settings.turn_time_s:
-            return Turn(model=current, started_s=facts.turn_started_s, reason="turn not over")
-    following = 0 if current is None else bisect_right(with_work, current) % len(with_work)
-    reason = "turn over" if current in with_work else "first with work"
-    return Turn(model=with_work[following], started_s=now_s, reason=reason)
+
+    round: RoundState = field(default_factory=RoundState)
+    groups: GroupState = field(default_factory=GroupState)
+    turn: Turn | None = None
+    over_s: float = 0.0
+    prefill_spent_s: float = 0.0
+    decode_spent_s: float = 0.0
+    owed: Kind | None = None
+
+    def spent(self, kind: Kind, seconds: float, *, ran: bool = True) -> "SlotState":
+        """The state after a step of `seconds`. `ran` False: it only waited, for KV or for room. Neither prefills nor
+        (within limits) waits take time of a decode turn, so that it makes at least one step.
+        """
+        assert seconds >= 0
+        if kind == "prefill":
+            return replace(self, prefill_spent_s=self.prefill_spent_s + seconds, round=self.round.later(seconds))
+        round_ = self.round if ran else self.round.waited(seconds)
+        return replace(self, decode_spent_s=self.decode_spent_s + seconds, round=round_)
+
+
+def choose_turn(
+    facts: SlotFacts, state: SlotState, now_s: float, settings: TurnSettings
+) -> tuple[Turn | None, SlotState]:
+    """What to run in the next step, None when nothing can. Called before every step."""
+    last = state.turn
+    round_ = state.round
+    if last and last.kind == "prefill":
+        round_ = let_in(facts.batches, round_, last.model, now_s, settings.decode)
+    decode, round_ = choose_decode_turn(facts.batches, round_, now_s, settings.decode)
+    groups = [group for group in facts.prefills.groups if group.model not in facts.unready]
+    prefill = choose_group(groups, facts.running_model, state.groups, now_s, settings.prefill)
+    state = _settled(replace(state, round=round_), settings, prefill=prefill is not None, decode=decode is not None)
+    if prefill and (decode is None or _prefill_first(facts, state, prefill, now_s, settings)):
+        return _prefill_turn(facts, state, prefill, decode, now_s, settings)
+    if decode:
+        return _decode_turn(facts, state, prefill, decode, now_s)
+    return None, SlotState()
+
+
+def _settled(state: SlotState, settings: TurnSettings, *, prefill: bool, decode: bool) -> SlotState:
+    """The account of shares brought up to date (rules 2 and 3), knowing which kinds wait."""
+    share = settings.prefill_share
+    over_s = state.over_s + (1 - share) * state.prefill_spent_s - share * state.decode_spent_s
+    over_s = over_s if prefill else max(over_s, 0.0)
+    over_s = over_s if decode else min(over_s, 0.0)
+    owed = state.owed
+    if (owed == "decode" and over_s <= 0) or (owed == "prefill" and over_s >= 0):
+        owed = None
+    if abs(over_s) >= settings.burst_s:
+        owed = "decode" if over_s > 0 else "prefill"
+    return replace(state, over_s=over_s, prefill_spent_s=0.0, decode_spent_s=0.0, owed=owed)
+
+
+def _prefill_first(
+    facts: SlotFacts, state: SlotState, choice: GroupChoice, now_s: float, settings: TurnSettings
+) -> bool:
+    """Rules 1 and 2, when both kinds wait."""
+    if state.owed:
+        return state.owed == "prefill"
+    model, last = choice.group.model, state.turn
+    switch_s = facts.switch_s.get(model, 0.0)
+    begun = last is not None and last.kind == "prefill" and state.groups.serving == choice.group.group_id
+    if begun or switch_s == 0:
+        return True
+    takes_s = switch_s + facts.prefill_s.get(model, 0.0)
+    due_s = min(request.deadline_s for group in (choice.group, *choice.following) for request in group.waiting)
+    if due_s - takes_s - settings.near_s <= now_s:
+        return True
+    back_s = {batch.model: 0.0 if batch.model == model else batch.switch_s for batch in facts.batches}
+    return all(batch.slack_s >= takes_s + back_s[batch.model] for batch in facts.batches if batch.can_run)
+
+
+def _prefill_turn(
+    facts: SlotFacts,
+    state: SlotState,
+    choice: GroupChoice,
+    decode: DecodeTurn | None,
+    now_s: float,
+    settings: TurnSettings,
+) -> tuple[Turn, SlotState]:
+    model = choice.group.model
+    after = [group.model for group in choice.following] + ([decode.model] if decode else [])
+    goes_on = _going_on(state.turn, "prefill", model)
+    turn = Turn(
+        kind="prefill",
+        model=model,
+        group=tuple(request.request_id for request in choice.group.in_order(now_s, settings.prefill)),
+        started_s=goes_on.started_s if goes_on else now_s,
+        next_model=next((other for other in after if other != model), None),
+        alpha=state.round.alpha,
+        reason=choice.reason,
+    )
+    return turn, replace(state, turn=turn, groups=choice.state)
+
+
+def _decode_turn(
+    facts: SlotFacts, state: SlotState, prefill: GroupChoice | None, decode: DecodeTurn, now_s: float
+) -> tuple[Turn, SlotState]:
+    waiting = prefill.group.model if prefill and prefill.group.model != decode.model else None
+    goes_on = _going_on(state.turn, "decode", decode.model)
+    turn = Turn(
+        kind="decode",
+        model=decode.model,
+        started_s=goes_on.started_s if goes_on else now_s,
+        next_model=waiting or decode.next_model,
+        alpha=decode.alpha,
+        reason=decode.reason,
+    )
+    switch_s = 0.0 if goes_on else facts.switch_s.get(decode.model, 0.0)
+    return turn, replace(state, turn=turn, round=state.round.later(switch_s))
+
+
+def _going_on(last: Turn | None, kind: Kind, model: str) -> Turn | None:
+    return last if last and (last.kind, last.model) == (kind, model) else None

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def settings(**changes: Any) -> AgentSettings:
         "replay_speed": 20.0,
         "node_key": KEY,
         "load_retry_s": 0.3,
+        "cache_bytes": 2**20,
     }
     return AgentSettings(**(values | changes))
 
@@ -72,7 +74,7 @@ class Node:
         self.agent = agent
         self.client = client
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():  # noqa: ASYNC110  (conditions are about other processes)
                 await asyncio.sleep(0.01)
@@ -87,9 +89,19 @@ class Node:
         await self.until(lambda: self.states() == wanted)
 
     def idle(self) -> bool:
-        """Whether the workers say that nothing runs, waits or holds KV."""
+        """Whether nothing is in flight, and the workers say that nothing runs, waits or holds KV in any memory."""
         reports = self.agent.reports()
-        return all((r.running, r.waiting, r.kv_used_bytes) == (0, 0, 0) for r in reports)
+        pools = [slot.stats.pool for slot in self.agent.slots if slot.stats.pool is not None]
+        shapes = [shape for pool in pools for shape in (*pool.kv, *pool.host_kv)]
+        return (
+            self.in_flight() == 0
+            and all((r.running, r.waiting, r.kv_used_bytes) == (0, 0, 0) for r in reports)
+            and all((shape.used_bytes, shape.moving_bytes) == (0, 0) for shape in shapes)
+        )
+
+    def in_flight(self) -> int:
+        """Requests admitted and not ended."""
+        return sum(len(pool.dispatcher) for pool in self.agent.pools)
 
     async def post(self, body: Generate) -> httpx.Response:
         return await self.client.post("/generate", content=msgspec.json.encode(body))
@@ -98,7 +110,7 @@ class Node:
 @contextlib.asynccontextmanager
 async def running_node(agent_settings: AgentSettings | None = None) -> AsyncIterator[Node]:
     """A node from its first worker to its last. On leaving, all its processes are gone."""
-    agent = Agent(agent_settings or settings(), boot_id="boot")
+    agent = Agent(agent_settings or settings(), boot_id=uuid.uuid4().hex)
     config = uvicorn.Config(make_app(agent), port=0, log_config=None, access_log=False, lifespan="off", ws="none")
     server = uvicorn.Server(config)
     slots = asyncio.create_task(agent.run())

@@ -132,6 +132,16 @@ def test_it_serves_and_leaves_no_worker_behind(number: signal.Signals) -> None:
         ({"node_key": "short"}, "node_key"),
         ({"engine": "magic"}, "engine"),
         ({"slots": ({"gpus": 0, "memory_bytes": 2**30},)}, "gpus"),
+        ({"slots": ({"memory_bytes": 2**30, "kind": "prefill"},)}, "slots: those of 1 GPUs have no decode slot"),
+        ({"slots": ({"memory_bytes": 2**30, "kind": "fast"},)}, "kind"),
+        ({"prefill_ratio": 1.0}, "prefill_ratio"),
+        ({"prefill_share": 0.0}, "prefill_share"),
+        ({"quota_max_s": 0.0}, "quota_max_s"),
+        ({"group_requests_max": 0}, "group_requests_max"),
+        ({"order": "lifo"}, "order"),
+        ({"slab_bytes": 1}, "slab_bytes"),
+        ({"cache_bytes": 0}, "cache_bytes"),
+        ({"host_kv_bytes": -1}, "host_kv_bytes"),
     ],
 )
 def test_bad_settings_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
@@ -148,5 +158,32 @@ def test_memory_is_shared_out() -> None:
     ours: AgentSettings = settings(kv_share=0.25)
     slot = SlotSettings(gpus=4, memory_bytes=4 * 2**30)
     assert ours.weights_bytes(slot) == 3 * 2**30
-    assert ours.kv_bytes_per_gpu(slot) == 2**28
+    assert ours.kv_bytes(slot) == ours.host_kv_bytes_of(slot) == 2**30
+    assert settings(host_kv_bytes=5).host_kv_bytes_of(slot) == 5
     assert KEY not in repr(ours)
+
+
+def kinds_and_pools(*slots: tuple[int, str], **changes: Any) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    """The first letters of the slots' kinds, and the pools."""
+    made = tuple({"gpus": gpus, "memory_bytes": 2**30, "kind": kind} for gpus, kind in slots)
+    ours = settings(slots=made, **changes)
+    return "".join(kind[0] for kind in ours.kinds()), ours.pools()
+
+
+@pytest.mark.parametrize(
+    ("slots", "changes", "kinds", "pools"),
+    [
+        ([(1, "auto")] * 3, {}, "bbb", ((0,), (1,), (2,))),
+        ([(1, "auto")] * 4, {"split": True}, "ppdd", ((0, 1, 2, 3),)),
+        ([(1, "auto")] * 4, {"split": True, "prefill_ratio": 0.1}, "pddd", ((0, 1, 2, 3),)),
+        ([(1, "auto")] * 3, {"split": True, "prefill_ratio": 0.9}, "ppd", ((0, 1, 2),)),
+        ([(1, "auto")], {"split": True}, "b", ((0,),)),
+        ([(1, "auto"), (2, "auto"), (1, "auto")], {"split": True}, "pbd", ((0, 2), (1,))),
+        ([(1, "auto"), (1, "both"), (1, "auto")], {"split": True}, "pbd", ((0, 2), (1,))),
+        ([(1, "decode"), (1, "auto")], {"split": True}, "dp", ((0, 1),)),
+        ([(1, "prefill"), (1, "prefill"), (1, "auto")], {"split": True}, "ppd", ((0, 1, 2),)),
+        ([(1, "decode"), (1, "prefill"), (1, "auto")], {}, "dpb", ((0, 1), (2,))),
+    ],
+)
+def test_slots_become_pools(slots: Any, changes: dict[str, Any], kinds: str, pools: Any) -> None:
+    assert kinds_and_pools(*slots, **changes) == (kinds, pools)

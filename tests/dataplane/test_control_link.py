@@ -60,8 +60,8 @@ def run_link(play: Callable[[FakeControl, Agent], Any], **changes: Any) -> None:
             link.cancel()
             done, _ = await asyncio.wait({link}, timeout=30)
             assert done, "the link ends when it is cancelled"
-            for slot in agent.slots:
-                slot.follow(())
+            for pool in agent.pools:
+                pool.follow(())
 
     asyncio.run(scenario())
 

@@ -130,7 +130,7 @@ def test_a_full_queue_refuses_and_a_vanished_client_frees_its_request() -> None:
                     break
             else:
                 raise AssertionError("no token came")
-            await node.until(lambda: node.agent.slots[0].in_flight == 0)
+            await node.until(lambda: node.in_flight() == 0)
             await node.until(node.idle)
 
             long = stream(node, generate("long again", max_tokens=2000))
@@ -139,7 +139,7 @@ def test_a_full_queue_refuses_and_a_vanished_client_frees_its_request() -> None:
             assert refused.status_code == 429
             assert msgspec.json.decode(refused.content, type=Failed).retryable
             await long.aclose()  # type: ignore[attr-defined]
-            await node.until(lambda: node.agent.slots[0].in_flight == 0)
+            await node.until(lambda: node.in_flight() == 0)
             assert read(await node.post(generate("next")))
 
     asyncio.run(scenario())

@@ -1,29 +1,34 @@
-"""A node whose worker runs the torch engine on a tiny checkpoint: text comes out, and survives a killed worker."""
+"""Nodes whose workers run the torch engine on tiny checkpoints: text comes out, and survives killed workers."""
 
 import asyncio
-import os
-import signal
+import random
+import time
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
 
-from dataplane.messages import DesiredInstance, Finished, ModelSpec, Sampling, StreamEvent, Token, decode_line
-from dataplane.settings import SlotSettings
+from dataplane.answers import engine_request
+from dataplane.engines.torch.engine import TorchEngine
+from dataplane.engines.torch.settings import TorchEngineSettings
+from dataplane.messages import DesiredInstance, Finished, Generate, ModelSpec, Sampling
+from dataplane.settings import AgentSettings, SlotSettings
+from dataplane.text import load_text
 from tests.dataplane.engines.torch.tiny import save_tiny
-from tests.dataplane.replay_node import Node, generate, running_node, settings
+from tests.dataplane.replay_node import generate, running_node, settings
+from tests.dataplane.streams import kill, read, token_ids
 from tests.dataplane.test_text import write_tokenizer
 
 CONTEXT_TOKENS = 256
 
 
-def checkpoint(folder: Path) -> ModelSpec:
-    save_tiny("llama", folder, vocab_size=258, eos_token_id=257, bos_token_id=256)
+def checkpoint(folder: Path, name: str = "tide", **changes: Any) -> ModelSpec:
+    save_tiny("llama", folder, vocab_size=258, eos_token_id=257, bos_token_id=256, **changes)
     write_tokenizer(folder, None)
     weights_bytes = (folder / "model.safetensors").stat().st_size
     kv_bytes_per_token = 2 * 3 * 2 * 12 * 4  # keys and values, 3 layers, 2 heads of 12, float32
     return ModelSpec(
-        name="tide",
+        name=name,
         path=str(folder),
         weights_bytes=weights_bytes,
         kv_bytes_per_token=kv_bytes_per_token,
@@ -31,34 +36,73 @@ def checkpoint(folder: Path) -> ModelSpec:
     )
 
 
-async def answer(node: Node, request_id: str, sampling: Sampling, kill_after: int | None = None) -> list[StreamEvent]:
-    body, events = msgspec.json.encode(generate(request_id, sampling=sampling)), []
-    async with node.client.stream("POST", "/generate", content=body) as response:
-        assert response.status_code == 200
-        async for line in response.aiter_lines():
-            events.append(decode_line(line))
-            pid = node.agent.slots[0].pid
-            if len(events) == kill_after and pid is not None:
-                os.kill(pid, signal.SIGKILL)
-    return events
+def torch_settings(slots: int, **changes: Any) -> AgentSettings:
+    given = tuple(SlotSettings(gpus=1, memory_bytes=8 * 2**20) for _ in range(slots))
+    return settings(engine="torch", profile=None, slots=given, worker_losses_max=100, cache_bytes=2**26, **changes)
 
 
-def token_ids(events: list[StreamEvent]) -> list[int]:
-    return [token_id for event in events if isinstance(event, Token) for token_id in event.token_ids]
+def body(request_id: str, seed: int, name: str = "tide") -> Generate:
+    sampling = Sampling(max_tokens=60 + seed % 40, temperature=1.0, seed=seed, ignore_eos=True)
+    return generate(f"{request_id}-{seed}-{name}", instance_id=f"i-{name}", model=name, sampling=sampling)
+
+
+def instances(specs: list[ModelSpec]) -> list[DesiredInstance]:
+    return [DesiredInstance(instance_id=f"i-{spec.name}", slot=0, gpus=1, model=spec) for spec in specs]
 
 
 @pytest.mark.slow
 def test_a_killed_torch_worker_changes_no_token(tmp_path: Path) -> None:
     async def scenario() -> None:
-        ours = settings(engine="torch", profile=None, slots=(SlotSettings(gpus=1, memory_bytes=8 * 2**20),))
-        async with running_node(ours) as node:
-            await node.hold(1, DesiredInstance(instance_id="i1", slot=0, gpus=1, model=checkpoint(tmp_path)))
-            sampling = Sampling(max_tokens=200, temperature=1.0, seed=5, ignore_eos=True)
-            calm = await answer(node, "calm", sampling)
-            assert calm[-1] == Finished(finish_reason="length", prompt_tokens=14, completion_tokens=200)
-            storm = await answer(node, "storm", sampling, kill_after=5)
-            assert node.agent.slots[0].restarts_total == 1
+        async with running_node(torch_settings(1)) as node:
+            await node.hold(1, *instances([checkpoint(tmp_path)]))
+            calm = await read(node, body("calm", 139))
+            assert calm[-1] == Finished(finish_reason="length", prompt_tokens=14, completion_tokens=79)
+            storm = await read(node, body("storm", 139), kill_at=5)
             assert token_ids(storm) == token_ids(calm)
-            assert storm[-1] == calm[-1]
+            assert node.agent.slots[0].restarts_total == 1
+
+    asyncio.run(scenario())
+
+
+def calm_tokens(specs: list[ModelSpec], seeds: list[tuple[str, int]]) -> list[list[int]]:
+    """What one engine that nobody disturbs makes of the same requests."""
+    engine = TorchEngine(TorchEngineSettings(weights_bytes=2**22, kv_bytes=2**22), time.monotonic)
+    made: dict[str, list[int]] = {}
+    for spec in specs:
+        engine.load(f"i-{spec.name}", spec)
+    for name, seed in seeds:
+        wanted = body("calm", seed, name)
+        text = load_text(next(spec.path for spec in specs if spec.name == name), "torch")
+        prompt = text.encode_text(wanted.prompt or "")
+        engine.add(engine_request(wanted, prompt, specs[0], kv_tokens_max=2**12))
+        made[wanted.request_id] = []
+    while engine.has_work():
+        for output in engine.step():
+            made[output.request_id] += output.token_ids
+    return list(made.values())
+
+
+@pytest.mark.slow
+def test_split_torch_slots_change_no_token_whatever_dies(tmp_path: Path) -> None:
+    chance = random.Random(2)
+    layers = {"tide": 3, "ebb": 2}
+    specs = [checkpoint(tmp_path / name, name, num_hidden_layers=count) for name, count in layers.items()]
+    seeds = [(name, seed) for name in layers for seed in range(4)]
+    calm = calm_tokens(specs, seeds)
+
+    async def scenario() -> None:
+        async with running_node(torch_settings(2, split=True)) as node:
+            await node.hold(1, *instances(specs))
+            for kind in (None, "prefill", "decode"):
+                whole = asyncio.gather(*(read(node, body(f"split-{kind}", seed, name)) for name, seed in seeds))
+                if kind is not None:
+                    await node.until(lambda: node.in_flight() == len(seeds))
+                    await asyncio.sleep(chance.uniform(0.0, 0.3))
+                    assert kill(node, kind)
+                assert [token_ids(events) for events in await whole] == calm
+                await node.until(lambda: set(node.states().values()) == {"ready"})
+                left = (read(node, body(f"left-{kind}", seed, name), events_max=seed + 2) for name, seed in seeds)
+                await asyncio.gather(*left)
+                await node.until(node.idle)
 
     asyncio.run(scenario())

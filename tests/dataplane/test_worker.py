@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import TypeVar
 
 from dataplane.engine import EngineRequest
@@ -22,7 +23,7 @@ def request(request_id: str, max_tokens: int = 3, instance_id: str = "i1") -> En
 
 async def start() -> tuple[WorkerLink, AsyncIterator[Report]]:
     ours = settings()
-    link = await WorkerLink.start(configure(ours.slots[0], ours))
+    link = await WorkerLink.start(configure(ours, 0, None, Path()))
     return link, link.reports()
 
 
@@ -78,6 +79,7 @@ def test_cancel_frees_the_kv() -> None:
     async def scenario() -> None:
         link, reports = await start()
         link.send(Load(instance_id="i1", serial=1, model=model(), gpus=1))
+        await until(reports, Loaded)
         link.send(Add(request=request("r1", max_tokens=1000)))
         await until(reports, Outputs)
         link.send(Cancel(request_id="r1"))
@@ -94,6 +96,7 @@ def test_the_worker_ends_when_its_agent_is_gone_even_in_the_middle_of_work() -> 
     async def scenario() -> None:
         link, reports = await start()
         link.send(Load(instance_id="i1", serial=1, model=model(), gpus=1))
+        await until(reports, Loaded)
         link.send(Add(request=request("r1", max_tokens=1000)))
         await until(reports, Outputs)
         assert await link.stop() == 0, "closing the socket was enough"

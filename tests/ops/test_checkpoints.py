@@ -103,7 +103,7 @@ def _lie_about_a_shape(folder: Path) -> None:
         (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 64), "is no safetensors file"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b""), "is no safetensors file"),
         (lambda folder: write_safetensors(folder / "model.safetensors", {}), "holds no weights"),
-        (lambda folder: write_safetensors(folder / "model.safetensors", {"a": ("Q4", [2])}), "the type Q4"),
+        (lambda folder: write_safetensors(folder / "model.safetensors", {"a": ("Q4", [2])}), "dtype Q4"),
         (lambda folder: write_checkpoint(folder, num_hidden_layers="3"), "num_hidden_layers"),
         (lambda folder: write_checkpoint(folder, max_position_embeddings=None), "max_position_embeddings"),
         (lambda folder: write_checkpoint(folder, architectures=[]), "architectures"),

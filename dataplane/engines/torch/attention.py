@@ -19,8 +19,8 @@ ATTENTION_NAME = "tidepool_paged"
 class Span:
     """A group of `n` sequences with `t` new tokens each: a decode batch (t = 1) or one prefill chunk (n = 1).
 
-    Its rows are `[first_row, first_row + n * t)` of the flattened batch. `tables` `[n, b]` are block numbers, padded
-    with any valid one; `positions` `[n, t]` those of the new tokens.
+    Its rows are `[first_row, first_row + n * t)` of the flattened batch. `tables` `[2, n, b]` are slabs of blocks and
+    their places in these, padded with any valid ones; `positions` `[n, t]` those of the new tokens.
     """
 
     first_row: int
@@ -32,13 +32,12 @@ class Span:
 class KvStep:
     """What attention must know of one forward pass.
 
-    `cache` is `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`: a block is contiguous over all layers. The
-    new token of row `r` goes to `write_blocks[r]`, `write_offsets[r]`.
+    `cache` is `[slabs, blocks_per_slab, layers, 2, block_tokens, kv_heads, head_dim]`: a block is contiguous over all
+    layers. The new token of row `r` goes to slab `write[0, r]`, block `write[1, r]` in it, offset `write[2, r]`.
     """
 
     cache: torch.Tensor
-    write_blocks: torch.Tensor
-    write_offsets: torch.Tensor
+    write: torch.Tensor
     spans: tuple[Span, ...]
     masks: dict[tuple[int, int | None, int], torch.Tensor] = field(default_factory=dict)
 
@@ -50,7 +49,7 @@ class KvStep:
         key = (index, window, groups)
         if key not in self.masks:
             span = self.spans[index]
-            seen = torch.arange(span.tables.shape[1] * self.cache.shape[3], device=self.cache.device)
+            seen = torch.arange(span.tables.shape[2] * self.cache.shape[4], device=self.cache.device)
             positions = span.positions[:, :, None]
             mask = seen <= positions
             if window is not None:
@@ -79,10 +78,10 @@ def paged_attention(
     head_dim]`. transformers hands `kv_step` down from the model's forward call.
     """
     layer_index: Any = module.layer_idx
-    cache = kv_step.cache[:, layer_index]
-    keys, values = cache[:, 0], cache[:, 1]
-    keys[kv_step.write_blocks, kv_step.write_offsets] = key[0].transpose(0, 1)
-    values[kv_step.write_blocks, kv_step.write_offsets] = value[0].transpose(0, 1)
+    cache = kv_step.cache[:, :, layer_index]
+    keys, values = cache[:, :, 0], cache[:, :, 1]
+    keys[tuple(kv_step.write)] = key[0].transpose(0, 1)
+    values[tuple(kv_step.write)] = value[0].transpose(0, 1)
     rows = query[0].transpose(0, 1)
     groups = query.shape[1] // key.shape[1]
     outputs = []
@@ -90,8 +89,16 @@ def paged_attention(
         n, t = span.positions.shape
         q = rows[span.first_row : span.first_row + n * t].view(n, t, *rows.shape[1:])
         mask = kv_step.mask(index, sliding_window, groups)
-        outputs.append(_attend(q, keys[span.tables], values[span.tables], mask, scaling=scaling, softcap=softcap))
+        at = tuple(span.tables)
+        outputs.append(_attend(q, _gather(keys, at), _gather(values, at), mask, scaling=scaling, softcap=softcap))
     return torch.cat(outputs).unsqueeze(0), None
+
+
+def _gather(blocks: torch.Tensor, at: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """`blocks[at]`, in elements of 16 bytes where rows are made of such: indexing costs by the element."""
+    if blocks.shape[-1] * blocks.itemsize % torch.complex128.itemsize:
+        return blocks[at]
+    return blocks.view(torch.complex128)[at].view(blocks.dtype)
 
 
 def _attend(

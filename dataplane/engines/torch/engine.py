@@ -1,291 +1,315 @@
-"""The torch engine: four verbs of a slot (`load`, `add`, `step`, `cancel`) over one device.
+"""The torch engine: the verbs of a slot (`load`, `add`, `step`, `cancel`) over one device that many models share.
 
-A step: ask whose turn it is, bring that model's weights into the arena, plan a step batch of one of its instances, run
-one forward pass, choose tokens, hand them out. Everything a step may take long over happens here and nowhere else.
+A step: note which transfers are over, ask whose turn it is, see to its weights and KV, run one forward pass, choose
+tokens, hand them out, and send for what the next turn needs. Nothing here waits for bytes unless nothing can run.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from dataplane.engine import EngineOutput, EngineRequest, EngineStats, InstanceStats
-from dataplane.engines.torch.batching import Chunk, InstanceQueue, TokenSequence
-from dataplane.engines.torch.runner import make_cache, run_chunks
-from dataplane.engines.torch.sampler import Draw, choose_tokens
+from dataplane.engine import EngineOutput, EngineRequest, EngineStats
+from dataplane.engines.torch.facts import slot_facts
+from dataplane.engines.torch.host_models import HostModels
+from dataplane.engines.torch.kv import KvStore
+from dataplane.engines.torch.pooled import Pooled, first_estimate, kv_shape
+from dataplane.engines.torch.report import instance_stats, pool_stats
+from dataplane.engines.torch.requests import Requests
+from dataplane.engines.torch.room import Room
 from dataplane.engines.torch.settings import TorchEngineSettings
-from dataplane.engines.torch.weights import LoadedModel, WeightArena, load_model
-from dataplane.errors import BadRequestError, ContextLengthError, ModelLoadError, UnknownInstanceError
+from dataplane.engines.torch.steps import Made, Steps, Watch
+from dataplane.engines.torch.streams import CopyStream, make_stream
+from dataplane.engines.torch.weights import WeightStore
+from dataplane.engines.turn_log import TurnLog
+from dataplane.errors import ModelLoadError, UnknownInstanceError
+from dataplane.memory.events import TransferError
+from dataplane.memory.model_cache import ModelCache
+from dataplane.memory.slabs import SlabArena
 from dataplane.messages import ModelSpec
-from dataplane.turns.schedule import TIER_RANKS, ModelQueueFacts, Turn, TurnFacts, choose_turn
+from dataplane.turns.prefill import PrefillQueue
+from dataplane.turns.schedule import SlotFacts, SlotState, Turn, choose_turn
 
-
-@dataclass(eq=False, kw_only=True)
-class Instance:
-    """One copy of a model on the slot: its own queue and KV cache over shared weights."""
-
-    instance_id: str
-    spec: ModelSpec
-    model: LoadedModel
-    queue: InstanceQueue
-    cache: torch.Tensor
-    stepped: int = 0
-
-    @property
-    def context_tokens(self) -> int:
-        """The longest sequence: what the control plane says, or the model itself, whichever is less."""
-        return min(self.spec.context_tokens, self.model.skeleton.geometry.context_tokens)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one KV block."""
-        return self.cache[0].nbytes
+IDLE_S = 0.001
+"""How long a step waits when all that could run is on its way."""
+CHECK_EVERY_S = 10.0
+"""A slot that becomes idle checks its books, but no more often than this."""
 
 
 class TorchEngine:
-    """Meets `dataplane.engine.Engine`. Single-threaded: its owner calls one method at a time."""
+    """Meets `dataplane.engine.Engine`. Single-threaded but for `prepare`: its owner calls one method at a time."""
 
-    def __init__(self, settings: TorchEngineSettings, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        settings: TorchEngineSettings,
+        clock: Callable[[], float],
+        make_copy_stream: Callable[[str], CopyStream] | None = None,
+        watch: Watch | None = None,
+    ) -> None:
         self._settings = settings
         self._clock = clock
         self._dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
         self._device = torch.device(settings.device)
-        self._arena = WeightArena(settings.weights_bytes, self._device)
-        self._instances: dict[str, Instance] = {}
-        self._requests: dict[str, tuple[Instance, TokenSequence]] = {}
-        self._ended: dict[str, EngineOutput] = {}
-        self._turn: Turn | None = None
-        self._running_model: str | None = None
-        self._arrivals = 0
-        self._switches_total = 0
-        self._steps_total = 0
-        self._tokens_total = 0
+        slab_bytes = settings.slab_size_bytes
+        weights_slabs = settings.weights_bytes // slab_bytes
+        self._arena = SlabArena(weights_slabs + settings.kv_bytes // slab_bytes, weights_slabs=weights_slabs)
+        buffer = torch.empty(self._arena.slabs * slab_bytes, dtype=torch.uint8, device=self._device)
+        stream = make_copy_stream or (lambda name: make_stream(self._device, name, threads=settings.copy_threads))
+        self._streams: list[CopyStream] = []
 
-    def load(self, instance_id: str, model: ModelSpec, *, gpus: int = 1) -> None:
-        """Take an instance in. Weights are read once per model, however many instances it has here.
+        def open_stream(name: str) -> CopyStream:
+            self._streams.append(stream(name))
+            return self._streams[-1]
+
+        cache = None if settings.cache_folder is None else ModelCache(settings.cache_folder, settings.cache_bytes)
+        self._host = HostModels(cache, self._dtype, self._device, slab_bytes, leave_rank=self._leave_rank)
+        self._weights = WeightStore(self._arena, buffer, slab_bytes, open_stream("weights"))
+        self._kv = KvStore(
+            self._arena,
+            buffer,
+            slab_bytes,
+            host_bytes=settings.host_kv_bytes,
+            host_file=settings.host_kv_file,
+            make_stream=open_stream,
+        )
+        self._models: dict[str, Pooled] = {}
+        self._requests = Requests(self._models, self._kv, settings.turns.prefill, clock)
+        self._room = Room(self._arena, self._weights, self._kv, recompute=self._requests.queue)
+        self._steps = Steps(settings, self._weights, self._kv, self._room, clock, watch)
+        self._state = SlotState()
+        self._turn: Turn | None = None
+        self._held = False
+        self._prefetched_s = self._checked_s = float("-inf")
+        self._log = TurnLog()
+
+    def close(self) -> None:
+        """End the threads. The engine is of no use then."""
+        for stream in self._streams:
+            stream.close()
+        self._host.close()
+
+    def prepare(self, model: ModelSpec) -> None:
+        """Read the model into host memory; may run on another thread.
 
         Raises:
             ModelLoadError: the checkpoint cannot be used, or does not fit; nothing is kept of it.
         """
-        if instance_id in self._instances:
+        self._host.prepare(model.name, Path(model.path), slabs_max=self._arena.weights_slabs)
+
+    def load(self, instance_id: str, model: ModelSpec, *, gpus: int = 1) -> None:
+        """Take an instance in. Instances of one model share its weights, and all share the slot's KV.
+
+        Raises:
+            ModelLoadError: the checkpoint cannot be used, or does not fit; nothing is kept of it.
+        """
+        if any(instance_id in pooled.instances for pooled in self._models.values()):
             raise ModelLoadError(f"instance {instance_id} is loaded already")
-        loaded = self._loaded(model)
-        block_tokens = self._settings.block_tokens
-        block_bytes = loaded.skeleton.geometry.kv_bytes_per_token(self._dtype) * block_tokens
-        blocks = self._settings.kv_bytes_per_gpu * gpus // block_bytes
-        if blocks == 0:
-            limit = self._settings.kv_bytes_per_gpu * gpus
-            raise ModelLoadError(
-                f"{model.name}: a KV block of {block_bytes} bytes exceeds the {limit} bytes"
-                f" of an instance on {gpus} GPUs"
-            )
+        self.prepare(model)
+        if model.name not in self._models:
+            self._models[model.name] = self._pool(model)
+        self._models[model.name].instances.add(instance_id)
+
+    def _pool(self, spec: ModelSpec) -> Pooled:
+        """A prepared model that is new to the pool."""
+        host = self._host.prepare(spec.name, Path(spec.path), slabs_max=self._arena.weights_slabs)
+        geometry = host.skeleton.geometry
+        shape = kv_shape(geometry, self._settings.block_tokens, self._dtype)
         try:
-            cache = make_cache(loaded.skeleton, blocks, block_tokens, self._dtype, self._device)
-        except RuntimeError as error:
-            raise ModelLoadError(f"{model.name}: no memory for {blocks} KV blocks: {error}") from error
-        queue = InstanceQueue(
-            blocks=blocks,
-            block_tokens=block_tokens,
-            batch_max=self._settings.batch_max,
-            prefill_tokens_max=self._settings.prefill_tokens_per_step_max,
-        )
-        self._instances[instance_id] = Instance(
-            instance_id=instance_id, spec=model, model=loaded, queue=queue, cache=cache
+            self._kv.check_fits(shape)
+        except ValueError as error:
+            self._host.forget(spec.name)
+            raise ModelLoadError(f"{spec.name}: {error}") from error
+        return Pooled(
+            model=host,
+            shape=shape,
+            estimate=first_estimate(host.skeleton.size_bytes, self._dtype, self._device),
+            context_tokens=min(spec.context_tokens, geometry.context_tokens),
         )
 
     def unload(self, instance_id: str) -> None:
         """Forget an instance; with the last one of its model go the weights. Its requests end with an error."""
-        instance = self._instances.pop(instance_id, None)
-        if instance is None:
+        pooled = self._pooled_of(instance_id)
+        if pooled is None:
             return
-        self._end_all([instance], f"instance {instance_id} was unloaded")
-        if not self._instances_of(instance.model.name):
-            self._arena.evict(instance.model.name)
+        sequences = [s for s in self._requests if s.request.instance_id == instance_id]
+        self._requests.end_all(sequences, f"instance {instance_id} was unloaded")
+        pooled.instances.remove(instance_id)
+        if not pooled.instances:
+            self._weights.evict(pooled.name)
+            self._host.forget(pooled.name)
+            del self._models[pooled.name]
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request.
 
         Raises:
             UnknownInstanceError: the instance is not loaded.
-            ContextLengthError: prompt + max_tokens exceed context or the instance's whole KV cache.
+            ContextLengthError: prompt + max_tokens exceed context or the slot's whole KV memory.
             BadRequestError: an id in use, an empty prompt, or a token the model does not know.
         """
-        instance = self._instances.get(request.instance_id)
-        if instance is None:
+        pooled = self._pooled_of(request.instance_id)
+        if pooled is None:
             raise UnknownInstanceError(f"instance {request.instance_id} is not loaded")
-        if request.request_id in self._requests or request.request_id in self._ended:
-            raise BadRequestError(f"request id {request.request_id} is in use", param="request_id")
-        _check_fits(request, instance)
-        if len(request.generated) >= request.max_tokens:
-            self._ended[request.request_id] = EngineOutput(request_id=request.request_id, finish_reason="length")
-            return
-        self._arrivals += 1
-        sequence = TokenSequence(request=request, order=self._arrivals, added_s=self._clock())
-        instance.queue.add(sequence)
-        self._requests[request.request_id] = (instance, sequence)
+        capacity_tokens = self._kv.capacity_blocks(pooled.shape) * pooled.shape.block_tokens
+        self._requests.add(request, pooled, capacity_tokens=capacity_tokens)
 
     def cancel(self, request_id: str) -> None:
         """Drop a request and free what it holds, now. Nothing more is heard of it."""
-        self._ended.pop(request_id, None)
-        if request_id in self._requests:
-            self._forget(request_id)
+        self._requests.cancel(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Free the KV of a request that was handed over. Unknown ids are ignored."""
+        self._requests.release(request_id)
+
+    def has_work(self) -> bool:
+        """Whether a request is running or waiting, a transfer is under way, or an end is still to be told."""
+        return bool(self._requests) or self._kv.moving
 
     def step(self) -> list[EngineOutput]:
         """Run one forward pass of the model whose turn it is, and say what came of it."""
-        outputs = list(self._ended.values())
-        self._ended.clear()
+        self._settle()
         now_s = self._clock()
-        self._turn = choose_turn(self._turn_facts(now_s), now_s, self._settings.turns)
-        if self._turn is None:
+        turn, self._state = choose_turn(self._facts(now_s), self._state, now_s, self._settings.turns)
+        outputs = self._requests.tell_ended()
+        self._note_turn(turn, now_s)
+        if turn is None:
+            self._held = False
+            self._wait()
             return outputs
-        instances = self._instances_of(self._turn.model)
-        instance = min((i for i in instances if i.queue.sequences), key=lambda i: i.stepped)
-        try:
-            return outputs + self._run(instance, now_s)
-        except torch.AcceleratorError:
-            raise  # the device's context is lost for every model: the worker must die and be replaced
-        except Exception as error:  # whatever a model's code raises must not take the other models down
-            self._end_all(instances, f"model {instance.model.name} failed: {type(error).__name__}: {error}")
-            self._arena.evict(instance.model.name)
-            outputs += self._ended.values()
-            self._ended.clear()
-            return outputs
+        pooled = self._models[turn.model]
+        made = self._run(turn, pooled)
+        self._held = made is None and turn.kind == "prefill"
+        if made is not None:
+            self._log.step(len(made))
+        outputs += [self._requests.take(sequence, token, pooled) for sequence, token in made or ()]
+        self._state = self._state.spent(turn.kind, self._clock() - now_s, ran=made is not None)
+        self._prefetch(turn)
+        outputs += self._requests.tell_ended()
+        if not self.has_work() and now_s >= self._checked_s + CHECK_EVERY_S:
+            self._checked_s = now_s
+            self.check()
+        return outputs
 
-    def has_work(self) -> bool:
-        """Whether a request is running or waiting, or an end is still to be told."""
-        return bool(self._requests or self._ended)
+    def check(self) -> None:
+        """Assert that the books of memory are right: every slab and block is where they say, and nothing is lost."""
+        self._arena.check()
+        self._kv.check([sequence.kv for sequence in self._requests] + self._requests.handed_over)
 
     def stats(self) -> EngineStats:
-        """The load right now. `extra`: preemptions of the instances loaded now."""
-        instances = self._instances.values()
+        """The load right now."""
         return EngineStats(
-            instances=tuple(_instance_stats(instance) for instance in instances),
-            resident_models=self._arena.resident_models,
-            switches_total=self._switches_total,
-            steps_total=self._steps_total,
-            tokens_total=self._tokens_total,
-            extra={"preemptions": float(sum(instance.queue.preemptions_total for instance in instances))},
+            instances=tuple(
+                instance_stats(instance_id, pooled, self._requests, self._kv, self._arena)
+                for pooled in self._models.values()
+                for instance_id in sorted(pooled.instances)
+            ),
+            resident_models=self._weights.resident_models,
+            switches_total=self._log.switches_total,
+            steps_total=self._log.steps_total,
+            tokens_total=self._log.tokens_total,
+            pool=pool_stats(
+                now_s=self._clock(),
+                turn=self._turn,
+                weights=self._weights,
+                kv=self._kv,
+                arena=self._arena,
+                prefills=self._requests.prefills,
+                log=self._log,
+                host_cache_bytes=self._host.cache_bytes,
+            ),
+            extra={
+                "preemptions": float(self._room.preemptions_total),
+                "recomputed": float(self._room.recomputed_total),
+                "swapped_out": float(self._kv.swapped_out_total),
+                "swapped_in": float(self._kv.swapped_in_total),
+            },
         )
 
-    def _loaded(self, spec: ModelSpec) -> LoadedModel:
-        present = self._instances_of(spec.name)
-        if not present:
-            return load_model(spec.name, Path(spec.path), self._dtype, self._device, self._settings.weights_bytes)
-        if present[0].spec.path != spec.path:
-            raise ModelLoadError(f"{spec.name} is loaded from {present[0].spec.path}, not from {spec.path}")
-        return present[0].model
+    def _run(self, turn: Turn, pooled: Pooled) -> Made | None:
+        """A step of the turn. Whatever a model's code raises must not take the other models down."""
+        try:
+            return self._steps.run(turn, pooled, self._requests.find(turn.group), self._models.values())
+        except torch.AcceleratorError:
+            raise  # the device's context is lost for every model: the worker must die and be replaced
+        except TransferError as error:
+            if not self._weights.try_again(pooled.model):
+                self._fail(pooled, f"the weights do not arrive: {error}")
+        except Exception as error:
+            self._fail(pooled, f"{type(error).__name__}: {error}")
+        return None
 
-    def _instances_of(self, model: str) -> list[Instance]:
-        return [instance for instance in self._instances.values() if instance.model.name == model]
+    def _settle(self) -> None:
+        """Note what arrived and left; hand over what may go."""
+        self._weights.settle()
+        self._kv.settle()
+        self._requests.requeue_lost()
+        if self._settings.hands_over:
+            self._requests.hand_over()
 
-    def _turn_facts(self, now_s: float) -> TurnFacts:
-        names = {instance.model.name for instance in self._instances.values()}
-        resident = self._arena.resident_models
-        queues = tuple(
-            _queue_facts(name, [instance.queue for instance in self._instances_of(name)], name in resident, now_s)
-            for name in sorted(names)
+    def _facts(self, now_s: float) -> SlotFacts:
+        """What the turn policy must know. Models whose weights are in no memory begin to be read. A prefill that found
+        no room for its KV is held back for a step.
+        """
+        busy = [p for p in self._models.values() if p.sequences or self._requests.waiting_of(p.name)]
+        ready = {pooled.name: self._is_ready(pooled) for pooled in busy}
+        return slot_facts(
+            busy,
+            ready,
+            PrefillQueue() if self._held else self._requests.prefills,
+            self._weights,
+            running_model=None if self._turn is None else self._turn.model,
+            now_s=now_s,
+            decode_batch_max=0 if self._settings.hands_over else self._settings.batch_max,
+            prefetch=self._settings.prefetch,
         )
-        current = self._turn
-        return TurnFacts(
-            queues=queues,
-            current_model=current.model if current else None,
-            turn_started_s=current.started_s if current else now_s,
-        )
 
-    def _run(self, instance: Instance, now_s: float) -> list[EngineOutput]:
-        """One step of one instance, whose model has the turn."""
-        self._arena.make_resident(instance.model, now_s)
-        if self._running_model != instance.model.name:
-            self._switches_total += 1
-            self._running_model = instance.model.name
-        self._steps_total += 1
-        instance.stepped = self._steps_total
-        chunks = instance.queue.plan_step()
-        assert chunks, "a queue with sequences always has a next step"
-        logits = run_chunks(instance.model.skeleton, instance.cache, chunks)
-        makers = [index for index, chunk in enumerate(chunks) if chunk.makes_token]
-        draws = [_draw(chunks[index].sequence, instance.model.skeleton.eos_ids) for index in makers]
-        tokens = choose_tokens(logits[makers], draws) if makers else []
-        for chunk in chunks:
-            chunk.sequence.cached += chunk.count
-        return [self._take(chunks[index], instance, token) for index, token in zip(makers, tokens, strict=True)]
+    def _is_ready(self, pooled: Pooled) -> bool:
+        if pooled.name in self._weights.resident_models or pooled.name in self._weights.arriving_models:
+            return True
+        try:
+            return self._host.ready(pooled.model)
+        except ModelLoadError as error:
+            self._fail(pooled, error.message)
+            return False
 
-    def _take(self, chunk: Chunk, instance: Instance, token: int | None) -> EngineOutput:
-        """Append a chosen token to its sequence, and end the sequence where it ends."""
-        sequence = chunk.sequence
-        request_id = sequence.request.request_id
-        if token is None or token in instance.model.skeleton.eos_ids:
-            self._forget(request_id)
-            if token is None:
-                return EngineOutput(request_id=request_id, error=f"{instance.model.name}: logits are not numbers")
-            return EngineOutput(request_id=request_id, finish_reason="stop")
-        sequence.tokens.append(token)
-        self._tokens_total += 1
-        if sequence.generated < sequence.request.max_tokens:
-            return EngineOutput(request_id=request_id, token_ids=(token,))
-        self._forget(request_id)
-        return EngineOutput(request_id=request_id, token_ids=(token,), finish_reason="length")
+    def _leave_rank(self, name: str) -> int | None:
+        """How early a model's host copy may leave: one without work first; then that of the running model, whose next
+        turn is the furthest; the others are needed sooner.
+        """
+        pooled, turn = self._models.get(name), self._turn
+        if name in self._weights.arriving_models or (turn is not None and name == turn.next_model):
+            return None
+        if pooled is None or not (pooled.sequences or self._requests.waiting_of(name)):
+            return 0
+        return 1 if turn is not None and name == turn.model else None
 
-    def _forget(self, request_id: str) -> None:
-        instance, sequence = self._requests.pop(request_id)
-        instance.queue.remove(sequence)
+    def _note_turn(self, turn: Turn | None, now_s: float) -> None:
+        self._log.turn(turn, now_s)
+        if turn is not None:
+            self._turn = turn
+            self._models[turn.model].model.used_s = now_s
 
-    def _end_all(self, instances: Iterable[Instance], error: str) -> None:
-        for instance in instances:
-            for sequence in instance.queue.sequences:
-                request_id = sequence.request.request_id
-                self._forget(request_id)
-                self._ended[request_id] = EngineOutput(request_id=request_id, error=error)
+    def _prefetch(self, turn: Turn) -> None:
+        """Let the next turn's weights come while this one's run; once a turn, or KV and they would fight."""
+        following = self._models.get(turn.next_model or "")
+        if not self._settings.prefetch or following is None or self._prefetched_s == turn.started_s:
+            return
+        if self._is_ready(following) and self._weights.bring(following.model, self._clock(), keep=turn.model):
+            self._prefetched_s = turn.started_s
 
+    def _wait(self) -> None:
+        """Nothing can run now. If something is on its way, give it a moment."""
+        if self._kv.moving:
+            self._kv.await_one()
+        elif self._requests:
+            time.sleep(IDLE_S)
 
-def _check_fits(request: EngineRequest, instance: Instance) -> None:
-    if not request.prompt:
-        raise BadRequestError("the prompt is empty", param="prompt")
-    if request.max_tokens < 1:
-        raise BadRequestError(f"max_tokens must be at least 1, got {request.max_tokens}", param="max_tokens")
-    vocabulary = instance.model.skeleton.geometry.vocabulary
-    unknown = next((token for token in (*request.prompt, *request.generated) if not 0 <= token < vocabulary), None)
-    if unknown is not None:
-        raise BadRequestError(f"token {unknown} is outside of the vocabulary of {vocabulary}", param="prompt")
-    wanted = len(request.prompt) + request.max_tokens
-    for what, limit in (("context", instance.context_tokens), ("KV cache", instance.queue.capacity_tokens)):
-        if wanted > limit:
-            asked = f"{len(request.prompt)} prompt tokens and max_tokens={request.max_tokens}"
-            raise ContextLengthError(f"{asked} exceed the {what} of {limit} tokens", param="max_tokens")
+    def _fail(self, pooled: Pooled, reason: str) -> None:
+        """End all requests of a model that cannot run, and forget its weights on the device."""
+        sequences = [s for s in self._requests if s.model == pooled.name]
+        self._requests.end_all(sequences, f"model {pooled.name} failed: {reason}")
+        self._weights.evict(pooled.name)
 
-
-def _draw(sequence: TokenSequence, eos_ids: frozenset[int]) -> Draw:
-    request = sequence.request
-    return Draw(
-        temperature=request.temperature,
-        top_p=request.top_p,
-        seed=request.seed,
-        position=len(sequence.tokens),
-        banned=tuple(sorted(eos_ids)) if request.ignore_eos else (),
-    )
-
-
-def _queue_facts(model: str, queues: list[InstanceQueue], resident: bool, now_s: float) -> ModelQueueFacts:
-    waiting = [sequence for queue in queues for sequence in queue.waiting]
-    ranks = [TIER_RANKS[sequence.request.tier] for queue in queues for sequence in queue.sequences]
-    return ModelQueueFacts(
-        model=model,
-        running=sum(len(queue.running) for queue in queues),
-        waiting=len(waiting),
-        oldest_waiting_age_s=max((now_s - sequence.added_s for sequence in waiting), default=0.0),
-        resident=resident,
-        best_tier_rank=min(ranks, default=max(TIER_RANKS.values())),
-    )
-
-
-def _instance_stats(instance: Instance) -> InstanceStats:
-    queue = instance.queue
-    return InstanceStats(
-        instance_id=instance.instance_id,
-        kv_used_bytes=queue.pool.used_blocks * instance.block_bytes,
-        kv_capacity_bytes=queue.pool.blocks * instance.block_bytes,
-        remaining_tokens=sum(sequence.remaining_tokens for sequence in queue.sequences),
-        running=len(queue.running),
-        waiting=len(queue.waiting),
-    )
+    def _pooled_of(self, instance_id: str) -> Pooled | None:
+        return next((pooled for pooled in self._models.values() if instance_id in pooled.instances), None)

@@ -1,27 +1,44 @@
 """The torch engine's settings: one frozen record per slot, checked when it is made."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from dataplane.turns.schedule import TurnSettings
+
+SLAB_BYTES_MIN, SLAB_BYTES_MAX = 2**16, 2**25
+SLABS_WANTED = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchEngineSettings:
     """What a slot gives its engine.
 
-    `device` is any torch device name ("cpu", "cuda", "cuda:1"). `weights_bytes` is the size of the one flat weight
-    buffer, which must hold the largest model; `kv_bytes_per_gpu` the KV cache on each GPU of an instance. A step runs
-    at most `batch_max` sequences and prefills at most `prefill_tokens_per_step_max` tokens.
+    `device` is any torch device name ("cpu", "cuda", "cuda:1"). The arena has `weights_bytes` that only weights may
+    take, enough for the largest model, and `kv_bytes` that KV takes and weights may borrow; `host_kv_bytes` hold the
+    KV of preempted requests in host memory, in `host_kv_file` where other slots shall read it. `slab_bytes` None
+    chooses. `cache_folder` is the node's model cache of `cache_bytes`; without one, weights are in private memory.
+    A step runs at most `batch_max` sequences and prefills at most `prefill_tokens_per_step_max` tokens. `prefetch`
+    brings the next model early; `layerwise` starts a model while its later layers are on the way; with `hands_over`
+    a request leaves after its first token, to be decoded by another slot.
     """
 
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     weights_bytes: int
-    kv_bytes_per_gpu: int
+    kv_bytes: int
+    host_kv_bytes: int = 0
+    host_kv_file: Path | None = None
+    slab_bytes: int | None = None
+    cache_folder: Path | None = None
+    cache_bytes: int = 2**40
     block_tokens: int = 16
     prefill_tokens_per_step_max: int = 512
     batch_max: int = 32
+    prefetch: bool = True
+    layerwise: bool = True
+    hands_over: bool = False
+    copy_threads: int = 1
     turns: TurnSettings = field(default_factory=TurnSettings)
 
     def __post_init__(self) -> None:
@@ -30,7 +47,29 @@ class TorchEngineSettings:
         Raises:
             ValueError: names the field.
         """
-        sizes = ("weights_bytes", "kv_bytes_per_gpu", "block_tokens", "prefill_tokens_per_step_max", "batch_max")
+        sizes = (
+            "weights_bytes",
+            "kv_bytes",
+            "cache_bytes",
+            "block_tokens",
+            "prefill_tokens_per_step_max",
+            "batch_max",
+            "copy_threads",
+        )
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.host_kv_bytes < 0:
+            raise ValueError(f"host_kv_bytes must be at least 0, got {self.host_kv_bytes}")
+        if self.slab_bytes is not None and (self.slab_bytes < 256 or self.slab_bytes % 256):
+            raise ValueError(f"slab_bytes must be a multiple of 256, got {self.slab_bytes}")
+        if self.hands_over and self.host_kv_file is None:
+            raise ValueError("hands_over needs host_kv_file: the next slot reads the KV there")
+
+    @property
+    def slab_size_bytes(self) -> int:
+        """`slab_bytes`, or a power of two that cuts the arena into some 512 slabs."""
+        if self.slab_bytes is not None:
+            return self.slab_bytes
+        wanted = max(1, (self.weights_bytes + self.kv_bytes) // SLABS_WANTED)
+        return min(SLAB_BYTES_MAX, max(SLAB_BYTES_MIN, 1 << (wanted.bit_length() - 1)))

@@ -1,11 +1,15 @@
 """A model without weights: transformers' own classes, built once on `meta`, pointed at bytes when they are there.
 
-Building on `meta` costs milliseconds even for large models. Every Parameter is then replaced by a view into one flat
-buffer (`bind`), and by its empty self again when the bytes go away (`unbind`): a forward pass over weights that are
-not there fails loudly. Tied weights are one tensor with several names.
+Building on `meta` costs milliseconds even for large models. Every Parameter is then replaced by a view into a buffer
+(`bind`), and by its empty self again when the bytes go away (`unbind`): a forward pass over weights that are not there
+fails loudly. Tied weights are one tensor with several names.
+
+Weights are cut into *parts* in the order of use: what stands before the layers, each decoder layer, what comes after
+them. A part is contiguous and may lie, and arrive, apart from the others: each waits for its own event when it runs.
 """
 
 import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dataplane.engines.torch.attention import ATTENTION_NAME, register
 from dataplane.engines.torch.checkpoint import read_json
 from dataplane.errors import ModelLoadError
-from dataplane.memory.arena import aligned
+from dataplane.memory.slabs import aligned
 
 MODEL_TYPES = frozenset(
     [
@@ -25,12 +29,15 @@ MODEL_TYPES = frozenset(
         "gemma3_text",
         "glm4",
         "granite",
+        "internlm3",
         "llama",
         "mistral",
+        "mixtral",
         "olmo2",
         "phi3",
         "qwen2",
         "qwen3",
+        "qwen3_moe",
         "smollm3",
         "starcoder2",
     ]
@@ -42,15 +49,16 @@ _UNSUPPORTED_ROPE = frozenset(("dynamic", "longrope"))
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedTensor:
-    """A weight and where it lies in the model's flat buffer. `names`: all it is known by, the model's own first."""
+    """A weight and where it lies in its part. `names`: all it is known by, the model's own first."""
 
     names: tuple[str, ...]
+    part: int
     offset_bytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor inside `buffer`, a flat uint8 tensor that starts where the model starts."""
+        """The tensor inside `buffer`, a flat uint8 tensor that starts where the part starts."""
         elements = 1
         for side in self.shape:
             elements *= side
@@ -73,20 +81,46 @@ class Geometry:
         return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
 
 
-class Skeleton:
-    """A model's modules. `places` lays its weights out in one buffer of `size_bytes`."""
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Consecutive bytes of a model's weights in host memory that travel together."""
 
-    def __init__(self, model: torch.nn.Module, geometry: Geometry, eos_ids: frozenset[int]) -> None:
+    offset_bytes: int
+    size_bytes: int
+
+    def of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The part inside a model's flat uint8 buffer."""
+        return buffer[self.offset_bytes : self.offset_bytes + self.size_bytes]
+
+
+class Skeleton:
+    """A model's modules. `places` and `parts` lay its weights out; in host memory they take `size_bytes`.
+
+    `await_part` is called before a part is used; whoever brings the weights sets it while they are on their way.
+    """
+
+    def __init__(self, model: torch.nn.Module, geometry: Geometry, eos_ids: frozenset[int], dtype: torch.dtype) -> None:
         self.model = model
+        self.dtype = dtype
         self.geometry = geometry
         self.eos_ids = eos_ids
+        self.await_part: Callable[[int], None] | None = None
         self._slots = _parameter_slots(model)
-        self.places, self.size_bytes = _lay_out(self._slots)
+        stages = _stages(model)
+        self.places, self.parts = _lay_out(self._slots, stages)
+        self.size_bytes = sum(part.size_bytes for part in self.parts)
+        for number, stage in enumerate(stages, start=1):
+            stage.register_forward_pre_hook(self._gate(number))
+        model.register_forward_pre_hook(self._gate(0))
 
-    def bind(self, buffer: torch.Tensor) -> None:
-        """Make every Parameter a view into `buffer`, flat uint8 of at least `size_bytes`."""
+    def slabs(self, slab_bytes: int) -> int:
+        """How many slabs the weights take on the device, where each part begins a slab."""
+        return sum(-(-part.size_bytes // slab_bytes) for part in self.parts)
+
+    def bind(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Make every Parameter a view into the buffer of its part: flat uint8, one for each of `parts`."""
         for place, (meta, owners) in zip(self.places, self._slots, strict=True):
-            parameter = torch.nn.Parameter(place.view(buffer), requires_grad=False)
+            parameter = torch.nn.Parameter(place.view(buffers[place.part]), requires_grad=False)
             assert parameter.shape == meta.shape, (place, meta.shape)
             _replace(owners, parameter)
 
@@ -94,6 +128,13 @@ class Skeleton:
         """Point nowhere again."""
         for meta, owners in self._slots:
             _replace(owners, meta)
+
+    def _gate(self, part: int) -> Callable[..., None]:
+        def wait(*_: Any) -> None:
+            if self.await_part is not None:
+                self.await_part(part)
+
+        return wait
 
 
 _Owner = tuple[str, torch.nn.Module, str]
@@ -122,7 +163,7 @@ def build_skeleton(folder: Path, dtype: torch.dtype, device: torch.device) -> Sk
     _check_rope(folder, getattr(config, "rope_parameters", None))
     _fill_buffers(model, device)
     model.eval().requires_grad_(False)
-    return Skeleton(model, geometry, _eos_ids(folder, described))
+    return Skeleton(model, geometry, _eos_ids(folder, described), dtype)
 
 
 def _check_supported(folder: Path, described: dict[str, Any]) -> None:
@@ -192,15 +233,29 @@ def _parameter_slots(model: torch.nn.Module) -> list[_Slot]:
     return list(slots.values())
 
 
-def _lay_out(slots: list[_Slot]) -> tuple[tuple[PlacedTensor, ...], int]:
+def _stages(model: Any) -> list[torch.nn.Module]:
+    """The modules that wait for a part of their own: the decoder layers in order, then the output embedding."""
+    head = model.get_output_embeddings()
+    tied = head is None or head.weight is model.get_input_embeddings().weight
+    return [*model.get_decoder().layers, *([] if tied else [head])]
+
+
+def _lay_out(slots: list[_Slot], stages: list[torch.nn.Module]) -> tuple[tuple[PlacedTensor, ...], tuple[Part, ...]]:
+    """Part 0 is everything outside of the stages; parameters keep their order within a part."""
+    part_of = {id(module): number for number, stage in enumerate(stages, start=1) for module in stage.modules()}
+    sizes = [0] * (len(stages) + 1)
     places = []
-    offset = 0
     for parameter, owners in slots:
+        part = min(part_of.get(id(module), 0) for _, module, _ in owners)
         names = tuple(full_name for full_name, _, _ in owners)
         shape = tuple(parameter.shape)
-        places.append(PlacedTensor(names=names, offset_bytes=offset, shape=shape, dtype=parameter.dtype))
-        offset += aligned(parameter.numel() * parameter.dtype.itemsize)
-    return tuple(places), offset
+        places.append(
+            PlacedTensor(names=names, part=part, offset_bytes=sizes[part], shape=shape, dtype=parameter.dtype)
+        )
+        sizes[part] += aligned(parameter.numel() * parameter.dtype.itemsize)
+    starts = [sum(sizes[:part]) for part in range(len(sizes))]
+    parts = (Part(offset_bytes=start, size_bytes=size) for start, size in zip(starts, sizes, strict=True))
+    return tuple(places), tuple(parts)
 
 
 def _replace(owners: list[_Owner], parameter: torch.nn.Parameter) -> None:

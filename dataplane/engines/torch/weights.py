@@ -1,116 +1,242 @@
-"""Weights: a host copy of each loaded model, and the one device buffer they take turns in."""
+"""Weights on the device: who is in the arena, who is arriving part by part, and who makes room.
 
-from dataclasses import dataclass
-from pathlib import Path
+Bringing a model in is one copy per part, tracked by one event each. A forward pass may begin at once: each part is
+waited for when it is used. Leaving costs nothing, for the host keeps a copy of every weight.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from dataplane.engines.torch.checkpoint import StoredTensor, list_tensors, read_tensors
-from dataplane.engines.torch.skeleton import PlacedTensor, Skeleton, build_skeleton
-from dataplane.errors import ModelLoadError
-from dataplane.memory.arena import Arena
-from dataplane.memory.residency import ResidencyFacts, ResidentModel, choose_evictions
+from dataplane.engines.torch.host_models import HostModel
+from dataplane.engines.torch.streams import Copy, CopyStream, mark
+from dataplane.memory.events import PASSED, Event
+from dataplane.memory.residency import ResidencyFacts, ResidentModel, choose_run
+from dataplane.memory.slabs import SlabArena
 
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
-"""Old checkpoints store these; they follow from the config."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadedModel:
-    """A model in host memory. `host` is flat uint8 in its final dtype and layout: switching in is one copy."""
-
-    name: str
-    skeleton: Skeleton
-    host: torch.Tensor
+TRIES_MAX = 5
+"""How often in a row a part may fail to arrive before its model's requests fail."""
+RATE_SAMPLE_BYTES = 2**25
+POLL_S = 0.0002
 
 
-def load_model(name: str, folder: Path, dtype: torch.dtype, device: torch.device, weights_bytes: int) -> LoadedModel:
-    """Build a model and read its checkpoint into host memory.
+@dataclass(eq=False, kw_only=True)
+class Resident:
+    """A model whose parts are in the arena or on their way. `events`: one for each part, empty once all are there."""
 
-    Raises:
-        ModelLoadError: the folder cannot be used, or the weights exceed the arena's `weights_bytes`.
-    """
-    skeleton = build_skeleton(folder, dtype, device)
-    if skeleton.size_bytes > weights_bytes:
-        raise ModelLoadError(
-            f"{name}: weights of {skeleton.size_bytes} bytes do not fit weights_bytes={weights_bytes} of the slot"
-        )
-    pairs = _match(folder, skeleton.places, list_tensors(folder))
-    host = torch.empty(skeleton.size_bytes, dtype=torch.uint8)
-    read_tensors((stored, place.view(host)) for place, stored in pairs)
-    return LoadedModel(name=name, skeleton=skeleton, host=host)
+    model: HostModel
+    buffers: tuple[torch.Tensor, ...]
+    events: list[Event] = field(default_factory=list)
+    tries: int = 0
+    began_s: float = 0.0
 
 
-def _match(
-    folder: Path, places: tuple[PlacedTensor, ...], stored: dict[str, StoredTensor]
-) -> list[tuple[PlacedTensor, StoredTensor]]:
-    """Each weight's tensor in the checkpoint. A tied weight may be stored under any of its names."""
-    pairs = []
-    missing = []
-    for place in places:
-        name = next((name for name in place.names if name in stored), None)
-        if name is None:
-            missing.append(place.names[0])
-        else:
-            pairs.append((place, stored[name]))
-    known = {name for place in places for name in place.names}
-    unexpected = [name for name in sorted(stored) if name not in known and not name.endswith(_IGNORED_SUFFIXES)]
-    for what, names in (("misses", missing), ("has unexpected", unexpected)):
-        if names:
-            raise ModelLoadError(
-                f"{folder}: the checkpoint {what} {len(names)} tensors, such as {', '.join(names[:3])}"
-            )
-    for place, tensor in pairs:
-        if place.shape != tensor.shape:
-            raise ModelLoadError(
-                f"{folder}: tensor {tensor.name} has shape {tensor.shape}, the config says {place.shape}"
-            )
-    return pairs
+class Together:
+    """Events that are over when the last of them is."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = tuple(events)
+
+    def done(self) -> bool:
+        """Whether all are."""
+        return all(event.done() for event in self._events)
+
+    def wait(self) -> None:
+        """Wait for each.
+
+        Raises:
+            TransferError: one failed.
+        """
+        for event in self._events:
+            event.wait()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error."""
+        return next((event.error for event in self._events if event.error is not None), None)
 
 
-class WeightArena:
-    """The device buffer and who is in it. Each model's skeleton is bound exactly while its weights are inside."""
+class WeightStore:
+    """The weights in one arena, whose bytes are `buffer`. Called by one thread."""
 
-    def __init__(self, capacity_bytes: int, device: torch.device) -> None:
-        self._arena = Arena(capacity_bytes)
-        self._buffer = torch.empty(capacity_bytes, dtype=torch.uint8, device=device)
-        self._residents: dict[str, LoadedModel] = {}
+    def __init__(self, arena: SlabArena, buffer: torch.Tensor, slab_bytes: int, stream: CopyStream) -> None:
+        self._arena = arena
+        self._buffer = buffer
+        self._slab_bytes = slab_bytes
+        self._stream = stream
+        self._residents: dict[str, Resident] = {}
+        self._homes: dict[str, int] = {}
         self._used_s: dict[str, float] = {}
+        self._rate_bytes_per_s = measured_rate(buffer)
+        self.brought_total = 0
 
     @property
     def resident_models(self) -> tuple[str, ...]:
-        """Names of the models whose weights are inside, in name order."""
-        return tuple(sorted(self._residents))
+        """Names of the models that are wholly there, in name order."""
+        return tuple(sorted(name for name, resident in self._residents.items() if not resident.events))
 
-    def make_resident(self, model: LoadedModel, now_s: float) -> None:
-        """See to it that the model's weights are inside and its skeleton points at them."""
+    @property
+    def arriving_models(self) -> tuple[str, ...]:
+        """Names of the models of which parts are on their way."""
+        return tuple(sorted(name for name, resident in self._residents.items() if resident.events))
+
+    def whole_s(self, model: HostModel) -> float:
+        """Estimated seconds that all of the model's weights take to come."""
+        return model.skeleton.size_bytes / self._rate_bytes_per_s
+
+    def missing_s(self, model: HostModel, *, now_s: float) -> float:
+        """Estimated seconds until the model would be wholly there, were it brought now."""
+        resident = self._residents.get(model.name)
+        whole_s = self.whole_s(model)
+        if resident is None:
+            return whole_s
+        return max(0.0, resident.began_s + whole_s - now_s) if resident.events else 0.0
+
+    def fit_together(self, models: Iterable[HostModel]) -> bool:
+        """Whether all of them can stay in the arena beside the KV that is there."""
+        needed = sum(model.skeleton.slabs(self._slab_bytes) for model in models)
+        return needed <= self._arena.slabs - self._arena.kv_slabs
+
+    def bring(self, model: HostModel, now_s: float, *, keep: str | None = None) -> bool:
+        """See to it that the model is there or arriving, evicting others but not `keep`; False if there is no room
+        now, or its host copy is away.
+        """
         self._used_s[model.name] = now_s
         if model.name in self._residents:
-            return
-        evictions = choose_evictions(self._facts(model))
-        assert evictions is not None, f"{model.name} was checked against the capacity when it was loaded"
-        for name in evictions:
+            return True
+        host = model.host
+        if host is None:
+            return False
+        choice = choose_run(self._facts(model, keep))
+        if choice is None:
+            return False
+        for name in choice.evictions:
             self.evict(name)
-        run = self._arena.allocate(model.name, model.skeleton.size_bytes)
-        assert run is not None, "the evictions made room"
-        target = self._buffer[run.offset_bytes : run.offset_bytes + model.skeleton.size_bytes]
-        target.copy_(model.host)
-        model.skeleton.bind(target)
-        self._residents[model.name] = model
+        self._arena.take_run(model.name, choice.start, model.skeleton.slabs(self._slab_bytes))
+        self._homes[model.name] = choice.start
+        resident = Resident(model=model, buffers=self._part_buffers(model, choice.start), began_s=now_s)
+        self._residents[model.name] = resident
+        computed = mark(self._buffer.device)  # what ran on these slabs until now
+        resident.events = [
+            self._submit(host, resident, number, after=computed) for number in range(len(model.skeleton.parts))
+        ]
+        model.skeleton.bind(resident.buffers)
+        model.skeleton.await_part = lambda part: self._await(resident, part)
+        self.brought_total += 1
+        return True
+
+    def settle(self) -> None:
+        """Note what has arrived whole."""
+        for resident in self._residents.values():
+            if resident.events and all(event.done() and event.error is None for event in resident.events):
+                resident.events = []
+                resident.tries = 0
+                resident.model.skeleton.await_part = None
+
+    def await_all(self, model: HostModel) -> None:
+        """Wait for every part.
+
+        Raises:
+            TransferError: one failed.
+        """
+        Together(self._residents[model.name].events).wait()
+
+    def try_again(self, model: HostModel) -> bool:
+        """Send failed parts once more; False when they failed too often."""
+        resident = self._residents[model.name]
+        host = model.host
+        resident.tries += 1
+        if resident.tries > TRIES_MAX or host is None:
+            return False
+        for number, event in enumerate(resident.events):
+            if event.done() and event.error is not None:
+                resident.events[number] = self._submit(host, resident, number)
+        return True
 
     def evict(self, name: str) -> None:
-        """Forget a model's weights on the device; nothing happens when they are not there."""
-        model = self._residents.pop(name, None)
-        if model is not None:
-            model.skeleton.unbind()
-            self._arena.free(name)
+        """Forget a model's weights on the device; nothing happens when they are not there. Its slabs are free once
+        no transfer writes to them.
+        """
+        resident = self._residents.pop(name, None)
+        if resident is not None:
+            resident.model.skeleton.await_part = None
+            resident.model.skeleton.unbind()
+            self._arena.free_run(name, Together(resident.events))
 
-    def _facts(self, model: LoadedModel) -> ResidencyFacts:
+    def evict_idle_above(self, slab: int, *, keep: str) -> bool:
+        """Evict the model that was used longest ago of those that lie above `slab`; False when there is none."""
+        runs = self._arena.runs
+        idle = [
+            name
+            for name, resident in self._residents.items()
+            if name != keep and not resident.events and runs[name].end > slab
+        ]
+        if not idle:
+            return False
+        self.evict(min(idle, key=lambda name: self._used_s[name]))
+        return True
+
+    def await_one(self) -> None:
+        """Wait until a part that is on its way has arrived, if there is one."""
+        flying = [event for resident in self._residents.values() for event in resident.events if not event.done()]
+        while flying and not any(event.done() for event in flying):
+            time.sleep(POLL_S)
+
+    def _await(self, resident: Resident, part: int) -> None:
+        if resident.events:
+            resident.events[part].wait()
+
+    def _submit(self, host: torch.Tensor, resident: Resident, number: int, *, after: Event = PASSED) -> Event:
+        source = resident.model.skeleton.parts[number].of(host)
+        return self._stream.submit([Copy(source=source, target=resident.buffers[number])], [after])
+
+    def _part_buffers(self, model: HostModel, start: int) -> tuple[torch.Tensor, ...]:
+        buffers = []
+        for part in model.skeleton.parts:
+            first = start * self._slab_bytes
+            buffers.append(self._buffer[first : first + part.size_bytes])
+            start += -(-part.size_bytes // self._slab_bytes)
+        return tuple(buffers)
+
+    def _facts(self, model: HostModel, keep: str | None) -> ResidencyFacts:
+        """Home counts only while nobody else lives there: two models with one home would drive each other out."""
+        slabs = model.skeleton.slabs(self._slab_bytes)
+        home = self._homes.get(model.name)
+        taken = home is not None and any(
+            run.start < home + slabs and home < run.end for run in self._arena.runs.values()
+        )
         residents = tuple(
-            ResidentModel(model=name, run=run, used_s=self._used_s[name]) for name, run in self._arena.runs.items()
+            ResidentModel(
+                model=name,
+                start=run.start,
+                count=run.count,
+                used_s=self._used_s[name],
+                pinned=name == keep or bool(self._residents[name].events),
+            )
+            for name, run in self._arena.runs.items()
         )
         return ResidencyFacts(
+            model=model.name,
+            slabs_needed=slabs,
+            home=None if taken else home,
+            slabs=self._arena.slabs,
             residents=residents,
-            capacity_bytes=self._arena.capacity_bytes,
-            needed_bytes=model.skeleton.size_bytes,
+            blocked=self._arena.blocked,
+            weights_slabs=self._arena.weights_slabs,
         )
+
+
+def measured_rate(buffer: torch.Tensor) -> float:
+    """Bytes per second of a plain copy from host memory into `buffer`, whose content is lost."""
+    target = buffer[:RATE_SAMPLE_BYTES]
+    source = torch.zeros(target.shape, dtype=torch.uint8)
+    best_s = 1.0
+    for _ in range(3):
+        began_s = time.perf_counter()
+        target.copy_(source)
+        if buffer.is_cuda:
+            torch.cuda.synchronize(buffer.device)
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return source.nbytes / best_s

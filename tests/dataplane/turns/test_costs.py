@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.turns.costs import LatencyModel, switch_s
+from dataplane.turns.costs import FACTOR_MAX, CostEstimate, LatencyModel, switch_s
 
 QWEN_7B_H800 = LatencyModel(
     prefill_base_s=5.6791e-03,
@@ -47,3 +47,44 @@ def test_more_work_never_takes_less_time(tokens: int, more: int, batch: int, mor
     model = QWEN_7B_H800
     assert model.prefill_s(tokens + more, (tokens + more) ** 2) >= model.prefill_s(tokens, tokens**2)
     assert model.decode_s(tokens + more, batch + more_batch) >= model.decode_s(tokens, batch)
+
+
+def observed(factor: float, times: int, estimate: CostEstimate) -> CostEstimate:
+    """After steps that took `factor` times as long as the fit says."""
+    for _ in range(times):
+        estimate = estimate.observe_prefill(factor * QWEN_7B_H800.prefill_s(512, 512**2), 512, 512**2)
+        estimate = estimate.observe_decode(factor * QWEN_7B_H800.decode_s(4096, 8), 4096, 8)
+    return estimate
+
+
+@pytest.mark.parametrize("factor", [0.2, 0.9, 1.0, 1.5, 6.0])
+def test_estimate_converges_to_what_is_observed(factor: float) -> None:
+    estimate = observed(factor, 100, CostEstimate(latency=QWEN_7B_H800))
+    assert estimate.prefill_s(2048, 2048**2) == pytest.approx(factor * QWEN_7B_H800.prefill_s(2048, 2048**2), rel=1e-2)
+    assert estimate.decode_s(100, 1) == pytest.approx(factor * QWEN_7B_H800.decode_s(100, 1), rel=1e-2)
+
+
+def test_kinds_of_step_are_corrected_apart() -> None:
+    estimate = CostEstimate(latency=QWEN_7B_H800).observe_decode(1.0, 4096, 8)
+    assert estimate.decode_factor > 1.0
+    assert estimate.prefill_factor == 1.0
+
+
+@pytest.mark.parametrize("observed_s", [0.0, 1e-9, 60.0, float("inf")])
+def test_one_outlier_moves_little(observed_s: float) -> None:
+    estimate = CostEstimate(latency=QWEN_7B_H800).observe_decode(observed_s, 4096, 8)
+    assert estimate.decode_factor == pytest.approx(1.0, abs=0.08)
+
+
+@given(st.lists(st.floats(0.0, 1e6), max_size=300))
+@settings(deadline=None, max_examples=30)
+def test_factors_are_bounded(observations: list[float]) -> None:
+    estimate = CostEstimate(latency=QWEN_7B_H800)
+    for observed_s in observations:
+        estimate = estimate.observe_prefill(observed_s, 512, 512**2)
+        assert 1 / FACTOR_MAX <= estimate.prefill_factor <= FACTOR_MAX
+
+
+def test_a_model_without_cost_is_not_corrected() -> None:
+    free = LatencyModel(**dict.fromkeys(LatencyModel.__dataclass_fields__, 0.0))
+    assert CostEstimate(latency=free).observe_decode(1.0, 10, 1).decode_factor == 1.0

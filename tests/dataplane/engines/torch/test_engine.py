@@ -10,6 +10,7 @@ from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.errors import BadRequestError, ModelLoadError
 from tests.dataplane.engines.torch.drive import drain, request
+from tests.dataplane.engines.torch.slots import slot_for_one
 from tests.dataplane.engines.torch.tiny import VOCABULARY, greedy_tokens, spec_of
 
 PROMPT = list(range(10, 30))
@@ -18,7 +19,7 @@ Checkpoint = Callable[[str], Path]
 
 def engine(checkpoint: Checkpoint, *architectures: str, **changes: Any) -> TorchEngine:
     """An engine with one instance per architecture, named "a", "b", ..."""
-    given: dict[str, Any] = {"weights_bytes": 2**21, "kv_bytes_per_gpu": 2**19, "block_tokens": 4, **changes}
+    given: dict[str, Any] = {"weights_bytes": 2**21, "kv_bytes": 2**19, "block_tokens": 4, **changes}
     made = TorchEngine(TorchEngineSettings(**given), lambda: 0.0)
     for instance_id, architecture in zip("abc", architectures, strict=False):
         made.load(instance_id, spec_of(architecture, checkpoint(architecture)))
@@ -79,7 +80,7 @@ def test_end_of_sequence_stops_and_ignoring_it_goes_on_without_it(checkpoint: Ch
 
 def test_a_model_that_breaks_in_a_step_fails_alone(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     slot = engine(checkpoint, "llama", "qwen3")
-    skeleton = slot._instances["a"].model.skeleton
+    skeleton = slot._models["llama"].model.skeleton
 
     def break_down(**_: object) -> None:
         raise RuntimeError("kernel exploded")
@@ -104,7 +105,7 @@ def test_logits_that_are_not_numbers_end_that_request_alone(checkpoint: Checkpoi
     slot = engine(checkpoint, "llama")
     slot.add(request("warm", PROMPT))
     drain(slot)
-    model: Any = slot._instances["a"].model.skeleton.model
+    model: Any = slot._models["llama"].model.skeleton.model
     model.get_input_embeddings().weight[50] = float("nan")
     slot.add(request("poisoned", [50, 11], max_tokens=4))
     slot.add(request("healthy", [12, 13], max_tokens=4))
@@ -136,13 +137,13 @@ def test_a_bad_model_beside_a_good_one_changes_nothing(checkpoint: Checkpoint, t
 
 
 def test_an_evicted_skeleton_points_nowhere(checkpoint: Checkpoint) -> None:
-    largest = max((checkpoint(name) / "model.safetensors").stat().st_size for name in ("llama", "qwen3")) + 50 * 256
-    slot = engine(checkpoint, "llama", "qwen3", weights_bytes=largest)
+    settings = slot_for_one([checkpoint("llama"), checkpoint("qwen3")], kv_bytes=2**15)
+    slot = engine(checkpoint, "llama", "qwen3", **vars(settings))
     for instance_id in "ab":
         slot.add(request(instance_id, PROMPT, instance_id=instance_id))
         drain(slot)
-    models = {name: slot._instances[name].model.skeleton.model for name in "ab"}
-    assert {parameter.device.type for parameter in models["a"].parameters()} == {"meta"}
-    addresses = [parameter.data_ptr() for parameter in models["b"].parameters()]
-    assert max(addresses) - min(addresses) < largest
+    models = {name: slot._models[name].model.skeleton.model for name in ("llama", "qwen3")}
+    assert {parameter.device.type for parameter in models["llama"].parameters()} == {"meta"}
+    addresses = [parameter.data_ptr() for parameter in models["qwen3"].parameters()]
+    assert max(addresses) - min(addresses) < settings.weights_bytes
     assert slot.stats().resident_models == ("qwen3",)

@@ -12,6 +12,7 @@ from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.engines.torch.skeleton import MODEL_TYPES
 from ops.tiny_models import RECIPES, build_tiny_models
 from tests.dataplane.engines.torch.drive import drain, request
+from tests.dataplane.engines.torch.slots import slot_for_one
 from tests.dataplane.engines.torch.tiny import ARCHITECTURES, VOCABULARY, greedy_tokens, save_tiny, spec_of
 
 MAX_TOKENS = 16
@@ -27,7 +28,8 @@ def engine_of(folder: Path, **changes: Any) -> TorchEngine:
     """One instance "a"; prefills 7 tokens a step, so that prompts come in chunks."""
     given: dict[str, Any] = {
         "weights_bytes": 2**24,
-        "kv_bytes_per_gpu": 2**21,
+        "kv_bytes": 2**21,
+        "slab_bytes": 2**15,
         "block_tokens": 4,
         "prefill_tokens_per_step_max": 7,
         **changes,
@@ -64,7 +66,7 @@ def test_after_preemption_by_lack_of_kv(architecture: str, checkpoint: Checkpoin
     folder = checkpoint(architecture)
     given = prompts(VOCABULARY, (12, 33, 20, 18))
     expected = {name: greedy_tokens(folder, prompt, MAX_TOKENS) for name, prompt in given.items()}
-    engine = engine_of(folder, kv_bytes_per_gpu=2 * 3 * 2 * 12 * 4 * 56)  # 56 tokens; the largest needs 49
+    engine = engine_of(folder, slab_bytes=4608, kv_bytes=8 * 4608, block_tokens=8)  # 64 tokens; the largest needs 49
     for name, prompt in given.items():
         engine.add(request(name, prompt, max_tokens=MAX_TOKENS))
     assert drain(engine).tokens == expected
@@ -95,7 +97,7 @@ def test_demo_models(name: str, tmp_path: Path) -> None:
     model = build_tiny_models(tmp_path, [name])[0]
     given = prompts(512, (5, 40, 150))
     expected = {name: greedy_tokens(model.path, prompt, 16) for name, prompt in given.items()}
-    engine = engine_of(model.path, prefill_tokens_per_step_max=64, block_tokens=16)
+    engine = engine_of(model.path, prefill_tokens_per_step_max=64, block_tokens=16, slab_bytes=2**17)
     for prompt_name, prompt in given.items():
         engine.add(request(prompt_name, prompt, max_tokens=16))
     assert drain(engine).tokens == expected
@@ -110,8 +112,7 @@ def test_two_models_take_turns_in_an_arena_that_holds_one(checkpoint: Checkpoint
         now_s += 0.1
         return now_s
 
-    largest = max((folder / "model.safetensors").stat().st_size for folder in folders.values()) + 50 * 256
-    engine = TorchEngine(TorchEngineSettings(weights_bytes=largest, kv_bytes_per_gpu=2**20), clock)
+    engine = TorchEngine(slot_for_one(folders.values(), kv_bytes=2**17), clock)
     given = prompts(VOCABULARY)
     for name, folder in folders.items():
         engine.load(name, spec_of(name, folder))
@@ -123,8 +124,8 @@ def test_two_models_take_turns_in_an_arena_that_holds_one(checkpoint: Checkpoint
     while engine.has_work():
         outputs.append(engine.step())
         seen.add(engine.stats().resident_models)
-    assert seen == {("a",), ("b",)}
-    assert engine.stats().switches_total >= 6
+    assert seen - {()} == {("a",), ("b",)}
+    assert engine.stats().switches_total >= 2
     for name, folder in folders.items():
         for prompt_name, prompt in given.items():
             made = [t for step in outputs for o in step if o.request_id == name + prompt_name for t in o.token_ids]

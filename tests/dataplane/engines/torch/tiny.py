@@ -30,7 +30,12 @@ _SIZES: dict[str, Any] = {
 
 _SPECIFIC: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 9, "sliding_window_pattern": 2},
-    "gemma2": {"sliding_window": 9, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0},
+    "gemma2": {
+        "sliding_window": 9,
+        "query_pre_attn_scalar": 12,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 1.0,
+    },
     "gemma3_text": {
         "sliding_window": 9,
         "sliding_window_pattern": 2,
@@ -38,15 +43,23 @@ _SPECIFIC: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "glm4": {"partial_rotary_factor": 0.5},
-    "granite": {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    "granite": {
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.6,
+    },
+    "internlm3": {"qkv_bias": True, "bias": True},
     "llama": {},
     "mistral": {"sliding_window": 9},
-    "olmo2": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40, "sliding_window": 9},
+    "olmo2": {"num_hidden_layers": 2},
     "phi3": {"sliding_window": 9},
     "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "tie_word_embeddings": True},
     "qwen3": {},
+    "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
     "smollm3": {"no_rope_layers": [1, 1, 0]},
-    "starcoder2": {"sliding_window": 9},
+    "starcoder2": {"sliding_window": 9, "num_key_value_heads": 4},
 }
 
 ARCHITECTURES = tuple(_SPECIFIC)
@@ -64,6 +77,9 @@ def save_tiny(architecture: str, folder: Path, *, seed: int = 0, **changes: Any)
     model = build(tiny_config(architecture, **changes), dtype=torch.float32)
     with torch.no_grad():
         model.get_input_embeddings().weight *= 0.1  # or a token would mostly predict itself, whatever attention says
+        for name, parameter in model.named_parameters():
+            if ".layers." in name and parameter.dim() == 1:  # zeros and ones at first: a mistake would not show
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
     model.save_pretrained(folder)
     return folder
 

@@ -1,0 +1,210 @@
+"""Which slot runs a request: one prefills it, another decodes it, and others again when a worker is lost.
+
+    waiting --(a prefill slot is ready)--> prefill slot --(first token, KV)--> decode slot --(first output)--> end
+       ^                                       | worker lost                      | worker lost
+       +---------------------------------------+----------------------------------+
+
+The prefill slot holds the KV it handed over until the decode slot's first output. A request whose worker is lost goes
+on from its tokens: with that KV while it is held, else through a prefill slot. A slot that does both never hands over.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dataplane.engine import EngineOutput, EngineRequest, TurnRecord
+from dataplane.errors import BadRequestError, DataplaneError, WorkerLostError
+from dataplane.flights import Flight
+from dataplane.frames import Add, Cancel, Release
+from dataplane.slots import Slot
+from dataplane.turns.prefill import PrefillQueue, PrefillSettings, choose_prefill_slot
+
+
+class Dispatcher:
+    """The requests in flight on the slots of one pool."""
+
+    def __init__(self, slots: Sequence[Slot], settings: PrefillSettings, *, losses_max: int) -> None:
+        self._slots = {slot.index: slot for slot in slots}
+        self._settings = settings
+        self._losses_max = losses_max
+        self._flights: dict[str, Flight] = {}
+        self._queues = {slot.index: PrefillQueue() for slot in slots if slot.kind != "decode"}
+        self.handovers_total = 0
+
+    def __len__(self) -> int:
+        """Requests in flight."""
+        return len(self._flights)
+
+    def queue(self, slot: int) -> PrefillQueue:
+        """Who waits for a first token on a slot."""
+        return self._queues.get(slot, PrefillQueue())
+
+    def count(self, slot: int | None) -> int:
+        """Requests on a slot; those that wait for one for None."""
+        return sum(flight.slot == slot for flight in self._flights.values())
+
+    def has(self, instance_id: str) -> bool:
+        """Whether a request of the instance is in flight."""
+        return any(flight.request.instance_id == instance_id for flight in self._flights.values())
+
+    def submit(self, request: EngineRequest, model: str) -> Flight:
+        """Take a request in.
+
+        Raises:
+            dataplane.errors.BadRequestError: its id is in flight already.
+        """
+        if request.request_id in self._flights:
+            raise BadRequestError(f"request {request.request_id} is in flight already", param="request_id")
+        flight = Flight(request=request, model=model)
+        self._flights[request.request_id] = flight
+        self._place(flight)
+        return flight
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request whose client is gone, everywhere. One that has ended is ignored."""
+        flight = self._flights.get(request_id)
+        if flight is not None:
+            self._forget(flight)
+
+    def hear(self, slot: Slot, output: EngineOutput) -> None:
+        """Pass a worker's output on, and a request that it handed over to a decode slot.
+
+        What belongs to requests that were cancelled meanwhile is dropped.
+        """
+        flight = self._flights.get(output.request_id)
+        if flight is None or flight.slot != slot.index:
+            if output.kv is not None:
+                slot.send(Release(request_id=output.request_id))
+            return
+        flight.made.extend(output.token_ids)
+        flight.outputs.put_nowait(output)
+        self._leave_queue(flight)
+        self._release_kv(flight)
+        if output.finish_reason is not None or output.error is not None:
+            del self._flights[flight.request_id]
+        elif output.kv is not None:
+            flight.kv, flight.holder = output.kv, slot.index
+            self.handovers_total += 1
+            self._place(flight)
+
+    def end(self, request_id: str, error: DataplaneError) -> None:
+        """End a request with an error. Unknown ids are ignored."""
+        flight = self._flights.get(request_id)
+        if flight is not None:
+            self._forget(flight)
+            flight.outputs.put_nowait(error)
+
+    def end_instance(self, instance_id: str, error: DataplaneError) -> None:
+        """End all requests of an instance."""
+        for flight in self._of_instance(instance_id):
+            self.end(flight.request_id, error)
+
+    def end_all(self, error: DataplaneError) -> None:
+        """End all requests."""
+        for request_id in list(self._flights):
+            self.end(request_id, error)
+
+    def place_waiting(self, instance_id: str) -> None:
+        """Send on what waits for a slot with this instance."""
+        for flight in self._of_instance(instance_id):
+            if flight.slot is None:
+                self._place(flight)
+
+    def lose(self, slot: Slot) -> None:
+        """A worker is gone, with what it ran and held: the requests go on elsewhere.
+
+        Those that lost too many workers end: one of them may be the cause.
+        """
+        for flight in self._flights.values():
+            if flight.holder == slot.index:
+                flight.kv = flight.holder = None
+        for flight in [flight for flight in self._flights.values() if flight.slot == slot.index]:
+            self._leave_queue(flight)
+            flight.slot = None
+            flight.losses += 1
+            if flight.losses > self._losses_max:
+                error = WorkerLostError(f"{flight.losses} workers were lost while they ran this request")
+                self.end(flight.request_id, error)
+        for flight in list(self._flights.values()):
+            if flight.slot is None:
+                self._place(flight)
+
+    def _place(self, flight: Flight) -> None:
+        """Send a request to the slot that shall run it. It waits when none is ready."""
+        flight.slot = None
+        unable = "decode" if flight.kv is None else "prefill"
+        able = {i: s for i, s in self._slots.items() if s.kind != unable and s.is_ready(flight.request.instance_id)}
+        if not able:
+            return
+        flight.slot = self._choose_prefill(flight, able) if flight.kv is None else self._choose_decode(flight, able)
+        able[flight.slot].send(Add(request=flight.continued()))
+
+    def _choose_prefill(self, flight: Flight, able: dict[int, Slot]) -> int:
+        """Join the queue of a slot, by Aegaeon's algorithm 1."""
+        request = flight.prefill()
+        queues = {index: self._queues[index] for index in able}
+        loads_s = {index: _load_s(queue, able[index]) for index, queue in queues.items()}
+        chosen = choose_prefill_slot(request, queues, loads_s, self._settings).slot
+        self._queues[chosen] = self._queues[chosen].join(request, self._settings)
+        flight.queued_at = chosen
+        return chosen
+
+    def _choose_decode(self, flight: Flight, able: dict[int, Slot]) -> int:
+        """The slot whose round is least long with this request in it; then the one with the fewest requests."""
+        models: dict[int, set[str]] = {index: {flight.model} for index in able}
+        requests = Counter(dict.fromkeys(able, 0))
+        for other in self._flights.values():
+            if other.slot in models:
+                models[other.slot].add(other.model)
+                requests[other.slot] += 1
+        return min(able, key=lambda index: (len(models[index]), requests[index]))
+
+    def _forget(self, flight: Flight) -> None:
+        del self._flights[flight.request_id]
+        self._leave_queue(flight)
+        if flight.slot is not None:
+            self._slots[flight.slot].send(Cancel(request_id=flight.request_id))
+        self._release_kv(flight)
+
+    def _leave_queue(self, flight: Flight) -> None:
+        if flight.queued_at is not None:
+            self._queues[flight.queued_at] = self._queues[flight.queued_at].remove(flight.request_id)
+            flight.queued_at = None
+
+    def _release_kv(self, flight: Flight) -> None:
+        """Nobody needs the KV any more that a prefill slot holds for a request."""
+        if flight.holder is not None:
+            self._slots[flight.holder].send(Release(request_id=flight.request_id))
+        flight.kv = flight.holder = None
+
+    def _of_instance(self, instance_id: str) -> list[Flight]:
+        return [flight for flight in self._flights.values() if flight.request.instance_id == instance_id]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillPace:
+    """How fast a slot prefills. The defaults stand until it has been seen."""
+
+    token_s: float = 1e-4
+    switch_s: float = 0.5
+
+
+def prefill_pace(turns: Iterable[TurnRecord]) -> PrefillPace:
+    """The pace seen in the last turns: seconds a token without a switch, and what a switch took on top of that."""
+    prefills = [turn for turn in turns if turn.kind == "prefill" and turn.tokens]
+    plain = [turn for turn in prefills if not turn.switched] or prefills
+    switched = [turn for turn in prefills if turn.switched]
+    if not plain:
+        return PrefillPace()
+    token_s = sum(turn.ended_s - turn.started_s for turn in plain) / sum(turn.tokens for turn in plain)
+    extra_s = sum(turn.ended_s - turn.started_s - turn.tokens * token_s for turn in switched)
+    switch_s = max(0.0, extra_s) / len(switched) if switched else PrefillPace().switch_s
+    return PrefillPace(token_s=token_s, switch_s=switch_s)
+
+
+def _load_s(queue: PrefillQueue, slot: Slot) -> float:
+    """Seconds that a slot's prefill queue takes."""
+    pool = slot.stats.pool
+    pace = prefill_pace(() if pool is None else pool.turns)
+    running_model = None if pool is None else pool.running_model
+    return queue.load_s(lambda request: request.tokens * pace.token_s, lambda model: pace.switch_s, running_model)

@@ -1,0 +1,213 @@
+"""The memory of a replayed slot, counted in bytes: whose weights are there, where KV is, when what moves arrives.
+
+Weights, KV on its way in and KV on its way out each have a wire to themselves, over which transfers go one after
+another at the full rate.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Wire:
+    """One transfer after another."""
+
+    def __init__(self) -> None:
+        self._free_s = float("-inf")
+
+    def send(self, time_s: float, now_s: float) -> float:
+        """When a transfer of `time_s` that is submitted now is over."""
+        self._free_s = now_s + self.waits_s(now_s) + time_s
+        return self._free_s
+
+    def waits_s(self, now_s: float) -> float:
+        """How long a transfer submitted now would wait for those before it."""
+        return max(0.0, self._free_s - now_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Those of one model. `switch_s`: how long they take to arrive."""
+
+    model: str
+    size_bytes: int
+    switch_s: float
+
+
+class WeightsMemory:
+    """Who is there or arriving. The longest unused ones give way."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._wire = Wire()
+        self._residents: dict[str, tuple[Weights, float]] = {}
+        """By model: what, and when it is there. In order of last use."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of models that are there or arriving."""
+        return sum(weights.size_bytes for weights, _ in self._residents.values())
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left."""
+        return self._capacity_bytes - self.used_bytes
+
+    def fit(self, wanted: Iterable[Weights]) -> bool:
+        """Whether these could all be there at once."""
+        return sum(weights.size_bytes for weights in wanted) <= self._capacity_bytes
+
+    def resident_models(self, now_s: float) -> tuple[str, ...]:
+        """Models that are wholly there, in name order."""
+        return tuple(sorted(model for model, (_, there_s) in self._residents.items() if there_s <= now_s))
+
+    def arriving_models(self, now_s: float) -> tuple[str, ...]:
+        """Models on their way, in name order."""
+        return tuple(sorted(model for model, (_, there_s) in self._residents.items() if there_s > now_s))
+
+    def bring(self, weights: Weights, now_s: float, *, keep: str | None = None) -> float | None:
+        """When the weights are there; they are sent for if need be. None: they do not fit beside those of `keep`."""
+        if weights.model in self._residents:
+            self._residents[weights.model] = self._residents.pop(weights.model)
+            return self._residents[weights.model][1]
+        kept_bytes = self._residents[keep][0].size_bytes if keep in self._residents else 0
+        if weights.size_bytes + kept_bytes > self._capacity_bytes:
+            return None
+        while self.used_bytes + weights.size_bytes > self._capacity_bytes:
+            self.evict(next(model for model in self._residents if model != keep))
+        there_s = self._wire.send(weights.switch_s, now_s)
+        self._residents[weights.model] = weights, there_s
+        return there_s
+
+    def missing_s(self, weights: Weights, now_s: float) -> float:
+        """How long it would take until the weights are there, were they sent for now."""
+        if weights.model in self._residents:
+            return max(0.0, self._residents[weights.model][1] - now_s)
+        return self._wire.waits_s(now_s) + weights.switch_s
+
+    def evict(self, model: str) -> None:
+        """Forget the weights of a model, if they are there."""
+        self._residents.pop(model, None)
+
+
+class Place(Enum):
+    """Where the KV of a sequence is. LEAVING and ARRIVING take room on both sides."""
+
+    NOWHERE = "nowhere"
+    HERE = "here"
+    LEAVING = "leaving"
+    AWAY = "away"
+    ARRIVING = "arriving"
+
+
+@dataclass(eq=False, kw_only=True)
+class SequenceKv:
+    """The KV of one sequence. `here_bytes` of the slot's memory, `host_bytes` of its host memory (none where another
+    slot keeps it). `moved_tokens` is what a transfer moves, `moved_s` when that is over.
+    """
+
+    bytes_per_token: int
+    bytes_per_s: float
+    place: Place = Place.NOWHERE
+    here_bytes: int = 0
+    host_bytes: int = 0
+    moved_tokens: int = 0
+    moved_s: float = 0.0
+
+    @property
+    def moved_bytes(self) -> int:
+        """What a transfer moves."""
+        return self.moved_tokens * self.bytes_per_token
+
+
+class KvMemory:
+    """KV of a slot and of its host memory."""
+
+    def __init__(self, capacity_bytes: int, host_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._host_capacity_bytes = host_bytes
+        self._in, self._out = Wire(), Wire()
+        self._moving: list[SequenceKv] = []
+        self.used_bytes = 0
+        self.host_used_bytes = 0
+        self.swapped_out_total = 0
+        self.swapped_in_total = 0
+
+    @property
+    def free_bytes(self) -> int:
+        """What can be given out now."""
+        return self._capacity_bytes - self.used_bytes
+
+    @property
+    def leaving(self) -> bool:
+        """Whether something is on its way out, so that there is more room soon."""
+        return any(kv.place is Place.LEAVING for kv in self._moving)
+
+    @property
+    def next_move_s(self) -> float | None:
+        """When the next transfer is over; None when there is none."""
+        return min((kv.moved_s for kv in self._moving), default=None)
+
+    def grow(self, kv: SequenceKv, tokens: int) -> bool:
+        """Room for `tokens` tokens of KV that is HERE or NOWHERE; False when there is too little."""
+        size_bytes = max(kv.here_bytes, tokens * kv.bytes_per_token)
+        if size_bytes - kv.here_bytes > self.free_bytes:
+            return False
+        self._hold(kv, here_bytes=size_bytes)
+        kv.place = Place.HERE
+        return True
+
+    def swap_out(self, kv: SequenceKv, tokens: int, now_s: float) -> bool:
+        """Send the KV of `tokens` tokens to host memory; False when that is full."""
+        assert kv.place is Place.HERE
+        size_bytes = tokens * kv.bytes_per_token
+        if size_bytes > self._host_capacity_bytes - self.host_used_bytes:
+            return False
+        self._hold(kv, here_bytes=size_bytes, host_bytes=size_bytes)
+        kv.moved_tokens = tokens
+        self._move(kv, Place.LEAVING, self._out, now_s)
+        self.swapped_out_total += 1
+        return True
+
+    def swap_in(self, kv: SequenceKv, now_s: float) -> bool:
+        """Send for KV that is AWAY; False when there is no room."""
+        assert kv.place is Place.AWAY
+        if kv.moved_bytes > self.free_bytes:
+            return False
+        self._hold(kv, here_bytes=kv.moved_bytes, host_bytes=kv.host_bytes)
+        self._move(kv, Place.ARRIVING, self._in, now_s)
+        self.swapped_in_total += 1
+        return True
+
+    def adopt(self, kv: SequenceKv, tokens: int) -> None:
+        """Take note of KV that another slot keeps in its host memory."""
+        assert kv.place is Place.NOWHERE
+        kv.place, kv.moved_tokens = Place.AWAY, tokens
+
+    def drop(self, kv: SequenceKv) -> None:
+        """Forget KV, wherever it is."""
+        if kv in self._moving:
+            self._moving.remove(kv)
+        self._hold(kv)
+        kv.place = Place.NOWHERE
+
+    def settle(self, now_s: float) -> None:
+        """Take note of the transfers that are over."""
+        for kv in [kv for kv in self._moving if kv.moved_s <= now_s]:
+            self._moving.remove(kv)
+            if kv.place is Place.LEAVING:
+                self._hold(kv, host_bytes=kv.host_bytes)
+                kv.place = Place.AWAY
+            else:
+                self._hold(kv, here_bytes=kv.here_bytes)
+                kv.place = Place.HERE
+
+    def _move(self, kv: SequenceKv, place: Place, wire: Wire, now_s: float) -> None:
+        kv.place = place
+        kv.moved_s = wire.send(kv.moved_bytes / kv.bytes_per_s, now_s)
+        self._moving.append(kv)
+
+    def _hold(self, kv: SequenceKv, *, here_bytes: int = 0, host_bytes: int = 0) -> None:
+        self.used_bytes += here_bytes - kv.here_bytes
+        self.host_used_bytes += host_bytes - kv.host_bytes
+        kv.here_bytes, kv.host_bytes = here_bytes, host_bytes

@@ -1,0 +1,73 @@
+"""What the replay engine says of itself: the load of its instances, the state of the pool."""
+
+from collections.abc import Iterable
+
+from dataplane.engine import InstanceStats, KvShapeStats, PoolStats
+from dataplane.engines.replay_memory import KvMemory, Place, WeightsMemory
+from dataplane.engines.replay_models import ReplaySequence
+from dataplane.engines.replay_requests import ReplayRequests
+from dataplane.engines.turn_log import TurnLog
+from dataplane.turns.schedule import Turn
+
+
+def instance_stats(
+    instance_id: str, requests: list[ReplaySequence], *, kv_free_bytes: int, kv_tokens_max: int
+) -> InstanceStats:
+    """The load of an instance by its requests. It could take what KV memory is free beside its own."""
+    used_bytes = sum(max(sequence.kv.here_bytes, sequence.kv.host_bytes) for sequence in requests)
+    running = sum(sequence.cached > 0 for sequence in requests)
+    return InstanceStats(
+        instance_id=instance_id,
+        kv_tokens_max=kv_tokens_max,
+        kv_used_bytes=used_bytes,
+        kv_capacity_bytes=used_bytes + kv_free_bytes,
+        remaining_tokens=sum(sequence.remaining_tokens for sequence in requests),
+        running=running,
+        waiting=len(requests) - running,
+    )
+
+
+def pool_stats(
+    *,
+    now_s: float,
+    turn: Turn | None,
+    load: float,
+    weights: WeightsMemory,
+    kv: KvMemory,
+    requests: ReplayRequests,
+    log: TurnLog,
+) -> PoolStats:
+    """The state of the pool right now. A replay has no slabs: `slabs` are bytes."""
+    all_kv = requests.all_kv
+    moving = [one for one in all_kv if one.place in (Place.LEAVING, Place.ARRIVING)]
+    return PoolStats(
+        now_s=now_s,
+        running_model=turn.model if turn else None,
+        next_model=turn.next_model if turn else None,
+        arriving_models=weights.arriving_models(now_s),
+        load=load,
+        prefills_waiting=sum(len(group.waiting) for group in requests.prefills.groups),
+        slabs={"weights": weights.used_bytes, "kv": kv.used_bytes, "free": weights.free_bytes + kv.free_bytes},
+        kv=_shapes((one.bytes_per_token, one.here_bytes, one in moving) for one in all_kv),
+        host_kv=_shapes((one.bytes_per_token, one.host_bytes, one in moving) for one in all_kv),
+        turns=tuple(log.turns),
+    )
+
+
+def _shapes(kept: Iterable[tuple[int, int, bool]]) -> tuple[KvShapeStats, ...]:
+    """By bytes per token; of each KV how many bytes there are, and whether they are moving."""
+    used: dict[int, int] = {}
+    moving: dict[int, int] = {}
+    for bytes_per_token, size_bytes, is_moving in kept:
+        used[bytes_per_token] = used.get(bytes_per_token, 0) + size_bytes
+        moving[bytes_per_token] = moving.get(bytes_per_token, 0) + size_bytes * is_moving
+    return tuple(
+        KvShapeStats(
+            shape=f"{bytes_per_token} bytes per token",
+            used_bytes=used_bytes,
+            held_bytes=used_bytes,
+            moving_bytes=moving[bytes_per_token],
+        )
+        for bytes_per_token, used_bytes in sorted(used.items())
+        if used_bytes
+    )

@@ -1,0 +1,34 @@
+"""The replay engine's settings."""
+
+from dataclasses import dataclass, field
+
+from dataplane.profile import GpuProfile
+from dataplane.turns.schedule import TurnSettings
+from dataplane.words import WORDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings:
+    """What a slot gives its engine.
+
+    `weights_bytes` is the room for weights on the slot, `kv_bytes` that for KV, `host_kv_bytes` that for KV of
+    preempted and handed-over requests in host memory. A step decodes at most `batch_max` sequences and prefills at
+    most `prefill_tokens_per_step_max` tokens. `prefetch` brings the next model early; with `hands_over` a request
+    leaves after its first token, to be decoded by another slot.
+
+    `speed` divides every time. Token ids are below `vocabulary_size`. `mean_tokens`: answers end by themselves after
+    about so many tokens (geometrically distributed); None lets each run to its `max_tokens`.
+    """
+
+    profile: GpuProfile
+    weights_bytes: int
+    kv_bytes: int
+    host_kv_bytes: int = 2**40
+    batch_max: int = 64
+    prefill_tokens_per_step_max: int = 2048
+    prefetch: bool = True
+    hands_over: bool = False
+    speed: float = 1.0
+    vocabulary_size: int = len(WORDS)
+    mean_tokens: int | None = None
+    turns: TurnSettings = field(default_factory=TurnSettings)

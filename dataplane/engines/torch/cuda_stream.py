@@ -1,0 +1,208 @@
+"""The copy stream of a CUDA device, with its pinned stage buffer (Aegaeon 5.2 and Table 2).
+
+A thread issues the copies in order, so that submitting never blocks. Pinned or device memory is copied directly. The
+rest goes through one of two halves of the stage buffer, chunk by chunk, so that host and wire work at the same time:
+
+    host to device    host fills half 0 | wire takes half 0 | ...
+                                        | host fills half 1 | wire takes half 1 | ...
+    device to host    wire fills half 0 | host empties half 0 | ...
+                                        | wire fills half 1   | host empties half 1 | ...
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import cycle, groupby
+from typing import Any
+
+import torch
+
+from dataplane.engines.torch.streams import CHUNK_BYTES, Copy, Line, Movers, check_copies, cut, flat_bytes
+from dataplane.memory.events import Event, TransferError
+
+
+class CudaMark:
+    """A recorded CUDA event."""
+
+    error: BaseException | None = None
+
+    def __init__(self, recorded: torch.cuda.Event) -> None:
+        self._recorded = recorded
+
+    def done(self) -> bool:
+        """Whether the device has come past it (`cudaEventQuery`)."""
+        return bool(self._recorded.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Let the calling thread's current stream wait for it (`cudaStreamWaitEvent`); the thread goes on."""
+        torch.cuda.current_stream().wait_event(self._recorded)
+
+
+class IssuedCopies:
+    """The event of copies that a thread issues: passed when they are issued and the device has come past them."""
+
+    def __init__(self, issued: Event, recorded: torch.cuda.Event) -> None:
+        self._issued = issued
+        self._mark = CudaMark(recorded)
+
+    def done(self) -> bool:
+        """Whether the copies are over, or could not be issued."""
+        return self._issued.done() and (self.error is not None or self._mark.done())
+
+    def wait(self) -> None:
+        """Block until the copies are issued, then let the current stream wait for them.
+
+        Raises:
+            TransferError: they could not be issued.
+        """
+        self._issued.wait()
+        self._mark.wait()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the copies could not be issued."""
+        return self._issued.error
+
+
+class CudaStream:
+    """Copies between host tensors and tensors of one CUDA device, or within the device."""
+
+    def __init__(self, device: torch.device, name: str, *, threads: int, staging_bytes: int) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stage = Stage(staging_bytes // 2, Movers(name, threads))
+        self._line = Line(name)
+
+    def submit(self, copies: Sequence[Copy], after: Sequence[Event] = ()) -> Event:
+        """See `CopyStream`."""
+        check_copies(copies)
+        assert all(copy.source.is_cuda or copy.target.is_cuda for copy in copies), "a copy between host tensors"
+        recorded = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+        def issue() -> None:
+            with torch.cuda.stream(self._stream):
+                for event in after:
+                    event.wait()
+                try:
+                    self._issue(copies)
+                except BaseException:
+                    self._stream.synchronize()
+                    raise
+                recorded.record()
+
+        return IssuedCopies(self._line.submit(issue), recorded)
+
+    def close(self) -> None:
+        """See `CopyStream`."""
+        self._line.close()
+        self._stage.close()
+        self._stream.synchronize()
+
+    def _issue(self, copies: Sequence[Copy]) -> None:
+        for way, group in groupby(copies, key=_way):
+            if way == "upload":
+                self._stage.upload(group)
+            elif way == "download":
+                self._stage.download(group)
+            else:
+                for copy in group:
+                    flat_bytes(copy.target).copy_(flat_bytes(copy.source), non_blocking=True)
+
+
+class Stage:
+    """Two pinned halves, used in turn. The host touches one only after the device has come past its event."""
+
+    def __init__(self, half_bytes: int, movers: Movers) -> None:
+        assert half_bytes >= 1, half_bytes
+        self._half_bytes = half_bytes
+        self._movers = movers
+        self._halves = cycle([_pinned_half(half_bytes), _pinned_half(half_bytes)])
+
+    def upload(self, copies: Iterable[Copy]) -> None:
+        """Issue copies from host memory to the device on the current stream; sources are read when this returns."""
+        for load, (half, passed) in zip(self._loads(copies), self._halves, strict=False):
+            passed.synchronize()
+            staged = _split(half, load)
+            self._movers.move(Copy(piece.source, place) for piece, place in zip(load, staged, strict=True))
+            for piece, place in zip(load, staged, strict=True):
+                piece.target.copy_(place, non_blocking=True)
+            passed.record()
+
+    def download(self, copies: Iterable[Copy]) -> None:
+        """Copy from the device to host memory, after what the current stream holds; all is there when this returns."""
+        behind: tuple[list[Copy], torch.cuda.Event] | None = None
+        for load, (half, passed) in zip(self._loads(copies), self._halves, strict=False):
+            passed.synchronize()
+            staged = _split(half, load)
+            for piece, place in zip(load, staged, strict=True):
+                place.copy_(piece.source, non_blocking=True)
+            passed.record()
+            self._empty(behind)
+            behind = [Copy(place, piece.target) for piece, place in zip(load, staged, strict=True)], passed
+        self._empty(behind)
+
+    def close(self) -> None:
+        """End the threads that copy on the host."""
+        self._movers.close()
+
+    def _empty(self, filled: tuple[list[Copy], torch.cuda.Event] | None) -> None:
+        if filled is not None:
+            copies, passed = filled
+            passed.synchronize()
+            self._movers.move(copies)
+
+    def _loads(self, copies: Iterable[Copy]) -> Iterator[list[Copy]]:
+        """The copies in pieces, as many at a time as a half holds."""
+        load: list[Copy] = []
+        room_bytes = self._half_bytes
+        for piece in cut(copies, min(CHUNK_BYTES, self._half_bytes)):
+            if piece.source.nbytes > room_bytes:
+                yield load
+                load, room_bytes = [], self._half_bytes
+            load.append(piece)
+            room_bytes -= piece.source.nbytes
+        if load:
+            yield load
+
+
+def _pinned_half(half_bytes: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    return torch.empty(half_bytes, dtype=torch.uint8, pin_memory=True), event
+
+
+def _split(half: torch.Tensor, load: Iterable[Copy]) -> list[torch.Tensor]:
+    """A place in the half for each piece, one after the other."""
+    sizes = [piece.source.nbytes for piece in load]
+    return list(torch.split(half[: sum(sizes)], sizes))
+
+
+def _way(copy: Copy) -> str:
+    if all(tensor.is_cuda or tensor.is_pinned() for tensor in (copy.source, copy.target)):
+        return "direct"
+    return "upload" if copy.target.is_cuda else "download"
+
+
+def pin(host: torch.Tensor) -> None:
+    """Lock host memory, such as a mapped model, so that it is copied directly. A copy lies within one pinned tensor.
+
+    Takes about 0.1 s/GB and driver-wide locks: not while tokens are made. Undone by `unpin`, before the memory goes.
+
+    Raises:
+        TransferError: the driver refuses, for instance beyond `ulimit -l`.
+    """
+    _check(_cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+
+
+def unpin(host: torch.Tensor) -> None:
+    """Undo `pin`. No copy may be under way.
+
+    Raises:
+        TransferError: it was not pinned.
+    """
+    _check(_cudart().cudaHostUnregister(host.data_ptr()))
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _check(result: Any) -> None:
+    if int(result) != 0:
+        raise TransferError(f"CUDA error {int(result)} for host memory")

@@ -1,0 +1,49 @@
+"""What a slot's engine remembers of its turns: the last ones, and how much was done since the start."""
+
+from collections import deque
+
+from dataplane.engine import TurnRecord
+from dataplane.turns.schedule import Turn
+
+TURNS_KEPT = 64
+
+
+class TurnLog:
+    """The turns that ended, oldest first, and the present one; the totals since the start."""
+
+    def __init__(self) -> None:
+        self.switches_total = 0
+        self.steps_total = 0
+        self.tokens_total = 0
+        self.turns: deque[TurnRecord] = deque(maxlen=TURNS_KEPT)
+        self._present: Turn | None = None
+        self._switched = False
+        self._model: str | None = None
+        self._tokens_before = 0
+
+    def turn(self, turn: Turn | None, now_s: float) -> None:
+        """Note whose turn it is now, None when nobody's. A turn ends when the kind or the model changes."""
+        present = self._present
+        if present is not None:
+            if turn is not None and (turn.kind, turn.model) == (present.kind, present.model):
+                return
+            record = TurnRecord(
+                kind=present.kind,
+                model=present.model,
+                started_s=present.started_s,
+                ended_s=now_s,
+                tokens=self.tokens_total - self._tokens_before,
+                switched=self._switched,
+            )
+            self.turns.append(record)
+        self._present = turn
+        if turn is not None:
+            self._switched = turn.model != self._model
+            self.switches_total += self._switched
+            self._model = turn.model
+            self._tokens_before = self.tokens_total
+
+    def step(self, tokens: int) -> None:
+        """Note a step that ran, and how many tokens it made."""
+        self.steps_total += 1
+        self.tokens_total += tokens

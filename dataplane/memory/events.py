@@ -1,0 +1,116 @@
+"""When a transfer is over: events, and the lists of what may not be touched before (Aegaeon 5.3).
+
+Bookkeeping knows transfers only by their events. Whoever gives memory back while a copy still reads or writes it names
+the copy's event; the memory waits in a `MoveList` until that event is done. A failed copy is over too: nobody touches
+its memory any more.
+"""
+
+import threading
+from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
+
+Item = TypeVar("Item")
+
+
+class TransferError(Exception):
+    """A transfer failed: what it should have written is not there."""
+
+
+class Event(Protocol):
+    """The end of a transfer."""
+
+    def done(self) -> bool:
+        """Whether the transfer is over, well or badly. Never blocks; once true it stays true."""
+        ...
+
+    def wait(self) -> None:
+        """Let what runs next wait for the transfer.
+
+        Raises:
+            TransferError: it failed.
+        """
+        ...
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the transfer failed. Means something only when done."""
+        ...
+
+
+class Passed:
+    """An event that is done, and well: there is nothing to wait for."""
+
+    def done(self) -> bool:
+        """True."""
+        return True
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """None."""
+        return None
+
+
+PASSED = Passed()
+
+
+class FlagEvent:
+    """An event that a thread finishes."""
+
+    def __init__(self) -> None:
+        self._flag = threading.Event()
+        self._error: BaseException | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Say that the transfer is over; with an error, that it failed. Said once."""
+        assert not self._flag.is_set(), "an event is finished once"
+        self._error = error
+        self._flag.set()
+
+    def done(self) -> bool:
+        """Whether it is finished."""
+        return self._flag.is_set()
+
+    def wait(self) -> None:
+        """Block until it is finished.
+
+        Raises:
+            TransferError: it was finished with an error, which is the cause.
+        """
+        self._flag.wait()
+        if self._error is not None:
+            raise TransferError(f"a transfer failed: {self._error!r}") from self._error
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that it was finished with."""
+        return self._error
+
+
+class MoveList(Generic[Item]):
+    """Things that transfers still read or write, each with the event after which it is free."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Item, Event]] = []
+
+    def __iter__(self) -> Iterator[Item]:
+        """All that still wait, as far as was asked."""
+        return (item for item, _ in self._waiting)
+
+    def add(self, item: Item, after: Event) -> None:
+        """Keep the item until `after` is done."""
+        self._waiting.append((item, after))
+
+    def take_done(self) -> list[Item]:
+        """Remove and return what no transfer touches any more. Asks each event once."""
+        done: list[Item] = []
+        waiting: list[tuple[Item, Event]] = []
+        for item, after in self._waiting:
+            if after.done():
+                done.append(item)
+            else:
+                waiting.append((item, after))
+        self._waiting = waiting
+        return done

@@ -1,0 +1,273 @@
+"""Weighted round robin over the decode batches of a slot (Aegaeon 4.3, algorithm 2, equations 2 and 3). Pure.
+
+A round gives each model's batch one turn. Decoding for its quota q at t seconds per step makes q / t tokens, which
+last q n seconds at a target of d seconds per token (n = d / t); all quotas are chosen so that they last equally long.
+What the paper leaves open: a model has at most one turn per round; one that joins gets the next turn; one that has
+nothing to run gives up its turn, and joins again when it has; a model alone goes on without end.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFacts:
+    """What one model has to decode. Batches of one model that take turns step by step count as one, `step_s` the sum.
+
+    `tbt_s`: the tightest target in it. `switch_s`: how long its weights take to arrive in each round (0 if they stay
+    resident between its turns), `prefetched` if they do so during the turn before. `ready` False: its weights are not
+    in host memory yet. `slack_s`: until the most urgent sequence misses its next token's deadline, negative when late.
+    """
+
+    model: str
+    sequences: int
+    step_s: float
+    tbt_s: float
+    switch_s: float
+    prefetched: bool = False
+    ready: bool = True
+    slack_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Hold what the equations divide by."""
+        assert self.step_s > 0
+        assert self.tbt_s > 0
+        assert self.switch_s >= 0
+
+    @property
+    def can_run(self) -> bool:
+        """Whether a turn would make tokens."""
+        return self.ready and self.sequences > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings:
+    """`quota_max_s`: the paper's Q_MAX. `quota_min_s`: no shorter turns, even where a switch costs nothing."""
+
+    quota_max_s: float = 4.0
+    quota_min_s: float = 0.05
+    alpha_min: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Refuse what leaves no quota.
+
+        Raises:
+            ValueError: a setting is out of range; the message names it.
+        """
+        if not 0 < self.quota_min_s <= self.quota_max_s:
+            raise ValueError(f"quota_min_s must be over 0 and at most quota_max_s, not {self.quota_min_s}")
+        if not self.alpha_min > 0:
+            raise ValueError(f"alpha_min must be over 0, not {self.alpha_min}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quota:
+    """How long a model decodes in its turn, its switch not counted."""
+
+    model: str
+    quota_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """`alpha` is the reciprocal of the estimated attainment: min(1, 1 / alpha) of the tokens come in time."""
+
+    quotas: tuple[Quota, ...]
+    alpha: float
+
+
+def plan_round(batches: Sequence[BatchFacts], settings: DecodeSettings) -> Round:
+    """Quotas by equations 2 and 3 for batches of different models that can run, in their order.
+
+    Equation 2 is q_i = B / n_i, B being how long the tokens of a turn last; a round then takes c + B sum 1/n, and alpha
+    is that time over B. Equation 3 is alpha at B = min(n) Q_MAX, or `alpha_min`, and B the least that gives this alpha:
+    c / (alpha - sum 1/n). What of a prefetched switch is hidden behind the turn before it is no part of c, which thus
+    hangs on B. B grows until no quota is under `quota_min_s` or one step, as far as none goes over `quota_max_s`; one
+    step it is at least. Where tokens then last less long than the round, alpha says so.
+    """
+    assert batches
+    assert len({batch.model for batch in batches}) == len(batches)
+    n = [batch.tbt_s / batch.step_s for batch in batches]
+    shares = [1 / n_k for n_k in n]
+    switches = [
+        Switch(time_s=batch.switch_s, hidden_share=shares[index - 1] if batch.prefetched and len(batches) > 1 else 0.0)
+        for index, batch in enumerate(batches)
+    ]
+    lasting_max_s = min(n) * settings.quota_max_s
+    alpha = max(exposed_s(switches, lasting_max_s) / lasting_max_s + sum(shares), settings.alpha_min)
+    floor_s = max(n_k * max(batch.step_s, settings.quota_min_s) for n_k, batch in zip(n, batches, strict=True))
+    lasting_s = min(max(least_lasting_s(switches, alpha - sum(shares)), floor_s), lasting_max_s)
+    quotas_s = [max(lasting_s * share, batch.step_s) for share, batch in zip(shares, batches, strict=True)]
+    round_s = exposed_s(switches, lasting_s) + sum(quotas_s)
+    shortest_s = min(n_k * quota_s for n_k, quota_s in zip(n, quotas_s, strict=True))
+    return Round(
+        quotas=tuple(Quota(model=b.model, quota_s=q) for b, q in zip(batches, quotas_s, strict=True)),
+        alpha=max(alpha, round_s / shortest_s),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """A switch of a round. It is hidden for `hidden_share` of B, the turn before it; 0 if it is not prefetched."""
+
+    time_s: float
+    hidden_share: float
+
+
+def exposed_s(switches: Iterable[Switch], lasting_s: float) -> float:
+    """c: what a round pays for switches when the tokens of a turn last `lasting_s`."""
+    return sum(max(0.0, switch.time_s - lasting_s * switch.hidden_share) for switch in switches)
+
+
+def least_lasting_s(switches: Sequence[Switch], spare: float) -> float:
+    """The least B with `exposed_s` = B x `spare`, infinite if there is none.
+
+    The left side falls, in straight pieces that get flatter: Newton's steps from 0 go from piece to piece.
+    """
+    lasting_s = 0.0
+    while True:
+        exposed = [switch for switch in switches if switch.time_s > lasting_s * switch.hidden_share]
+        share = spare + sum(switch.hidden_share for switch in exposed)
+        total_s = sum(switch.time_s for switch in exposed)
+        if total_s <= lasting_s * share * (1 + 1e-9):
+            return lasting_s
+        if share <= 0:
+            return math.inf
+        lasting_s = total_s / share
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundState:
+    """A round on its way: the turns that were, at `position` the present one, and those to come.
+
+    `ends_s`: when the present turn's quota is used up. `patience_s`: how long its waits are still forgiven. `alpha`:
+    the highest of the plans made for this round, the slot's load; 0 when it has nothing to decode.
+    """
+
+    quotas: tuple[Quota, ...] = ()
+    position: int = 0
+    ends_s: float = 0.0
+    patience_s: float = 0.0
+    alpha: float = 0.0
+
+    @property
+    def model(self) -> str | None:
+        """Whose turn it is."""
+        return self.quotas[self.position].model if self.quotas else None
+
+    def later(self, seconds: float) -> "RoundState":
+        """The state after something else took `seconds` of the present turn."""
+        return replace(self, ends_s=self.ends_s + seconds)
+
+    def waited(self, seconds: float) -> "RoundState":
+        """The state after the present turn could only wait for `seconds`: it loses no time until its patience ends."""
+        forgiven_s = min(seconds, self.patience_s)
+        return replace(self.later(forgiven_s), patience_s=self.patience_s - forgiven_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeTurn:
+    """Decode this model until `ends_s` (infinite while it is alone); `next_model` then follows, None if none does."""
+
+    model: str
+    ends_s: float
+    next_model: str | None
+    alpha: float
+    reason: str
+
+
+def choose_decode_turn(
+    batches: Iterable[BatchFacts], state: RoundState, now_s: float, settings: DecodeSettings
+) -> tuple[DecodeTurn | None, RoundState]:
+    """Whose batch to decode now, None when none can run. A turn that begins ends at `now_s` + its quota: whoever knows
+    that a switch or a prefill takes time of it, makes it end `later`.
+    """
+    runnable = {batch.model: batch for batch in batches if batch.can_run}
+    if not runnable:
+        return None, RoundState()
+    reason = "its turn is not over"
+    if state.model not in runnable or now_s >= state.ends_s:
+        before, state = state, _advance(runnable, state, now_s, settings)
+        reason = "its turn comes" if state.model != before.model else "its turn comes again"
+    assert state.model is not None
+    alone = len(runnable) == 1
+    turn = DecodeTurn(
+        model=state.model,
+        ends_s=math.inf if alone else state.ends_s,
+        next_model=None if alone else _coming(runnable, state)[0],
+        alpha=state.alpha,
+        reason="the only model to decode" if alone else reason,
+    )
+    return turn, state
+
+
+def let_in(
+    batches: Iterable[BatchFacts], state: RoundState, model: str, now_s: float, settings: DecodeSettings
+) -> RoundState:
+    """The round after `model` was prefilled in the midst of a turn: being the running model, it decodes first, and the
+    rest of that turn follows. Unless it cannot run, or had its turn in this round.
+    """
+    runnable = {batch.model: batch for batch in batches if batch.can_run}
+    before, present = state.quotas[: state.position], state.quotas[state.position : state.position + 1]
+    if not present or model not in runnable or model in {quota.model for quota in (*before, *present)}:
+        return state
+    later = {quota.model: quota for quota in state.quotas[state.position + 1 :]}
+    own, alpha = later.pop(model, None), state.alpha
+    if own is None:
+        (own,), alpha = _join(runnable, [model], state, settings)
+    left = replace(present[0], quota_s=state.ends_s - now_s)
+    if left.quota_s >= settings.quota_min_s:
+        later = {left.model: left, **later}
+    else:
+        before = (*before, *present)
+    return _turn_at(len(before), (*before, own, *later.values()), alpha, now_s, settings)
+
+
+def _join(
+    runnable: Mapping[str, BatchFacts], joining: Sequence[str], state: RoundState, settings: DecodeSettings
+) -> tuple[tuple[Quota, ...], float]:
+    """Quotas for models that join a round, and its alpha with them: a plan for all batches that can run now."""
+    plan = plan_round(tuple(runnable.values()), settings)
+    return tuple(quota for quota in plan.quotas if quota.model in joining), max(state.alpha, plan.alpha)
+
+
+def _advance(
+    runnable: Mapping[str, BatchFacts], state: RoundState, now_s: float, settings: DecodeSettings
+) -> RoundState:
+    """The next turn of the round, or the first of a new one in the same order."""
+    had = state.quotas[: state.position + 1]
+    rest = tuple(quota for quota in state.quotas[state.position + 1 :] if quota.model in runnable)
+    planned = {quota.model for quota in state.quotas}
+    joining = [model for model in runnable if model not in planned]
+    if not joining and not rest:
+        plan = plan_round([runnable[quota.model] for quota in had if quota.model in runnable], settings)
+        return _turn_at(0, plan.quotas, plan.alpha, now_s, settings)
+    alpha = state.alpha
+    if joining:
+        joined, alpha = _join(runnable, joining, state, settings)
+        rest = (*joined, *rest)
+    return _turn_at(len(had), (*had, *rest), alpha, now_s, settings)
+
+
+def _turn_at(
+    position: int, quotas: tuple[Quota, ...], alpha: float, now_s: float, settings: DecodeSettings
+) -> RoundState:
+    return RoundState(
+        quotas=quotas,
+        position=position,
+        ends_s=now_s + quotas[position].quota_s,
+        patience_s=settings.quota_max_s,
+        alpha=alpha,
+    )
+
+
+def _coming(runnable: Mapping[str, BatchFacts], state: RoundState) -> list[str]:
+    """Models in the order of their next turns, the present one left out: those that join, the rest of the round, the
+    next round.
+    """
+    in_round = [quota.model for quota in state.quotas]
+    joining = [model for model in runnable if model not in in_round]
+    rest = in_round[state.position + 1 :]
+    again = in_round[: state.position]
+    return [model for model in (*joining, *rest, *again) if model in runnable and model != state.model]

@@ -1,0 +1,190 @@
+"""Grouped first come, first served prefill (Aegaeon 4.2, algorithm 1), with other orders in place of FCFS. Pure.
+
+Requests of one model form groups, so that a slot switches once per group and not once per request. A group takes at
+most `group_requests_max` requests over its life (serving one does not make room), which bounds how far a later request
+can get ahead of an earlier one of another model. Batch requests have groups of their own, served last.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dataplane.messages import Tier
+from dataplane.turns.ordering import OrderKey, OrderSettings, order_key
+from dataplane.turns.tiers import TIER_TARGETS
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillSettings(OrderSettings):
+    """How requests are grouped, and the order of groups and of the requests in each."""
+
+    group_requests_max: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillRequest:
+    """A request whose `tokens` (prompt, and what was generated before) have no keys and values yet."""
+
+    request_id: str
+    model: str
+    tokens: int
+    tier: Tier
+    arrived_s: float
+
+    @property
+    def deadline_s(self) -> float:
+        """When its first token is due."""
+        return self.arrived_s + TIER_TARGETS[self.tier].ttft_s
+
+    @property
+    def in_background(self) -> bool:
+        """Whether it is a batch request."""
+        return self.tier == "NIW"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillGroup:
+    """Requests of one model that are served in a row. `group_id` is the id of the request that opened it, `admitted`
+    counts those it took over its life, `waiting` (in order of arrival) is never empty.
+    """
+
+    group_id: str
+    model: str
+    admitted: int
+    waiting: tuple[PrefillRequest, ...]
+
+    def takes(self, request: PrefillRequest, settings: PrefillSettings) -> bool:
+        """Whether the request may join."""
+        return (
+            self.model == request.model
+            and self.admitted < settings.group_requests_max
+            and self.waiting[0].in_background == request.in_background
+        )
+
+    def key(self, now_s: float, settings: PrefillSettings) -> OrderKey:
+        """That of its most urgent request."""
+        return min(order_key(request, now_s, settings) for request in self.waiting)
+
+    def in_order(self, now_s: float, settings: PrefillSettings) -> tuple[PrefillRequest, ...]:
+        """Its requests as they are to be served."""
+        return tuple(sorted(self.waiting, key=lambda request: order_key(request, now_s, settings)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillQueue:
+    """The groups of one slot, in the order they were opened."""
+
+    groups: tuple[PrefillGroup, ...] = ()
+
+    def join(self, request: PrefillRequest, settings: PrefillSettings) -> "PrefillQueue":
+        """The queue with the request in the first group that takes it, else in a new one at the end."""
+        for index, group in enumerate(self.groups):
+            if group.takes(request, settings):
+                grown = replace(group, admitted=group.admitted + 1, waiting=(*group.waiting, request))
+                return PrefillQueue(groups=(*self.groups[:index], grown, *self.groups[index + 1 :]))
+        opened = PrefillGroup(group_id=request.request_id, model=request.model, admitted=1, waiting=(request,))
+        return PrefillQueue(groups=(*self.groups, opened))
+
+    def remove(self, request_id: str) -> "PrefillQueue":
+        """The queue without the request (it was served, or cancelled). Unknown ids are ignored; empty groups vanish."""
+        groups = []
+        for group in self.groups:
+            waiting = tuple(request for request in group.waiting if request.request_id != request_id)
+            if waiting:
+                groups.append(group if len(waiting) == len(group.waiting) else replace(group, waiting=waiting))
+        return PrefillQueue(groups=tuple(groups))
+
+    def load_s(
+        self,
+        costs: Callable[[PrefillRequest], float],
+        switch_s: Callable[[str], float],
+        running_model: str | None,
+    ) -> float:
+        """Seconds to serve all groups in turn: their requests, and a switch wherever the model changes."""
+        total_s = 0.0
+        for group in self.groups:
+            if group.model != running_model:
+                total_s += switch_s(group.model)
+            running_model = group.model
+            total_s += sum(map(costs, group.waiting))
+        return total_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillPlacement:
+    """Which slot a request goes to, and whether it `joins` a group there or opens one."""
+
+    slot: int
+    joins: bool
+    reason: str
+
+
+def choose_prefill_slot(
+    request: PrefillRequest,
+    queues: Mapping[int, PrefillQueue],
+    loads_s: Mapping[int, float],
+    settings: PrefillSettings,
+) -> PrefillPlacement:
+    """The slot of the first group that takes the request, slots in order of number; else the least loaded slot.
+
+    `queues` and `loads_s` (seconds to serve all groups, see `PrefillQueue.load_s`) are by slot; at least one.
+    """
+    assert queues
+    for slot in sorted(queues):
+        if any(group.takes(request, settings) for group in queues[slot].groups):
+            return PrefillPlacement(slot=slot, joins=True, reason=f"joins a group of {request.model}")
+    slot = min(sorted(queues), key=lambda slot: loads_s[slot])
+    return PrefillPlacement(slot=slot, joins=False, reason=f"least loaded, {loads_s[slot]:.3f} s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupState:
+    """`serving`: the group that was begun, by id. `overtaken`: the front group that another one was put before."""
+
+    serving: str | None = None
+    overtaken: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupChoice:
+    """Serve `group` now, and `following` after it. `state` holds once that is begun."""
+
+    group: PrefillGroup
+    following: tuple[PrefillGroup, ...]
+    state: GroupState
+    reason: str
+
+
+def choose_group(
+    groups: Sequence[PrefillGroup],
+    running_model: str | None,
+    state: GroupState,
+    now_s: float,
+    settings: PrefillSettings,
+) -> GroupChoice | None:
+    """Which of the groups that can run is served now; None when there are none.
+
+    A group that was begun is served to its end. Then comes the first in order, except that a group of the running
+    model may go before it and spare two switches: once per front group, so that it waits for one more group at most.
+    Neither puts batch requests before interactive ones.
+    """
+    if not groups:
+        return None
+    keyed = sorted(((group.key(now_s, settings), group) for group in groups), key=lambda pair: pair[0])
+    ordered = [group for _, group in keyed]
+    peers = [group for key, group in keyed if key[0] == keyed[0][0][0]]
+    front = ordered[0]
+    begun = next((group for group in peers if group.group_id == state.serving), None)
+    at_hand = next((group for group in peers if group.model == running_model), None)
+    overtaken = state.overtaken
+    if begun:
+        chosen, reason = begun, "its group was begun"
+    elif at_hand and at_hand is not front and overtaken != front.group_id:
+        chosen, reason, overtaken = at_hand, "its model is running", front.group_id
+    else:
+        chosen, reason = front, "first in order"
+    return GroupChoice(
+        group=chosen,
+        following=tuple(group for group in ordered if group is not chosen),
+        state=GroupState(serving=chosen.group_id, overtaken=overtaken),
+        reason=reason,
+    )

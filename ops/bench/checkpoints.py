@@ -1,0 +1,115 @@
+"""Checkpoints to measure with: real architectures of any size, with random weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dataplane.messages import ModelSpec
+
+ARCHITECTURES = ("llama", "qwen3", "gemma2", "mistral")
+VOCABULARY = 8192
+CONTEXT_TOKENS = 4096
+DtypeName = Literal["float32", "bfloat16"]
+
+_LAYERS = ((2 * 10**8, 12), (2 * 10**9, 24), (10**10, 32))
+_UNITS = {"M": 10**6, "B": 10**9}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchModel:
+    """A checkpoint on disk."""
+
+    name: str
+    folder: Path
+    weights_bytes: int
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What an engine is told about it."""
+        return ModelSpec(
+            name=self.name,
+            path=str(self.folder),
+            weights_bytes=self.weights_bytes,
+            kv_bytes_per_token=0,
+            context_tokens=CONTEXT_TOKENS,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The sizes of a model."""
+
+    hidden: int
+    layers: int
+    head_dim: int
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """In the words of transformers' configs: a quarter as many KV heads, feed-forward of 8/3."""
+        heads = self.hidden // self.head_dim
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.hidden * 8 // 3 // 64 * 64,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads // 4,
+            "head_dim": self.head_dim,
+        }
+
+
+def parameters_of(text: str) -> int:
+    """`90M` or `7B` as a number of parameters.
+
+    Raises:
+        ValueError: it is none.
+    """
+    unit = _UNITS.get(text[-1:].upper())
+    try:
+        count = round(float(text[:-1]) * unit) if unit else 0
+    except (ValueError, OverflowError):
+        count = 0
+    if count <= 0:
+        raise ValueError(f"{text!r} is no number of parameters such as 90M or 7B")
+    return count
+
+
+def shape_of(parameters: int) -> Shape:
+    """Sizes that come close: a layer has 10.5 hidden^2 parameters, and the vocabulary two rows of hidden for each."""
+    layers = next((layers for limit, layers in _LAYERS if parameters < limit), 40)
+    head_dim = 64 if parameters < _LAYERS[1][0] else 128
+    step = 4 * head_dim
+    hidden = step
+    while 10.5 * layers * (hidden + step / 2) ** 2 + 2 * VOCABULARY * (hidden + step / 2) < parameters:
+        hidden += step
+    return Shape(hidden=hidden, layers=layers, head_dim=head_dim)
+
+
+def build_checkpoints(
+    folder: Path, shapes: Sequence[Shape], dtype: DtypeName, *, device: str = "cpu"
+) -> list[BenchModel]:
+    """A checkpoint of each shape as a sub-folder, architectures in turn. Weights are drawn on `device`."""
+    build: Any = AutoModelForCausalLM.from_config
+    models = []
+    for number, shape in enumerate(shapes):
+        architecture = ARCHITECTURES[number % len(ARCHITECTURES)]
+        config = AutoConfig.for_model(
+            architecture,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=CONTEXT_TOKENS,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+            **shape.config,
+        )
+        torch.manual_seed(number)
+        with torch.device(device):
+            model = build(config, dtype=getattr(torch, dtype))
+        target = folder / f"{architecture}-{number}"
+        model.save_pretrained(target)
+        weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        models.append(BenchModel(name=target.name, folder=target, weights_bytes=weights_bytes))
+    return models

@@ -1,0 +1,93 @@
+"""Profile files from fits: the TOML that `dataplane.profile` reads, with the quality of each fit as comments."""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from dataplane.profile import ProfileError, load_gpu_profile
+from dataplane.turns.costs import LatencyModel
+from dataplane.turns.fit import LatencyFit
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedModel:
+    """A fit and what it is of. `note`: where its figures come from, on one line."""
+
+    name: str
+    source: str
+    gpus: int
+    weights_bytes: int
+    fit: LatencyFit
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuFacts:
+    """What a profile says of the GPU type (or machine) itself."""
+
+    gpu_type: str
+    memory_bytes: int
+    pcie_bytes_per_s: float
+    transfer_efficiency: float
+    cost_per_hour: float
+    note: str
+
+
+def write_profile(path: Path, gpu: GpuFacts, models: list[FittedModel]) -> None:
+    """Write a profile; one that is there is replaced.
+
+    Raises:
+        dataplane.profile.ProfileError: the figures make no valid profile; nothing is written.
+        OSError: the file cannot be written.
+    """
+    lines = [
+        f"# {gpu.note}",
+        f"gpu_type = {json.dumps(gpu.gpu_type)}",
+        f"memory_bytes = {gpu.memory_bytes:_}",
+        f"pcie_bytes_per_s = {gpu.pcie_bytes_per_s:.4g}",
+        f"transfer_efficiency = {gpu.transfer_efficiency:g}",
+        f"cost_per_hour = {gpu.cost_per_hour:g}",
+    ]
+    _replace(path, "\n".join(lines) + "\n" + "".join(map(_entry, models)))
+
+
+def append_models(path: Path, gpu_type: str, models: list[FittedModel]) -> None:
+    """Add models to a profile, which stays as it is otherwise.
+
+    Raises:
+        dataplane.profile.ProfileError: the file is no valid profile, or one of another GPU type.
+        OSError: the file cannot be written.
+    """
+    there = load_gpu_profile(path).gpu_type
+    if there.upper() != gpu_type.upper():
+        raise ProfileError(f"{path}: is of {there}, not of {gpu_type}")
+    _replace(path, path.read_text(encoding="utf-8").rstrip("\n") + "\n" + "".join(map(_entry, models)))
+
+
+def _entry(model: FittedModel) -> str:
+    fit = model.fit
+    coefficients = [f"{field.name} = {getattr(fit.latency, field.name):.4e}" for field in fields(LatencyModel)]
+    lines = [
+        "",
+        f"# {model.note}",
+        f"# prefill: R^2 {fit.prefill_r2:.4f}, mean error {fit.prefill_mape:.1%}, {fit.prefill_points} points;"
+        f" decode: R^2 {fit.decode_r2:.4f}, mean error {fit.decode_mape:.1%}, {fit.decode_points} points",
+        "[[models]]",
+        f"name = {json.dumps(model.name)}",
+        f"source = {json.dumps(model.source)}",
+        f"gpus = {model.gpus}",
+        f"weights_bytes = {model.weights_bytes:_}",
+        *coefficients,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write beside the file and check that it can be read before it takes its place."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        load_gpu_profile(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,64 @@
+"""The part of a slot that switches: models in host memory, an arena for some of them, and the stream between the two."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from dataplane.engines.torch.host_models import HostModel, HostModels
+from dataplane.engines.torch.streams import Copy, CopyStream, make_stream
+from dataplane.engines.torch.weights import WeightStore
+from dataplane.memory.events import PASSED, Event
+from dataplane.memory.slabs import SlabArena
+from ops.bench.checkpoints import BenchModel, DtypeName
+
+SLAB_BYTES = 2**20
+
+
+class NullStream:
+    """A copy stream that moves nothing."""
+
+    def submit(self, copies: Sequence[Copy], after: Sequence[Event] = ()) -> Event:
+        """Nothing happens, and it is over."""
+        return PASSED
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSlot:
+    """`models` are in host memory; `weights` holds as many of them as the arena takes."""
+
+    device: torch.device
+    buffer: torch.Tensor
+    weights: WeightStore
+    models: tuple[HostModel, ...]
+
+    def switch(self, model: HostModel, *, keep: HostModel | None = None) -> None:
+        """What a step does before it may run a model, and the wait for all of its weights."""
+        self.weights.settle()
+        brought = self.weights.bring(model, 0.0, keep=None if keep is None else keep.name)
+        assert brought, f"the arena has no room for {model.name}"
+        self.weights.await_all(model)
+
+
+@contextmanager
+def open_slot(
+    models: Sequence[BenchModel], *, device: str, dtype: DtypeName, residents: int, moves: bool = True
+) -> Iterator[BenchSlot]:
+    """A slot whose arena holds `residents` of the largest model. `moves` False: everything but the bytes."""
+    place = torch.device(device)
+    host_models = HostModels(None, getattr(torch, dtype), place, SLAB_BYTES, is_idle=lambda _: False)
+    stream: CopyStream = make_stream(place, "bench", threads=torch.get_num_threads()) if moves else NullStream()
+    try:
+        known = tuple(host_models.prepare(model.name, model.folder, slabs_max=sys.maxsize) for model in models)
+        slabs = residents * max(model.skeleton.slabs(SLAB_BYTES) for model in known)
+        buffer = torch.zeros(slabs * SLAB_BYTES, dtype=torch.uint8, device=place)
+        weights = WeightStore(SlabArena(slabs, weights_slabs=slabs), buffer, SLAB_BYTES, stream)
+        yield BenchSlot(device=place, buffer=buffer, weights=weights, models=known)
+    finally:
+        stream.close()
+        host_models.close()

@@ -1,0 +1,108 @@
+"""What transformers itself makes of a prompt: the yardstick of `tidepool node check`."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from dataplane.engines.torch.skeleton import Skeleton
+
+PROMPT_TOKENS = 40
+WINDOW_TOKENS_MAX = 1024
+"""A prompt outgrows the model's sliding window where that is no longer than this."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Continuation:
+    """What comes after a prompt: `tokens`, an end-of-sequence token included, chosen from `logits`
+    `[len(tokens), vocabulary]`, float32.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logits: torch.Tensor
+
+    def gap(self, index: int, token: int) -> float:
+        """By how much the reference prefers its own token at `index`, as a share of its largest logit there."""
+        row = self.logits[index]
+        return float((row.max() - row[token]) / row.abs().max())
+
+    def distance(self, index: int, logits: torch.Tensor) -> tuple[float, float]:
+        """How far other logits are from those at `index` at most: absolute, and as a share of the largest there."""
+        row = self.logits[index]
+        difference = float((logits.float().cpu() - row).abs().max())
+        return difference, difference / float(row.abs().max())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A model by transformers. `logit_spread`: how far transformers is from itself when it runs the same tokens in one
+    pass instead of one by one, as a share of a token's largest logit: much where experts nearly tie.
+    """
+
+    architecture: str
+    window_tokens: int | None
+    eos_ids: frozenset[int]
+    continuations: tuple[Continuation, ...]
+    logit_spread: float
+
+
+@torch.inference_mode()
+def run_reference(
+    folder: Path, skeleton: Skeleton, prompts: Sequence[tuple[int, ...]], *, tokens: int, device: str
+) -> Reference:
+    """Let transformers' own `generate` continue each prompt greedily, alone and unbatched, by `tokens` at most."""
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model = load(folder, dtype=skeleton.dtype, local_files_only=True, trust_remote_code=False)
+    model.to(device).eval()
+    model.generation_config = GenerationConfig(eos_token_id=sorted(skeleton.eos_ids) or None, pad_token_id=0)
+    continuations = []
+    spread = 0.0
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=device)
+        made = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=tokens,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        chosen = tuple(made.sequences[0, len(prompt) :].tolist())
+        continuation = Continuation(prompt=prompt, tokens=chosen, logits=torch.cat(made.logits).float().cpu())
+        at_once = model(made.sequences[:, :-1]).logits[0, len(prompt) - 1 :]
+        spread = max(spread, *(continuation.distance(index, row)[1] for index, row in enumerate(at_once)))
+        continuations.append(continuation)
+    return Reference(
+        architecture=str(model.config.model_type),
+        window_tokens=window_tokens(skeleton),
+        eos_ids=skeleton.eos_ids,
+        continuations=tuple(continuations),
+        logit_spread=spread,
+    )
+
+
+def make_prompts(skeleton: Skeleton, *, count: int, tokens: int, seed: int) -> list[tuple[int, ...]]:
+    """Random prompts from `longest_prompt` down to one token, evenly spread on a logarithmic scale."""
+    chance = random.Random(seed)
+    known = [token for token in range(skeleton.geometry.vocabulary) if token not in skeleton.eos_ids]
+    longest = longest_prompt(skeleton, tokens=tokens)
+    lengths = [round(longest ** (1 - number / max(1, count - 1))) for number in range(count)]
+    return [tuple(chance.choices(known, k=length)) for length in lengths]
+
+
+def longest_prompt(skeleton: Skeleton, *, tokens: int) -> int:
+    """Tokens of the longest prompt to try, when `tokens` follow it: more than the window, where one is used."""
+    window = window_tokens(skeleton) or 0
+    wanted = PROMPT_TOKENS if window > WINDOW_TOKENS_MAX else max(PROMPT_TOKENS, window + window // 2)
+    return max(1, min(wanted, skeleton.geometry.context_tokens - tokens))
+
+
+def window_tokens(skeleton: Skeleton) -> int | None:
+    """The sliding window of the model, if some of its layers have one."""
+    window = getattr(skeleton.model.config, "sliding_window", None)
+    return window if isinstance(window, int) and window > 0 else None

@@ -1,0 +1,20 @@
+"""Slots that are just large enough."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dataplane.engines.torch.settings import TorchEngineSettings
+from dataplane.engines.torch.skeleton import build_skeleton
+
+SLAB_BYTES = 2**14
+
+
+def slot_for_one(folders: Iterable[Path], *, kv_bytes: int, **changes: Any) -> TorchEngineSettings:
+    """A slot whose arena holds the largest of the models. KV that is too small for a second one keeps it so."""
+    given: dict[str, Any] = {"slab_bytes": SLAB_BYTES, **changes}
+    dtype = torch.bfloat16 if given.get("dtype") == "bfloat16" else torch.float32
+    slabs = max(build_skeleton(folder, dtype, torch.device("cpu")).slabs(given["slab_bytes"]) for folder in folders)
+    return TorchEngineSettings(weights_bytes=slabs * given["slab_bytes"], kv_bytes=kv_bytes, **given)

@@ -1,0 +1,144 @@
+"""Sixteen architectures on one slot too small for any two of them, with transfers that are late, reordered and failing:
+each makes the tokens it makes when nothing disturbs it.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from dataplane.engine import EngineRequest
+from dataplane.engines.torch.engine import TorchEngine
+from dataplane.engines.torch.settings import TorchEngineSettings
+from dataplane.engines.torch.streams import ThreadStream
+from dataplane.turns.decode import DecodeSettings
+from dataplane.turns.schedule import TurnSettings
+from tests.dataplane.engines.torch.drive import Gathered, drain, request
+from tests.dataplane.engines.torch.faults import FaultyStream
+from tests.dataplane.engines.torch.slots import slot_for_one
+from tests.dataplane.engines.torch.tiny import ARCHITECTURES, VOCABULARY, greedy_tokens, spec_of
+
+MAX_TOKENS = 6
+PROMPT_TOKENS = (30, 7)
+SLAB_BYTES = 9216  # one block of the largest KV shape in float32, two or three of the others
+BLOCK_TOKENS = 8
+KV_SLABS = 7  # a request of 36 tokens takes up to 5 of them
+QUOTA_S = 0.02
+Checkpoint = Callable[[str], Path]
+Dtype = Literal["float32", "bfloat16"]
+
+
+def slot(folders: dict[str, Path], dtype: Dtype) -> TorchEngineSettings:
+    return slot_for_one(
+        folders.values(),
+        dtype=dtype,
+        slab_bytes=SLAB_BYTES,
+        kv_bytes=KV_SLABS * SLAB_BYTES,
+        host_kv_bytes=2**22,
+        block_tokens=BLOCK_TOKENS,
+        prefill_tokens_per_step_max=16,
+        batch_max=4,
+        turns=TurnSettings(decode=DecodeSettings(quota_max_s=QUOTA_S, quota_min_s=QUOTA_S)),
+    )
+
+
+def ticking() -> Callable[[], float]:
+    """A clock of its own: how many steps a turn has does not hang on the machine."""
+    now_s = 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += 0.001
+        return now_s
+
+    return clock
+
+
+def prompts_of(architecture: str) -> list[list[int]]:
+    chance = random.Random(architecture)
+    return [[chance.randrange(3, VOCABULARY) for _ in range(tokens)] for tokens in PROMPT_TOKENS]
+
+
+def requests_of(architecture: str) -> list[EngineRequest]:
+    return [
+        request(f"{architecture}-{number}", prompt, instance_id=architecture, max_tokens=MAX_TOKENS)
+        for number, prompt in enumerate(prompts_of(architecture))
+    ]
+
+
+def undisturbed(folders: dict[str, Path], dtype: Dtype) -> dict[str, tuple[int, ...]]:
+    """Tokens by request: a model at a time, a request at a time, over streams without faults."""
+    engine = TorchEngine(slot(folders, dtype), ticking())
+    tokens = {}
+    for architecture, folder in folders.items():
+        engine.load(architecture, spec_of(architecture, folder))
+        for wanted in requests_of(architecture):
+            engine.add(wanted)
+            tokens |= drain(engine).tokens
+        engine.unload(architecture)
+    engine.close()
+    return tokens
+
+
+class Faults:
+    """The faulty streams of an engine, by name."""
+
+    def __init__(self, seed: int) -> None:
+        self.streams: dict[str, FaultyStream] = {}
+        self._seed = seed
+
+    def make(self, name: str) -> FaultyStream:
+        inners = [ThreadStream(f"{name}-{number}") for number in range(2)]
+        chance = random.Random(f"{self._seed} {name}")
+        self.streams[name] = FaultyStream(inners, chance, delay_s=0.002, fail_share=0.15)
+        return self.streams[name]
+
+
+def interleaved(folders: dict[str, Path], dtype: Dtype, faults: Faults) -> tuple[Gathered, TorchEngine]:
+    """All at once, joining in any order; one more of each model leaves after its first tokens."""
+    engine = TorchEngine(slot(folders, dtype), ticking(), faults.make)
+    for architecture, folder in folders.items():
+        engine.load(architecture, spec_of(architecture, folder))
+    joining = [wanted for architecture in folders for wanted in requests_of(architecture)]
+    joining += [request(f"leaves-{a}", prompts_of(a)[0], instance_id=a, max_tokens=20) for a in folders]
+    random.Random(0).shuffle(joining)
+    gathered = Gathered()
+    steps = 0
+    while joining or engine.has_work():
+        if joining and steps % 2 == 0:
+            engine.add(joining.pop())
+        outputs = engine.step()
+        gathered.take(outputs)
+        for output in outputs:
+            if output.request_id.startswith("leaves-") and len(gathered.tokens[output.request_id]) >= 2:
+                engine.cancel(output.request_id)
+        assert len(engine.stats().resident_models) <= 1
+        steps += 1
+    return gathered, engine
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sixteen_architectures_take_turns_in_room_for_one(dtype: Dtype, checkpoint: Checkpoint) -> None:
+    folders = {architecture: checkpoint(architecture) for architecture in ARCHITECTURES}
+    expected = undisturbed(folders, dtype)
+    faults = Faults(seed=1)
+    gathered, engine = interleaved(folders, dtype, faults)
+
+    assert gathered.errors == {}
+    assert {name: made for name, made in gathered.tokens.items() if not name.startswith("leaves-")} == expected
+    if dtype == "float32":
+        for architecture, folder in folders.items():
+            for number, prompt in enumerate(prompts_of(architecture)):
+                assert expected[f"{architecture}-{number}"] == greedy_tokens(folder, prompt, MAX_TOKENS)
+
+    stats = engine.stats()
+    assert stats.switches_total >= 3 * len(folders)
+    assert stats.extra["swapped_in"] >= len(folders)
+    assert stats.pool is not None
+    assert (stats.pool.slabs["kv"], stats.pool.slabs["moving"]) == (0, 0)
+    assert {name: stream.failed > 0 for name, stream in faults.streams.items()} == dict.fromkeys(
+        ("weights", "kv_in", "kv_out"), True
+    )
+    engine.close()

@@ -1,0 +1,205 @@
+"""Copy streams on the CPU: every byte arrives, in order, after what it waits for; a failure stays where it is."""
+
+import threading
+import time
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+import torch
+
+from dataplane.engines.torch import streams
+from dataplane.engines.torch.streams import Copy, CopyStream, ThreadStream, cut, make_stream, mark
+from dataplane.memory.events import PASSED, Event, FlagEvent, TransferError
+from tests.dataplane.engines.torch.faults import FaultyStream
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[1, 3])
+def stream(request: pytest.FixtureRequest) -> Iterator[CopyStream]:
+    opened = make_stream(CPU, "test", threads=request.param)
+    yield opened
+    opened.close()
+
+
+class WatchedGate(FlagEvent):
+    """Tells when somebody waits at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+
+    def wait(self) -> None:
+        self.reached.set()
+        super().wait()
+
+
+def numbers(count: int, start: int = 0) -> torch.Tensor:
+    return torch.arange(start, start + count)
+
+
+def test_all_bytes_arrive_whatever_the_shapes_and_sizes(stream: CopyStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "CHUNK_BYTES", 100)
+    sources = [numbers(count, 7 * count) for count in (1, 12, 13, 1000)]
+    targets = [torch.zeros_like(source) for source in sources]
+    grid = torch.zeros(5, 8, dtype=torch.int32)
+    copies = [Copy(source, target) for source, target in zip(sources, targets, strict=True)]
+    event = stream.submit([*copies, Copy(numbers(20), grid), Copy(torch.empty(0), torch.empty(0))])
+    event.wait()
+    assert event.done()
+    assert event.error is None
+    assert all(target.equal(source) for source, target in zip(sources, targets, strict=True))
+    assert grid.view(-1).view(torch.int64).equal(numbers(20))
+
+
+def test_submissions_run_in_order(stream: CopyStream) -> None:
+    target = torch.zeros(1000, dtype=torch.int64)
+    events = [stream.submit([Copy(numbers(1000, turn), target)]) for turn in range(50)]
+    events[-1].wait()
+    assert all(event.done() for event in events)
+    assert target.equal(numbers(1000, 49))
+
+
+def test_a_submission_waits_for_what_it_comes_after(stream: CopyStream) -> None:
+    target, gate = torch.zeros(4, dtype=torch.int64), FlagEvent()
+    copied = stream.submit([Copy(numbers(4), target)], after=[PASSED, gate])
+    behind = stream.submit([])
+    assert not copied.done()
+    assert not behind.done()
+    assert target.equal(torch.zeros(4, dtype=torch.int64))
+    gate.finish()
+    behind.wait()
+    assert copied.done()
+    assert target.equal(numbers(4))
+
+
+def test_a_chain_over_two_streams() -> None:
+    here, there = ThreadStream("here"), ThreadStream("there")
+    tensors = [numbers(500)] + [torch.zeros(500, dtype=torch.int64) for _ in range(40)]
+    event: Event = PASSED
+    for turn in range(40):
+        copy = Copy(tensors[turn], tensors[turn + 1])
+        event = (here, there)[turn % 2].submit([copy], after=[event])
+    event.wait()
+    assert tensors[-1].equal(tensors[0])
+    here.close()
+    there.close()
+
+
+def test_a_failure_stays_with_its_submission_and_with_those_that_wait_for_it(stream: CopyStream) -> None:
+    target, gate = torch.zeros(4, dtype=torch.int64), FlagEvent()
+    failed = stream.submit([Copy(numbers(4), target)], after=[gate])
+    follower = stream.submit([Copy(numbers(4), target)], after=[failed])
+    gate.finish(OSError("the source is gone"))
+    with pytest.raises(TransferError):
+        follower.wait()
+    with pytest.raises(TransferError, match="the source is gone"):
+        failed.wait()
+    assert failed.done()
+    assert isinstance(failed.error, TransferError)
+    assert target.sum() == 0
+    stream.submit([Copy(numbers(4), target)]).wait()
+    assert target.equal(numbers(4))
+
+
+def test_a_copy_that_raises_fails_its_event_when_its_other_copies_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, move, broken = ThreadStream("test", threads=2), streams._move, torch.zeros(4, dtype=torch.int64)
+
+    def slow_or_broken(copy: Copy) -> None:
+        if copy.target.data_ptr() == broken.data_ptr():
+            raise OSError("no such memory")
+        time.sleep(0.05)
+        move(copy)
+
+    monkeypatch.setattr(streams, "_move", slow_or_broken)
+    target = torch.zeros(4, dtype=torch.int64)
+    event = stream.submit([Copy(numbers(4), broken), Copy(numbers(4), target)])
+    with pytest.raises(TransferError, match="no such memory"):
+        event.wait()
+    assert isinstance(event.error, OSError)
+    assert target.equal(numbers(4))
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        (torch.zeros(4, 4).T, torch.zeros(16), "source is not contiguous"),
+        (torch.zeros(16), torch.zeros(8, 4)[:, ::2], "target is not contiguous"),
+        (torch.zeros(4), torch.zeros(4, dtype=torch.float16), r"\(16, 8\)"),
+    ],
+)
+def test_a_bad_copy_is_refused_when_it_is_submitted(
+    stream: CopyStream, source: torch.Tensor, target: torch.Tensor, message: str
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        stream.submit([Copy(source, target)])
+
+
+def test_closing_finishes_what_runs_fails_the_rest_and_ends_the_threads(stream: CopyStream) -> None:
+    stream.submit([Copy(numbers(4), torch.zeros(4, dtype=torch.int64))]).wait()
+    assert any(thread.name.startswith("test") for thread in threading.enumerate())
+    target, gate = torch.zeros(4, dtype=torch.int64), WatchedGate()
+    running = stream.submit([Copy(numbers(4), target)], after=[gate])
+    gate.reached.wait()
+    behind = stream.submit([Copy(numbers(4), target)])
+    closing = threading.Thread(target=stream.close)
+    closing.start()
+    while not stream._line._closed:  # type: ignore[attr-defined]
+        pass
+    gate.finish()
+    closing.join()
+    running.wait()
+    with pytest.raises(TransferError, match="the stream test was closed"):
+        behind.wait()
+    assert not any(thread.name.startswith("test") for thread in threading.enumerate())
+
+
+def test_the_cpu_is_never_behind() -> None:
+    assert mark(CPU).done()
+
+
+def test_pieces_cover_a_copy_once() -> None:
+    source = numbers(100)
+    pieces = list(cut([Copy(source, torch.zeros(100, dtype=torch.int64))], 333))
+    assert [piece.source.nbytes for piece in pieces] == [333, 333, 134]
+    assert torch.cat([piece.source for piece in pieces]).view(torch.int64).equal(source)
+
+
+def test_faults_are_late_out_of_order_never_too_many_and_the_same_for_the_same_seed() -> None:
+    outcomes = []
+    for _ in range(2):
+        faulty = FaultyStream(
+            [ThreadStream("a"), ThreadStream("b")], Random(3), delay_s=0.002, fail_share=0.5, fails_in_a_row_max=2
+        )
+        targets = [torch.zeros(8, dtype=torch.int64) for _ in range(60)]
+        events = [faulty.submit([Copy(numbers(8), target)]) for target in targets]
+        out_of_order = 0
+        for place, event in enumerate(events):
+            out_of_order += any(later.done() for later in events[place + 1 :]) and not event.done()
+            try:
+                event.wait()
+            except TransferError:
+                continue
+            assert targets[place].equal(numbers(8))
+        failed = [event.error is not None for event in events]
+        assert faulty.failed == sum(failed)
+        assert faulty.submitted == 60
+        assert out_of_order > 0
+        outcomes.append(failed)
+        faulty.close()
+    runs = "".join(" x"[failed] for failed in outcomes[0]).split()
+    assert outcomes[0] == outcomes[1]
+    assert {len(run) for run in runs} == {1, 2}
+
+
+def test_faults_honour_what_a_submission_comes_after() -> None:
+    faulty = FaultyStream([ThreadStream("a"), ThreadStream("b")], Random(5), delay_s=0.002)
+    target = torch.zeros(8, dtype=torch.int64)
+    event: Event = PASSED
+    for turn in range(40):
+        event = faulty.submit([Copy(numbers(8, turn), target)], after=[event])
+    event.wait()
+    assert target.equal(numbers(8, 39))
+    faulty.close()

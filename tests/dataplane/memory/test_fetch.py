@@ -1,0 +1,291 @@
+"""Fetching from a real server that cuts connections, serves wrong bytes, lies about sizes, or is not there."""
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataplane.memory import fetch
+from dataplane.memory.fetch import FetchError, fetch_checkpoint
+
+SMALL, LARGE = b'{"model_type": "llama"}', bytes(range(256)) * 4000
+
+
+class Registry:
+    """A web server with Range requests. `cuts` are the bytes after which its next answers break off."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = dict(files)
+        self.manifest: Any = {"files": [described(name, content) for name, content in files.items()]}
+        self.cuts: list[int] = []
+        self.answers: list[int] = []
+        self.ranges = True
+        self.requests: list[tuple[str, str | None]] = []
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, self))
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}/models/tiny/"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def asked(self, name: str) -> list[str | None]:
+        """The Range headers of the requests for a file."""
+        return [asked for path, asked in self.requests if path == name]
+
+
+class Handler(BaseHTTPRequestHandler):
+    def __init__(self, registry: Registry, *args: Any) -> None:
+        self._registry = registry
+        super().__init__(*args)
+
+    def do_GET(self) -> None:
+        registry = self._registry
+        name = self.path.removeprefix("/models/tiny/")
+        asked = self.headers.get("Range")
+        registry.requests.append((name, asked))
+        if registry.answers and (status := registry.answers.pop(0)) != 200:
+            self._answer(status, b"", {"Location": "http://example.org/elsewhere"})
+        elif name == "manifest.json":
+            self._answer(200, json.dumps(registry.manifest).encode(), {})
+        elif asked is not None and registry.ranges:
+            start = int(asked.removeprefix("bytes=").removesuffix("-"))
+            content = registry.files[name]
+            self._answer(206, content[start:], {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"})
+        else:
+            self._answer(200, registry.files[name], {})
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        is_file = not self.path.endswith("manifest.json")
+        self.wfile.write(body[: self._registry.cuts.pop(0)] if is_file and self._registry.cuts else body)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def described(name: str, content: bytes, **changes: Any) -> dict[str, Any]:
+    return {"name": name, "size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(), **changes}
+
+
+@pytest.fixture
+def registry() -> Iterator[Registry]:
+    started = Registry({"config.json": SMALL, "model.safetensors": LARGE, "empty.txt": b""})
+    yield started
+    started.close()
+
+
+def bring(registry: Registry, folder: Path, **options: Any) -> Path:
+    return fetch_checkpoint(registry.url, folder, backoff_s=0.0, **options)
+
+
+def is_whole(folder: Path) -> bool:
+    present = {file.name: file.read_bytes() for file in folder.iterdir() if file.suffix not in {".sha256", ".lock"}}
+    return present == {"config.json": SMALL, "model.safetensors": LARGE, "empty.txt": b""}
+
+
+def test_all_files_arrive_and_progress_is_told(registry: Registry, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    folder = bring(registry, tmp_path / "a" / "b", progress=lambda done, total: told.append((done, total)))
+    total = len(SMALL) + len(LARGE)
+    assert folder == tmp_path / "a" / "b"
+    assert is_whole(folder)
+    assert told[0] == (0, total)
+    assert told[-1] == (total, total)
+    assert told == sorted(told)
+
+
+def test_what_is_there_is_not_fetched_again_and_what_changed_is(registry: Registry, tmp_path: Path) -> None:
+    bring(registry, tmp_path)
+    registry.requests.clear()
+    bring(registry, tmp_path)
+    assert registry.requests == [("manifest.json", None)]
+    (tmp_path / "config.json").write_bytes(SMALL + b" ")
+    (tmp_path / "model.safetensors.sha256").write_text("0" * 64)
+    registry.requests.clear()
+    bring(registry, tmp_path)
+    assert {name for name, _ in registry.requests} == {"manifest.json", "config.json", "model.safetensors"}
+    assert is_whole(tmp_path)
+
+
+def test_a_broken_download_goes_on_where_it_broke_off(registry: Registry, tmp_path: Path) -> None:
+    registry.cuts = [len(SMALL), 1000, 30_000, 1, 0, 0, 500_000]
+    bring(registry, tmp_path)
+    assert is_whole(tmp_path)
+    asked = [0 if asked is None else int(asked[6:-1]) for asked in registry.asked("model.safetensors")]
+    assert asked == [0, 1000, 31_000, 31_001, 31_001, 31_001, 531_001]
+
+
+def test_a_part_of_an_earlier_process_is_continued(registry: Registry, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.part").write_bytes(LARGE[:70_000])
+    bring(registry, tmp_path)
+    assert registry.asked("model.safetensors") == ["bytes=70000-"]
+    assert is_whole(tmp_path)
+
+
+@pytest.mark.parametrize("part", [b"something else", LARGE[:-1] + b"x", LARGE + b"x"])
+def test_a_part_of_something_else_is_given_up(registry: Registry, tmp_path: Path, part: bytes) -> None:
+    (tmp_path / "model.safetensors.part").write_bytes(part)
+    bring(registry, tmp_path)
+    assert registry.asked("model.safetensors")[-1] is None
+    assert is_whole(tmp_path)
+
+
+def test_a_server_without_ranges_begins_again(registry: Registry, tmp_path: Path) -> None:
+    registry.ranges = False
+    registry.cuts = [len(SMALL), 1000]
+    bring(registry, tmp_path)
+    assert registry.asked("model.safetensors") == [None, "bytes=1000-"]
+    assert is_whole(tmp_path)
+
+
+def test_a_server_in_trouble_is_asked_again_but_not_for_ever(registry: Registry, tmp_path: Path) -> None:
+    registry.answers = [503, 429, 200, 500]
+    bring(registry, tmp_path / "one")
+    assert is_whole(tmp_path / "one")
+    registry.answers = [200, *[503] * 99]
+    with pytest.raises(FetchError, match=r"config.json answers 503; gave up after 5 attempts that brought nothing"):
+        bring(registry, tmp_path / "two")
+    registry.answers = []
+    registry.cuts = [len(SMALL), *[0] * 99]
+    with pytest.raises(FetchError, match=r"model.safetensors .* gave up after 5 attempts"):
+        bring(registry, tmp_path / "two")
+
+
+def test_no_server_at_all(registry: Registry, tmp_path: Path) -> None:
+    registry.close()
+    with pytest.raises(FetchError, match=r"manifest.json cannot be reached: .* gave up after 5 attempts"):
+        bring(registry, tmp_path)
+
+
+def test_wrong_bytes_are_refused_and_not_kept(registry: Registry, tmp_path: Path) -> None:
+    registry.files["model.safetensors"] = LARGE[:-1] + b"!"
+    for _ in range(2):
+        with pytest.raises(FetchError, match=r"model.safetensors has the checksum \w{64}, its manifest says"):
+            bring(registry, tmp_path)
+        assert not list(tmp_path.glob("model.safetensors*"))
+    registry.files["model.safetensors"] = LARGE
+    bring(registry, tmp_path)
+    assert is_whole(tmp_path)
+
+
+def test_a_file_that_is_not_as_large_as_its_manifest_says(registry: Registry, tmp_path: Path) -> None:
+    registry.files["model.safetensors"] = LARGE * 9
+    with pytest.raises(FetchError, match=f"is larger than the {len(LARGE)} bytes of the manifest"):
+        bring(registry, tmp_path)
+    assert sum(file.stat().st_size for file in tmp_path.glob("model.*")) == 0
+    registry.files["model.safetensors"] = LARGE[:5]
+    with pytest.raises(FetchError, match=f"ended after 5 of {len(LARGE)} bytes; gave up"):
+        bring(registry, tmp_path)
+
+
+GOOD = described("config.json", SMALL)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        ({"files": [{**GOOD, "name": "../config.json"}]}, "is no manifest: .*name"),
+        ({"files": [{**GOOD, "name": "/etc/passwd"}]}, "is no manifest: .*name"),
+        ({"files": [{**GOOD, "name": ".."}]}, "is no manifest: .*name"),
+        ({"files": [{**GOOD, "name": "a\n"}]}, "is no manifest: .*name"),
+        ({"files": [{**GOOD, "size_bytes": -1}]}, "is no manifest: .*size_bytes"),
+        ({"files": [{**GOOD, "sha256": "abc"}]}, "is no manifest: .*sha256"),
+        ({"files": []}, "is no manifest"),
+        ([], "is no manifest"),
+        ({"files": [GOOD, GOOD]}, "names a file twice"),
+        ({"files": [GOOD, {**GOOD, "name": "config.json.part"}]}, "names a file twice"),
+        ({"files": [{**GOOD, "size_bytes": 2**60}]}, "bytes are missing, .* are free"),
+        ({"files": [GOOD], "more": "x" * 2**20}, "larger than 1048576 bytes"),
+        ({"files": [{**GOOD, "name": "nowhere"}]}, "nowhere answers 404"),
+    ],
+)
+def test_a_bad_manifest_writes_nothing(registry: Registry, tmp_path: Path, manifest: Any, message: str) -> None:
+    registry.manifest = manifest
+    registry.answers = [200, 404]
+    with pytest.raises(FetchError, match=message):
+        bring(registry, tmp_path / "folder")
+    assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == [".fetch.lock"]
+
+
+@pytest.mark.parametrize("source", ["http://example.org/models", "ftp://127.0.0.1/models", "models", "hf://no-name"])
+def test_sources_that_are_none(tmp_path: Path, source: str) -> None:
+    with pytest.raises(FetchError, match=r"plain http|neither an https|not of the form"):
+        fetch_checkpoint(source, tmp_path, backoff_s=0.0)
+
+
+def test_a_redirect_does_not_lead_to_plain_http(registry: Registry, tmp_path: Path) -> None:
+    registry.answers = [302]
+    with pytest.raises(FetchError, match=r"http://example.org/elsewhere: plain http is for this machine alone"):
+        bring(registry, tmp_path)
+
+
+def test_a_folder_that_cannot_be_written(registry: Registry, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.part").mkdir()
+    with pytest.raises(FetchError, match="cannot be written to"):
+        bring(registry, tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(FetchError, match="cannot be written to"):
+        bring(registry, tmp_path / "file")
+
+
+def test_two_at_once_fetch_once(registry: Registry, tmp_path: Path) -> None:
+    threads = [threading.Thread(target=bring, args=(registry, tmp_path)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert is_whole(tmp_path)
+    assert len(registry.asked("model.safetensors")) == 1
+
+
+def test_waits_grow_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+
+    def fail() -> None:
+        raise fetch._TryAgainError("down")
+
+    with pytest.raises(FetchError, match="down"):
+        fetch._patiently(fail, 1.0)
+    assert waits == [2.0, 4.0, 8.0, 10.0]
+
+
+def test_the_hub_is_asked_for_a_checkpoint_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    asked: dict[str, Any] = {}
+
+    def download(repository: str, *, local_dir: Path, **options: Any) -> str:
+        asked.update(options, repository=repository)
+        (local_dir / "config.json").write_bytes(SMALL)
+        return str(local_dir)
+
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    fetch_checkpoint("hf://org/some-name@v1.0", tmp_path, progress=lambda done, total: told.append((done, total)))
+    assert (asked["repository"], asked["revision"]) == ("org/some-name", "v1.0")
+    assert "*.safetensors" in asked["allow_patterns"]
+    assert not {"*", "*.bin", "*.py"} & set(asked["allow_patterns"])
+    assert told == [(len(SMALL), len(SMALL))]
+
+
+@pytest.mark.parametrize("error", [OSError("offline"), ValueError("no such name")])
+def test_what_the_hub_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def refuse(*args: Any, **options: Any) -> Callable[[], None]:
+        raise error
+
+    monkeypatch.setattr(pytest.importorskip("huggingface_hub"), "snapshot_download", refuse)
+    with pytest.raises(FetchError, match=f"hf://org/name cannot be fetched: {error}"):
+        fetch_checkpoint("hf://org/name", tmp_path)

@@ -1,0 +1,259 @@
+"""The model cache: filled once per node, shared, evicted by last use, never from under somebody, safe from kills."""
+
+import errno
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.memory.model_cache import (
+    CachedFile,
+    HostMemoryError,
+    ModelCache,
+    choose_cache_evictions,
+    default_cache_folder,
+)
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def filler(byte: int) -> Callable[[memoryview], None]:
+    def fill(view: memoryview) -> None:
+        view[:] = bytes([byte]) * len(view)
+
+    return fill
+
+
+def never(view: memoryview) -> None:
+    raise AssertionError("filled twice")
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(file.suffix for file in folder.iterdir() if file.suffix)
+
+
+def test_a_model_is_filled_once_and_shared(tmp_path: Path) -> None:
+    one = ModelCache(tmp_path / "cache", 100)
+    first = one.acquire("any/key: ü", 40, filler(7))
+    second = ModelCache(tmp_path / "cache", 100).acquire("any/key: ü", 40, never)
+    first.view[3] = 9
+    assert bytes(second.view) == bytes([7, 7, 7, 9]) + bytes([7]) * 36
+    first.release()
+    with pytest.raises(HostMemoryError, match="40 of 1 models are in use"):
+        one.acquire("other", 61, never)
+    assert one.holds("any/key: ü")
+    assert not one.holds("any/key")
+    assert one.used_bytes == 40
+
+
+def test_what_was_used_longest_ago_goes_first_and_nobody_loses_what_is_mapped(tmp_path: Path) -> None:
+    cache = ModelCache(tmp_path, 100)
+    held = cache.acquire("held", 40, filler(1))
+    for name in ("a", "b"):
+        cache.acquire(name, 30, filler(2)).release()
+    cache.acquire("a", 30, never).release()
+    cache.acquire("c", 30, filler(3)).release()
+    assert [cache.holds(name) for name in ("held", "a", "b", "c")] == [True, True, False, True]
+    with pytest.raises(HostMemoryError, match=r"big: 61 bytes do not fit .* of 100 bytes, 40 of 1 models are in use"):
+        cache.acquire("big", 61, never)
+    assert [cache.holds(name) for name in ("held", "a", "c")] == [True, True, True], "nothing goes for nothing"
+    cache.acquire("big", 60, filler(4))
+    assert bytes(held.view) == bytes([1]) * 40
+    assert not cache.holds("a")
+
+
+def test_use_counts_until_the_release(tmp_path: Path) -> None:
+    cache = ModelCache(tmp_path, 100)
+    long_used = cache.acquire("long", 50, filler(1))
+    cache.acquire("short", 50, filler(1)).release()
+    long_used.release()
+    long_used.release()
+    cache.acquire("new", 50, filler(1))
+    assert (cache.holds("long"), cache.holds("short")) == (True, False)
+
+
+def test_a_tensor_over_the_view_holds_the_file_after_its_release(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    cache = ModelCache(tmp_path, 100)
+    model = cache.acquire("a", 80, filler(5))
+    part = torch.frombuffer(model.view, dtype=torch.uint8)[10:20]
+    model.release()
+    with pytest.raises(HostMemoryError):
+        cache.acquire("b", 80, filler(6))
+    assert part.tolist() == [5] * 10
+    del part
+    cache.acquire("b", 80, filler(6))
+    assert not cache.holds("a")
+
+
+def test_a_fill_that_fails_leaves_nothing_and_the_next_one_tries_again(tmp_path: Path) -> None:
+    cache = ModelCache(tmp_path, 100)
+
+    def fail(view: memoryview) -> None:
+        view[:3] = b"abc"
+        raise ValueError("no such shard")
+
+    with pytest.raises(ValueError, match="no such shard"):
+        cache.acquire("a", 90, fail)
+    assert files(tmp_path) == []
+    assert bytes(cache.acquire("a", 90, filler(1)).view) == bytes([1]) * 90
+
+
+def test_threads_wait_for_the_one_that_fills(tmp_path: Path) -> None:
+    cache = ModelCache(tmp_path, 1000)
+    fills: list[str] = []
+
+    def fill(view: memoryview) -> None:
+        fills.append("fill")
+        time.sleep(0.05)
+        if len(fills) == 1:
+            raise ValueError("the first one fails")
+        view[:] = bytes([8]) * len(view)
+
+    def acquire(_: int) -> int:
+        try:
+            return cache.acquire("a", 100, fill).view[99]
+        except ValueError:
+            return -1
+
+    with ThreadPoolExecutor(6) as pool:
+        found = sorted(pool.map(acquire, range(6)))
+    assert found == [-1, 8, 8, 8, 8, 8]
+    assert len(fills) == 2
+
+
+def test_room_is_counted_for_what_is_being_filled(tmp_path: Path) -> None:
+    cache = ModelCache(tmp_path, 100)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(view: memoryview) -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        filling = pool.submit(cache.acquire, "slow", 60, slow)
+        assert begun.wait(60)
+        assert not cache.holds("slow")
+        cache.remove_stale()
+        with pytest.raises(HostMemoryError, match="60 of 1 models are in use"):
+            cache.acquire("other", 41, never)
+        cache.acquire("small", 40, filler(1)).release()
+        go_on.set()
+        filling.result()
+    assert cache.used_bytes == 100
+
+
+def _fill_and_hang(folder: Path, begun: Path) -> None:
+    def fill(view: memoryview) -> None:
+        view[:5] = b"wrong"
+        begun.touch()
+        time.sleep(600)
+
+    ModelCache(folder, 100).acquire("a", 80, fill)
+
+
+@pytest.mark.parametrize("key", ["a", "b", None])
+def test_a_killed_filler_leaves_nothing_that_is_trusted_or_counted(tmp_path: Path, key: str | None) -> None:
+    cache = ModelCache(tmp_path / "cache", 100)
+    process = SPAWN.Process(target=_fill_and_hang, args=(tmp_path / "cache", tmp_path / "begun"))
+    process.start()
+    while not (tmp_path / "begun").exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    assert process.pid is not None
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(cache.acquire, "a", 80, filler(3)) if key == "a" else None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        if waiting is not None:
+            assert bytes(waiting.result().view) == bytes([3]) * 80
+        elif key is not None:
+            cache.acquire(key, 80, filler(3))
+        else:
+            cache.remove_stale()
+    process.close()
+    assert files(tmp_path / "cache") == ([".model"] if key else [])
+
+
+def _acquire_many(folder: Path, seed: int) -> None:
+    cache = ModelCache(folder, 100)
+    for turn in range(60):
+        byte = (turn * 7 + seed * 3) % 5
+        try:
+            model = cache.acquire(f"model-{byte}", 30, filler(byte))
+        except HostMemoryError:
+            continue
+        assert bytes(model.view) == bytes([byte]) * 30
+        assert cache.used_bytes <= 100
+        model.release()
+
+
+def test_processes_share_a_cache_that_holds_three_of_five_models(tmp_path: Path) -> None:
+    processes = [SPAWN.Process(target=_acquire_many, args=(tmp_path, seed)) for seed in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+        process.close()
+    assert files(tmp_path) == [".model"] * 3
+
+
+def test_what_a_dead_filler_left_goes_before_any_model(tmp_path: Path) -> None:
+    cache = ModelCache(tmp_path, 100)
+    cache.acquire("a", 50, filler(1)).release()
+    (tmp_path / "dead-50.filling").write_bytes(bytes(50))
+    cache.acquire("b", 50, filler(2))
+    assert cache.holds("a")
+    assert files(tmp_path) == [".model", ".model"]
+
+
+def test_a_full_file_system_is_an_error_and_not_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(HostMemoryError, match=r"a: 70 bytes do not fit on the file system of .*: No space left"):
+        ModelCache(tmp_path, 100).acquire("a", 70, never)
+    assert files(tmp_path) == []
+
+
+def test_shared_memory_is_the_default_where_it_has_room(tmp_path: Path) -> None:
+    assert default_cache_folder(2**60, tmp_path) == tmp_path
+    shared = Path("/dev/shm") / f"tidepool-models-{os.getuid()}"
+    assert default_cache_folder(1, tmp_path) == (shared if os.path.ismount("/dev/shm") else tmp_path)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3), st.booleans()), max_size=8),
+    st.integers(1, 20),
+    st.integers(0, 40),
+)
+def test_evictions_make_room_by_last_use_and_no_more_than_needed(
+    rows: list[tuple[int, int, bool]], needed: int, capacity: int
+) -> None:
+    present = [
+        CachedFile(name=str(place), size_bytes=size, used_s=float(used), held=held)
+        for place, (size, used, held) in enumerate(rows)
+    ]
+    chosen = choose_cache_evictions(present, needed, capacity)
+    if chosen is None:
+        assert sum(file.size_bytes for file in present if file.held) + needed > capacity
+        return
+    gone = [file for file in present if file.name in chosen]
+    left = [file for file in present if file.name not in chosen]
+    assert not any(file.held for file in gone)
+    used = sum(file.size_bytes for file in left) + needed
+    assert used <= capacity
+    if gone:
+        latest = max(gone, key=lambda file: (file.used_s, file.name))
+        assert used + latest.size_bytes > capacity, "the last one had to go"
+        assert all((file.used_s, file.name) > (latest.used_s, latest.name) for file in left if not file.held)

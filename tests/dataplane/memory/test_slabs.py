@@ -1,0 +1,163 @@
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from dataplane.memory.events import FlagEvent
+from dataplane.memory.slabs import ALIGNMENT_BYTES, Run, SlabArena, aligned
+
+
+@pytest.mark.parametrize(("size", "up"), [(0, 0), (1, 1), (ALIGNMENT_BYTES, 1), (ALIGNMENT_BYTES + 1, 2)])
+def test_sizes_are_aligned(size: int, up: int) -> None:
+    assert aligned(size) == up * ALIGNMENT_BYTES
+
+
+def test_weights_come_from_below_and_kv_from_above() -> None:
+    arena = SlabArena(6, weights_slabs=2)
+    arena.take_run("a", 0, 3)
+    assert [arena.take_kv() for _ in range(4)] == [5, 4, 3, None]
+    assert arena.runs == {"a": Run(start=0, count=3)}
+    assert (arena.free_slabs, arena.kv_slabs, arena.moving_slabs) == (0, 3, 0)
+    arena.free_run("a")
+    assert arena.take_kv() == 2
+    assert arena.take_kv() is None, "slabs 0 and 1 are for weights"
+    arena.check()
+
+
+def test_a_run_that_a_transfer_still_reads_is_nobodys() -> None:
+    arena = SlabArena(4, weights_slabs=0)
+    copied = FlagEvent()
+    arena.take_run("a", 1, 3)
+    arena.free_run("a", copied)
+    arena.settle()
+    assert (arena.free_slabs, arena.moving_slabs, arena.blocked) == (1, 3, {1, 2, 3})
+    assert [arena.take_kv(), arena.take_kv()] == [0, None]
+    with pytest.raises(ValueError, match="not free"):
+        arena.take_run("a", 3, 1)
+    copied.finish(OSError("failed, so it is over"))
+    assert arena.take_kv() is None, "only settling frees"
+    arena.settle()
+    arena.take_run("a", 1, 2)
+    assert (arena.take_kv(), arena.blocked) == (3, {0, 3})
+    arena.check()
+
+
+def test_wrong_use_raises_and_changes_nothing() -> None:
+    arena = SlabArena(4, weights_slabs=1)
+    arena.take_run("a", 0, 2)
+    for owner, start, count in (("a", 2, 1), ("b", 1, 2), ("b", 3, 2), ("b", -1, 1), ("b", 2, 0)):
+        with pytest.raises(ValueError, match=r"already|not free"):
+            arena.take_run(owner, start, count)
+    for wrong in (lambda: arena.free_run("b"), lambda: arena.free_kv(3), lambda: arena.free_kv(0)):
+        with pytest.raises(KeyError):
+            wrong()
+    arena.check()
+    assert (arena.free_slabs, arena.runs) == (2, {"a": Run(start=0, count=2)})
+
+
+def test_the_kv_queue_does_not_grow_with_weights_that_come_and_go() -> None:
+    arena = SlabArena(8, weights_slabs=2)
+    for _ in range(50):
+        arena.take_run("a", 0, 7)
+        arena.free_run("a")
+    assert len(arena._kv_queue) == 6
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda arena: arena._free.discard(0),  # leaked
+        lambda arena: arena._free.add(7),  # free and handed out
+        lambda arena: arena._runs.update(b=Run(start=2, count=2)),  # overlaps a
+        lambda arena: arena._kv.add(arena._free.pop()),  # KV among the weights
+        lambda arena: (arena._kv_queue.clear(), arena._queued.clear()),  # free, but KV never finds it
+    ],
+)
+def test_the_check_sees_what_is_wrong(spoil) -> None:  # type: ignore[no-untyped-def]
+    arena = SlabArena(8, weights_slabs=4)
+    arena.take_run("a", 1, 2)
+    assert arena.take_kv() == 7
+    arena.check()
+    spoil(arena)
+    with pytest.raises(AssertionError):
+        arena.check()
+
+
+class ArenaMachine(RuleBasedStateMachine):
+    """A model of the arena: one word for each slab."""
+
+    SLABS, WEIGHTS_SLABS = 12, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena = SlabArena(self.SLABS, weights_slabs=self.WEIGHTS_SLABS)
+        self.state = ["free"] * self.SLABS
+        self.runs: dict[str, range] = {}
+        self.events: list[tuple[FlagEvent, range]] = []
+
+    def fill(self, slabs: range, state: str) -> None:
+        for slab in slabs:
+            self.state[slab] = state
+
+    @rule(owner=st.sampled_from("abcd"), start=st.integers(0, 11), count=st.integers(1, 6))
+    def take_run(self, owner: str, start: int, count: int) -> None:
+        slabs = range(start, start + count)
+        if owner in self.runs or slabs.stop > self.SLABS or any(self.state[slab] != "free" for slab in slabs):
+            with pytest.raises(ValueError, match=r"already|not free"):
+                self.arena.take_run(owner, start, count)
+            return
+        self.arena.take_run(owner, start, count)
+        self.runs[owner] = slabs
+        self.fill(slabs, "weights")
+
+    @precondition(lambda self: self.runs)
+    @rule(data=st.data(), in_flight=st.booleans())
+    def free_run(self, data: st.DataObject, in_flight: bool) -> None:
+        owner = data.draw(st.sampled_from(sorted(self.runs)))
+        slabs, event = self.runs.pop(owner), FlagEvent()
+        if in_flight:
+            self.events.append((event, slabs))
+        else:
+            event.finish()
+        self.fill(slabs, "moving" if in_flight else "free")
+        self.arena.free_run(owner, event)
+
+    @rule()
+    def take_kv(self) -> None:
+        free = [slab for slab in range(self.WEIGHTS_SLABS, self.SLABS) if self.state[slab] == "free"]
+        slab = self.arena.take_kv()
+        assert slab == max(free, default=None)
+        if slab is not None:
+            self.state[slab] = "kv"
+
+    @precondition(lambda self: "kv" in self.state)
+    @rule(data=st.data())
+    def free_kv(self, data: st.DataObject) -> None:
+        slab = data.draw(st.sampled_from([slab for slab in range(self.SLABS) if self.state[slab] == "kv"]))
+        self.arena.free_kv(slab)
+        self.state[slab] = "free"
+
+    @precondition(lambda self: self.events)
+    @rule(data=st.data(), fails=st.booleans(), settle=st.booleans())
+    def a_transfer_ends(self, data: st.DataObject, fails: bool, settle: bool) -> None:
+        open_events = [i for i, (event, _) in enumerate(self.events) if not event.done()]
+        if open_events:
+            self.events[data.draw(st.sampled_from(open_events))][0].finish(OSError() if fails else None)
+        if settle:
+            self.arena.settle()
+            for event, slabs in self.events:
+                if event.done():
+                    self.fill(slabs, "free")
+            self.events = [(event, slabs) for event, slabs in self.events if not event.done()]
+
+    @invariant()
+    def every_slab_is_where_the_model_has_it(self) -> None:
+        self.arena.check()
+        counted = [self.state.count(state) for state in ("free", "kv", "moving")]
+        assert [self.arena.free_slabs, self.arena.kv_slabs, self.arena.moving_slabs] == counted
+        assert {owner: run.slabs for owner, run in self.arena.runs.items()} == self.runs
+        assert self.arena.blocked == {slab for slab in range(self.SLABS) if self.state[slab] in {"kv", "moving"}}
+
+
+TestArena = ArenaMachine.TestCase
+TestArena.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

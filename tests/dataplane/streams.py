@@ -1,0 +1,44 @@
+"""Streams of a node under test, read to their end or left in the middle."""
+
+import os
+import signal
+from collections.abc import Iterable
+
+import msgspec
+
+from dataplane.messages import Failed, Generate, StreamEvent, Token, decode_line
+from tests.dataplane.replay_node import Node
+
+
+def token_ids(events: Iterable[StreamEvent]) -> list[int]:
+    return [token_id for event in events if isinstance(event, Token) for token_id in event.token_ids]
+
+
+def kill(node: Node, kind: str) -> bool:
+    """Kill a worker at work of this kind; False when there is none right now.
+
+    One that dies while it starts or loads, time and again, is another story: its instances fail.
+    """
+    for slot in node.agent.slots:
+        ready = all(slot.is_ready(report.instance_id) for report in node.agent.reports())
+        if slot.kind == kind and slot.pid is not None and ready:
+            os.kill(slot.pid, signal.SIGKILL)
+            return True
+    return False
+
+
+async def read(
+    node: Node, body: Generate, *, events_max: int | None = None, kill_at: int | None = None, kind: str = "both"
+) -> list[StreamEvent]:
+    """The events of a stream, or its refusal. The client leaves after `events_max`, a worker dies after `kill_at`."""
+    events: list[StreamEvent] = []
+    async with node.client.stream("POST", "/generate", content=msgspec.json.encode(body)) as response:
+        if response.status_code != 200:
+            return [msgspec.json.decode(await response.aread(), type=Failed)]
+        async for line in response.aiter_lines():
+            events.append(decode_line(line))
+            if len(events) == kill_at:
+                kill(node, kind)
+            if len(events) == events_max:
+                break
+    return events

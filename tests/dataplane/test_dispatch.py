@@ -1,0 +1,211 @@
+"""Where requests go: placing, handing over, lost workers, cancelling; with slots that only note what they are told."""
+
+from typing import Any
+
+import pytest
+
+from dataplane.dispatch import Dispatcher, PrefillPace, prefill_pace
+from dataplane.engine import EngineOutput, EngineRequest, EngineStats, KvHandle, TurnRecord
+from dataplane.errors import BadRequestError, WorkerLostError
+from dataplane.frames import Add, Cancel, Command, Release
+from dataplane.turns.prefill import PrefillSettings
+
+HANDLE = KvHandle(file="kv-0-1", slab_bytes=256, shape=(1, 1, 1, 16, 2), blocks=(3,), tokens=2)
+
+
+class NotedSlot:
+    """A slot whose worker is a list."""
+
+    def __init__(self, index: int, kind: str) -> None:
+        self.index = index
+        self.kind = kind
+        self.ready = True
+        self.stats = EngineStats()
+        self.told: list[Command] = []
+
+    def is_ready(self, instance_id: str) -> bool:
+        return self.ready
+
+    def send(self, command: Command) -> None:
+        self.told.append(command)
+
+    def take(self) -> list[Command]:
+        told, self.told = self.told, []
+        return told
+
+
+class Node:
+    """A dispatcher over slots of the given kinds, p, d or b."""
+
+    def __init__(self, kinds: str, losses_max: int = 3) -> None:
+        names = {"p": "prefill", "d": "decode", "b": "both"}
+        self.slots = [NotedSlot(index, names[kind]) for index, kind in enumerate(kinds)]
+        slots: Any = self.slots
+        self.dispatcher = Dispatcher(slots, PrefillSettings(), losses_max=losses_max)
+
+    def hear(self, slot: int, request_id: str, *token_ids: int, **changes: Any) -> None:
+        told: Any = self.slots[slot]
+        self.dispatcher.hear(told, EngineOutput(request_id=request_id, token_ids=token_ids, **changes))
+
+    def lose(self, slot: int) -> None:
+        lost: Any = self.slots[slot]
+        lost.ready = False
+        lost.take()
+        self.dispatcher.lose(lost)
+
+    def told(self) -> list[list[Command]]:
+        """What each slot was told since the last look."""
+        return [slot.take() for slot in self.slots]
+
+
+def request(request_id: str = "r1", instance_id: str = "i1") -> EngineRequest:
+    return EngineRequest(request_id=request_id, instance_id=instance_id, tier="IW-F", prompt=(1, 2), max_tokens=9)
+
+
+def continued(*generated: int, kv: KvHandle | None = None, request_id: str = "r1") -> Add:
+    whole = EngineRequest(
+        request_id=request_id,
+        instance_id="i1",
+        tier="IW-F",
+        prompt=(1, 2),
+        max_tokens=9,
+        generated=generated,
+        kv=kv,
+    )
+    return Add(request=whole)
+
+
+def test_a_request_is_prefilled_handed_over_and_released() -> None:
+    node = Node("pd")
+    flight = node.dispatcher.submit(request(), "tide")
+    assert node.told() == [[continued()], []]
+    assert [group.model for group in node.dispatcher.queue(0).groups] == ["tide"]
+    node.hear(0, "r1", 7, kv=HANDLE)
+    assert node.told() == [[], [continued(7, kv=HANDLE)]]
+    assert node.dispatcher.queue(0).groups == ()
+    assert flight.outputs.get_nowait().token_ids == (7,)  # type: ignore[union-attr]
+    node.hear(1, "r1", 8)
+    assert node.told() == [[Release(request_id="r1")], []]
+    node.hear(1, "r1", 9, finish_reason="length")
+    assert node.told() == [[], []]
+    assert (len(node.dispatcher), node.dispatcher.handovers_total) == (0, 1)
+
+
+def test_what_ends_in_its_prefill_goes_nowhere() -> None:
+    node = Node("pd")
+    node.dispatcher.submit(request(), "tide")
+    node.told()
+    node.hear(0, "r1", 7, finish_reason="length")
+    assert node.told() == [[], []]
+    assert (len(node.dispatcher), node.dispatcher.queue(0).groups) == (0, ())
+
+
+@pytest.mark.parametrize("step", ["queued", "handed over", "decoding"])
+def test_cancelling_frees_both_sides(step: str) -> None:
+    node = Node("pd")
+    node.dispatcher.submit(request(), "tide")
+    if step != "queued":
+        node.hear(0, "r1", 7, kv=HANDLE)
+    if step == "decoding":
+        node.hear(1, "r1", 8)
+    node.told()
+    node.dispatcher.cancel("r1")
+    cancel, release = Cancel(request_id="r1"), Release(request_id="r1")
+    expected = {"queued": [[cancel], []], "handed over": [[release], [cancel]], "decoding": [[], [cancel]]}
+    assert node.told() == expected[step]
+    assert (len(node.dispatcher), node.dispatcher.queue(0).groups) == (0, ())
+    node.dispatcher.cancel("r1")
+    assert node.told() == [[], []]
+
+
+def test_kv_handed_over_just_when_its_request_was_cancelled_is_released() -> None:
+    node = Node("pd")
+    node.dispatcher.submit(request(), "tide")
+    node.dispatcher.cancel("r1")
+    node.told()
+    node.hear(0, "r1", 7, kv=HANDLE)
+    assert node.told() == [[Release(request_id="r1")], []]
+
+
+def test_a_lost_prefill_worker_is_made_good_by_another() -> None:
+    node = Node("ppd")
+    for name in ("r1", "r2"):
+        node.dispatcher.submit(request(name), "tide")
+    first, second, _ = node.told()
+    assert (len(first), len(second)) == (2, 0), "the second joined the group of the first"
+    node.hear(0, "r2", 7, kv=HANDLE)
+    node.told()
+    node.lose(0)
+    assert node.told() == [[], [continued()], []]
+    assert node.dispatcher.queue(0).groups == ()
+    node.hear(2, "r2", 8)
+    assert node.told() == [[], [], []], "the KV is gone with its worker: there is nothing to release"
+
+
+def test_a_lost_decode_worker_costs_a_prefill_only_where_the_kv_is_not_held() -> None:
+    node = Node("pdd")
+    for name in ("r1", "r2"):
+        node.dispatcher.submit(request(name), "tide")
+        node.hear(0, name, 7, kv=HANDLE)
+    _, first, second = node.told()
+    assert (first, second) == ([continued(7, kv=HANDLE)], [continued(7, kv=HANDLE, request_id="r2")])
+    node.hear(1, "r1", 8)
+    node.told()
+    node.lose(1)
+    assert node.told() == [[continued(7, 8)], [], []]
+    node.lose(2)
+    assert node.told() == [[], [], []], "it waits, and its KV with it"
+    assert node.dispatcher.count(None) == 1
+    node.slots[1].ready = True
+    node.dispatcher.place_waiting("i1")
+    assert node.told() == [[], [continued(7, kv=HANDLE, request_id="r2")], []]
+
+
+def test_what_waits_with_kv_is_prefilled_again_when_the_kv_is_lost() -> None:
+    node = Node("pd")
+    node.dispatcher.submit(request(), "tide")
+    node.hear(0, "r1", 7, kv=HANDLE)
+    node.lose(1)
+    node.lose(0)
+    node.slots[0].ready = node.slots[1].ready = True
+    node.dispatcher.place_waiting("i1")
+    assert node.told() == [[continued(7)], []]
+
+
+def test_a_request_that_loses_too_many_workers_ends() -> None:
+    node = Node("b", losses_max=1)
+    flight = node.dispatcher.submit(request(), "tide")
+    for _ in range(2):
+        node.lose(0)
+        node.slots[0].ready = True
+        node.dispatcher.place_waiting("i1")
+    assert isinstance(flight.outputs.get_nowait(), WorkerLostError)
+    assert len(node.dispatcher) == 0
+
+
+def test_decodes_go_where_the_round_is_shortest() -> None:
+    node = Node("pdd")
+    placed = {}
+    for name, model in (("a", "ebb"), ("b", "tide"), ("c", "tide"), ("d", "ebb"), ("e", "flood")):
+        node.dispatcher.submit(request(name), model)
+        node.hear(0, name, 7, kv=HANDLE)
+        placed[name] = next(index for index in (1, 2) if node.slots[index].take())
+    assert placed == {"a": 1, "b": 2, "c": 2, "d": 1, "e": 1}
+
+
+def test_an_id_is_in_flight_once() -> None:
+    node = Node("b")
+    node.dispatcher.submit(request(), "tide")
+    with pytest.raises(BadRequestError, match="r1 is in flight already"):
+        node.dispatcher.submit(request(), "tide")
+
+
+def turn(tokens: int, seconds: float, *, switched: bool = False, kind: Any = "prefill") -> TurnRecord:
+    return TurnRecord(kind=kind, model="tide", started_s=1.0, ended_s=1.0 + seconds, tokens=tokens, switched=switched)
+
+
+def test_the_pace_of_a_slot_is_what_its_turns_took() -> None:
+    assert prefill_pace(()) == prefill_pace([turn(9, 1.0, kind="decode")]) == PrefillPace()
+    pace = prefill_pace([turn(100, 0.5), turn(300, 1.5), turn(100, 2.5, switched=True)])
+    assert pace == PrefillPace(token_s=pytest.approx(0.005), switch_s=pytest.approx(2.0))
+    assert prefill_pace([turn(100, 0.5, switched=True)]) == PrefillPace(token_s=pytest.approx(0.005), switch_s=0.0)
