@@ -3,10 +3,14 @@
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from weakref import WeakValueDictionary
 
+import msgspec
 import structlog
 
+from dataplane.checkpoints import ProgressLog, in_own_thread, is_remote, local_checkpoint
 from dataplane.errors import ModelLoadError
 from dataplane.frames import Command, Load, Unload
 from dataplane.messages import DesiredInstance, EngineKind, InstanceState
@@ -22,13 +26,15 @@ LOAD_LOSSES_MAX = 1
 class HeldInstance:
     """An instance of a slot.
 
-    `asked`: the serial of the Load that the present worker has not answered yet. `losses`: workers that died over it
-    in a row. `reloading`: it was ready until its worker was lost. `retry`: when a failed load is tried again.
-    `drained`: unloaded after draining; it only waits to be taken from the desired state, and is not reported.
+    `folder`: where its checkpoint lies on this node. `asked`: the serial of the Load that the present worker has not
+    answered yet. `losses`: workers that died over it in a row. `reloading`: it was ready until its worker was lost.
+    `retry`: when a failed load is tried again. `drained`: unloaded after draining; it only waits to be taken from the
+    desired state, and is not reported.
     """
 
     desired: DesiredInstance
     state: InstanceState = "loading"
+    folder: str = ""
     text: Text | None = None
     error: str | None = None
     asked: int | None = None
@@ -47,7 +53,7 @@ class HeldInstances:
     """Follows the desired instances of one slot. `send` reaches the worker; it is None while there is none.
 
     `in_use` says whether requests of an instance are in flight, `on_change` is called after its state changed. `texts`
-    are the tokenizers in use on the node, by path.
+    are the tokenizers in use on the node, by path. Remote checkpoints are fetched into folders below `checkpoints_dir`.
     """
 
     def __init__(
@@ -55,12 +61,14 @@ class HeldInstances:
         engine: EngineKind,
         texts: WeakValueDictionary[str, Text],
         *,
+        checkpoints_dir: Path,
         load_retry_s: float,
         in_use: Callable[[str], bool],
         on_change: Callable[[str], None],
     ) -> None:
         self._engine = engine
         self._texts = texts
+        self._checkpoints_dir = checkpoints_dir
         self._load_retry_s = load_retry_s
         self._in_use = in_use
         self._on_change = on_change
@@ -187,15 +195,23 @@ class HeldInstances:
         task.add_done_callback(self._loads.discard)
 
     async def _load_text(self, held: HeldInstance) -> None:
-        """Read the tokenizer, off the loop, then let the worker read the weights."""
+        """Fetch the checkpoint and read the tokenizer, off the loop, then let the worker read the weights."""
         path = held.desired.model.path
         try:
-            text = held.text or self._texts.get(path) or await asyncio.to_thread(load_text, path, self._engine)
+            held.folder = await self._local_folder(held) if is_remote(path) else path
+            text = held.text or self._texts.get(path)
+            if text is None:
+                text = await asyncio.to_thread(load_text, held.folder, self._engine)
         except ModelLoadError as error:
             self._fail(held, error.message)
             return
         held.text = self._texts.setdefault(path, text)
         self._ask_load(held)
+
+    async def _local_folder(self, held: HeldInstance) -> str:
+        path = held.desired.model.path
+        progress = ProgressLog(path, is_wanted=lambda: self.get(held.instance_id) is held)
+        return str(await in_own_thread(partial(local_checkpoint, path, self._checkpoints_dir, progress)))
 
     def _ask_load(self, held: HeldInstance) -> None:
         waits = held.state in ("loading", "draining") and held.text is not None and held.asked is None
@@ -203,12 +219,11 @@ class HeldInstances:
             return
         self._serial += 1
         held.asked = self._serial
-        self._send(
-            Load(instance_id=held.instance_id, serial=self._serial, model=held.desired.model, gpus=held.desired.gpus)
-        )
+        model = msgspec.structs.replace(held.desired.model, path=held.folder)
+        self._send(Load(instance_id=held.instance_id, serial=self._serial, model=model, gpus=held.desired.gpus))
 
     def _fail(self, held: HeldInstance, error: str) -> None:
-        if self._held.get(held.instance_id) is not held:
+        if self.get(held.instance_id) is not held:
             return
         log.warning("load failed", instance=held.instance_id, model=held.desired.model.name, error=error)
         held.state, held.error, held.asked = "failed", error, None

@@ -43,6 +43,7 @@ class AgentSettings(BaseSettings):
     host_kv_bytes: int | None = Field(None, ge=0, description="host memory for KV of a slot; none: as its own KV")
     cache_dir: Path | None = Field(None, description="folder in memory for models and KV; none: one that ends with us")
     cache_bytes: int = Field(8 * 2**30, ge=1, description="host memory for the models of all slots together")
+    checkpoints_dir: Path = Field(Path("~/.cache/tidepool/checkpoints"), description="where remote ones are fetched to")
 
     split: bool = Field(False, description="split the slots of a TP size into prefill and decode slots")
     prefill_ratio: float = Field(0.5, gt=0, lt=1, description="share of the slots of a TP size that prefill")

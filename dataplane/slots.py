@@ -72,7 +72,12 @@ class Slot:
         self._files = files
         self._owner = owner
         self._held = HeldInstances(
-            settings.engine, texts, load_retry_s=settings.load_retry_s, in_use=owner.in_use, on_change=owner.changed
+            settings.engine,
+            texts,
+            checkpoints_dir=settings.checkpoints_dir,
+            load_retry_s=settings.load_retry_s,
+            in_use=owner.in_use,
+            on_change=owner.changed,
         )
         self._link: WorkerLink | None = None
         self._said_hello = False

@@ -63,7 +63,6 @@ class Worker:
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
         self._loading: dict[str, tuple[Load, Future[None]]] = {}
         self._loaded: set[str] = set()
-        self._idle = True
         self._sent_stats: EngineStats | None = None
         self._stats_sent_s = 0.0
 
@@ -84,7 +83,7 @@ class Worker:
         """All commands that are there. An idle engine waits a moment for one."""
         taken: list[Command | Prepared | None] = []
         try:
-            if self._idle and not self._engine.has_work():
+            if not self._engine.has_work():
                 taken.append(self._commands.get(timeout=STATS_EVERY_S))
             while True:
                 taken.append(self._commands.get_nowait())
@@ -92,13 +91,10 @@ class Worker:
             return taken
 
     def _step(self) -> None:
-        """Step while there is work, and once more: the engine then notes that its last turn is over."""
-        busy = self._engine.has_work()
-        if busy or not self._idle:
-            outputs = self._engine.step()
-            if outputs:
-                self._send(Outputs(outputs=tuple(outputs)))
-        self._idle = not busy
+        """Step, now and then without work too: the engine then closes its books and spares what others need."""
+        outputs = self._engine.step()
+        if outputs:
+            self._send(Outputs(outputs=tuple(outputs)))
 
     def _obey(self, command: Command | Prepared) -> None:
         match command:

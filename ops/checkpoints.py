@@ -1,51 +1,77 @@
-"""What a Hugging Face checkpoint folder needs, read from `config.json` and the headers of its safetensors files.
+"""What a Hugging Face checkpoint needs, read from `config.json` and the headers of its safetensors files.
 
-No tensor is read, and nothing but the standard library is needed, so this runs where no torch is.
+It may be a folder, or lie in a registry or on the hub. No tensor is read or fetched, so this runs where no torch is.
 """
 
 from collections import Counter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from dataplane.checkpoints import is_remote
 from dataplane.errors import ModelLoadError
 from dataplane.memory.safetensors_file import ITEM_BYTES, list_tensors, read_json
+from ops.remote_checkpoints import RemoteError, outline_registry, read_hub
 
 _CONFIG_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class CheckpointError(ValueError):
-    """A folder that is no checkpoint; the message names the file and what is wrong with it."""
+    """A folder or source that is no checkpoint; the message names the file and what is wrong with it."""
 
 
-def describe_checkpoint(folder: Path) -> dict[str, Any]:
-    """The body of `PUT /admin/models/{name}` for a checkpoint.
+def describe_checkpoint(source: Path | str) -> dict[str, Any]:
+    """The body of `PUT /admin/models/{name}` for a checkpoint: a folder, `https://HOST/PATH/`, or `hf://ORG/NAME`.
 
     `weights_bytes` is the size of all stored tensors. `kv_bytes_per_token` is 2 x layers x KV heads x head size x bytes
     of an element in the checkpoint's own type. `context_tokens` is `max_position_embeddings`.
 
     Raises:
-        CheckpointError: a file is missing, cannot be read, or lacks what is needed.
+        CheckpointError: a file is missing, cannot be read, or lacks what is needed; a source is out of reach.
     """
+    if is_remote(str(source)):
+        return _describe_remote(str(source))
+    folder = Path(source)
     folder = folder.expanduser().resolve()
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder")
+    return _describe_folder(folder, str(folder))
+
+
+def _describe_remote(source: str) -> dict[str, Any]:
     try:
-        return _describe(folder)
+        if source.startswith("hf://"):
+            return _describe(source, *read_hub(source))
+        with TemporaryDirectory() as outline:
+            outline_registry(source, Path(outline))
+            return _describe_folder(Path(outline), source)
+    except RemoteError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _describe_folder(folder: Path, path: str) -> dict[str, Any]:
+    """Describe the folder as what lies at `path`."""
+    try:
+        bytes_by_type: Counter[str] = Counter()
+        config = read_json(folder / "config.json")
+        for tensor in list_tensors(folder).values():
+            bytes_by_type[tensor.dtype] += tensor.size_bytes
     except ModelLoadError as error:
-        raise CheckpointError(error.message) from error
+        raise CheckpointError(error.message.replace(str(folder), path.rstrip("/"))) from error
+    return _describe(path, config, bytes_by_type)
 
 
-def _describe(folder: Path) -> dict[str, Any]:
-    config = _Config(folder / "config.json")
-    weights_bytes, element_bytes = _weigh(folder)
+def _describe(path: str, content: dict[str, Any], bytes_by_type: Counter[str]) -> dict[str, Any]:
+    config = _Config(f"{path.rstrip('/')}/config.json", content)
+    element_bytes = _element_bytes(path, bytes_by_type)
     heads = config.positive("num_attention_heads")
     kv_heads = config.positive("num_key_value_heads", default=heads)
     head_size = config.positive("head_dim", default=config.positive("hidden_size") // heads)
     values = 2 * config.positive("num_hidden_layers") * kv_heads * head_size
     return {
-        "path": str(folder),
+        "path": path,
         "architecture": config.architecture(),
-        "weights_bytes": weights_bytes,
+        "weights_bytes": bytes_by_type.total(),
         "kv_bytes_per_token": values * (config.element_bytes() or element_bytes),
         "context_tokens": config.positive("max_position_embeddings"),
     }
@@ -54,9 +80,9 @@ def _describe(folder: Path) -> dict[str, Any]:
 class _Config:
     """`config.json`; of a multimodal model the part about text."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: str, whole: dict[str, Any]) -> None:
         self._file = file
-        self._whole = read_json(file)
+        self._whole = whole
         text = self._whole.get("text_config")
         self._text = self._whole | text if isinstance(text, dict) else self._whole
 
@@ -78,11 +104,11 @@ class _Config:
         return _CONFIG_BYTES.get(str(self._text.get("dtype", self._text.get("torch_dtype"))))
 
 
-def _weigh(folder: Path) -> tuple[int, int]:
-    """Bytes of all tensors, and of one element of the type that most of them have."""
-    bytes_by_type: Counter[str] = Counter()
-    for tensor in list_tensors(folder).values():
-        bytes_by_type[tensor.dtype] += tensor.size_bytes
+def _element_bytes(path: str, bytes_by_type: Counter[str]) -> int:
+    """Bytes of one element of the type that most weights have."""
     if bytes_by_type.total() == 0:
-        raise CheckpointError(f"{folder} holds no weights")
-    return bytes_by_type.total(), ITEM_BYTES[bytes_by_type.most_common(1)[0][0]]
+        raise CheckpointError(f"{path} holds no weights")
+    dtype = bytes_by_type.most_common(1)[0][0]
+    if dtype not in ITEM_BYTES:
+        raise CheckpointError(f"{path} has weights of type {dtype}; known are {', '.join(ITEM_BYTES)}")
+    return ITEM_BYTES[dtype]

@@ -29,13 +29,15 @@ class Continuation:
     def gap(self, index: int, token: int) -> float:
         """By how much the reference prefers its own token at `index`, as a share of its largest logit there."""
         row = self.logits[index]
-        return float((row.max() - row[token]) / row.abs().max())
+        return float(row.max() - row[token]) / self._scale(index)
 
     def distance(self, index: int, logits: torch.Tensor) -> tuple[float, float]:
         """How far other logits are from those at `index` at most: absolute, and as a share of the largest there."""
-        row = self.logits[index]
-        difference = float((logits.float().cpu() - row).abs().max())
-        return difference, difference / float(row.abs().max())
+        difference = float((logits.float().cpu() - self.logits[index]).abs().max())
+        return difference, difference / self._scale(index)
+
+    def _scale(self, index: int) -> float:
+        return float(self.logits[index].abs().max()) or 1.0  # a padding token alone may lead to zeros
 
 
 @dataclass(frozen=True, kw_only=True)

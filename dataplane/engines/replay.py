@@ -167,7 +167,7 @@ class ReplayEngine:
         decoding = [model for model in self._models.values() if model.decoding and not self._settings.hands_over]
         stay = self._weights.fit(model.weights for model in decoding)
         widest = sorted((model.weights for model in decoding), key=lambda weights: weights.size_bytes)[-2:]
-        prefetched = self._settings.prefetch and self._weights.fit(widest)
+        prefetches = self._settings.prefetch and self._weights.fit(widest)
         busy = {model.spec.name: model for model in decoding} | {name: self._models[name] for name in first}
         return SlotFacts(
             prefills=prefills,
@@ -177,7 +177,7 @@ class ReplayEngine:
                 model.batch_facts(
                     now_s=now_s,
                     switch_s=0.0 if stay else model.weights.switch_s,
-                    prefetched=prefetched,
+                    prefetched=self._steps.prefetched_share if prefetches else 0.0,
                     batch_max=self._settings.batch_max,
                 )
                 for model in decoding

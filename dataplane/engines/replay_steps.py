@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from dataplane.engines.preemption import choose_victim
 from dataplane.engines.replay_memory import KvMemory, Place, WeightsMemory
@@ -24,6 +25,10 @@ class Chunk:
     def squared_tokens(self) -> int:
         """What attention costs: the growth of the squared length."""
         return (self.sequence.cached + self.count) ** 2 - self.sequence.cached**2
+
+
+PREFETCH_WEIGHT = 0.05
+"""Of one turn in the share of turns whose model was sent for early."""
 
 
 class ReplaySteps:
@@ -50,6 +55,7 @@ class ReplaySteps:
         self._clock = clock
         self._sleep = sleep
         self._prefetched_s = float("-inf")
+        self.prefetched_share = 1.0
         self.prefill_held = False
         self.preemptions_total = 0
         self.recomputed_total = 0
@@ -62,6 +68,9 @@ class ReplaySteps:
         """
         self.prefill_held = False
         model = self._models[turn.model]
+        if turn.kind == "decode" and turn.started_s == now_s:
+            hit = self._weights.knows(model.weights)
+            self.prefetched_share += PREFETCH_WEIGHT * (hit - self.prefetched_share)
         there_s = self._weights.bring(model.weights, now_s)
         assert there_s is not None, "no model is loaded that exceeds the slot"
         self._prefetch(turn, now_s)
@@ -70,8 +79,9 @@ class ReplaySteps:
             self._sleep_until(there_s)
             return []
         if not chunks:
+            held = turn.kind == "prefill" and not self._kv.leaving  # or what leaves for it would come back meanwhile
             self.wait(now_s)
-            self.prefill_held = turn.kind == "prefill"
+            self.prefill_held = held
             return None
         self._spend(turn, model, chunks, now_s)
         for chunk in chunks:
@@ -116,15 +126,23 @@ class ReplaySteps:
         return chunks
 
     def _decode_chunks(self, model: ReplayModel, now_s: float) -> list[Chunk]:
-        """One token of each sequence whose KV is there. KV that is away is sent for while there is room."""
+        """One token of each sequence whose KV is there. KV that is away is sent for, in order, while there is room:
+        the first may drive others out for it, and nobody takes what is being made free for one before it.
+        """
         ready: list[ReplaySequence] = []
+        before, blocked = 0, False
         for sequence in model.decoding[: self._settings.batch_max]:
             kv = sequence.kv
-            spare_bytes = self._kv.free_bytes - len(ready) * kv.bytes_per_token
-            if kv.place is Place.AWAY and (not ready or kv.moved_bytes <= spare_bytes):
-                self._make_room(lambda kv=kv: self._kv.swap_in(kv, now_s), sequence, ready, now_s)
+            if kv.place is Place.AWAY and not blocked:
+                spare_bytes = self._kv.free_bytes - before * kv.bytes_per_token
+                if before == 0 or kv.moved_bytes <= spare_bytes:
+                    take = partial(self._kv.swap_in, kv, now_s)
+                    blocked = not self._make_room(take, sequence, ready, now_s)
+                else:
+                    blocked = True
             if kv.place is Place.HERE and self._grow(sequence, sequence.tokens, ready, now_s):
                 ready.append(sequence)
+            before += kv.place in (Place.HERE, Place.ARRIVING)
         return [Chunk(sequence=sequence, count=1) for sequence in ready]
 
     def _grow(self, sequence: ReplaySequence, tokens: int, keep: Sequence[ReplaySequence], now_s: float) -> bool:

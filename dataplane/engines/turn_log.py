@@ -5,7 +5,7 @@ from collections import deque
 from dataplane.engine import TurnRecord
 from dataplane.turns.schedule import Turn
 
-TURNS_KEPT = 64
+TURNS_KEPT = 256
 
 
 class TurnLog:

@@ -23,6 +23,8 @@ from dataplane.errors import DataplaneError
 
 _COMPLETE = ".model"
 _FILLING = ".filling"
+_WANTED = "room-wanted"
+_WANTED_S = 1.0
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the one place where files are shared memory
 
 
@@ -102,8 +104,8 @@ class ModelCache:
 
     def __init__(self, folder: Path, capacity_bytes: int) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.capacity_bytes = capacity_bytes
         self._folder = folder
-        self._capacity_bytes = capacity_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -135,6 +137,17 @@ class ModelCache:
                 return self._fill(key, descriptor, partial, complete, fill)
             with _closing(descriptor):
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+    def want_room(self) -> None:
+        """Ask the other slots of the node to let go of files that they can spare."""
+        (self._folder / _WANTED).write_text(str(os.getpid()))
+
+    def room_is_wanted(self) -> bool:
+        """Whether another slot asked for room a moment ago."""
+        wanted = self._folder / _WANTED
+        with suppress(OSError):
+            return time.time() - wanted.stat().st_mtime < _WANTED_S and wanted.read_text() != str(os.getpid())
+        return False
 
     def remove_stale(self) -> None:
         """Remove what fillers that died left behind."""
@@ -192,13 +205,13 @@ class ModelCache:
             CachedFile(name=file.name, size_bytes=file_bytes, used_s=used_s, held=_held(file))
             for file, file_bytes, used_s in self._list()
         ]
-        evictions = choose_cache_evictions(files, size_bytes, self._capacity_bytes)
+        evictions = choose_cache_evictions(files, size_bytes, self.capacity_bytes)
         if evictions is None:
             held_files = [file for file in files if file.held]
             held_bytes = sum(file.size_bytes for file in held_files)
             raise HostMemoryError(
                 f"{key}: {size_bytes} bytes do not fit in the model cache {self._folder}:"
-                f" of {self._capacity_bytes} bytes, {held_bytes} of {len(held_files)} models are in use"
+                f" of {self.capacity_bytes} bytes, {held_bytes} of {len(held_files)} models are in use"
             )
         for name in evictions:
             (self._folder / name).unlink()

@@ -1,4 +1,4 @@
-"""What a switch costs beside its bytes: choosing the place, evicting, submitting the parts, pointing the model at them."""
+"""What a switch costs beside its bytes: the place, evictions, submitting parts, pointing the model at them."""
 
 from ops.bench.checkpoints import BenchModel, DtypeName
 from ops.bench.figures import Figure, interleaved, medians, seconds

@@ -1,7 +1,7 @@
 """Decode tokens per second of one model, against transformers' continuous batching and, where it is, vLLM's.
 
 All see the same prompts, make the same number of tokens greedily in the same dtype with the same threads, and take
-turns. Only decoding counts: the time from the moment all sequences have their first token.
+turns. Only the time in which all sequences decode counts.
 """
 
 import random
@@ -59,10 +59,10 @@ def measure_decode(models: list[BenchModel], *, device: str, dtype: DtypeName, r
 
 
 def decode_rate(stamps: Stamps) -> float:
-    """Tokens per second from the last first token on."""
+    """Tokens per second while all sequences decode: from the last first token to the first last one."""
     began_s = max(times_s[0] for times_s in stamps)
-    ended_s = max(times_s[-1] for times_s in stamps)
-    return sum(time_s > began_s for times_s in stamps for time_s in times_s) / (ended_s - began_s)
+    ended_s = min(times_s[-1] for times_s in stamps)
+    return sum(began_s < time_s <= ended_s for times_s in stamps for time_s in times_s) / (ended_s - began_s)
 
 
 def _rate_of(run: Callable[[], Stamps]) -> Callable[[], float]:

@@ -1,4 +1,4 @@
-"""What a benchmark says, and how it takes times: several ways of doing a thing in turn, so that all see the same noise."""
+"""What a benchmark says, and how it takes times: ways of doing a thing take turns, so that all see the same noise."""
 
 import statistics
 import time

@@ -70,8 +70,8 @@ def _entry(model: FittedModel) -> str:
     lines = [
         "",
         f"# {model.note}",
-        f"# prefill: R^2 {fit.prefill_r2:.4f}, mean error {fit.prefill_mape:.1%}, {fit.prefill_points} points;"
-        f" decode: R^2 {fit.decode_r2:.4f}, mean error {fit.decode_mape:.1%}, {fit.decode_points} points",
+        f"# prefill: R^2 {fit.prefill_r2:.4f}, mean error {fit.prefill_mape:.1%}, {fit.prefill_points} points",
+        f"# decode: R^2 {fit.decode_r2:.4f}, mean error {fit.decode_mape:.1%}, {fit.decode_points} points",
         "[[models]]",
         f"name = {json.dumps(model.name)}",
         f"source = {json.dumps(model.source)}",

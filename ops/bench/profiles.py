@@ -65,7 +65,7 @@ def published_models(file: Path, gpu_type: str | None) -> tuple[str, list[Fitted
     models = [_fitted(one, one.weights_bytes) for one in chosen if one.weights_bytes is not None]
     if not models:
         raise ValueError(f"{file} has no points of {wanted}; it has {', '.join(devices) or 'none'}")
-    return wanted, models, [one.source for one in chosen if one.weights_bytes is None]
+    return chosen[0].gpu_type, models, [one.source for one in chosen if one.weights_bytes is None]
 
 
 def _fitted(one: PointSet, weights_bytes: int) -> FittedModel:

@@ -115,8 +115,9 @@ def _point_set(name: str, model: str, device: str, gpus: str, rows: list[_Row]) 
 
 
 def _truncated(rows: list[_Row]) -> bool:
-    """Whether prefills of more than a chunk took hardly longer than a chunk did. In the published data the ratio is at most
-    1.28 where they were cut off, and at least 1.55 where not.
+    """Whether prefills of more than a chunk took hardly longer than a chunk did.
+
+    In the published data the ratio is at most 1.28 where they were cut off, and at least 1.55 where not.
     """
     chunk_s = max((row.prefill_s for row in rows if row.tokens == CHUNK_TOKENS), default=0.0)
     above_s = max((row.prefill_s for row in rows if row.tokens > CHUNK_TOKENS), default=math.inf)

@@ -1,4 +1,4 @@
-"""The part of a slot that switches: models in host memory, an arena for some of them, and the stream between the two."""
+"""The part of a slot that switches: models in host memory, an arena for some of them, and the stream between."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -51,7 +51,7 @@ def open_slot(
 ) -> Iterator[BenchSlot]:
     """A slot whose arena holds `residents` of the largest model. `moves` False: everything but the bytes."""
     place = torch.device(device)
-    host_models = HostModels(None, getattr(torch, dtype), place, SLAB_BYTES, is_idle=lambda _: False)
+    host_models = HostModels(None, getattr(torch, dtype), place, SLAB_BYTES, leave_rank=lambda _: None)
     stream: CopyStream = make_stream(place, "bench", threads=torch.get_num_threads()) if moves else NullStream()
     try:
         known = tuple(host_models.prepare(model.name, model.folder, slabs_max=sys.maxsize) for model in models)

@@ -95,11 +95,11 @@ class _Bench:
     def __init__(self, folder: Path, settings: StepTimesSettings) -> None:
         self._settings = settings
         device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
-        models = HostModels(None, dtype, device, 1, is_idle=lambda _: False)
+        models = HostModels(None, dtype, device, 1, leave_rank=lambda _: None)
         model = models.prepare(folder.name, folder, slabs_max=sys.maxsize)
-        models.close()
         assert model.host is not None, "without a cache nothing takes it away"
         weights = model.host.to(device)
+        models.close()
         self.skeleton = model.skeleton
         self.skeleton.bind([part.of(weights) for part in self.skeleton.parts])
         geometry = self.skeleton.geometry

@@ -1,4 +1,4 @@
-"""Switching to a model that is in host memory, against a plain copy of the same bytes; and to one that was prefetched."""
+"""Switching to a model that is in host memory, or was prefetched, against a plain copy of the same bytes."""
 
 import torch
 

@@ -27,7 +27,7 @@ Told = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """What to measure. `parameters`: of each model, at least two; `names`: the figures; `rounds` of each are counted."""
+    """What to measure. `parameters`: of each model, at least two; `names`: the figures. `rounds` of each count."""
 
     device: str
     dtype: DtypeName
@@ -46,7 +46,7 @@ def measure_figures(settings: BenchSettings, tell: Told) -> list[Figure]:
     unknown = [name for name in settings.names if name not in NAMES]
     if unknown:
         raise ValueError(f"unknown figure {unknown[0]}; there are {', '.join(NAMES)}")
-    if len(settings.parameters) < 2:  # noqa: PLR2004 - one to switch to and one to come from
+    if len(settings.parameters) < 2:
         raise ValueError("at least two models are needed")
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA device can be used here")

@@ -1,6 +1,5 @@
 """`model`: register checkpoints, and what they do on GPU types and in regions."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +15,14 @@ models = typer.Typer(no_args_is_help=True, help="Models: checkpoints in Hugging 
 def add_model(
     context: typer.Context,
     name: str,
-    path: Annotated[Path, typer.Option(help="Checkpoint folder; nodes must see it under the same path.")],
+    path: Annotated[
+        str,
+        typer.Option(
+            metavar="SOURCE",
+            help="Checkpoint folder that nodes see under the same path; or https://HOST/PATH/ or hf://ORG/NAME[@REVISION],"
+            " which nodes fetch.",
+        ),
+    ],
     tokens_per_s: Annotated[
         list[str] | None,
         typer.Option(metavar="GPU=NUMBER", help="Input tokens/s of one instance on a GPU type. May be repeated."),
@@ -28,12 +34,13 @@ def add_model(
     maximum: Annotated[int, typer.Option("--max", min=0, help="Instances at most in each region.")] = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Register a model. Its sizes are read from config.json and the safetensors headers of the folder.
+    """Register a model. Its sizes are read from config.json and the safetensors headers; the weights are not fetched.
 
     \b
     Examples:
       tidepool model add qwen3-8b --path /models/qwen3-8b
       tidepool model add qwen3-8b --path /models/qwen3-8b --tokens-per-s H800=12000 --region us-east --max 8
+      tidepool model add qwen3-8b --path hf://Qwen/Qwen3-8B
     """
     rates = dict(_rate(text) for text in tokens_per_s or [])
     if minimum > maximum:

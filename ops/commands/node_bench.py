@@ -40,7 +40,7 @@ def bench_node(
     from ops.bench.checkpoints import parameters_of  # noqa: PLC0415 - torch is heavy
     from ops.bench.table import BenchSettings, measure_figures  # noqa: PLC0415 - torch is heavy
 
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         settings = BenchSettings(
             device=device.value,

@@ -100,8 +100,7 @@ def _show(report: "CheckReport") -> None:
         "equal": lambda row: not row["mismatches"],
         "ties": "ties",
         "logit difference": lambda row: f"{row['logit_difference']:.2g}",
-        "of largest": lambda row: f"{row['logit_share']:.2g}",
-        "of its own": lambda row: f"{row['logit_spread']:.2g}",
+        "share (own)": lambda row: f"{row['logit_share']:.1g} ({row['logit_spread']:.1g})",
         "switches": "switches",
     }
     settings = report.settings
@@ -116,7 +115,7 @@ def _show(report: "CheckReport") -> None:
             ("KV swapped", f"{report.swapped_out} out, {report.swapped_in} in, {report.recomputed} recomputed"),
             ("left early", f"{report.left} requests"),
             ("a tie", f"logits at most {settings.tolerance:g} of the largest apart"),
-            ("of its own", "how far transformers is from itself when it runs the same tokens in one pass"),
+            ("share", "of a token's largest logit; own: transformers against itself, the same tokens in one pass"),
         ]
     )
     for finding in report.models:

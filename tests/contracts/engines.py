@@ -1,7 +1,9 @@
 """The engines that the contract is tested against. A new engine is one more factory in `ENGINES`."""
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 from dataplane.engine import Engine
@@ -14,6 +16,7 @@ from tests.dataplane.engines.torch.tiny import save_tiny
 
 CONTEXT_TOKENS = 160
 KV_TOKENS = 96
+PREFILL_TOKENS_PER_STEP_MAX = 32
 PROFILE = Path(__file__).parents[2] / "ops" / "profiles" / "h800.toml"
 
 
@@ -32,16 +35,25 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """An empty engine with room for any one of `models` at a time and `KV_TOKENS` an instance, and two models."""
+    """An empty engine with room for the weights of any one of `models` at a time and the KV of `KV_TOKENS` tokens; a
+    prefill slot's engine like it, which hands requests over; and two models. `close` ends both engines.
+    """
 
     engine: Engine
+    prefiller: Engine
     models: tuple[ModelSpec, ModelSpec]
     oversized: ModelSpec
+    close: Callable[[], None] = lambda: None
+
+
+_kv_files = count()
 
 
 def torch_subject(folder: Path) -> Subject:
     """Two tiny models of different architectures, of which the arena holds one, and one that is wider."""
     kv_bytes_per_token = 2 * 3 * 2 * 12 * 4
+    block_tokens = 8
+    slab_bytes = block_tokens * kv_bytes_per_token
     wanted: tuple[tuple[str, str, dict[str, int]], ...] = (
         ("first", "llama", {}),
         ("second", "qwen3", {}),
@@ -61,13 +73,22 @@ def torch_subject(folder: Path) -> Subject:
         )
         specs.append(spec)
     settings = TorchEngineSettings(
-        weights_bytes=max(spec.weights_bytes for spec in specs[:2]) + 50 * 256,
-        kv_bytes_per_gpu=KV_TOKENS * kv_bytes_per_token,
-        block_tokens=8,
-        prefill_tokens_per_step_max=32,
+        weights_bytes=max(spec.weights_bytes for spec in specs[:2]) + 8 * slab_bytes,  # each part begins a slab
+        kv_bytes=KV_TOKENS * kv_bytes_per_token,
+        host_kv_bytes=KV_TOKENS * kv_bytes_per_token,
+        slab_bytes=slab_bytes,
+        block_tokens=block_tokens,
+        prefill_tokens_per_step_max=PREFILL_TOKENS_PER_STEP_MAX,
         batch_max=4,
     )
-    return Subject(engine=TorchEngine(settings, Clock()), models=(specs[0], specs[1]), oversized=specs[2])
+    handing_over = replace(settings, hands_over=True, host_kv_file=folder / f"kv-{next(_kv_files)}")
+    engine, prefiller = TorchEngine(settings, time.monotonic), TorchEngine(handing_over, time.monotonic)
+
+    def close() -> None:
+        engine.close()
+        prefiller.close()
+
+    return Subject(engine=engine, prefiller=prefiller, models=(specs[0], specs[1]), oversized=specs[2], close=close)
 
 
 def replay_subject(_: Path) -> Subject:
@@ -82,12 +103,17 @@ def replay_subject(_: Path) -> Subject:
     settings = ReplaySettings(
         profile=load_gpu_profile(PROFILE),
         weights_bytes=30 * 10**9,
-        kv_bytes_per_gpu=KV_TOKENS * 2**19,
+        kv_bytes=KV_TOKENS * 2**19,
+        host_kv_bytes=KV_TOKENS * 2**19,
+        prefill_tokens_per_step_max=PREFILL_TOKENS_PER_STEP_MAX,
         batch_max=4,
     )
-    engine = ReplayEngine(settings, clock, clock.sleep)
-    models = (spec("seven", 14 * 10**9), spec("thirteen", 26 * 10**9))
-    return Subject(engine=engine, models=models, oversized=spec("seventy", 140 * 10**9))
+    return Subject(
+        engine=ReplayEngine(settings, clock, clock.sleep),
+        prefiller=ReplayEngine(replace(settings, hands_over=True), clock, clock.sleep),
+        models=(spec("seven", 14 * 10**9), spec("thirteen", 26 * 10**9)),
+        oversized=spec("seventy", 140 * 10**9),
+    )
 
 
 ENGINES: list[Callable[[Path], Subject]] = [torch_subject, replay_subject]

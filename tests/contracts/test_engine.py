@@ -1,13 +1,15 @@
 """What every engine must do: one suite, run against each factory of `tests.contracts.engines.ENGINES`."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dataplane.engine import Engine, EngineRequest
+from dataplane.engine import Engine, EngineRequest, KvHandle
 from dataplane.errors import BadRequestError, ContextLengthError, ModelLoadError, UnknownInstanceError
-from tests.contracts.engines import CONTEXT_TOKENS, ENGINES, KV_TOKENS, Subject
+from tests.contracts.engines import CONTEXT_TOKENS, ENGINES, KV_TOKENS, PREFILL_TOKENS_PER_STEP_MAX, Subject
 from tests.dataplane.engines.torch.drive import drain, request
 
 
@@ -18,9 +20,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=ENGINES, ids=lambda factory: factory.__name__.removesuffix("_subject"))
-def subject(request: pytest.FixtureRequest, checkpoints: Path) -> Subject:
+def subject(request: pytest.FixtureRequest, checkpoints: Path) -> Iterator[Subject]:
     made: Subject = request.param(checkpoints)
-    return made
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -237,8 +240,144 @@ def test_an_instance_comes_back_after_unload(engine: Engine, subject: Subject) -
     assert drain(engine).tokens == expected
 
 
-def test_an_instance_has_the_kv_of_every_gpu_it_takes(subject: Subject) -> None:
-    subject.engine.load("one", subject.models[0])
-    subject.engine.load("two", subject.models[0], gpus=2)
-    capacity = {stats.instance_id: stats.kv_capacity_bytes for stats in subject.engine.stats().instances}
-    assert capacity["two"] == 2 * capacity["one"] > 0
+def test_instances_share_the_kv_of_the_slot(engine: Engine, subject: Subject) -> None:
+    engine.load("b", subject.models[1])
+    engine.load("c", subject.models[1])
+    idle = {stats.instance_id: stats.kv_capacity_bytes for stats in engine.stats().instances}
+    assert idle["a"] > 0
+    assert idle["b"] == idle["c"] > 0
+    engine.add(ask("r", 20, max_tokens=30))
+    while engine.stats().instances[0].kv_used_bytes == 0:
+        engine.step()
+    busy = {stats.instance_id: stats for stats in engine.stats().instances}
+    assert busy["a"].kv_capacity_bytes == idle["a"], "its own and what is free"
+    assert busy["b"].kv_capacity_bytes == busy["c"].kv_capacity_bytes < idle["b"]
+    drain(engine)
+    assert {stats.instance_id: stats.kv_capacity_bytes for stats in engine.stats().instances} == idle
+
+
+def test_prepare_does_the_slow_part_and_may_be_repeated(subject: Subject) -> None:
+    for _ in range(2):
+        subject.engine.prepare(subject.models[0])
+    assert subject.engine.stats().instances == ()
+    with pytest.raises(ModelLoadError):
+        subject.engine.prepare(subject.oversized)
+    subject.engine.load("a", subject.models[0])
+    subject.engine.add(ask("r"))
+    assert len(drain(subject.engine).tokens["r"]) == 10
+
+
+def hand_over(subject: Subject, asked: list[EngineRequest]) -> dict[str, EngineRequest]:
+    """Let the prefill slot serve the requests: what is left of those that it hands over."""
+    for one in asked:
+        subject.prefiller.add(one)
+    firsts: dict[str, tuple[int, ...]] = {one.request_id: () for one in asked}
+    handles: dict[str, KvHandle] = {}
+    while subject.prefiller.has_work():
+        for output in subject.prefiller.step():
+            assert output.request_id not in handles, "an output after the last one"
+            firsts[output.request_id] += output.token_ids
+            if output.kv is not None:
+                handles[output.request_id] = output.kv
+    assert all(len(first) == 1 for first in firsts.values())
+    return {
+        one.request_id: replace(one, generated=firsts[one.request_id], kv=handles[one.request_id])
+        for one in asked
+        if one.request_id in handles
+    }
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_handed_over_makes_the_tokens_of_one_that_stays(
+    engine: Engine, subject: Subject, temperature: float
+) -> None:
+    subject.prefiller.load("a", subject.models[0])
+    lengths = (1, 5, PREFILL_TOKENS_PER_STEP_MAX - 1, PREFILL_TOKENS_PER_STEP_MAX, PREFILL_TOKENS_PER_STEP_MAX + 1)
+    asked = [ask(f"r{n}", length, temperature=temperature, seed=n) for n, length in enumerate(lengths)]
+    expected = {}
+    for one in asked:
+        engine.add(one)
+        expected.update(drain(engine).tokens)
+    for one in asked:  # one by one: the host memory of the prefill slot need not hold them all
+        (handed,) = hand_over(subject, [one]).values()
+        engine.add(handed)
+        gathered = drain(engine)
+        subject.prefiller.release(one.request_id)
+        assert handed.generated + gathered.tokens[one.request_id] == expected[one.request_id]
+        assert gathered.finished[one.request_id] == "length"
+
+
+def test_several_handed_over_together_decode_together(engine: Engine, subject: Subject) -> None:
+    subject.prefiller.load("a", subject.models[0])
+    for slot in (engine, subject.prefiller):
+        slot.load("b", subject.models[1])
+    asked = [ask(f"{where}{n}", 6 + n, instance_id=where) for n in range(3) for where in "ab"]
+    expected = {}
+    for one in asked:
+        engine.add(one)
+        expected.update(drain(engine).tokens)
+    handed = hand_over(subject, asked)
+    for one in handed.values():
+        engine.add(one)
+    gathered = drain(engine)
+    assert {name: one.generated + gathered.tokens[name] for name, one in handed.items()} == expected
+
+
+def test_a_request_whose_handed_over_kv_is_lost_makes_the_same_tokens(engine: Engine, subject: Subject) -> None:
+    subject.prefiller.load("a", subject.models[0])
+    engine.add(ask("r"))
+    expected = drain(engine).tokens["r"]
+    handed = hand_over(subject, [ask("r")])["r"]
+    assert handed.kv is not None
+    engine.add(replace(handed, kv=replace(handed.kv, file="/nowhere/kv")))
+    assert handed.generated + drain(engine).tokens["r"] == expected
+
+
+def test_handed_over_kv_is_kept_until_release(subject: Subject) -> None:
+    subject.prefiller.load("a", subject.models[0])
+    hand_over(subject, [ask("r", 20), ask("s", 20)])
+    assert not subject.prefiller.has_work()
+    both = _host_kv_bytes(subject.prefiller)
+    subject.prefiller.release("r")
+    subject.prefiller.release("unheard-of")
+    assert 0 < _host_kv_bytes(subject.prefiller) < both
+    subject.prefiller.cancel("s")
+    assert _host_kv_bytes(subject.prefiller) == 0
+    assert all(stats.kv_used_bytes == 0 for stats in subject.prefiller.stats().instances)
+
+
+def _host_kv_bytes(engine: Engine) -> int:
+    pool = engine.stats().pool
+    assert pool is not None
+    return sum(shape.used_bytes for shape in pool.host_kv)
+
+
+def test_a_request_that_ends_with_its_first_token_is_not_handed_over(subject: Subject) -> None:
+    subject.prefiller.load("a", subject.models[0])
+    subject.prefiller.add(ask("r", max_tokens=1))
+    gathered = drain(subject.prefiller)
+    assert (len(gathered.tokens["r"]), gathered.finished["r"]) == (1, "length")
+    assert _host_kv_bytes(subject.prefiller) == 0
+
+
+def test_the_pool_reports_its_turns(engine: Engine, subject: Subject) -> None:
+    engine.load("b", subject.models[1])
+    asked = [ask(name + "-" + where, instance_id=where, max_tokens=25) for name in "xy" for where in "ab"]
+    for one in asked:
+        engine.add(one)
+    loads = set()
+    while engine.has_work():
+        engine.step()
+        pool = engine.stats().pool
+        assert pool is not None
+        loads.add(pool.load)
+    assert max(loads) >= 0.5
+    engine.step()
+    pool = engine.stats().pool
+    assert pool is not None
+    assert (pool.running_model, pool.prefills_waiting, pool.load) == (None, 0, 0.0)
+    assert all(turn.started_s <= turn.ended_s <= pool.now_s for turn in pool.turns)
+    assert all(before.ended_s <= after.started_s for before, after in zip(pool.turns, pool.turns[1:], strict=False))
+    assert sum(turn.tokens for turn in pool.turns) == 4 * 25
+    assert {turn.model for turn in pool.turns} == {model.name for model in subject.models}
+    assert {turn.kind for turn in pool.turns} == {"prefill", "decode"}

@@ -24,6 +24,7 @@ from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Role
 from dataplane.messages import Join, SlotSpec
 from ops.cli import app, main
+from tests.dataplane.registry import Registry
 from tests.ops.test_checkpoints import write_checkpoint
 
 WAIT_S = 30.0
@@ -190,6 +191,16 @@ def test_refusals_name_the_field_and_make_nothing(served: Run, tmp_path: Path) -
     assert (outcome.status, "is no folder" in outcome.err) == (1, True)
     assert "name:" in served("region", "add", "US").err
     assert "(401)" in served("--key", "wrong", "region", "list").err
+
+
+def test_a_model_may_lie_in_a_registry(served: Run, tmp_path: Path) -> None:
+    registry = Registry.of(write_checkpoint(tmp_path / "tiny"))
+    made = served("model", "add", "m", "--path", registry.url, "--json").json
+    assert (made["model"]["path"], made["model"]["weights_bytes"]) == (registry.url, 96)
+    registry.answers = [404]
+    outcome = served("model", "add", "m", "--path", registry.url)
+    assert (outcome.status, outcome.err) == (1, f"error: {registry.url}manifest.json answers 404\n")
+    registry.close()
 
 
 def test_keys(served: Run) -> None:

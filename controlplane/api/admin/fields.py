@@ -17,6 +17,13 @@ TIME_S_MAX = 253_402_300_799
 _NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 _GPU_TYPE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 _MODEL = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$"
+_CHECKPOINT = (
+    r"^(/[^\x00]*"
+    r"|https://[^\s\x00/?#@]+(/[^\s\x00?#]*)?"
+    r"|http://(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?(/[^\s\x00?#]*)?"
+    r"|hf://[\w.-]+/[\w.-]+(@[^\s\x00]+)?)$"
+)
+"""A folder of the nodes, or a source they fetch from; plain http is for a node's own machine alone."""
 _TEXT = r"^[^\x00]*$"
 
 RegionName = Annotated[str, Field(pattern=_NAME, examples=["us-east"])]
@@ -24,7 +31,7 @@ GpuTypeName = Annotated[str, Field(pattern=_GPU_TYPE, examples=["H800"])]
 ModelName = Annotated[str, Field(pattern=_MODEL, examples=["Qwen/Qwen3-8B"])]
 KeyName = Annotated[str, Field(pattern=_NAME, examples=["dashboard"])]
 Tenant = Annotated[str, Field(pattern=_NAME, examples=["default"])]
-FolderPath = Annotated[str, Field(pattern=r"^/[^\x00]*$", max_length=4096, examples=["/models/qwen3-8b"])]
+CheckpointPath = Annotated[str, Field(pattern=_CHECKPOINT, max_length=4096, examples=["/models/qwen3-8b"])]
 Architecture = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$", examples=["Qwen3ForCausalLM"])]
 
 PositiveInt = Annotated[int, Field(strict=True, gt=0, le=INT64_MAX)]

@@ -11,8 +11,8 @@ from controlplane.api.admin.fields import (
     Answer,
     Architecture,
     Body,
+    CheckpointPath,
     Count,
-    FolderPath,
     GpuTypeName,
     Limit,
     ModelName,
@@ -35,9 +35,11 @@ router = APIRouter(tags=["admin: models"], route_class=IdempotentRoute)
 
 
 class ModelChange(Body):
-    """A checkpoint and what it needs. `tidepool model add` derives all of it from the folder."""
+    """A checkpoint and what it needs. `tidepool model add` derives all of it from the checkpoint."""
 
-    path: FolderPath = Field(description="checkpoint folder in Hugging Face format, readable on the nodes")
+    path: CheckpointPath = Field(
+        description="checkpoint in Hugging Face format: a folder or a source that nodes can read"
+    )
     architecture: Architecture
     weights_bytes: PositiveInt = Field(examples=[16_381_470_720])
     kv_bytes_per_token: PositiveInt = Field(examples=[147_456])

@@ -179,7 +179,8 @@ class TorchEngine:
             return outputs
         pooled = self._models[turn.model]
         made = self._run(turn, pooled)
-        self._held = made is None and turn.kind == "prefill"
+        # Where room is on its way, the prefill waits for it: a decode in between would bring back what left.
+        self._held = made is None and turn.kind == "prefill" and not self._kv.leaving
         if made is not None:
             self._log.step(len(made))
         outputs += [self._requests.take(sequence, token, pooled) for sequence, token in made or ()]
@@ -243,6 +244,7 @@ class TorchEngine:
         """Note what arrived and left; hand over what may go."""
         self._weights.settle()
         self._kv.settle()
+        self._host.yield_room()
         self._requests.requeue_lost()
         if self._settings.hands_over:
             self._requests.hand_over()
@@ -275,14 +277,14 @@ class TorchEngine:
 
     def _leave_rank(self, name: str) -> int | None:
         """How early a model's host copy may leave: one without work first; then that of the running model, whose next
-        turn is the furthest; the others are needed sooner.
+        turn is the furthest; those that wait for a turn only if another slot would have to wait else.
         """
         pooled, turn = self._models.get(name), self._turn
         if name in self._weights.arriving_models or (turn is not None and name == turn.next_model):
             return None
         if pooled is None or not (pooled.sequences or self._requests.waiting_of(name)):
             return 0
-        return 1 if turn is not None and name == turn.model else None
+        return 1 if turn is not None and name == turn.model else 2
 
     def _note_turn(self, turn: Turn | None, now_s: float) -> None:
         self._log.turn(turn, now_s)

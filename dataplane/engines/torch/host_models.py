@@ -75,11 +75,11 @@ class HostModels:
             return sum(model.host.nbytes for model in self._models.values() if model.host is not None)
 
     def prepare(self, name: str, folder: Path, *, slabs_max: int) -> HostModel:
-        """The model, read into host memory if it is not there. Harmless when done twice.
+        """The model, read into host memory if it is not there and there is room. Harmless when done twice.
 
         Raises:
             ModelLoadError: the folder cannot be used, it is another one than before, the weights exceed `slabs_max`
-                slabs or the host's memory.
+                slabs or the whole model cache.
         """
         with self._building:
             with self._lock:
@@ -88,11 +88,12 @@ class HostModels:
                 raise ModelLoadError(f"{name} is loaded from {model.folder}, not from {folder}")
             if model is None:
                 model = self._build(name, folder, slabs_max)
+            if self._cache is not None and model.skeleton.size_bytes > self._cache.capacity_bytes:
+                size_bytes, limit = model.skeleton.size_bytes, self._cache.capacity_bytes
+                raise ModelLoadError(f"{name}: weights of {size_bytes} bytes exceed cache_bytes={limit} of the node")
             if model.host is None:
-                try:
+                with suppress(HostMemoryError):  # full just now: its turn comes when there is room again
                     self._read(model)
-                except HostMemoryError as error:
-                    raise ModelLoadError(f"{name}: {error.message}") from error
             with self._lock:
                 self._models[name] = model
             return model
@@ -161,16 +162,23 @@ class HostModels:
                     model.key, size_bytes, lambda view: self._fill(model, torch.frombuffer(view, dtype=torch.uint8))
                 )
             except HostMemoryError:
-                if not self._give_back_one():
+                if not self._give_back_one(rank_max=1):
+                    self._cache.want_room()
                     raise
         host = torch.frombuffer(model.cached.view.obj, dtype=torch.uint8)  # torch warns of read-only views
         model.host = pinned(host, self._device)
 
-    def _give_back_one(self) -> bool:
+    def yield_room(self) -> None:
+        """Let go of every host copy that can be spared, if another slot of the node has no room for one it needs."""
+        if self._cache is not None and self._cache.room_is_wanted():
+            while self._give_back_one(rank_max=2):
+                pass
+
+    def _give_back_one(self, *, rank_max: int) -> bool:
         """Let go of the host copy that can best be spared; False when none can."""
         with self._lock:
             held = [(self._leave_rank(m.name), m.used_s, m) for m in self._models.values() if m.cached is not None]
-            spare = [(rank, used_s, model) for rank, used_s, model in held if rank is not None]
+            spare = [(rank, used_s, model) for rank, used_s, model in held if rank is not None and rank <= rank_max]
             if not spare:
                 return False
             self._release(min(spare, key=lambda known: known[:2])[2])

@@ -6,7 +6,7 @@ from typing import Literal
 
 from dataplane.turns.schedule import TurnSettings
 
-SLAB_BYTES_MIN, SLAB_BYTES_MAX = 2**16, 2**25
+SLAB_BYTES_MIN, SLAB_BYTES_MAX = 2**17, 2**25
 SLABS_WANTED = 512
 
 

@@ -50,6 +50,22 @@ def test_what_was_put_is_read_back(ask: Ask, fleet: None) -> None:
     assert ask("GET", "/admin/instances")["data"] == []
 
 
+SOURCES = (
+    "https://models.example.org/tiny/",
+    "https://models.example.org:8443",
+    "http://127.0.0.1:8000/tiny/",
+    "http://[::1]:8000/tiny/",
+    "hf://Qwen/Qwen3-8B",
+    "hf://Qwen/Qwen3-8B@refs/pr/1",
+)
+
+
+def test_a_path_may_be_a_source_elsewhere(ask: Ask) -> None:
+    for source in SOURCES:
+        ask("PUT", "/admin/models/m", json=MODEL | {"path": source})
+        assert ask("GET", "/admin/models/m")["path"] == source
+
+
 def test_saying_the_same_again_changes_nothing(ask: Ask, fleet: None, database: Database) -> None:
     index, events = _index(database), len(ask("GET", "/admin/audit", params={"limit": 100})["data"])
     ask("PUT", "/admin/models/llama", json=MODEL)
@@ -109,6 +125,12 @@ BAD_FIELDS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("/admin/gpu-types/a", {"memory_bytes": BIG, "cost_per_hour": 1}, "memory_bytes"),
     ("/admin/gpu-types/a", {"memory_bytes": "8", "cost_per_hour": 1}, "memory_bytes"),
     ("/admin/models/m", MODEL | {"path": "models/relative"}, "path"),
+    ("/admin/models/m", MODEL | {"path": "http://example.org/m/"}, "path"),
+    ("/admin/models/m", MODEL | {"path": "http://localhost.example.org/m/"}, "path"),
+    ("/admin/models/m", MODEL | {"path": "https:///m/"}, "path"),
+    ("/admin/models/m", MODEL | {"path": "https://example.org/a\0b"}, "path"),
+    ("/admin/models/m", MODEL | {"path": "https://name:secret@example.org/m/"}, "path"),
+    ("/admin/models/m", MODEL | {"path": "hf://name"}, "path"),
     ("/admin/models/m", MODEL | {"weights_bytes": 0}, "weights_bytes"),
     ("/admin/models/a|b", MODEL, "name"),
     ("/admin/profiles", PROFILE | {"tokens_per_s": 0}, "tokens_per_s"),

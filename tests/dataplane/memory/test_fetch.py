@@ -1,12 +1,8 @@
 """Fetching from a real server that cuts connections, serves wrong bytes, lies about sizes, or is not there."""
 
-import hashlib
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,70 +10,9 @@ import pytest
 
 from dataplane.memory import fetch
 from dataplane.memory.fetch import FetchError, fetch_checkpoint
+from tests.dataplane.registry import Registry, described
 
 SMALL, LARGE = b'{"model_type": "llama"}', bytes(range(256)) * 4000
-
-
-class Registry:
-    """A web server with Range requests. `cuts` are the bytes after which its next answers break off."""
-
-    def __init__(self, files: dict[str, bytes]) -> None:
-        self.files = dict(files)
-        self.manifest: Any = {"files": [described(name, content) for name, content in files.items()]}
-        self.cuts: list[int] = []
-        self.answers: list[int] = []
-        self.ranges = True
-        self.requests: list[tuple[str, str | None]] = []
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, self))
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}/models/tiny/"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-    def asked(self, name: str) -> list[str | None]:
-        """The Range headers of the requests for a file."""
-        return [asked for path, asked in self.requests if path == name]
-
-
-class Handler(BaseHTTPRequestHandler):
-    def __init__(self, registry: Registry, *args: Any) -> None:
-        self._registry = registry
-        super().__init__(*args)
-
-    def do_GET(self) -> None:
-        registry = self._registry
-        name = self.path.removeprefix("/models/tiny/")
-        asked = self.headers.get("Range")
-        registry.requests.append((name, asked))
-        if registry.answers and (status := registry.answers.pop(0)) != 200:
-            self._answer(status, b"", {"Location": "http://example.org/elsewhere"})
-        elif name == "manifest.json":
-            self._answer(200, json.dumps(registry.manifest).encode(), {})
-        elif asked is not None and registry.ranges:
-            start = int(asked.removeprefix("bytes=").removesuffix("-"))
-            content = registry.files[name]
-            self._answer(206, content[start:], {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"})
-        else:
-            self._answer(200, registry.files[name], {})
-
-    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        is_file = not self.path.endswith("manifest.json")
-        self.wfile.write(body[: self._registry.cuts.pop(0)] if is_file and self._registry.cuts else body)
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
-def described(name: str, content: bytes, **changes: Any) -> dict[str, Any]:
-    return {"name": name, "size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(), **changes}
 
 
 @pytest.fixture

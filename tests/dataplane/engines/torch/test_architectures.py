@@ -21,7 +21,7 @@ Checkpoint = Callable[[str], Path]
 
 
 def host_models() -> HostModels:
-    return HostModels(None, torch.float32, torch.device("cpu"), SLAB_BYTES, is_idle=lambda name: False)
+    return HostModels(None, torch.float32, torch.device("cpu"), SLAB_BYTES, leave_rank=lambda name: None)
 
 
 def assert_read_like_transformers(folder: Path, *, like: Path | None = None) -> None:

@@ -1,0 +1,90 @@
+"""Where a model's checkpoint lies on this node: at its path, or in the folder that a remote one is fetched into."""
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from hashlib import sha256
+from pathlib import Path
+from threading import Thread
+from typing import TypeVar
+
+import structlog
+
+from dataplane.errors import ModelLoadError
+from dataplane.memory.fetch import FetchError, Progress, fetch_checkpoint, no_progress
+
+log = structlog.get_logger()
+
+PROGRESS_EVERY_S = 5.0
+NAME_CHARACTERS_MAX = 80
+"""Of a source, in the name of its folder."""
+
+Result = TypeVar("Result")
+
+
+def is_remote(path: str) -> bool:
+    """Whether a model's path names a source elsewhere instead of a folder."""
+    return path.startswith(("https://", "http://", "hf://"))
+
+
+def local_checkpoint(path: str, folder: Path, progress: Progress = no_progress) -> Path:
+    """The folder of a checkpoint; a remote one is fetched into a folder of its own below `folder` first. Blocks.
+
+    Raises:
+        dataplane.errors.ModelLoadError: the checkpoint cannot be fetched.
+    """
+    if not is_remote(path):
+        return Path(path)
+    try:
+        return fetch_checkpoint(path, folder.expanduser() / _folder_name(path), progress=progress)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # the hub's client knows no common exception
+        raise FetchError(f"{path} cannot be fetched: {error!r}") from error
+
+
+class ProgressLog:
+    """Progress of a fetch: logs it every few seconds, and ends the fetch once nobody wants it."""
+
+    def __init__(self, path: str, is_wanted: Callable[[], bool], now_s: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._is_wanted = is_wanted
+        self._now_s = now_s
+        self._logged_s = now_s()
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        """Hear of progress.
+
+        Raises:
+            FetchError: nobody wants the checkpoint any longer; what is there stays for the next fetch.
+        """
+        if not self._is_wanted():
+            raise FetchError(f"{self._path} is not wanted any longer")
+        now_s = self._now_s()
+        if now_s - self._logged_s >= PROGRESS_EVERY_S:
+            self._logged_s = now_s
+            log.info("fetching checkpoint", path=self._path, done_bytes=done_bytes, total_bytes=total_bytes)
+
+
+async def in_own_thread(call: Callable[[], Result]) -> Result:
+    """`asyncio.to_thread` for what takes minutes: it takes no thread from requests, and the process may end."""
+    future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+
+    Thread(target=run, name="fetch", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def _folder_name(source: str) -> str:
+    """A source as a file name: readable, and unlike that of any other source."""
+    source = source.rstrip("/")
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", source.partition("://")[2])[-NAME_CHARACTERS_MAX:]
+    return f"{readable}-{sha256(source.encode()).hexdigest()[:12]}"

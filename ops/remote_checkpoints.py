@@ -1,0 +1,104 @@
+"""What a checkpoint elsewhere consists of, without its weights: its small files, and the headers of the large ones."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import msgspec
+
+from dataplane.memory.fetch import MANIFEST_BYTES_MAX, RemoteFile
+from dataplane.memory.safetensors_file import HEADER_BYTES_MAX, read_json
+
+LIKELY_HEADER_BYTES = 100_000
+"""Asked for first; the header of most files is not longer."""
+_TIMEOUT_S = 30.0
+_READ_WHOLE = {"config.json", "model.safetensors.index.json"}
+_THIS_MACHINE = {"127.0.0.1", "::1", "localhost"}
+
+
+class RemoteError(ValueError):
+    """A source that is out of reach or no checkpoint; the message names it."""
+
+
+class _Manifest(msgspec.Struct, frozen=True):
+    files: list[RemoteFile]
+
+
+def outline_registry(source: str, folder: Path) -> None:
+    """Make a registry's checkpoint in `folder`, with holes where tensors would be: sizes and headers are true.
+
+    Raises:
+        RemoteError: the registry is out of reach or refuses, or its manifest is none.
+    """
+    url = source.rstrip("/")
+    try:
+        with httpx.Client(
+            timeout=_TIMEOUT_S, follow_redirects=True, event_hooks={"request": [_refuse_plain_http]}
+        ) as client:
+            manifest = msgspec.json.decode(_read(client, f"{url}/manifest.json", MANIFEST_BYTES_MAX), type=_Manifest)
+            for file in manifest.files:
+                if file.name in _READ_WHOLE or file.name.endswith(".safetensors"):
+                    _outline_file(client, url, file, folder / file.name)
+    except msgspec.DecodeError as error:
+        raise RemoteError(f"{url}/manifest.json is no manifest: {error}") from error
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, OverflowError) as error:
+        raise RemoteError(f"{url} cannot be read: {error}") from error
+
+
+def read_hub(source: str) -> tuple[dict[str, Any], Counter[str]]:
+    """Of a checkpoint on the Hugging Face hub: `config.json`, and the bytes of its tensors by type.
+
+    Raises:
+        RemoteError: the hub is out of reach or refuses, or has no such checkpoint.
+    """
+    try:
+        from huggingface_hub import HfApi  # noqa: PLC0415  (comes with the torch extra)
+    except ImportError:
+        raise RemoteError(f"{source}: install the torch extra to read from the Hugging Face hub") from None
+    repository, _, revision = source.removeprefix("hf://").partition("@")
+    hub = HfApi()
+    try:
+        config = read_json(Path(hub.hf_hub_download(repository, "config.json", revision=revision or None)))
+        metadata = hub.get_safetensors_metadata(repository, revision=revision or None)
+    except Exception as error:  # the hub's client knows no common exception
+        raise RemoteError(f"{source} cannot be read: {' '.join(str(error).split())}") from error
+    bytes_by_type: Counter[str] = Counter()
+    for file in metadata.files_metadata.values():
+        for tensor in file.tensors.values():
+            first, last = tensor.data_offsets
+            bytes_by_type[tensor.dtype] += last - first
+    return config, bytes_by_type
+
+
+def _outline_file(client: httpx.Client, url: str, file: RemoteFile, target: Path) -> None:
+    address = f"{url}/{file.name}"
+    if file.name in _READ_WHOLE:
+        target.write_bytes(_read(client, address, HEADER_BYTES_MAX))
+        return
+    beginning = _read(client, address, LIKELY_HEADER_BYTES)
+    header_end = 8 + int.from_bytes(beginning[:8], "little")
+    if len(beginning) < header_end <= min(HEADER_BYTES_MAX, file.size_bytes):
+        beginning = _read(client, address, header_end)
+    with target.open("wb") as stream:
+        stream.write(beginning)
+        stream.truncate(file.size_bytes)
+
+
+def _read(client: httpx.Client, address: str, bytes_max: int) -> bytes:
+    """The first bytes of a file. A server that knows no ranges is not heard to the end."""
+    body = bytearray()
+    headers = {"Accept-Encoding": "identity", "Range": f"bytes=0-{bytes_max - 1}"}
+    with client.stream("GET", address, headers=headers) as answer:
+        if not answer.is_success:
+            raise RemoteError(f"{address} answers {answer.status_code}")
+        for chunk in answer.iter_raw():
+            body += chunk
+            if len(body) >= bytes_max:
+                break
+    return bytes(body[:bytes_max])
+
+
+def _refuse_plain_http(request: httpx.Request) -> None:
+    if request.url.scheme == "http" and request.url.host not in _THIS_MACHINE:
+        raise RemoteError(f"{request.url}: plain http is for this machine alone; use https")

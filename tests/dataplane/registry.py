@@ -1,0 +1,81 @@
+"""A web server that has a checkpoint, in a thread: it knows Range requests, and breaks off or refuses on demand."""
+
+import hashlib
+import json
+import threading
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Self
+
+
+class Registry:
+    """A registry of one checkpoint. `answers` are the statuses of its next answers; `cuts` the bytes after which the
+    next files break off.
+    """
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = dict(files)
+        self.manifest: Any = {"files": [described(name, content) for name, content in files.items()]}
+        self.cuts: list[int] = []
+        self.answers: list[int] = []
+        self.ranges = True
+        self.sent_bytes: dict[str, int] = {}
+        self.requests: list[tuple[str, str | None]] = []
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, self))
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}/models/tiny/"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """A registry that has what is in a folder."""
+        return cls({file.name: file.read_bytes() for file in folder.iterdir()})
+
+    def asked(self, name: str) -> list[str | None]:
+        """The Range headers of the requests for a file."""
+        return [asked for path, asked in self.requests if path == name]
+
+
+class Handler(BaseHTTPRequestHandler):
+    def __init__(self, registry: Registry, *args: Any) -> None:
+        self._registry = registry
+        super().__init__(*args)
+
+    def do_GET(self) -> None:
+        registry = self._registry
+        name = self.path.removeprefix("/models/tiny/")
+        asked = self.headers.get("Range")
+        registry.requests.append((name, asked))
+        if registry.answers and (status := registry.answers.pop(0)) != 200:
+            self._answer(status, b"", {"Location": "http://example.org/elsewhere"})
+        elif name == "manifest.json":
+            self._answer(200, json.dumps(registry.manifest).encode(), {})
+        elif asked is not None and registry.ranges:
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            content = registry.files[name]
+            end = min(int(last) + 1, len(content)) if last else len(content)
+            registry.sent_bytes[name] = registry.sent_bytes.get(name, 0) + end - int(first)
+            self._answer(206, content[int(first) : end], {"Content-Range": f"bytes {first}-{end - 1}/{len(content)}"})
+        else:
+            self._answer(200, registry.files[name], {})
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        is_file = not self.path.endswith("manifest.json")
+        self.wfile.write(body[: self._registry.cuts.pop(0)] if is_file and self._registry.cuts else body)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def described(name: str, content: bytes, **changes: Any) -> dict[str, Any]:
+    return {"name": name, "size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(), **changes}

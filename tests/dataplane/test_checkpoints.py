@@ -1,0 +1,167 @@
+"""Checkpoints from a registry: an agent fetches them, shows failures, tries again, and serves what a folder would."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+
+from dataplane import checkpoints
+from dataplane.checkpoints import PROGRESS_EVERY_S, ProgressLog, in_own_thread, local_checkpoint
+from dataplane.memory.fetch import FetchError
+from dataplane.settings import SlotSettings
+from tests.dataplane.registry import Registry
+from tests.dataplane.replay_node import Node, desired, instance, running_node, settings
+from tests.dataplane.streams import read, token_ids
+from tests.dataplane.test_text import write_tokenizer
+from tests.dataplane.test_torch_node import body, checkpoint, instances, torch_settings
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[Registry]:
+    (tmp_path / "there").mkdir()
+    write_tokenizer(tmp_path / "there", None)
+    (tmp_path / "there" / "model.safetensors").write_bytes(bytes(300_000))
+    started = Registry.of(tmp_path / "there")
+    yield started
+    started.close()
+
+
+def error_of(node: Node) -> str | None:
+    return node.agent.reports()[0].error
+
+
+@pytest.mark.slow
+def test_a_remote_checkpoint_serves_the_tokens_of_its_folder(tmp_path: Path) -> None:
+    local = checkpoint(tmp_path / "there", "tide")
+    registry = Registry.of(tmp_path / "there")
+    remote = msgspec.structs.replace(local, path=registry.url)
+
+    async def tokens_of(node: Node) -> list[int]:
+        return token_ids(await read(node, body("same", 3)))
+
+    async def scenario() -> None:
+        async with running_node(torch_settings(1, checkpoints_dir=tmp_path / "here")) as node:
+            await node.hold(1, *instances([local]))
+            expected = await tokens_of(node)
+            await node.hold(2)
+            assert registry.requests == []
+            await node.hold(3, *instances([remote]))
+            assert await tokens_of(node) == expected
+            fetches = len(registry.requests)
+            await node.hold(4, *instances([remote]))
+            held = node.agent.slots[0].held("i-tide")
+            assert held is not None
+            assert held.desired.model == remote
+            assert Path(held.folder).parent == tmp_path / "here"
+            assert len(registry.requests) == fetches
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        registry.close()
+
+
+def test_a_failed_fetch_is_shown_and_tried_again(registry: Registry, tmp_path: Path) -> None:
+    registry.answers = [404]
+
+    async def scenario() -> None:
+        async with running_node(settings(checkpoints_dir=tmp_path / "here")) as node:
+            node.agent.apply(desired(1, instance(path=registry.url)))
+            await node.until(lambda: node.states() == {"i1": "failed"})
+            assert error_of(node) == f"{registry.url}manifest.json answers 404"
+            await node.until(lambda: node.states() == {"i1": "ready"})
+            assert error_of(node) is None
+
+    asyncio.run(scenario())
+
+
+def test_slots_that_want_the_same_fetch_it_once(registry: Registry, tmp_path: Path) -> None:
+    slots = (SlotSettings(gpus=1, memory_bytes=2 * 2**20),) * 2
+
+    async def scenario() -> None:
+        async with running_node(settings(slots=slots, checkpoints_dir=tmp_path / "here")) as node:
+            await node.hold(1, instance("i1", path=registry.url), instance("i2", slot=1, path=registry.url))
+            held = [node.agent.slots[index].held(f"i{index + 1}") for index in range(2)]
+            assert len({one.folder for one in held if one}) == 1
+
+    asyncio.run(scenario())
+    assert len(registry.asked("model.safetensors")) == 1
+    assert len(list((tmp_path / "here").iterdir())) == 1
+
+
+def test_a_folder_stays_where_it_is() -> None:
+    assert local_checkpoint("/models/tide", Path("/nowhere")) == Path("/models/tide")
+
+
+def test_a_source_has_one_readable_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(checkpoints, "fetch_checkpoint", lambda source, folder, progress: folder)
+    sources = ["https://a.org/m/", "https://a.org/m", "https://a.org-m", "hf://org/m", "hf://org/m@1", "https://../.."]
+    folders = [local_checkpoint(source, tmp_path) for source in sources]
+    assert folders[0] == folders[1]
+    assert len(set(folders)) == len(sources) - 1
+    assert all(folder.parent == tmp_path for folder in folders)
+    assert folders[3].name.startswith("org-m-")
+    assert len(local_checkpoint("https://a.org/" + "m" * 4000, tmp_path).name) < 100
+
+
+def test_whatever_goes_wrong_is_a_failed_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(*_: object, **__: object) -> Path:
+        raise RuntimeError("no such token")
+
+    monkeypatch.setattr(checkpoints, "fetch_checkpoint", fail)
+    with pytest.raises(FetchError, match=r"hf://org/m cannot be fetched: .*no such token"):
+        local_checkpoint("hf://org/m", tmp_path)
+
+
+def test_progress_is_logged_now_and_then() -> None:
+    times_s = iter([0.0, 1.0, PROGRESS_EVERY_S, PROGRESS_EVERY_S + 1, 3 * PROGRESS_EVERY_S])
+    with capture_logs() as logs:
+        progress = ProgressLog("hf://org/m", lambda: True, now_s=lambda: next(times_s))
+        for done in (10, 20, 30, 40):
+            progress(done, 100)
+    assert [line["done_bytes"] for line in logs] == [20, 40]
+
+
+def test_a_fetch_that_nobody_wants_ends_and_the_next_goes_on(tmp_path: Path) -> None:
+    weights = bytes(1_000_000)
+    registry = Registry({"model.safetensors": weights})
+    told: list[int] = []
+    progress = ProgressLog(registry.url, is_wanted=lambda: not told)
+
+    def tell(done_bytes: int, total_bytes: int) -> None:
+        progress(done_bytes, total_bytes)
+        told.extend([done_bytes] if done_bytes else [])
+
+    try:
+        with pytest.raises(FetchError, match="is not wanted any longer"):
+            local_checkpoint(registry.url, tmp_path, tell)
+        assert 0 < told[-1] < len(weights)
+        folder = local_checkpoint(registry.url, tmp_path)
+    finally:
+        registry.close()
+    assert (folder / "model.safetensors").read_bytes() == weights
+    first, second = registry.asked("model.safetensors")
+    assert first is None
+    assert second is not None
+
+
+def test_a_thread_of_its_own_gives_results_and_errors_and_may_be_left() -> None:
+    go_on = threading.Event()
+
+    async def scenario() -> None:
+        assert await in_own_thread(lambda: 7) == 7
+        with pytest.raises(FetchError, match="broken"):
+            await in_own_thread(lambda: _raise(FetchError("broken")))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(in_own_thread(go_on.wait), 0.01)
+
+    asyncio.run(scenario())
+    go_on.set()
+
+
+def _raise(error: Exception) -> None:
+    raise error
