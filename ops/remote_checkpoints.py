@@ -7,22 +7,17 @@ from typing import Any
 import httpx2 as httpx
 import msgspec
 
-from dataplane.memory.fetch import MANIFEST_BYTES_MAX, RemoteFile
+from dataplane.memory.fetch import MANIFEST_BYTES_MAX, FetchError, Manifest, RemoteFile, refuse_plain_http
 from dataplane.memory.safetensors_file import HEADER_BYTES_MAX, read_json
 
 LIKELY_HEADER_BYTES = 100_000
 """Asked for first; the header of most files is not longer."""
 _TIMEOUT_S = 30.0
 _READ_WHOLE = {"config.json", "model.safetensors.index.json"}
-_THIS_MACHINE = {"127.0.0.1", "::1", "localhost"}
 
 
 class RemoteError(ValueError):
     """A source that is out of reach or no checkpoint; the message names it."""
-
-
-class _Manifest(msgspec.Struct, frozen=True):
-    files: list[RemoteFile]
 
 
 def outline_registry(source: str, folder: Path) -> None:
@@ -34,12 +29,14 @@ def outline_registry(source: str, folder: Path) -> None:
     url = source.rstrip("/")
     try:
         with httpx.Client(
-            timeout=_TIMEOUT_S, follow_redirects=True, event_hooks={"request": [_refuse_plain_http]}
+            timeout=_TIMEOUT_S, follow_redirects=True, event_hooks={"request": [refuse_plain_http]}
         ) as client:
-            manifest = msgspec.json.decode(_read(client, f"{url}/manifest.json", MANIFEST_BYTES_MAX), type=_Manifest)
+            manifest = msgspec.json.decode(_read(client, f"{url}/manifest.json", MANIFEST_BYTES_MAX), type=Manifest)
             for file in manifest.files:
                 if file.name in _READ_WHOLE or file.name.endswith(".safetensors"):
                     _outline_file(client, url, file, folder / file.name)
+    except FetchError as error:
+        raise RemoteError(error.message) from error
     except msgspec.DecodeError as error:
         raise RemoteError(f"{url}/manifest.json is no manifest: {error}") from error
     except (httpx.HTTPError, httpx.InvalidURL, OSError, OverflowError) as error:
@@ -97,8 +94,3 @@ def _read(client: httpx.Client, address: str, bytes_max: int) -> bytes:
             if len(body) >= bytes_max:
                 break
     return bytes(body[:bytes_max])
-
-
-def _refuse_plain_http(request: httpx.Request) -> None:
-    if request.url.scheme == "http" and request.url.host not in _THIS_MACHINE:
-        raise RemoteError(f"{request.url}: plain http is for this machine alone; use https")

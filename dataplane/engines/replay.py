@@ -16,6 +16,8 @@ from dataplane.engines.replay_steps import ReplaySteps
 from dataplane.engines.turn_log import TurnLog
 from dataplane.errors import ModelLoadError, UnknownInstanceError
 from dataplane.messages import ModelSpec
+from dataplane.turns.decode import BatchFacts
+from dataplane.turns.load import DecodeShare
 from dataplane.turns.prefill import PrefillQueue
 from dataplane.turns.schedule import SlotFacts, SlotState, Turn, choose_turn
 
@@ -36,6 +38,8 @@ class ReplayEngine:
             settings, self._models, self._weights, self._kv, recompute=self._requests.queue, clock=clock, sleep=sleep
         )
         self._state = SlotState()
+        self._batches: tuple[BatchFacts, ...] = ()
+        self._share = DecodeShare()
         self._turn: Turn | None = None
         self._running_model: str | None = None
         self._log = TurnLog()
@@ -103,6 +107,11 @@ class ReplayEngine:
         """Whether a step would return or do anything."""
         return bool(self._requests)
 
+    @property
+    def load_alpha(self) -> float:
+        """The load of the slot, by what it did: above 1 it does not keep up; 0 when nothing decodes."""
+        return self._share.load(self._batches)
+
     def step(self) -> list[EngineOutput]:
         """Run one step of the turn that `choose_turn` names, and say what came of it."""
         now_s = self._clock()
@@ -110,7 +119,9 @@ class ReplayEngine:
         if self._settings.hands_over:
             self._requests.hand_over(now_s)
         outputs = self._requests.tell_ended()
-        turn, self._state = choose_turn(self._facts(now_s), self._state, now_s, self._settings.turns)
+        facts = self._facts(now_s)
+        self._batches = facts.batches
+        turn, self._state = choose_turn(facts, self._state, now_s, self._settings.turns)
         self._turn = turn
         self._log.turn(turn, now_s)
         if turn is None:
@@ -122,7 +133,10 @@ class ReplayEngine:
         if made is not None:
             self._log.step(len(made))
             outputs += [self._requests.take_token(sequence) for sequence in made]
-        self._state = self._state.spent(turn.kind, self._clock() - now_s, ran=made is not None)
+        took_s = self._clock() - now_s
+        self._state = self._state.spent(turn.kind, took_s, ran=made is not None)
+        if facts.batches:
+            self._share = self._share.observe(took_s, decoded=turn.kind == "decode" and bool(made))
         return outputs
 
     def stats(self) -> EngineStats:
@@ -146,7 +160,7 @@ class ReplayEngine:
             pool=pool_stats(
                 now_s=now_s,
                 turn=self._turn,
-                load=self._state.round.alpha,
+                load=self.load_alpha,
                 weights=self._weights,
                 kv=self._kv,
                 requests=self._requests,
@@ -167,7 +181,7 @@ class ReplayEngine:
         decoding = [model for model in self._models.values() if model.decoding and not self._settings.hands_over]
         stay = self._weights.fit(model.weights for model in decoding)
         widest = sorted((model.weights for model in decoding), key=lambda weights: weights.size_bytes)[-2:]
-        prefetches = self._settings.prefetch and self._weights.fit(widest)
+        prefetched = self._settings.prefetch and self._weights.fit(widest)
         busy = {model.spec.name: model for model in decoding} | {name: self._models[name] for name in first}
         return SlotFacts(
             prefills=prefills,
@@ -177,7 +191,7 @@ class ReplayEngine:
                 model.batch_facts(
                     now_s=now_s,
                     switch_s=0.0 if stay else model.weights.switch_s,
-                    prefetched=self._steps.prefetched_share if prefetches else 0.0,
+                    prefetched=prefetched,
                     batch_max=self._settings.batch_max,
                 )
                 for model in decoding

@@ -57,10 +57,6 @@ class WeightsMemory:
         """Whether these could all be there at once."""
         return sum(weights.size_bytes for weights in wanted) <= self._capacity_bytes
 
-    def knows(self, weights: Weights) -> bool:
-        """Whether the weights are there or arriving."""
-        return weights.model in self._residents
-
     def resident_models(self, now_s: float) -> tuple[str, ...]:
         """Models that are wholly there, in name order."""
         return tuple(sorted(model for model, (_, there_s) in self._residents.items() if there_s <= now_s))

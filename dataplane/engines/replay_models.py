@@ -109,7 +109,7 @@ class ReplayModel:
         if sequence in self.decoding:
             self.decoding.remove(sequence)
 
-    def batch_facts(self, *, now_s: float, switch_s: float, prefetched: float, batch_max: int) -> BatchFacts:
+    def batch_facts(self, *, now_s: float, switch_s: float, prefetched: bool, batch_max: int) -> BatchFacts:
         """What the decode turns must know, when something decodes."""
         batch = self.decoding[:batch_max]
         return BatchFacts(

@@ -27,10 +27,6 @@ class Chunk:
         return (self.sequence.cached + self.count) ** 2 - self.sequence.cached**2
 
 
-PREFETCH_WEIGHT = 0.05
-"""Of one turn in the share of turns whose model was sent for early."""
-
-
 class ReplaySteps:
     """Runs steps. `recompute` puts a sequence that lost its KV back into the prefill queue. `prefill_held`: the last
     step was a prefill that found no room for its KV.
@@ -55,7 +51,6 @@ class ReplaySteps:
         self._clock = clock
         self._sleep = sleep
         self._prefetched_s = float("-inf")
-        self.prefetched_share = 1.0
         self.prefill_held = False
         self.preemptions_total = 0
         self.recomputed_total = 0
@@ -68,9 +63,6 @@ class ReplaySteps:
         """
         self.prefill_held = False
         model = self._models[turn.model]
-        if turn.kind == "decode" and turn.started_s == now_s:
-            hit = self._weights.knows(model.weights)
-            self.prefetched_share += PREFETCH_WEIGHT * (hit - self.prefetched_share)
         there_s = self._weights.bring(model.weights, now_s)
         assert there_s is not None, "no model is loaded that exceeds the slot"
         self._prefetch(turn, now_s)

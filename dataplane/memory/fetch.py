@@ -54,7 +54,9 @@ class RemoteFile(msgspec.Struct, frozen=True, kw_only=True):
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
-class _Manifest(msgspec.Struct, frozen=True):
+class Manifest(msgspec.Struct, frozen=True):
+    """What a registry says of a checkpoint."""
+
     files: Annotated[list[RemoteFile], msgspec.Meta(min_length=1)]
 
 
@@ -104,7 +106,7 @@ def _fetch_from_hub(source: str, folder: Path, progress: Progress) -> None:
 
 
 def _fetch_from_registry(url: str, folder: Path, progress: Progress, backoff_s: float) -> None:
-    with httpx.Client(timeout=_TIMEOUT, follow_redirects=True, event_hooks={"request": [_refuse_plain_http]}) as client:
+    with httpx.Client(timeout=_TIMEOUT, follow_redirects=True, event_hooks={"request": [refuse_plain_http]}) as client:
         files = _patiently(lambda: _read_manifest(client, url), backoff_s)
         total_bytes = sum(file.size_bytes for file in files)
         missing = [file for file in files if not _is_there(folder, file)]
@@ -125,7 +127,7 @@ def _read_manifest(client: httpx.Client, url: str) -> list[RemoteFile]:
             if len(body) > MANIFEST_BYTES_MAX:
                 raise FetchError(f"{url}/manifest.json is larger than {MANIFEST_BYTES_MAX} bytes")
     try:
-        files = msgspec.json.decode(body, type=_Manifest).files
+        files = msgspec.json.decode(body, type=Manifest).files
     except msgspec.DecodeError as error:
         raise FetchError(f"{url}/manifest.json is no manifest: {error}") from error
     names = {name for file in files for name in (file.name, f"{file.name}.part", f"{file.name}.sha256")}
@@ -254,7 +256,12 @@ def _check_room(url: str, folder: Path, missing_bytes: int) -> None:
         raise FetchError(f"{url}: {missing_bytes} bytes are missing, {free_bytes} are free in {folder}")
 
 
-def _refuse_plain_http(request: httpx.Request) -> None:
+def refuse_plain_http(request: httpx.Request) -> None:
+    """A hook for requests: weights travel encrypted, unless they stay on this machine.
+
+    Raises:
+        FetchError: plain http to another machine.
+    """
     if request.url.scheme == "http" and request.url.host not in _THIS_MACHINE:
         raise FetchError(f"{request.url}: plain http is for this machine alone; use https")
 

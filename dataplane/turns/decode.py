@@ -16,9 +16,8 @@ class BatchFacts:
     """What one model has to decode. Batches of one model that take turns step by step count as one, `step_s` the sum.
 
     `tbt_s`: the tightest target in it. `switch_s`: how long its weights take to arrive in each round (0 if they stay
-    resident between its turns), `prefetched` how often that is during the turn before: the share of rounds. `ready`
-    False: its weights are not in host memory yet. `slack_s`: until the most urgent sequence misses its next token's
-    deadline, negative when late.
+    resident between its turns), `prefetched` if they do so during the turn before. `ready` False: its weights are not
+    in host memory yet. `slack_s`: until the most urgent sequence misses its next token's deadline, negative when late.
     """
 
     model: str
@@ -26,7 +25,7 @@ class BatchFacts:
     step_s: float
     tbt_s: float
     switch_s: float
-    prefetched: float = 0.0
+    prefetched: bool = False
     ready: bool = True
     slack_s: float = 0.0
 
@@ -91,8 +90,10 @@ def plan_round(batches: Sequence[BatchFacts], settings: DecodeSettings) -> Round
     assert len({batch.model for batch in batches}) == len(batches)
     n = [batch.tbt_s / batch.step_s for batch in batches]
     shares = [1 / n_k for n_k in n]
-    before = [shares[-1] if len(batches) > 1 else 0.0, *shares]
-    switches = [switch for batch, share in zip(batches, before, strict=False) for switch in _switches(batch, share)]
+    switches = [
+        Switch(time_s=batch.switch_s, hidden_share=shares[index - 1] if batch.prefetched and len(batches) > 1 else 0.0)
+        for index, batch in enumerate(batches)
+    ]
     lasting_max_s = min(n) * settings.quota_max_s
     alpha = max(exposed_s(switches, lasting_max_s) / lasting_max_s + sum(shares), settings.alpha_min)
     floor_s = max(n_k * max(batch.step_s, settings.quota_min_s) for n_k, batch in zip(n, batches, strict=True))
@@ -112,15 +113,6 @@ class Switch:
 
     time_s: float
     hidden_share: float
-
-
-def _switches(batch: BatchFacts, share_before: float) -> tuple[Switch, Switch]:
-    """What a batch's switch takes on average: where it is not prefetched, and where it is."""
-    prefetched = float(batch.prefetched)
-    return (
-        Switch(time_s=(1 - prefetched) * batch.switch_s, hidden_share=0.0),
-        Switch(time_s=prefetched * batch.switch_s, hidden_share=prefetched * share_before),
-    )
 
 
 def exposed_s(switches: Iterable[Switch], lasting_s: float) -> float:

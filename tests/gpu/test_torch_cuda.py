@@ -18,9 +18,7 @@ pytestmark = [
 
 
 def _tokens(folder: Path, device: str) -> dict[str, tuple[int, ...]]:
-    settings = TorchEngineSettings(
-        weights_bytes=2**25, kv_bytes=2**22, device=device, prefill_tokens_per_step_max=16
-    )
+    settings = TorchEngineSettings(weights_bytes=2**25, kv_bytes=2**22, device=device, prefill_tokens_per_step_max=16)
     engine = TorchEngine(settings, lambda: 0.0)
     engine.load("a", spec_of("model", folder))
     for length in (1, 9, 40):

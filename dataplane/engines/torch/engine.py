@@ -34,7 +34,7 @@ from dataplane.turns.schedule import SlotFacts, SlotState, Turn, choose_turn
 IDLE_S = 0.001
 """How long a step waits when all that could run is on its way."""
 CHECK_EVERY_S = 10.0
-"""A slot that becomes idle checks its books, but no more often than this."""
+"""A slot without work checks its books so often."""
 
 
 class TorchEngine:
@@ -78,7 +78,7 @@ class TorchEngine:
         self._room = Room(self._arena, self._weights, self._kv, recompute=self._requests.queue)
         self._steps = Steps(settings, self._weights, self._kv, self._room, clock, watch)
         self._state = SlotState()
-        self._turn: Turn | None = None
+        self._last_model: str | None = None
         self._held = False
         self._prefetched_s = self._checked_s = float("-inf")
         self._log = TurnLog()
@@ -132,8 +132,7 @@ class TorchEngine:
         pooled = self._pooled_of(instance_id)
         if pooled is None:
             return
-        sequences = [s for s in self._requests if s.request.instance_id == instance_id]
-        self._requests.end_all(sequences, f"instance {instance_id} was unloaded")
+        self._requests.end_all(self._requests.of_instance(instance_id), f"instance {instance_id} was unloaded")
         pooled.instances.remove(instance_id)
         if not pooled.instances:
             self._weights.evict(pooled.name)
@@ -175,7 +174,7 @@ class TorchEngine:
         self._note_turn(turn, now_s)
         if turn is None:
             self._held = False
-            self._wait()
+            self._wait(now_s)
             return outputs
         pooled = self._models[turn.model]
         made = self._run(turn, pooled)
@@ -186,16 +185,12 @@ class TorchEngine:
         outputs += [self._requests.take(sequence, token, pooled) for sequence, token in made or ()]
         self._state = self._state.spent(turn.kind, self._clock() - now_s, ran=made is not None)
         self._prefetch(turn)
-        outputs += self._requests.tell_ended()
-        if not self.has_work() and now_s >= self._checked_s + CHECK_EVERY_S:
-            self._checked_s = now_s
-            self.check()
-        return outputs
+        return outputs + self._requests.tell_ended()
 
     def check(self) -> None:
         """Assert that the books of memory are right: every slab and block is where they say, and nothing is lost."""
         self._arena.check()
-        self._kv.check([sequence.kv for sequence in self._requests] + self._requests.handed_over)
+        self._kv.check(self._requests.all_kv)
 
     def stats(self) -> EngineStats:
         """The load right now."""
@@ -211,7 +206,7 @@ class TorchEngine:
             tokens_total=self._log.tokens_total,
             pool=pool_stats(
                 now_s=self._clock(),
-                turn=self._turn,
+                turn=self._state.turn,
                 weights=self._weights,
                 kv=self._kv,
                 arena=self._arena,
@@ -260,7 +255,7 @@ class TorchEngine:
             ready,
             PrefillQueue() if self._held else self._requests.prefills,
             self._weights,
-            running_model=None if self._turn is None else self._turn.model,
+            running_model=self._last_model,
             now_s=now_s,
             decode_batch_max=0 if self._settings.hands_over else self._settings.batch_max,
             prefetch=self._settings.prefetch,
@@ -279,7 +274,7 @@ class TorchEngine:
         """How early a model's host copy may leave: one without work first; then that of the running model, whose next
         turn is the furthest; those that wait for a turn only if another slot would have to wait else.
         """
-        pooled, turn = self._models.get(name), self._turn
+        pooled, turn = self._models.get(name), self._state.turn
         if name in self._weights.arriving_models or (turn is not None and name == turn.next_model):
             return None
         if pooled is None or not (pooled.sequences or self._requests.waiting_of(name)):
@@ -289,7 +284,7 @@ class TorchEngine:
     def _note_turn(self, turn: Turn | None, now_s: float) -> None:
         self._log.turn(turn, now_s)
         if turn is not None:
-            self._turn = turn
+            self._last_model = turn.model
             self._models[turn.model].model.used_s = now_s
 
     def _prefetch(self, turn: Turn) -> None:
@@ -300,12 +295,15 @@ class TorchEngine:
         if self._is_ready(following) and self._weights.bring(following.model, self._clock(), keep=turn.model):
             self._prefetched_s = turn.started_s
 
-    def _wait(self) -> None:
-        """Nothing can run now. If something is on its way, give it a moment."""
+    def _wait(self, now_s: float) -> None:
+        """Nothing can run now. What is on its way gets a moment; a slot without work looks through its books."""
         if self._kv.moving:
             self._kv.await_one()
         elif self._requests:
             time.sleep(IDLE_S)
+        elif now_s >= self._checked_s + CHECK_EVERY_S:
+            self._checked_s = now_s
+            self.check()
 
     def _fail(self, pooled: Pooled, reason: str) -> None:
         """End all requests of a model that cannot run, and forget its weights on the device."""

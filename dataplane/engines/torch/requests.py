@@ -1,51 +1,41 @@
-"""The requests of a slot from `add` to their last output: queued, among a model's sequences, or handed over."""
+"""The torch engine's requests: how they begin, take tokens, lose their KV and are handed over."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from dataplane.engine import EngineOutput, EngineRequest
+from dataplane.engines.request_table import RequestTable
 from dataplane.engines.torch.kv import KvStore, Place, SequenceKv
 from dataplane.engines.torch.pooled import Pooled
 from dataplane.engines.torch.sequences import TokenSequence
 from dataplane.errors import BadRequestError, ContextLengthError
-from dataplane.turns.prefill import PrefillQueue, PrefillSettings
+from dataplane.turns.prefill import PrefillSettings
 
 
-class Requests:
+class Requests(RequestTable[TokenSequence, SequenceKv]):
     """All of them. `models` are the slot's, by name; who loads and unloads them changes it."""
 
     def __init__(
         self, models: Mapping[str, Pooled], kv: KvStore, settings: PrefillSettings, clock: Callable[[], float]
     ) -> None:
-        self.prefills = PrefillQueue()
+        super().__init__()
         self._models = models
         self._kv = kv
         self._settings = settings
         self._clock = clock
-        self._sequences: dict[str, TokenSequence] = {}
-        self._handed_over: dict[str, SequenceKv] = {}
-        self._ended: dict[str, EngineOutput] = {}
-        self._arrivals = 0
 
-    def __len__(self) -> int:
-        """Requests running or waiting, and ends still to be told."""
-        return len(self._sequences) + len(self._ended)
+    def kv_of(self, sequence: TokenSequence) -> SequenceKv:
+        """See `RequestTable`."""
+        return sequence.kv
 
-    def __iter__(self) -> Iterator[TokenSequence]:
-        """Those that run or wait."""
-        return iter(self._sequences.values())
+    def drop_kv(self, kv: SequenceKv) -> None:
+        """See `RequestTable`."""
+        self._kv.drop(kv)
 
-    @property
-    def handed_over(self) -> list[SequenceKv]:
-        """KV that waits for another slot to read it."""
-        return list(self._handed_over.values())
-
-    def find(self, request_ids: Iterable[str]) -> list[TokenSequence]:
-        """Requests by their ids, in that order."""
-        return [self._sequences[request_id] for request_id in request_ids]
-
-    def waiting_of(self, model: str) -> bool:
-        """Whether requests of a model wait for their prefill."""
-        return any(group.model == model for group in self.prefills.groups)
+    def leave_model(self, sequence: TokenSequence) -> None:
+        """See `RequestTable`."""
+        begun = self._models[sequence.model].sequences
+        if sequence in begun:
+            begun.remove(sequence)
 
     def add(self, request: EngineRequest, pooled: Pooled, *, capacity_tokens: int) -> None:
         """Queue a request, or let it decode at once where its KV can be read.
@@ -54,17 +44,13 @@ class Requests:
             ContextLengthError: prompt + max_tokens exceed the context or `capacity_tokens`.
             BadRequestError: an id in use, an empty prompt, or a token the model does not know.
         """
-        if request.request_id in self._sequences or request.request_id in self._ended:
-            raise BadRequestError(f"request id {request.request_id} is in use", param="request_id")
         _check_fits(request, pooled, capacity_tokens)
-        if len(request.generated) >= request.max_tokens:
-            self._ended[request.request_id] = EngineOutput(request_id=request.request_id, finish_reason="length")
+        if self.is_over(request):
             return
-        self._arrivals += 1
         sequence = TokenSequence(
             request=request,
             model=pooled.name,
-            order=self._arrivals,
+            order=self.next_order(),
             added_s=self._clock(),
             kv=SequenceKv(shape=pooled.shape),
         )
@@ -79,9 +65,7 @@ class Requests:
     def queue(self, sequence: TokenSequence) -> None:
         """Let it wait for its prefill, from its first token on."""
         sequence.cached = 0
-        pooled = self._models[sequence.model]
-        if sequence in pooled.sequences:
-            pooled.sequences.remove(sequence)
+        self.leave_model(sequence)
         self.prefills = self.prefills.join(sequence.to_prefill(), self._settings)
 
     def requeue_lost(self) -> None:
@@ -111,48 +95,7 @@ class Requests:
                 if sequence.kv.place is Place.HERE:
                     self._kv.swap_out(sequence.kv, sequence.cached)
                 elif sequence.kv.place is Place.AWAY:
-                    request_id = sequence.request.request_id
-                    handle = self._kv.handle(sequence.kv, sequence.cached)
-                    self._ended[request_id] = EngineOutput(request_id=request_id, kv=handle)
-                    self._handed_over[request_id] = sequence.kv
-                    pooled.sequences.remove(sequence)
-                    del self._sequences[request_id]
-
-    def release(self, request_id: str) -> None:
-        """Free the KV of a request that was handed over, if there is such."""
-        kv = self._handed_over.pop(request_id, None)
-        if kv is not None:
-            self._kv.drop(kv)
-
-    def cancel(self, request_id: str) -> None:
-        """Drop a request and free what it holds; nothing more is heard of it."""
-        self._ended.pop(request_id, None)
-        self.forget(request_id)
-        self.release(request_id)
-
-    def forget(self, request_id: str) -> None:
-        """Take a request out and free its KV."""
-        sequence = self._sequences.pop(request_id, None)
-        if sequence is None:
-            return
-        self.prefills = self.prefills.remove(request_id)
-        pooled = self._models[sequence.model]
-        if sequence in pooled.sequences:
-            pooled.sequences.remove(sequence)
-        self._kv.drop(sequence.kv)
-
-    def end_all(self, sequences: Iterable[TokenSequence], error: str) -> None:
-        """End requests with an error."""
-        for sequence in list(sequences):
-            request_id = sequence.request.request_id
-            self.forget(request_id)
-            self._ended[request_id] = EngineOutput(request_id=request_id, error=error)
-
-    def tell_ended(self) -> list[EngineOutput]:
-        """Last outputs that did not come out of a step."""
-        outputs = list(self._ended.values())
-        self._ended.clear()
-        return outputs
+                    self.let_go(sequence, self._kv.handle(sequence.kv, sequence.cached))
 
 
 def _check_fits(request: EngineRequest, pooled: Pooled, capacity_tokens: int) -> None:

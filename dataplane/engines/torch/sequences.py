@@ -55,10 +55,10 @@ class TokenSequence:
 
     @property
     def deadline_s(self) -> float:
-        """When the next token is due: arrival + TTFT + one TBT for each token made here."""
+        """When its next token is due. A request that was begun elsewhere owes one at once, after a TBT."""
         target = TIER_TARGETS[self.request.tier]
         made = self.generated - len(self.request.generated)
-        return self.added_s + target.ttft_s + made * target.tbt_s
+        return self.added_s + (target.tbt_s if self.request.generated else target.ttft_s) + made * target.tbt_s
 
     def to_prefill(self) -> PrefillRequest:
         """What the prefill queue must know of it."""
