@@ -76,7 +76,7 @@ class ReplayEngine:
         model = self._model_of(instance_id)
         if model is None:
             return
-        self._requests.end_instance(instance_id)
+        self._requests.end_all(self._requests.of_instance(instance_id), f"instance {instance_id} was unloaded")
         model.instances.remove(instance_id)
         if not model.instances:
             self._weights.evict(model.spec.name)

@@ -1,20 +1,20 @@
-"""The requests of a replayed slot from `add` to their last output: queued, decoding, or handed over."""
+"""The replay engine's requests: how they begin, make tokens, lose their KV and are handed over."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from dataplane.engine import EngineOutput, EngineRequest, KvHandle
 from dataplane.engines.replay_memory import KvMemory, Place, SequenceKv
 from dataplane.engines.replay_models import ReplayModel, ReplaySequence, sampling_key
 from dataplane.engines.replay_settings import ReplaySettings
+from dataplane.engines.request_table import RequestTable
 from dataplane.errors import BadRequestError, ContextLengthError
 from dataplane.messages import ModelSpec
-from dataplane.turns.prefill import PrefillQueue
 
 REPLAY_KV_FILE = ""
 """The file of a handle to replayed KV. It can always be read: there is nothing in it."""
 
 
-class ReplayRequests:
+class ReplayRequests(RequestTable[ReplaySequence, SequenceKv]):
     """All of them. `models` are the slot's, by name; who loads and unloads them changes it."""
 
     def __init__(
@@ -24,36 +24,23 @@ class ReplayRequests:
         kv: KvMemory,
         clock: Callable[[], float],
     ) -> None:
-        self.prefills = PrefillQueue()
+        super().__init__()
         self._settings = settings
         self._models = models
         self._kv = kv
         self._clock = clock
-        self._sequences: dict[str, ReplaySequence] = {}
-        self._handed_over: dict[str, SequenceKv] = {}
-        self._ended: dict[str, EngineOutput] = {}
-        self._arrivals = 0
 
-    def __len__(self) -> int:
-        """Requests running or waiting, and ends still to be told."""
-        return len(self._sequences) + len(self._ended)
+    def kv_of(self, sequence: ReplaySequence) -> SequenceKv:
+        """See `RequestTable`."""
+        return sequence.kv
 
-    def __iter__(self) -> Iterator[ReplaySequence]:
-        """Those that run or wait."""
-        return iter(self._sequences.values())
+    def drop_kv(self, kv: SequenceKv) -> None:
+        """See `RequestTable`."""
+        self._kv.drop(kv)
 
-    @property
-    def all_kv(self) -> list[SequenceKv]:
-        """Of those that run or wait, and of those that were handed over and not released."""
-        return [sequence.kv for sequence in self] + list(self._handed_over.values())
-
-    def find(self, request_ids: Iterable[str]) -> list[ReplaySequence]:
-        """Requests by their ids, in that order."""
-        return [self._sequences[request_id] for request_id in request_ids]
-
-    def of_instance(self, instance_id: str) -> list[ReplaySequence]:
-        """Those of one instance that run or wait."""
-        return [sequence for sequence in self if sequence.request.instance_id == instance_id]
+    def leave_model(self, sequence: ReplaySequence) -> None:
+        """See `RequestTable`."""
+        self._models[sequence.model].end_decoding(sequence)
 
     def add(self, request: EngineRequest, model: ReplayModel) -> None:
         """Queue a request, or let it decode at once where its KV can be read.
@@ -62,17 +49,13 @@ class ReplayRequests:
             dataplane.errors.ContextLengthError: it fits neither the context nor, alone, the slot's KV memory.
             dataplane.errors.BadRequestError: the prompt is empty or the id is in use.
         """
-        if request.request_id in self._sequences or request.request_id in self._ended:
-            raise BadRequestError(f"request {request.request_id} is running already", param="request_id")
         _check_fits(request, model.spec, self._settings.kv_bytes)
-        if len(request.generated) >= request.max_tokens:
-            self._ended[request.request_id] = EngineOutput(request_id=request.request_id, finish_reason="length")
+        if self.is_over(request):
             return
-        self._arrivals += 1
         sequence = ReplaySequence(
             request=request,
             model=model.spec.name,
-            order=self._arrivals,
+            order=self.next_order(),
             added_s=self._clock(),
             sampling_key=sampling_key(model.spec.name, request),
             kv=SequenceKv(bytes_per_token=model.spec.kv_bytes_per_token, bytes_per_s=model.bytes_per_s),
@@ -91,7 +74,7 @@ class ReplayRequests:
         """Let a sequence wait for its prefill, from its first token on."""
         self._kv.drop(sequence.kv)
         sequence.cached = 0
-        self._models[sequence.model].end_decoding(sequence)
+        self.leave_model(sequence)
         self.prefills = self.prefills.join(sequence.to_prefill(), self._settings.turns.prefill)
 
     def take_token(self, sequence: ReplaySequence) -> EngineOutput:
@@ -111,44 +94,7 @@ class ReplayRequests:
                 if sequence.kv.place is Place.HERE:
                     self._kv.swap_out(sequence.kv, sequence.cached, now_s)
                 elif sequence.kv.place is Place.AWAY:
-                    request_id = sequence.request.request_id
-                    self._ended[request_id] = EngineOutput(request_id=request_id, kv=_handle(sequence))
-                    self._handed_over[request_id] = sequence.kv
-                    model.end_decoding(sequence)
-                    del self._sequences[request_id]
-
-    def release(self, request_id: str) -> None:
-        """Free the KV of a request that was handed over. Unknown ids are ignored."""
-        kv = self._handed_over.pop(request_id, None)
-        if kv is not None:
-            self._kv.drop(kv)
-
-    def cancel(self, request_id: str) -> None:
-        """Drop a request and free what it holds; nothing more is heard of it."""
-        self._ended.pop(request_id, None)
-        self.forget(request_id)
-        self.release(request_id)
-
-    def forget(self, request_id: str) -> None:
-        """Take a request out and free its KV. Unknown ids are ignored."""
-        sequence = self._sequences.pop(request_id, None)
-        if sequence is not None:
-            self.prefills = self.prefills.remove(request_id)
-            self._models[sequence.model].end_decoding(sequence)
-            self._kv.drop(sequence.kv)
-
-    def end_instance(self, instance_id: str) -> None:
-        """End all requests of an instance that goes."""
-        for sequence in self.of_instance(instance_id):
-            request_id = sequence.request.request_id
-            self.forget(request_id)
-            self._ended[request_id] = EngineOutput(request_id=request_id, error=f"instance {instance_id} was unloaded")
-
-    def tell_ended(self) -> list[EngineOutput]:
-        """Last outputs that come out of no step."""
-        outputs = list(self._ended.values())
-        self._ended.clear()
-        return outputs
+                    self.let_go(sequence, _handle(sequence))
 
 
 def _handle(sequence: ReplaySequence) -> KvHandle:

@@ -15,7 +15,7 @@ from dataplane.engines.torch.facts import slot_facts
 from dataplane.engines.torch.host_models import HostModels
 from dataplane.engines.torch.kv import KvStore
 from dataplane.engines.torch.pooled import Pooled, first_estimate, kv_shape
-from dataplane.engines.torch.report import instance_stats, pool_stats
+from dataplane.engines.torch.report import instance_stats, pool_stats, swap_counts
 from dataplane.engines.torch.requests import Requests
 from dataplane.engines.torch.room import Room
 from dataplane.engines.torch.settings import TorchEngineSettings
@@ -28,6 +28,8 @@ from dataplane.memory.events import TransferError
 from dataplane.memory.model_cache import ModelCache
 from dataplane.memory.slabs import SlabArena
 from dataplane.messages import ModelSpec
+from dataplane.turns.decode import BatchFacts
+from dataplane.turns.load import DecodeShare
 from dataplane.turns.prefill import PrefillQueue
 from dataplane.turns.schedule import SlotFacts, SlotState, Turn, choose_turn
 
@@ -78,6 +80,8 @@ class TorchEngine:
         self._room = Room(self._arena, self._weights, self._kv, recompute=self._requests.queue)
         self._steps = Steps(settings, self._weights, self._kv, self._room, clock, watch)
         self._state = SlotState()
+        self._batches: tuple[BatchFacts, ...] = ()
+        self._share = DecodeShare()
         self._last_model: str | None = None
         self._held = False
         self._prefetched_s = self._checked_s = float("-inf")
@@ -169,7 +173,9 @@ class TorchEngine:
         """Run one forward pass of the model whose turn it is, and say what came of it."""
         self._settle()
         now_s = self._clock()
-        turn, self._state = choose_turn(self._facts(now_s), self._state, now_s, self._settings.turns)
+        facts = self._facts(now_s)
+        self._batches = facts.batches
+        turn, self._state = choose_turn(facts, self._state, now_s, self._settings.turns)
         outputs = self._requests.tell_ended()
         self._note_turn(turn, now_s)
         if turn is None:
@@ -183,7 +189,10 @@ class TorchEngine:
         if made is not None:
             self._log.step(len(made))
         outputs += [self._requests.take(sequence, token, pooled) for sequence, token in made or ()]
-        self._state = self._state.spent(turn.kind, self._clock() - now_s, ran=made is not None)
+        took_s = self._clock() - now_s
+        self._state = self._state.spent(turn.kind, took_s, ran=made is not None)
+        if self._batches:
+            self._share = self._share.observe(took_s, decoded=turn.kind == "decode" and bool(made))
         self._prefetch(turn)
         return outputs + self._requests.tell_ended()
 
@@ -207,6 +216,7 @@ class TorchEngine:
             pool=pool_stats(
                 now_s=self._clock(),
                 turn=self._state.turn,
+                load=self._share.load(self._batches),
                 weights=self._weights,
                 kv=self._kv,
                 arena=self._arena,
@@ -214,12 +224,7 @@ class TorchEngine:
                 log=self._log,
                 host_cache_bytes=self._host.cache_bytes,
             ),
-            extra={
-                "preemptions": float(self._room.preemptions_total),
-                "recomputed": float(self._room.recomputed_total),
-                "swapped_out": float(self._kv.swapped_out_total),
-                "swapped_in": float(self._kv.swapped_in_total),
-            },
+            extra=swap_counts(self._room, self._kv),
         )
 
     def _run(self, turn: Turn, pooled: Pooled) -> Made | None:

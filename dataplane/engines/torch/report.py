@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataplane.engine import InstanceStats, KvShapeStats, PoolStats
 from dataplane.engines.torch.kv import KvStore
 from dataplane.engines.torch.pooled import Pooled
+from dataplane.engines.torch.room import Room
 from dataplane.engines.torch.sequences import TokenSequence
 from dataplane.engines.torch.weights import WeightStore
 from dataplane.engines.turn_log import TurnLog
@@ -32,10 +33,21 @@ def instance_stats(
     )
 
 
+def swap_counts(room: Room, kv: KvStore) -> dict[str, float]:
+    """How often KV left or came since the start, and how often it had to be computed anew."""
+    return {
+        "preemptions": room.preemptions_total,
+        "recomputed": room.recomputed_total,
+        "swapped_out": kv.swapped_out_total,
+        "swapped_in": kv.swapped_in_total,
+    }
+
+
 def pool_stats(
     *,
     now_s: float,
     turn: Turn | None,
+    load: float,
     weights: WeightStore,
     kv: KvStore,
     arena: SlabArena,
@@ -50,7 +62,7 @@ def pool_stats(
         running_model=turn.model if turn else None,
         next_model=turn.next_model if turn else None,
         arriving_models=weights.arriving_models,
-        load=turn.alpha if turn else 0.0,
+        load=load,
         prefills_waiting=sum(len(group.waiting) for group in prefills.groups),
         slabs={
             "weights": arena.slabs - kv_slabs - free_slabs - moving_slabs,

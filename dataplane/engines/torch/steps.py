@@ -83,13 +83,18 @@ class Steps:
         return chunks
 
     def _decode_chunks(self, pooled: Pooled, models: Collection[Pooled]) -> list[Chunk]:
-        """One token of each sequence whose KV is there. KV that is away is sent for while there is room."""
+        """One token of each sequence whose KV is there. KV that is away is sent for, in order, while there is room:
+        the first may drive others out for it, and nobody takes what is being made free for one before it.
+        """
         ready: list[TokenSequence] = []
+        before, blocked = 0, False
         for sequence in pooled.decoding()[: self._settings.batch_max]:
-            if sequence.kv.place is Place.AWAY and (not ready or self._kv.fits(sequence.kv, spare=len(ready))):
-                self._room.bring(sequence, models, ready)
+            if sequence.kv.place is Place.AWAY and not blocked:
+                fits = before == 0 or self._kv.fits(sequence.kv, spare=before)
+                blocked = not (fits and self._room.bring(sequence, models, ready))
             if sequence.kv.place is Place.HERE and self._room.grow(sequence, len(sequence.tokens), models, ready):
                 ready.append(sequence)
+            before += sequence.kv.place in (Place.HERE, Place.ARRIVING)
         return [Chunk(sequence=sequence, count=1) for sequence in ready]
 
     def _forward(self, pooled: Pooled, chunks: list[Chunk]) -> Made:

@@ -168,7 +168,7 @@ def test_what_cannot_fit_is_refused(model: ModelSpec, prompt: int, max_tokens: i
 def test_bad_requests_and_loads() -> None:
     engine, _ = engine_with()
     engine.add(request())
-    with pytest.raises(BadRequestError, match="running already"):
+    with pytest.raises(BadRequestError, match="in use"):
         engine.add(request())
     with pytest.raises(BadRequestError, match="at least one token"):
         engine.add(request("empty", prompt=0))
