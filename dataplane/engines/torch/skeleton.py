@@ -44,6 +44,8 @@ MODEL_TYPES = frozenset(
 )
 """Architectures whose output was compared with transformers' own `generate`; others are refused, not guessed at."""
 
+ADDRESSES_KEPT = 4
+"""Runs of the arena whose views a skeleton remembers."""
 _UNSUPPORTED_ROPE = frozenset(("dynamic", "longrope"))
 
 
@@ -105,6 +107,7 @@ class Skeleton:
         self.geometry = geometry
         self.eos_ids = eos_ids
         self.await_part: Callable[[int], None] | None = None
+        self._bound: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
         self._slots = _parameter_slots(model)
         stages = _stages(model)
         self.places, self.parts = _lay_out(self._slots, stages)
@@ -118,11 +121,19 @@ class Skeleton:
         return sum(-(-part.size_bytes // slab_bytes) for part in self.parts)
 
     def bind(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Make every Parameter a view into the buffer of its part: flat uint8, one for each of `parts`."""
-        for place, (meta, owners) in zip(self.places, self._slots, strict=True):
-            parameter = torch.nn.Parameter(place.view(buffers[place.part]), requires_grad=False)
-            assert parameter.shape == meta.shape, (place, meta.shape)
+        """Make every Parameter a view into the buffer of its part: flat uint8, one for each of `parts`. At addresses
+        where the model was before, the views of then are put back: making them is what costs.
+        """
+        addresses = tuple(buffer.data_ptr() for buffer in buffers)
+        parameters = self._bound.pop(addresses, None)
+        if parameters is None:
+            parameters = [_parameter(place, buffers[place.part]) for place in self.places]
+        self._bound[addresses] = parameters
+        for parameter, (meta, owners) in zip(parameters, self._slots, strict=True):
+            assert parameter.shape == meta.shape, (owners[0], meta.shape)
             _replace(owners, parameter)
+        if len(self._bound) > ADDRESSES_KEPT:
+            del self._bound[next(iter(self._bound))]
 
     def unbind(self) -> None:
         """Point nowhere again."""
@@ -256,6 +267,10 @@ def _lay_out(slots: list[_Slot], stages: list[torch.nn.Module]) -> tuple[tuple[P
     starts = [sum(sizes[:part]) for part in range(len(sizes))]
     parts = (Part(offset_bytes=start, size_bytes=size) for start, size in zip(starts, sizes, strict=True))
     return tuple(places), tuple(parts)
+
+
+def _parameter(place: PlacedTensor, buffer: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(place.view(buffer), requires_grad=False)
 
 
 def _replace(owners: list[_Owner], parameter: torch.nn.Parameter) -> None:
