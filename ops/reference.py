@@ -61,7 +61,7 @@ def run_reference(
     load: Any = AutoModelForCausalLM.from_pretrained
     model = load(folder, dtype=skeleton.dtype, local_files_only=True, trust_remote_code=False)
     model.to(device).eval()
-    model.generation_config = GenerationConfig(eos_token_id=sorted(skeleton.eos_ids) or None, pad_token_id=0)
+    model.generation_config = GenerationConfig(eos_token_id=sorted(skeleton.eos_ids) or None, pad_token_id=0)  # type: ignore[no-untyped-call]
     continuations = []
     spread = 0.0
     for prompt in prompts:

@@ -115,7 +115,7 @@ def _transformers_run(
 ) -> Callable[[], Stamps]:
     load: Any = AutoModelForCausalLM.from_pretrained
     peer = load(model.folder, dtype=getattr(torch, dtype), local_files_only=True).to(device).eval()
-    generation = GenerationConfig(do_sample=False, max_new_tokens=TOKENS, eos_token_id=-1, pad_token_id=0)
+    generation = GenerationConfig(do_sample=False, max_new_tokens=TOKENS, eos_token_id=-1, pad_token_id=0)  # type: ignore[no-untyped-call]
     pages = -(-(PROMPT_TOKENS + TOKENS) // PAGE_TOKENS) * len(prompts)
     batching = ContinuousBatchingConfig(
         page_size=PAGE_TOKENS, num_blocks=2 * pages, max_batch_tokens=STEP_TOKENS_MAX, allow_block_sharing=False

@@ -37,12 +37,19 @@ class BenchSlot:
     weights: WeightStore
     models: tuple[HostModel, ...]
 
-    def switch(self, model: HostModel, *, keep: HostModel | None = None) -> None:
+    def switch(self, model: HostModel) -> None:
         """What a step does before it may run a model, and the wait for all of its weights."""
         self.weights.settle()
-        brought = self.weights.bring(model, 0.0, keep=None if keep is None else keep.name)
-        assert brought, f"the arena has no room for {model.name}"
+        self._bring(model, keep=None)
         self.weights.await_all(model)
+
+    def prefetch(self, model: HostModel, *, keep: HostModel) -> None:
+        """Send for a model while another one stays."""
+        self._bring(model, keep=keep.name)
+
+    def _bring(self, model: HostModel, *, keep: str | None) -> None:
+        brought = self.weights.bring(model, 0.0, keep=keep)
+        assert brought, f"the arena has no room for {model.name}"
 
 
 @contextmanager

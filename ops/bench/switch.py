@@ -1,5 +1,7 @@
 """Switching to a model that is in host memory, or was prefetched, against a plain copy of the same bytes."""
 
+import time
+
 import torch
 
 from dataplane.engines.torch.host_models import HostModel
@@ -51,15 +53,20 @@ def measure_switch(models: list[BenchModel], *, device: str, dtype: DtypeName, r
 
 
 def measure_prefetch(models: list[BenchModel], *, device: str, dtype: DtypeName, rounds: int) -> Figure:
-    """The other model comes while one stays, then takes its turn: as a share of a plain copy of its bytes."""
+    """The other model comes while one stays, then takes its turn: what the slot's own thread spends on both, as a share
+    of a plain copy of its bytes.
+    """
     with open_slot(models[:2], device=device, dtype=dtype, residents=2) as slot:
         running, coming = slot.models
 
         def prefetched_s() -> float:
             slot.weights.evict(coming.name)
             slot.switch(running)
-            slot.switch(coming, keep=running)
-            return seconds(lambda: slot.switch(coming), slot.device)
+            began_s = time.perf_counter()
+            slot.prefetch(coming, keep=running)
+            sent_s = time.perf_counter() - began_s
+            slot.weights.await_all(coming)
+            return sent_s + seconds(lambda: slot.switch(coming), slot.device)
 
         times_s = medians(
             interleaved(

@@ -93,7 +93,7 @@ def test_a_prefetched_model_is_not_brought_again(models: list[BenchModel]) -> No
     with open_slot(models, device="cpu", dtype="float32", residents=2) as slot:
         running, coming = slot.models
         slot.switch(running)
-        slot.switch(coming, keep=running)
+        slot.prefetch(coming, keep=running)
         slot.switch(coming)
         assert slot.weights.brought_total == 2
         assert slot.weights.resident_models == tuple(sorted((running.name, coming.name)))
