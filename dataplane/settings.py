@@ -39,7 +39,7 @@ class AgentSettings(BaseSettings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_share: float = Field(0.5, gt=0, lt=1, description="share of a slot's memory for KV; the rest holds weights")
     batch_max: int = Field(32, ge=1, le=4096, description="sequences in a step batch")
-    slab_bytes: int | None = Field(None, ge=256, description="none: chosen by the size of the slot")
+    slab_bytes: int | None = Field(None, ge=256, multiple_of=256, description="none: chosen by the size of the slot")
     host_kv_bytes: int | None = Field(None, ge=0, description="host memory for KV of a slot; none: as its own KV")
     cache_dir: Path | None = Field(None, description="folder in memory for models and KV; none: one that ends with us")
     cache_bytes: int = Field(8 * 2**30, ge=1, description="host memory for the models of all slots together")
@@ -98,12 +98,26 @@ class AgentSettings(BaseSettings):
                 raise ValueError(f"slots: those of {gpus} GPUs have no {missing.pop()} slot; change a slot's kind")
         return self
 
+    @model_validator(mode="after")
+    def _prefilled_requests_can_leave(self) -> Self:
+        if "prefill" in self.kinds() and self.host_kv_bytes == 0:
+            raise ValueError("host_kv_bytes must be over 0 where slots prefill: requests are handed over through it")
+        return self
+
+    def device_of(self, slot: int) -> str:
+        """The device of a slot: the first of its GPUs where `device` is just "cuda"."""
+        if self.device != "cuda":
+            return self.device
+        return f"cuda:{sum(before.gpus for before in self.slots[:slot])}"
+
     @property
     def turns(self) -> TurnSettings:
         """The turn policy of a slot."""
         return TurnSettings(
             prefill=PrefillSettings(group_requests_max=self.group_requests_max, order=self.order),
-            decode=DecodeSettings(quota_max_s=self.quota_max_s),
+            decode=DecodeSettings(
+                quota_max_s=self.quota_max_s, quota_min_s=min(self.quota_max_s, DecodeSettings.quota_min_s)
+            ),
             prefill_share=self.prefill_share,
         )
 

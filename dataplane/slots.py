@@ -203,7 +203,7 @@ def configure(settings: AgentSettings, index: int, host_kv_file: Path | None, ca
     slot = settings.slots[index]
     return Configure(
         engine=settings.engine,
-        device=settings.device,
+        device=settings.device_of(index),
         dtype=settings.dtype,
         weights_bytes=settings.weights_bytes(slot),
         kv_bytes=settings.kv_bytes(slot),

@@ -142,6 +142,8 @@ def test_it_serves_and_leaves_no_worker_behind(number: signal.Signals) -> None:
         ({"slab_bytes": 1}, "slab_bytes"),
         ({"cache_bytes": 0}, "cache_bytes"),
         ({"host_kv_bytes": -1}, "host_kv_bytes"),
+        ({"slab_bytes": 1000}, "slab_bytes"),
+        ({"host_kv_bytes": 0, "split": True, "slots": ({"memory_bytes": 2**22},) * 2}, "host_kv_bytes"),
     ],
 )
 def test_bad_settings_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
@@ -187,3 +189,14 @@ def kinds_and_pools(*slots: tuple[int, str], **changes: Any) -> tuple[str, tuple
 )
 def test_slots_become_pools(slots: Any, changes: dict[str, Any], kinds: str, pools: Any) -> None:
     assert kinds_and_pools(*slots, **changes) == (kinds, pools)
+
+
+def test_each_slot_has_its_own_gpu() -> None:
+    slots = tuple(SlotSettings(gpus=gpus, memory_bytes=2**22) for gpus in (1, 2, 1))
+    given = settings(slots=slots, device="cuda")
+    assert [given.device_of(slot) for slot in range(3)] == ["cuda:0", "cuda:1", "cuda:3"]
+    assert settings(slots=slots, device="cpu").device_of(2) == "cpu"
+
+
+def test_short_turns_are_short() -> None:
+    assert settings(quota_max_s=0.01).turns.decode.quota_min_s == 0.01

@@ -50,7 +50,7 @@ def test_numbers_of_parameters() -> None:
 def test_runs_take_turns_and_the_first_round_does_not_count() -> None:
     order: list[str] = []
     results = interleaved(
-        {name: lambda name=name: order.append(name) or float(len(order)) for name in "ab"},  # type: ignore[misc]
+        {name: lambda name=name: order.append(name) or float(len(order)) for name in "ab"},  # type: ignore[misc, func-returns-value]
         rounds=3,
     )
     assert "".join(order) == "abababab"
@@ -95,6 +95,7 @@ def test_a_prefetched_model_is_not_brought_again(models: list[BenchModel]) -> No
         slot.switch(running)
         slot.prefetch(coming, keep=running)
         slot.switch(coming)
+        slot.weights.settle()
         assert slot.weights.brought_total == 2
         assert slot.weights.resident_models == tuple(sorted((running.name, coming.name)))
 
