@@ -205,6 +205,9 @@ class HeldInstances:
         except ModelLoadError as error:
             self._fail(held, error.message)
             return
+        except Exception as error:  # nobody awaits this task: what is not told here is told nowhere
+            self._fail(held, f"{type(error).__name__}: {error}")
+            return
         held.text = self._texts.setdefault(path, text)
         self._ask_load(held)
 

@@ -87,8 +87,14 @@ class Pool:
             raise OverloadedError(f"slot {indices} has {in_flight} requests in flight, its limit")
 
     def kv_tokens_max(self, instance_id: str) -> int:
-        """The tokens that a request of a ready instance may have: it must fit on every slot."""
+        """The tokens that a request of a ready instance may have: it must fit on every slot.
+
+        Raises:
+            dataplane.errors.WorkerLostError: no worker holds it any more.
+        """
         known = [tokens for slot in self.slots if (tokens := slot.kv_tokens_max(instance_id)) is not None]
+        if not known:
+            raise WorkerLostError(f"the worker of instance {instance_id} was lost just now")
         return min(known)
 
     def submit(self, request: EngineRequest) -> Flight:

@@ -58,7 +58,8 @@ def open_slot(
 ) -> Iterator[BenchSlot]:
     """A slot whose arena holds `residents` of the largest model. `moves` False: everything but the bytes."""
     place = torch.device(device)
-    host_models = HostModels(None, getattr(torch, dtype), place, SLAB_BYTES, leave_rank=lambda _: None)
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    host_models = HostModels(None, torch_dtype, place, SLAB_BYTES, leave_rank=lambda _: None, in_use=lambda _: False)
     stream: CopyStream = make_stream(place, "bench", threads=torch.get_num_threads()) if moves else NullStream()
     try:
         known = tuple(host_models.prepare(model.name, model.folder, slabs_max=sys.maxsize) for model in models)

@@ -95,7 +95,7 @@ class _Bench:
     def __init__(self, folder: Path, settings: StepTimesSettings) -> None:
         self._settings = settings
         device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
-        models = HostModels(None, dtype, device, 1, leave_rank=lambda _: None)
+        models = HostModels(None, dtype, device, 1, leave_rank=lambda _: None, in_use=lambda _: False)
         model = models.prepare(folder.name, folder, slabs_max=sys.maxsize)
         assert model.host is not None, "without a cache nothing takes it away"
         weights = model.host.to(device)

@@ -95,6 +95,7 @@ def test_a_prefetched_model_is_not_brought_again(models: list[BenchModel]) -> No
         slot.switch(running)
         slot.prefetch(coming, keep=running)
         slot.switch(coming)
+        slot.weights.await_all(coming)
         slot.weights.settle()
         assert slot.weights.brought_total == 2
         assert slot.weights.resident_models == tuple(sorted((running.name, coming.name)))

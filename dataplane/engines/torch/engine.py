@@ -14,12 +14,12 @@ from dataplane.engine import EngineOutput, EngineRequest, EngineStats
 from dataplane.engines.torch.facts import slot_facts
 from dataplane.engines.torch.host_models import HostModels
 from dataplane.engines.torch.kv import KvStore
-from dataplane.engines.torch.pooled import Pooled, first_estimate, kv_shape
+from dataplane.engines.torch.pooled import Pooled, make_pooled
 from dataplane.engines.torch.report import instance_stats, pool_stats, swap_counts
 from dataplane.engines.torch.requests import Requests
 from dataplane.engines.torch.room import Room
 from dataplane.engines.torch.settings import TorchEngineSettings
-from dataplane.engines.torch.steps import Made, Steps, Watch
+from dataplane.engines.torch.steps import Made, ModelFailedError, Steps, Watch
 from dataplane.engines.torch.streams import CopyStream, make_stream
 from dataplane.engines.torch.weights import WeightStore
 from dataplane.engines.turn_log import TurnLog
@@ -51,33 +51,39 @@ class TorchEngine:
     ) -> None:
         self._settings = settings
         self._clock = clock
+        self._models: dict[str, Pooled] = {}
         self._dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
         self._device = torch.device(settings.device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # events wait on the current device's stream
         slab_bytes = settings.slab_size_bytes
         weights_slabs = settings.weights_bytes // slab_bytes
         self._arena = SlabArena(weights_slabs + settings.kv_bytes // slab_bytes, weights_slabs=weights_slabs)
         buffer = torch.empty(self._arena.slabs * slab_bytes, dtype=torch.uint8, device=self._device)
         stream = make_copy_stream or (lambda name: make_stream(self._device, name, threads=settings.copy_threads))
-        self._streams: list[CopyStream] = []
-
-        def open_stream(name: str) -> CopyStream:
-            self._streams.append(stream(name))
-            return self._streams[-1]
-
+        self._streams = {name: stream(name) for name in ("weights", "kv_in", "kv_out")}
         cache = None if settings.cache_folder is None else ModelCache(settings.cache_folder, settings.cache_bytes)
-        self._host = HostModels(cache, self._dtype, self._device, slab_bytes, leave_rank=self._leave_rank)
-        self._weights = WeightStore(self._arena, buffer, slab_bytes, open_stream("weights"))
+        self._host = HostModels(
+            cache,
+            self._dtype,
+            self._device,
+            slab_bytes,
+            leave_rank=self._leave_rank,
+            in_use=lambda name: name in self._models,
+        )
+        self._weights = WeightStore(self._arena, buffer, slab_bytes, self._streams["weights"])
         self._kv = KvStore(
             self._arena,
             buffer,
             slab_bytes,
             host_bytes=settings.host_kv_bytes,
             host_file=settings.host_kv_file,
-            make_stream=open_stream,
+            make_stream=self._streams.__getitem__,
         )
-        self._models: dict[str, Pooled] = {}
         self._requests = Requests(self._models, self._kv, settings.turns.prefill, clock)
-        self._room = Room(self._arena, self._weights, self._kv, recompute=self._requests.queue)
+        self._room = Room(
+            self._arena, self._weights, self._kv, recompute=self._requests.queue, hands_over=settings.hands_over
+        )
         self._steps = Steps(settings, self._weights, self._kv, self._room, clock, watch)
         self._state = SlotState()
         self._batches: tuple[BatchFacts, ...] = ()
@@ -89,7 +95,7 @@ class TorchEngine:
 
     def close(self) -> None:
         """End the threads. The engine is of no use then."""
-        for stream in self._streams:
+        for stream in self._streams.values():
             stream.close()
         self._host.close()
 
@@ -117,19 +123,13 @@ class TorchEngine:
     def _pool(self, spec: ModelSpec) -> Pooled:
         """A prepared model that is new to the pool."""
         host = self._host.prepare(spec.name, Path(spec.path), slabs_max=self._arena.weights_slabs)
-        geometry = host.skeleton.geometry
-        shape = kv_shape(geometry, self._settings.block_tokens, self._dtype)
+        pooled = make_pooled(host, spec, self._settings.block_tokens, self._device)
         try:
-            self._kv.check_fits(shape)
+            self._kv.check_fits(pooled.shape)
         except ValueError as error:
             self._host.forget(spec.name)
             raise ModelLoadError(f"{spec.name}: {error}") from error
-        return Pooled(
-            model=host,
-            shape=shape,
-            estimate=first_estimate(host.skeleton.size_bytes, self._dtype, self._device),
-            context_tokens=min(spec.context_tokens, geometry.context_tokens),
-        )
+        return pooled
 
     def unload(self, instance_id: str) -> None:
         """Forget an instance; with the last one of its model go the weights. Its requests end with an error."""
@@ -154,8 +154,7 @@ class TorchEngine:
         pooled = self._pooled_of(request.instance_id)
         if pooled is None:
             raise UnknownInstanceError(f"instance {request.instance_id} is not loaded")
-        capacity_tokens = self._kv.capacity_blocks(pooled.shape) * pooled.shape.block_tokens
-        self._requests.add(request, pooled, capacity_tokens=capacity_tokens)
+        self._requests.add(request, pooled, capacity_tokens=self._kv.capacity_tokens(pooled.shape))
 
     def cancel(self, request_id: str) -> None:
         """Drop a request and free what it holds, now. Nothing more is heard of it."""
@@ -228,16 +227,14 @@ class TorchEngine:
         )
 
     def _run(self, turn: Turn, pooled: Pooled) -> Made | None:
-        """A step of the turn. Whatever a model's code raises must not take the other models down."""
+        """A step of the turn. A model that fails takes no other down; a lost device or wrong books end the worker."""
         try:
             return self._steps.run(turn, pooled, self._requests.find(turn.group), self._models.values())
-        except torch.AcceleratorError:
-            raise  # the device's context is lost for every model: the worker must die and be replaced
         except TransferError as error:
             if not self._weights.try_again(pooled.model):
                 self._fail(pooled, f"the weights do not arrive: {error}")
-        except Exception as error:
-            self._fail(pooled, f"{type(error).__name__}: {error}")
+        except ModelFailedError as error:
+            self._fail(pooled, str(error))
         return None
 
     def _settle(self) -> None:
@@ -271,8 +268,8 @@ class TorchEngine:
             return True
         try:
             return self._host.ready(pooled.model)
-        except ModelLoadError as error:
-            self._fail(pooled, error.message)
+        except Exception as error:  # whatever a file system does, the slot's other models go on
+            self._fail(pooled, f"its weights cannot be read: {error}")
             return False
 
     def _leave_rank(self, name: str) -> int | None:
@@ -284,7 +281,9 @@ class TorchEngine:
             return None
         if pooled is None or not (pooled.sequences or self._requests.waiting_of(name)):
             return 0
-        return 1 if turn is not None and name == turn.model else 2
+        if turn is not None and name == turn.model:
+            return 1
+        return None if pooled.model.fresh else 2
 
     def _note_turn(self, turn: Turn | None, now_s: float) -> None:
         self._log.turn(turn, now_s)

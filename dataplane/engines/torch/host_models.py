@@ -6,6 +6,7 @@ right now are given back and read again, on a thread of their own, before the mo
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -21,6 +22,8 @@ from dataplane.engines.torch.streams import pinned, unpinned
 from dataplane.errors import ModelLoadError
 from dataplane.memory.model_cache import CachedModel, HostMemoryError, ModelCache
 
+READ_AGAIN_S = 0.05
+"""How long a model waits that found no room in host memory."""
 LAYOUT_VERSION = 1
 """Part of a cache key: raise it when bytes are laid out differently."""
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -29,7 +32,9 @@ _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 @dataclass(eq=False, kw_only=True)
 class HostModel:
-    """A model the slot knows. `host` is its weights, flat uint8, or None while host memory has no room for them."""
+    """A model the slot knows. `host` is its weights, flat uint8, or None while host memory has no room for them;
+    `fresh` until they have been brought to the device from there.
+    """
 
     name: str
     folder: Path
@@ -39,11 +44,13 @@ class HostModel:
     host: torch.Tensor | None = None
     cached: CachedModel | None = None
     used_s: float = 0.0
+    fresh: bool = True
 
 
 class HostModels:
     """The models of a slot. `prepare` may run on another thread than the rest. `leave_rank(name)` says how early a
-    model's host copy may leave when host memory is short, None if it may not.
+    model's host copy may leave when host memory is short, None if it may not; `in_use(name)`
+    whether an instance of it is loaded.
     """
 
     def __init__(
@@ -54,6 +61,7 @@ class HostModels:
         slab_bytes: int,
         *,
         leave_rank: Callable[[str], int | None],
+        in_use: Callable[[str], bool],
     ) -> None:
         self._cache = cache
         self._dtype = dtype
@@ -65,6 +73,8 @@ class HostModels:
         self._lock = threading.RLock()
         self._building = threading.Lock()
         self._leave_rank = leave_rank
+        self._in_use = in_use
+        self._again_s = 0.0
 
     @property
     def cache_bytes(self) -> int:
@@ -81,26 +91,29 @@ class HostModels:
             ModelLoadError: the folder cannot be used, it is another one than before, the weights exceed `slabs_max`
                 slabs or the whole model cache.
         """
+        with self._lock:
+            known = self._models.get(name)
+        if known is not None and known.folder == folder:
+            return known
+        if known is not None and self._in_use(name):
+            raise ModelLoadError(f"{name} is loaded from {known.folder}, not from {folder}")
         with self._building:
-            with self._lock:
-                model = self._models.get(name)
-            if model is not None and model.folder != folder:
-                raise ModelLoadError(f"{name} is loaded from {model.folder}, not from {folder}")
-            if model is None:
-                model = self._build(name, folder, slabs_max)
-            if self._cache is not None and model.skeleton.size_bytes > self._cache.capacity_bytes:
-                size_bytes, limit = model.skeleton.size_bytes, self._cache.capacity_bytes
+            model = self._build(name, folder, slabs_max)
+            size_bytes = model.skeleton.size_bytes
+            if self._cache is not None and size_bytes > self._cache.capacity_bytes:
+                limit = self._cache.capacity_bytes
                 raise ModelLoadError(f"{name}: weights of {size_bytes} bytes exceed cache_bytes={limit} of the node")
-            if model.host is None:
-                with suppress(HostMemoryError):  # full just now: its turn comes when there is room again
-                    self._read(model)
-            with self._lock:
-                self._models[name] = model
-            return model
+            with suppress(HostMemoryError):  # full just now: its turn comes when there is room again
+                self._read(model)
+        with self._lock:
+            if known is not None:
+                self._release(known)
+            self._models[name] = model
+        return model
 
     def forget(self, name: str) -> None:
-        """Let go of a model and its host copy. Its weights must have left the device."""
-        with self._building, self._lock:
+        """Let go of a model and its host copy."""
+        with self._lock:
             self._reads.pop(name, None)
             model = self._models.pop(name, None)
             if model is not None:
@@ -115,11 +128,13 @@ class HostModels:
         if model.host is not None:
             return True
         read = self._reads.get(model.name)
-        if read is None:
+        if read is None and time.monotonic() >= self._again_s:
             self._reads[model.name] = self._readers.submit(self._read_again, model)
-        elif read.done():
+        elif read is not None and read.done():
             del self._reads[model.name]
             read.result()
+            if model.host is None:
+                self._again_s = time.monotonic() + READ_AGAIN_S
         return model.host is not None
 
     def close(self) -> None:
@@ -145,8 +160,10 @@ class HostModels:
     def _read_again(self, model: HostModel) -> None:
         """What `prepare` could read once must not fail for want of memory now: it is tried again."""
         with self._building, suppress(HostMemoryError):
-            if model.host is None and self._models.get(model.name) is model:
-                self._read(model)
+            self._read(model)
+        with self._lock:
+            if self._models.get(model.name) is not model:  # forgotten meanwhile
+                self._release(model)
 
     def _read(self, model: HostModel) -> None:
         """Raises HostMemoryError when no room can be made."""
@@ -154,7 +171,7 @@ class HostModels:
         if self._cache is None:
             host = torch.empty(size_bytes, dtype=torch.uint8)
             self._fill(model, host)
-            model.host = pinned(host, self._device)
+            model.host, model.fresh = pinned(host, self._device), True
             return
         while model.cached is None:
             try:
@@ -166,7 +183,7 @@ class HostModels:
                     self._cache.want_room()
                     raise
         host = torch.frombuffer(model.cached.view.obj, dtype=torch.uint8)  # torch warns of read-only views
-        model.host = pinned(host, self._device)
+        model.host, model.fresh = pinned(host, self._device), True
 
     def yield_room(self) -> None:
         """Let go of every host copy that can be spared, if another slot of the node has no room for one it needs."""

@@ -6,6 +6,7 @@ Blocks that a transfer reads or writes are not handed out: they are freed when i
 """
 
 import mmap
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -121,6 +122,14 @@ class KvStore:
     def capacity_blocks(self, shape: KvShape) -> int:
         """Blocks of this shape that the arena holds when nothing else does."""
         return (self._arena.slabs - self._arena.weights_slabs) * self.here.blocks_per_slab(shape)
+
+    def capacity_tokens(self, shape: KvShape) -> int:
+        """Tokens that one request alone can have KV for: in the arena, and, to be handed over, in host memory."""
+        tokens = self.capacity_blocks(shape) * shape.block_tokens
+        if self._host_file is None:
+            return tokens
+        host_slabs = self._host.bytes.numel() // self._host.slab_bytes
+        return min(tokens, host_slabs * self.away.blocks_per_slab(shape) * shape.block_tokens)
 
     def check_fits(self, shape: KvShape) -> None:
         """See that the arena could hold KV of this shape.
@@ -280,5 +289,5 @@ def _host_memory(size_bytes: int, file: Path | None) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8)
     with file.open("r+b" if size_bytes == 0 else "x+b") as opened:
         if size_bytes:
-            opened.truncate(size_bytes)
+            os.posix_fallocate(opened.fileno(), 0, size_bytes)  # a full file system must say so now
         return torch.frombuffer(mmap.mmap(opened.fileno(), 0), dtype=torch.uint8)

@@ -10,6 +10,7 @@ from dataplane.engines.torch.kv import Place
 from dataplane.engines.torch.sequences import TokenSequence
 from dataplane.engines.torch.skeleton import Geometry
 from dataplane.memory.kv_cache import KvShape
+from dataplane.messages import ModelSpec
 from dataplane.turns.costs import CostEstimate, LatencyModel
 
 _GUESSES = {"cpu": (1e10, 2e10), "cuda": (2e12, 2e14)}
@@ -48,6 +49,17 @@ def kv_shape(geometry: Geometry, block_tokens: int, dtype: torch.dtype) -> KvSha
     )
 
 
+def make_pooled(host: HostModel, spec: ModelSpec, block_tokens: int, device: torch.device) -> Pooled:
+    """A model that is in no arena yet and has no requests."""
+    geometry, dtype = host.skeleton.geometry, host.skeleton.dtype
+    return Pooled(
+        model=host,
+        shape=kv_shape(geometry, block_tokens, dtype),
+        estimate=first_estimate(host.skeleton.size_bytes, dtype, device),
+        context_tokens=min(spec.context_tokens, geometry.context_tokens),
+    )
+
+
 def first_estimate(weights_bytes: int, dtype: torch.dtype, device: torch.device) -> CostEstimate:
     """What steps cost before any was timed: weights are read once a step, and two operations done a parameter."""
     bytes_per_s, operations_per_s = _GUESSES.get(device.type, _GUESSES["cpu"])
@@ -62,6 +74,11 @@ def first_estimate(weights_bytes: int, dtype: torch.dtype, device: torch.device)
         decode_per_sequence_s=per_token_s,
     )
     return CostEstimate(latency=latency)
+
+
+def half_prefilled(models: Iterable[Pooled]) -> list[TokenSequence]:
+    """Sequences in the midst of their prefill, which holds KV for all of their prompt."""
+    return [s for pooled in models for s in pooled.sequences if s.kv.place is Place.HERE and s.pending > 1]
 
 
 def sequences_here(models: Iterable[Pooled]) -> list[TokenSequence]:

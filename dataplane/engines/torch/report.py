@@ -24,7 +24,7 @@ def instance_stats(
     used_bytes = sum(max(len(s.kv.blocks), len(s.kv.host)) for s in mine) * pooled.shape.block_bytes
     return InstanceStats(
         instance_id=instance_id,
-        kv_tokens_max=kv.capacity_blocks(pooled.shape) * pooled.shape.block_tokens,
+        kv_tokens_max=kv.capacity_tokens(pooled.shape),
         kv_used_bytes=used_bytes,
         kv_capacity_bytes=used_bytes + kv.free_blocks(pooled.shape) * pooled.shape.block_bytes,
         remaining_tokens=sum(s.remaining_tokens for s in mine),

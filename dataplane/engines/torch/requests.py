@@ -66,7 +66,8 @@ class Requests(RequestTable[TokenSequence, SequenceKv]):
         """Let it wait for its prefill, from its first token on."""
         sequence.cached = 0
         self.leave_model(sequence)
-        self.prefills = self.prefills.join(sequence.to_prefill(), self._settings)
+        waiting = self.prefills.remove(sequence.request.request_id)  # in the midst of its prefill it is still there
+        self.prefills = waiting.join(sequence.to_prefill(), self._settings)
 
     def requeue_lost(self) -> None:
         """Queue again what lost its KV because its transfer failed too often."""

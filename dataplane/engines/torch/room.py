@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from dataplane.engines.preemption import choose_victim
 from dataplane.engines.torch.kv import KvStore, Place
-from dataplane.engines.torch.pooled import Pooled, sequences_here
+from dataplane.engines.torch.pooled import Pooled, half_prefilled, sequences_here
 from dataplane.engines.torch.sequences import TokenSequence
 from dataplane.engines.torch.weights import WeightStore
 from dataplane.memory.slabs import SlabArena
@@ -22,11 +22,13 @@ class Room:
         kv: KvStore,
         *,
         recompute: Callable[[TokenSequence], None],
+        hands_over: bool,
     ) -> None:
         self._arena = arena
         self._weights = weights
         self._kv = kv
         self._recompute = recompute
+        self._hands_over = hands_over
         self.preemptions_total = 0
         self.recomputed_total = 0
 
@@ -57,14 +59,29 @@ class Room:
             if self._kv.leaving:
                 return False
             victim = choose_victim(sequences_here(models), sequence, keep)
-            if victim is None:
-                return False
-            self._yield(victim)
+            if victim is not None:
+                if not self._yield(victim):
+                    return False
+                continue
+            half = choose_victim(half_prefilled(models), sequence, keep)
+            if half is not None and half.key > sequence.key:
+                self._drop(half)
+                continue
+            # At last the model's own weights, if they borrowed slabs of KV: the next step brings them to the reserve.
+            self._weights.evict_idle_above(self._arena.weights_slabs, keep=None)
+            return False
         return True
 
-    def _yield(self, victim: TokenSequence) -> None:
-        self.preemptions_total += 1
+    def _yield(self, victim: TokenSequence) -> bool:
+        """Have a sequence make way. False if host memory is full and it is on its way out: it will leave by itself."""
         if not self._kv.swap_out(victim.kv, victim.cached):
-            self.recomputed_total += 1
-            self._kv.drop(victim.kv)
-            self._recompute(victim)
+            if self._hands_over:
+                return False
+            self._drop(victim)
+        self.preemptions_total += 1
+        return True
+
+    def _drop(self, victim: TokenSequence) -> None:
+        self.recomputed_total += 1
+        self._kv.drop(victim.kv)
+        self._recompute(victim)

@@ -65,6 +65,8 @@ class TorchEngineSettings:
             raise ValueError(f"slab_bytes must be a multiple of 256, got {self.slab_bytes}")
         if self.hands_over and self.host_kv_file is None:
             raise ValueError("hands_over needs host_kv_file: the next slot reads the KV there")
+        if self.hands_over and self.host_kv_bytes < self.slab_size_bytes:
+            raise ValueError(f"host_kv_bytes must hold a slab of {self.slab_size_bytes}, got {self.host_kv_bytes}")
 
     @property
     def slab_size_bytes(self) -> int:

@@ -12,7 +12,13 @@ from dataplane.engines.torch.sampler import Draw, choose_tokens
 from dataplane.engines.torch.sequences import Chunk, TokenSequence
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.engines.torch.weights import WeightStore
+from dataplane.memory.events import TransferError
 from dataplane.turns.schedule import Turn
+
+
+class ModelFailedError(Exception):
+    """A model's forward pass raised; the message says what."""
+
 
 Made = list[tuple[TokenSequence, int | None]]
 """Sequences and their new tokens; None where the logits are not numbers."""
@@ -47,6 +53,7 @@ class Steps:
 
         Raises:
             TransferError: weights failed to arrive.
+            ModelFailedError: the model's code raised something.
         """
         if not self._weights.bring(pooled.model, self._clock()):
             self._weights.await_one()
@@ -55,14 +62,19 @@ class Steps:
             self._weights.await_all(pooled.model)
         whole = pooled.name in self._weights.resident_models
         chunks = self._prefill_chunks(group, models) if turn.kind == "prefill" else self._decode_chunks(pooled, models)
-        if not chunks:
+        if not chunks or not self._weights.holds(pooled.model):  # its own weights may have made way for its KV
             self._kv.await_one()
             return None
         tokens = sum(chunk.count for chunk in chunks)
         squared = sum(chunk.end**2 - chunk.sequence.cached**2 for chunk in chunks)
         context = sum(chunk.sequence.cached for chunk in chunks)
         began_s = self._clock()
-        made = self._forward(pooled, chunks)
+        try:
+            made = self._forward(pooled, chunks)
+        except (TransferError, torch.AcceleratorError):
+            raise
+        except Exception as error:
+            raise ModelFailedError(f"{type(error).__name__}: {error}") from error
         took_s = self._clock() - began_s
         if whole and turn.kind == "prefill":
             pooled.estimate = pooled.estimate.observe_prefill(took_s, tokens, squared)

@@ -75,12 +75,12 @@ class WeightStore:
     @property
     def resident_models(self) -> tuple[str, ...]:
         """Names of the models that are wholly there, in name order."""
-        return tuple(sorted(name for name, resident in self._residents.items() if not resident.events))
+        return tuple(sorted(name for name, resident in list(self._residents.items()) if not resident.events))
 
     @property
     def arriving_models(self) -> tuple[str, ...]:
         """Names of the models of which parts are on their way."""
-        return tuple(sorted(name for name, resident in self._residents.items() if resident.events))
+        return tuple(sorted(name for name, resident in list(self._residents.items()) if resident.events))
 
     def whole_s(self, model: HostModel) -> float:
         """Estimated seconds that all of the model's weights take to come."""
@@ -99,9 +99,14 @@ class WeightStore:
         needed = sum(model.skeleton.slabs(self._slab_bytes) for model in models)
         return needed <= self._arena.slabs - self._arena.kv_slabs
 
+    def holds(self, model: HostModel) -> bool:
+        """Whether the model is there or arriving."""
+        return model.name in self._residents
+
     def bring(self, model: HostModel, now_s: float, *, keep: str | None = None) -> bool:
-        """See to it that the model is there or arriving, evicting others but not `keep`; False if there is no room
-        now, or its host copy is away.
+        """See to it that the model is there or arriving, evicting others; False if there is no room now, or its host
+        copy is away. With `keep`, the model that runs meanwhile, it may borrow slabs of KV; without, it is to run now
+        and takes the reserve.
         """
         self._used_s[model.name] = now_s
         if model.name in self._residents:
@@ -124,6 +129,7 @@ class WeightStore:
         ]
         model.skeleton.bind(resident.buffers)
         model.skeleton.await_part = lambda part: self._await(resident, part)
+        model.fresh = False
         self.brought_total += 1
         return True
 
@@ -165,13 +171,13 @@ class WeightStore:
             resident.model.skeleton.unbind()
             self._arena.free_run(name, Together(resident.events))
 
-    def evict_idle_above(self, slab: int, *, keep: str) -> bool:
+    def evict_idle_above(self, slab: int, *, keep: str | None) -> bool:
         """Evict the model that was used longest ago of those that lie above `slab`; False when there is none."""
         runs = self._arena.runs
         idle = [
             name
             for name, resident in self._residents.items()
-            if name != keep and not resident.events and runs[name].end > slab
+            if name != keep and not _flying(resident) and runs[name].end > slab
         ]
         if not idle:
             return False
@@ -181,6 +187,7 @@ class WeightStore:
     def await_one(self) -> None:
         """Wait until a part that is on its way has arrived, if there is one."""
         flying = [event for resident in self._residents.values() for event in resident.events if not event.done()]
+        time.sleep(POLL_S)
         while flying and not any(event.done() for event in flying):
             time.sleep(POLL_S)
 
@@ -203,17 +210,17 @@ class WeightStore:
     def _facts(self, model: HostModel, keep: str | None) -> ResidencyFacts:
         """Home counts only while nobody else lives there: two models with one home would drive each other out."""
         slabs = model.skeleton.slabs(self._slab_bytes)
-        home = self._homes.get(model.name)
-        taken = home is not None and any(
-            run.start < home + slabs and home < run.end for run in self._arena.runs.values()
-        )
+        home = self._homes.get(model.name, self._arena.slabs)
+        limit = self._arena.slabs if keep is not None else self._arena.weights_slabs
+        runs = self._arena.runs.values()
+        taken = home + slabs > limit or any(run.start < home + slabs and home < run.end for run in runs)
         residents = tuple(
             ResidentModel(
                 model=name,
                 start=run.start,
                 count=run.count,
                 used_s=self._used_s[name],
-                pinned=name == keep or bool(self._residents[name].events),
+                pinned=name == keep or _flying(self._residents[name]),
             )
             for name, run in self._arena.runs.items()
         )
@@ -221,11 +228,15 @@ class WeightStore:
             model=model.name,
             slabs_needed=slabs,
             home=None if taken else home,
-            slabs=self._arena.slabs,
+            slabs=limit,
             residents=residents,
             blocked=self._arena.blocked,
             weights_slabs=self._arena.weights_slabs,
         )
+
+
+def _flying(resident: Resident) -> bool:
+    return any(not event.done() for event in resident.events)
 
 
 def measured_rate(buffer: torch.Tensor) -> float:

@@ -21,7 +21,9 @@ Checkpoint = Callable[[str], Path]
 
 
 def host_models() -> HostModels:
-    return HostModels(None, torch.float32, torch.device("cpu"), SLAB_BYTES, leave_rank=lambda name: None)
+    return HostModels(
+        None, torch.float32, torch.device("cpu"), SLAB_BYTES, leave_rank=lambda name: None, in_use=lambda name: False
+    )
 
 
 def assert_read_like_transformers(folder: Path, *, like: Path | None = None) -> None:
