@@ -13,6 +13,7 @@ import pytest
 from dataplane.engine import EngineOutput, EngineRequest
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.streams import Copy, CopyStream, ThreadStream
+from dataplane.errors import ContextLengthError
 from dataplane.memory.events import Event
 from dataplane.turns.decode import DecodeSettings
 from dataplane.turns.schedule import TurnSettings
@@ -251,3 +252,48 @@ def test_cancelling_at_any_moment_frees_everything(checkpoint: Checkpoint, seed:
             expected = greedy_tokens(checkpoint(wanted.instance_id), wanted.prompt, wanted.max_tokens)
             assert gathered.tokens[wanted.request_id] == expected
     assert [instance.kv_used_bytes for instance in engine.stats().instances] == [0, 0, 0]
+
+
+def test_borrowed_weights_make_way_for_their_own_models_kv(checkpoint: Checkpoint) -> None:
+    """Prefetched above the reserve, a model gets a request that needs all of the KV."""
+    names = NAMES[:2]
+    slabs = 24
+    engine = pool(checkpoint, names, kv_bytes=slabs * 2**14)
+    for wanted in wants(names, 1):
+        engine.add(wanted)
+    drain(engine)
+    above = max(engine._arena.runs.values(), key=lambda run: run.end)
+    assert above.end > engine._arena.weights_slabs, "one of them borrowed slabs of KV"
+    name = next(name for name, run in engine._arena.runs.items() if run == above)
+    tokens = min(250, engine.stats().instances[0].kv_tokens_max)
+    wanted = request("all", prompt_of(3, tokens - 10), instance_id=name, max_tokens=10)
+    engine.add(wanted)
+    check_tokens(checkpoint, [wanted], drain(engine, steps_max=3000))
+    engine.check()
+
+
+def test_a_half_prefilled_batch_request_makes_way(checkpoint: Checkpoint) -> None:
+    names = NAMES[:2]
+    engine = pool(checkpoint, names, prefill_tokens_per_step_max=16, kv_bytes=8 * 2**14)
+    length = engine.stats().instances[0].kv_tokens_max * 2 // 3
+    batch = request("batch", prompt_of(4, min(length, 150)), instance_id=names[0], tier="NIW", max_tokens=4)
+    engine.add(batch)
+    gathered = Gathered()
+    for _ in range(4):
+        gathered.take(engine.step())
+    urgent = request("urgent", prompt_of(5, min(length, 150)), instance_id=names[1], tier="IW-F", max_tokens=4)
+    engine.add(urgent)
+    rest = drain(engine, steps_max=3000)
+    assert gathered.tokens == {}
+    check_tokens(checkpoint, [batch, urgent], rest)
+    engine.check()
+
+
+def test_kv_that_host_memory_cannot_hold_is_not_promised(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    engine = pool(checkpoint, ["llama"], hands_over=True, host_kv_file=tmp_path / "kv", host_kv_bytes=2**14)
+    tokens_max = engine.stats().instances[0].kv_tokens_max
+    with pytest.raises(ContextLengthError, match="KV cache"):
+        engine.add(request("long", prompt_of(6, tokens_max), instance_id="llama", max_tokens=1))
+    engine.add(request("fits", prompt_of(6, tokens_max - 4), instance_id="llama", max_tokens=4))
+    leaving, _ = handed(engine)
+    assert [output.request_id for output in leaving] == ["fits"]
