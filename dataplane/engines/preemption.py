@@ -1,7 +1,18 @@
-"""Who makes way when KV memory is short. The rule of every engine."""
+"""Where the KV of a sequence is, and whose makes way when memory is short. The rules of every engine."""
 
 from collections.abc import Iterable
+from enum import Enum
 from typing import Protocol, TypeVar
+
+
+class Place(Enum):
+    """Where the KV of a sequence is. LEAVING and ARRIVING take room on both sides."""
+
+    NOWHERE = "nowhere"
+    HERE = "here"
+    LEAVING = "leaving"
+    AWAY = "away"
+    ARRIVING = "arriving"
 
 
 class Ranked(Protocol):

@@ -6,7 +6,8 @@ another at the full rate.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
+
+from dataplane.engines.preemption import Place
 
 
 class Wire:
@@ -88,16 +89,6 @@ class WeightsMemory:
     def evict(self, model: str) -> None:
         """Forget the weights of a model, if they are there."""
         self._residents.pop(model, None)
-
-
-class Place(Enum):
-    """Where the KV of a sequence is. LEAVING and ARRIVING take room on both sides."""
-
-    NOWHERE = "nowhere"
-    HERE = "here"
-    LEAVING = "leaving"
-    AWAY = "away"
-    ARRIVING = "arriving"
 
 
 @dataclass(eq=False, kw_only=True)

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from dataplane.engine import InstanceStats, KvShapeStats, PoolStats
-from dataplane.engines.replay_memory import KvMemory, Place, WeightsMemory
+from dataplane.engines.preemption import Place
+from dataplane.engines.replay_memory import KvMemory, WeightsMemory
 from dataplane.engines.replay_models import ReplaySequence
 from dataplane.engines.replay_requests import ReplayRequests
 from dataplane.engines.turn_log import TurnLog

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 
 from dataplane.engine import EngineOutput, EngineRequest, KvHandle
-from dataplane.engines.replay_memory import KvMemory, Place, SequenceKv
+from dataplane.engines.preemption import Place
+from dataplane.engines.replay_memory import KvMemory, SequenceKv
 from dataplane.engines.replay_models import ReplayModel, ReplaySequence, sampling_key
 from dataplane.engines.replay_settings import ReplaySettings
 from dataplane.engines.request_table import RequestTable

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from dataplane.engines.preemption import choose_victim
-from dataplane.engines.replay_memory import KvMemory, Place, WeightsMemory
+from dataplane.engines.preemption import Place, choose_victim
+from dataplane.engines.replay_memory import KvMemory, WeightsMemory
 from dataplane.engines.replay_models import ReplayModel, ReplaySequence
 from dataplane.engines.replay_settings import ReplaySettings
 from dataplane.turns.schedule import Turn

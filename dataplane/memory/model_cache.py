@@ -149,11 +149,6 @@ class ModelCache:
             return time.time() - wanted.stat().st_mtime < _WANTED_S and wanted.read_text() != str(os.getpid())
         return False
 
-    def remove_stale(self) -> None:
-        """Remove what fillers that died left behind."""
-        with self._locked():
-            self._remove_stale()
-
     def _map_complete(self, file: Path) -> CachedModel:
         descriptor = os.open(file, os.O_RDWR)
         with _closing(descriptor):

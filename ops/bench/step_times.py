@@ -13,8 +13,9 @@ from typing import Literal
 import torch
 
 from dataplane.engine import EngineRequest
+from dataplane.engines.preemption import Place
 from dataplane.engines.torch.host_models import HostModels
-from dataplane.engines.torch.kv import Place, SequenceKv
+from dataplane.engines.torch.kv import SequenceKv
 from dataplane.engines.torch.pooled import kv_shape
 from dataplane.engines.torch.runner import run_chunks
 from dataplane.engines.torch.sampler import Draw, choose_tokens

@@ -204,7 +204,7 @@ class TorchEngine:
         """The load right now."""
         return EngineStats(
             instances=tuple(
-                instance_stats(instance_id, pooled, self._requests, self._kv, self._arena)
+                instance_stats(instance_id, pooled, self._requests, self._kv)
                 for pooled in self._models.values()
                 for instance_id in sorted(pooled.instances)
             ),

@@ -10,12 +10,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 
 import torch
 
 from dataplane.engine import KvHandle
+from dataplane.engines.preemption import Place
 from dataplane.engines.torch.streams import Copy, CopyStream, mark, pinned
 from dataplane.memory.events import PASSED, Event
 from dataplane.memory.kv_cache import HostSlabs, KvCache, KvShape, OutOfBlocksError, blocks_for
@@ -25,16 +25,6 @@ TRIES_MAX = 5
 """How often in a row a transfer of one sequence may fail before its KV is given up and computed anew."""
 
 POLL_S = 0.0002
-
-
-class Place(Enum):
-    """Where the KV of a sequence is. LEAVING and ARRIVING hold blocks on both sides."""
-
-    NOWHERE = "nowhere"
-    HERE = "here"
-    LEAVING = "leaving"
-    AWAY = "away"
-    ARRIVING = "arriving"
 
 
 @dataclass(eq=False, kw_only=True)

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dataplane.engines.preemption import Place
 from dataplane.engines.torch.host_models import HostModel
-from dataplane.engines.torch.kv import Place
 from dataplane.engines.torch.sequences import TokenSequence
 from dataplane.engines.torch.skeleton import Geometry
 from dataplane.memory.kv_cache import KvShape

@@ -15,9 +15,7 @@ from dataplane.turns.prefill import PrefillQueue
 from dataplane.turns.schedule import Turn
 
 
-def instance_stats(
-    instance_id: str, pooled: Pooled, requests: Iterable[TokenSequence], kv: KvStore, arena: SlabArena
-) -> InstanceStats:
+def instance_stats(instance_id: str, pooled: Pooled, requests: Iterable[TokenSequence], kv: KvStore) -> InstanceStats:
     """The load of an instance. It could take what KV memory is free beside its own."""
     mine = [s for s in requests if s.request.instance_id == instance_id]
     running = [s for s in mine if s in pooled.sequences]

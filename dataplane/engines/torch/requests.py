@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping
 
 from dataplane.engine import EngineOutput, EngineRequest
+from dataplane.engines.preemption import Place
 from dataplane.engines.request_table import RequestTable
-from dataplane.engines.torch.kv import KvStore, Place, SequenceKv
+from dataplane.engines.torch.kv import KvStore, SequenceKv
 from dataplane.engines.torch.pooled import Pooled
 from dataplane.engines.torch.sequences import TokenSequence
 from dataplane.errors import BadRequestError, ContextLengthError

@@ -4,8 +4,8 @@ full, is computed anew.
 
 from collections.abc import Callable, Iterable, Sequence
 
-from dataplane.engines.preemption import choose_victim
-from dataplane.engines.torch.kv import KvStore, Place
+from dataplane.engines.preemption import Place, choose_victim
+from dataplane.engines.torch.kv import KvStore
 from dataplane.engines.torch.pooled import Pooled, half_prefilled, sequences_here
 from dataplane.engines.torch.sequences import TokenSequence
 from dataplane.engines.torch.weights import WeightStore

@@ -4,7 +4,8 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from dataplane.engines.torch.kv import KvStore, Place
+from dataplane.engines.preemption import Place
+from dataplane.engines.torch.kv import KvStore
 from dataplane.engines.torch.pooled import Pooled
 from dataplane.engines.torch.room import Room
 from dataplane.engines.torch.runner import run_chunks

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from dataplane.engine import EngineOutput, PoolStats
-from dataplane.engines.preemption import choose_victim
+from dataplane.engines.preemption import Place, choose_victim
 from dataplane.engines.replay import ReplayEngine
-from dataplane.engines.replay_memory import KvMemory, Place, SequenceKv, Weights, WeightsMemory
+from dataplane.engines.replay_memory import KvMemory, SequenceKv, Weights, WeightsMemory
 from tests.dataplane.engines.replayed import SETTINGS, drain, engine_with, request, run_one, spec, tokens
 
 THREE = {name: spec(name) for name in "abc"}
