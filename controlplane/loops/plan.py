@@ -11,8 +11,8 @@ from controlplane.errors import StaleIndexError
 from controlplane.loops.forecast import forecast_one, series_to_forecast
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.policies.lifecycle import PlanState
-from controlplane.policies.placement import choose_placement
-from controlplane.policies.placement_facts import (
+from controlplane.policies.placement.choose import choose_placement
+from controlplane.policies.placement.facts import (
     Placement,
     PlacementFacts,
     PlacementModel,

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
-from controlplane.policies.placement_facts import BelowMinimum, PlacementFacts, PlacementSettings, Unserved
-from controlplane.policies.placement_program import Cell
+from controlplane.policies.placement.facts import BelowMinimum, PlacementFacts, PlacementSettings, Unserved
+from controlplane.policies.placement.program import Cell
 
 # Shortages below this share of what was asked are the solver's rounding.
 ROUNDING = 1e-6

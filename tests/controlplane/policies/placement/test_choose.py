@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu, Tier
-from controlplane.policies.placement import choose_placement
-from controlplane.policies.placement_facts import (
+from controlplane.policies.placement.choose import choose_placement
+from controlplane.policies.placement.facts import (
     Placement,
     PlacementFacts,
     PlacementModel,
@@ -16,7 +16,7 @@ from controlplane.policies.placement_facts import (
     PlacementStatus,
     Profile,
 )
-from controlplane.policies.placement_solvers import SolverError, solve_cbc, solve_highs
+from controlplane.policies.placement.solvers import SolverError, solve_cbc, solve_highs
 
 EXACT = PlacementSettings(gap=0.0)
 WEST, EAST = Endpoint(model="a", region="us-west"), Endpoint(model="a", region="us-east")

@@ -24,7 +24,7 @@ from typing import Any
 import pulp
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
-from controlplane.policies.placement_facts import PlacementFacts, PlacementModel, PlacementSettings, Profile
+from controlplane.policies.placement.facts import PlacementFacts, PlacementModel, PlacementSettings, Profile
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,16 +8,16 @@ import math
 from collections.abc import Mapping
 
 from controlplane.policies.facts import Endpoint, EndpointGpu
-from controlplane.policies.placement_facts import (
+from controlplane.policies.placement.facts import (
     Placement,
     PlacementEntry,
     PlacementFacts,
     PlacementSettings,
     PlacementStatus,
 )
-from controlplane.policies.placement_program import Program, build_program
-from controlplane.policies.placement_reasons import Explanation
-from controlplane.policies.placement_solvers import SOLVERS, Solve, Solved, SolverError, solve_first
+from controlplane.policies.placement.program import Program, build_program
+from controlplane.policies.placement.reasons import Explanation
+from controlplane.policies.placement.solvers import SOLVERS, Solve, Solved, SolverError, solve_first
 
 
 def choose_placement(

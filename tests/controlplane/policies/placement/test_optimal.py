@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu, Tier
-from controlplane.policies.placement import choose_placement
-from controlplane.policies.placement_facts import Placement, PlacementFacts, PlacementModel, PlacementSettings, Profile
+from controlplane.policies.placement.choose import choose_placement
+from controlplane.policies.placement.facts import Placement, PlacementFacts, PlacementModel, PlacementSettings, Profile
 
 EXACT = PlacementSettings(gap=0.0)
 

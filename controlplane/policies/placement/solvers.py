@@ -10,7 +10,7 @@ from typing import Any
 
 import pulp
 
-from controlplane.policies.placement_facts import PlacementSettings, PlacementStatus
+from controlplane.policies.placement.facts import PlacementSettings, PlacementStatus
 
 SEED = 1
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
-from controlplane.policies.placement import choose_placement
-from controlplane.policies.placement_facts import (
+from controlplane.policies.placement.choose import choose_placement
+from controlplane.policies.placement.facts import (
     PlacementFacts,
     PlacementModel,
     PlacementSettings,
@@ -19,7 +19,7 @@ from forecasts.importers import read_azure_week, read_sageserve_week
 from forecasts.select import ForecastSettings, PeakForecast, forecast_peak
 from forecasts.series import DemandRow, DemandSeries
 
-BESIDE = Path(__file__).resolve().parents[3].parent / "shared" / "data"
+BESIDE = Path(__file__).resolve().parents[4].parent / "shared" / "data"
 DATA = Path(os.environ.get("TIDEPOOL_DATA", BESIDE))
 SAGESERVE = DATA / "sageserve" / "nov2024_week_prompt_tokens_per_min.csv.gz"
 AZURE = DATA / "azure" / "azure2024_week_requests_10s_Coding.csv.gz"
