@@ -1,8 +1,9 @@
 """One frozen, validated settings object per process. Every name can be set as `TIDEPOOL_<NAME>` in the environment."""
 
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -46,18 +47,50 @@ class Settings(BaseSettings):
     scale_out_above: float = Field(0.7, gt=0, lt=1)
     scale_in_below: float = Field(0.3, gt=0, lt=1)
     scale_cooldown_s: float = Field(15.0, ge=0)
-    scale_strategy: str = Field("lt-i", pattern="^(lt-i|reactive)$")
+    scale_strategy: str = Field("lt-i", pattern="^(lt-i|lt-u|lt-ua|reactive|siloed|chiron)$")
+    scale_start_patience_s: float = Field(900.0, gt=0, description="an instance not ready for longer is replaced")
+    scale_failed_patience_s: float = Field(10.0, ge=0, description="... and one that failed; workers may come back")
+    scale_retry_s: float = Field(600.0, gt=0, description="... and again, where its replacement failed too")
+    instance_keep_days: int = Field(7, ge=1, description="forget instances stopped longer ago, and their leases")
+    spot_enabled: bool = Field(True, description="lend out what is scaled in, instead of stopping it")
+    spot_max_age_s: float | None = Field(6 * 3600.0, gt=0, description="then unleased spot is stopped; none: never")
+    spot_notice_s: float = Field(30.0, ge=0, le=45, description="before a lease ends because its GPUs are needed")
+    spot_lease_min_s: float = Field(60.0, gt=0)
+    spot_lease_max_s: float = Field(86_400.0, gt=0)
     scale_every_s: float = Field(15.0, gt=0)
     expire_every_s: float = Field(30.0, gt=0)
 
     forecast_history_s: int = Field(7 * 86_400, ge=3600)
     demand_keep_days: int | None = Field(None, ge=8, description="forget older demand; none: keep all")
+    forecast_origins_max: int = Field(
+        12, ge=1, le=168, description="past hours replayed for a series never forecast before"
+    )
     forecast_quantile: float = Field(0.9, gt=0.5, lt=1)
     niw_demand_share: float = Field(0.1, ge=0, le=1, description="beta of SageServe 6.3")
     placement_epsilon: float = Field(0.8, ge=0, le=1, description="share of demand that must be served at home")
     placement_time_limit_s: float = Field(30.0, gt=0)
     placement_gap: float = Field(0.001, ge=0, lt=1)
-    plan_automatic: bool = Field(True, description="apply the hourly plan without asking")
+    plan_approval: str = Field(
+        "automatic",
+        pattern="^(automatic|limits|always)$",
+        description="the hourly plan goes into force by itself; unless it exceeds a limit below; never",
+    )
+    plan_gpus_moved_max: int | None = Field(None, ge=0, description="GPUs that may hold something else after a plan")
+    plan_share_moved_max: float | None = Field(0.25, ge=0, le=1, description="the same as a share of the fleet's GPUs")
+    plan_cost_change_max: float | None = Field(None, ge=0, description="how far the cost per hour may rise or fall")
+    plan_forecasts_s: float = Field(120.0, gt=0, description="seconds a plan takes to make late forecasts itself")
+    plan_forecasts_max: int = Field(50, ge=0, description="late series that a plan forecasts itself, the busiest first")
+    forecast_task_series_max: int = Field(50, ge=1, description="series that one task forecasts, one after another")
+    pin_days_max: int = Field(90, ge=1, le=3650, description="the longest that a pin may last")
+
+    @model_validator(mode="after")
+    def _need_a_limit(self) -> Self:
+        limits = (self.plan_gpus_moved_max, self.plan_share_moved_max, self.plan_cost_change_max)
+        if self.plan_approval == "limits" and all(limit is None for limit in limits):
+            raise ValueError(
+                "plan_approval 'limits' needs plan_gpus_moved_max, plan_share_moved_max or plan_cost_change_max"
+            )
+        return self
 
     def with_home(self) -> Path:
         """The home folder, made if it is missing."""

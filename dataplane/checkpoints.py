@@ -29,8 +29,9 @@ def is_remote(path: str) -> bool:
     return path.startswith(("https://", "http://", "hf://"))
 
 
-def local_checkpoint(path: str, folder: Path, progress: Progress = no_progress) -> Path:
-    """The folder of a checkpoint; a remote one is fetched into a folder of its own below `folder` first. Blocks.
+def local_checkpoint(path: str, folder: Path, progress: Progress = no_progress, *, weights: bool = True) -> Path:
+    """The folder of a checkpoint; a remote one is fetched into a folder of its own below `folder` first, all of it or
+    all but the weights. Blocks.
 
     Raises:
         dataplane.errors.ModelLoadError: the checkpoint cannot be fetched.
@@ -38,7 +39,7 @@ def local_checkpoint(path: str, folder: Path, progress: Progress = no_progress) 
     if not is_remote(path):
         return Path(path)
     try:
-        return fetch_checkpoint(path, folder.expanduser() / _folder_name(path), progress=progress)
+        return fetch_checkpoint(path, folder.expanduser() / _folder_name(path), weights=weights, progress=progress)
     except ModelLoadError:
         raise
     except Exception as error:  # the hub's client knows no common exception
@@ -46,13 +47,16 @@ def local_checkpoint(path: str, folder: Path, progress: Progress = no_progress) 
 
 
 class ProgressLog:
-    """Progress of a fetch: logs it every few seconds, and ends the fetch once nobody wants it."""
+    """Progress of a fetch: logs it every few seconds, and ends the fetch once nobody wants it. `done_bytes` of
+    `total_bytes` are here, as far as was told.
+    """
 
     def __init__(self, path: str, is_wanted: Callable[[], bool], now_s: Callable[[], float] = time.monotonic) -> None:
         self._path = path
         self._is_wanted = is_wanted
         self._now_s = now_s
         self._logged_s = now_s()
+        self.done_bytes = self.total_bytes = 0
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
         """Hear of progress.
@@ -62,6 +66,7 @@ class ProgressLog:
         """
         if not self._is_wanted():
             raise FetchError(f"{self._path} is not wanted any longer")
+        self.done_bytes, self.total_bytes = done_bytes, total_bytes
         now_s = self._now_s()
         if now_s - self._logged_s >= PROGRESS_EVERY_S:
             self._logged_s = now_s

@@ -8,6 +8,7 @@ The prefill slot holds the KV it handed over until the decode slot's first outpu
 on from its tokens: with that KV while it is held, else through a prefill slot. A slot that does both never hands over.
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,11 @@ class Dispatcher:
     def __len__(self) -> int:
         """Requests in flight."""
         return len(self._flights)
+
+    @property
+    def waits_since_s(self) -> float | None:
+        """Since when the request that waits longest for a slot does, by `time.monotonic`; None if none does."""
+        return min((f.waits_since_s for f in self._flights.values() if f.waits_since_s is not None), default=None)
 
     def queue(self, slot: int) -> PrefillQueue:
         """Who waits for a first token on a slot."""
@@ -129,13 +135,22 @@ class Dispatcher:
             if flight.slot is None:
                 self._place(flight)
 
+    def end_waiting(self, since_s: float, error: DataplaneError) -> None:
+        """End the requests that wait for a slot since `since_s`, by `time.monotonic`, or longer."""
+        waiting = [f for f in self._flights.values() if f.waits_since_s is not None and f.waits_since_s <= since_s]
+        for flight in waiting:
+            self.end(flight.request_id, error)
+
     def _place(self, flight: Flight) -> None:
-        """Send a request to the slot that shall run it. It waits when none is ready."""
+        """Send a request to the slot that shall run it. It waits when none is ready, see `end_waiting`."""
         flight.slot = None
         unable = "decode" if flight.kv is None else "prefill"
         able = {i: s for i, s in self._slots.items() if s.kind != unable and s.is_ready(flight.request.instance_id)}
         if not able:
+            if flight.waits_since_s is None:
+                flight.waits_since_s = time.monotonic()
             return
+        flight.waits_since_s = None
         flight.slot = self._choose_prefill(flight, able) if flight.kv is None else self._choose_decode(flight, able)
         able[flight.slot].send(Add(request=flight.continued()))
 

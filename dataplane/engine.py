@@ -1,8 +1,8 @@
 """The Protocol every engine meets, and the records that cross it. One conformance suite tests them all.
 
-An engine drives one slot. It is single-threaded and knows no sockets: the worker process feeds it commands between
-steps. One `step` is one forward pass (or one span of replayed time) of the model whose turn it is; the engine asks the
-pure policies in `dataplane.turns` which one that is.
+An engine drives one slot. It is single-threaded but for `prepare`, and knows no sockets: the worker process feeds it
+commands between steps. One `step` is at most one forward pass (or one span of replayed time) of the model whose turn it
+is; the engine asks the pure policies in `dataplane.turns` which one that is.
 """
 
 from dataclasses import dataclass, field
@@ -100,6 +100,8 @@ class KvShapeStats:
 class PoolStats:
     """A slot that switches. `load` is alpha, the reciprocal of the estimated attainment (Aegaeon eq. 3): above 1 the
     slot cannot keep up. `turns` are the last ones, oldest first; all times are on the engine's clock, now `now_s`.
+    `weights_bytes_per_s`: how fast weights come in, by which switches are priced, where that is measured; `unpinned`:
+    how much host memory CUDA refused to pin, and why, if it did.
     """
 
     now_s: float
@@ -112,12 +114,16 @@ class PoolStats:
     kv: tuple[KvShapeStats, ...] = ()
     host_kv: tuple[KvShapeStats, ...] = ()
     host_cache_bytes: int = 0
+    weights_bytes_per_s: float | None = None
+    unpinned: str | None = None
     turns: tuple[TurnRecord, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Load of a slot. `resident_models`: whose weights are in the arena; `switches_total`: since start."""
+    """Load of a slot. `resident_models`: whose weights are on it, whole. Totals are since start; so are those in
+    `extra`: `preemptions`, `recomputed` (of KV that had no room), `swapped_out`, `swapped_in` (of one request's KV).
+    """
 
     instances: tuple[InstanceStats, ...] = ()
     resident_models: tuple[str, ...] = ()
@@ -129,46 +135,60 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """What a worker drives."""
+    """What a worker drives. Its owner calls one method at a time; `prepare` alone may run beside them."""
 
     def prepare(self, model: ModelSpec) -> None:
         """Do the slow part of a `load`: read the model's weights to host memory. May run on another thread while the
-        owner goes on stepping; harmless when done twice.
+        owner goes on stepping; harmless when done twice. What is prepared and never loaded stays, until host memory is
+        short.
 
         Raises:
-            dataplane.errors.ModelLoadError: the checkpoint cannot be used, or does not fit; nothing is kept of it.
+            dataplane.errors.ModelLoadError: the checkpoint cannot be used, or can never fit; nothing is kept of it.
+            dataplane.memory.model_cache.HostMemoryError: on another thread than the owner's: host memory has no room
+                for it now; a later try may find some.
         """
 
     def load(self, instance_id: str, model: ModelSpec, *, gpus: int = 1) -> None:
-        """Take an instance in. Quick after `prepare`; without it, that is done first. All instances of a slot share
-        its KV memory.
+        """Take an instance in. Quick after `prepare`; without it, that is done first, and where host memory has no room
+        now, the weights are read before the model's first turn. All instances of a slot share its KV memory, and those
+        of one model its weights.
 
         Raises:
-            dataplane.errors.ModelLoadError: the checkpoint cannot be used, or does not fit; nothing is kept of it.
+            dataplane.errors.ModelLoadError: the id is taken, or the checkpoint cannot be used or can never fit; nothing
+                is kept of it.
         """
 
     def unload(self, instance_id: str) -> None:
-        """Forget an instance and free its memory. Its requests end with an `error` output at the next step."""
+        """Forget an instance, and with the last one of its model its weights. Its requests end with an `error` output
+        at the next step; the KV of those handed over stays until `release`. Unknown ids are ignored.
+        """
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request.
+        """Queue a request; where its `kv` can be read, it goes on from there without a prefill.
 
         Raises:
             dataplane.errors.UnknownInstanceError: the instance is not loaded.
-            dataplane.errors.ContextLengthError: prompt + max_tokens exceed context or the instance's whole KV cache.
+            dataplane.errors.ContextLengthError: prompt + max_tokens exceed the context, or what one request alone on
+                the slot could fill (`InstanceStats.kv_tokens_max`).
+            dataplane.errors.BadRequestError: an id in use, an empty prompt, no token wanted, or a token that the model
+                does not know.
         """
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request and free what it holds, now. Unknown ids are ignored: it may just have ended."""
+        """Drop a request, handed over or not, and free what it holds, now. Nothing more is heard of it. Unknown ids are
+        ignored: it may just have ended.
+        """
 
     def release(self, request_id: str) -> None:
         """Free the KV of a request that was handed over. Unknown ids are ignored."""
 
     def step(self) -> list[EngineOutput]:
-        """Run one step. Empty when there is nothing to do (or, for a replay, nothing has happened yet)."""
+        """Run one step, and say what came of it: often nothing, while prompts are long, or weights or KV on their way.
+        Nothing here blocks for longer than one forward pass or one transfer. Harmless without work.
+        """
 
     def has_work(self) -> bool:
-        """Whether a request is running or waiting."""
+        """Whether a request is running or waiting, or the end of one is still to be told by `step`."""
 
     def stats(self) -> EngineStats:
         """The load right now."""

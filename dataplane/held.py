@@ -1,4 +1,12 @@
-"""The instances a slot holds, and the way each is loaded, drained and unloaded."""
+"""The instances a slot holds, and the way each is loaded, drained and unloaded.
+
+An instance fails in one of two ways, and its requests in flight fare accordingly:
+
+- a worker lives and says why it cannot load it: the next worker would say the same, so the requests end at once;
+- workers die before they could (`START_FAILURES_MAX`) or while they load it (`LOAD_LOSSES_MAX`): the control plane is
+  told that it failed and sends nothing new, but whoever kills workers may stop. Its requests wait for the next worker
+  as others do that lost theirs, until `worker_wait_max_s` (see `dataplane.pools`).
+"""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -19,7 +27,9 @@ from dataplane.text import Text, load_text
 log = structlog.get_logger()
 
 LOAD_LOSSES_MAX = 1
-"""Workers that may die while they load an instance before its load counts as failed."""
+"""Workers that may die while they load an instance before its load counts as failed. It is tried again only after
+`load_retry_s`: a model that kills workers must leave the others of its slot time to be served.
+"""
 
 
 @dataclass(kw_only=True)
@@ -28,8 +38,9 @@ class HeldInstance:
 
     `folder`: where its checkpoint lies on this node. `asked`: the serial of the Load that the present worker has not
     answered yet. `losses`: workers that died over it in a row. `reloading`: it was ready until its worker was lost.
-    `retry`: when a failed load is tried again. `drained`: unloaded after draining; it only waits to be taken from the
-    desired state, and is not reported.
+    `retry`: when a failed load is tried again. `orphaned`: it failed since workers died, not by its own fault.
+    `drained`: unloaded after draining; it only waits to be taken from the desired state, and is not reported. `fetch`:
+    how far its checkpoint has come, while that is fetched.
     """
 
     desired: DesiredInstance
@@ -40,8 +51,10 @@ class HeldInstance:
     asked: int | None = None
     losses: int = 0
     reloading: bool = False
+    orphaned: bool = False
     drained: bool = False
     retry: asyncio.TimerHandle | None = None
+    fetch: ProgressLog | None = None
 
     @property
     def instance_id(self) -> str:
@@ -53,7 +66,8 @@ class HeldInstances:
     """Follows the desired instances of one slot. `send` reaches the worker; it is None while there is none.
 
     `in_use` says whether requests of an instance are in flight, `on_change` is called after its state changed. `texts`
-    are the tokenizers in use on the node, by path. Remote checkpoints are fetched into folders below `checkpoints_dir`.
+    are the tokenizers in use on the node, by path. Remote checkpoints are fetched into folders below `checkpoints_dir`;
+    a replay, which invents its tokens, needs no weights.
     """
 
     def __init__(
@@ -82,6 +96,10 @@ class HeldInstances:
         held = self._held.get(instance_id)
         return None if held is None or held.drained else held
 
+    def fetches(self) -> dict[str, ProgressLog]:
+        """How far the checkpoints have come that are being fetched, by instance."""
+        return {held.instance_id: held.fetch for held in self._held.values() if held.fetch is not None}
+
     def follow(self, desired: Iterable[DesiredInstance]) -> None:
         """Hold these instances and no others. One whose model changed is unloaded and loaded anew."""
         wanted = {instance.instance_id: instance for instance in desired}
@@ -97,10 +115,13 @@ class HeldInstances:
                 self._update(held_before, instance)
 
     def worker_ready(self, send: Callable[[Command], None]) -> None:
-        """A worker is there: load into it all that shall be."""
+        """A worker is there: load into it all that shall be, what only waited for a worker included."""
         self._send = send
-        for held in self._held.values():
-            self._ask_load(held)
+        for held in list(self._held.values()):
+            if held.state == "failed" and held.orphaned and held.losses <= LOAD_LOSSES_MAX:
+                self._load(held)
+            else:
+                self._ask_load(held)
 
     def worker_lost(self, status: int) -> None:
         """The worker is gone. What it was loading may be the cause: the second time it counts as failed."""
@@ -114,13 +135,14 @@ class HeldInstances:
         if suspect is not None:
             suspect.losses += 1
             if suspect.losses > LOAD_LOSSES_MAX:
-                self._fail(suspect, f"the worker process ended with status {status} while it loaded this model")
+                error = f"{suspect.losses} worker processes ended while they loaded this model, the last with"
+                self._fail(suspect, f"{error} status {status}", orphaned=True)
 
     def fail_all(self, error: str) -> None:
         """No worker can be started: say so for each instance that waits for one."""
         for held in list(self._held.values()):
             if held.state == "loading":
-                self._fail(held, error)
+                self._fail(held, error, orphaned=True)
 
     def loaded(self, instance_id: str, serial: int) -> None:
         """The worker loaded an instance: let it take requests."""
@@ -189,7 +211,9 @@ class HeldInstances:
         held.asked = None
 
     def _load(self, held: HeldInstance) -> None:
-        held.state, held.error, held.retry = "loading", None, None
+        if held.retry is not None:
+            held.retry.cancel()
+        held.state, held.error, held.retry, held.orphaned = "loading", None, None, False
         task = asyncio.get_running_loop().create_task(self._load_text(held))
         self._loads.add(task)
         task.add_done_callback(self._loads.discard)
@@ -213,8 +237,13 @@ class HeldInstances:
 
     async def _local_folder(self, held: HeldInstance) -> str:
         path = held.desired.model.path
-        progress = ProgressLog(path, is_wanted=lambda: self.get(held.instance_id) is held)
-        return str(await in_own_thread(partial(local_checkpoint, path, self._checkpoints_dir, progress)))
+        held.fetch = ProgressLog(path, is_wanted=lambda: self.get(held.instance_id) is held)
+        weights = self._engine != "replay"
+        fetch = partial(local_checkpoint, path, self._checkpoints_dir, held.fetch, weights=weights)
+        try:
+            return str(await in_own_thread(fetch))
+        finally:
+            held.fetch = None
 
     def _ask_load(self, held: HeldInstance) -> None:
         waits = held.state in ("loading", "draining") and held.text is not None and held.asked is None
@@ -225,10 +254,10 @@ class HeldInstances:
         model = msgspec.structs.replace(held.desired.model, path=held.folder)
         self._send(Load(instance_id=held.instance_id, serial=self._serial, model=model, gpus=held.desired.gpus))
 
-    def _fail(self, held: HeldInstance, error: str) -> None:
+    def _fail(self, held: HeldInstance, error: str, *, orphaned: bool = False) -> None:
         if self.get(held.instance_id) is not held:
             return
         log.warning("load failed", instance=held.instance_id, model=held.desired.model.name, error=error)
-        held.state, held.error, held.asked = "failed", error, None
+        held.state, held.error, held.asked, held.orphaned = "failed", error, None, orphaned
         held.retry = asyncio.get_running_loop().call_later(self._load_retry_s, self._load, held)
         self._on_change(held.instance_id)

@@ -2,6 +2,10 @@
 
 Each agent has a folder of its own and holds a lock in it, so that the next agent can remove what one that was killed
 left behind.
+
+Where the file system holds less than `cache_bytes`, the model cache is made smaller, and a warning says so. The agent
+does not refuse to start: what is free is a matter of the machine and of the moment, no mistake in the settings, and the
+models that fit are served. One that never can fit fails by itself, with an error that names the limit.
 """
 
 import contextlib
@@ -12,16 +16,24 @@ import tempfile
 from pathlib import Path
 from typing import TextIO
 
-from dataplane.memory.model_cache import default_cache_folder
+import structlog
+
+from dataplane.memory.model_cache import HostMemoryError, default_cache_folder, room_bytes
 from dataplane.settings import AgentSettings
+
+log = structlog.get_logger()
 
 _LOCK = "lock"
 
 
 class HostFiles:
-    """Host memory as files. Nothing is made before `open`; `close` removes what is the agent's own."""
+    """Host memory as files. Nothing is made before `open`; `close` removes what is the agent's own.
+
+    `cache_bytes`: the most that models may take, by the settings and, once open, by what the file system holds.
+    """
 
     def __init__(self, settings: AgentSettings, boot_id: str) -> None:
+        self.cache_bytes = settings.cache_bytes
         self._settings = settings
         self._boot_id = boot_id
         self._files = 0
@@ -34,7 +46,11 @@ class HostFiles:
         return (self._settings.cache_dir or self._own) / "models"
 
     def open(self) -> None:
-        """Make the agent's folder, and remove those of dead agents beside it."""
+        """Make the agent's folder, and remove those of dead agents beside it.
+
+        Raises:
+            HostMemoryError: the file system has no room for models beside the KV of the prefill slots.
+        """
         root = self._settings.cache_dir or default_cache_folder(_needed_bytes(self._settings), _temporary_folder())
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (root / _LOCK).open("w") as lock:
@@ -42,6 +58,7 @@ class HostFiles:
             for folder in root.glob("agent-*"):
                 _remove_unless_held(folder)
             self._own = root / f"agent-{self._boot_id}"
+            self.cache_bytes = self._fitting_cache_bytes(root)
             self._own.mkdir(mode=0o700)
             self._lock = (self._own / _LOCK).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -57,6 +74,25 @@ class HostFiles:
             shutil.rmtree(self._own, ignore_errors=True)
             self._lock.close()
             self._lock = None
+
+    def _fitting_cache_bytes(self, root: Path) -> int:
+        wanted_bytes = self._settings.cache_bytes
+        kv_bytes = _shared_kv_bytes(self._settings)
+        free_bytes = room_bytes(root, self.models) - kv_bytes
+        if free_bytes < 1:
+            raise HostMemoryError(
+                f"{root} has no room for models: {free_bytes + kv_bytes} bytes are free, and host_kv_bytes of the"
+                f" prefill slots take {kv_bytes}"
+            )
+        if free_bytes < wanted_bytes:
+            log.warning("model cache made smaller", folder=str(root), cache_bytes=wanted_bytes, free_bytes=free_bytes)
+        return min(wanted_bytes, free_bytes)
+
+
+def _shared_kv_bytes(settings: AgentSettings) -> int:
+    """Bytes of the KV files: only prefill slots have one."""
+    kinds = zip(settings.slots, settings.kinds(), strict=True)
+    return sum(settings.host_kv_bytes_of(slot) for slot, kind in kinds if kind == "prefill")
 
 
 def _needed_bytes(settings: AgentSettings) -> int:

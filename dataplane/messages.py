@@ -10,7 +10,9 @@ import msgspec
 
 Tier = Literal["IW-F", "IW-N", "NIW"]
 FinishReason = Literal["stop", "length"]
-InstanceState = Literal["loading", "ready", "draining", "failed"]
+InstanceState = Literal["loading", "ready", "draining", "spot", "failed"]
+InstanceKind = Literal["mixed", "IW", "NIW"]
+"""Which requests an instance is for: interactive ones, deferred ones, or both. Routing keeps to it, not the node."""
 EngineKind = Literal["torch", "replay"]
 
 
@@ -33,12 +35,16 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for tokens, addressed to one instance. Exactly one of `messages`, `prompt`, `prompt_tokens` is set."""
+    """A request for tokens, addressed to one instance. Exactly one of `messages`, `prompt`, `prompt_tokens` is set.
+
+    `lease_id`: of the lease by which a spot instance is used; a spot instance takes no other requests.
+    """
 
     request_id: str
     instance_id: str
     model: str
     tier: Tier
+    lease_id: str | None = None
     messages: tuple[ChatMessage, ...] | None = None
     prompt: str | None = None
     prompt_tokens: tuple[int, ...] | None = None
@@ -90,13 +96,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance a node shall hold. `draining`: finish what runs, accept nothing new."""
+    """One instance a node shall hold. `draining`: finish what runs, accept nothing new, then unload.
+
+    `spot`: finish what runs, accept nothing but what comes with the `lease_id`, and stay loaded. It is told from the
+    moment that the instance shall be lent out, so that one word covers draining and being lent.
+    """
 
     instance_id: str
     slot: int
     gpus: int
     model: ModelSpec
     draining: bool = False
+    spot: bool = False
+    lease_id: str | None = None
+    kind: InstanceKind = "mixed"
 
 
 class DesiredInstances(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +138,10 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node sees of one instance. `remaining_tokens`: prompt tokens not yet prefilled + tokens still to make."""
+    """What a node sees of one instance. `remaining_tokens`: prompt tokens not yet prefilled + tokens still to make.
+
+    A spot instance is `draining` while requests from before it was lent run, then `spot`.
+    """
 
     instance_id: str
     model: str
@@ -137,6 +153,7 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     waiting: int = 0
     error: str | None = None
+    kind: InstanceKind = "mixed"
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ import asyncio
 import time
 from weakref import WeakValueDictionary
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from dataplane.answers import Answer, check_sampling, engine_request, tokenize
@@ -27,6 +28,7 @@ class Agent:
         self._measures = RequestMeasures(self.registry)
         self._generation = 0
         self._misplaced: tuple[DesiredInstance, ...] = ()
+        self._desired: dict[str, DesiredInstance] = {}
         self._files = HostFiles(settings, boot_id)
         texts: WeakValueDictionary[str, Text] = WeakValueDictionary()
         self.pools = tuple(
@@ -64,6 +66,7 @@ class Agent:
                 param="generation",
             )
         self._generation = desired.generation
+        self._desired = {instance.instance_id: instance for instance in desired.instances}
         for pool in self.pools:
             indices = {slot.index for slot in pool.slots}
             pool.follow(instance for instance in desired.instances if instance.slot in indices)
@@ -85,7 +88,16 @@ class Agent:
             )
             for instance in self._misplaced
         ]
-        return (*(report for pool in self.pools for report in pool.reports()), *misplaced)
+        return (*(self._marked(pool, report) for pool in self.pools for report in pool.reports()), *misplaced)
+
+    def _marked(self, pool: Pool, report: InstanceReport) -> InstanceReport:
+        """A pool's report with what only the desired state knows. To its pool a spot instance is a ready one."""
+        desired = self._desired[report.instance_id]
+        state = report.state
+        if desired.spot and state == "ready":
+            left = desired.lease_id is None and pool.in_use(report.instance_id)
+            state = "draining" if left else "spot"
+        return msgspec.structs.replace(report, state=state, kind=desired.kind)
 
     def heartbeat(self) -> Heartbeat:
         """What the control plane is told each second."""
@@ -110,6 +122,7 @@ class Agent:
             dataplane.errors.DataplaneError: the refusal; its class says why.
         """
         check_sampling(generate, stop_strings_max=self.settings.stop_strings_max)
+        self._check_lease(generate)
         pool = self._pool_of(generate.instance_id)
         held = pool.ready_instance(generate.instance_id)
         model = held.desired.model
@@ -125,6 +138,18 @@ class Agent:
         flight = pool.submit(request)
         measure = RequestMeasure(self._measures, model.name, len(prompt), time.monotonic)
         return Answer(flight, TextStream(held.text, generate.sampling.stop), cancel=pool.cancel, measure=measure)
+
+    def _check_lease(self, generate: Generate) -> None:
+        """A spot instance is its lessee's alone, and only as long as the lease lasts."""
+        desired = self._desired.get(generate.instance_id)
+        if desired is None or (generate.lease_id is None and not desired.spot):
+            return
+        if generate.lease_id is None:
+            raise UnknownInstanceError(f"instance {generate.instance_id} is lent out", param="instance_id")
+        if generate.lease_id != desired.lease_id:
+            raise UnknownInstanceError(
+                f"the lease of instance {generate.instance_id} has ended or is another's", param="lease_id"
+            )
 
     def _pool_of(self, instance_id: str) -> Pool:
         for pool in self.pools:

@@ -1,8 +1,15 @@
 """A pool: the slots of a node that serve instances together. A slot that does both kinds of work is a pool of one.
 
 In a pool of prefill and decode slots an instance stands on every slot: it is ready when one of each kind has it.
+
+A request whose worker is lost waits for the next one, however many die before they can load its instance, as long as
+its client may: `worker_wait_max_s`. That is less than the control plane's own limits for a first and a next token, so
+that the client is told why. Only a request that runs on a worker when it dies counts a loss (`worker_losses_max`): it
+may be the cause.
 """
 
+import asyncio
+import time
 from collections.abc import Callable, Iterable
 from weakref import WeakValueDictionary
 
@@ -42,6 +49,9 @@ class Pool:
         self.slots = tuple(Slot(index, settings, files, texts, self) for index in indices)
         self.dispatcher = Dispatcher(self.slots, settings.turns.prefill, losses_max=settings.worker_losses_max)
         self._in_flight_max = settings.queue_max * len(self.slots)
+        self._worker_wait_max_s = settings.worker_wait_max_s
+
+        self._wait_ends: asyncio.TimerHandle | None = None
 
     def follow(self, desired: Iterable[DesiredInstance]) -> None:
         """Make the pool hold these instances and no others. One whose model changed is loaded anew."""
@@ -122,10 +132,11 @@ class Pool:
 
     def changed(self, instance_id: str) -> None:
         """An instance came, went, or changed its state on a slot: requests may go on, or never will."""
-        if self._state(instance_id) == "failed":
+        if self._state(instance_id) == "failed" and not self._orphaned(instance_id):
             error = WorkerLostError(f"instance {instance_id} failed: {self._error(instance_id)}")
             self.dispatcher.end_instance(instance_id, error)
         self.dispatcher.place_waiting(instance_id)
+        self._limit_waiting()
         self._settle()
         self._on_change()
 
@@ -133,6 +144,8 @@ class Pool:
         """A worker made tokens."""
         for output in outputs:
             self.dispatcher.hear(slot, output)
+        if any(output.kv is not None for output in outputs):  # handed over: perhaps to nobody
+            self._limit_waiting()
         self._settle()
 
     def refused(self, request_id: str, error: DataplaneError) -> None:
@@ -143,8 +156,24 @@ class Pool:
     def lost(self, slot: Slot) -> None:
         """A worker is gone, with all it had."""
         self.dispatcher.lose(slot)
+        self._limit_waiting()
         self._settle()
         self._on_change()
+
+    def _limit_waiting(self) -> None:
+        """See to it that no request waits for a worker for ever."""
+        since_s = self.dispatcher.waits_since_s
+        if since_s is not None and self._wait_ends is None:
+            left_s = since_s + self._worker_wait_max_s - time.monotonic()
+            self._wait_ends = asyncio.get_running_loop().call_later(left_s, self._end_waiting)
+
+    def _end_waiting(self) -> None:
+        self._wait_ends = None
+        limit = f"worker_wait_max_s={self._worker_wait_max_s:g}"
+        error = WorkerLostError(f"the worker was lost, and no other took over within {limit}")
+        self.dispatcher.end_waiting(time.monotonic() - self._worker_wait_max_s, error)
+        self._limit_waiting()
+        self._settle()
 
     def _settle(self) -> None:
         for instance in self._desired.values():
@@ -161,6 +190,11 @@ class Pool:
                 kinds.setdefault(slot.kind, []).append(held.state)
         best = (max(states, key=_RANKS.__getitem__) for states in kinds.values())
         return min(best, key=_RANKS.__getitem__, default=None)
+
+    def _orphaned(self, instance_id: str) -> bool:
+        """Whether a failed instance may yet come back, since it was workers that died."""
+        held = (slot.held(instance_id) for slot in self.slots)
+        return any(one.orphaned for one in held if one is not None)
 
     def _error(self, instance_id: str) -> str | None:
         held = (slot.held(instance_id) for slot in self.slots)

@@ -42,7 +42,8 @@ class AgentSettings(BaseSettings):
     slab_bytes: int | None = Field(None, ge=256, multiple_of=256, description="none: chosen by the size of the slot")
     host_kv_bytes: int | None = Field(None, ge=0, description="host memory for KV of a slot; none: as its own KV")
     cache_dir: Path | None = Field(None, description="folder in memory for models and KV; none: one that ends with us")
-    cache_bytes: int = Field(8 * 2**30, ge=1, description="host memory for the models of all slots together")
+    cache_bytes: int = Field(8 * 2**30, ge=1, description="host memory for the models of all slots, less where short")
+    host_wait_max_s: float = Field(60.0, gt=0, description="how long a model may wait for host memory before it fails")
     checkpoints_dir: Path = Field(Path("~/.cache/tidepool/checkpoints"), description="where remote ones are fetched to")
 
     split: bool = Field(False, description="split the slots of a TP size into prefill and decode slots")
@@ -72,6 +73,7 @@ class AgentSettings(BaseSettings):
     control_backoff_max_s: float = Field(2.0, gt=0)
     worker_backoff_max_s: float = Field(2.0, gt=0.1)
     worker_losses_max: int = Field(3, ge=0, description="workers a request may lose before it fails")
+    worker_wait_max_s: float = Field(45.0, gt=0, description="how long a request waits for a worker after it lost one")
     load_retry_s: float = Field(30.0, gt=0)
     shutdown_grace_s: float = Field(5.0, ge=0, description="how long streams may go on after SIGTERM")
 

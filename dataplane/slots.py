@@ -1,7 +1,8 @@
 """One slot as the agent sees it: its worker process and the instances it holds.
 
-A worker may die at any moment. The slot then starts another and loads its instances again; the slot's owner sends the
-requests that were lost with it where they can go on.
+A worker may die at any moment, even at its start, any number of times. The slot then starts another and loads its
+instances again; the slot's owner sends the requests that were lost with it where they can go on, or keeps them for a
+while.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from weakref import WeakValueDictionary
 
 import structlog
 
+from dataplane.checkpoints import ProgressLog
 from dataplane.engine import EngineOutput, EngineStats, InstanceStats
 from dataplane.errors import DataplaneError
 from dataplane.frames import Command, Configure, Loaded, LoadFailed, Outputs, Refused, Report, Stats
@@ -29,7 +31,9 @@ BACKOFF_MIN_S = 0.1
 STEADY_S = 10.0
 """A worker that lived so long did not die of its start: the next one comes at once."""
 START_FAILURES_MAX = 2
-"""Workers that may end one after the other without a word before the slot's instances count as failed."""
+"""Workers that may end one after the other without a word before the slot's instances count as failed. Others are
+started all the same, and the first that says a word loads them again.
+"""
 
 
 class SlotOwner(Protocol):
@@ -132,6 +136,10 @@ class Slot:
         """Unload the instance if it drains and has nothing left to do."""
         self._held.settle(instance_id)
 
+    def fetches(self) -> dict[str, ProgressLog]:
+        """How far the checkpoints have come that are being fetched, by instance."""
+        return self._held.fetches()
+
     def held(self, instance_id: str) -> HeldInstance | None:
         """The instance, unless it is not here or drained."""
         return self._held.get(instance_id)
@@ -153,7 +161,7 @@ class Slot:
     async def _serve_worker(self) -> int:
         """Start a worker and listen to it until it is gone. Its exit status."""
         kv_file = self._files.new_kv_file(self.index) if self.kind == "prefill" else None
-        link = await WorkerLink.start(configure(self._settings, self.index, kv_file, self._files.models))
+        link = await WorkerLink.start(configure(self._settings, self.index, kv_file, self._files))
         self._link, self._said_hello = link, False
         log.info("worker started", slot=self.index, kind=self.kind, pid=link.pid)
         try:
@@ -198,7 +206,7 @@ class Slot:
             self._held.worker_ready(self._link.send)
 
 
-def configure(settings: AgentSettings, index: int, host_kv_file: Path | None, cache_folder: Path) -> Configure:
+def configure(settings: AgentSettings, index: int, host_kv_file: Path | None, files: HostFiles) -> Configure:
     """What a worker of a slot must be."""
     slot = settings.slots[index]
     return Configure(
@@ -210,8 +218,9 @@ def configure(settings: AgentSettings, index: int, host_kv_file: Path | None, ca
         host_kv_bytes=settings.host_kv_bytes_of(slot),
         host_kv_file=None if host_kv_file is None else str(host_kv_file),
         slab_bytes=settings.slab_bytes,
-        cache_folder=str(cache_folder),
-        cache_bytes=settings.cache_bytes,
+        cache_folder=str(files.models),
+        cache_bytes=files.cache_bytes,
+        host_wait_max_s=settings.host_wait_max_s,
         batch_max=settings.batch_max,
         hands_over=settings.kinds()[index] == "prefill",
         prefetch=settings.prefetch,

@@ -46,6 +46,10 @@ def _slot_state(slot: Slot, pool: Pool, now_s: float) -> dict[str, Any]:
         "switches_total": slot.switches_total,
         "preemptions_total": slot.preemptions_total,
         "instances": stats.instances,
+        "fetches": {
+            instance_id: {"done_bytes": fetch.done_bytes, "total_bytes": fetch.total_bytes}
+            for instance_id, fetch in slot.fetches().items()
+        },
         "prefill_groups": [
             {
                 "model": group.model,

@@ -1,8 +1,9 @@
 """`python -m dataplane.worker FD`: the process that drives one slot's engine, at the far end of an agent's socket.
 
 A thread reads commands from the socket into a queue; the main loop takes them, steps the engine and sends what came
-out. The slow part of a load happens on a thread of its own, one load after the other, while the engine goes on. When
-the socket closes the agent is gone, and the process ends at once, whatever the engine is doing.
+out. The slow part of a load happens on a thread of its own, one load after the other, while the engine goes on. A load
+that finds no room in host memory goes to the end of the line, and fails when it has found none for `host_wait_max_s`.
+When the socket closes the agent is gone, and the process ends at once, whatever the engine is doing.
 """
 
 import os
@@ -37,8 +38,11 @@ from dataplane.frames import (
     encode_frame,
     read_command,
 )
+from dataplane.memory.model_cache import HostMemoryError
 
 STATS_EVERY_S = 0.25
+PREPARE_AGAIN_S = 0.25
+"""How long a load that found no room in host memory waits before it stands in line again."""
 ORPHAN_GRACE_S = 1.0
 """How long a step or a load may go on after the agent is gone."""
 
@@ -51,17 +55,33 @@ class Prepared:
     error: BaseException | None
 
 
+@dataclass(eq=False, kw_only=True)
+class Loading:
+    """A load under way. `again_s`: when it is tried again, if it found no room in host memory at `short_since_s`."""
+
+    load: Load
+    future: Future[None] | None = None
+    short_since_s: float | None = None
+    again_s: float = 0.0
+
+
 class Worker:
     """One engine and the loop that feeds it. `send` must not fail while the agent lives."""
 
     def __init__(
-        self, engine: Engine, commands: "queue.Queue[Command | Prepared | None]", send: Callable[[Report], None]
+        self,
+        engine: Engine,
+        commands: "queue.Queue[Command | Prepared | None]",
+        send: Callable[[Report], None],
+        *,
+        host_wait_max_s: float,
     ) -> None:
         self._engine = engine
         self._commands = commands
         self._send = send
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
-        self._loading: dict[str, tuple[Load, Future[None]]] = {}
+        self._host_wait_max_s = host_wait_max_s
+        self._loading: dict[str, Loading] = {}
         self._loaded: set[str] = set()
         self._sent_stats: EngineStats | None = None
         self._stats_sent_s = 0.0
@@ -75,6 +95,7 @@ class Worker:
                     self._loader.shutdown(wait=False, cancel_futures=True)
                     return
                 self._obey(command)
+            self._try_again()
             self._step()
             if time.monotonic() - self._stats_sent_s >= STATS_EVERY_S:
                 self._send_stats()
@@ -99,7 +120,8 @@ class Worker:
     def _obey(self, command: Command | Prepared) -> None:
         match command:
             case Load():
-                self._prepare(command)
+                self._loading[command.instance_id] = Loading(load=command)
+                self._prepare(self._loading[command.instance_id])
             case Prepared():
                 self._load(command)
             case Unload():
@@ -115,39 +137,65 @@ class Worker:
             case Configure():
                 raise AssertionError("a worker is configured once, before its loop")
 
-    def _prepare(self, load: Load) -> None:
+    def _prepare(self, loading: Loading) -> None:
         """Queue the slow part of a load; its end comes back as a command."""
 
         def note_end(future: Future[None]) -> None:
             if not future.cancelled():
-                self._commands.put(Prepared(load=load, error=future.exception()))
+                self._commands.put(Prepared(load=loading.load, error=future.exception()))
 
-        future = self._loader.submit(self._engine.prepare, load.model)
-        self._loading[load.instance_id] = (load, future)
-        future.add_done_callback(note_end)
+        loading.future = self._loader.submit(self._engine.prepare, loading.load.model)
+        loading.future.add_done_callback(note_end)
+
+    def _try_again(self) -> None:
+        """Put the loads back in line that found no room a while ago."""
+        for loading in self._loading.values():
+            if loading.future is None and time.monotonic() >= loading.again_s:
+                self._prepare(loading)
 
     def _load(self, prepared: Prepared) -> None:
         load = prepared.load
-        if self._loading.get(load.instance_id, (None,))[0] is not load:
+        loading = self._loading.get(load.instance_id)
+        if loading is None or loading.load is not load:
             return
-        del self._loading[load.instance_id]
         try:
+            if isinstance(prepared.error, HostMemoryError):
+                self._put_off(loading, prepared.error)
+                return
             if prepared.error is not None:
                 raise prepared.error
             self._engine.load(load.instance_id, load.model, gpus=load.gpus)
         except Exception as error:  # whatever a checkpoint does, the slot's other models go on
+            del self._loading[load.instance_id]
             text = error.message if isinstance(error, ModelLoadError) else f"{type(error).__name__}: {error}"
             self._send(LoadFailed(instance_id=load.instance_id, serial=load.serial, error=text))
             return
+        del self._loading[load.instance_id]
         self._loaded.add(load.instance_id)
         self._send_stats(always=True)
         self._send(Loaded(instance_id=load.instance_id, serial=load.serial))
 
+    def _put_off(self, loading: Loading, error: HostMemoryError) -> None:
+        """Let a load wait for room in host memory.
+
+        Raises:
+            ModelLoadError: it has waited long enough.
+        """
+        now_s = time.monotonic()
+        if loading.short_since_s is None:
+            loading.short_since_s = now_s
+        if now_s - loading.short_since_s >= self._host_wait_max_s:
+            limit = f"host_wait_max_s={self._host_wait_max_s:g}"
+            raise ModelLoadError(f"no room in host memory for longer than {limit}: {error.message}") from error
+        loading.future, loading.again_s = None, now_s + PREPARE_AGAIN_S
+
     def _unload(self, instance_id: str) -> None:
-        load, future = self._loading.pop(instance_id, (None, None))
-        if load is not None and future is not None:
-            future.cancel()
-            self._send(LoadFailed(instance_id=instance_id, serial=load.serial, error="unloaded while it was loading"))
+        loading = self._loading.pop(instance_id, None)
+        if loading is not None:
+            if loading.future is not None:
+                loading.future.cancel()
+            cancelled = "unloaded while it was loading"
+            self._send(LoadFailed(instance_id=instance_id, serial=loading.load.serial, error=cancelled))
         if instance_id in self._loaded:
             self._loaded.remove(instance_id)
             self._engine.unload(instance_id)
@@ -197,6 +245,7 @@ def make_engine(configure: Configure) -> Engine:
                 slab_bytes=configure.slab_bytes,
                 cache_folder=Path(configure.cache_folder),
                 cache_bytes=configure.cache_bytes,
+                host_wait_max_s=configure.host_wait_max_s,
                 batch_max=configure.batch_max,
                 prefetch=configure.prefetch,
                 hands_over=configure.hands_over,
@@ -242,7 +291,12 @@ def main() -> None:
             os._exit(0)
 
         threading.Thread(target=read, name="commands", daemon=True).start()
-        worker = Worker(make_engine(configure), commands, lambda report: connection.sendall(encode_frame(report)))
+        worker = Worker(
+            make_engine(configure),
+            commands,
+            lambda report: connection.sendall(encode_frame(report)),
+            host_wait_max_s=configure.host_wait_max_s,
+        )
         try:
             worker.run()
         except (BrokenPipeError, ConnectionResetError):

@@ -1,74 +1,38 @@
 """The peak of the coming hour: forecasters side by side, the best on the recent past answers, and says why.
 
-Input is one endpoint's demand up to the origin (the end of the series); nothing after it is ever seen. The upper
-quantile comes from what past peaks were to past forecasts, not from the forecaster's own Gaussian band: too narrow.
+Input is one endpoint's demand up to the origin (the end of the series) and what the forecast before kept; nothing after
+the origin is ever seen. One step is made for each hour since then, or for the last two days where nothing was kept, so
+that a live forecast and a replayed one are the same computation:
+
+    score what was said   ->   refit what is due   ->   ask all   ->   correct, combine, calibrate   ->   choose
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from forecasts.arima import ArimaError, ArimaSettings, fit_arima, refit_arima
-from forecasts.backtest import BacktestScore, Forecaster, backtest, origins_of, upper_ratio
-from forecasts.baselines import LAST_HOUR_MAX, last_hour_max_path, last_known_hour
-from forecasts.series import DemandSeries, FloatArray
+from forecasts.ask import Answer, Told, ask_all
+from forecasts.baselines import LAST_HOUR_MAX, scaled_to_peak
+from forecasts.calibration import adapted_level
+from forecasts.combination import COMBINATION
+from forecasts.past import SeriesState
+from forecasts.series import DemandSeries
+from forecasts.settings import ForecastSettings
+
+__all__ = ["NO_FORECASTER", "Candidate", "PeakForecast", "forecast_peak"]
 
 NO_FORECASTER = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForecastSettings:
-    """How to forecast.
-
-    Attributes:
-        quantile: of the coming hour's peak, for `peak_upper`.
-        bucket_s: windows of this length are forecast.
-        horizon_s: how far ahead.
-        history_min_s: below this the baseline answers.
-        origins_max: past moments the backtest tries.
-        ratios_min: past errors needed to calibrate; with fewer, `headroom` is the upper ratio.
-        clip_ratio: no forecast above this times the maximum of the last `clip_history_s`.
-    """
-
-    quantile: float = 0.9
-    bucket_s: float = 300.0
-    horizon_s: float = 3600.0
-    history_min_s: float = 4 * 3600.0
-    origins_max: int = 24
-    ratios_min: int = 5
-    headroom: float = 1.5
-    clip_ratio: float = 3.0
-    clip_history_s: float = 86_400.0
-    arima: ArimaSettings = field(default_factory=ArimaSettings)
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be meant.
-
-        Raises:
-            ValueError: a field is out of range.
-        """
-        if not 0.5 < self.quantile < 1:
-            raise ValueError(f"quantile must be above 0.5 and below 1, got {self.quantile}")
-        if self.horizon_s < self.bucket_s:
-            raise ValueError(f"horizon_s {self.horizon_s} must be at least bucket_s {self.bucket_s}")
-        if self.history_min_s < 2 * self.horizon_s:
-            raise ValueError(f"history_min_s {self.history_min_s} must be at least twice horizon_s {self.horizon_s}")
-        if self.origins_max < 1:
-            raise ValueError(f"origins_max must be at least 1, got {self.origins_max}")
-        if self.headroom < 1 or self.clip_ratio < 1:
-            raise ValueError(f"headroom {self.headroom} and clip_ratio {self.clip_ratio} must be at least 1")
-
-    @property
-    def windows(self) -> int:
-        """Windows in the coming hour."""
-        return round(self.horizon_s / self.bucket_s)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One forecaster's answer, used or not. Peaks in tokens per second, `error` and `coverage` as shares of 1."""
+    """One forecaster's answer, used or not. Peaks in tokens per second, `error` and `coverage` as shares of 1.
+
+    `coverage`: how many of the `origins` past peaks stayed under the upper quantile that was said before each.
+    """
 
     forecaster: str
     peak_q50: float
@@ -88,8 +52,10 @@ class PeakForecast:
         peak_q50: the median peak. peak_upper: its upper quantile.
         windows: the path behind `peak_q50`, one value per window; its maximum is `peak_q50`.
         windows_upper: the same path raised to `peak_upper`; what a plan uses.
-        candidates: all that were tried, the chosen one first.
+        candidates: all that answered, the chosen one first, then by error.
+        declined: by forecaster, why it gave no answer.
         reason: in plain words, why this one.
+        state: a JSON object to hand back with the next forecast of this series.
     """
 
     forecaster: str
@@ -99,7 +65,9 @@ class PeakForecast:
     windows: tuple[float, ...]
     windows_upper: tuple[float, ...]
     candidates: tuple[Candidate, ...]
+    declined: Mapping[str, str]
     reason: str
+    state: Mapping[str, Any]
 
     @property
     def known(self) -> bool:
@@ -107,176 +75,150 @@ class PeakForecast:
         return self.forecaster != NO_FORECASTER
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Answer:
-    candidate: Candidate
-    path: FloatArray
-
-
-def forecast_peak(series: DemandSeries, settings: ForecastSettings) -> PeakForecast:
+def forecast_peak(
+    series: DemandSeries, settings: ForecastSettings, state: Mapping[str, Any] | None = None
+) -> PeakForecast:
     """Forecast the peak of the hour that begins where the series ends.
 
     Args:
         series: demand per minute (or any bucket that divides `settings.bucket_s`), gaps as NaN.
         settings: see ForecastSettings.
+        state: of the same series' forecast before. Without one all is chosen anew; so it is where it is of a later
+            origin or cannot be read, and the reason says the latter.
 
     Raises:
-        ValueError: the series' buckets do not divide `settings.bucket_s`.
+        ValueError: the series' buckets do not divide `settings.bucket_s`, or a forecaster's name is not known.
     """
-    history = series.rebin(settings.bucket_s)
+    kept, complaint = SeriesState(), ""
+    try:
+        kept = kept if state is None else SeriesState.from_json(state)
+    except ValueError as error:
+        complaint = f"; what was kept cannot be read: {error}"
+    if kept.origin_s is not None and kept.origin_s > series.end_s:
+        kept = SeriesState()
+    for origin_s in _origins_since(kept.origin_s, series, settings):
+        forecast, kept = _step(series.before(origin_s), kept, settings)
+    return replace(forecast, reason=forecast.reason + complaint)
+
+
+def _origins_since(last_s: float | None, series: DemandSeries, settings: ForecastSettings) -> list[float]:
+    """The series' end, and before it every hour since the last forecast, or since there was enough to start from."""
+    known = np.flatnonzero(~np.isnan(series.values))
+    first_known_s = series.start_s + (int(known[0]) if known.size else len(series.values)) * series.bucket_s
+    earliest_s = max(first_known_s + settings.history_min_s / 2, -math.inf if last_s is None else last_s + 1.0)
+    room = math.floor((series.end_s - earliest_s) / settings.horizon_s)
+    count = min(max(0, room), settings.origins_max)
+    return [series.end_s - back * settings.horizon_s for back in reversed(range(count + 1))]
+
+
+def _step(known: DemandSeries, before: SeriesState, settings: ForecastSettings) -> tuple[PeakForecast, SeriesState]:
+    history = known.rebin(settings.bucket_s)
+    state = replace(_scored(known, before, settings), origin_s=history.end_s)
     if math.isnan(history.maximum()):
-        return _nothing_known(history, settings)
-    origins = _origins(history, settings)
-    baseline = _answer(
-        history,
-        LAST_HOUR_MAX,
-        replayed=last_hour_max_path,
-        fresh=last_hour_max_path,
-        origins=origins,
-        settings=settings,
+        return _nothing_known(history, state, settings), state
+    told = ask_all(history, state, settings)
+    champion, reason = _choose(told.answers, state.champion, settings)
+    state = _remembered(state, told, champion, settings)
+    return _forecast(history, told, champion, reason, state, settings), state
+
+
+def _scored(known: DemandSeries, state: SeriesState, settings: ForecastSettings) -> SeriesState:
+    """With the peaks that have come since, and the calibration adapted to which of them were covered."""
+    waiting = set(state.past.origins_s[np.isnan(state.past.came)].tolist())
+    past = state.past.scored(known, settings.horizon_s, settings.bucket_s)
+    level = dict(state.level)
+    for place, (origin_s, came) in enumerate(zip(past.origins_s.tolist(), past.came.tolist(), strict=True)):
+        if origin_s not in waiting or math.isnan(came):
+            continue
+        for name, upper in past.upper.items():
+            if not math.isnan(upper[place]):
+                before = level.get(name, settings.quantile)
+                level[name] = adapted_level(before, settings.quantile, covered=bool(came <= upper[place]))
+    return replace(state, past=past, level=level)
+
+
+def _remembered(state: SeriesState, told: Told, champion: str, settings: ForecastSettings) -> SeriesState:
+    """With what was said now, to be scored when the hour is over."""
+    assert state.origin_s is not None
+    past = state.past.with_origin(
+        state.origin_s,
+        raw={name: answer.raw for name, answer in told.answers.items()},
+        said={name: answer.peak for name, answer in told.answers.items()},
+        upper={name: answer.upper for name, answer in told.answers.items()},
+        memory=settings.memory,
     )
-    refusal = _why_no_arima(history, settings)
-    if refusal is None:
-        try:
-            fitted = _arima_answer(history, origins, settings)
-        except ArimaError as error:
-            refusal = f"ARIMA fit failed: {error}"
-        else:
-            return _better(history, baseline, fitted, settings)
-    return _forecast(history, (baseline,), _with_silence(history, refusal), settings)
+    return replace(state, past=past, champion=champion, fitted=told.fitted)
 
 
-def _origins(history: DemandSeries, settings: ForecastSettings) -> tuple[float, ...]:
-    train = history.buckets_in(settings.history_min_s / 2)
-    return origins_of(history, windows=settings.windows, train=train, count_max=settings.origins_max)
+def _choose(answers: Mapping[str, Answer], champion: str | None, settings: ForecastSettings) -> tuple[str, str]:
+    """Who answers, and why: the combination, unless a single one did better by the margin or it is not tried yet."""
+    tried = {name: each.error for name, each in answers.items() if each.error is not None}
+    tried = {name: error for name, error in tried.items() if answers[name].origins >= settings.ratios_min}
+    if not tried:
+        return LAST_HOUR_MAX, f"too few past hours to compare on; {LAST_HOUR_MAX} needs no fit"
+    ranked = sorted(tried, key=lambda name: (tried[name], name))
+    best = ranked[0]
+    if COMBINATION in tried and tried[COMBINATION] * (1 - settings.margin) <= tried[best]:
+        best = COMBINATION
+    reason = f"{best} missed the last {answers[best].origins} peaks by {_percent(tried[best])}"
+    others = [name for name in ranked if name != best]
+    if others:
+        reason += f", {others[0]} by {_percent(tried[others[0]])}"
+    if champion is not None and champion != best:
+        fate = f"now at {_percent(tried[champion])}" if champion in tried else "without an answer now"
+        reason += f"; before, it was {champion}, {fate}"
+    return best, reason
 
 
-def _why_no_arima(history: DemandSeries, settings: ForecastSettings) -> str | None:
-    known = history.values[~np.isnan(history.values)]
-    covered_s = known.size * history.bucket_s
-    if covered_s < settings.history_min_s:
-        return f"too little history: {covered_s / 60:.0f} minutes, need {settings.history_min_s / 60:.0f}"
-    if np.ptp(known) == 0:
-        return f"constant series at {known[0]:,.0f} tokens/s"
-    return None
-
-
-def _arima_answer(history: DemandSeries, origins: tuple[float, ...], settings: ForecastSettings) -> _Answer:
-    """ARIMA with order and backtested parameters from before the first origin; the answer's are refitted on all."""
-    bounds = settings.arima
-    past = fit_arima(history.before(origins[0]), bounds)
-    latest = refit_arima(past, history, bounds)
-
-    def replayed(known: DemandSeries, windows: int) -> FloatArray:
-        return past.path(known, windows, bounds)
-
-    def fresh(known: DemandSeries, windows: int) -> FloatArray:
-        return latest.path(known, windows, bounds)
-
-    return _answer(history, str(past.order), replayed=replayed, fresh=fresh, origins=origins, settings=settings)
-
-
-def _answer(
-    history: DemandSeries,
-    name: str,
-    *,
-    replayed: Forecaster,
-    fresh: Forecaster,
-    origins: tuple[float, ...],
-    settings: ForecastSettings,
-) -> _Answer:
-    """Backtest the one, ask the other about the coming hour, and calibrate its answer on the backtest's errors."""
-    score = backtest(
-        history,
-        name,
-        _clipped(replayed, settings),
-        origins=origins,
-        windows=settings.windows,
-        quantile=settings.quantile,
-    )
-    path = _clipped(fresh, settings)(history, settings.windows)
-    if not np.isfinite(path).all():
-        raise ArimaError(f"{name}: the forecast is not finite")
-    middle, upper = _calibration(score, settings)
-    ceiling = _ceiling(history, settings)
-    candidate = Candidate(
-        forecaster=name,
-        peak_q50=min(float(path.max()) * middle, ceiling),
-        peak_upper=min(float(path.max()) * upper, ceiling),
-        error=score.weighted_error,
-        coverage=score.calibrated_coverage,
-        origins=len(score.outcomes),
-    )
-    return _Answer(candidate=candidate, path=path)
-
-
-def _calibration(score: BacktestScore, settings: ForecastSettings) -> tuple[float, float]:
-    """What to multiply a forecast with for the median and for the upper quantile of the peak."""
-    ratios = score.ratios()
-    if len(ratios) < settings.ratios_min:
-        return 1.0, settings.headroom
-    middle = float(np.median(ratios))
-    return middle, max(middle, upper_ratio(ratios, settings.quantile))
-
-
-def _clipped(forecaster: Forecaster, settings: ForecastSettings) -> Callable[[DemandSeries, int], FloatArray]:
-    def bounded(known: DemandSeries, windows: int) -> FloatArray:
-        return np.clip(forecaster(known, windows), 0.0, _ceiling(known, settings))
-
-    return bounded
-
-
-def _ceiling(known: DemandSeries, settings: ForecastSettings) -> float:
-    recent = known.last(settings.clip_history_s).maximum()
-    return settings.clip_ratio * (last_known_hour(known).maximum() if math.isnan(recent) else recent)
-
-
-def _better(history: DemandSeries, baseline: _Answer, fitted: _Answer, settings: ForecastSettings) -> PeakForecast:
-    base, arima = baseline.candidate, fitted.candidate
-    if base.error is None or arima.error is None:
-        reason = f"no past hour to compare on; {base.forecaster} needs no fit"
-        return _forecast(history, (baseline, fitted), _with_silence(history, reason), settings)
-    ranked = (fitted, baseline) if arima.error < base.error else (baseline, fitted)
-    best, other = ranked[0].candidate, ranked[1].candidate
-    reason = (
-        f"{best.forecaster} missed the last {best.origins} peaks by {_percent(best.error)}, "
-        f"{other.forecaster} by {_percent(other.error)}"
-    )
-    return _forecast(history, ranked, _with_silence(history, reason), settings)
-
-
-def _percent(share: float | None) -> str:
-    return "?" if share is None or math.isinf(share) else f"{100 * share:.1f} %"
-
-
-def _with_silence(history: DemandSeries, reason: str) -> str:
-    if not math.isnan(history.last_hour_max()):
-        return reason
-    newest = np.flatnonzero(~np.isnan(history.values))[-1]
-    silent_s = history.end_s - (history.start_s + (newest + 1) * history.bucket_s)
-    return f"{reason}; no data for the last {silent_s / 60:.0f} minutes"
+def _percent(share: float) -> str:
+    return "?" if math.isinf(share) else f"{100 * share:.1f} %"
 
 
 def _forecast(
-    history: DemandSeries, ranked: tuple[_Answer, ...], reason: str, settings: ForecastSettings
+    history: DemandSeries, told: Told, champion: str, reason: str, state: SeriesState, settings: ForecastSettings
 ) -> PeakForecast:
-    chosen, path = ranked[0].candidate, ranked[0].path
-    if chosen.origins < settings.ratios_min:
-        reason += f"; {chosen.origins} past peaks are too few to calibrate on: upper = peak x {settings.headroom:g}"
-    shape = path / path.max() if path.max() > 0 else np.zeros_like(path)
+    chosen = told.answers[champion]
+    others = [answer for name, answer in told.answers.items() if name != champion]
+    others.sort(key=lambda answer: (answer.error is None, answer.error, answer.name))
     return PeakForecast(
-        forecaster=chosen.forecaster,
+        forecaster=champion,
         origin_s=history.end_s,
-        peak_q50=chosen.peak_q50,
-        peak_upper=chosen.peak_upper,
-        windows=tuple((shape * chosen.peak_q50).tolist()),
-        windows_upper=tuple((shape * chosen.peak_upper).tolist()),
-        candidates=tuple(answer.candidate for answer in ranked),
-        reason=reason,
+        peak_q50=chosen.peak,
+        peak_upper=chosen.upper,
+        windows=tuple(chosen.path.tolist()),
+        windows_upper=tuple(scaled_to_peak(chosen.path, chosen.upper).tolist()),
+        candidates=tuple(_candidate(answer) for answer in (chosen, *others)),
+        declined=told.declined,
+        reason=_full_reason(history, told, chosen, reason, settings),
+        state=state.to_json(),
     )
 
 
-def _nothing_known(history: DemandSeries, settings: ForecastSettings) -> PeakForecast:
+def _candidate(answer: Answer) -> Candidate:
+    return Candidate(
+        forecaster=answer.name,
+        peak_q50=answer.peak,
+        peak_upper=answer.upper,
+        error=answer.error,
+        coverage=answer.coverage,
+        origins=answer.origins,
+    )
+
+
+def _full_reason(history: DemandSeries, told: Told, chosen: Answer, reason: str, settings: ForecastSettings) -> str:
+    parts = [told.refusal or reason]
+    if math.isnan(history.last_hour_max()):
+        newest = np.flatnonzero(~np.isnan(history.values))[-1]
+        silent_s = history.end_s - (history.start_s + (newest + 1) * history.bucket_s)
+        parts.append(f"no data for the last {silent_s / 60:.0f} minutes")
+    if chosen.origins < settings.ratios_min:
+        few = f"{chosen.origins} past peaks are too few to calibrate on"
+        parts.append(f"{few}: upper = peak x {settings.headroom:g}")
+    parts += [f"{name}: {why}" for name, why in told.declined.items() if name in told.failed]
+    return "; ".join(parts)
+
+
+def _nothing_known(history: DemandSeries, state: SeriesState, settings: ForecastSettings) -> PeakForecast:
     zeros = (0.0,) * settings.windows
     return PeakForecast(
         forecaster=NO_FORECASTER,
@@ -286,5 +228,7 @@ def _nothing_known(history: DemandSeries, settings: ForecastSettings) -> PeakFor
         windows=zeros,
         windows_upper=zeros,
         candidates=(),
+        declined={},
         reason="no data: every bucket is a gap",
+        state=state.to_json(),
     )

@@ -5,9 +5,10 @@ import os
 from alembic import context
 from sqlalchemy import create_engine, pool
 
-from controlplane.store import batch_tables, tables
+from controlplane.store import batch_tables, plan_tables, tables
 
-assert "batches" in tables.Base.metadata.tables, f"{batch_tables.__name__} adds its tables to the same metadata"
+for module, table in ((batch_tables, "batches"), (plan_tables, "plans")):
+    assert table in tables.Base.metadata.tables, f"{module.__name__} adds its tables to the same metadata"
 target = tables.Base.metadata
 
 

@@ -7,7 +7,24 @@ from typing import Annotated
 
 import typer
 
-from ops.commands import batches, demand, fleet, keys, models, node_bench, node_check, node_profile, plans, processes
+from ops.commands import (
+    batches,
+    demand,
+    fleet,
+    forecast_backtest,
+    forecast_import,
+    keys,
+    models,
+    node_bench,
+    node_check,
+    node_profile,
+    pins,
+    plan_plot,
+    plan_solve,
+    plans,
+    processes,
+    spot,
+)
 from ops.commands.api import CommandError, Target
 
 app = typer.Typer(
@@ -22,6 +39,11 @@ app.command("status")(fleet.show_status)
 fleet.nodes.command("check")(node_check.check_node)
 fleet.nodes.command("bench")(node_bench.bench_node)
 fleet.nodes.command("profile")(node_profile.profile_node)
+demand.forecasts.command("backtest")(forecast_backtest.backtest_file)
+plans.plans.command("plot")(plan_plot.plot_plan)
+plans.plans.command("solve")(plan_solve.solve)
+plans.plans.command("schema")(plan_solve.print_schema)
+demand.forecasts.command("import")(forecast_import.import_recording)
 for name, group in (
     ("region", fleet.regions),
     ("gpu", fleet.gpus),
@@ -29,9 +51,11 @@ for name, group in (
     ("model", models.models),
     ("endpoint", fleet.endpoints),
     ("instance", fleet.instances),
+    ("spot", spot.spot),
     ("demand", demand.demands),
     ("forecast", demand.forecasts),
     ("plan", plans.plans),
+    ("pin", pins.pins),
     ("batch", batches.batches),
     ("key", keys.keys),
 ):

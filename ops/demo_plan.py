@@ -93,7 +93,7 @@ def _follow(demo: Demo) -> None:
 
     def matching() -> int:
         planned, live = _plan_in_force(demo), live_instances(demo.admin)
-        if any(row["desired"] != "running" for row in live):
+        if any(row["desired"] == "draining" for row in live):
             return 0
         ready = Counter((row["model"], row["region"]) for row in live if row["observed"] == "ready")
         return sum(ready[cell] == planned.get(cell, 0) for cell in cells)

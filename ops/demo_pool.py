@@ -1,8 +1,8 @@
 """The demo's pooled node: eight models talk at once from one slot, whose memory holds two of them."""
 
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ TOKENS = 32
 TIMELINE_COLUMNS = 96
 _MARKS = {"decode": ("█", "green"), "prefill": ("▒", "yellow")}
 _POLL_S = 0.05
+_WAIT_S = 240.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,25 +62,42 @@ def _talk_at_once(demo: Demo) -> Seen:
             only: dict[str, Any] = agent.get("/state").raise_for_status().json()["slots"][0]
             return only
 
-        switches_before, resident_most = slot()["switches_total"], 0
+        switches_before = slot()["switches_total"]
         began_s = time.monotonic()
         answers = {model.name: streams.submit(_ask_pool, demo, model.name) for model in demo.models}
-        while True:
-            ended = sum(answer.done() for answer in answers.values())
-            now, age_s = slot(), time.monotonic() - began_s
-            here = {*now["resident_models"], *now["pool"]["arriving_models"]}
-            resident_most = max(resident_most, len(here))
-            show(ended)
-            if ended == len(answers) and not any(one["remaining_tokens"] for one in now["instances"]):
-                break
-            time.sleep(_POLL_S)
+        last, resident_most = follow(slot, answers.values(), show)
+        age_s = time.monotonic() - began_s
     return Seen(
         said={name: answer.result() for name, answer in answers.items()},
-        slot=now,
+        slot=last,
         age_s=age_s,
-        switches=now["switches_total"] - switches_before,
+        switches=last["switches_total"] - switches_before,
         resident_most=resident_most,
     )
+
+
+def follow(
+    slot: Callable[[], dict[str, Any]], answers: Collection["Future[Said]"], show: Callable[[int], None]
+) -> tuple[dict[str, Any], int]:
+    """Look at the slot until all answers have ended and nothing is left of them: its last word, and the most models
+    that were in its memory. A slot whose worker was replaced has no word of its pool until the next one's first; the
+    streams go on meanwhile, and so does this.
+
+    Raises:
+        DemoError: that is not so within four minutes.
+    """
+    ends_s, resident_most = time.monotonic() + _WAIT_S, 0
+    while True:
+        ended = sum(answer.done() for answer in answers)
+        now = slot()
+        show(ended)
+        if now["pool"] is not None:
+            resident_most = max(resident_most, len({*now["resident_models"], *now["pool"]["arriving_models"]}))
+            if ended == len(answers) and not any(one["remaining_tokens"] for one in now["instances"]):
+                return now, resident_most
+        if time.monotonic() > ends_s:
+            raise DemoError(f"{ended} of {len(answers)} streams on {POOL_NODE} ended within {_WAIT_S:g} s")
+        time.sleep(_POLL_S)
 
 
 def _ask_pool(demo: Demo, model: str) -> Said:
@@ -101,8 +119,13 @@ def _answers(said: Mapping[str, Said]) -> Table:
 
 
 def timeline(seen: Seen) -> Table:
-    """Who had the slot when, as far back as the node remembers: a row for each model, time from left to right."""
+    """Who had the slot when, as far back as the node remembers: a row for each model, time from left to right.
+
+    A worker remembers its own turns: none when it was replaced after the last one.
+    """
     turns = [turn for turn in seen.slot["pool"]["turns"] if turn["started_age_s"] < seen.age_s]
+    if not turns:
+        return Table("the worker was replaced, and with it went the turns", box=None)
     oldest_s = max(turn["started_age_s"] for turn in turns)
     span_s = oldest_s - min(turn["ended_age_s"] for turn in turns)
     rows = {name: [""] * TIMELINE_COLUMNS for name in seen.said}

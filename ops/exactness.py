@@ -5,8 +5,8 @@ largest model and hardly more, with KV memory for little more than one request: 
 swapped, requests join at any moment, and some leave early. Every token and its logits are compared.
 
 Where two tokens are nearly tied, rounding may choose the other one. That is no mismatch as long as the reference's own
-logits of the two differ by no more than the tolerance. Such a tie is counted, and the request goes on from the
-reference's token, so that what follows is compared too.
+logits of the two differ by no more than the tolerance, or two experts are nearly tied for their place at that token.
+Such ties are counted, and the request goes on from the reference's token, so that what follows is compared too.
 """
 
 from collections.abc import Sequence

@@ -143,7 +143,7 @@ class LocalStack:
     def _control_plane(self, servers: list[Child]) -> list[Child]:
         names = tuple(server.name for server in servers)
         api = self._tidepool("api", after=names, ready=self._api_ready)
-        return [api, *(self._tidepool(name, after=("api",)) for name in ("dispatcher", "worker", "beat"))]
+        return [api, *(self._tidepool(name, after=("api",)) for name in ("dispatcher", "worker", "forecaster", "beat"))]
 
     def _agent(self, node: LocalNode) -> Child:
         port = free_port()

@@ -1,5 +1,10 @@
-"""What transformers itself makes of a prompt: the yardstick of `tidepool node check`."""
+"""What transformers itself makes of a prompt: the yardstick of `tidepool node check`.
 
+A model of experts is a yardstick with gaps: where two experts are nearly tied for the last place, rounding chooses, and
+the logits are those of another network. How near to that its routers come is kept beside the logits.
+"""
+
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,12 +24,16 @@ WINDOW_TOKENS_MAX = 1024
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Continuation:
     """What comes after a prompt: `tokens`, an end-of-sequence token included, chosen from `logits`
-    `[len(tokens), vocabulary]`, float32.
+    `[len(tokens), vocabulary]`, float32. `margins`: for each of them, by how much of the probability the last expert
+    chosen leads the first one left out, in the layer where that is least; infinite without experts. `margins_before`:
+    the least of those before it, prompt included, whose keys and values it attends to.
     """
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     logits: torch.Tensor
+    margins: tuple[float, ...]
+    margins_before: tuple[float, ...]
 
     def gap(self, index: int, token: int) -> float:
         """By how much the reference prefers its own token at `index`, as a share of its largest logit there."""
@@ -42,15 +51,15 @@ class Continuation:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """A model by transformers. `logit_spread`: how far transformers is from itself when it runs the same tokens in one
-    pass instead of one by one, as a share of a token's largest logit: much where experts nearly tie.
+    """A model by transformers. `spreads`: for each token of each continuation in turn, how far transformers is from
+    itself when it runs the same tokens in one pass instead of one by one, as a share of the token's largest logit.
     """
 
     architecture: str
     window_tokens: int | None
     eos_ids: frozenset[int]
     continuations: tuple[Continuation, ...]
-    logit_spread: float
+    spreads: tuple[float, ...]
 
 
 @torch.inference_mode()
@@ -63,7 +72,7 @@ def run_reference(
     model.to(device).eval()
     model.generation_config = GenerationConfig(eos_token_id=sorted(skeleton.eos_ids) or None, pad_token_id=0)  # type: ignore[no-untyped-call]
     continuations = []
-    spread = 0.0
+    spreads: list[float] = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=device)
         made = model.generate(
@@ -75,17 +84,43 @@ def run_reference(
             return_dict_in_generate=True,
         )
         chosen = tuple(made.sequences[0, len(prompt) :].tolist())
-        continuation = Continuation(prompt=prompt, tokens=chosen, logits=torch.cat(made.logits).float().cpu())
-        at_once = model(made.sequences[:, :-1]).logits[0, len(prompt) - 1 :]
-        spread = max(spread, *(continuation.distance(index, row)[1] for index, row in enumerate(at_once)))
+        at_once = model(made.sequences[:, :-1], **_router_options(model))
+        margins = router_margins(at_once, model.config)
+        continuation = Continuation(
+            prompt=prompt,
+            tokens=chosen,
+            logits=torch.cat(made.logits).float().cpu(),
+            margins=tuple(margins[len(prompt) - 1 :]),
+            margins_before=tuple(min(margins[:end], default=math.inf) for end in range(len(prompt) - 1, len(margins))),
+        )
+        rows = enumerate(at_once.logits[0, len(prompt) - 1 :])
+        spreads += [continuation.distance(index, row)[1] for index, row in rows]
         continuations.append(continuation)
     return Reference(
         architecture=str(model.config.model_type),
         window_tokens=window_tokens(skeleton),
         eos_ids=skeleton.eos_ids,
         continuations=tuple(continuations),
-        logit_spread=spread,
+        spreads=tuple(spreads),
     )
+
+
+def _router_options(model: Any) -> dict[str, bool]:
+    """Models of experts tell their routers' logits when they are asked."""
+    return {"output_router_logits": True} if hasattr(model.config, "output_router_logits") else {}
+
+
+def router_margins(output: Any, config: Any) -> list[float]:
+    """For each token of one pass: see `Continuation.margins`."""
+    chosen = getattr(config, "num_experts_per_tok", 0)
+    layers = [logits for logits in getattr(output, "router_logits", None) or () if logits.shape[-1] > chosen]
+    if not layers:
+        return [math.inf] * output.logits.shape[1]
+    margins = []
+    for logits in layers:
+        best = logits.float().view(-1, logits.shape[-1]).softmax(-1).topk(chosen + 1).values
+        margins.append(best[:, -2] - best[:, -1])
+    return [float(margin) for margin in torch.stack(margins).amin(0).cpu()]
 
 
 def make_prompts(skeleton: Skeleton, *, count: int, tokens: int, seed: int) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Expiring: leases of dispatchers that are gone, requests past their deadline, nodes that fell silent, old files."""
+"""Expiring: leases of dispatchers that are gone, requests past their deadline, silent nodes, old rows and files."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from controlplane.settings import Settings
 from controlplane.store.blobs import BlobStore
 from controlplane.store.demand import forget_demand
 from controlplane.store.files import expire_files, known_files
-from controlplane.store.instances import lose_silent_nodes
+from controlplane.store.instances import forget_stopped, lose_silent_nodes
 from controlplane.store.keys import forget_answers
 from controlplane.store.queue import expire_leases, expire_requests
 from controlplane.store.session import Database
@@ -37,6 +37,7 @@ def expire(database: Database, blobs: BlobStore, settings: Settings, *, now_s: f
         )
         if settings.demand_keep_days is not None:
             forget_demand(session, before_s=int(now_s) - settings.demand_keep_days * _DAY_S)
+        forget_stopped(session, keep_s=settings.instance_keep_days * _DAY_S)
         gone = expire_files(session)
         forget_answers(session, keep_s=_DAY_S)
     for file_id in gone:

@@ -6,12 +6,21 @@ from sqlalchemy.orm import Session
 
 from controlplane.policies.facts import Endpoint
 from controlplane.settings import Settings
-from controlplane.store.demand import IW, endpoints_with_demand, put_forecasts, read_demand
+from controlplane.store.demand import (
+    IW,
+    drop_forecast_states,
+    endpoints_with_demand,
+    put_forecasts,
+    read_demand,
+    read_forecast_state,
+)
 from controlplane.store.tables import Forecast
-from forecasts.select import ForecastSettings, forecast_peak
+from forecasts.select import forecast_peak
 from forecasts.series import DemandSeries
+from forecasts.settings import ForecastSettings
 
 _MINUTE_S = 60
+_KEEP_STATES_S = 6 * 3600
 
 
 def series_to_forecast(session: Session, *, origin_s: int, settings: Settings) -> list[Endpoint]:
@@ -22,11 +31,26 @@ def series_to_forecast(session: Session, *, origin_s: int, settings: Settings) -
 
 def forecast_one(session: Session, endpoint: Endpoint, *, origin_s: int, settings: Settings) -> Forecast:
     """Forecast the peak of the hour after `origin_s` for one endpoint, and write it down."""
+    forecast = make_forecast(session, endpoint, origin_s=origin_s, settings=settings)
+    put_forecasts(session, [forecast])
+    drop_forecast_states(session, endpoint, before_s=origin_s - _KEEP_STATES_S)
+    return forecast
+
+
+def make_forecast(session: Session, endpoint: Endpoint, *, origin_s: int, settings: Settings) -> Forecast:
+    """The same, not written.
+
+    What the forecast before kept (the choice, parameters, past errors) is handed on, so that nothing is chosen anew
+    each hour; the same origin forecast again starts from the same state and gives the same.
+    """
     since_s = origin_s - settings.forecast_history_s
     rows = read_demand(session, kind=IW, since_s=since_s, until_s=origin_s, only=endpoint).get(endpoint, [])
     series = DemandSeries.from_rows(rows, bucket_s=_MINUTE_S, end_s=origin_s)
-    peak = forecast_peak(series, ForecastSettings(quantile=settings.forecast_quantile))
-    forecast = Forecast(
+    state = read_forecast_state(session, endpoint, before_s=origin_s)
+
+    how = ForecastSettings(quantile=settings.forecast_quantile, origins_max=settings.forecast_origins_max)
+    peak = forecast_peak(series, how, state)
+    return Forecast(
         model=endpoint.model,
         region=endpoint.region,
         origin_s=origin_s,
@@ -35,8 +59,8 @@ def forecast_one(session: Session, endpoint: Endpoint, *, origin_s: int, setting
         peak_upper=peak.peak_upper,
         quantile=settings.forecast_quantile,
         path=list(peak.windows_upper),
-        candidates={candidate.forecaster: asdict(candidate) for candidate in peak.candidates},
+        candidates={candidate.forecaster: asdict(candidate) for candidate in peak.candidates}
+        | {name: {"forecaster": name, "declined": why} for name, why in peak.declined.items()},
+        state=dict(peak.state),
         reason=peak.reason,
     )
-    put_forecasts(session, [forecast])
-    return forecast

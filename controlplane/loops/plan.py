@@ -2,127 +2,150 @@
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-import uuid_utils
+import structlog
 from sqlalchemy.orm import Session
 
 from controlplane.errors import StaleIndexError
-from controlplane.loops.forecast import forecast_one, series_to_forecast
+from controlplane.loops.draft import Draft, DraftOf, Problem, draft_of, failed_draft
+from controlplane.loops.expected import expected_demand
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.policies.lifecycle import PlanState
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.facts import (
-    Placement,
     PlacementFacts,
     PlacementModel,
     PlacementSettings,
-    PlacementStatus,
     Profile,
+    StartTimes,
 )
 from controlplane.settings import Settings
-from controlplane.store.demand import NIW, mean_demand, read_forecasts
 from controlplane.store.fleet import Census, fleet_index, take_census
-from controlplane.store.plans import add_plan, apply_plan, is_planned
+from controlplane.store.pins import pins_in_force
+from controlplane.store.plans import (
+    SCHEDULE,
+    add_plan,
+    apply_plan,
+    fail_stale_drafts,
+    is_planned,
+    supersede_drafts,
+)
 from controlplane.store.session import Database
-from controlplane.store.tables import Desired, Plan, PlanEntry
+from controlplane.store.tables import Desired
 
 _HOUR_S = 3600
 _NODE_SILENT_S = 60.0
-_FORECAST_FRESH_S = 1800
 _ATTEMPTS_MAX = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Draft:
-    """A plan not yet written."""
-
-    plan: Plan
-    entries: list[PlanEntry]
+log = structlog.get_logger()
 
 
 def plan_hour(database: Database, settings: Settings, *, now_s: float) -> str | None:
-    """Make, and where that is automatic apply, the plan of the hour that begins nearest to now, so that a late task
-    still plans its own hour. None if it is made already, by whichever worker or beat came first, or if an operator put
-    a plan of that hour in force: the schedule does not overrule people.
+    """Make, and where the policy lets it pass, apply the plan of the hour that begins nearest to now, so that a late
+    task still plans its own hour. None if it is made already, by whichever worker or beat came first, or if an operator
+    put a plan of that hour in force: the schedule does not overrule people. Scheduled plans of earlier hours that still
+    wait for an operator are superseded.
+
+    An attempt that fails leaves the plan in force as it is and a failed plan that says why; the next beat tries again.
     """
-    window_start_s = (int(now_s) + _HOUR_S // 2) // _HOUR_S * _HOUR_S
+    window_start_s = hour_nearest(now_s)
+    with database.transaction() as session:
+        for plan_id in supersede_drafts(session, before_s=window_start_s):
+            log.warning("plan not approved in its hour", plan=plan_id)
+        for plan_id in fail_stale_drafts(session, window_start_s=window_start_s):
+            log.warning("plan went stale before it was approved; planning anew", plan=plan_id)
+    of = DraftOf(window_start_s=window_start_s, origin=SCHEDULE, created_by=SCHEDULE)
     for attempt in range(1, _ATTEMPTS_MAX + 1):
         with database.transaction() as session:
             if is_planned(session, window_start_s):
                 return None
-        draft = draft_plan(
-            database, settings, now_s=now_s, window_start_s=window_start_s, origin="schedule", created_by="schedule"
-        )
+            index = fleet_index(session)
         try:
-            return _keep(database, settings, draft)
-        except StaleIndexError:
+            draft = draft_plan(database, settings, of, now_s=now_s)
+        except Exception as error:  # whatever went wrong, the last plan stays, and people can read why
+            log.exception("planning failed", window_start_s=window_start_s)
+            reason = f"planning failed, the plan in force stays: {type(error).__name__}: {error}"
+            draft = failed_draft(of, index=index, reason=reason)
+        try:
+            return _keep(database, draft, now_s=now_s)
+        except StaleIndexError as error:
             if attempt == _ATTEMPTS_MAX:
-                raise
+                reason = f"planning failed, the plan in force stays: {attempt} attempts went stale; {error}"
+                return _keep(database, failed_draft(of, index=index, reason=reason), now_s=now_s)
     return None
 
 
-def _keep(database: Database, settings: Settings, draft: Draft) -> str | None:
-    """Write a draft and, where that is automatic, apply it; both or neither.
+def hour_nearest(now_s: float) -> int:
+    """When the hour begins whose start is nearest to `now_s`."""
+    return (int(now_s) + _HOUR_S // 2) // _HOUR_S * _HOUR_S
+
+
+def _keep(database: Database, draft: Draft, *, now_s: float) -> str | None:
+    """Write a draft and, where nobody must agree, apply it; both or neither.
 
     Raises:
         StaleIndexError: the fleet changed while the solver worked.
     """
-    plan_id = draft.plan.id
+    plan_id, index, reason = draft.plan.id, draft.plan.fleet_index, draft.plan.approval_reason
+    failed = draft.plan.state == PlanState.FAILED
+    words = draft.plan.reason
     with database.transaction() as session:
-        if not add_plan(session, draft.plan, draft.entries):
+        if is_planned(session, draft.plan.window_start_s) or not add_plan(session, draft.plan, draft.entries):
             return None
-        if settings.plan_automatic and draft.plan.status != PlacementStatus.FAILED:
-            apply_plan(session, plan_id, index=draft.plan.fleet_index)
+        if not failed and reason is None:
+            apply_plan(session, plan_id, index=index, now_s=now_s)
+    if failed:
+        log.error("no plan, the one in force stays", plan=plan_id, reason=words)
+    elif reason is not None:
+        log.warning("plan waits for an operator", plan=plan_id, reason=reason)
     return plan_id
 
 
 def draft_plan(
     database: Database,
     settings: Settings,
+    of: DraftOf,
     *,
     now_s: float,
-    window_start_s: int,
-    origin: str,
-    created_by: str,
     origin_s: int | None = None,
+    keep_forecasts: bool = True,
 ) -> Draft:
-    """Gather, decide; nothing is written but forecasts that were missing. `origin_s`: use the forecasts of that moment,
-    by default the newest. No transaction is open while the solver works.
+    """Gather, decide; nothing is written but, unless told otherwise, forecasts that were missing. `origin_s`: use the
+    forecasts of that moment, by default the newest. No transaction is open while a forecaster or the solver works.
     """
+    expected = expected_demand(database, settings, now_s=now_s, origin_s=origin_s, keep=keep_forecasts)
     with database.transaction() as session:
         index = fleet_index(session)
-        facts = gather_facts(session, settings, now_s=now_s, origin_s=origin_s)
+        pins = pins_in_force(session, max(now_s, of.window_start_s))
+        facts = gather_facts(session, demand=expected.demand, pins=pins)
+    problem = Problem(index=index, facts=facts, settings=_placement_settings(settings), expected=expected)
     began_s = time.monotonic()
-    placement = choose_placement(
-        facts,
-        now_s,
-        PlacementSettings(
-            epsilon=settings.placement_epsilon,
-            time_limit_s=settings.placement_time_limit_s,
-            gap=settings.placement_gap,
-        ),
-    )
-    return _draft(
-        placement,
-        window_start_s=window_start_s,
-        origin=origin,
-        created_by=created_by,
-        index=index,
-        solve_time_s=time.monotonic() - began_s,
+    stop_s = began_s + problem.settings.time_limit_s
+    placement = choose_placement(facts, now_s, problem.settings, should_stop=lambda: time.monotonic() > stop_s)
+    solve_time_s = time.monotonic() - began_s
+    return draft_of(placement, problem, of, now_s=now_s, solve_time_s=solve_time_s, settings=settings)
+
+
+def _placement_settings(settings: Settings) -> PlacementSettings:
+    return PlacementSettings(
+        epsilon=settings.placement_epsilon,
+        time_limit_s=settings.placement_time_limit_s,
+        gap=settings.placement_gap,
     )
 
 
-def gather_facts(session: Session, settings: Settings, *, now_s: float, origin_s: int | None) -> PlacementFacts:
-    """The fleet and its coming hour as the placement wants them."""
+def gather_facts(
+    session: Session, *, demand: Mapping[Endpoint, tuple[float, ...]], pins: Mapping[Endpoint, int]
+) -> PlacementFacts:
+    """The fleet and its coming hour as the placement wants them. Demand of models or regions that are not registered
+    is left out; a pin stands in place of its endpoint's limits.
+    """
     census = take_census(session, silent_s=_NODE_SILENT_S)
     offered = {Endpoint(model=row.model, region=row.region): row for row in census.endpoints}
     models = [model.name for model in census.models]
-    running = [instance for instance in census.instances if instance.desired == Desired.RUNNING]
-    present = Counter(EndpointGpu(model=i.model, region=i.region, gpu_type=i.gpu_type) for i in running)
-    demand = {
+    known = {
         endpoint: windows
-        for endpoint, windows in _gather_demand(session, settings, now_s=now_s, origin_s=origin_s).items()
+        for endpoint, windows in demand.items()
         if endpoint.model in models and endpoint.region in census.regions
     }
     limits = {Endpoint(model=model, region=region): (0, 0) for model in models for region in census.regions}
@@ -133,38 +156,26 @@ def gather_facts(session: Session, settings: Settings, *, now_s: float, origin_s
         capacity=_capacity(census),
         profiles={
             ModelGpu(model=row.model, gpu_type=row.gpu_type): Profile(
-                tokens_per_s=row.tokens_per_s, gpus=row.gpus, load_time_s=row.load_time_s
+                tokens_per_s=row.tokens_per_s, gpus=row.gpus, start=StartTimes.of_load(row.load_time_s)
             )
             for row in census.profiles
         },
-        present=present,
-        demand=demand,
+        present=_instances(census, Desired.RUNNING),
+        spot=_instances(census, Desired.SPOT),
+        demand=known,
+        pins=pins,
         limits=limits,
         gpu_cost_per_hour={gpu.name: gpu.cost_per_hour for gpu in census.gpu_types},
         weights_present=frozenset(Endpoint(model=i.model, region=i.region) for i in census.instances),
     )
 
 
-def _gather_demand(
-    session: Session, settings: Settings, *, now_s: float, origin_s: int | None
-) -> dict[Endpoint, tuple[float, ...]]:
-    """Upper forecasts for each window of the coming hour, plus beta of the NIW tokens of the past hour (6.3)."""
-    forecasts = read_forecasts(session, origin_s=origin_s, until_s=int(now_s))
-    fresh = origin_s is not None or (forecasts and now_s - forecasts[0].origin_s <= _FORECAST_FRESH_S)
-    if not fresh:
-        forecasts = []
-    at_s = forecasts[0].origin_s if forecasts else origin_s if origin_s is not None else int(now_s) // 60 * 60
-    done = {Endpoint(model=row.model, region=row.region) for row in forecasts}
-    for endpoint in series_to_forecast(session, origin_s=at_s, settings=settings):
-        if endpoint not in done:  # not forecast yet, or its task was lost: unknown is not zero
-            forecasts.append(forecast_one(session, endpoint, origin_s=at_s, settings=settings))
-    deferred = mean_demand(session, kind=NIW, since_s=at_s - _HOUR_S, until_s=at_s)
-    demand = {Endpoint(model=row.model, region=row.region): tuple(row.path) for row in forecasts}
-    windows = max((len(path) for path in demand.values()), default=1)
-    for endpoint, tokens_per_s in deferred.items():
-        path = demand.get(endpoint, (0.0,) * windows)
-        demand[endpoint] = tuple(value + settings.niw_demand_share * tokens_per_s for value in path)
-    return demand
+def _instances(census: Census, desired: Desired) -> Counter[EndpointGpu]:
+    return Counter(
+        EndpointGpu(model=each.model, region=each.region, gpu_type=each.gpu_type)
+        for each in census.instances
+        if each.desired == desired
+    )
 
 
 def _capacity(census: Census) -> dict[RegionGpu, int]:
@@ -175,51 +186,3 @@ def _capacity(census: Census) -> dict[RegionGpu, int]:
             node = nodes[slot.node]
             capacity[RegionGpu(region=node.region, gpu_type=node.gpu_type)] += slot.gpus
     return capacity
-
-
-def _draft(
-    placement: Placement, *, window_start_s: int, origin: str, created_by: str, index: int, solve_time_s: float
-) -> Draft:
-    plan_id = f"plan_{uuid_utils.uuid7().hex}"
-    failed = placement.status == PlacementStatus.FAILED
-    plan = Plan(
-        id=plan_id,
-        state=PlanState.FAILED if failed else PlanState.DRAFT,
-        origin=origin,
-        window_start_s=window_start_s,
-        fleet_index=index,
-        solver=placement.solver,
-        status=placement.status,
-        objective_per_hour=placement.objective_per_hour,
-        bound_per_hour=placement.bound_per_hour,
-        gap=placement.gap,
-        solve_time_s=solve_time_s,
-        unserved=_shortfalls(placement),
-        reason=placement.reason,
-        created_by=created_by,
-    )
-    entries = [
-        PlanEntry(
-            plan_id=plan_id,
-            model=entry.endpoint.model,
-            region=entry.endpoint.region,
-            gpu_type=entry.gpu_type,
-            before=entry.before,
-            after=entry.after,
-            reason=entry.reason,
-        )
-        for entry in placement.entries
-    ]
-    return Draft(plan=plan, entries=entries)
-
-
-def _shortfalls(placement: Placement) -> list[dict[str, object]]:
-    """Demand the plan cannot serve, and minimums it cannot hold."""
-    unserved: list[dict[str, object]] = [
-        {"model": u.model, "region": u.region, "tokens_per_s": u.tokens_per_s, "reason": u.reason}
-        for u in placement.unserved
-    ]
-    return unserved + [
-        {"model": b.endpoint.model, "region": b.endpoint.region, "tokens_per_s": 0.0, "reason": b.reason}
-        for b in placement.below_minimum
-    ]

@@ -1,12 +1,15 @@
 """The clock and the workers: one table of loops, run by Celery. Tasks may run twice, or at once, and do no harm."""
 
 import functools
+import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
 from celery import Celery, group
+from celery.exceptions import SoftTimeLimitExceeded
 from celery.schedules import crontab, schedule
 from kombu.exceptions import OperationalError
 
@@ -24,6 +27,9 @@ from controlplane.store.session import Database, make_engine
 
 log = structlog.get_logger()
 _VISIBILITY_TIMEOUT_S = 3600
+MAIN_QUEUE, FORECAST_QUEUE = "tidepool", "forecasts"
+_FORECAST_TASKS = 256
+"""Forecast tasks of an hour while they hold few series each: enough to keep that many workers busy."""
 
 
 @functools.cache
@@ -40,8 +46,8 @@ def _make_celery(settings: Settings) -> Celery:
         task_reject_on_worker_lost=True,
         task_serializer="json",
         accept_content=["json"],
-        task_default_queue="tidepool",
-        task_routes={"forecast_one": {"queue": "forecasts"}},  # many and slow: others need not wait behind them
+        task_default_queue=MAIN_QUEUE,
+        task_routes={"forecast_some": {"queue": FORECAST_QUEUE}},
         task_soft_time_limit=900,
         task_time_limit=1000,
         worker_prefetch_multiplier=1,
@@ -53,7 +59,7 @@ def _make_celery(settings: Settings) -> Celery:
         beat_schedule={
             "measure": {"task": "measure", "schedule": crontab(), "options": {"expires": 55}},
             "forecast": {"task": "forecast", "schedule": crontab(minute="50"), "options": {"expires": 600}},
-            "plan": {"task": "plan", "schedule": crontab(minute="58,3,8,13,18"), "options": {"expires": 1800}},
+            "plan": {"task": "plan", "schedule": crontab(minute="58,3,8,13,18"), "options": {"expires": 600}},
             "sweep": {"task": "sweep", "schedule": crontab(minute="23"), "options": {"expires": 1800}},
             "scale": {
                 "task": "scale",
@@ -104,19 +110,37 @@ def run_measure() -> None:
 
 @celery.task(name="forecast")
 def run_forecast(origin_s: int | None = None) -> None:
-    """Every hour, ten minutes before it ends: one task for each series."""
+    """Every hour, ten minutes before it ends: tasks of some series each, as many at once as there are workers."""
     at_s = origin_s if origin_s is not None else int(time.time()) // 60 * 60
     with parts().database.transaction() as session:
         endpoints = series_to_forecast(session, origin_s=at_s, settings=parts().settings)
-    group(run_forecast_one.s(endpoint.model, endpoint.region, at_s) for endpoint in endpoints).apply_async()
+    shares = share_out(endpoints, most=parts().settings.forecast_task_series_max)
+    group(run_forecast_some.s([(each.model, each.region) for each in share], at_s) for share in shares).apply_async()
 
 
-@celery.task(name="forecast_one")
-def run_forecast_one(model: str, region: str, origin_s: int) -> None:
-    """One series."""
-    endpoint = Endpoint(model=model, region=region)
-    with parts().database.transaction() as session:
-        forecast_one(session, endpoint, origin_s=origin_s, settings=parts().settings)
+def share_out(endpoints: Sequence[Endpoint], *, most: int) -> list[Sequence[Endpoint]]:
+    """Endpoints in shares of equal size, at most `most`: small while they are few, so that all workers have some, and
+    large when they are many, so that the broker does not carry one message for each.
+    """
+    size = min(most, max(1, math.ceil(len(endpoints) / _FORECAST_TASKS)))
+    return [endpoints[at : at + size] for at in range(0, len(endpoints), size)]
+
+
+@celery.task(name="forecast_some")
+def run_forecast_some(series: list[tuple[str, str]], origin_s: int) -> None:
+    """Some series, one after another, each written as it is done. One that fails leaves the others be; what is missing
+    in the end is the plan's to make good.
+    """
+    for model, region in series:
+        endpoint = Endpoint(model=model, region=region)
+        try:
+            with parts().database.transaction() as session:
+                forecast_one(session, endpoint, origin_s=origin_s, settings=parts().settings)
+        except SoftTimeLimitExceeded:
+            log.exception("forecasts out of time", origin_s=origin_s)
+            return
+        except Exception:
+            log.exception("forecast failed", model=model, region=region, origin_s=origin_s)
 
 
 @celery.task(name="plan")
@@ -133,8 +157,8 @@ def run_scale() -> None:
     """Every 15 seconds, and after each plan."""
     with parts().database.transaction() as session:
         scaled = scale(session, parts().live, parts().settings, now_s=time.time())
-    if scaled.started or scaled.revived or scaled.drained or scaled.unplaced:
-        log.info("scaled", started=scaled.started, revived=scaled.revived, drained=scaled.drained)
+    if changes := scaled.changes():
+        log.info("scaled", **changes)
     for unplaced in scaled.unplaced:
         log.warning("not placed", what=unplaced)
 
@@ -166,8 +190,10 @@ def enqueue(task: str, **arguments: object) -> bool:
     return True
 
 
-def serve_worker() -> None:
-    """Run a Celery worker until SIGTERM."""
+def serve_worker(queue: str = MAIN_QUEUE) -> None:
+    """Run a Celery worker until SIGTERM. Forecasts are long and many: workers of their own take them, so that scaling
+    and measuring never wait behind them.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     celery.worker_main(
         [
@@ -176,7 +202,7 @@ def serve_worker() -> None:
             "--concurrency=2",
             "--without-gossip",
             "--without-mingle",
-            "--queues=tidepool,forecasts",
+            f"--queues={queue}",
         ]
     )
 

@@ -12,6 +12,18 @@ class Tier(StrEnum):
     NIW = "NIW"
 
 
+class InstanceKind(StrEnum):
+    """Which requests an instance is for: both kinds, or interactive or deferred ones only (siloed, SageServe 4)."""
+
+    MIXED = "mixed"
+    IW = "IW"
+    NIW = "NIW"
+
+    def serves(self, tier: Tier) -> bool:
+        """Whether requests of the tier may be sent to such an instance."""
+        return self == InstanceKind.MIXED or (self == InstanceKind.NIW) == (tier == Tier.NIW)
+
+
 @dataclass(frozen=True, kw_only=True, order=True)
 class Endpoint:
     """A model in a region: what traffic is routed to and what placement decides about."""
@@ -63,6 +75,7 @@ class InstanceFacts:
     remaining_tokens: int
     sent_tokens: int = 0
     kv_bytes_per_token: int = 0
+    kind: InstanceKind = InstanceKind.MIXED
 
 
 @dataclass(frozen=True, kw_only=True)

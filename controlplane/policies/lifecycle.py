@@ -11,18 +11,21 @@ from typing import TypeVar
 
 
 class InstanceState(StrEnum):
-    """One copy of a model on a slot, from wanted to gone. Draining takes no new request and finishes what it has."""
+    """One copy of a model on a slot, from wanted to gone. Draining takes no new request and finishes what it has. Spot
+    has finished, keeps its model and takes requests of its lessee only.
+    """
 
     PENDING = "pending"
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
+    SPOT = "spot"
     STOPPED = "stopped"
     FAILED = "failed"
 
 
 class PlanState(StrEnum):
-    """One hour's placement, from the solver's answer to what became of it."""
+    """One hour's placement, from the solver's answer to what became of it. A draft may wait for an operator's word."""
 
     DRAFT = "draft"
     APPROVED = "approved"
@@ -31,6 +34,7 @@ class PlanState(StrEnum):
     SUPERSEDED = "superseded"
     FAILED = "failed"
     ROLLED_BACK = "rolled_back"
+    REJECTED = "rejected"
 
 
 class BatchState(StrEnum):
@@ -63,21 +67,23 @@ Machine = Mapping[State, frozenset[State]]
 _I, _P, _B, _R = InstanceState, PlanState, BatchState, BatchRequestState
 
 # Heartbeats are a second apart, so an observation may skip a state. A node that restarts or is lost takes its instances
-# back to pending; a draining instance may be taken back (ready) when demand returns before it is empty.
-_LIVE = frozenset({_I.PENDING, _I.LOADING, _I.READY, _I.DRAINING, _I.FAILED})
+# back to pending; a draining instance may be taken back (ready) when demand returns before it is empty, or a spot one
+# afterwards.
+_LIVE = frozenset({_I.PENDING, _I.LOADING, _I.READY, _I.DRAINING, _I.SPOT, _I.FAILED})
 INSTANCE: Machine[InstanceState] = MappingProxyType(
     {state: (_LIVE - {state}) | {_I.STOPPED} for state in _LIVE} | {_I.STOPPED: frozenset()}
 )
 
 PLAN: Machine[PlanState] = MappingProxyType(
     {
-        _P.DRAFT: frozenset({_P.APPROVED, _P.SUPERSEDED, _P.FAILED}),
+        _P.DRAFT: frozenset({_P.APPROVED, _P.REJECTED, _P.SUPERSEDED, _P.FAILED}),
         _P.APPROVED: frozenset({_P.APPLYING, _P.SUPERSEDED, _P.FAILED}),
         _P.APPLYING: frozenset({_P.APPLIED, _P.FAILED}),
         _P.APPLIED: frozenset({_P.SUPERSEDED, _P.ROLLED_BACK}),
         _P.SUPERSEDED: frozenset(),
         _P.FAILED: frozenset(),
         _P.ROLLED_BACK: frozenset(),
+        _P.REJECTED: frozenset(),
     }
 )
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from controlplane.policies.decisions import Release
-from controlplane.policies.facts import Endpoint, InstanceFacts, QueueFacts, ReleaseFacts
+from controlplane.policies.facts import Endpoint, InstanceFacts, QueueFacts, ReleaseFacts, Tier
 from controlplane.policies.routing import is_usable, utilization_of
 
 
@@ -25,7 +25,7 @@ def choose_releases(facts: ReleaseFacts, now_s: float, settings: ReleaseSettings
     """
     endpoints: dict[Endpoint, list[InstanceFacts]] = {}
     for instance in facts.instances:
-        if is_usable(instance, settings.stale_s):
+        if is_usable(instance, settings.stale_s) and instance.kind.serves(Tier.NIW):
             endpoints.setdefault(instance.endpoint, []).append(instance)
     load = {endpoint: utilization_of(instances) for endpoint, instances in endpoints.items()}
     left = {queue.model: queue for queue in facts.queues}

@@ -39,6 +39,7 @@ def choose_route(facts: RoutingFacts, now_s: float, settings: RoutingSettings) -
         instance
         for instance in facts.instances
         if instance.endpoint.model == facts.model
+        and instance.kind.serves(facts.tier)
         and instance.instance_id not in facts.excluded
         and is_usable(instance, settings.stale_s)
     ]
@@ -60,6 +61,8 @@ def _why_none(facts: RoutingFacts, settings: RoutingSettings) -> str:
     of_model = [instance for instance in facts.instances if instance.endpoint.model == facts.model]
     if not of_model:
         return f"no instance of '{facts.model}' is placed in any region"
+    if not any(instance.kind.serves(facts.tier) for instance in of_model):
+        return f"no instance of '{facts.model}' is for requests of tier {facts.tier.value}"
     if all(instance.instance_id in facts.excluded for instance in of_model):
         return f"every instance of '{facts.model}' has just failed this request"
     if all(instance.age_s > settings.stale_s for instance in of_model):

@@ -1,17 +1,20 @@
 """Demand per minute, and the forecasts made from it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import delete, func, select, text
-from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.orm import Session
+from sqlalchemy import delete, func, select, text, tuple_, update
+from sqlalchemy.dialects.postgresql import distinct_on, insert
+from sqlalchemy.orm import Session, undefer
 
 from controlplane.policies.facts import Endpoint
+from controlplane.policies.plan_words import ForecastRecord
 from controlplane.store.tables import DemandBucket, Forecast
 
 IW, NIW = "IW", "NIW"
 _WRITERS_TURN = 7303015
+_HOUR_S, _WINDOW_S = 3600, 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,16 @@ def mean_demand(session: Session, *, kind: str, since_s: int, until_s: int) -> d
     return {Endpoint(model=model, region=region): total / minutes for model, region, total in rows}
 
 
+def peak_demand(session: Session, *, kind: str, since_s: int, until_s: int) -> dict[Endpoint, float]:
+    """The highest minute of every endpoint with demand in [since_s, until_s), tokens/s."""
+    rows = session.execute(
+        select(DemandBucket.model, DemandBucket.region, func.max(DemandBucket.tokens_per_s))
+        .where(DemandBucket.kind == kind, DemandBucket.start_s >= since_s, DemandBucket.start_s < until_s)
+        .group_by(DemandBucket.model, DemandBucket.region)
+    )
+    return {Endpoint(model=model, region=region): peak for model, region, peak in rows}
+
+
 def latest_demand_s(session: Session) -> int | None:
     """When the newest demand bucket starts."""
     return session.scalar(select(func.max(DemandBucket.start_s)))
@@ -114,9 +127,80 @@ def put_forecasts(session: Session, forecasts: Sequence[Forecast]) -> None:
         )
 
 
-def read_forecasts(session: Session, *, origin_s: int | None, until_s: int | None = None) -> list[Forecast]:
+def read_forecasts(
+    session: Session, *, origin_s: int | None, until_s: int | None = None, with_candidates: bool = False
+) -> list[Forecast]:
     """The forecasts of one origin; where none is named of the newest one, not later than `until_s`."""
     known = select(func.max(Forecast.origin_s))
     newest = (known if until_s is None else known.where(Forecast.origin_s <= until_s)).scalar_subquery()
     query = select(Forecast).where(Forecast.origin_s == (newest if origin_s is None else origin_s))
+    if with_candidates:
+        query = query.options(undefer(Forecast.candidates))
     return list(session.scalars(query.order_by(Forecast.model, Forecast.region)))
+
+
+def read_forecast_state(session: Session, endpoint: Endpoint, *, before_s: int) -> Mapping[str, Any] | None:
+    """What the newest forecast of this endpoint with an origin before `before_s` left for the next, if any."""
+    query = (
+        select(Forecast.state)
+        .where(Forecast.model == endpoint.model, Forecast.region == endpoint.region)
+        .where(Forecast.origin_s < before_s, Forecast.state.is_not(None))
+        .order_by(Forecast.origin_s.desc())
+        .limit(1)
+    )
+    return session.scalar(query)
+
+
+def drop_forecast_states(session: Session, endpoint: Endpoint, *, before_s: int) -> None:
+    """Forget the states of older forecasts: only the newest is read, and one takes several kilobytes."""
+    session.execute(
+        update(Forecast)
+        .where(Forecast.model == endpoint.model, Forecast.region == endpoint.region)
+        .where(Forecast.origin_s < before_s, Forecast.state.is_not(None))
+        .values(state=None)
+    )
+
+
+def last_forecasts(session: Session, *, since_s: int, before_s: int) -> dict[Endpoint, Forecast]:
+    """The newest forecast of every endpoint with an origin in [since_s, before_s)."""
+    query = (
+        select(Forecast)
+        .ext(distinct_on(Forecast.model, Forecast.region))
+        .where(Forecast.origin_s >= since_s, Forecast.origin_s < before_s)
+        .order_by(Forecast.model, Forecast.region, Forecast.origin_s.desc())
+    )
+    return {Endpoint(model=row.model, region=row.region): row for row in session.scalars(query)}
+
+
+def read_record(session: Session, endpoints: Sequence[Endpoint], *, since_s: int, until_s: int) -> ForecastRecord:
+    """How forecasts of `endpoints` with an origin in [since_s, until_s] did in the hour after it, where all of that
+    hour's demand is known. Peaks are of 5-minute means, as forecasts have them.
+    """
+    window = ((DemandBucket.start_s - Forecast.origin_s) // _WINDOW_S).label("window")
+    forecast = (Forecast.model, Forecast.region, Forecast.origin_s, Forecast.peak_q50, Forecast.peak_upper)
+    means = (
+        select(*forecast, func.avg(DemandBucket.tokens_per_s).label("mean"))
+        .join(DemandBucket, (DemandBucket.model == Forecast.model) & (DemandBucket.region == Forecast.region))
+        .where(
+            DemandBucket.kind == IW,
+            DemandBucket.start_s >= Forecast.origin_s,
+            DemandBucket.start_s < Forecast.origin_s + _HOUR_S,
+            Forecast.origin_s.between(since_s, until_s),
+            tuple_(Forecast.model, Forecast.region).in_([(each.model, each.region) for each in endpoints]),
+        )
+        .group_by(*forecast, window)
+        .subquery()
+    )
+    hour = (means.c.model, means.c.region, means.c.origin_s, means.c.peak_q50, means.c.peak_upper)
+    actual = func.max(means.c.mean).label("actual")
+    complete = func.count() == _HOUR_S // _WINDOW_S
+    peaks = select(*hour, actual).group_by(*hour).having(complete).subquery()
+    hours, covered, error_sum, actual_sum = session.execute(
+        select(
+            func.count(),
+            func.count().filter(peaks.c.actual <= peaks.c.peak_upper),
+            func.coalesce(func.sum(func.abs(peaks.c.peak_q50 - peaks.c.actual)), 0.0),
+            func.coalesce(func.sum(peaks.c.actual), 0.0),
+        )
+    ).one()
+    return ForecastRecord(hours=hours, covered=covered, error_sum=error_sum, actual_sum=actual_sum)

@@ -1,16 +1,22 @@
-"""Instances: what is wanted of them, and what nodes report. A node's generation rises with every change for it."""
+"""Instances: what is wanted of them, and what nodes report. A node's generation rises with every change for it.
+
+Letting an instance go ends in one of two ways, and its node's report brings it about: stopped, or lent out as spot.
+"""
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import uuid_utils
-from sqlalchemy import func, select, update
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
 
+from controlplane.policies.facts import InstanceKind
 from controlplane.policies.lifecycle import INSTANCE, InstanceState, can_move
 from controlplane.store.fleet import fleet_index
 from controlplane.store.paging import Page, page
-from controlplane.store.tables import Desired, Instance, Model, Node
+from controlplane.store.spot import active_leases, end_leases
+from controlplane.store.tables import Desired, Instance, LeaseEnd, Model, Node
 from dataplane.messages import DesiredInstance, DesiredInstances, Heartbeat, InstanceReport, ModelSpec
 
 LIVE = Instance.desired != Desired.STOPPED
@@ -33,7 +39,15 @@ def instances_of(session: Session, node: str) -> list[Instance]:
 
 
 def add_instance(
-    session: Session, *, model: str, region: str, gpu_type: str, node: str, slot: int, gpus: int
+    session: Session,
+    *,
+    model: str,
+    region: str,
+    gpu_type: str,
+    node: str,
+    slot: int,
+    gpus: int,
+    kind: InstanceKind = InstanceKind.MIXED,
 ) -> Instance:
     """Want a new instance on a slot."""
     instance = Instance(
@@ -46,16 +60,26 @@ def add_instance(
         gpus=gpus,
         desired=Desired.RUNNING,
         observed=InstanceState.PENDING,
+        kind=kind,
     )
     session.add(instance)
     return instance
 
 
-def set_desired(session: Session, ids: Iterable[str], desired: Desired) -> None:
-    """Change what is wanted of instances; stopped ones stay stopped."""
-    session.execute(
-        update(Instance).where(Instance.id.in_(list(ids)), LIVE).values(desired=desired, changed_at=func.now())
-    )
+def set_desired(session: Session, ids: Iterable[str], desired: Desired, *, donate: bool = False) -> None:
+    """Change what is wanted of instances; stopped ones stay stopped. `donate`: draining ones are lent out once empty.
+    A spot instance that is stopped is gone at once, with what its lessee has there.
+    """
+    values: dict[str, Any] = {"desired": desired, "donate": donate, "changed_at": func.now()}
+    values["spot_at"] = func.now() if desired == Desired.SPOT else None
+    if desired == Desired.STOPPED:
+        values["observed"] = InstanceState.STOPPED
+    session.execute(update(Instance).where(Instance.id.in_(list(ids)), LIVE).values(**values))
+
+
+def set_kind(session: Session, ids: Iterable[str], kind: InstanceKind) -> None:
+    """Let instances serve other requests."""
+    session.execute(update(Instance).where(Instance.id.in_(list(ids)), LIVE).values(kind=kind))
 
 
 def touch_generations(session: Session, nodes: Sequence[str]) -> None:
@@ -73,18 +97,27 @@ def desired_of(session: Session, node: str) -> DesiredInstances:
     rows = session.execute(
         select(Instance, Model).join(Model, Model.name == Instance.model).where(Instance.node == node, LIVE)
     )
+    leases = active_leases(session, node=node)
     return DesiredInstances(
         generation=generation,
         instances=tuple(
-            DesiredInstance(
-                instance_id=instance.id,
-                slot=instance.slot,
-                gpus=instance.gpus,
-                model=model_spec(model),
-                draining=instance.desired == Desired.DRAINING,
-            )
+            _wanted(instance, model, leases[instance.id].id if instance.id in leases else None)
             for instance, model in sorted(rows, key=lambda row: row[0].id)
         ),
+    )
+
+
+def _wanted(instance: Instance, model: Model, lease_id: str | None) -> DesiredInstance:
+    spot = instance.donate or instance.desired == Desired.SPOT
+    return DesiredInstance(
+        instance_id=instance.id,
+        slot=instance.slot,
+        gpus=instance.gpus,
+        model=model_spec(model),
+        draining=instance.desired == Desired.DRAINING and not spot,
+        spot=spot,
+        lease_id=lease_id,
+        kind=InstanceKind(instance.kind).value,
     )
 
 
@@ -101,7 +134,8 @@ def model_spec(model: Model) -> ModelSpec:
 
 def observe(session: Session, heartbeat: Heartbeat) -> None:
     """Write down what a node reports. A draining instance that a node following the newest generation no longer holds
-    is stopped; a running one that it does not hold yet is pending.
+    is stopped, one that it holds empty is lent out; a running one that it does not hold yet is pending. One that failed
+    keeps its error, and the time of its first failure, while its node tries to load it again.
     """
     reports = {report.instance_id: report for report in heartbeat.instances}
     node = session.get(Node, heartbeat.node)
@@ -110,23 +144,36 @@ def observe(session: Session, heartbeat: Heartbeat) -> None:
     for instance in session.scalars(select(Instance).where(Instance.node == heartbeat.node, LIVE)):
         report = reports.get(instance.id)
         current = heartbeat.generation >= node.generation
-        if report is None and instance.desired == Desired.DRAINING and current:
-            changed |= _stop_drained(session, instance)
-        changed |= _move(instance, _state_of(report, instance))
-        instance.error = report.error if report is not None else None
+        if instance.desired == Desired.DRAINING and current:
+            changed |= _follow_draining(session, instance, report)
+        state = _state_of(report, instance)
+        changed |= _move(instance, state)
+        if report is None or report.error is not None or state != InstanceState.LOADING:
+            instance.error = None if report is None else report.error
     if changed:
         touch_generations(session, [heartbeat.node])
 
 
-def _stop_drained(session: Session, instance: Instance) -> bool:
-    """Whether a drained instance is stopped now; one that scaling has just taken back is not."""
-    stopped = session.scalar(
+def _follow_draining(session: Session, instance: Instance, report: InstanceReport | None) -> bool:
+    """Whether the node must be told again of an instance that drained, or that failed before it could be lent out."""
+    if not instance.donate:
+        return report is None and _end_draining(session, instance, desired=Desired.STOPPED)
+    if report is not None and report.state == "spot":
+        _end_draining(session, instance, desired=Desired.SPOT, donate=False, spot_at=func.now())
+    if report is not None and report.state == "failed":
+        return _end_draining(session, instance, donate=False)
+    return False
+
+
+def _end_draining(session: Session, instance: Instance, **values: Any) -> bool:
+    """Whether a drained instance is something else now; one that scaling has just taken back is not."""
+    ended = session.scalar(
         update(Instance)
-        .where(Instance.id == instance.id, Instance.desired == Desired.DRAINING)
-        .values(desired=Desired.STOPPED, changed_at=func.now())
+        .where(Instance.id == instance.id, Instance.desired == Desired.DRAINING, Instance.donate == instance.donate)
+        .values(changed_at=func.now(), **values)
         .returning(Instance.id)
     )
-    return stopped is not None
+    return ended is not None
 
 
 def _state_of(report: InstanceReport | None, instance: Instance) -> InstanceState:
@@ -136,14 +183,22 @@ def _state_of(report: InstanceReport | None, instance: Instance) -> InstanceStat
 
 
 def _move(instance: Instance, state: InstanceState) -> bool:
-    """Whether the instance came to its end."""
+    """Whether the instance came to its end. A failed load that is tried again is no change."""
     before = InstanceState(instance.observed)
     if before == state:
         return False
     assert can_move(INSTANCE, before, state), f"{before} -> {state}"
     instance.observed = state
-    instance.changed_at = func.now()
+    if instance.error is None or {before, state} != {InstanceState.FAILED, InstanceState.LOADING}:
+        instance.changed_at = func.now()
     return state == InstanceState.STOPPED
+
+
+def forget_stopped(session: Session, *, keep_s: float) -> None:
+    """Delete instances that were stopped longer ago, with their leases; the audit log keeps what it says of them."""
+    old = func.now() - func.make_interval(0, 0, 0, 0, 0, 0, keep_s)
+    gone = (Instance.desired == Desired.STOPPED, Instance.observed == InstanceState.STOPPED, Instance.changed_at < old)
+    session.execute(delete(Instance).where(*gone))
 
 
 def lose_silent_nodes(session: Session, *, silent_s: float, heard_s: float, grace_s: float) -> list[str]:
@@ -151,7 +206,7 @@ def lose_silent_nodes(session: Session, *, silent_s: float, heard_s: float, grac
 
     Nothing is given up unless some other node was heard of within `heard_s`: else it is the control plane that was
     away. An instance first goes back to pending and is given up `grace_s` later, so that nodes have time to come back
-    after an outage of the control plane. What drains there is gone at once.
+    after an outage of the control plane. What drains or is lent out there is gone at once, its lease with it.
     """
     age_s = func.extract("epoch", func.now() - Node.last_seen_at)
     if session.scalar(select(Node.name).where(age_s <= heard_s).limit(1)) is None:
@@ -161,12 +216,16 @@ def lose_silent_nodes(session: Session, *, silent_s: float, heard_s: float, grac
     names = list(session.scalars(silent))
     now = session.scalar(select(func.now()))
     assert now is not None
-    stopped = set()
+    stopped: set[str] = set()
+    gone: list[str] = []
     for instance in session.scalars(select(Instance).where(Instance.node.in_(names), LIVE).order_by(Instance.id)):
         pending = instance.observed == InstanceState.PENDING
-        if instance.desired == Desired.DRAINING or (pending and now - instance.changed_at > timedelta(seconds=grace_s)):
-            instance.desired = Desired.STOPPED
+        leaving = instance.desired in {Desired.DRAINING, Desired.SPOT}
+        if leaving or (pending and now - instance.changed_at > timedelta(seconds=grace_s)):
+            instance.desired, instance.donate, instance.spot_at = Desired.STOPPED, False, None
             stopped.add(instance.node)
+            gone.append(instance.id)
         _move(instance, InstanceState.STOPPED if instance.desired == Desired.STOPPED else InstanceState.PENDING)
+    end_leases(session, gone, LeaseEnd.LOST)
     touch_generations(session, sorted(stopped))
     return names

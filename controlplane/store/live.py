@@ -14,7 +14,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from controlplane.errors import UnavailableError
-from controlplane.policies.facts import Endpoint, InstanceFacts
+from controlplane.policies.facts import Endpoint, InstanceFacts, InstanceKind
 from controlplane.settings import Settings
 from dataplane.messages import Heartbeat
 
@@ -168,6 +168,7 @@ def instance_facts(
             remaining_tokens=report.remaining_tokens,
             sent_tokens=sent_tokens.get(report.instance_id, 0),
             kv_bytes_per_token=kv_bytes_per_token.get(report.model, 0),
+            kind=InstanceKind(report.kind),
         )
         for name, node in view.nodes.items()
         for report in node.heartbeat.instances

@@ -1,8 +1,12 @@
-"""Plans: written once, applied once. Applying checks the fleet's index under the fleet's lock."""
+"""Plans: written once, applied once, taken back by a new plan. Whatever changes which plan is in force checks and
+changes under the fleet's lock.
+"""
 
 from collections.abc import Sequence
+from typing import Any
 
-from sqlalchemy import func, or_, select
+import uuid_utils
+from sqlalchemy import func, or_, select, text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -10,32 +14,51 @@ from controlplane.errors import ConflictError, NotFoundError, StaleIndexError
 from controlplane.policies.lifecycle import PLAN, PlanState, can_move, require_move
 from controlplane.store.fleet import bump_index, fleet_index
 from controlplane.store.paging import Page, page
-from controlplane.store.tables import Plan, PlanEntry
+from controlplane.store.plan_tables import Plan, PlanEntry
+from controlplane.store.tables import Json
 
+AUTOMATIC = "automatic"
+"""`approved_by` of a plan that the policy let pass."""
+RESTORED = "restored"
+"""`status` of a plan that no solver made: a rollback."""
+SCHEDULE = "schedule"
+
+_HOUR_S = 3600
+_ENTRY_COLUMNS = [column.name for column in PlanEntry.__table__.columns]
 _COLUMNS = [column.name for column in Plan.__table__.columns if column.name not in {"created_at", "applied_at"}]
 
 
+def new_plan_id() -> str:
+    """A plan's id; later ones sort after earlier ones."""
+    return f"plan_{uuid_utils.uuid7().hex}"
+
+
 def add_plan(session: Session, plan: Plan, entries: Sequence[PlanEntry]) -> bool:
-    """Write a plan. False, and nothing written, if the schedule has made this window's plan already."""
-    values = {name: getattr(plan, name) for name in _COLUMNS}
+    """Write a plan. False, and nothing written, if the schedule has made this window's plan already. Failed attempts
+    do not count: there may be many.
+    """
     made = session.scalar(
         insert(Plan)
-        .values(**values)
-        .on_conflict_do_nothing(index_elements=["window_start_s"], index_where=Plan.origin == "schedule")
+        .values(**_values(plan, _COLUMNS))
+        .on_conflict_do_nothing(
+            index_elements=["window_start_s"], index_where=text("origin = 'schedule' AND state <> 'failed'")
+        )
         .returning(Plan.id)
     )
     if made is None:
         return False
-    session.add_all(entries)
-    session.flush()
+    if entries:
+        session.execute(insert(PlanEntry), [_values(entry, _ENTRY_COLUMNS) for entry in entries])
     return True
 
 
 def is_planned(session: Session, window_start_s: int) -> bool:
-    """Whether the schedule has made this window's plan, or an operator's plan of it is in force."""
-    made = or_(Plan.origin == "schedule", Plan.state == PlanState.APPLIED)
-    query = select(Plan.id).where(Plan.window_start_s == window_start_s, made).limit(1)
-    return session.scalar(query) is not None
+    """Whether the schedule has made this window's plan, be it in force or waiting for an operator or rejected by one,
+    or an operator's plan of it is in force. A failed attempt is no plan.
+    """
+    made = (Plan.origin == SCHEDULE) & (Plan.state != PlanState.FAILED)
+    query = select(Plan.id).where(Plan.window_start_s == window_start_s, or_(made, Plan.state == PlanState.APPLIED))
+    return session.scalar(query.limit(1)) is not None
 
 
 def get_plan(session: Session, plan_id: str) -> Plan:
@@ -48,6 +71,16 @@ def get_plan(session: Session, plan_id: str) -> Plan:
     if plan is None:
         raise NotFoundError(f"plan '{plan_id}' does not exist", param="plan_id")
     return plan
+
+
+def inputs_of(session: Session, plan_id: str) -> Json | None:
+    """What the solver was told, and from where; None for plans that no solver made, or older than this record.
+
+    Raises:
+        NotFoundError: no such plan.
+    """
+    get_plan(session, plan_id)
+    return session.scalar(select(Plan.inputs).where(Plan.id == plan_id))
 
 
 def entries_of(session: Session, plan_id: str) -> list[PlanEntry]:
@@ -66,13 +99,18 @@ def plan_in_force(session: Session) -> Plan | None:
     return session.scalar(select(Plan).where(Plan.state == PlanState.APPLIED))
 
 
-def apply_plan(session: Session, plan_id: str, *, index: int) -> Plan:
+def newest_scheduled(session: Session) -> Plan | None:
+    """The last plan that the schedule made or failed to make."""
+    return session.scalar(select(Plan).where(Plan.origin == SCHEDULE).order_by(Plan.id.desc()).limit(1))
+
+
+def apply_plan(session: Session, plan_id: str, *, index: int, now_s: float, approved_by: str = AUTOMATIC) -> Plan:
     """Put a plan in force in place of the present one. Applying the plan in force again changes nothing.
 
     Raises:
         NotFoundError: no such plan.
         StaleIndexError: the fleet changed since the plan was made, or since the caller looked.
-        ConflictError: the plan's life is over.
+        ConflictError: the plan's life is over, or its hour is.
     """
     present_index = fleet_index(session, lock=True)
     plan = get_plan(session, plan_id)
@@ -80,26 +118,176 @@ def apply_plan(session: Session, plan_id: str, *, index: int) -> Plan:
         return plan
     if not (can_move(PLAN, PlanState(plan.state), PlanState.APPROVED) or plan.state == PlanState.APPROVED):
         raise ConflictError(f"plan '{plan_id}' is {plan.state}; make a new one", param="plan_id")
+    if now_s >= plan.window_start_s + _HOUR_S:
+        raise ConflictError(f"the hour of plan '{plan_id}' is over; make a new one", param="plan_id")
     if index != plan.fleet_index or present_index != plan.fleet_index:
         raise StaleIndexError(
             f"plan '{plan_id}' was made at index {plan.fleet_index}, asked for at {index}, and the fleet is at"
             f" {present_index}; make a new plan",
             param="index",
         )
-    _supersede_present(session)
-    for state in (PlanState.APPROVED, PlanState.APPLYING, PlanState.APPLIED):
-        if plan.state != state:
-            require_move(PLAN, PlanState(plan.state), state)
-            plan.state = state
-    plan.applied_at = session.scalar(select(func.now()))
-    bump_index(session)
-    session.flush()
+    present = plan_in_force(session)
+    if present is not None:
+        _move(session, present, PlanState.SUPERSEDED)
+    _put_in_force(session, plan, previous=present, approved_by=approved_by)
     return plan
 
 
-def _supersede_present(session: Session) -> None:
-    present = plan_in_force(session)
-    if present is not None:
-        require_move(PLAN, PlanState(present.state), PlanState.SUPERSEDED)
-        present.state = PlanState.SUPERSEDED
-        session.flush()
+def approve_plan(session: Session, plan_id: str, *, now_s: float, approved_by: str) -> Plan:
+    """An operator's yes to a plan that waits: it goes in force, if the fleet is still what it was made for.
+
+    Raises:
+        NotFoundError: no such plan.
+        StaleIndexError: the fleet changed since the plan was made.
+        ConflictError: the plan's life is over, or its hour is.
+    """
+    fleet_index(session, lock=True)
+    index = get_plan(session, plan_id).fleet_index
+    return apply_plan(session, plan_id, index=index, now_s=now_s, approved_by=approved_by)
+
+
+def reject_plan(session: Session, plan_id: str, *, rejected_by: str, note: str) -> Plan:
+    """An operator's no to a draft; the present plan stays, and the schedule makes no other one of that hour.
+
+    Raises:
+        NotFoundError: no such plan.
+        ConflictError: it is no draft any more.
+    """
+    fleet_index(session, lock=True)
+    plan = get_plan(session, plan_id)
+    if plan.state == PlanState.REJECTED:
+        return plan
+    if plan.state != PlanState.DRAFT:
+        raise ConflictError(f"plan '{plan_id}' is {plan.state}; only a draft can be rejected", param="plan_id")
+    plan.reason += f"; rejected by {rejected_by}{f': {note}' if note else ''}"
+    _move(session, plan, PlanState.REJECTED)
+    return plan
+
+
+def supersede_drafts(session: Session, *, before_s: int) -> list[str]:
+    """End scheduled plans that still wait for an operator and whose window starts before `before_s`: another hour is
+    planned now. Returns their ids.
+    """
+    waiting = select(Plan).where(Plan.origin == SCHEDULE, Plan.state == PlanState.DRAFT, Plan.window_start_s < before_s)
+    if session.scalar(waiting.limit(1)) is None:
+        return []
+    fleet_index(session, lock=True)
+    late = list(session.scalars(waiting.order_by(Plan.id), execution_options={"populate_existing": True}))
+    for plan in late:
+        _move(session, plan, PlanState.SUPERSEDED)
+    return [plan.id for plan in late]
+
+
+def fail_stale_drafts(session: Session, *, window_start_s: int) -> list[str]:
+    """End scheduled plans of this window that wait for an operator and were made for a fleet that is no more: they can
+    never be approved, and their hour can be planned again. Returns their ids.
+    """
+    index = fleet_index(session, lock=True)
+    waiting = select(Plan).where(Plan.origin == SCHEDULE, Plan.state == PlanState.DRAFT)
+    stale = list(session.scalars(waiting.where(Plan.window_start_s == window_start_s, Plan.fleet_index != index)))
+    for plan in stale:
+        plan.reason += f"; the fleet changed (index {index}) before anybody approved it"
+        _move(session, plan, PlanState.FAILED)
+    return [plan.id for plan in stale]
+
+
+def roll_back(session: Session, plan_id: str, *, window_start_s: int, by: str, note: str) -> Plan:
+    """Put the placement before the plan in force back in force, as a new plan of its own. Rolling that back in turn
+    restores what was rolled back here.
+
+    Args:
+        plan_id: the plan in force; a caller that looked too early is refused.
+        window_start_s: the hour in which the schedule shall not plan again.
+        by: the operator. note: why, in the operator's words.
+
+    Raises:
+        NotFoundError: no such plan.
+        ConflictError: the plan is not in force, or nothing was in force before it.
+    """
+    index = fleet_index(session, lock=True)
+    plan = get_plan(session, plan_id)
+    if plan.state != PlanState.APPLIED:
+        present = plan_in_force(session)
+        words = "no plan is" if present is None else f"'{present.id}' is"
+        raise ConflictError(f"plan '{plan_id}' is {plan.state}, not in force; {words}", param="plan_id")
+    if plan.previous_plan_id is None:
+        raise ConflictError(
+            f"nothing was in force before plan '{plan_id}'; there is no placement to go back to", param="plan_id"
+        )
+    previous = get_plan(session, plan.previous_plan_id)
+    restored = Plan(
+        id=new_plan_id(),
+        state=PlanState.DRAFT,
+        origin="operator",
+        window_start_s=max(window_start_s, plan.window_start_s),
+        fleet_index=index,
+        solver="none",
+        status=RESTORED,
+        solve_time_s=0.0,
+        unserved=previous.unserved,
+        pools=_restored_pools(plan.pools, previous.pools),
+        reason=f"takes back plan {plan.id}: the placement of plan {previous.id} again{f'; {note}' if note else ''}",
+        created_by=by,
+    )
+    _move(session, plan, PlanState.ROLLED_BACK)
+    session.add(restored)
+    session.flush()
+    session.add_all(_restored_entries(restored.id, entries_of(session, plan.id), entries_of(session, previous.id)))
+    _put_in_force(session, restored, previous=plan, approved_by=by)
+    return restored
+
+
+def _restored_entries(plan_id: str, now: Sequence[PlanEntry], before: Sequence[PlanEntry]) -> list[PlanEntry]:
+    """Cells that lead from one plan's counts back to those of the plan before it."""
+    present = {(entry.model, entry.region, entry.gpu_type): entry.after for entry in now}
+    wanted = {(entry.model, entry.region, entry.gpu_type): entry for entry in before}
+    return [
+        PlanEntry(
+            plan_id=plan_id,
+            model=cell[0],
+            region=cell[1],
+            gpu_type=cell[2],
+            before=present.get(cell, 0),
+            after=wanted[cell].after if cell in wanted else 0,
+            reason=f"as in plan {wanted[cell].plan_id}" if cell in wanted else "the plan before had none here",
+        )
+        for cell in sorted({*present, *wanted})
+    ]
+
+
+def _restored_pools(now: Sequence[Json], before: Sequence[Json]) -> list[Any]:
+    present = {(pool["region"], pool["gpu_type"]): pool for pool in now}
+    wanted = {(pool["region"], pool["gpu_type"]): pool for pool in before}
+    return [
+        {
+            "region": place[0],
+            "gpu_type": place[1],
+            "before": present[place]["after"] if place in present else 0,
+            "after": wanted[place]["after"] if place in wanted else 0,
+            "pooled": wanted[place]["pooled"] if place in wanted else [],
+        }
+        for place in sorted({*present, *wanted})
+    ]
+
+
+def _values(row: Plan | PlanEntry, columns: Sequence[str]) -> dict[str, Any]:
+    """The columns that are set; the database has the defaults of the others."""
+    return {name: value for name in columns if (value := getattr(row, name)) is not None}
+
+
+def _put_in_force(session: Session, plan: Plan, *, previous: Plan | None, approved_by: str) -> None:
+    """The rest of a plan's way to being the one in force; nothing else may be in force now."""
+    now = session.scalar(select(func.now()))
+    for state in (PlanState.APPROVED, PlanState.APPLYING, PlanState.APPLIED):
+        if plan.state != state:
+            _move(session, plan, state)
+    plan.previous_plan_id = None if previous is None else previous.id
+    plan.approved_by, plan.approved_at, plan.applied_at = approved_by, now, now
+    bump_index(session)
+    session.flush()
+
+
+def _move(session: Session, plan: Plan, state: PlanState) -> None:
+    require_move(PLAN, PlanState(plan.state), state)
+    plan.state = state
+    session.flush()

@@ -14,6 +14,7 @@ from controlplane.store.batch_tables import Batch, BatchRequest, BatchResult
 from controlplane.store.batches import end_requests
 
 _COUNT_MAX = 100
+_BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,41 @@ def queue_facts(session: Session, *, aged_s: float) -> tuple[QueueFacts, ...]:
         {"aged_s": aged_s, "most": _COUNT_MAX},
     )
     return tuple(QueueFacts(model=model, waiting=waiting, aged=aged) for model, waiting, aged in rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backlog:
+    """What waits of a model: about so many input tokens, the first due at the Unix time `due_s`."""
+
+    tokens: float
+    due_s: float
+
+
+def backlogs(session: Session) -> dict[str, Backlog]:
+    """The waiting requests of each model; their tokens by the mean length of the first ones, four bytes a token."""
+    rows = session.execute(
+        text(
+            """
+            SELECT models.name, waiting.count, extract(epoch FROM first.due), first.bytes
+            FROM models
+            CROSS JOIN LATERAL (
+                SELECT count(*) FROM batch_requests WHERE model = models.name AND state = 'waiting'
+            ) AS waiting
+            CROSS JOIN LATERAL (
+                SELECT min(deadline_at) AS due, avg(octet_length(body::text)) AS bytes FROM (
+                    SELECT deadline_at, body FROM batch_requests WHERE model = models.name AND state = 'waiting'
+                    ORDER BY deadline_at, id LIMIT :most
+                ) AS nearest
+            ) AS first
+            WHERE waiting.count > 0
+            """
+        ),
+        {"most": _COUNT_MAX},
+    )
+    return {
+        model: Backlog(tokens=count * float(size) / _BYTES_PER_TOKEN, due_s=float(due))
+        for model, count, due, size in rows
+    }
 
 
 def claim(session: Session, *, model: str, count: int, lease_s: int) -> list[Claim]:

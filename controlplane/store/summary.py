@@ -8,7 +8,9 @@ from sqlalchemy.orm import Session
 
 from controlplane.policies.lifecycle import BatchRequestState, InstanceState, PlanState
 from controlplane.store.batch_tables import Batch, BatchRequest
-from controlplane.store.tables import Desired, Instance, Model, Node, Plan, Region, Slot
+from controlplane.store.plan_tables import Plan
+from controlplane.store.plans import newest_scheduled
+from controlplane.store.tables import Desired, Instance, Model, Node, Region, Slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,9 @@ class RegionSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The whole. Instances are the live ones by observed state; `plan` is the one in force."""
+    """The whole. Instances are the live ones by observed state; `plan` is the one in force, `scheduled` the schedule's
+    newest, whatever became of it.
+    """
 
     models: int
     regions: tuple[RegionSummary, ...]
@@ -36,6 +40,7 @@ class Summary:
     requests_waiting: int
     requests_running: int
     plan: Plan | None
+    scheduled: Plan | None
 
 
 def read_summary(session: Session, *, alive_s: float) -> Summary:
@@ -51,6 +56,7 @@ def read_summary(session: Session, *, alive_s: float) -> Summary:
         requests_waiting=_requests(session, BatchRequestState.WAITING),
         requests_running=_requests(session, BatchRequestState.RUNNING),
         plan=session.scalar(select(Plan).where(Plan.state.in_((PlanState.APPLYING, PlanState.APPLIED)))),
+        scheduled=newest_scheduled(session),
     )
 
 

@@ -23,7 +23,8 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from controlplane.policies.lifecycle import InstanceState, PlanState
+from controlplane.policies.facts import InstanceKind
+from controlplane.policies.lifecycle import InstanceState
 
 Json = dict[str, Any]
 
@@ -66,10 +67,11 @@ class Role(StrEnum):
 
 
 class Desired(StrEnum):
-    """What the control plane wants of an instance."""
+    """What the control plane wants of an instance. A spot instance is lent out: it stays loaded, we send it nothing."""
 
     RUNNING = "running"
     DRAINING = "draining"
+    SPOT = "spot"
     STOPPED = "stopped"
 
 
@@ -169,12 +171,19 @@ class EndpointRow(Base):
 
 
 class Instance(Base):
-    """One copy of a model on a slot: what is wanted of it and what its node last said."""
+    """One copy of a model on a slot: what is wanted of it and what its node last said.
+
+    `kind`: which requests it is for. `donate`: when it has drained it becomes a spot instance instead of being
+    stopped; `spot_at`: since when it is one.
+    """
 
     __tablename__ = "instances"
     __table_args__ = (
         one_of("desired", Desired),
         one_of("observed", InstanceState),
+        one_of("kind", InstanceKind),
+        CheckConstraint("(desired = 'spot') = (spot_at IS NOT NULL)", name="spot_since"),
+        CheckConstraint("NOT donate OR desired = 'draining'", name="donate_while_draining"),
         ForeignKeyConstraint(["node", "slot"], ["slots.node", "slots.index"]),
         ForeignKeyConstraint(["model", "region"], ["endpoints.model", "endpoints.region"]),
         Index("ix_instances_live", "node", postgresql_where=text("desired <> 'stopped'")),
@@ -188,9 +197,42 @@ class Instance(Base):
     gpus: Mapped[int]
     desired: Mapped[str]
     observed: Mapped[str]
+    kind: Mapped[str] = mapped_column(server_default=text("'mixed'"))
+    donate: Mapped[bool] = mapped_column(server_default=text("false"))
     error: Mapped[str | None]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     changed_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    spot_at: Mapped[datetime | None]
+
+
+class LeaseEnd(StrEnum):
+    """Why a lease of a spot instance ended. Lost: its node or the instance is gone."""
+
+    RETURNED = "returned"
+    EXPIRED = "expired"
+    RECLAIMED = "reclaimed"
+    LOST = "lost"
+
+
+class SpotLease(Base):
+    """The use of a spot instance for some time. `reclaim_at`: notice was given, the lease ends then at the latest."""
+
+    __tablename__ = "spot_leases"
+    __table_args__ = (
+        one_of("end_reason", LeaseEnd),
+        CheckConstraint("expires_at >= created_at", name="expires_later"),
+        CheckConstraint("(ended_at IS NULL) = (end_reason IS NULL)", name="ended_for_a_reason"),
+        Index("uq_spot_leases_active", "instance_id", unique=True, postgresql_where=text("ended_at IS NULL")),
+    )
+    id: Mapped[str] = mapped_column(primary_key=True)
+    instance_id: Mapped[str] = mapped_column(ForeignKey("instances.id", ondelete="CASCADE"))
+    holder: Mapped[str]
+    created_by: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    expires_at: Mapped[datetime]
+    reclaim_at: Mapped[datetime | None]
+    ended_at: Mapped[datetime | None]
+    end_reason: Mapped[str | None]
 
 
 class DemandBucket(Base):
@@ -211,7 +253,9 @@ class DemandBucket(Base):
 
 
 class Forecast(Base):
-    """What one series was expected to reach in the hour after `origin_s`, and who said so."""
+    """What one series was expected to reach in the hour after `origin_s`, and who said so. `candidates` and `state`
+    take kilobytes each and are read only where they are asked for.
+    """
 
     __tablename__ = "forecasts"
     model: Mapped[str] = mapped_column(primary_key=True)
@@ -222,50 +266,10 @@ class Forecast(Base):
     peak_upper: Mapped[float]
     quantile: Mapped[float]
     path: Mapped[list[Any]]
-    candidates: Mapped[Json]
+    candidates: Mapped[Json] = mapped_column(deferred=True)
+    state: Mapped[Json | None] = mapped_column(JSONB(none_as_null=True), deferred=True)
     reason: Mapped[str]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
-
-
-class Plan(Base):
-    """One hour's placement. The schedule makes at most one per window; at most one plan is in force."""
-
-    __tablename__ = "plans"
-    __table_args__ = (
-        one_of("state", PlanState),
-        CheckConstraint("origin IN ('schedule', 'operator')", name="origin_known"),
-        Index("uq_plans_schedule_window", "window_start_s", unique=True, postgresql_where=text("origin = 'schedule'")),
-        Index("uq_plans_in_force", "state", unique=True, postgresql_where=text("state IN ('applying', 'applied')")),
-    )
-    id: Mapped[str] = mapped_column(primary_key=True)
-    state: Mapped[str]
-    origin: Mapped[str]
-    window_start_s: Mapped[int]
-    fleet_index: Mapped[int]
-    solver: Mapped[str]
-    status: Mapped[str]
-    objective_per_hour: Mapped[float | None]
-    bound_per_hour: Mapped[float | None]
-    gap: Mapped[float | None]
-    solve_time_s: Mapped[float]
-    unserved: Mapped[list[Any]]
-    reason: Mapped[str]
-    created_by: Mapped[str]
-    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
-    applied_at: Mapped[datetime | None]
-
-
-class PlanEntry(Base):
-    """One cell of a plan: instances before and after, and why."""
-
-    __tablename__ = "plan_entries"
-    plan_id: Mapped[str] = mapped_column(ForeignKey("plans.id", ondelete="CASCADE"), primary_key=True)
-    model: Mapped[str] = mapped_column(primary_key=True)
-    region: Mapped[str] = mapped_column(primary_key=True)
-    gpu_type: Mapped[str] = mapped_column(primary_key=True)
-    before: Mapped[int]
-    after: Mapped[int]
-    reason: Mapped[str]
 
 
 class ApiKey(Base):

@@ -4,10 +4,14 @@ Weights, KV on its way in and KV on its way out each have a wire to themselves, 
 another at the full rate.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from dataplane.engines.preemption import Place
+from dataplane.engine import KvHandle
+from dataplane.engines.kv import Place
+
+REPLAY_KV_FILE = ""
+"""The file of a handle to replayed KV. It can always be read: there is nothing in it."""
 
 
 class Wire:
@@ -110,11 +114,17 @@ class SequenceKv:
         """What a transfer moves."""
         return self.moved_tokens * self.bytes_per_token
 
+    @property
+    def size_bytes(self) -> int:
+        """What it takes, on the side where it takes more."""
+        return max(self.here_bytes, self.host_bytes)
 
-class KvMemory:
-    """KV of a slot and of its host memory."""
 
-    def __init__(self, capacity_bytes: int, host_bytes: int) -> None:
+class ReplayKvMemory:
+    """KV of a slot and of its host memory. Meets `dataplane.engines.kv.KvMemory`."""
+
+    def __init__(self, capacity_bytes: int, host_bytes: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._capacity_bytes = capacity_bytes
         self._host_capacity_bytes = host_bytes
         self._in, self._out = Wire(), Wire()
@@ -139,6 +149,10 @@ class KvMemory:
         """When the next transfer is over; None when there is none."""
         return min((kv.moved_s for kv in self._moving), default=None)
 
+    def fits(self, kv: SequenceKv, *, spare: int) -> bool:
+        """Whether KV that is AWAY has room on the slot beside `spare` more of its tokens."""
+        return kv.moved_bytes + spare * kv.bytes_per_token <= self.free_bytes
+
     def grow(self, kv: SequenceKv, tokens: int) -> bool:
         """Room for `tokens` tokens of KV that is HERE or NOWHERE; False when there is too little."""
         size_bytes = max(kv.here_bytes, tokens * kv.bytes_per_token)
@@ -148,7 +162,7 @@ class KvMemory:
         kv.place = Place.HERE
         return True
 
-    def swap_out(self, kv: SequenceKv, tokens: int, now_s: float) -> bool:
+    def swap_out(self, kv: SequenceKv, tokens: int) -> bool:
         """Send the KV of `tokens` tokens to host memory; False when that is full."""
         assert kv.place is Place.HERE
         size_bytes = tokens * kv.bytes_per_token
@@ -156,24 +170,32 @@ class KvMemory:
             return False
         self._hold(kv, here_bytes=size_bytes, host_bytes=size_bytes)
         kv.moved_tokens = tokens
-        self._move(kv, Place.LEAVING, self._out, now_s)
+        self._move(kv, Place.LEAVING, self._out)
         self.swapped_out_total += 1
         return True
 
-    def swap_in(self, kv: SequenceKv, now_s: float) -> bool:
+    def swap_in(self, kv: SequenceKv) -> bool:
         """Send for KV that is AWAY; False when there is no room."""
         assert kv.place is Place.AWAY
         if kv.moved_bytes > self.free_bytes:
             return False
         self._hold(kv, here_bytes=kv.moved_bytes, host_bytes=kv.host_bytes)
-        self._move(kv, Place.ARRIVING, self._in, now_s)
+        self._move(kv, Place.ARRIVING, self._in)
         self.swapped_in_total += 1
         return True
 
-    def adopt(self, kv: SequenceKv, tokens: int) -> None:
-        """Take note of KV that another slot keeps in its host memory."""
+    def adopt(self, kv: SequenceKv, handle: KvHandle) -> bool:
+        """Take note of KV that another slot keeps in its host memory; False when that cannot be read."""
         assert kv.place is Place.NOWHERE
-        kv.place, kv.moved_tokens = Place.AWAY, tokens
+        if handle.file != REPLAY_KV_FILE:
+            return False
+        kv.place, kv.moved_tokens = Place.AWAY, handle.tokens
+        return True
+
+    def handle(self, kv: SequenceKv, tokens: int) -> KvHandle:
+        """Where another slot finds KV that is AWAY."""
+        assert kv.place is Place.AWAY
+        return KvHandle(file=REPLAY_KV_FILE, slab_bytes=0, shape=(0, 0, 0, 0, 0), blocks=(), tokens=tokens)
 
     def drop(self, kv: SequenceKv) -> None:
         """Forget KV, wherever it is."""
@@ -182,8 +204,9 @@ class KvMemory:
         self._hold(kv)
         kv.place = Place.NOWHERE
 
-    def settle(self, now_s: float) -> None:
+    def settle(self) -> None:
         """Take note of the transfers that are over."""
+        now_s = self._clock()
         for kv in [kv for kv in self._moving if kv.moved_s <= now_s]:
             self._moving.remove(kv)
             if kv.place is Place.LEAVING:
@@ -193,9 +216,9 @@ class KvMemory:
                 self._hold(kv, here_bytes=kv.here_bytes)
                 kv.place = Place.HERE
 
-    def _move(self, kv: SequenceKv, place: Place, wire: Wire, now_s: float) -> None:
+    def _move(self, kv: SequenceKv, place: Place, wire: Wire) -> None:
         kv.place = place
-        kv.moved_s = wire.send(kv.moved_bytes / kv.bytes_per_s, now_s)
+        kv.moved_s = wire.send(kv.moved_bytes / kv.bytes_per_s, self._clock())
         self._moving.append(kv)
 
     def _hold(self, kv: SequenceKv, *, here_bytes: int = 0, host_bytes: int = 0) -> None:

@@ -1,31 +1,13 @@
-"""What the replay engine says of itself: the load of its instances, the state of the pool."""
+"""What the replay engine says of its pool: the memory, the last turns."""
 
 from collections.abc import Iterable
 
-from dataplane.engine import InstanceStats, KvShapeStats, PoolStats
-from dataplane.engines.preemption import Place
-from dataplane.engines.replay_memory import KvMemory, WeightsMemory
-from dataplane.engines.replay_models import ReplaySequence
-from dataplane.engines.replay_requests import ReplayRequests
+from dataplane.engine import KvShapeStats, PoolStats
+from dataplane.engines.kv import Place
+from dataplane.engines.replay_memory import ReplayKvMemory, SequenceKv, WeightsMemory
+from dataplane.engines.request_table import RequestTable
 from dataplane.engines.turn_log import TurnLog
 from dataplane.turns.schedule import Turn
-
-
-def instance_stats(
-    instance_id: str, requests: list[ReplaySequence], *, kv_free_bytes: int, kv_tokens_max: int
-) -> InstanceStats:
-    """The load of an instance by its requests. It could take what KV memory is free beside its own."""
-    used_bytes = sum(max(sequence.kv.here_bytes, sequence.kv.host_bytes) for sequence in requests)
-    running = sum(sequence.cached > 0 for sequence in requests)
-    return InstanceStats(
-        instance_id=instance_id,
-        kv_tokens_max=kv_tokens_max,
-        kv_used_bytes=used_bytes,
-        kv_capacity_bytes=used_bytes + kv_free_bytes,
-        remaining_tokens=sum(sequence.remaining_tokens for sequence in requests),
-        running=running,
-        waiting=len(requests) - running,
-    )
 
 
 def pool_stats(
@@ -34,8 +16,8 @@ def pool_stats(
     turn: Turn | None,
     load: float,
     weights: WeightsMemory,
-    kv: KvMemory,
-    requests: ReplayRequests,
+    kv: ReplayKvMemory,
+    requests: RequestTable[SequenceKv],
     log: TurnLog,
 ) -> PoolStats:
     """The state of the pool right now. A replay has no slabs: `slabs` are bytes."""

@@ -1,42 +1,34 @@
 """The requests of a slot from `add` to their last output, as every engine keeps them."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Generic
 
-from dataplane.engine import EngineOutput, EngineRequest, KvHandle
-from dataplane.errors import BadRequestError
-from dataplane.turns.prefill import PrefillQueue
-
-KvT = TypeVar("KvT")
-KvT_co = TypeVar("KvT_co", covariant=True)
-
-
-class Tracked(Protocol[KvT_co]):
-    """A request on its way, and its KV."""
-
-    @property
-    def request(self) -> EngineRequest:
-        """What was asked."""
-
-    @property
-    def model(self) -> str:
-        """The model's name."""
-
-    @property
-    def kv(self) -> KvT_co:
-        """Its KV, wherever that is."""
+from dataplane.engine import EngineOutput, EngineRequest
+from dataplane.engines.kv import KvMemory, KvT, Place
+from dataplane.engines.sequences import TokenSequence
+from dataplane.engines.served_models import ServedModel
+from dataplane.errors import BadRequestError, ContextLengthError
+from dataplane.turns.prefill import PrefillQueue, PrefillSettings
 
 
-SequenceT = TypeVar("SequenceT", bound=Tracked[object])
+class RequestTable(Generic[KvT]):
+    """Those that run or wait; those handed over whose KV waits to be read; ends that are still to be told. `models` are
+    the slot's, by name; who loads and unloads them changes it.
+    """
 
-
-class RequestTable(ABC, Generic[SequenceT, KvT]):
-    """Those that run or wait; those handed over whose KV waits to be read; ends that are still to be told."""
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel[KvT]],
+        kv: KvMemory[KvT],
+        settings: PrefillSettings,
+        clock: Callable[[], float],
+    ) -> None:
         self.prefills = PrefillQueue()
-        self._sequences: dict[str, SequenceT] = {}
+        self._models = models
+        self._kv = kv
+        self._settings = settings
+        self._clock = clock
+        self._sequences: dict[str, TokenSequence[KvT]] = {}
         self._handed_over: dict[str, KvT] = {}
         self._ended: dict[str, EngineOutput] = {}
         self._arrivals = 0
@@ -45,65 +37,107 @@ class RequestTable(ABC, Generic[SequenceT, KvT]):
         """Requests running or waiting, and ends still to be told."""
         return len(self._sequences) + len(self._ended)
 
-    def __iter__(self) -> Iterator[SequenceT]:
+    def __iter__(self) -> Iterator[TokenSequence[KvT]]:
         """Those that run or wait."""
         return iter(self._sequences.values())
-
-    @abstractmethod
-    def kv_of(self, sequence: SequenceT) -> KvT:
-        """The sequence's KV."""
-
-    @abstractmethod
-    def drop_kv(self, kv: KvT) -> None:
-        """Free KV, wherever it is."""
-
-    @abstractmethod
-    def leave_model(self, sequence: SequenceT) -> None:
-        """Take a sequence out of its model's list of those that have begun, if it is there."""
 
     @property
     def all_kv(self) -> list[KvT]:
         """Of those that run or wait, and of those that were handed over and not released."""
-        return [*map(self.kv_of, self), *self._handed_over.values()]
+        return [*(sequence.kv for sequence in self), *self._handed_over.values()]
 
-    def find(self, request_ids: Iterable[str]) -> list[SequenceT]:
+    @property
+    def waiting_models(self) -> frozenset[str]:
+        """Models of the requests that wait for their prefill."""
+        return frozenset(group.model for group in self.prefills.groups)
+
+    def find(self, request_ids: Iterable[str]) -> list[TokenSequence[KvT]]:
         """Requests by their ids, in that order."""
         return [self._sequences[request_id] for request_id in request_ids]
 
-    def of_instance(self, instance_id: str) -> list[SequenceT]:
+    def of_instance(self, instance_id: str) -> list[TokenSequence[KvT]]:
         """Those of one instance that run or wait."""
         return [sequence for sequence in self if sequence.request.instance_id == instance_id]
 
-    def waiting_of(self, model: str) -> bool:
-        """Whether requests of a model wait for their prefill."""
-        return any(group.model == model for group in self.prefills.groups)
-
-    def is_over(self, request: EngineRequest) -> bool:
-        """Whether a new request has all its tokens already; its end is then told.
+    def add(self, request: EngineRequest, model: ServedModel[KvT], *, kv_tokens_max: int) -> None:
+        """Queue a request, or let it decode at once where its KV can be read.
 
         Raises:
-            BadRequestError: its id is in use.
+            BadRequestError: an id in use, an empty prompt, no token wanted, or a token the model does not know.
+            ContextLengthError: prompt + max_tokens exceed the context or `kv_tokens_max`.
         """
         request_id = request.request_id
         if request_id in self._sequences or request_id in self._ended:
             raise BadRequestError(f"request id {request_id} is in use", param="request_id")
-        if len(request.generated) < request.max_tokens:
-            return False
-        self._ended[request_id] = EngineOutput(request_id=request_id, finish_reason="length")
-        return True
-
-    def next_order(self) -> int:
-        """The place of a new request in the order of arrival."""
+        _check(request, model, kv_tokens_max)
+        if len(request.generated) >= request.max_tokens:
+            self._ended[request_id] = EngineOutput(request_id=request_id, finish_reason="length")
+            return
         self._arrivals += 1
-        return self._arrivals
+        sequence = TokenSequence(
+            request=request, model=model.name, order=self._arrivals, added_s=self._clock(), kv=model.new_kv()
+        )
+        self._sequences[request_id] = sequence
+        handle = request.kv
+        if handle is not None and handle.tokens == sequence.pending - 1 and self._kv.adopt(sequence.kv, handle):
+            sequence.cached, sequence.prefilled = handle.tokens, True
+            model.begin(sequence)
+        else:
+            self.queue(sequence)
+
+    def queue(self, sequence: TokenSequence[KvT]) -> None:
+        """Let a sequence wait for its prefill, from its first token on, without KV."""
+        self._kv.drop(sequence.kv)
+        sequence.cached, sequence.prefilled = 0, False
+        self._models[sequence.model].leave(sequence)
+        waiting = self.prefills.remove(sequence.request.request_id)  # in the midst of its prefill it is still there
+        self.prefills = waiting.join(sequence.to_prefill(), self._settings)
+
+    def queue_lost(self) -> None:
+        """Queue again what lost its KV because its transfer failed too often."""
+        for model in self._models.values():
+            for sequence in [s for s in model.begun if s.kv.place is Place.NOWHERE]:
+                self.queue(sequence)
+
+    def take(self, sequence: TokenSequence[KvT], token: int | None) -> EngineOutput:
+        """Append a new token to its sequence, and end that where it ends. None: the answer has ended by itself."""
+        request = sequence.request
+        if not sequence.prefilled:
+            sequence.prefilled = True
+            self.prefills = self.prefills.remove(request.request_id)
+        if token is None:
+            self.forget(request.request_id)
+            return EngineOutput(request_id=request.request_id, finish_reason="stop")
+        sequence.tokens.append(token)
+        if sequence.generated < request.max_tokens:
+            return EngineOutput(request_id=request.request_id, token_ids=(token,))
+        self.forget(request.request_id)
+        return EngineOutput(request_id=request.request_id, token_ids=(token,), finish_reason="length")
+
+    def hand_over(self) -> None:
+        """Send the KV of requests past their prefill to host memory, and let those go whose KV is there."""
+        for model in self._models.values():
+            for sequence in model.decoding:
+                if sequence.kv.place is Place.HERE:
+                    self._kv.swap_out(sequence.kv, sequence.cached)
+                elif sequence.kv.place is Place.AWAY:
+                    self._let_go(sequence)
+
+    def _let_go(self, sequence: TokenSequence[KvT]) -> None:
+        """It leaves, and its KV stays until `release`."""
+        request_id = sequence.request.request_id
+        self._ended[request_id] = EngineOutput(request_id=request_id, kv=self._kv.handle(sequence.kv, sequence.cached))
+        self._handed_over[request_id] = sequence.kv
+        self._models[sequence.model].leave(sequence)
+        del self._sequences[request_id]
 
     def forget(self, request_id: str) -> None:
         """Take a request out and free its KV. Unknown ids are ignored."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self.prefills = self.prefills.remove(request_id)
-            self.leave_model(sequence)
-            self.drop_kv(self.kv_of(sequence))
+            self._models[sequence.model].leave(sequence)
+            self._kv.drop(sequence.kv)
 
     def cancel(self, request_id: str) -> None:
         """Drop a request and free what it holds; nothing more is heard of it."""
@@ -115,25 +149,34 @@ class RequestTable(ABC, Generic[SequenceT, KvT]):
         """Free the KV of a request that was handed over. Unknown ids are ignored."""
         kv = self._handed_over.pop(request_id, None)
         if kv is not None:
-            self.drop_kv(kv)
+            self._kv.drop(kv)
 
-    def end_all(self, sequences: Iterable[SequenceT], error: str) -> None:
+    def end_all(self, sequences: Iterable[TokenSequence[KvT]], error: str) -> None:
         """End requests with an error."""
         for sequence in list(sequences):
             request_id = sequence.request.request_id
             self.forget(request_id)
             self._ended[request_id] = EngineOutput(request_id=request_id, error=error)
 
-    def let_go(self, sequence: SequenceT, handle: KvHandle) -> None:
-        """Hand a request over: it leaves, and its KV stays until `release`."""
-        request_id = sequence.request.request_id
-        self._ended[request_id] = EngineOutput(request_id=request_id, kv=handle)
-        self._handed_over[request_id] = self.kv_of(sequence)
-        self.leave_model(sequence)
-        del self._sequences[request_id]
-
     def tell_ended(self) -> list[EngineOutput]:
         """Last outputs that come out of no step."""
         outputs = list(self._ended.values())
         self._ended.clear()
         return outputs
+
+
+def _check(request: EngineRequest, model: ServedModel[KvT], kv_tokens_max: int) -> None:
+    if not request.prompt:
+        raise BadRequestError("prompt must hold at least one token", param="prompt")
+    if request.max_tokens < 1:
+        raise BadRequestError(f"max_tokens must be at least 1, got {request.max_tokens}", param="max_tokens")
+    if model.vocabulary is not None:
+        tokens = (*request.prompt, *request.generated)
+        unknown = next((token for token in tokens if not 0 <= token < model.vocabulary), None)
+        if unknown is not None:
+            raise BadRequestError(f"token {unknown} is outside of the vocabulary of {model.vocabulary}", param="prompt")
+    wanted = len(request.prompt) + request.max_tokens
+    for what, limit in (("context", model.context_tokens), ("KV cache", kv_tokens_max)):
+        if wanted > limit:
+            asked = f"{len(request.prompt)} prompt tokens and max_tokens={request.max_tokens}"
+            raise ContextLengthError(f"{asked} exceed the {what} of {limit} tokens", param="max_tokens")

@@ -6,8 +6,9 @@ its memory any more.
 """
 
 import threading
+import time
 from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 Item = TypeVar("Item")
 
@@ -37,6 +38,13 @@ class Event(Protocol):
         ...
 
 
+@runtime_checkable
+class TimedEvent(Event, Protocol):
+    """An event that knows when it was over, by `time.monotonic`: None as long as nobody knows that it is."""
+
+    ended_s: float | None
+
+
 class Passed:
     """An event that is done, and well: there is nothing to wait for."""
 
@@ -57,16 +65,18 @@ PASSED = Passed()
 
 
 class FlagEvent:
-    """An event that a thread finishes."""
+    """An event that a thread finishes, and so a `TimedEvent`."""
 
     def __init__(self) -> None:
         self._flag = threading.Event()
         self._error: BaseException | None = None
+        self.ended_s: float | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
         """Say that the transfer is over; with an error, that it failed. Said once."""
         assert not self._flag.is_set(), "an event is finished once"
         self._error = error
+        self.ended_s = time.monotonic()
         self._flag.set()
 
     def done(self) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import httpx2 as httpx
 import msgspec
@@ -31,11 +31,13 @@ BACKOFF_MAX_S = 10.0
 _TIMEOUT = httpx.Timeout(30.0)
 _THIS_MACHINE = {"127.0.0.1", "::1", "localhost"}
 _HUB = re.compile(r"hf://(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>.+))?")
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja"]
+_WEIGHTS = ".safetensors"
+_HUB_FILES = ["*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja"]
 
 Result = TypeVar("Result")
 Progress = Callable[[int, int], None]
-"""Is told bytes done and bytes in total; done falls when a file must be begun again."""
+"""Is told bytes done and bytes in total, as far as known; done falls when a file must be begun again. Threads call it.
+"""
 
 
 class FetchError(ModelLoadError):
@@ -64,11 +66,14 @@ def no_progress(done_bytes: int, total_bytes: int) -> None:
     """Tell nobody."""
 
 
-def fetch_checkpoint(source: str, folder: Path, *, progress: Progress = no_progress, backoff_s: float = 0.5) -> Path:
+def fetch_checkpoint(
+    source: str, folder: Path, *, weights: bool = True, progress: Progress = no_progress, backoff_s: float = 0.5
+) -> Path:
     """Bring what `source` names into `folder`, and return that. Blocks; what is there already is not fetched again.
 
     `source` is `https://HOST/PATH/` (plain http on this machine alone) or `hf://ORG/NAME[@REVISION]`. After a broken
-    connection it tries again, first after `backoff_s`, then after twice as long each time.
+    connection it tries again, first after `backoff_s`, then after twice as long each time. Without `weights`, all else
+    is fetched: the config, the tokenizer, the chat template.
 
     Raises:
         FetchError: the source is unreachable or no checkpoint, a checksum is wrong, or the disk has no room.
@@ -77,15 +82,15 @@ def fetch_checkpoint(source: str, folder: Path, *, progress: Progress = no_progr
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder):
             if source.startswith("hf://"):
-                _fetch_from_hub(source, folder, progress)
+                _fetch_from_hub(source, folder, weights, progress)
             else:
-                _fetch_from_registry(source.rstrip("/"), folder, progress, backoff_s)
+                _fetch_from_registry(source.rstrip("/"), folder, weights, progress, backoff_s)
     except OSError as error:
         raise FetchError(f"{source} cannot be written to {folder}: {error}") from error
     return folder
 
 
-def _fetch_from_hub(source: str, folder: Path, progress: Progress) -> None:
+def _fetch_from_hub(source: str, folder: Path, weights: bool, progress: Progress) -> None:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - only nodes with the torch extra have it
 
     match = _HUB.fullmatch(source)
@@ -96,8 +101,9 @@ def _fetch_from_hub(source: str, folder: Path, progress: Progress) -> None:
             match["repository"],
             revision=match["revision"],
             local_dir=folder,
-            allow_patterns=_HUB_FILES,
+            allow_patterns=[*_HUB_FILES, *([f"*{_WEIGHTS}"] if weights else [])],
             ignore_patterns=["*/*"],
+            tqdm_class=_silent_bars(progress),
         )
     except (OSError, ValueError, httpx.HTTPError) as error:
         raise FetchError(f"{source} cannot be fetched: {error}") from error
@@ -105,9 +111,35 @@ def _fetch_from_hub(source: str, folder: Path, progress: Progress) -> None:
     progress(total_bytes, total_bytes)
 
 
-def _fetch_from_registry(url: str, folder: Path, progress: Progress, backoff_s: float) -> None:
+def _silent_bars(progress: Progress) -> Any:
+    """A class of progress bars for the hub's client, which draw nothing and tell `progress`.
+
+    The client has a bar for bytes received, one for bytes written and one for files. How many bytes are to come it
+    learns file by file.
+    """
+    from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415 - comes with the hub's client
+
+    most_bytes = 0
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **(options | {"disable": True}))
+            self.counts_bytes = options.get("unit") == "B"
+
+        def update(self, n: float | None = 1) -> None:
+            nonlocal most_bytes
+            self.n += n or 0
+            if self.counts_bytes:
+                most_bytes = max(most_bytes, int(self.n))
+                progress(most_bytes, int(self.total or 0))
+
+    return Bar
+
+
+def _fetch_from_registry(url: str, folder: Path, weights: bool, progress: Progress, backoff_s: float) -> None:
     with httpx.Client(timeout=_TIMEOUT, follow_redirects=True, event_hooks={"request": [refuse_plain_http]}) as client:
         files = _patiently(lambda: _read_manifest(client, url), backoff_s)
+        files = [file for file in files if weights or not file.name.endswith(_WEIGHTS)]
         total_bytes = sum(file.size_bytes for file in files)
         missing = [file for file in files if not _is_there(folder, file)]
         done_bytes = total_bytes - sum(file.size_bytes for file in missing)

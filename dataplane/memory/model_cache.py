@@ -3,16 +3,19 @@
 The kernel's locks are the bookkeeping, so a process that dies leaves none behind:
 
     FOLDER/lock                 held (exclusive) while files are opened, renamed, removed: never while bytes move
-    FOLDER/HASH-SIZE.model      complete; whoever maps it holds a shared lock, whoever evicts it needs an exclusive one
-    FOLDER/HASH-SIZE.filling    incomplete; its filler holds an exclusive lock. Without that lock it is stale
+    FOLDER/NAME.HASH-SIZE.model     complete; whoever maps it holds a shared lock, whoever evicts it an exclusive one
+    FOLDER/NAME.HASH-SIZE.filling   incomplete; its filler holds an exclusive lock. Without that lock it is stale
 
-A mapping keeps its own descriptor, hence its lock, until the last tensor over it is gone.
+Two limits hold: `capacity_bytes`, and what the file system has. Against either, files that nobody holds make way. A
+mapping keeps its own descriptor, hence its lock, until the last tensor over it is gone.
 """
 
+import errno
 import fcntl
 import hashlib
 import mmap
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,13 +29,20 @@ _FILLING = ".filling"
 _WANTED = "room-wanted"
 _WANTED_S = 1.0
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the one place where files are shared memory
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NAME_CHARACTERS_MAX = 64
 
 
 class HostMemoryError(DataplaneError):
-    """The node's host memory has no room for a model; other instances must go first."""
+    """The node's host memory has no room for a model: `lack_bytes` lack, `held` are the models in the way, by name."""
 
     status = 503
     code = "host_memory_full"
+
+    def __init__(self, message: str, *, lack_bytes: int = 0, held: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.lack_bytes = lack_bytes
+        self.held = held
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +54,11 @@ class CachedFile:
     used_s: float
     held: bool
 
+    @property
+    def model(self) -> str:
+        """What is in it: the readable part of its key."""
+        return self.name.partition(".")[0]
+
 
 def choose_cache_evictions(
     files: Iterable[CachedFile], needed_bytes: int, capacity_bytes: int
@@ -52,7 +67,7 @@ def choose_cache_evictions(
     files = tuple(files)
     excess_bytes = sum(file.size_bytes for file in files) + needed_bytes - capacity_bytes
     chosen = []
-    for file in sorted(files, key=lambda file: (file.used_s, file.name)):
+    for file in sorted(files, key=_last_use):
         if excess_bytes <= 0:
             break
         if not file.held:
@@ -66,13 +81,17 @@ def default_cache_folder(capacity_bytes: int, otherwise: Path) -> Path:
     folder = _SHARED_MEMORY / f"tidepool-models-{os.getuid()}"
     if not os.path.ismount(_SHARED_MEMORY) or (folder.exists() and folder.stat().st_uid != os.getuid()):
         return otherwise
-    room = os.statvfs(_SHARED_MEMORY)
-    present_bytes = 0
+    return folder if room_bytes(_SHARED_MEMORY, folder) >= capacity_bytes else otherwise
+
+
+def room_bytes(present: Path, folder: Path) -> int:
+    """Bytes that `folder` could hold now: what it holds, and what is free in its file system, that of `present`."""
+    held_bytes = 0
     for path, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):
-                present_bytes += (Path(path) / name).stat().st_blocks * 512
-    return folder if room.f_bavail * room.f_frsize + present_bytes >= capacity_bytes else otherwise
+                held_bytes += (Path(path) / name).stat().st_blocks * 512
+    return _free_bytes(present) + held_bytes
 
 
 class CachedModel:
@@ -112,10 +131,6 @@ class ModelCache:
         """Bytes of all files, those being filled included."""
         return sum(size_bytes for _, size_bytes, _ in self._list())
 
-    def holds(self, key: str) -> bool:
-        """Whether the key's file is here, complete."""
-        return any(self._folder.glob(f"{_digest(key)}-*{_COMPLETE}"))
-
     def acquire(self, key: str, size_bytes: int, fill: Callable[[memoryview], None]) -> CachedModel:
         """Map the file of `key`, a name for exactly these `size_bytes` bytes; `fill` writes them when nobody has yet.
 
@@ -123,9 +138,10 @@ class ModelCache:
 
         Raises:
             HostMemoryError: no room, even without the files that nobody holds.
+            OSError: the file system fails in another way.
         """
         assert size_bytes > 0, f"{key} has no bytes"
-        complete = self._folder / f"{_digest(key)}-{size_bytes}{_COMPLETE}"
+        complete = self._folder / f"{_stem(key)}-{size_bytes}{_COMPLETE}"
         partial = complete.with_suffix(_FILLING)
         while True:
             with self._locked():
@@ -170,7 +186,7 @@ class ModelCache:
     ) -> CachedModel:
         with _closing(descriptor):
             try:
-                mapping = self._reserve(key, descriptor)
+                mapping = self._reserve(key, descriptor, partial.name)
                 fill(memoryview(mapping))
                 os.fsync(descriptor)
             except BaseException:
@@ -183,31 +199,27 @@ class ModelCache:
                 _touch(complete)
             return CachedModel(complete, mapping)
 
-    def _reserve(self, key: str, descriptor: int) -> mmap.mmap:
+    def _reserve(self, key: str, descriptor: int, partial: str) -> mmap.mmap:
         """Map the file once it has all its pages: writing to a page that cannot be had would kill the process."""
         size_bytes = os.fstat(descriptor).st_size
-        try:
-            os.posix_fallocate(descriptor, 0, size_bytes)
-        except OSError as error:
-            raise HostMemoryError(
-                f"{key}: {size_bytes} bytes do not fit on the file system of {self._folder}: {error.strerror}"
-            ) from error
+        while not _allocated(descriptor, size_bytes):
+            with self._locked():
+                files = [file for file in self._files() if file.name != partial]
+                spare = [file for file in files if not file.held]
+                lack_bytes = size_bytes - os.fstat(descriptor).st_blocks * 512 - _free_bytes(self._folder)
+                if not spare or lack_bytes > sum(file.size_bytes for file in spare):
+                    raise _no_room(key, size_bytes, f"on the file system of {self._folder}", lack_bytes, files)
+                (self._folder / min(spare, key=_last_use).name).unlink()
         return mmap.mmap(descriptor, size_bytes)
 
     def _make_room(self, key: str, size_bytes: int) -> None:
         self._remove_stale()
-        files = [
-            CachedFile(name=file.name, size_bytes=file_bytes, used_s=used_s, held=_held(file))
-            for file, file_bytes, used_s in self._list()
-        ]
+        files = self._files()
         evictions = choose_cache_evictions(files, size_bytes, self.capacity_bytes)
         if evictions is None:
-            held_files = [file for file in files if file.held]
-            held_bytes = sum(file.size_bytes for file in held_files)
-            raise HostMemoryError(
-                f"{key}: {size_bytes} bytes do not fit in the model cache {self._folder}:"
-                f" of {self.capacity_bytes} bytes, {held_bytes} of {len(held_files)} models are in use"
-            )
+            held_bytes = sum(file.size_bytes for file in files if file.held)
+            where = f"in the model cache {self._folder} of {self.capacity_bytes} bytes"
+            raise _no_room(key, size_bytes, where, held_bytes + size_bytes - self.capacity_bytes, files)
         for name in evictions:
             (self._folder / name).unlink()
 
@@ -215,6 +227,12 @@ class ModelCache:
         for file in self._folder.glob(f"*{_FILLING}"):
             if not _held(file):
                 file.unlink()
+
+    def _files(self) -> list[CachedFile]:
+        return [
+            CachedFile(name=file.name, size_bytes=size_bytes, used_s=used_s, held=_held(file))
+            for file, size_bytes, used_s in self._list()
+        ]
 
     def _list(self) -> Iterator[tuple[Path, int, float]]:
         """Files with size in bytes and time of last use; files that vanish meanwhile are left out."""
@@ -232,8 +250,37 @@ class ModelCache:
             yield
 
 
-def _digest(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()[:32]
+def _stem(key: str) -> str:
+    """A file name without its size and kind: readable, without a dot, and then unlike that of any other key."""
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "-", key)[:_NAME_CHARACTERS_MAX]
+    return f"{readable}.{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+
+
+def _last_use(file: CachedFile) -> tuple[float, str]:
+    return file.used_s, file.name
+
+
+def _no_room(key: str, size_bytes: int, where: str, lack_bytes: int, files: Iterable[CachedFile]) -> HostMemoryError:
+    held = [file for file in files if file.held]
+    named = ", ".join(f"{file.model} ({file.size_bytes} bytes)" for file in held) or "none"
+    message = f"{key}: {size_bytes} bytes do not fit {where}: {lack_bytes} bytes lack; models in use: {named}"
+    return HostMemoryError(message, lack_bytes=lack_bytes, held=tuple(file.model for file in held))
+
+
+def _free_bytes(folder: Path) -> int:
+    free = os.statvfs(folder)
+    return free.f_bavail * free.f_frsize
+
+
+def _allocated(descriptor: int, size_bytes: int) -> bool:
+    """Whether the file system had room for all pages of a file; they are the file's then."""
+    try:
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        return False
+    return True
 
 
 def _touch(file: Path) -> None:

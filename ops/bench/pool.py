@@ -14,7 +14,7 @@ import numpy as np
 
 from dataplane.engine import EngineRequest, EngineStats, KvHandle
 from dataplane.engines.replay import ReplayEngine, ReplaySettings
-from dataplane.engines.replay_requests import REPLAY_KV_FILE
+from dataplane.engines.replay_memory import REPLAY_KV_FILE
 from dataplane.messages import ModelSpec, Tier
 from dataplane.profile import GpuProfile
 from dataplane.turns.attainment import ServedRequest, service_attainment, token_attainment

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from dataplane.engine import EngineRequest
-from dataplane.engines.preemption import Place
+from dataplane.engines.kv import Place
 from dataplane.engines.torch.host_models import HostModels
 from dataplane.engines.torch.kv import SequenceKv
 from dataplane.engines.torch.pooled import kv_shape

@@ -241,9 +241,21 @@ def show_status(context: typer.Context, as_json: AsJson = False) -> None:
             ("batches", _counts(status["batches"])),
             ("queue", f"{status['requests_waiting']} waiting, {status['requests_running']} running"),
             ("plan in force", None if plan is None else f"{plan['id']} ({plan['status']})"),
+            ("last planned", _planning_words(status["planning"])),
             ("fleet index", status["fleet_index"]),
         ]
     )
+
+
+def _planning_words(planning: dict[str, Any] | None) -> str | None:
+    if planning is None:
+        return None
+    words = f"{planning['id']} is {planning['state']}"
+    if planning["state"] == "failed":
+        return f"{words}, the plan in force stays: {planning['reason']}"
+    if planning["state"] == "draft":
+        return f"{words} and waits for an operator: {planning['approval_reason']}"
+    return words
 
 
 def _counts(by_state: dict[str, int]) -> str:

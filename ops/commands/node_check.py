@@ -1,11 +1,11 @@
 """`node check`: does a pooled slot on this machine make the tokens that transformers makes?"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -51,7 +51,8 @@ def check_node(
     \b
     The slot holds the largest model and hardly more, and KV for little more than one request, so that models switch
     and KV is swapped all the time. A token that differs is a mismatch unless the two are nearly tied in the
-    reference; such ties are counted. The status is 1 if there was a mismatch.
+    reference, or two experts are for their place; such ties are counted. Logits are reported and must keep the bounds
+    below the table. The status is 1 if there was a mismatch.
 
     \b
     Example:
@@ -89,7 +90,13 @@ def _progress() -> Iterator["Told"]:
         yield told
 
 
+def _shares(row: Mapping[str, Any], name: str) -> str:
+    return f"{row['logits'][name]:.1g} ({row['spread'][name]:.1g})"
+
+
 def _show(report: "CheckReport") -> None:
+    from ops.interleaving import SPREADS_MAX  # noqa: PLC0415 - torch is heavy
+
     columns: Columns = {
         "model": "model",
         "architecture": "architecture",
@@ -98,9 +105,11 @@ def _show(report: "CheckReport") -> None:
         "window": "window_tokens",
         "tokens": "tokens",
         "equal": lambda row: not row["mismatches"],
-        "ties": "ties",
+        "ties (routers)": lambda row: f"{row['ties']} ({row['router_ties']})",
         "logit difference": lambda row: f"{row['logit_difference']:.2g}",
-        "share (own)": lambda row: f"{row['logit_share']:.1g} ({row['logit_spread']:.1g})",
+        "share (own)": lambda row: _shares(row, "most"),
+        "settled": lambda row: _shares(row, "settled"),
+        "median": lambda row: _shares(row, "median"),
         "switches": "switches",
     }
     settings = report.settings
@@ -115,7 +124,10 @@ def _show(report: "CheckReport") -> None:
             ("KV swapped", f"{report.swapped_out} out, {report.swapped_in} in, {report.recomputed} recomputed"),
             ("left early", f"{report.left} requests"),
             ("a tie", f"logits at most {settings.tolerance:g} of the largest apart"),
+            ("a tie of routers", f"experts at most {settings.router_tolerance:g} of the probability apart"),
             ("share", "of a token's largest logit; own: transformers against itself, the same tokens in one pass"),
+            ("settled", "the same at tokens up to which no routers tie; median: of all tokens"),
+            ("bounds", f"settled and median: {settings.tolerance:g} or {SPREADS_MAX:g} times their own"),
         ]
     )
     for finding in report.models:

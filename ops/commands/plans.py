@@ -9,6 +9,7 @@ from ops.commands.screen import AsJson, Columns, output, print_fields, print_jso
 
 plans = typer.Typer(no_args_is_help=True, help="Plans: how many instances of what, where, for an hour.")
 Origin = Annotated[int | None, typer.Option("--origin-s", min=0, help="Use the forecasts of this Unix time.")]
+Why = Annotated[str, typer.Option("--note", help="Why; it is kept with the plan.")]
 PLAN_TIMEOUT_S = 300.0
 
 
@@ -63,16 +64,24 @@ def list_plans(
 
 
 @plans.command("show")
-def show(context: typer.Context, plan_id: str, as_json: AsJson = False) -> None:
+def show(
+    context: typer.Context,
+    plan_id: str,
+    explain: Annotated[bool, typer.Option("--explain", help="Tell it in words, as an engineer would.")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Show a plan: now, change, why.
 
     \b
     Example:
-      tidepool plan show plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
+      tidepool plan show --explain plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
     """
     with connected(context) as api:
-        answer = api.get(f"/admin/plans/{plan_id}")
-    _show(answer, as_json=as_json)
+        answer = api.get(f"/admin/plans/{plan_id}{'/explanation' if explain else ''}")
+    if explain and not as_json:
+        typer.echo(answer["text"])
+    else:
+        _show(answer, as_json=as_json)
 
 
 @plans.command("apply")
@@ -94,6 +103,74 @@ def apply(
         known = api.get(f"/admin/plans/{plan_id}")["index"] if index is None else index
         answer = api.post(f"/admin/plans/{plan_id}/apply", {"index": known})
     _show(answer, as_json=as_json)
+
+
+@plans.command("inputs")
+def inputs(
+    context: typer.Context,
+    plan_id: str,
+    problem: Annotated[bool, typer.Option("--problem", help="Only the problem, for `tidepool plan solve`.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print what a plan was made from, as JSON: the problem, and the forecasts with what stood in for some.
+
+    \b
+    Example:
+      tidepool plan inputs --problem plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 > problem.json
+    """
+    with connected(context) as api:
+        answer = api.get(f"/admin/plans/{plan_id}/inputs")
+    print_json(answer["problem"] if problem else answer)
+
+
+@plans.command("approve")
+def approve(context: typer.Context, plan_id: str, as_json: AsJson = False) -> None:
+    """Say yes to a plan that waits for an operator: it goes into force. Refused if the fleet has changed since.
+
+    \b
+    Example:
+      tidepool plan approve plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
+    """
+    with connected(context) as api:
+        answer = api.post(f"/admin/plans/{plan_id}/approve")
+    _told(answer, f"plan {plan_id} is in force", as_json=as_json)
+
+
+@plans.command("reject")
+def reject(context: typer.Context, plan_id: str, note: Why = "", as_json: AsJson = False) -> None:
+    """Say no to a draft. The plan in force stays, and the schedule makes no other one of that hour.
+
+    \b
+    Example:
+      tidepool plan reject plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --note "the demand is a load test"
+    """
+    with connected(context) as api:
+        answer = api.post(f"/admin/plans/{plan_id}/reject", {"note": note})
+    _told(answer, f"plan {plan_id} is rejected", as_json=as_json)
+
+
+@plans.command("rollback")
+def roll_back(context: typer.Context, plan_id: str, note: Why = "", as_json: AsJson = False) -> None:
+    """Take the plan in force back: the placement before it is restored, as a plan of its own.
+
+    \b
+    The schedule leaves it alone for its hour. Rolling the new plan back restores what was rolled back.
+
+    \b
+    Example:
+      tidepool plan rollback plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --note "too few in us-east"
+    """
+    with connected(context) as api:
+        answer = api.post(f"/admin/plans/{plan_id}/rollback", {"note": note})
+    restored = answer["plan"]
+    _told(answer, f"plan {restored['id']} is in force: {restored['reason']}", as_json=as_json)
+
+
+def _told(answer: dict[str, Any], words: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json(answer)
+    else:
+        typer.echo(words)
 
 
 def _solve(context: typer.Context, *, dry_run: bool, origin_s: int | None) -> Any:
@@ -121,6 +198,7 @@ def show_plan(answer: dict[str, Any]) -> None:
             ("solver", f"{plan['solver']}, {plan['status']}, gap {gap}, {plan['solve_time_s']:.2f} s"),
             ("objective per hour", plan["objective_per_hour"]),
             ("why", plan["reason"]),
+            *([("needs approval", plan["approval_reason"])] if plan["approval_reason"] else []),
             ("index", answer["index"]),
         ]
     )
@@ -131,9 +209,15 @@ def show_plan(answer: dict[str, Any]) -> None:
         "now": "before",
         "plan": "after",
         "change": lambda row: f"{row['after'] - row['before']:+d}" if row["after"] != row["before"] else "",
+        "held by": "constraint",
+        "cost if not": lambda row: f"{row['cost_if_not']:,.2f}" if row["cost_if_not"] else "",
         "why": "reason",
     }
     print_table("Instances", columns, answer["entries"])
+    for pool in answer["pools"]:
+        names = ", ".join(each["model"] for each in pool["pooled"])
+        place = f"{pool['gpu_type']} in {pool['region']}"
+        output().print(f"pool of {place}: {pool['before']} -> {pool['after']} GPUs for {names}", markup=False)
     for unserved in answer["unserved"]:
         output().print("not served:", _words(unserved), markup=False)
 

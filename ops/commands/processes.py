@@ -13,7 +13,7 @@ from ops.commands.api import CommandError
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (up, demo, api, dispatcher, worker, beat, agent, migrate):
+    for command in (up, demo, api, dispatcher, worker, forecaster, beat, agent, migrate):
         app.command()(command)
 
 
@@ -88,16 +88,29 @@ def dispatcher() -> None:
 
 
 def worker() -> None:
-    """Run a Celery worker: measure, forecast, plan, scale, expire. Settings: TIDEPOOL_*.
+    """Run a Celery worker: measure, plan, scale, expire. Settings: TIDEPOOL_*.
 
     \b
     Example:
       tidepool worker
     """
-    from controlplane.loops.schedule import serve_worker  # noqa: PLC0415 - heavy
+    from controlplane.loops.schedule import MAIN_QUEUE, serve_worker  # noqa: PLC0415 - heavy
 
     with _running():
-        serve_worker()
+        serve_worker(MAIN_QUEUE)
+
+
+def forecaster() -> None:
+    """Run a Celery worker that forecasts; more of them forecast more series an hour. Settings: TIDEPOOL_*.
+
+    \b
+    Example:
+      tidepool forecaster
+    """
+    from controlplane.loops.schedule import FORECAST_QUEUE, serve_worker  # noqa: PLC0415 - heavy
+
+    with _running():
+        serve_worker(FORECAST_QUEUE)
 
 
 def beat() -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print the API's answer as JSON, and nothing else.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, and nothing else.")]
 Columns = Mapping[str, str | Callable[[Mapping[str, Any]], object]]
 """Header -> the field's name, or what to make of a row."""
 

@@ -5,13 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
-from dataplane.engine import Engine
+from dataplane.engine import Engine, EngineRequest
 from dataplane.engines.replay import ReplayEngine, ReplaySettings
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.messages import ModelSpec
 from dataplane.profile import load_gpu_profile
+from tests.dataplane.engines.torch.drive import request
 from tests.dataplane.engines.torch.tiny import save_tiny
 
 CONTEXT_TOKENS = 160
@@ -49,7 +51,7 @@ class Subject:
 _kv_files = count()
 
 
-def torch_subject(folder: Path) -> Subject:
+def torch_subject(folder: Path, *, host_kv_tokens: int = KV_TOKENS) -> Subject:
     """Two tiny models of different architectures, of which the arena holds one, and one that is wider."""
     kv_bytes_per_token = 2 * 3 * 2 * 12 * 4
     block_tokens = 8
@@ -75,7 +77,7 @@ def torch_subject(folder: Path) -> Subject:
     settings = TorchEngineSettings(
         weights_bytes=max(spec.weights_bytes for spec in specs[:2]) + 8 * slab_bytes,  # each part begins a slab
         kv_bytes=KV_TOKENS * kv_bytes_per_token,
-        host_kv_bytes=KV_TOKENS * kv_bytes_per_token,
+        host_kv_bytes=host_kv_tokens * kv_bytes_per_token,
         slab_bytes=slab_bytes,
         block_tokens=block_tokens,
         prefill_tokens_per_step_max=PREFILL_TOKENS_PER_STEP_MAX,
@@ -91,7 +93,7 @@ def torch_subject(folder: Path) -> Subject:
     return Subject(engine=engine, prefiller=prefiller, models=(specs[0], specs[1]), oversized=specs[2], close=close)
 
 
-def replay_subject(_: Path) -> Subject:
+def replay_subject(_: Path, *, host_kv_tokens: int = KV_TOKENS) -> Subject:
     """A 7B and a 13B model, of which the slot's weights hold one."""
 
     def spec(name: str, weights_bytes: int) -> ModelSpec:
@@ -104,7 +106,7 @@ def replay_subject(_: Path) -> Subject:
         profile=load_gpu_profile(PROFILE),
         weights_bytes=30 * 10**9,
         kv_bytes=KV_TOKENS * 2**19,
-        host_kv_bytes=KV_TOKENS * 2**19,
+        host_kv_bytes=host_kv_tokens * 2**19,
         prefill_tokens_per_step_max=PREFILL_TOKENS_PER_STEP_MAX,
         batch_max=4,
     )
@@ -116,4 +118,12 @@ def replay_subject(_: Path) -> Subject:
     )
 
 
-ENGINES: list[Callable[[Path], Subject]] = [torch_subject, replay_subject]
+ENGINES: list[Callable[..., Subject]] = [torch_subject, replay_subject]
+"""Each takes a folder for checkpoints, and `host_kv_tokens`: of how many tokens KV fits in host memory."""
+
+
+def ask(name: str, prompt_tokens: int = 9, **fields: Any) -> EngineRequest:
+    """A request that runs to its 10 tokens; its name decides its prompt."""
+    start = sum(name.encode())
+    prompt = [(start + 7 * n) % 90 + 4 for n in range(prompt_tokens)]
+    return request(name, prompt, **{"max_tokens": 10, "ignore_eos": True, **fields})

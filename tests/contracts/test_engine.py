@@ -1,43 +1,13 @@
 """What every engine must do: one suite, run against each factory of `tests.contracts.engines.ENGINES`."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dataplane.engine import Engine, EngineRequest, KvHandle
 from dataplane.errors import BadRequestError, ContextLengthError, ModelLoadError, UnknownInstanceError
-from tests.contracts.engines import CONTEXT_TOKENS, ENGINES, KV_TOKENS, PREFILL_TOKENS_PER_STEP_MAX, Subject
-from tests.dataplane.engines.torch.drive import drain, request
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where checkpoints are written once for the whole suite."""
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-@pytest.fixture(params=ENGINES, ids=lambda factory: factory.__name__.removesuffix("_subject"))
-def subject(request: pytest.FixtureRequest, checkpoints: Path) -> Iterator[Subject]:
-    made: Subject = request.param(checkpoints)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def engine(subject: Subject) -> Engine:
-    """The subject's engine with instance "a" of the first model."""
-    subject.engine.load("a", subject.models[0])
-    return subject.engine
-
-
-def ask(name: str, prompt_tokens: int = 9, **fields: Any) -> EngineRequest:
-    """A request that runs to its 10 tokens; its name decides its prompt."""
-    start = sum(name.encode())
-    prompt = [(start + 7 * n) % 90 + 4 for n in range(prompt_tokens)]
-    return request(name, prompt, **{"max_tokens": 10, "ignore_eos": True, **fields})
+from tests.contracts.engines import CONTEXT_TOKENS, KV_TOKENS, PREFILL_TOKENS_PER_STEP_MAX, Subject, ask
+from tests.dataplane.engines.torch.drive import drain
 
 
 def test_a_request_ends_after_max_tokens_and_leaves_nothing_behind(engine: Engine) -> None:

@@ -14,13 +14,13 @@ def token_ids(events: Iterable[StreamEvent]) -> list[int]:
     return [token_id for event in events if isinstance(event, Token) for token_id in event.token_ids]
 
 
-def kill(node: Node, kind: str) -> bool:
-    """Kill a worker at work of this kind; False when there is none right now.
+def kill(node: Node, kind: str, *, at_work: bool = True) -> bool:
+    """Kill a worker of this kind, one at work unless told otherwise; False when there is none right now.
 
-    One that dies while it starts or loads, time and again, is another story: its instances fail.
+    One that dies while it starts or loads, time and again, is another story: its instances fail for a while.
     """
     for slot in node.agent.slots:
-        ready = all(slot.is_ready(report.instance_id) for report in node.agent.reports())
+        ready = not at_work or all(slot.is_ready(report.instance_id) for report in node.agent.reports())
         if slot.kind == kind and slot.pid is not None and ready:
             os.kill(slot.pid, signal.SIGKILL)
             return True

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from dataplane import checkpoints
 from dataplane.checkpoints import PROGRESS_EVERY_S, ProgressLog, in_own_thread, local_checkpoint
-from dataplane.memory.fetch import FetchError
+from dataplane.memory.fetch import FetchError, Progress
 from dataplane.settings import SlotSettings
 from tests.dataplane.registry import Registry
 from tests.dataplane.replay_node import Node, desired, instance, running_node, settings
@@ -89,8 +89,45 @@ def test_slots_that_want_the_same_fetch_it_once(registry: Registry, tmp_path: Pa
             assert len({one.folder for one in held if one}) == 1
 
     asyncio.run(scenario())
-    assert len(registry.asked("model.safetensors")) == 1
+    assert len(registry.asked("tokenizer.json")) == 1
+    assert registry.asked("model.safetensors") == [], "a replay needs no weights"
     assert len(list((tmp_path / "here").iterdir())) == 1
+
+
+def test_what_is_fetched_without_weights_is_completed_where_they_are_needed(registry: Registry, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    folder = local_checkpoint(registry.url, tmp_path, lambda *progress: told.append(progress), weights=False)
+    assert not (folder / "model.safetensors").exists()
+    assert told[-1][0] == told[-1][1] < 300_000
+    assert local_checkpoint(registry.url, tmp_path) == folder
+    assert (folder / "model.safetensors").stat().st_size == 300_000
+    assert len(registry.asked("tokenizer.json")) == 1
+
+
+def test_the_state_shows_how_far_a_fetch_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def fetch(source: str, folder: Path, *, progress: Progress, **_: object) -> Path:
+        progress(30, 100)
+        begun.set()
+        assert go_on.wait(60)
+        folder.mkdir(parents=True)
+        return folder
+
+    monkeypatch.setattr(checkpoints, "fetch_checkpoint", fetch)
+
+    async def scenario() -> None:
+        async with running_node(settings(checkpoints_dir=tmp_path)) as node:
+            node.agent.apply(desired(1, instance(path="hf://org/tide")))
+            await node.until(begun.is_set)
+            (slot,) = (await node.client.get("/state")).json()["slots"]
+            assert slot["fetches"] == {"i1": {"done_bytes": 30, "total_bytes": 100}}
+            go_on.set()
+            await node.until(lambda: node.states() == {"i1": "ready"})
+            (slot,) = (await node.client.get("/state")).json()["slots"]
+            assert slot["fetches"] == {}
+
+    asyncio.run(scenario())
 
 
 def test_a_folder_stays_where_it_is() -> None:
@@ -98,7 +135,7 @@ def test_a_folder_stays_where_it_is() -> None:
 
 
 def test_a_source_has_one_readable_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(checkpoints, "fetch_checkpoint", lambda source, folder, progress: folder)
+    monkeypatch.setattr(checkpoints, "fetch_checkpoint", lambda source, folder, **_: folder)
     sources = ["https://a.org/m/", "https://a.org/m", "https://a.org-m", "hf://org/m", "hf://org/m@1", "https://../.."]
     folders = [local_checkpoint(source, tmp_path) for source in sources]
     assert folders[0] == folders[1]

@@ -5,8 +5,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
+from structlog.testing import capture_logs
+
+from dataplane import host_files
 from dataplane.host_files import HostFiles
+from dataplane.memory.model_cache import HostMemoryError
+from dataplane.settings import SlotSettings
 from tests.dataplane.replay_node import settings
 
 
@@ -54,3 +61,31 @@ def test_the_next_agent_removes_what_a_killed_one_left_and_nothing_else(tmp_path
     assert kept.exists()
     alive.close()
     next_one.close()
+
+
+@pytest.mark.parametrize(("free_bytes", "expected"), [(2**20, 2**20), (2**20 - 1, 2**20 - 1), (1, 1)])
+def test_a_cache_larger_than_its_file_system_is_made_smaller_and_that_is_said(
+    free_bytes: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_files, "room_bytes", lambda present, folder: free_bytes)
+    ours = files(tmp_path)
+    with capture_logs() as logs:
+        ours.open()
+    ours.close()
+    assert ours.cache_bytes == expected
+    said = [(line["cache_bytes"], line["free_bytes"], line["folder"]) for line in logs]
+    assert said == ([] if expected == 2**20 else [(2**20, free_bytes, str(tmp_path))])
+
+
+def test_the_kv_of_prefill_slots_lies_beside_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv_bytes = 2**19
+    pair: Any = (SlotSettings(gpus=1, memory_bytes=2**22),) * 2
+    split = settings(cache_dir=tmp_path, split=True, slots=pair, host_kv_bytes=kv_bytes)
+    monkeypatch.setattr(host_files, "room_bytes", lambda present, folder: 2**20)
+    ours = HostFiles(split, "boot")
+    ours.open()
+    assert ours.cache_bytes == 2**20 - kv_bytes
+    ours.close()
+    monkeypatch.setattr(host_files, "room_bytes", lambda present, folder: kv_bytes)
+    with pytest.raises(HostMemoryError, match=f"no room for models: {kv_bytes} bytes are free, and host_kv_bytes"):
+        HostFiles(split, "next").open()

@@ -1,6 +1,6 @@
 """Storms over a pooled node: clients leave, workers die, host memory fills up. Nothing is lost, nothing leaks.
 
-`TIDEPOOL_SOAK_S` says for how long; a few seconds unless it is set.
+`TIDEPOOL_SOAK_S` says for how long; a few seconds unless it is set. The figures are logged (`pytest -rP`).
 """
 
 import asyncio
@@ -11,12 +11,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import structlog
 
 from dataplane.memory.model_cache import HostMemoryError, ModelCache
 from dataplane.messages import Failed, Finished, ModelSpec
 from tests.dataplane.replay_node import Node, running_node
 from tests.dataplane.streams import kill, read, token_ids
 from tests.dataplane.test_torch_node import body, calm_tokens, checkpoint, instances, torch_settings
+
+log = structlog.get_logger()
 
 SOAK_S = float(os.environ.get("TIDEPOOL_SOAK_S", "8"))
 LAYERS = {"tide": 3, "ebb": 2, "flow": 4, "neap": 3}
@@ -45,7 +48,7 @@ class Storm:
             events_max = chance.choice((None, None, chance.randrange(1, 30)))
             events = await read(self.node, body(f"s{time.monotonic_ns()}", seed, name), events_max=events_max)
             if isinstance(events[0], Failed):
-                assert events[0].status == 503, events[0]
+                assert events[0].status in (409, 503), events[0]
                 self.seen["refused"] += 1
                 await asyncio.sleep(0.05)
                 continue
@@ -59,10 +62,16 @@ class Storm:
                 self.seen["left"] += 1
 
     async def killer(self, chance: random.Random) -> None:
-        """Kill a worker every few seconds."""
+        """Kill a worker every few seconds: mostly one at work, now and then one that starts or loads; then none until
+        all are at work again, or a slow machine would do nothing but start workers.
+        """
         while not self.over:
             await asyncio.sleep(chance.uniform(1.0, 6.0))
-            self.seen["killed"] += kill(self.node, chance.choice(("prefill", "decode")))
+            at_work = chance.random() < 0.8
+            killed = kill(self.node, chance.choice(("prefill", "decode")), at_work=at_work)
+            self.seen["killed_at_work" if at_work else "killed_at_any_time"] += killed
+            if killed and not at_work:
+                await self.node.until(lambda: self.over or set(self.node.states().values()) == {"ready"})
 
     async def filler(self, chance: random.Random, cache: ModelCache, largest_bytes: int) -> None:
         """Take host memory away from the node for a while."""
@@ -89,11 +98,17 @@ def test_nothing_is_lost_and_nothing_leaks(tmp_path: Path) -> None:
     calm = dict(zip(SEEDS, calm_tokens(specs, SEEDS), strict=True))
     largest_bytes = max(spec.weights_bytes for spec in specs)
     settings = torch_settings(2, split=True, cache_dir=tmp_path / "host").model_copy(
-        update={"cache_bytes": 3 * largest_bytes, "load_retry_s": 0.2, "slab_bytes": 2**15}
+        update={
+            "cache_bytes": 3 * largest_bytes,
+            "load_retry_s": 0.2,
+            "slab_bytes": 2**15,
+            "worker_wait_max_s": 3600.0,  # a request may wait for many a worker here, on a slow machine
+        }
     )
 
     async def scenario() -> None:
         async with running_node(settings) as node:
+            node.client.timeout = 600.0
             await node.hold(1, *instances(specs))
             storm = Storm(node, time.monotonic() + SOAK_S)
             cache = ModelCache(tmp_path / "host" / "models", settings.cache_bytes)
@@ -104,5 +119,7 @@ def test_nothing_is_lost_and_nothing_leaks(tmp_path: Path) -> None:
             assert storm.seen["finished"] > 0, storm.seen
             await node.until(lambda: set(node.states().values()) == {"ready"})
             await node.until(node.idle)
+            restarts = sum(slot.restarts_total for slot in node.agent.slots)
+            log.info("soak over", took_s=SOAK_S, restarts=restarts, switches=node.agent.switches_total, **storm.seen)
 
     asyncio.run(scenario())

@@ -3,11 +3,11 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import TypeVar
 
 from dataplane.engine import EngineRequest
 from dataplane.frames import Add, AskStats, Cancel, Load, Loaded, LoadFailed, Outputs, Refused, Report, Stats, Unload
+from dataplane.host_files import HostFiles
 from dataplane.slots import configure
 from dataplane.worker_link import WorkerLink
 from tests.dataplane.replay_node import model, settings
@@ -23,7 +23,7 @@ def request(request_id: str, max_tokens: int = 3, instance_id: str = "i1") -> En
 
 async def start() -> tuple[WorkerLink, AsyncIterator[Report]]:
     ours = settings()
-    link = await WorkerLink.start(configure(ours, 0, None, Path()))
+    link = await WorkerLink.start(configure(ours, 0, None, HostFiles(ours, "boot")))
     return link, link.reports()
 
 

@@ -2,10 +2,14 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
+from dataplane import worker as worker_module
 from dataplane.engine import EngineOutput, EngineStats
 from dataplane.errors import ModelLoadError
 from dataplane.frames import (
@@ -21,6 +25,7 @@ from dataplane.frames import (
     Stats,
     Unload,
 )
+from dataplane.memory.model_cache import HostMemoryError
 from dataplane.messages import ModelSpec
 from dataplane.worker import Worker
 from tests.dataplane.replay_node import model
@@ -32,6 +37,7 @@ class GatedEngine:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.gates: dict[str, threading.Event] = {}
+        self.full = threading.Event()
         self.working = False
 
     def gate(self, name: str) -> threading.Event:
@@ -42,6 +48,8 @@ class GatedEngine:
         assert self.gate(spec.name).wait(30)
         if spec.name == "broken":
             raise ModelLoadError("no such checkpoint")
+        if spec.name == "large" and self.full.is_set():
+            raise HostMemoryError("large: 7 bytes do not fit: 3 bytes lack; models in use: ebb", lack_bytes=3)
 
     def load(self, instance_id: str, spec: ModelSpec, *, gpus: int = 1) -> None:
         self.calls.append(f"load {instance_id} {spec.name}")
@@ -90,10 +98,11 @@ class Bench:
 
 
 @contextmanager
-def running() -> Iterator[Bench]:
+def running(host_wait_max_s: float = 60.0) -> Iterator[Bench]:
     bench = Bench()
     engine: Any = bench.engine
-    thread = threading.Thread(target=Worker(engine, bench.commands, bench.reports.put).run)
+    worker = Worker(engine, bench.commands, bench.reports.put, host_wait_max_s=host_wait_max_s)
+    thread = threading.Thread(target=worker.run)
     thread.start()
     try:
         yield bench
@@ -150,3 +159,45 @@ def test_unloading_cancels_a_load_whether_it_has_begun_or_not() -> None:
         bench.engine.gate("flood").set()
         assert bench.answer() == Loaded(instance_id="i1", serial=3)
         assert bench.engine.calls == ["prepare tide", "prepare flood", "load i1 flood"]
+
+
+def test_a_load_without_room_lets_others_by_and_comes_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "PREPARE_AGAIN_S", 0.01)
+    with running() as bench:
+        bench.engine.working = True
+        bench.engine.full.set()
+        for name in ("large", "tide"):
+            bench.engine.gate(name).set()
+        bench.tell(load("i1", 1, "large"), load("i2", 2, "tide"))
+        assert bench.answer() == Loaded(instance_id="i2", serial=2)
+        while bench.engine.calls.count("prepare large") < 3:
+            time.sleep(0.01)
+        bench.engine.full.clear()
+        assert bench.answer() == Loaded(instance_id="i1", serial=1)
+
+
+def test_a_load_that_finds_no_room_in_time_fails_by_the_limits_name() -> None:
+    with running(host_wait_max_s=0.1) as bench:
+        bench.engine.full.set()
+        bench.engine.gate("large").set()
+        bench.tell(load("i1", 1, "large"))
+        failed = bench.answer()
+        assert isinstance(failed, LoadFailed)
+        assert failed.error == (
+            "no room in host memory for longer than host_wait_max_s=0.1:"
+            " large: 7 bytes do not fit: 3 bytes lack; models in use: ebb"
+        )
+        bench.engine.full.clear()
+        bench.tell(load("i1", 2, "large"))
+        assert bench.answer() == Loaded(instance_id="i1", serial=2)
+
+
+def test_a_load_that_waits_for_room_can_be_unloaded() -> None:
+    with running() as bench:
+        bench.engine.full.set()
+        bench.engine.gate("large").set()
+        bench.tell(load("i1", 1, "large"))
+        while "prepare large" not in bench.engine.calls:
+            time.sleep(0.01)
+        bench.tell(Unload(instance_id="i1"))
+        assert bench.answer() == LoadFailed(instance_id="i1", serial=1, error="unloaded while it was loading")

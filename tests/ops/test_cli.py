@@ -17,11 +17,13 @@ import typer
 import uvicorn
 
 from controlplane.api.app import make_app
+from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
 from controlplane.store.fleet import join_node
+from controlplane.store.instances import add_instance, set_desired
 from controlplane.store.keys import make_key
 from controlplane.store.session import Database, make_engine
-from controlplane.store.tables import Role
+from controlplane.store.tables import Desired, Instance, Role
 from dataplane.messages import Join, SlotSpec
 from ops.cli import app, main
 from tests.dataplane.registry import Registry
@@ -98,7 +100,7 @@ GROUPS = {path[0] for path in COMMANDS if len(path) == 2}
 
 
 def test_every_command_explains_itself_with_an_example(run: Run) -> None:
-    assert {"up", "demo", "api", "dispatcher", "worker", "beat", "agent", "migrate", "status"} <= {
+    assert {"up", "demo", "api", "dispatcher", "worker", "forecaster", "beat", "agent", "migrate", "status"} <= {
         c[0] for c in COMMANDS
     }
     for path in COMMANDS:
@@ -259,3 +261,83 @@ def test_plans_of_an_empty_fleet(served: Run) -> None:
     assert served("plan", "list", "--json").json["data"] == []
     assert "(404)" in served("plan", "show", "plan_0").err
     assert "(404)" in served("plan", "apply", "plan_0", "--index", 1).err
+    for act in ("approve", "reject", "rollback"):
+        assert "(404)" in served("plan", act, "plan_0").err
+    assert "last planned" in served("status").out
+
+
+def test_a_plan_is_explained_drawn_and_rolled_back(served: Run, tmp_path: Path) -> None:
+    served("region", "add", "us-east")
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
+    folder = write_checkpoint(tmp_path / "tiny")
+    served("model", "add", "m", "--path", folder, "--tokens-per-s", "H800=1200", "--region", "us-east")
+    minute_s = int(time.time()) // 60 * 60
+    lines = ["start_s,region,model,tokens_per_s", *(f"{minute_s - 60 * n},us-east,m,{n}" for n in range(1, 90))]
+    (tmp_path / "day.csv").write_text("\n".join(lines))
+    served("demand", "import", tmp_path / "day.csv")
+    made = [served("plan", "create", "--json").json["plan"]["id"]]
+    assert "(409)" in served("plan", "rollback", made[0]).err
+    assert served("plan", "approve", made[0]).out == f"plan {made[0]} is in force\n"
+    told = served("plan", "show", "--explain", made[0]).out
+    assert "What was expected\n  1 endpoint from" in told
+    assert "- m in all regions: " in told, "there is no node, and so no place"
+    drawn = served("plan", "plot", made[0], tmp_path / "plan.png", "--json").json
+    assert (drawn["drawn"], drawn["endpoints"]) == (1, 1)
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    assert "no endpoint" in served("plan", "plot", made[0], tmp_path / "plan.png", "--model", "x").err
+    assert "must end in" in served("plan", "plot", made[0], tmp_path / "plan.doc").err
+    made.append(served("plan", "create", "--json").json["plan"]["id"])
+    assert served("plan", "reject", made[1], "--note", "no", "--json").json["plan"]["state"] == "rejected"
+    made.append(served("plan", "create", "--json").json["plan"]["id"])
+    assert served("plan", "apply", made[2]).status == 0
+    back = served("plan", "rollback", made[2], "--note", "too few").out
+    assert f"takes back plan {made[2]}" in back
+    restored = back.split()[1]
+    assert "Approved by admin" in served("plan", "show", "--explain", restored).out
+    problem = json.loads(served("plan", "inputs", "--problem", made[2]).out)
+    assert problem["regions"] == ["us-east"]
+
+
+def test_pins(served: Run, tmp_path: Path) -> None:
+    served("region", "add", "us-east")
+    served("model", "add", "org/m", "--path", write_checkpoint(tmp_path / "tiny"), "--region", "us-east")
+    until = time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime(time.time() + 86_400))
+    add = ("pin", "add", "org/m", "us-east", "--instances", 4)
+    assert "launch" not in served(*add, "--until", until, "--note", "launch week").out
+    row = served("pin", "list", "--json").json["data"][0]
+    assert (row["instances"], row["note"], row["until"][:16]) == (4, "launch week", until[:16])
+    assert "launch week" in served("pin", "list").out
+    assert "(409)" in served(*add, "--until", until).err
+    assert served(*add, "--until", "friday").status == 2
+    assert "not in the future" in served(*add, "--until", "2020-01-01").err
+    assert "is pinned no more" in served("pin", "remove", row["id"]).out
+    assert served("pin", "list").out == "Pins: none\n"
+    assert row["id"] in served("pin", "list", "--all").out
+
+
+def test_spot(served: Run, tmp_path: Path, database: Database) -> None:
+    served("region", "add", "us-east")
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
+    served("model", "add", "org/m", "--path", write_checkpoint(tmp_path / "tiny"), "--region", "us-east")
+    slot = SlotSpec(gpus=1, memory_bytes=2**30)
+    join = Join(node="n-1", region="us-east", gpu_type="H800", url="http://x", slots=(slot,), engine="replay")
+    assert served("spot", "list").out == "Spot instances: none\n"
+    with database.transaction() as session:
+        join_node(session, join)
+        made = add_instance(session, model="org/m", region="us-east", gpu_type="H800", node="n-1", slot=0, gpus=1)
+        session.flush()
+        set_desired(session, [made.id], Desired.SPOT)
+        session.get_one(Instance, made.id).observed = InstanceState.SPOT
+        held = made.id
+    lease = ("spot", "lease", held, "--holder", "lab")
+    assert f"{held} is leased to lab until" in served(*lease).out
+    row = served("spot", "list", "--json").json["data"][0]
+    assert (row["instance_id"], row["lease"]["holder"], row["ready"]) == (held, "lab", True)
+    assert "lab" in served("spot", "list").out
+    assert "(409)" in served(*lease).err
+    assert "must be from 60 to 86400" in served(*lease, "--duration-s", 5).err
+    assert served("spot", "lease", held).status == 2
+    assert served("spot", "return", held, "--json").json["end_reason"] == "returned"
+    assert "nobody leases" in served("spot", "return", held).err
+    assert served(*lease, "--duration-s", 60, "--json").json["holder"] == "lab"
+    assert served("spot", "return", held).out == f"{held} is returned\n"

@@ -1,13 +1,15 @@
 """The demo's eyes on its pooled node: turns drawn as they were, and no broken promise overlooked."""
 
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from ops import demo_pool
 from ops.demo_fleet import POOL_REGION
-from ops.demo_pool import TOKENS, Seen, check, timeline
+from ops.demo_pool import TOKENS, Seen, check, follow, timeline
 from ops.demo_stage import DemoError, Said
 
 SAID = Said(region=POOL_REGION.name, began_s=0.0, first_s=0.1, ended_s=1.0, tokens=TOKENS, text="so it is")
@@ -52,3 +54,40 @@ def test_kept_promises_pass() -> None:
 def test_broken_promises_are_named(broken: Seen, words: str) -> None:
     with pytest.raises(DemoError, match=words):
         check(broken)
+
+
+def slot_state(*resident: str, arriving: tuple[str, ...] = (), left: int = 0) -> dict[str, Any]:
+    return {
+        "pool": {"arriving_models": list(arriving), "turns": []},
+        "resident_models": list(resident),
+        "instances": [{"remaining_tokens": left}],
+    }
+
+
+BETWEEN_WORKERS: dict[str, Any] = {"pool": None, "resident_models": [], "instances": []}
+
+
+def test_a_worker_that_is_replaced_meanwhile_is_waited_for() -> None:
+    answer: Future[Said] = Future()
+    states = [slot_state("ebb", arriving=("flood",), left=9), BETWEEN_WORKERS, BETWEEN_WORKERS, slot_state(left=2)]
+    states.append(slot_state("ebb"))
+    looks: list[int] = []
+
+    def look() -> dict[str, Any]:
+        looks.append(len(looks))
+        if len(looks) == 2:
+            answer.set_result(SAID)
+        return states[len(looks) - 1]
+
+    last, resident_most = follow(look, [answer], lambda ended: None)
+    assert (last, resident_most, len(looks)) == (states[-1], 2, 5)
+    lines = Console(width=132)
+    with lines.capture() as captured:
+        lines.print(timeline(replace(SEEN, slot=last)))
+    assert "the worker was replaced" in captured.get()
+
+
+def test_a_worker_that_never_comes_back_ends_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_pool, "_WAIT_S", 0.1)
+    with pytest.raises(DemoError, match=r"0 of 1 streams on .* ended within 0.1 s"):
+        follow(lambda: BETWEEN_WORKERS, [Future()], lambda ended: None)

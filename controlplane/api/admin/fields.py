@@ -34,6 +34,8 @@ Tenant = Annotated[str, Field(pattern=_NAME, examples=["default"])]
 CheckpointPath = Annotated[str, Field(pattern=_CHECKPOINT, max_length=4096, examples=["/models/qwen3-8b"])]
 Architecture = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$", examples=["Qwen3ForCausalLM"])]
 
+Note = Annotated[str, Field(max_length=500, pattern=_TEXT)]
+
 PositiveInt = Annotated[int, Field(strict=True, gt=0, le=INT64_MAX)]
 Count = Annotated[int, Field(strict=True, ge=0, le=100_000)]
 PositiveNumber = Annotated[float, Field(strict=True, gt=0, le=1e15, allow_inf_nan=False)]
@@ -43,6 +45,8 @@ RegionPath = Annotated[RegionName, Path(description="the region's name")]
 GpuTypePath = Annotated[GpuTypeName, Path(description="the GPU type's name")]
 ModelPath = Annotated[ModelName, Path(description="the model's name; it may contain '/'")]
 NodePath = Annotated[str, Path(pattern=r"^[^\x00/]{1,200}$", examples=["node-us-east-1"])]
+PinPath = Annotated[str, Path(pattern=r"^[^\x00/]{1,64}$", examples=["pin_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
+PlanPath = Annotated[str, Path(pattern=r"^[^\x00/]{1,64}$", examples=["plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
 KeyPath = Annotated[str, Path(pattern=r"^[^\x00/]{1,64}$", examples=["key_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
 
 Limit = Annotated[int, Query(ge=1, le=PAGE_MAX, description="rows of a page")]

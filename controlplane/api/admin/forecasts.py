@@ -44,6 +44,6 @@ def list_forecasts(
     origin_s: Annotated[int | None, Query(ge=0, le=TIME_S_MAX, description="none: the newest")] = None,
 ) -> Forecasts:
     """By model and region."""
-    rows = read_forecasts(session, origin_s=origin_s)
+    rows = read_forecasts(session, origin_s=origin_s, with_candidates=True)
     data = [Forecast.model_validate(row) for row in rows]
     return Forecasts(origin_s=data[0].origin_s if data else origin_s, data=data)

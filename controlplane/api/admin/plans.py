@@ -6,21 +6,23 @@ from typing import Any
 
 from fastapi import APIRouter, BackgroundTasks
 from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy.orm import Session
 
-from controlplane.api.admin.fields import TIME_S_MAX, After, Answer, Limit, PageOf, page_of
+from controlplane.api.admin.fields import TIME_S_MAX, After, Answer, Limit, Note, PageOf, PlanPath, page_of
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep, StateDep
-from controlplane.errors import CapacityError, InvalidValueError
-from controlplane.loops.plan import draft_plan
+from controlplane.errors import CapacityError, InvalidValueError, NotFoundError
+from controlplane.loops.draft import DraftOf
+from controlplane.loops.explain import explanation_of
+from controlplane.loops.plan import draft_plan, hour_nearest
 from controlplane.loops.schedule import enqueue
 from controlplane.store import plans
 from controlplane.store.demand import latest_demand_s
 from controlplane.store.keys import record
-from controlplane.store.tables import Plan, PlanEntry
+from controlplane.store.plan_tables import Plan, PlanEntry
 
 router = APIRouter(tags=["admin: plans"], route_class=IdempotentRoute)
-_HOUR_S = 3600
 
 
 class PlanView(Answer):
@@ -32,19 +34,23 @@ class PlanView(Answer):
     window_start_s: int = Field(description="Unix time at which the planned hour begins")
     fleet_index: int = Field(description="the fleet's index the plan was made at")
     solver: str = Field(examples=["highs"])
-    status: str = Field(description="optimal, time_limit or failed")
+    status: str = Field(description="optimal, bounded, time_limit, failed, or restored by a rollback")
     objective_per_hour: float | None
     bound_per_hour: float | None
     gap: float | None
     solve_time_s: float
     reason: str
+    approval_reason: str | None = Field(description="why it waits, or waited, for an operator; null: it need not")
+    approved_by: str | None = Field(description="an operator, or 'automatic'")
+    approved_at: datetime | None
+    previous_plan_id: str | None = Field(description="the plan in force before this one; a rollback goes back to it")
     created_by: str
     created_at: datetime | None
     applied_at: datetime | None
 
 
 class EntryView(Answer):
-    """One cell: instances now and then, and why."""
+    """One cell: instances now and then, why, what makes the count necessary, and what not changing it would cost."""
 
     model: str
     region: str
@@ -52,6 +58,8 @@ class EntryView(Answer):
     before: int
     after: int
     reason: str
+    constraint: str = Field(examples=["home"])
+    cost_if_not: float = Field(description="per hour; 0 where nothing changes")
 
 
 class PlanWhole(BaseModel):
@@ -60,6 +68,7 @@ class PlanWhole(BaseModel):
     plan: PlanView
     entries: list[EntryView]
     unserved: list[Any]
+    pools: list[Any] = Field(description="pool GPUs by region and GPU type, with the endpoints each serves")
     index: int = Field(description="send this when applying")
 
 
@@ -80,6 +89,26 @@ class Apply(BaseModel):
     index: int = Field(ge=0)
 
 
+class Remark(BaseModel):
+    """Why an operator does this."""
+
+    model_config = ConfigDict(extra="forbid")
+    note: Note = ""
+
+
+class Inputs(BaseModel):
+    """What a plan was made from."""
+
+    problem: Any = Field(description="the fleet, the demand and the settings, as `tidepool plan solve` reads them")
+    forecasts: Any = Field(description="the origin, the quantile, and each series with what stood in for a forecast")
+
+
+class Explanation(BaseModel):
+    """A plan in words."""
+
+    text: str
+
+
 class Run(BaseModel):
     """When to forecast from."""
 
@@ -97,10 +126,9 @@ class Started(BaseModel):
 
 @router.post("/forecasts/run", status_code=202, summary="Forecast every series now")
 def run_forecasts(body: Run, session: SessionDep, caller: Operator) -> Started:
-    """Starts one task for each series."""
+    """Starts tasks of some series each, for all workers."""
     origin_s = body.origin_s
-    if origin_s is not None and origin_s > time.time():
-        raise InvalidValueError(f"origin_s: {origin_s} is in the future", param="origin_s")
+    _require_past(origin_s, time.time())
     if origin_s is None:
         known_s = latest_demand_s(session)
         minute_s = int(time.time()) // 60 * 60
@@ -115,15 +143,10 @@ def run_forecasts(body: Run, session: SessionDep, caller: Operator) -> Started:
 def create_plan(body: NewPlan, state: StateDep, session: SessionDep, caller: Operator) -> PlanWhole:
     """A dry run writes nothing; otherwise the plan waits as a draft to be applied."""
     now_s = time.time()
-    draft = draft_plan(
-        state.database,
-        state.settings,
-        now_s=now_s,
-        window_start_s=int(now_s) // _HOUR_S * _HOUR_S,
-        origin="operator",
-        created_by=caller.name,
-        origin_s=body.origin_s,
-    )
+    _require_past(body.origin_s, now_s)
+    of = DraftOf(window_start_s=hour_nearest(now_s), origin="operator", created_by=caller.name)
+    keep = not body.dry_run
+    draft = draft_plan(state.database, state.settings, of, now_s=now_s, origin_s=body.origin_s, keep_forecasts=keep)
     if not body.dry_run:
         plans.add_plan(session, draft.plan, draft.entries)
         record(session, actor=caller.name, action="plan.create", subject=draft.plan.id)
@@ -138,20 +161,76 @@ def list_plans(session: SessionDep, _: Viewer, limit: Limit = 20, after: After =
 
 
 @router.get("/plans/{plan_id}", summary="A plan")
-def get_plan(plan_id: str, session: SessionDep, _: Viewer) -> PlanWhole:
+def get_plan(plan_id: PlanPath, session: SessionDep, _: Viewer) -> PlanWhole:
     """With its cells."""
-    return _whole(plans.get_plan(session, plan_id), plans.entries_of(session, plan_id))
+    return _whole_of(session, plans.get_plan(session, plan_id))
+
+
+@router.get("/plans/{plan_id}/inputs", summary="What a plan was made from")
+def get_inputs(plan_id: PlanPath, session: SessionDep, _: Viewer) -> Inputs:
+    """The problem and the forecasts. 404 for a plan that no solver made, or that is older than this record."""
+    inputs = plans.inputs_of(session, plan_id)
+    if inputs is None:
+        raise NotFoundError(f"plan '{plan_id}' has no inputs", param="plan_id")
+    return Inputs.model_validate(inputs)
+
+
+@router.get("/plans/{plan_id}/explanation", summary="A plan in words")
+def get_explanation(plan_id: PlanPath, session: SessionDep, _: Viewer) -> Explanation:
+    """What was expected, what binds, what changes and why, what is not served, and how sure all that is."""
+    return Explanation(text=explanation_of(session, plan_id))
 
 
 @router.post("/plans/{plan_id}/apply", summary="Apply a plan")
 def apply_plan(
-    plan_id: str, body: Apply, session: SessionDep, caller: Operator, after_commit: BackgroundTasks
+    plan_id: PlanPath, body: Apply, session: SessionDep, caller: Operator, after_commit: BackgroundTasks
 ) -> PlanWhole:
     """Puts the plan in force; a fleet that has changed since answers 409 `stale_index`."""
-    plan = plans.apply_plan(session, plan_id, index=body.index)
+    plan = plans.apply_plan(session, plan_id, index=body.index, now_s=time.time(), approved_by=caller.name)
     record(session, actor=caller.name, action="plan.apply", subject=plan_id, after={"index": body.index})
     after_commit.add_task(enqueue, "scale")
-    return _whole(plan, plans.entries_of(session, plan_id))
+    return _whole_of(session, plan)
+
+
+@router.post("/plans/{plan_id}/approve", summary="Approve a plan that waits")
+def approve_plan(plan_id: PlanPath, session: SessionDep, caller: Operator, after_commit: BackgroundTasks) -> PlanWhole:
+    """Puts the plan in force if the fleet is still the one it was made for; else 409 `stale_index`."""
+    plan = plans.approve_plan(session, plan_id, now_s=time.time(), approved_by=caller.name)
+    record(session, actor=caller.name, action="plan.approve", subject=plan_id, after={"index": plan.fleet_index})
+    after_commit.add_task(enqueue, "scale")
+    return _whole_of(session, plan)
+
+
+@router.post("/plans/{plan_id}/reject", summary="Reject a plan that waits")
+def reject_plan(plan_id: PlanPath, body: Remark, session: SessionDep, caller: Operator) -> PlanWhole:
+    """The plan in force stays, and the schedule makes no other one of that hour."""
+    plan = plans.reject_plan(session, plan_id, rejected_by=caller.name, note=body.note)
+    record(session, actor=caller.name, action="plan.reject", subject=plan_id, after={"note": body.note})
+    return _whole_of(session, plan)
+
+
+@router.post("/plans/{plan_id}/rollback", summary="Roll the plan in force back")
+def roll_back_plan(
+    plan_id: PlanPath, body: Remark, session: SessionDep, caller: Operator, after_commit: BackgroundTasks
+) -> PlanWhole:
+    """Restores the placement before it, as a new plan in force. The schedule leaves that alone for its hour. 409 where
+    the plan is not in force or nothing was before it.
+    """
+    window_start_s = hour_nearest(time.time())
+    plan = plans.roll_back(session, plan_id, window_start_s=window_start_s, by=caller.name, note=body.note)
+    after = {"restored_as": plan.id, "note": body.note}
+    record(session, actor=caller.name, action="plan.rollback", subject=plan_id, after=after)
+    after_commit.add_task(enqueue, "scale")
+    return _whole_of(session, plan)
+
+
+def _require_past(origin_s: int | None, now_s: float) -> None:
+    if origin_s is not None and origin_s > now_s:
+        raise InvalidValueError(f"origin_s: {origin_s} is in the future", param="origin_s")
+
+
+def _whole_of(session: Session, plan: Plan) -> PlanWhole:
+    return _whole(plan, plans.entries_of(session, plan.id))
 
 
 def _whole(plan: Plan, entries: list[PlanEntry]) -> PlanWhole:
@@ -159,5 +238,6 @@ def _whole(plan: Plan, entries: list[PlanEntry]) -> PlanWhole:
         plan=PlanView.model_validate(plan),
         entries=[EntryView.model_validate(entry) for entry in entries],
         unserved=plan.unserved,
+        pools=plan.pools,
         index=plan.fleet_index,
     )

@@ -35,6 +35,16 @@ class PlanStatus(Answer):
     reason: str
 
 
+class PlanningStatus(Answer):
+    """The schedule's newest plan. One that failed, or waits, leaves the plan in force as it was."""
+
+    id: str
+    state: str = Field(examples=["draft"])
+    window_start_s: int
+    reason: str
+    approval_reason: str | None = Field(description="why it waits, or waited, for an operator")
+
+
 class Status(BaseModel):
     """The whole fleet at one moment."""
 
@@ -47,6 +57,7 @@ class Status(BaseModel):
     requests_waiting: int = Field(description="batch requests in the queue")
     requests_running: int = Field(description="batch requests that a dispatcher holds")
     plan: PlanStatus | None
+    planning: PlanningStatus | None
 
 
 @router.get("/status", summary="How the fleet is")
@@ -63,4 +74,5 @@ def get_status(session: SessionDep, state: StateDep, _: Viewer) -> Status:
         requests_waiting=summary.requests_waiting,
         requests_running=summary.requests_running,
         plan=None if summary.plan is None else PlanStatus.model_validate(summary.plan),
+        planning=None if summary.scheduled is None else PlanningStatus.model_validate(summary.scheduled),
     )

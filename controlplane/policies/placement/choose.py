@@ -1,27 +1,39 @@
 """The hourly placement of models on GPUs (SageServe 5): how many instances of what, where, and why.
 
-`choose_placement` builds the integer program, lets a solver answer it and puts the answer into words. It never fails
-for want of GPUs: what cannot be served is listed. If no solver answers, the present instances stay.
+`choose_placement` lays the facts out, has the problem solved and puts the answer into words: a small problem by one
+integer program, a large one by prices. It never fails for want of GPUs: what cannot be served is listed. If no solver
+answers, the present instances stay.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import replace
 
-from controlplane.policies.facts import Endpoint, EndpointGpu
-from controlplane.policies.placement.facts import (
+from controlplane.policies.facts import Endpoint, ModelGpu
+from controlplane.policies.placement.cost import complaints_of, fleet_cost, gap_of, grid_cost
+from controlplane.policies.placement.decision import (
     Placement,
     PlacementEntry,
-    PlacementFacts,
-    PlacementSettings,
     PlacementStatus,
+    PooledEndpoint,
+    PoolSize,
 )
-from controlplane.policies.placement.program import Program, build_program
+from controlplane.policies.placement.decomposition import PriceSettings, solve_grid
+from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
+from controlplane.policies.placement.grid import Grid, grid_of
+from controlplane.policies.placement.marginal import Marginals
+from controlplane.policies.placement.program import Answer, build_program
 from controlplane.policies.placement.reasons import Explanation
 from controlplane.policies.placement.solvers import SOLVERS, Solve, Solved, SolverError, solve_first
 
 
 def choose_placement(
-    facts: PlacementFacts, now_s: float, settings: PlacementSettings, *, solvers: tuple[Solve, ...] = SOLVERS
+    facts: PlacementFacts,
+    now_s: float,
+    settings: PlacementSettings,
+    *,
+    solvers: tuple[Solve, ...] = SOLVERS,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Placement:
     """Place the coming hour.
 
@@ -29,60 +41,168 @@ def choose_placement(
         facts: the fleet and the demand. Their order does not matter.
         now_s: Unix time; only noted in the answer.
         settings: see PlacementSettings.
-        solvers: asked in this order until one answers.
+        solvers: of the integer program, asked in this order until one answers.
+        should_stop: asked now and then while solving by prices; True ends it with what there is.
 
     Returns:
         The plan. Its status is "failed", with the reason and the present placement, if no solver answered.
     """
-    program = build_program(facts, settings)
-    if not program.problem.variables():
-        nothing = Solved(
-            status=PlacementStatus.OPTIMAL,
-            solver="none",
-            objective=0.0,
-            bound=0.0,
-            gap=0.0,
-            reason="no demand, no minimum and no instances: nothing to place",
-        )
-        return _placement(facts, now_s, settings, program, nothing)
+    grid = grid_of(facts, settings)
+    if not grid.cells and not grid.options:
+        return _described(facts, now_s, settings, grid, Answer(counts={}), _nothing_to_place(grid))
     try:
-        solved = solve_first(program.problem, settings, settings.gap * program.least_cost_per_hour, solvers)
+        answer, solved = _solve(grid, settings, solvers, should_stop)
     except SolverError as error:
         return _unchanged(facts, now_s, str(error))
-    return _placement(facts, now_s, settings, program, solved)
+    return _described(facts, now_s, settings, grid, answer, solved)
 
 
-def _placement(
-    facts: PlacementFacts, now_s: float, settings: PlacementSettings, program: Program, solved: Solved
+def _nothing_to_place(grid: Grid) -> Solved:
+    return Solved(
+        status=PlacementStatus.OPTIMAL,
+        solver="none",
+        bound=grid_cost(grid, {}, frozenset(), {}),
+        said="no instances, and nothing that could be placed",
+    )
+
+
+def _solve(
+    grid: Grid, settings: PlacementSettings, solvers: tuple[Solve, ...], should_stop: Callable[[], bool]
+) -> tuple[Answer, Solved]:
+    """Solve by the integer program where it is small; by prices where it is large, or was not proven in time.
+
+    Raises:
+        SolverError: no solver answered, or its answer does not fit.
+    """
+    if len(grid.cells) + len(grid.options) > settings.exact_cells_max:
+        return _by_prices(grid, settings, should_stop)
+    answer, solved = _exactly(grid, settings, solvers)
+    if solved.status == PlacementStatus.OPTIMAL:
+        return answer, solved
+    other, priced = _by_prices(grid, settings, should_stop)
+    bound = max(each.bound for each in (solved, priced) if each.bound is not None)
+    cut_off = solved.status
+    if _objective(grid, other) < _objective(grid, answer):
+        answer, solved = other, replace(priced, said=f"{solved.said}; better by prices: {priced.said}")
+    return answer, replace(solved, bound=bound, status=_status(grid, settings, answer, bound, cut_off))
+
+
+def _exactly(grid: Grid, settings: PlacementSettings, solvers: tuple[Solve, ...]) -> tuple[Answer, Solved]:
+    program = build_program(grid)
+    solved = solve_first(program.problem, settings, settings.gap * program.least_cost_per_hour, solvers)
+    return _fitting(grid, program.answer(), solved.solver), solved
+
+
+def _by_prices(grid: Grid, settings: PlacementSettings, should_stop: Callable[[], bool]) -> tuple[Answer, Solved]:
+    priced = solve_grid(grid, settings.gap, PriceSettings(), should_stop)
+    answer = _fitting(
+        grid, Answer(counts=priced.counts, pooled=priced.pooled, pool_gpus=priced.pool_gpus), solver="prices"
+    )
+    otherwise = PlacementStatus.TIME_LIMIT if should_stop() else PlacementStatus.BOUNDED
+    status = _status(grid, settings, answer, priced.bound, otherwise)
+    return answer, Solved(status=status, solver="prices", bound=priced.bound, said=priced.reason)
+
+
+def _fitting(grid: Grid, answer: Answer, solver: str) -> Answer:
+    complaints = complaints_of(grid, answer.counts, answer.pooled, answer.pool_gpus)
+    if complaints:
+        raise SolverError(f"{solver} answered what does not fit: {'; '.join(complaints)}")
+    return answer
+
+
+def _objective(grid: Grid, answer: Answer) -> float:
+    return grid_cost(grid, answer.counts, answer.pooled, answer.pool_gpus)
+
+
+def _status(
+    grid: Grid, settings: PlacementSettings, answer: Answer, bound: float, otherwise: PlacementStatus
+) -> PlacementStatus:
+    gap = gap_of(_objective(grid, answer), bound, fleet_cost(grid, answer.counts, answer.pool_gpus))
+    return PlacementStatus.OPTIMAL if gap <= settings.gap else otherwise
+
+
+def _described(
+    facts: PlacementFacts, now_s: float, settings: PlacementSettings, grid: Grid, answer: Answer, solved: Solved
 ) -> Placement:
-    after = {cell.key: round(program.counts[cell.key].varValue or 0.0) for cell in program.cells}
-    explanation = Explanation(facts, settings, program.cells, after)
+    objective = _objective(grid, answer)
+    gpu_cost = fleet_cost(grid, answer.counts, answer.pool_gpus)
+    bound = None if solved.bound is None else min(solved.bound, objective)
+    gap = None if bound is None else gap_of(objective, bound, gpu_cost)
+    proven = "" if gap is None else f", proven within {100 * gap:.3f} % of the fleet's cost"
+    explanation = Explanation(facts, settings, grid, answer)
+    marginals = Marginals(grid, answer)
     return Placement(
         at_s=now_s,
         status=solved.status,
         solver=solved.solver,
-        objective_per_hour=solved.objective,
-        bound_per_hour=solved.bound,
-        gap=solved.gap,
-        gpu_cost_per_hour=math.fsum(cell.price_per_hour * after[cell.key] for cell in program.cells),
-        entries=tuple(
-            PlacementEntry(
+        objective_per_hour=objective,
+        bound_per_hour=bound,
+        gap=gap,
+        gpu_cost_per_hour=gpu_cost,
+        entries=_entries(grid, answer, explanation, marginals),
+        unserved=explanation.unserved(),
+        below_minimum=explanation.below_minimum(),
+        reason=f"{solved.said}{proven}",
+        pools=_pools(grid, answer),
+        pooled=_pooled(grid, answer, explanation, marginals),
+    )
+
+
+def _entries(grid: Grid, answer: Answer, explanation: Explanation, marginals: Marginals) -> tuple[PlacementEntry, ...]:
+    entries = []
+    for cell in grid.cells:
+        after = answer.counts.get(cell.key, 0)
+        if cell.present or after:
+            reason, constraint = explanation.of_cell(cell)
+            entry = PlacementEntry(
                 endpoint=cell.endpoint,
                 gpu_type=cell.key.gpu_type,
                 before=cell.present,
-                after=after[cell.key],
-                reason=explanation.of_cell(cell),
+                after=after,
+                reason=reason,
+                constraint=constraint,
+                cost_if_not=marginals.of_cell(cell),
             )
-            for cell in program.cells
-            if cell.present or after[cell.key]
-        ),
-        unserved=explanation.unserved(),
-        below_minimum=explanation.below_minimum(),
-        reason=solved.reason,
+            entries.append(entry)
+    return tuple(entries)
+
+
+def _pools(grid: Grid, answer: Answer) -> tuple[PoolSize, ...]:
+    return tuple(
+        PoolSize(region=row.place.region, gpu_type=row.place.gpu_type, before=row.pool_before, after=after)
+        for row in grid.places
+        if (after := answer.pool_gpus.get(row.place, 0)) or row.pool_before
+    )
+
+
+def _pooled(grid: Grid, answer: Answer, explanation: Explanation, marginals: Marginals) -> tuple[PooledEndpoint, ...]:
+    return tuple(
+        PooledEndpoint(
+            endpoint=row.endpoint,
+            gpu_type=option.key.gpu_type,
+            occupancy=option.occupancy,
+            before=option.before,
+            reason=explanation.of_pooled(row),
+            cost_if_not=marginals.of_pooling(row),
+        )
+        for model in grid.models
+        for row in model.endpoints
+        for option in row.options
+        if option.key in answer.pooled
     )
 
 
 def _unchanged(facts: PlacementFacts, now_s: float, complaint: str) -> Placement:
+    """The present, as it is: instances, pools and pooled endpoints."""
+    why = "no change: no solver answered, the present placement stays"
+    pool = facts.pool
+    profiles, prices = facts.profiles, facts.gpu_cost_per_hour
+    present = sorted((key, count) for key, count in facts.present.items() if count)
+    pools = sorted((place, gpus) for place, gpus in pool.present.items() if gpus) if pool is not None else []
+    instances = (
+        count * profiles[ModelGpu(model=key.model, gpu_type=key.gpu_type)].gpus * prices[key.gpu_type]
+        for key, count in present
+    )
     return Placement(
         at_s=now_s,
         status=PlacementStatus.FAILED,
@@ -90,28 +210,33 @@ def _unchanged(facts: PlacementFacts, now_s: float, complaint: str) -> Placement
         objective_per_hour=None,
         bound_per_hour=None,
         gap=None,
-        gpu_cost_per_hour=_present_cost(facts, facts.present),
+        gpu_cost_per_hour=math.fsum((*instances, *(gpus * prices[place.gpu_type] for place, gpus in pools))),
         entries=tuple(
             PlacementEntry(
                 endpoint=Endpoint(model=key.model, region=key.region),
                 gpu_type=key.gpu_type,
                 before=count,
                 after=count,
-                reason="no change: no solver answered, the present placement stays",
+                reason=why,
             )
-            for key, count in sorted(facts.present.items())
-            if count
+            for key, count in present
         ),
         unserved=(),
         below_minimum=(),
         reason=complaint,
-    )
-
-
-def _present_cost(facts: PlacementFacts, counts: Mapping[EndpointGpu, int]) -> float:
-    return math.fsum(
-        count * profile.gpus * facts.gpu_cost_per_hour[key.gpu_type]
-        for key, count in counts.items()
-        for at, profile in facts.profiles.items()
-        if (at.model, at.gpu_type) == (key.model, key.gpu_type)
+        pools=tuple(
+            PoolSize(region=place.region, gpu_type=place.gpu_type, before=gpus, after=gpus) for place, gpus in pools
+        ),
+        pooled=tuple(
+            PooledEndpoint(
+                endpoint=Endpoint(model=key.model, region=key.region),
+                gpu_type=key.gpu_type,
+                occupancy=pool.occupancy.get(key, 0.0),
+                before=True,
+                reason=why,
+            )
+            for key in sorted(pool.pooled)
+        )
+        if pool is not None
+        else (),
     )

@@ -1,20 +1,56 @@
-"""What placement is told, how it is set, and what it answers. Checked when made; an error names field and limit."""
+"""What placement is told and how it is set. Checked when made; an error names field and limit."""
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass, field, fields
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu, Tier
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartTimes:
+    """Seconds to start one instance, by what it starts from (SageServe 4 and 7.1).
+
+    Attributes:
+        local_s: fresh, with the weights in the region.
+        remote_s: fresh, without them.
+        spot_same_s: a spot instance of the same model taken back.
+        spot_other_s: a spot instance of another model redeployed, with the weights in the region; else `remote_s`.
+
+    Raises:
+        ValueError: a time is negative or not finite.
+    """
+
+    local_s: float = 600.0
+    remote_s: float = 7200.0
+    spot_same_s: float = 60.0
+    spot_other_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        """Check the times."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"start.{each.name} must be finite and not negative, got {value}")
+
+    @classmethod
+    def of_load(cls, load_time_s: float) -> "StartTimes":
+        """The times of an instance that loads in `load_time_s` from weights in its region."""
+        return cls(
+            local_s=load_time_s,
+            remote_s=12 * load_time_s,
+            spot_same_s=min(60.0, load_time_s),
+            spot_other_s=load_time_s,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A model on a GPU type: input tokens/s of one instance at its SLO, its GPUs, its start from local weights."""
+    """A model on a GPU type: input tokens/s of one instance at its SLO, its GPUs, and how long it takes to start."""
 
     tokens_per_s: float
     gpus: int
-    load_time_s: float = 600.0
+    start: StartTimes = StartTimes()
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -23,6 +59,47 @@ class PlacementModel:
 
     name: str
     tier: Tier = Tier.IW_F
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolFacts:
+    """What pools can take, by region and GPU type. Names are checked with the fleet's, in PlacementFacts.
+
+    Attributes:
+        occupancy: share of one GPU that an endpoint takes when pooled there; a missing key cannot be pooled there.
+        weights_bytes: by model; for every model in `occupancy`.
+        host_bytes_per_gpu: by GPU type, host memory for weights that each pool GPU brings; 0 where missing.
+        fill: share of a pool's GPUs that occupancies may add up to (eta).
+        present: pool GPUs now.
+        pooled: endpoints pooled now.
+
+    Raises:
+        ValueError: a number out of range, or a model without its weights' size.
+    """
+
+    occupancy: Mapping[EndpointGpu, float]
+    weights_bytes: Mapping[str, int]
+    host_bytes_per_gpu: Mapping[str, int]
+    fill: float = 0.8
+    present: Mapping[RegionGpu, int] = field(default_factory=dict)
+    pooled: frozenset[EndpointGpu] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if not 0 < self.fill <= 1:
+            raise ValueError(f"pool.fill must be above 0 and at most 1, got {self.fill}")
+        for key, share in self.occupancy.items():
+            if not 0 < share < math.inf:
+                raise ValueError(f"pool.occupancy[{_at(key)}] must be finite and above 0, got {share}")
+            if key.model not in self.weights_bytes:
+                raise ValueError(f"pool.weights_bytes lacks {key.model!r}, which pool.occupancy names")
+        for name, sizes in (("weights_bytes", self.weights_bytes), ("host_bytes_per_gpu", self.host_bytes_per_gpu)):
+            for word, size in sizes.items():
+                if size < 0:
+                    raise ValueError(f"pool.{name}[{word}] must not be negative, got {size}")
+        for place, gpus in self.present.items():
+            if gpus < 0:
+                raise ValueError(f"pool.present[{place.gpu_type} in {place.region}] must not be negative, got {gpus}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +114,9 @@ class PlacementFacts:
         limits: fewest and most instances of an endpoint over all GPU types.
         gpu_cost_per_hour: price of one GPU, for each GPU type in `capacity`.
         weights_present: endpoints whose region holds the model's weights.
+        spot: donated instances: they hold GPUs of the region, but are free to take.
+        pins: an operator keeps exactly so many instances of an endpoint; overrides `limits`, and rules pools out.
+        pool: None = no pools.
 
     Raises:
         ValueError: an unknown name, a negative number, min above max, or windows of different length.
@@ -51,6 +131,9 @@ class PlacementFacts:
     limits: Mapping[Endpoint, tuple[int, int]]
     gpu_cost_per_hour: Mapping[str, float]
     weights_present: frozenset[Endpoint] = frozenset()
+    spot: Mapping[EndpointGpu, int] = field(default_factory=dict)
+    pins: Mapping[Endpoint, int] = field(default_factory=dict)
+    pool: PoolFacts | None = None
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -60,42 +143,56 @@ class PlacementFacts:
         for endpoint, (fewest, most) in self.limits.items():
             if not 0 <= fewest <= most:
                 raise ValueError(f"limits[{_of(endpoint)}]: need 0 <= min <= max, got min {fewest}, max {most}")
+        for endpoint, pin in self.pins.items():
+            if pin < 0:
+                raise ValueError(f"pins[{_of(endpoint)}] must not be negative, got {pin}")
 
     def _check_names(self) -> None:
         models = [model.name for model in self.models]
-        gpu_types = set(self.gpu_cost_per_hour)
         _require_distinct("regions", self.regions)
         _require_distinct("models", models)
-        endpoints = [
-            *(("present", Endpoint(model=key.model, region=key.region)) for key in self.present),
-            *(("demand", key) for key in self.demand),
-            *(("limits", key) for key in self.limits),
-            *(("weights_present", key) for key in self.weights_present),
-        ]
-        for name, endpoint in endpoints:
-            _require_known(f"{name} model", endpoint.model, models)
-            _require_known(f"{name} region", endpoint.region, self.regions)
-        for place in self.capacity:
-            _require_known("capacity region", place.region, self.regions)
-            _require_known("capacity gpu_type (priced in gpu_cost_per_hour)", place.gpu_type, gpu_types)
+        known = {"model": set(models), "region": set(self.regions), "gpu_type": set(self.gpu_cost_per_hour)}
+        words = {"model": "model", "region": "region", "gpu_type": "gpu_type (priced in gpu_cost_per_hour)"}
         for key in self.profiles:
-            _require_known("profiles model", key.model, models)
-        for cell, count in self.present.items():
-            if count and ModelGpu(model=cell.model, gpu_type=cell.gpu_type) not in self.profiles:
-                raise ValueError(f"present: {cell.model} on {cell.gpu_type} has no profile")
-            _require_known("present gpu_type (priced in gpu_cost_per_hour)", cell.gpu_type, gpu_types)
+            _require_known("profiles model", key.model, known["model"])
+        named: list[tuple[str, Iterable[Endpoint | EndpointGpu | RegionGpu]]] = [
+            ("capacity", self.capacity),
+            ("present", self.present),
+            ("spot", self.spot),
+            ("demand", self.demand),
+            ("limits", self.limits),
+            ("pins", self.pins),
+            ("weights_present", sorted(self.weights_present)),
+        ]
+        if self.pool is not None:
+            named += [
+                ("pool.occupancy", self.pool.occupancy),
+                ("pool.present", self.pool.present),
+                ("pool.pooled", sorted(self.pool.pooled)),
+            ]
+        for name, keys in named:
+            for at in keys:
+                for part in fields(at):
+                    _require_known(f"{name} {words[part.name]}", getattr(at, part.name), known[part.name])
+        for name, counts in (("present", self.present), ("spot", self.spot)):
+            for cell, count in counts.items():
+                if count and ModelGpu(model=cell.model, gpu_type=cell.gpu_type) not in self.profiles:
+                    raise ValueError(f"{name}: {cell.model} on {cell.gpu_type} has no profile")
 
     def _check_fleet(self) -> None:
-        for name, counts in (("capacity", self.capacity.values()), ("present", self.present.values())):
+        counted = (
+            ("capacity", self.capacity.values()),
+            ("present", self.present.values()),
+            ("spot", self.spot.values()),
+        )
+        for name, counts in counted:
             if any(count < 0 for count in counts):
                 raise ValueError(f"{name} must not be negative, got {min(counts)}")
         if any(not 0 <= cost < math.inf for cost in self.gpu_cost_per_hour.values()):
             raise ValueError("gpu_cost_per_hour must be finite and not negative")
         for key, profile in self.profiles.items():
-            if not (0 < profile.tokens_per_s < math.inf and profile.gpus >= 1 and profile.load_time_s >= 0):
-                raise ValueError(
-                    f"profiles[{key.model} on {key.gpu_type}]: need tokens_per_s > 0, gpus >= 1, load_time_s >= 0"
-                )
+            if not (0 < profile.tokens_per_s < math.inf and profile.gpus >= 1):
+                raise ValueError(f"profiles[{key.model} on {key.gpu_type}]: need tokens_per_s > 0, gpus >= 1")
 
     def _check_demand(self) -> None:
         lengths = {len(windows) for windows in self.demand.values()}
@@ -106,7 +203,9 @@ class PlacementFacts:
                 raise ValueError(f"demand[{_of(endpoint)}] must be finite and not negative, got {min(windows)}")
 
     def limits_of(self, endpoint: Endpoint) -> tuple[int, int | None]:
-        """Fewest and most instances; None = no limit."""
+        """Fewest and most instances; a pin is both; None = no limit."""
+        if (pin := self.pins.get(endpoint)) is not None:
+            return pin, pin
         return self.limits.get(endpoint, (0, None))
 
     def demand_of(self, endpoint: Endpoint) -> tuple[float, ...]:
@@ -143,20 +242,23 @@ class PlacementSettings:
     Attributes:
         epsilon: share of an endpoint's peak that its own region must be able to serve.
         gap: proven distance to the optimum that will do, as a share of what serving the demand must cost at least.
-        start_remote_ratio: a start takes this many load times where the weights are not in the region (10 min -> 2 h).
         unserved_ratios: price of a token per second not served, in the dearest price of one served. Demand that may
             be served, but not at home, costs half of it.
         minimum_ratio: price of an instance below the minimum, in the dearest price of an instance.
+        pin_ratio: price of an instance below a pin, in the most that its GPUs could save elsewhere; above 1.5 a pin
+            comes before all demand.
         move_ratio: price of a start or stop in the cheapest price of an instance; it only breaks ties.
+        exact_cells_max: with more cells and ways to pool than this, prices solve it, not one integer program.
     """
 
     epsilon: float = 0.8
     time_limit_s: float = 30.0
     gap: float = 0.001
-    start_remote_ratio: float = 12.0
     unserved_ratios: Mapping[Tier, float] = field(default_factory=_unserved_ratios)
     minimum_ratio: float = 50.0
+    pin_ratio: float = 2.0
     move_ratio: float = 1e-3
+    exact_cells_max: int = 500
 
     def __post_init__(self) -> None:
         """Check the ranges.
@@ -172,75 +274,12 @@ class PlacementSettings:
             raise ValueError(f"unserved_ratios must name every tier, got {sorted(self.unserved_ratios)}")
 
 
-class PlacementStatus(StrEnum):
-    """How far the solver came: proven within the gap, cut off by the time limit, or no answer at all."""
-
-    OPTIMAL = "optimal"
-    TIME_LIMIT = "time_limit"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlacementEntry:
-    """Instances of an endpoint on a GPU type, before and after, and why."""
-
-    endpoint: Endpoint
-    gpu_type: str
-    before: int
-    after: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unserved:
-    """Demand the plan cannot serve: nowhere (`region` None), or not in the region that must serve it at home."""
-
-    model: str
-    region: str | None
-    tokens_per_s: float
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class BelowMinimum:
-    """An endpoint that cannot have its minimum of instances."""
-
-    endpoint: Endpoint
-    minimum: int
-    placed: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """A plan for one hour.
-
-    Attributes:
-        at_s: the `now_s` it was made at.
-        solver: "highs", "cbc", or "none" where there was nothing to solve or none answered.
-        objective_per_hour: the solver's own: GPUs, starts, and prices of what is not served. None if it failed.
-        bound_per_hour: no plan can be below this; None if the solver does not say.
-        gap: (objective - bound) / objective, as a share of 1; None without a bound.
-        gpu_cost_per_hour: price of the placed instances alone.
-        entries: every cell with instances before or after, ordered by endpoint and GPU type.
-        reason: what the solver said, in plain words.
-    """
-
-    at_s: float
-    status: PlacementStatus
-    solver: str
-    objective_per_hour: float | None
-    bound_per_hour: float | None
-    gap: float | None
-    gpu_cost_per_hour: float
-    entries: tuple[PlacementEntry, ...]
-    unserved: tuple[Unserved, ...]
-    below_minimum: tuple[BelowMinimum, ...]
-    reason: str
-
-
 def _of(endpoint: Endpoint) -> str:
     return f"{endpoint.model} in {endpoint.region}"
+
+
+def _at(key: EndpointGpu) -> str:
+    return f"{key.model} in {key.region} on {key.gpu_type}"
 
 
 def _require_distinct(name: str, words: Iterable[str]) -> None:
@@ -249,6 +288,6 @@ def _require_distinct(name: str, words: Iterable[str]) -> None:
         raise ValueError(f"{name} must not name anything twice, got {ordered}")
 
 
-def _require_known(name: str, word: str, known: Iterable[str]) -> None:
+def _require_known(name: str, word: str, known: set[str]) -> None:
     if word not in known:
         raise ValueError(f"{name} {word!r} is unknown; known: {', '.join(sorted(known)) or 'none'}")

@@ -1,52 +1,43 @@
-"""The placement problem as an integer program (SageServe 5), without pools.
+"""The placement problem as an integer program (SageServe 5), with pools and spot instances.
 
-    x_ijk instances of model i in region j on GPU type k; u_ijk of them started
+    x_ijk instances of model i in region j on GPU type k; u_ijk of them started, a_ijk and b_ijk of these from spot
+    instances of the same model and of others; z_ijk pooled there or not (0, 1), Z_ij = sum_k z_ijk; P_jk pool GPUs
 
-    sum_k x_ijk theta_ik        + home_ij  >= epsilon * max_w rho_ij(w)       each i, j
-    sum_jk x_ijk theta_ik       + global_i >= max_w sum_j rho_ij(w)           each i
-    sum_k x_ijk                 + few_ij   >= min_ij,  sum_k x_ijk <= max_ij   each i, j
-    sum_i x_ijk g_ik                       <= V_jk                            each j, k
-    u_ijk >= x_ijk - n_ijk, u_ijk >= 0                                        (no big-M)
+    sum_k x_ijk theta_ik + home_ij + eps max_w rho_ij(w) Z_ij  >= eps max_w rho_ij(w)     each i, j
+    sum_jk x_ijk theta_ik + global_i + sum_j rho_ij(w*) Z_ij   >= max_w sum_j rho_ij(w)   each i; w* its busiest window
+    sum_k x_ijk + few_ij + min_ij Z_ij >= min_ij,  sum_k x_ijk <= max_ij (1 - Z_ij)       each i, j; Z_ij <= 1
+    sum_i x_ijk g_ik + P_jk <= V_jk                                                       each j, k
+    u_ijk >= x_ijk - n_ijk, u_ijk >= 0                                                    (no big-M)
+    a_ijk <= spot_ijk,  a_ijk + b_ijk <= u_ijk,  sum_i g_ik (a_ijk + b_ijk) <= sum_i g_ik spot_ijk
+    sum_i z_ijk o_ijk <= fill P_jk,  sum_i z_ijk weights_i <= host_k P_jk
 
-    minimise  sum price_ik x_ijk + sum start_ijk u_ijk + moves + prices of home, global, few
+    minimise  sum price_ik x + sum alpha_k P + starts + moves + prices of home, global, few         (cost.py)
 
-`home`, `global` and `few` take up what capacity cannot hold, so the program always has a solution. The cost is the
-whole fleet's, not the change of it: a relative gap then means something. Moves are u + (u - x + n), starts and stops,
-at a price that only breaks ties. Rows are divided by the model's best throughput: their numbers count instances.
-Everything is built in sorted order: the same facts give the same program, in whatever order they came.
+A pin is a minimum and a maximum at once, at a price above all others. `home`, `global` and `few` take up what capacity
+cannot hold, so the program always has a solution. The cost is the whole fleet's, not the change of it: a gap then means
+something. Moves are starts and stops at a price that only breaks ties. An instance counts in a demand row for no more
+than the row asks: the integer answers stay the same, and the relaxation cannot serve a small model with a sliver of an
+instance. Rows are divided by what an instance does there: their numbers count instances.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pulp
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
-from controlplane.policies.placement.facts import PlacementFacts, PlacementModel, PlacementSettings, Profile
+from controlplane.policies.facts import EndpointGpu, RegionGpu
+from controlplane.policies.placement.grid import Cell, EndpointRow, Grid, ModelRow, PlaceRow, PoolOption
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
-    """A place where instances can stand, and what one costs there. `most`: what limit and capacity leave room for."""
+class Answer:
+    """Instances of every cell, endpoints pooled, and GPUs of every pool. What is 0 may be missing."""
 
-    key: EndpointGpu
-    profile: Profile
-    price_per_hour: float
-    start_price: float
-    present: int
-    most: int
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """The endpoint it belongs to."""
-        return Endpoint(model=self.key.model, region=self.key.region)
-
-    @property
-    def place(self) -> RegionGpu:
-        """Whose capacity it takes."""
-        return RegionGpu(region=self.key.region, gpu_type=self.key.gpu_type)
+    counts: Mapping[EndpointGpu, int]
+    pooled: frozenset[EndpointGpu] = frozenset()
+    pool_gpus: Mapping[RegionGpu, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,144 +45,164 @@ class Program:
     """The built problem and its variables. `least_cost_per_hour`: no way of serving the demand is cheaper."""
 
     problem: Any
-    cells: tuple[Cell, ...]
     counts: Mapping[EndpointGpu, Any]
+    pooled: Mapping[EndpointGpu, Any]
+    pool_gpus: Mapping[RegionGpu, Any]
     least_cost_per_hour: float
 
+    def answer(self) -> Answer:
+        """The solver's answer, in whole numbers."""
+        return Answer(
+            counts={key: round(variable.varValue or 0.0) for key, variable in self.counts.items()},
+            pooled=frozenset(key for key, variable in self.pooled.items() if round(variable.varValue or 0.0)),
+            pool_gpus={place: round(variable.varValue or 0.0) for place, variable in self.pool_gpus.items()},
+        )
 
-@dataclass(frozen=True, kw_only=True)
-class _Prices:
-    """Prices of falling short, in the unit of `gpu_cost_per_hour`."""
 
-    token: float
-    instance: float
-    move: float
-
-
-def build_program(facts: PlacementFacts, settings: PlacementSettings) -> Program:
-    """Build the integer program of these facts."""
-    cells = tuple(_cells(facts, settings))
-    builder = _Builder(facts, settings, cells)
-    for number, cell in enumerate(cells):
+def build_program(grid: Grid) -> Program:
+    """Build the integer program of a grid."""
+    builder = _Builder(grid)
+    for number, cell in enumerate(grid.cells):
         builder.add_cell(cell, number)
-    for number, model in enumerate(sorted(facts.models)):
+    for number, option in enumerate(grid.options):
+        builder.add_option(option, number)
+    for number, model in enumerate(grid.models):
         builder.add_model(model, number)
-    for place, capacity in sorted(facts.capacity.items()):
-        builder.add_capacity(place, capacity)
+    for number, place in enumerate(grid.places):
+        builder.add_place(place, number)
     builder.problem.setObjective(pulp.lpSum(builder.cost))
     return Program(
         problem=builder.problem,
-        cells=cells,
         counts=builder.counts,
-        least_cost_per_hour=_least_cost(facts, cells),
-    )
-
-
-def _cells(facts: PlacementFacts, settings: PlacementSettings) -> Iterable[Cell]:
-    for model in sorted(facts.models):
-        endpoints = [Endpoint(model=model.name, region=region) for region in sorted(facts.regions)]
-        wanted = facts.global_peak_of(model.name) > 0 or any(facts.limits_of(endpoint)[0] for endpoint in endpoints)
-        for endpoint in endpoints:
-            for gpu_type in sorted(facts.gpu_cost_per_hour):
-                cell = _cell(facts, settings, endpoint, gpu_type)
-                if cell is not None and (cell.present or (wanted and cell.most)):
-                    yield cell
-
-
-def _cell(facts: PlacementFacts, settings: PlacementSettings, endpoint: Endpoint, gpu_type: str) -> Cell | None:
-    profile = facts.profiles.get(ModelGpu(model=endpoint.model, gpu_type=gpu_type))
-    if profile is None:
-        return None
-    room = facts.capacity.get(RegionGpu(region=endpoint.region, gpu_type=gpu_type), 0) // profile.gpus
-    most = facts.limits_of(endpoint)[1]
-    price_per_hour = profile.gpus * facts.gpu_cost_per_hour[gpu_type]
-    far = 1.0 if endpoint in facts.weights_present else settings.start_remote_ratio
-    key = EndpointGpu(model=endpoint.model, region=endpoint.region, gpu_type=gpu_type)
-    return Cell(
-        key=key,
-        profile=profile,
-        price_per_hour=price_per_hour,
-        start_price=price_per_hour * profile.load_time_s * far / 3600.0,
-        present=facts.present.get(key, 0),
-        most=room if most is None else min(room, most),
-    )
-
-
-def _prices(cells: tuple[Cell, ...], settings: PlacementSettings) -> _Prices:
-    whole = [cell.price_per_hour + cell.start_price for cell in cells]
-    cheapest = min((cell.price_per_hour for cell in cells if cell.price_per_hour), default=1.0)
-    return _Prices(
-        token=max((price / cell.profile.tokens_per_s for price, cell in zip(whole, cells, strict=True)), default=0)
-        or 1.0,
-        instance=settings.minimum_ratio * (max(whole, default=0) or 1.0),
-        move=settings.move_ratio * cheapest,
+        pooled=builder.pooled,
+        pool_gpus=builder.pool_gpus,
+        least_cost_per_hour=_least_cost(grid),
     )
 
 
 class _Builder:
     """The program while it grows: rows go into `problem`, terms of the objective into `cost`."""
 
-    def __init__(self, facts: PlacementFacts, settings: PlacementSettings, cells: tuple[Cell, ...]) -> None:
+    def __init__(self, grid: Grid) -> None:
         self.problem = pulp.LpProblem("placement", pulp.LpMinimize)
         self.counts: dict[EndpointGpu, Any] = {}
+        self.pooled: dict[EndpointGpu, Any] = {}
+        self.pool_gpus: dict[RegionGpu, Any] = {}
         self.cost: list[Any] = []
-        self._facts = facts
-        self._settings = settings
-        self._prices = _prices(cells, settings)
-        self._of_model: dict[str, list[Cell]] = {}
-        self._at_place: dict[RegionGpu, list[Cell]] = {}
-        for cell in cells:
-            self._of_model.setdefault(cell.key.model, []).append(cell)
-            self._at_place.setdefault(cell.place, []).append(cell)
+        self._grid = grid
+        self._started: dict[EndpointGpu, Any] = {}
 
     def add_cell(self, cell: Cell, number: int) -> None:
         count = self.problem.add_variable(f"x{number:06d}", 0, cell.most, pulp.LpInteger)
         started = self.problem.add_variable(f"u{number:06d}", 0)
-        self.problem.addConstraint(started - count >= -cell.present)
-        move = self._prices.move
-        self.cost.append((cell.price_per_hour - move) * count + (cell.start_price + 2 * move) * started)
+        self._add_row(started - count >= -cell.present)
+        move = self._grid.move_price
+        self.cost.append((cell.price_per_hour - move) * count + (cell.fresh_price + 2 * move) * started)
+        self.cost.append(move * cell.present)
         self.counts[cell.key] = count
+        self._started[cell.key] = started
 
-    def add_model(self, model: PlacementModel, number: int) -> None:
-        cells = tuple(self._of_model.get(model.name, ()))
-        unit = max((cell.profile.tokens_per_s for cell in cells), default=1.0)
-        short_price = self._settings.unserved_ratios[model.tier] * self._prices.token * unit
-        for place, region in enumerate(sorted(self._facts.regions)):
-            endpoint = Endpoint(model=model.name, region=region)
-            here = tuple(cell for cell in cells if cell.endpoint == endpoint)
+    def add_option(self, option: PoolOption, number: int) -> None:
+        pooled = self.problem.add_variable(f"z{number:06d}", 0, 1, pulp.LpInteger)
+        move = self._grid.move_price
+        self.cost.append(move - move * pooled if option.before else move * pooled)
+        self.pooled[option.key] = pooled
+
+    def add_model(self, row: ModelRow, number: int) -> None:
+        served = []
+        for place, endpoint in enumerate(row.endpoints):
             name = f"{number:06d}_{place:04d}"
-            self._add_limits(endpoint, here, name)
-            at_home = self._settings.epsilon * self._facts.peak_of(endpoint)
-            self._add_demand(here, at_home / unit, unit, f"home{name}", short_price / 2)
-        self._add_demand(cells, self._facts.global_peak_of(model.name) / unit, unit, f"global{number:06d}", short_price)
+            pooled = self._pooled(endpoint)
+            served += [endpoint.busiest * each for each in pooled if endpoint.busiest]
+            self._add_limits(endpoint, pooled, name)
+            at_home = [endpoint.home * each for each in pooled]
+            self._add_demand(endpoint.cells, at_home, endpoint.home, endpoint.home_price, f"home{name}")
+        cells = tuple(cell for endpoint in row.endpoints for cell in endpoint.cells)
+        self._add_demand(cells, served, row.peak, row.price, f"global{number:06d}")
 
-    def add_capacity(self, place: RegionGpu, capacity: int) -> None:
-        taken = [cell.profile.gpus * self.counts[cell.key] for cell in self._at_place.get(place, ())]
+    def add_place(self, row: PlaceRow, number: int) -> None:
+        taken = [cell.profile.gpus * self.counts[cell.key] for cell in row.cells]
+        if row.options:
+            taken.append(self._add_pool(row, number))
+        elif row.pool_before:
+            self.cost.append(self._grid.move_price * row.pool_before)
         if taken:
-            self.problem.addConstraint(pulp.lpSum(taken) <= capacity)
+            self._add_row(pulp.lpSum(taken) <= row.capacity)
+        if row.spot_gpus:
+            self._add_spot(row, number)
 
-    def _add_limits(self, endpoint: Endpoint, here: tuple[Cell, ...], name: str) -> None:
-        fewest, most = self._facts.limits_of(endpoint)
-        total = pulp.lpSum(self.counts[cell.key] for cell in here)
-        if most is not None and here:
-            self.problem.addConstraint(total <= most)
-        if fewest:
+    def _pooled(self, endpoint: EndpointRow) -> list[Any]:
+        return [self.pooled[option.key] for option in endpoint.options]
+
+    def _add_limits(self, endpoint: EndpointRow, pooled: list[Any], name: str) -> None:
+        total = pulp.lpSum(self.counts[cell.key] for cell in endpoint.cells)
+        if endpoint.most is not None and endpoint.cells:
+            self._add_row(total + endpoint.most * pulp.lpSum(pooled) <= endpoint.most)
+        if pooled:
+            self._add_row(pulp.lpSum(pooled) <= 1)
+        for cell in endpoint.cells if pooled else ():
+            self._add_row(self.counts[cell.key] + cell.most * pulp.lpSum(pooled) <= cell.most)
+        if endpoint.fewest:
             few = self.problem.add_variable(f"few{name}", 0)
-            self.problem.addConstraint(total + few >= fewest)
-            self.cost.append(self._prices.instance * few)
+            self._add_row(total + few + endpoint.fewest * pulp.lpSum(pooled) >= endpoint.fewest)
+            self.cost.append(endpoint.few_price * few)
 
-    def _add_demand(self, cells: tuple[Cell, ...], wanted: float, unit: float, name: str, price: float) -> None:
-        if wanted > 0:
-            short = self.problem.add_variable(name, 0)
-            served = pulp.lpSum(cell.profile.tokens_per_s / unit * self.counts[cell.key] for cell in cells)
-            self.problem.addConstraint(served + short >= wanted)
-            self.cost.append(price * short)
+    def _add_demand(self, cells: tuple[Cell, ...], pooled: list[Any], wanted: float, price: float, name: str) -> None:
+        if wanted <= 0:
+            return
+        unit = min(wanted, max((cell.profile.tokens_per_s for cell in cells), default=wanted))
+        short = self.problem.add_variable(name, 0)
+        by_instances = [min(cell.profile.tokens_per_s, wanted) / unit * self.counts[cell.key] for cell in cells]
+        by_pools = [each / unit for each in pooled]
+        self._add_row(pulp.lpSum(by_instances) + pulp.lpSum(by_pools) + short >= wanted / unit)
+        self.cost.append(price * unit * short)
+
+    def _add_pool(self, row: PlaceRow, number: int) -> Any:
+        gpus = self.problem.add_variable(f"p{number:06d}", 0, row.capacity, pulp.LpInteger)
+        added = self.problem.add_variable(f"q{number:06d}", 0)
+        self._add_row(added - gpus >= -row.pool_before)
+        move = self._grid.move_price
+        self.cost.append((row.gpu_price - move) * gpus + 2 * move * added + move * row.pool_before)
+        occupied = pulp.lpSum(option.occupancy * self.pooled[option.key] for option in row.options)
+        self._add_row(occupied <= self._grid.fill * gpus)
+        if any(option.weights_bytes for option in row.options):
+            shares = [option.weights_bytes / row.host_bytes_per_gpu for option in row.options]
+            weights = (share * self.pooled[each.key] for share, each in zip(shares, row.options, strict=True))
+            self._add_row(pulp.lpSum(weights) <= gpus)
+        self.pool_gpus[row.place] = gpus
+        return gpus
+
+    def _add_spot(self, row: PlaceRow, number: int) -> None:
+        """Starts from spot instances: variables only where they save something."""
+        taken = []
+        for at, cell in enumerate(row.cells):
+            offers = []
+            for letter, price, most in (("a", cell.spot_same_price, cell.spot), ("b", cell.spot_other_price, None)):
+                if (most is None or most) and price < cell.fresh_price:
+                    variable = self.problem.add_variable(f"{letter}{number:06d}_{at:06d}", 0, most)
+                    self.cost.append((price - cell.fresh_price) * variable)
+                    offers.append(variable)
+            if offers:
+                self._add_row(pulp.lpSum(offers) <= self._started[cell.key])
+                taken += [cell.profile.gpus * each for each in offers]
+        if taken:
+            self._add_row(pulp.lpSum(taken) <= row.spot_gpus)
+
+    def _add_row(self, row: Any) -> None:
+        self.problem.addConstraint(row)
 
 
-def _least_cost(facts: PlacementFacts, cells: tuple[Cell, ...]) -> float:
-    """What the demand costs on the best GPU type of each model, were instances divisible."""
-    best: dict[str, float] = {}
-    for cell in cells:
-        rate = cell.price_per_hour / cell.profile.tokens_per_s
-        best[cell.key.model] = min(rate, best.get(cell.key.model, rate))
-    return math.fsum(facts.global_peak_of(model) * rate for model, rate in best.items())
+def _least_cost(grid: Grid) -> float:
+    """What the demand costs at least, were instances and pool GPUs divisible; never more than all GPUs cost."""
+    gpu_prices = {row.place: row.gpu_price for row in grid.places}
+    total = 0.0
+    for model in grid.models:
+        cells = [cell for endpoint in model.endpoints for cell in endpoint.cells]
+        rate = min((cell.price_per_hour / cell.profile.tokens_per_s for cell in cells), default=0.0)
+        for endpoint in model.endpoints:
+            pools = [
+                gpu_prices[RegionGpu(region=option.key.region, gpu_type=option.key.gpu_type)] * option.occupancy
+                for option in endpoint.options
+            ]
+            total += min([rate * endpoint.busiest, *(price / grid.fill for price in pools)])
+    return min(total, math.fsum(row.gpu_price * row.capacity for row in grid.places))

@@ -1,134 +1,176 @@
 """Why a placement is as it is, in plain words from the rows that bind: take one instance away and see what breaks."""
 
-import math
-from collections.abc import Mapping
-
-from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
-from controlplane.policies.placement.facts import BelowMinimum, PlacementFacts, PlacementSettings, Unserved
-from controlplane.policies.placement.program import Cell
+from controlplane.policies.facts import Endpoint, RegionGpu
+from controlplane.policies.placement.decision import BelowMinimum, Constraint, Unserved
+from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
+from controlplane.policies.placement.grid import Cell, EndpointRow, Grid, ModelRow, PoolOption
+from controlplane.policies.placement.program import Answer
 
 # Shortages below this share of what was asked are the solver's rounding.
 ROUNDING = 1e-6
 
 
 class Explanation:
-    """A solved placement that can be asked about. `after`: instances per cell."""
+    """A solved placement that can be asked about."""
 
-    def __init__(
-        self,
-        facts: PlacementFacts,
-        settings: PlacementSettings,
-        cells: tuple[Cell, ...],
-        after: Mapping[EndpointGpu, int],
-    ) -> None:
+    def __init__(self, facts: PlacementFacts, settings: PlacementSettings, grid: Grid, answer: Answer) -> None:
         self._facts = facts
         self._settings = settings
-        self._after = after
-        self._cells_of: dict[Endpoint, list[Cell]] = {}
-        self._gpus_used: dict[RegionGpu, int] = {}
-        for cell in cells:
-            self._cells_of.setdefault(cell.endpoint, []).append(cell)
-            self._gpus_used[cell.place] = self._gpus_used.get(cell.place, 0) + cell.profile.gpus * after[cell.key]
+        self._grid = grid
+        self._models: dict[str, ModelRow] = {row.name: row for row in grid.models}
+        self._rows: dict[Endpoint, EndpointRow] = {
+            row.endpoint: row for model in grid.models for row in model.endpoints
+        }
+        self._after = {cell.key: answer.counts.get(cell.key, 0) for cell in grid.cells}
+        self._pool_of: dict[Endpoint, PoolOption] = {
+            row.endpoint: option for row in self._rows.values() for option in row.options if option.key in answer.pooled
+        }
+        self._pool_gpus = answer.pool_gpus
+        self._instances: dict[Endpoint, int] = {}
+        self._throughput: dict[Endpoint, float] = {}
+        self._served: dict[str, float] = {}
+        self._gpus_used: dict[RegionGpu, int] = dict(answer.pool_gpus)
+        for endpoint, row in self._rows.items():
+            self._instances[endpoint] = sum(self._after[cell.key] for cell in row.cells)
+            instances = sum(cell.profile.tokens_per_s * self._after[cell.key] for cell in row.cells)
+            self._throughput[endpoint] = row.busiest if endpoint in self._pool_of else instances
+            self._served[endpoint.model] = self._served.get(endpoint.model, 0.0) + self._throughput[endpoint]
+        for cell in grid.cells:
+            self._gpus_used[cell.place] = self._gpus_used.get(cell.place, 0) + cell.profile.gpus * self._after[cell.key]
 
-    def of_cell(self, cell: Cell) -> str:
-        """Why this cell has as many instances as it has."""
+    def of_cell(self, cell: Cell) -> tuple[str, Constraint]:
+        """Why this cell has as many instances as it has, and the constraint that makes it so."""
         after = self._after[cell.key]
-        short = self._home_shortage(cell.endpoint) > 0
-        why = self._what_holds(cell) if after else self._why_empty(cell)
+        row = self._rows[cell.endpoint]
+        short = self._home_shortage(row) > 0
+        why, constraint = self._what_holds(cell, row) if after else self._why_empty(cell, row)
         if short:
-            why += f"; {self._what_limits(cell.endpoint)}"
+            why += f"; {self._what_limits(row)}"
         if after == cell.present:
-            return f"no change: {why}"
+            return f"no change: {why}", constraint
         if cell.present > cell.most:
-            return f"no more than {cell.most} fit in {cell.key.region}: {self._usage_words(cell.place)}; {why}"
-        if after < cell.present and not short:
-            return f"demand fell: {after} is enough, {why}" if after else f"demand fell: {why}"
-        return why
+            return self._no_room(cell, row, why)
+        if after < cell.present and constraint != Constraint.PIN:
+            full = self._gpus_left(cell.place) < cell.profile.gpus
+            constraint = Constraint.CAPACITY if full else Constraint.COST
+            if not short and cell.endpoint not in self._pool_of:
+                fell = "demand fell" if self._shrank(cell.key.model) else "no longer needed"
+                why = f"{fell}: {after} is enough, {why}" if after else f"{fell}: {why}"
+        return why, constraint
+
+    def of_pooled(self, row: EndpointRow) -> str:
+        """Why an endpoint is pooled."""
+        option = self._pool_of[row.endpoint]
+        place = RegionGpu(region=option.key.region, gpu_type=option.key.gpu_type)
+        gpu_price = self._facts.gpu_cost_per_hour[place.gpu_type]
+        words = (
+            f"takes {option.occupancy:.3g} of a pool GPU, {gpu_price * option.occupancy / self._grid.fill:.2f} an hour"
+        )
+        dedicated = min((cell.price_per_hour for cell in row.cells if cell.most), default=None)
+        if dedicated is None:
+            return f"{words}; there is no room for an instance of its own"
+        return f"{words}; an instance of its own costs {dedicated:.2f}"
 
     def unserved(self) -> tuple[Unserved, ...]:
         """Demand beyond what is placed: first what no region serves, then what is not served at home."""
         nowhere, away = [], []
-        for model in sorted(model.name for model in self._facts.models):
-            peak = self._facts.global_peak_of(model)
-            endpoints = [Endpoint(model=model, region=region) for region in sorted(self._facts.regions)]
-            missing = peak - sum(self._throughput(endpoint) for endpoint in endpoints)
-            if missing > ROUNDING * peak:
-                limits = "; ".join(dict.fromkeys(self._what_limits(endpoint) for endpoint in endpoints))
-                nowhere.append(Unserved(model=model, region=None, tokens_per_s=missing, reason=limits))
-            for endpoint in endpoints:
-                if (lacking := self._home_shortage(endpoint)) > 0:
-                    reason = f"not served at home; {self._what_limits(endpoint)}"
-                    away.append(Unserved(model=model, region=endpoint.region, tokens_per_s=lacking, reason=reason))
+        for model in self._grid.models:
+            missing = model.peak - self._served.get(model.name, 0.0)
+            if missing > ROUNDING * model.peak:
+                limits = "; ".join(dict.fromkeys(self._what_limits(row) for row in model.endpoints))
+                nowhere.append(Unserved(model=model.name, region=None, tokens_per_s=missing, reason=limits))
+            for row in model.endpoints:
+                if (lacking := self._home_shortage(row)) > 0:
+                    reason = f"not served at home; {self._what_limits(row)}"
+                    region = row.endpoint.region
+                    away.append(Unserved(model=model.name, region=region, tokens_per_s=lacking, reason=reason))
         return (*nowhere, *away)
 
     def below_minimum(self) -> tuple[BelowMinimum, ...]:
-        """Endpoints with fewer instances than their minimum."""
-        found = []
-        for endpoint, (fewest, _) in sorted(self._facts.limits.items()):
-            placed = self._instances(endpoint)
-            if placed < fewest:
-                reason = self._what_limits(endpoint)
-                found.append(BelowMinimum(endpoint=endpoint, minimum=fewest, placed=placed, reason=reason))
-        return tuple(found)
-
-    def _what_holds(self, cell: Cell) -> str:
-        """The first row that one instance less would break: the home row, the minimum, the global row."""
-        endpoint, one = cell.endpoint, cell.profile.tokens_per_s
-        peak = self._facts.peak_of(endpoint)
-        at_home = self._settings.epsilon * peak
-        if at_home > 0 and self._throughput(endpoint) - one < at_home * (1 - ROUNDING):
-            return self._home_words(cell, peak)
-        if self._instances(endpoint) <= self._facts.limits_of(endpoint)[0]:
-            return f"minimum {self._facts.limits_of(endpoint)[0]}"
-        total = sum(self._throughput(each) for each in self._endpoints(endpoint.model))
-        if total - one < self._facts.global_peak_of(endpoint.model) * (1 - ROUNDING):
-            return self._cover_words(endpoint)
-        return "not needed by any row; kept within the solver's gap"
-
-    def _home_words(self, cell: Cell, peak: float) -> str:
-        here = [each for each in self._here(cell.endpoint) if self._after[each.key]]
-        count, one = self._after[cell.key], cell.profile.tokens_per_s
-        words = (
-            f"peak {peak:,.0f} tokens/s x {self._settings.epsilon:g} at home needs {_instances(count)} of {one:,.0f}"
+        """Endpoints with fewer instances than their minimum or pin."""
+        return tuple(
+            BelowMinimum(
+                endpoint=endpoint,
+                minimum=row.fewest,
+                placed=self._instances[endpoint],
+                reason=("pinned; " if endpoint in self._facts.pins else "") + self._what_limits(row),
+            )
+            for endpoint, row in sorted(self._rows.items(), key=lambda item: item[0])
+            if self._instances[endpoint] < row.fewest and endpoint not in self._pool_of
         )
+
+    def _no_room(self, cell: Cell, row: EndpointRow, why: str) -> tuple[str, Constraint]:
+        if cell.endpoint in self._facts.pins:
+            return why, Constraint.PIN
+        words = f"no more than {cell.most} fit in {cell.key.region}: {self._usage_words(cell.place)}; {why}"
+        return words, Constraint.MAXIMUM if cell.most == row.most else Constraint.CAPACITY
+
+    def _shrank(self, model: str) -> bool:
+        """Whether a model has less throughput than before, over all regions."""
+        cells = [cell for row in self._models[model].endpoints for cell in row.cells]
+        before = sum(cell.profile.tokens_per_s * cell.present for cell in cells)
+        return self._served[model] < before * (1 - ROUNDING)
+
+    def _what_holds(self, cell: Cell, row: EndpointRow) -> tuple[str, Constraint]:
+        """The first row that one instance less would break: the pin, the home row, the minimum, the global row."""
+        one, throughput = cell.profile.tokens_per_s, self._throughput[row.endpoint]
+        if (pin := self._facts.pins.get(row.endpoint)) is not None:
+            return f"pinned to {pin}", Constraint.PIN
+        if row.home > 0 and throughput - one < row.home * (1 - ROUNDING):
+            return self._home_words(cell, row), Constraint.HOME
+        if self._instances[row.endpoint] <= row.fewest:
+            return f"minimum {row.fewest}", Constraint.MINIMUM
+        model = self._models[cell.key.model]
+        if self._served[model.name] - one < model.peak * (1 - ROUNDING):
+            return self._cover_words(model, row), Constraint.GLOBAL
+        return "not needed by any row; kept within the solver's gap", Constraint.NONE
+
+    def _home_words(self, cell: Cell, row: EndpointRow) -> str:
+        count, one = self._after[cell.key], cell.profile.tokens_per_s
+        peak, share = self._facts.peak_of(row.endpoint), self._settings.epsilon
+        words = f"peak {peak:,.0f} tokens/s x {share:g} at home needs {_instances(count)} of {one:,.0f}"
+        here = [each for each in row.cells if self._after[each.key]]
         beside = [f"{self._after[each.key]} on {each.key.gpu_type}" for each in here if each.key != cell.key]
         return f"{words} beside {' and '.join(beside)}" if beside else words
 
-    def _cover_words(self, endpoint: Endpoint) -> str:
+    def _cover_words(self, model: ModelRow, row: EndpointRow) -> str:
         """Whose demand this endpoint covers in the model's busiest window: its own rest, or the neediest regions'."""
-        window = self._facts.busiest_window_of(endpoint.model)
 
-        def lack(of: Endpoint) -> float:
-            return self._facts.demand_of(of)[window] - self._throughput(of)
+        def lack(of: EndpointRow) -> float:
+            return of.busiest - self._throughput[of.endpoint]
 
-        spare = -lack(endpoint)
-        needy = [(lack(each), each.region) for each in self._endpoints(endpoint.model) if each != endpoint]
+        spare = -lack(row)
+        needy = [(lack(each), each.endpoint.region) for each in model.endpoints if each is not row]
         needy = sorted(((much, region) for much, region in needy if much > 0), reverse=True)
         if spare > 0 and needy:
             much = min(spare, sum(lacking for lacking, _ in needy))
             return f"covers {much:,.0f} tokens/s of {', '.join(region for _, region in needy)}"
-        demand = self._facts.demand_of(endpoint)[window]
-        return f"the model's peak over all regions needs it: {demand:,.0f} tokens/s are asked for here"
+        return f"the model's peak over all regions needs it: {row.busiest:,.0f} tokens/s are asked for here"
 
-    def _why_empty(self, cell: Cell) -> str:
-        if self._facts.peak_of(cell.endpoint) == 0:
-            return "no demand"
+    def _why_empty(self, cell: Cell, row: EndpointRow) -> tuple[str, Constraint]:
+        if (pin := self._facts.pins.get(row.endpoint)) is not None:
+            return f"pinned to {pin}", Constraint.PIN
+        if (option := self._pool_of.get(row.endpoint)) is not None:
+            return f"pooled on {option.key.gpu_type}", Constraint.COST
+        if self._facts.peak_of(row.endpoint) == 0:
+            return "no demand", Constraint.NONE
         elsewhere = sorted(
             f"{each.key.gpu_type} in {each.key.region}"
-            for endpoint in self._endpoints(cell.key.model)
-            for each in self._here(endpoint)
+            for endpoint in self._models[cell.key.model].endpoints
+            for each in endpoint.cells
             if self._after[each.key]
         )
         if not elsewhere:
-            return "none placed"
+            return "none placed", Constraint.NONE
         more = f" and {len(elsewhere) - 3} more" if len(elsewhere) > 3 else ""
-        return f"served by {', '.join(elsewhere[:3])}{more}"
+        return f"served by {', '.join(elsewhere[:3])}{more}", Constraint.NONE
 
-    def _what_limits(self, endpoint: Endpoint) -> str:
+    def _what_limits(self, row: EndpointRow) -> str:
         """What keeps an endpoint from one more instance."""
-        most = self._facts.limits_of(endpoint)[1]
-        if most is not None and self._instances(endpoint) >= most:
-            return f"maximum {most} in {endpoint.region}"
+        endpoint = row.endpoint
+        if row.most is not None and self._instances[endpoint] >= row.most:
+            word = "pinned to" if endpoint in self._facts.pins else "maximum"
+            return f"{word} {row.most} in {endpoint.region}"
         gpu_types = sorted(key.gpu_type for key in self._facts.profiles if key.model == endpoint.model)
         places = [RegionGpu(region=endpoint.region, gpu_type=gpu_type) for gpu_type in gpu_types]
         places = [place for place in places if self._facts.capacity.get(place, 0)]
@@ -139,22 +181,14 @@ class Explanation:
     def _usage_words(self, place: RegionGpu) -> str:
         return f"{place.gpu_type} {self._gpus_used.get(place, 0)} of {self._facts.capacity.get(place, 0)}"
 
-    def _home_shortage(self, endpoint: Endpoint) -> float:
-        wanted = self._settings.epsilon * self._facts.peak_of(endpoint)
-        missing = wanted - self._throughput(endpoint)
-        return missing if missing > ROUNDING * wanted else 0.0
+    def _gpus_left(self, place: RegionGpu) -> int:
+        return self._facts.capacity.get(place, 0) - self._gpus_used.get(place, 0)
 
-    def _endpoints(self, model: str) -> list[Endpoint]:
-        return [Endpoint(model=model, region=region) for region in sorted(self._facts.regions)]
-
-    def _here(self, endpoint: Endpoint) -> list[Cell]:
-        return self._cells_of.get(endpoint, [])
-
-    def _instances(self, endpoint: Endpoint) -> int:
-        return sum(self._after[cell.key] for cell in self._here(endpoint))
-
-    def _throughput(self, endpoint: Endpoint) -> float:
-        return math.fsum(cell.profile.tokens_per_s * self._after[cell.key] for cell in self._here(endpoint))
+    def _home_shortage(self, row: EndpointRow) -> float:
+        if row.endpoint in self._pool_of:
+            return 0.0
+        missing = row.home - self._throughput[row.endpoint]
+        return missing if missing > ROUNDING * row.home else 0.0
 
 
 def _instances(count: int) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pulp
 
-from controlplane.policies.placement.facts import PlacementSettings, PlacementStatus
+from controlplane.policies.placement.decision import PlacementStatus
+from controlplane.policies.placement.facts import PlacementSettings
 
 SEED = 1
 
@@ -21,14 +22,12 @@ class SolverError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Solved:
-    """How a solver ended. The answer itself is in the program's variables."""
+    """How a solver ended, and what it said. The answer itself is in the program's variables."""
 
     status: PlacementStatus
     solver: str
-    objective: float
     bound: float | None
-    gap: float | None
-    reason: str
+    said: str
 
 
 Solve = Callable[[Any, PlacementSettings, float], Solved]
@@ -46,18 +45,9 @@ def solve_highs(problem: Any, settings: PlacementSettings, gap_abs: float) -> So
     _run(problem, solver, "HiGHS")
     model = problem.solverModel
     said = model.modelStatusToString(model.getModelStatus())
-    info = model.getInfo()
     status = _status_of(problem, finished=said == "Optimal", solver="HiGHS", said=said)
-    objective, bound = float(info.objective_function_value), float(info.mip_dual_bound)
-    gap = max(0.0, objective - bound) / abs(objective) if objective else 0.0
-    return Solved(
-        status=status,
-        solver="highs",
-        objective=objective,
-        bound=bound,
-        gap=gap,
-        reason=f"HiGHS says {said!r}, within {100 * gap:.3f} % of the best possible",
-    )
+    bound = float(model.getInfo().mip_dual_bound) + problem.objective.constant  # PuLP keeps the constant to itself
+    return Solved(status=status, solver="highs", bound=bound, said=f"HiGHS says {said!r}")
 
 
 def solve_cbc(problem: Any, settings: PlacementSettings, gap_abs: float) -> Solved:
@@ -77,14 +67,7 @@ def solve_cbc(problem: Any, settings: PlacementSettings, gap_abs: float) -> Solv
     _run(problem, solver, "CBC")
     said = pulp.LpSolution[problem.sol_status]
     status = _status_of(problem, finished=problem.sol_status == pulp.LpSolutionOptimal, solver="CBC", said=said)
-    return Solved(
-        status=status,
-        solver="cbc",
-        objective=float(pulp.value(problem.objective)),
-        bound=None,
-        gap=None,
-        reason=f"CBC says {said!r}",
-    )
+    return Solved(status=status, solver="cbc", bound=None, said=f"CBC says {said!r}")
 
 
 SOLVERS: tuple[Solve, ...] = (solve_highs, solve_cbc)

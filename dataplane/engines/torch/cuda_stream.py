@@ -9,7 +9,9 @@ rest goes through one of two halves of the stage buffer, chunk by chunk, so that
                                         | wire fills half 1   | host empties half 1 | ...
 """
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import cycle, groupby
 from typing import Any
 
@@ -37,15 +39,22 @@ class CudaMark:
 
 
 class IssuedCopies:
-    """The event of copies that a thread issues: passed when they are issued and the device has come past them."""
+    """The event of copies that a thread issues: passed when they are issued and the device has come past them.
+
+    `ended_s`: when that was first seen. Nobody is told by the device, so it is late by up to a step of the engine.
+    """
 
     def __init__(self, issued: Event, recorded: torch.cuda.Event) -> None:
         self._issued = issued
         self._mark = CudaMark(recorded)
+        self.ended_s: float | None = None
 
     def done(self) -> bool:
         """Whether the copies are over, or could not be issued."""
-        return self._issued.done() and (self.error is not None or self._mark.done())
+        over = self._issued.done() and (self.error is not None or self._mark.done())
+        if over and self.ended_s is None:
+            self.ended_s = time.monotonic()
+        return over
 
     def wait(self) -> None:
         """Block until the copies are issued, then let the current stream wait for them.
@@ -187,7 +196,7 @@ def pin(host: torch.Tensor) -> None:
     Raises:
         TransferError: the driver refuses, for instance beyond `ulimit -l`.
     """
-    _check(_cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+    _check("cudaHostRegister", host, _cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
 
 
 def unpin(host: torch.Tensor) -> None:
@@ -196,13 +205,17 @@ def unpin(host: torch.Tensor) -> None:
     Raises:
         TransferError: it was not pinned.
     """
-    _check(_cudart().cudaHostUnregister(host.data_ptr()))
+    _check("cudaHostUnregister", host, _cudart().cudaHostUnregister(host.data_ptr()))
 
 
 def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _check(result: Any) -> None:
-    if int(result) != 0:
-        raise TransferError(f"CUDA error {int(result)} for host memory")
+def _check(call: str, host: torch.Tensor, result: Any) -> None:
+    if int(result) == 0:
+        return
+    with suppress(RuntimeError):  # the runtime keeps the error for this thread's next launch: let that be this one
+        torch.zeros(1, device="cuda")
+    said = _cudart().cudaGetErrorString(_cudart().cudaError(int(result)))
+    raise TransferError(f"{call} of {host.nbytes} bytes: {said} (CUDA error {int(result)})")

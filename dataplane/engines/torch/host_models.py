@@ -1,39 +1,45 @@
 """Models in host memory: their skeletons, made once and kept, and their weights in run-time layout.
 
 Weights never change, so a host copy is good for ever; when host memory is short, copies of models that nobody uses
-right now are given back and read again, on a thread of their own, before the model's next turn.
+right now are given back and read again, on a thread of their own, before the model's next turn. Threads that read only
+take: what is given back, the engine's own thread gives, between two steps, once no copy reads it any more.
 """
 
-import hashlib
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
+import structlog
 import torch
 
 from dataplane.engines.torch.checkpoint import StoredTensor, list_tensors, read_tensors
+from dataplane.engines.torch.departures import Departures
+from dataplane.engines.torch.layout import cache_key, match_tensors
 from dataplane.engines.torch.mapping import as_stored
 from dataplane.engines.torch.skeleton import PlacedTensor, Skeleton, build_skeleton
-from dataplane.engines.torch.streams import pinned, unpinned
+from dataplane.engines.torch.streams import pinned
 from dataplane.errors import ModelLoadError
+from dataplane.memory.events import Event
 from dataplane.memory.model_cache import CachedModel, HostMemoryError, ModelCache
 
+log = structlog.get_logger()
+
 READ_AGAIN_S = 0.05
-"""How long a model waits that found no room in host memory."""
-LAYOUT_VERSION = 1
-"""Part of a cache key: raise it when bytes are laid out differently."""
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
-"""Old checkpoints store these; they follow from the config."""
+"""How long a model that found no room in host memory waits for its next try."""
+TOLD_AFTER_S = 1.0
+"""A model that waits for room for so long is worth a line in the log: less is common where models take turns."""
 
 
 @dataclass(eq=False, kw_only=True)
 class HostModel:
     """A model the slot knows. `host` is its weights, flat uint8, or None while host memory has no room for them;
-    `fresh` until they have been brought to the device from there.
+    `fresh` until they have been brought to the device from there. `copies`: of those that read `host`, all that may
+    still be under way. `short_since_s`: since when there has been no room, by `time.monotonic`, and whether that
+    `is_told`.
     """
 
     name: str
@@ -45,12 +51,15 @@ class HostModel:
     cached: CachedModel | None = None
     used_s: float = 0.0
     fresh: bool = True
+    copies: list[Event] = field(default_factory=list)
+    short_since_s: float | None = None
+    is_told: bool = False
 
 
 class HostModels:
-    """The models of a slot. `prepare` may run on another thread than the rest. `leave_rank(name)` says how early a
-    model's host copy may leave when host memory is short, None if it may not; `in_use(name)`
-    whether an instance of it is loaded.
+    """The models of a slot. The thread that makes this is the engine's; `prepare` may run on others. `leave_rank(name)`
+    says how early a model's host copy may leave when host memory is short, None if it may not; `in_use(name)` whether
+    an instance of it is loaded. A model that finds no room for `host_wait_max_s` fails.
     """
 
     def __init__(
@@ -62,6 +71,7 @@ class HostModels:
         *,
         leave_rank: Callable[[str], int | None],
         in_use: Callable[[str], bool],
+        host_wait_max_s: float = inf,
     ) -> None:
         self._cache = cache
         self._dtype = dtype
@@ -74,6 +84,10 @@ class HostModels:
         self._building = threading.Lock()
         self._leave_rank = leave_rank
         self._in_use = in_use
+        self._host_wait_max_s = host_wait_max_s
+        self._engine_thread = threading.get_ident()
+        self._departures = Departures(device)
+        self._room_wanted = False
         self._again_s = 0.0
 
     @property
@@ -85,30 +99,42 @@ class HostModels:
             return sum(model.host.nbytes for model in self._models.values() if model.host is not None)
 
     def prepare(self, name: str, folder: Path, *, slabs_max: int) -> HostModel:
-        """The model, read into host memory if it is not there and there is room. Harmless when done twice.
+        """The model, read into host memory. Harmless when done twice.
+
+        On the engine's thread a model that finds no room is put off, and read before its first turn: room is given
+        between two steps, so that this thread would wait for itself.
 
         Raises:
             ModelLoadError: the folder cannot be used, it is another one than before, the weights exceed `slabs_max`
                 slabs or the whole model cache.
+            HostMemoryError: on another thread: there is no room now; a later try may find some.
         """
+        putting_off = threading.get_ident() == self._engine_thread
         with self._lock:
             known = self._models.get(name)
-        if known is not None and known.folder == folder:
+        if known is not None and known.folder == folder and (putting_off or known.host is not None):
             return known
         if known is not None and self._in_use(name):
+            if known.folder == folder:
+                return known
             raise ModelLoadError(f"{name} is loaded from {known.folder}, not from {folder}")
         with self._building:
-            model = self._build(name, folder, slabs_max)
-            size_bytes = model.skeleton.size_bytes
-            if self._cache is not None and size_bytes > self._cache.capacity_bytes:
-                limit = self._cache.capacity_bytes
-                raise ModelLoadError(f"{name}: weights of {size_bytes} bytes exceed cache_bytes={limit} of the node")
-            with suppress(HostMemoryError):  # full just now: its turn comes when there is room again
+            if known is None or known.folder != folder:
+                model = self._build(name, folder, slabs_max)
+                with self._lock:
+                    if known is not None:
+                        self._part(known)
+                    self._models[name] = model
+            else:
+                model = known
+            try:
                 self._read(model)
-        with self._lock:
-            if known is not None:
-                self._release(known)
-            self._models[name] = model
+            except HostMemoryError:
+                if not putting_off:
+                    raise
+            except BaseException:
+                self.forget(name)
+                raise
         return model
 
     def forget(self, name: str) -> None:
@@ -117,13 +143,13 @@ class HostModels:
             self._reads.pop(name, None)
             model = self._models.pop(name, None)
             if model is not None:
-                self._release(model)
+                self._part(model)
 
     def ready(self, model: HostModel) -> bool:
         """Whether the weights are in host memory. If not, a thread begins to read them.
 
         Raises:
-            ModelLoadError: reading them failed; the next call tries again.
+            ModelLoadError: reading them failed, or found no room for `host_wait_max_s`; the next call begins anew.
         """
         if model.host is not None:
             return True
@@ -132,16 +158,33 @@ class HostModels:
             self._reads[model.name] = self._readers.submit(self._read_again, model)
         elif read is not None and read.done():
             del self._reads[model.name]
-            read.result()
-            if model.host is None:
+            try:
+                read.result()
+            except HostMemoryError as error:
                 self._again_s = time.monotonic() + READ_AGAIN_S
+                self._check_wait(model, error)
         return model.host is not None
 
+    def yield_room(self) -> None:
+        """Give back what can be spared, by the engine's thread: one host copy if a model of this slot found no room,
+        all of them if another slot of the node did.
+        """
+        if self._cache is not None:
+            if self._room_wanted:
+                self._room_wanted = False
+                if self._give_back_one(rank_max=1):
+                    self._again_s = 0.0
+            if self._cache.room_is_wanted():
+                while self._give_back_one(rank_max=2):
+                    pass
+        self._departures.settle()
+
     def close(self) -> None:
-        """End the reading thread and let go of everything."""
+        """End the reading thread and let go of everything. Streams are closed before: no copy is under way."""
         self._readers.shutdown(wait=True, cancel_futures=True)
         for name in list(self._models):
             self.forget(name)
+        self._departures.settle(wait=False)
 
     def _build(self, name: str, folder: Path, slabs_max: int) -> HostModel:
         skeleton = build_skeleton(folder, self._dtype, self._device)
@@ -151,45 +194,68 @@ class HostModels:
                 f"{name}: weights of {skeleton.size_bytes} bytes take {slabs} slabs of {self._slab_bytes} bytes;"
                 f" weights_bytes of the slot hold {slabs_max}"
             )
+        if self._cache is not None and skeleton.size_bytes > self._cache.capacity_bytes:
+            limit = f"cache_bytes={self._cache.capacity_bytes}"
+            raise ModelLoadError(f"{name}: weights of {skeleton.size_bytes} bytes exceed {limit} of the node")
         stored = list_tensors(folder)
         pairs = match_tensors(folder, as_stored(skeleton.places, stored), stored)
         return HostModel(
-            name=name, folder=folder, skeleton=skeleton, pairs=tuple(pairs), key=_cache_key(folder, self._dtype, pairs)
+            name=name, folder=folder, skeleton=skeleton, pairs=tuple(pairs), key=cache_key(folder, self._dtype, pairs)
         )
 
     def _read_again(self, model: HostModel) -> None:
-        """What `prepare` could read once must not fail for want of memory now: it is tried again."""
-        with self._building, suppress(HostMemoryError):
+        with self._building:
             self._read(model)
         with self._lock:
             if self._models.get(model.name) is not model:  # forgotten meanwhile
-                self._release(model)
+                self._part(model)
 
     def _read(self, model: HostModel) -> None:
-        """Raises HostMemoryError when no room can be made."""
+        """Raises HostMemoryError when there is no room; it is asked for then."""
+        if model.host is not None:
+            return
         size_bytes = model.skeleton.size_bytes
+        cached = None
         if self._cache is None:
             host = torch.empty(size_bytes, dtype=torch.uint8)
             self._fill(model, host)
-            model.host, model.fresh = pinned(host, self._device), True
-            return
-        while model.cached is None:
+        else:
             try:
-                model.cached = self._cache.acquire(
+                cached = self._cache.acquire(
                     model.key, size_bytes, lambda view: self._fill(model, torch.frombuffer(view, dtype=torch.uint8))
                 )
-            except HostMemoryError:
-                if not self._give_back_one(rank_max=1):
-                    self._cache.want_room()
-                    raise
-        host = torch.frombuffer(model.cached.view.obj, dtype=torch.uint8)  # torch warns of read-only views
-        model.host, model.fresh = pinned(host, self._device), True
+            except HostMemoryError as error:
+                self._put_off(model, error)
+                raise
+            host = torch.frombuffer(cached.view.obj, dtype=torch.uint8)  # torch warns of read-only views
+        pinned(host, self._device)
+        with self._lock:
+            model.host, model.cached, model.fresh, model.short_since_s = host, cached, True, None
 
-    def yield_room(self) -> None:
-        """Let go of every host copy that can be spared, if another slot of the node has no room for one it needs."""
-        if self._cache is not None and self._cache.room_is_wanted():
-            while self._give_back_one(rank_max=2):
-                pass
+    def _put_off(self, model: HostModel, error: HostMemoryError) -> None:
+        """Ask this slot and the others for room. A wait is told of once."""
+        now_s = time.monotonic()
+        if model.short_since_s is None:
+            model.short_since_s, model.is_told = now_s, False
+        if not model.is_told and now_s - model.short_since_s >= TOLD_AFTER_S:
+            model.is_told = True
+            log.warning(
+                "model put off: no room in host memory",
+                model=model.name,
+                size_bytes=model.skeleton.size_bytes,
+                lack_bytes=error.lack_bytes,
+                held_by=error.held,
+            )
+        self._room_wanted = True
+        if self._cache is not None:
+            self._cache.want_room()
+
+    def _check_wait(self, model: HostModel, error: HostMemoryError) -> None:
+        since_s = model.short_since_s
+        if since_s is not None and time.monotonic() - since_s >= self._host_wait_max_s:
+            model.short_since_s = None
+            limit = f"host_wait_max_s={self._host_wait_max_s:g}"
+            raise ModelLoadError(f"no room in host memory for longer than {limit}: {error}") from error
 
     def _give_back_one(self, *, rank_max: int) -> bool:
         """Let go of the host copy that can best be spared; False when none can."""
@@ -198,58 +264,16 @@ class HostModels:
             spare = [(rank, used_s, model) for rank, used_s, model in held if rank is not None and rank <= rank_max]
             if not spare:
                 return False
-            self._release(min(spare, key=lambda known: known[:2])[2])
+            self._part(min(spare, key=lambda known: known[:2])[2])
             return True
 
-    def _release(self, model: HostModel) -> None:
-        if model.host is not None:
-            unpinned(model.host, self._device)
-        model.host = None
-        if model.cached is not None:
-            model.cached.release()
-            model.cached = None
+    def _part(self, model: HostModel) -> None:
+        """Take a model its host copy, which departs when the engine's thread comes by."""
+        with self._lock:
+            self._departures.add(model.host, model.cached, model.copies)
+            model.host, model.cached, model.copies = None, None, []
 
     @staticmethod
     def _fill(model: HostModel, host: torch.Tensor) -> None:
         parts = model.skeleton.parts
         read_tensors((stored, place.view(parts[place.part].of(host))) for place, stored in model.pairs)
-
-
-def match_tensors(
-    folder: Path, places: tuple[PlacedTensor, ...], stored: dict[str, StoredTensor]
-) -> list[tuple[PlacedTensor, StoredTensor]]:
-    """Each weight's tensor in the checkpoint. A tied weight may be stored under any of its names.
-
-    Raises:
-        ModelLoadError: names tensors that are missing, unexpected or of another shape.
-    """
-    pairs = []
-    missing = []
-    for place in places:
-        name = next((name for name in place.names if name in stored), None)
-        if name is None:
-            missing.append(place.names[0])
-        else:
-            pairs.append((place, stored[name]))
-    known = {name for place in places for name in place.names}
-    unexpected = [name for name in sorted(stored) if name not in known and not name.endswith(_IGNORED_SUFFIXES)]
-    for what, names in (("misses", missing), ("has unexpected", unexpected)):
-        if names:
-            raise ModelLoadError(
-                f"{folder}: the checkpoint {what} {len(names)} tensors, such as {', '.join(names[:3])}"
-            )
-    for place, tensor in pairs:
-        if place.shape != tensor.shape:
-            raise ModelLoadError(
-                f"{folder}: tensor {tensor.name} has shape {tensor.shape}, the config says {place.shape}"
-            )
-    return pairs
-
-
-def _cache_key(folder: Path, dtype: torch.dtype, pairs: list[tuple[PlacedTensor, StoredTensor]]) -> str:
-    """What the bytes hang on: the files as they are now, the dtype and the layout."""
-    files = sorted({stored.file for _, stored in pairs})
-    state = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    layout = [(place.names[0], place.part, place.offset_bytes) for place, _ in pairs]
-    described = repr((LAYOUT_VERSION, str(dtype), state, layout))
-    return f"{folder.name}-{hashlib.blake2b(described.encode(), digest_size=12).hexdigest()}"

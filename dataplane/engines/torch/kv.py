@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from dataplane.engine import KvHandle
-from dataplane.engines.preemption import Place
+from dataplane.engines.kv import Place
 from dataplane.engines.torch.streams import Copy, CopyStream, mark, pinned
 from dataplane.memory.events import PASSED, Event
 from dataplane.memory.kv_cache import HostSlabs, KvCache, KvShape, OutOfBlocksError, blocks_for
@@ -38,6 +38,11 @@ class SequenceKv:
     file: "KvFile | None" = None
     event: Event = PASSED
     tries: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes, on the side where it takes more."""
+        return max(len(self.blocks), len(self.host)) * self.shape.block_bytes
 
 
 @dataclass(eq=False, kw_only=True)

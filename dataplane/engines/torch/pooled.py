@@ -1,13 +1,12 @@
-"""A model of the pool as the engine keeps it: its weights, its sequences with KV, and what its steps cost."""
+"""A model of the pool as the torch engine keeps it."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from dataplane.engines.preemption import Place
+from dataplane.engines.served_models import ServedModel
 from dataplane.engines.torch.host_models import HostModel
-from dataplane.engines.torch.sequences import TokenSequence
+from dataplane.engines.torch.kv import SequenceKv
 from dataplane.engines.torch.skeleton import Geometry
 from dataplane.memory.kv_cache import KvShape
 from dataplane.messages import ModelSpec
@@ -18,24 +17,20 @@ _GUESSES = {"cpu": (1e10, 2e10), "cuda": (2e12, 2e14)}
 
 
 @dataclass(eq=False, kw_only=True)
-class Pooled:
-    """One model. `instances`: those of the control plane that share it here. `sequences`: those that have begun."""
+class Pooled(ServedModel[SequenceKv]):
+    """One model, its weights and the shape of its KV blocks."""
 
-    model: HostModel
+    weights: HostModel
     shape: KvShape
-    estimate: CostEstimate
-    context_tokens: int
-    instances: set[str] = field(default_factory=set)
-    sequences: list[TokenSequence] = field(default_factory=list)
 
     @property
-    def name(self) -> str:
-        """The model's name."""
-        return self.model.name
+    def weights_bytes(self) -> int:
+        """The size of its weights."""
+        return self.weights.skeleton.size_bytes
 
-    def decoding(self) -> list[TokenSequence]:
-        """Sequences past their prefill, in the order of service."""
-        return sorted((s for s in self.sequences if s.cached and s.pending == 1), key=lambda s: s.key)
+    def new_kv(self) -> SequenceKv:
+        """The KV of a sequence that has none yet."""
+        return SequenceKv(shape=self.shape)
 
 
 def kv_shape(geometry: Geometry, block_tokens: int, dtype: torch.dtype) -> KvShape:
@@ -53,10 +48,12 @@ def make_pooled(host: HostModel, spec: ModelSpec, block_tokens: int, device: tor
     """A model that is in no arena yet and has no requests."""
     geometry, dtype = host.skeleton.geometry, host.skeleton.dtype
     return Pooled(
-        model=host,
-        shape=kv_shape(geometry, block_tokens, dtype),
-        estimate=first_estimate(host.skeleton.size_bytes, dtype, device),
+        name=host.name,
         context_tokens=min(spec.context_tokens, geometry.context_tokens),
+        vocabulary=geometry.vocabulary,
+        estimate=first_estimate(host.skeleton.size_bytes, dtype, device),
+        weights=host,
+        shape=kv_shape(geometry, block_tokens, dtype),
     )
 
 
@@ -74,13 +71,3 @@ def first_estimate(weights_bytes: int, dtype: torch.dtype, device: torch.device)
         decode_per_sequence_s=per_token_s,
     )
     return CostEstimate(latency=latency)
-
-
-def half_prefilled(models: Iterable[Pooled]) -> list[TokenSequence]:
-    """Sequences in the midst of their prefill, which holds KV for all of their prompt."""
-    return [s for pooled in models for s in pooled.sequences if s.kv.place is Place.HERE and s.pending > 1]
-
-
-def sequences_here(models: Iterable[Pooled]) -> list[TokenSequence]:
-    """Sequences past their prefill whose KV is in the arena and still: those that can be asked to leave."""
-    return [s for pooled in models for s in pooled.sequences if s.kv.place is Place.HERE and s.pending == 1]

@@ -1,44 +1,14 @@
-"""What the engine says of itself: the load of its instances, the state of the pool, the last turns."""
+"""What the torch engine says of its pool: the memory, the last turns."""
 
-from collections.abc import Iterable
-
-from dataplane.engine import InstanceStats, KvShapeStats, PoolStats
+from dataplane.engine import KvShapeStats, PoolStats
 from dataplane.engines.torch.kv import KvStore
-from dataplane.engines.torch.pooled import Pooled
-from dataplane.engines.torch.room import Room
-from dataplane.engines.torch.sequences import TokenSequence
+from dataplane.engines.torch.streams import PINS
 from dataplane.engines.torch.weights import WeightStore
 from dataplane.engines.turn_log import TurnLog
 from dataplane.memory.kv_cache import KvCache
 from dataplane.memory.slabs import SlabArena
 from dataplane.turns.prefill import PrefillQueue
 from dataplane.turns.schedule import Turn
-
-
-def instance_stats(instance_id: str, pooled: Pooled, requests: Iterable[TokenSequence], kv: KvStore) -> InstanceStats:
-    """The load of an instance. It could take what KV memory is free beside its own."""
-    mine = [s for s in requests if s.request.instance_id == instance_id]
-    running = [s for s in mine if s in pooled.sequences]
-    used_bytes = sum(max(len(s.kv.blocks), len(s.kv.host)) for s in mine) * pooled.shape.block_bytes
-    return InstanceStats(
-        instance_id=instance_id,
-        kv_tokens_max=kv.capacity_tokens(pooled.shape),
-        kv_used_bytes=used_bytes,
-        kv_capacity_bytes=used_bytes + kv.free_blocks(pooled.shape) * pooled.shape.block_bytes,
-        remaining_tokens=sum(s.remaining_tokens for s in mine),
-        running=len(running),
-        waiting=len(mine) - len(running),
-    )
-
-
-def swap_counts(room: Room, kv: KvStore) -> dict[str, float]:
-    """How often KV left or came since the start, and how often it had to be computed anew."""
-    return {
-        "preemptions": room.preemptions_total,
-        "recomputed": room.recomputed_total,
-        "swapped_out": kv.swapped_out_total,
-        "swapped_in": kv.swapped_in_total,
-    }
 
 
 def pool_stats(
@@ -71,6 +41,8 @@ def pool_stats(
         kv=_shapes(kv.here),
         host_kv=_shapes(kv.away),
         host_cache_bytes=host_cache_bytes,
+        weights_bytes_per_s=weights.bytes_per_s,
+        unpinned=PINS.refused,
         turns=tuple(log.turns),
     )
 

@@ -17,7 +17,8 @@ class TorchEngineSettings:
     `device` is any torch device name ("cpu", "cuda", "cuda:1"). The arena has `weights_bytes` that only weights may
     take, enough for the largest model, and `kv_bytes` that KV takes and weights may borrow; `host_kv_bytes` hold the
     KV of preempted requests in host memory, in `host_kv_file` where other slots shall read it. `slab_bytes` None
-    chooses. `cache_folder` is the node's model cache of `cache_bytes`; without one, weights are in private memory.
+    chooses. `cache_folder` is the node's model cache of `cache_bytes`; without one, weights are in private memory. A
+    model that finds no room there for `host_wait_max_s` fails.
     A step runs at most `batch_max` sequences and prefills at most `prefill_tokens_per_step_max` tokens. `prefetch`
     brings the next model early; `layerwise` starts a model while its later layers are on the way; with `hands_over`
     a request leaves after its first token, to be decoded by another slot.
@@ -32,6 +33,7 @@ class TorchEngineSettings:
     slab_bytes: int | None = None
     cache_folder: Path | None = None
     cache_bytes: int = 2**40
+    host_wait_max_s: float = 60.0
     block_tokens: int = 16
     prefill_tokens_per_step_max: int = 512
     batch_max: int = 32

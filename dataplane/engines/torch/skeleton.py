@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dataplane.engines.torch.attention import ATTENTION_NAME, register
 from dataplane.engines.torch.checkpoint import read_json
+from dataplane.engines.torch.linear import speed_up
 from dataplane.errors import ModelLoadError
 from dataplane.memory.slabs import aligned
 
@@ -174,6 +175,8 @@ def build_skeleton(folder: Path, dtype: torch.dtype, device: torch.device) -> Sk
     _check_rope(folder, getattr(config, "rope_parameters", None))
     _fill_buffers(model, device)
     model.eval().requires_grad_(False)
+    if device.type == "cpu" and dtype == torch.float32:
+        speed_up(model)
     return Skeleton(model, geometry, _eos_ids(folder, described), dtype)
 
 

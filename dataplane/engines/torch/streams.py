@@ -5,15 +5,20 @@ issues copies, and moves bytes itself where the host side is not pinned.
 Whoever submits leaves sources alone, and both sides allocated, until the event has passed.
 """
 
+import resource
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+import structlog
 import torch
 
 from dataplane.memory.events import PASSED, Event, FlagEvent, TransferError
+
+log = structlog.get_logger()
 
 CHUNK_BYTES = 4 * 2**20
 STAGING_BYTES = 64 * 2**20
@@ -48,25 +53,71 @@ def make_stream(device: torch.device, name: str, *, threads: int = 1, staging_by
     return ThreadStream(name, threads=threads)
 
 
-def pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Host memory that CUDA copies directly, where it may be pinned; elsewhere, and refused, as it is: copies then go
-    through the stage buffer.
+class Pins:
+    """The host memory that this process has pinned for CUDA. `refused` says why some is not, and how much: copies of
+    it go through the stage buffer, at a fraction of the rate. Threads may share it.
     """
-    if device.type == "cuda" and host.nbytes:
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sizes: dict[int, int] = {}
+        self._refused_bytes = 0
+        self._reason: str | None = None
+
+    @property
+    def refused(self) -> str | None:
+        """The last refusal in words; None when there was none."""
+        if self._reason is None:
+            return None
+        return f"{self._refused_bytes} bytes of host memory are not pinned: {self._reason}"
+
+    def pin(self, host: torch.Tensor) -> None:
+        """Pin, or note the refusal. The first one is logged."""
         from dataplane.engines.torch.cuda_stream import pin  # noqa: PLC0415 - imports this module
 
-        with suppress(TransferError):
+        try:
             pin(host)
+        except TransferError as error:
+            self._note_refusal(host, str(error))
+        else:
+            with self._lock:
+                self._sizes[host.data_ptr()] = host.nbytes
+
+    def unpin(self, host: torch.Tensor) -> None:
+        """Undo `pin`; nothing happens where that was refused."""
+        from dataplane.engines.torch.cuda_stream import unpin  # noqa: PLC0415 - imports this module
+
+        with self._lock:
+            size_bytes = self._sizes.pop(host.data_ptr(), None)
+        if size_bytes is not None:
+            with suppress(TransferError):  # the driver has let go of it by itself
+                unpin(host)
+
+    def _note_refusal(self, host: torch.Tensor, error: str) -> None:
+        limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        limit = "unlimited" if limit_bytes == resource.RLIM_INFINITY else f"{limit_bytes} bytes"
+        with self._lock:
+            first = self._reason is None
+            self._refused_bytes += host.nbytes
+            self._reason = f"{error}; ulimit -l is {limit}"
+        if first:
+            log.warning("host memory is not pinned", size_bytes=host.nbytes, reason=self._reason)
+
+
+PINS = Pins()
+
+
+def pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Host memory that CUDA copies directly, where it may be pinned; elsewhere, and refused (see `PINS`), as it is."""
+    if device.type == "cuda" and host.nbytes:
+        PINS.pin(host)
     return host
 
 
 def unpinned(host: torch.Tensor, device: torch.device) -> None:
-    """Undo `pinned`, before the memory goes."""
+    """Undo `pinned`, before the memory goes. No copy may be under way."""
     if device.type == "cuda" and host.nbytes:
-        from dataplane.engines.torch.cuda_stream import unpin  # noqa: PLC0415 - imports this module
-
-        with suppress(TransferError):
-            unpin(host)
+        PINS.unpin(host)
 
 
 def mark(device: torch.device) -> Event:

@@ -11,26 +11,33 @@ from dataclasses import dataclass, field
 import torch
 
 from dataplane.engines.torch.host_models import HostModel
-from dataplane.engines.torch.streams import Copy, CopyStream, mark
-from dataplane.memory.events import PASSED, Event
+from dataplane.engines.torch.streams import Copy, CopyStream, mark, pinned, unpinned
+from dataplane.memory.events import PASSED, Event, TimedEvent
 from dataplane.memory.residency import ResidencyFacts, ResidentModel, choose_run
 from dataplane.memory.slabs import SlabArena
 
 TRIES_MAX = 5
 """How often in a row a part may fail to arrive before its model's requests fail."""
 RATE_SAMPLE_BYTES = 2**25
+RATE_LOAD_BYTES_MIN = 2**24
+"""A load of fewer bytes says little about the rate: starting its copies takes as long as they do."""
+RATE_SHARE = 0.25
+"""What the last load counts in the rate; those before it fade by the rest."""
 POLL_S = 0.0002
 
 
 @dataclass(eq=False, kw_only=True)
 class Resident:
-    """A model whose parts are in the arena or on their way. `events`: one for each part, empty once all are there."""
+    """A model whose parts are in the arena or on their way. `events`: one for each part, empty once all are there;
+    `began_s` by the engine's clock, `sent_s` by `time.monotonic`, that of the events.
+    """
 
     model: HostModel
     buffers: tuple[torch.Tensor, ...]
     events: list[Event] = field(default_factory=list)
     tries: int = 0
     began_s: float = 0.0
+    sent_s: float = 0.0
 
 
 class Together:
@@ -69,7 +76,7 @@ class WeightStore:
         self._residents: dict[str, Resident] = {}
         self._homes: dict[str, int] = {}
         self._used_s: dict[str, float] = {}
-        self._rate_bytes_per_s = measured_rate(buffer)
+        self._s_per_byte = 1 / measured_rate(buffer)
         self.brought_total = 0
 
     @property
@@ -82,9 +89,14 @@ class WeightStore:
         """Names of the models of which parts are on their way."""
         return tuple(sorted(name for name, resident in list(self._residents.items()) if resident.events))
 
+    @property
+    def bytes_per_s(self) -> float:
+        """How fast weights come: first as a plain copy did, then as the loads of whole models do."""
+        return 1 / self._s_per_byte
+
     def whole_s(self, model: HostModel) -> float:
         """Estimated seconds that all of the model's weights take to come."""
-        return model.skeleton.size_bytes / self._rate_bytes_per_s
+        return model.skeleton.size_bytes * self._s_per_byte
 
     def missing_s(self, model: HostModel, *, now_s: float) -> float:
         """Estimated seconds until the model would be wholly there, were it brought now."""
@@ -123,6 +135,8 @@ class WeightStore:
         self._homes[model.name] = choice.start
         resident = Resident(model=model, buffers=self._part_buffers(model, choice.start), began_s=now_s)
         self._residents[model.name] = resident
+        model.copies = [event for event in model.copies if not event.done()]
+        resident.sent_s = time.monotonic()
         computed = mark(self._buffer.device)  # what ran on these slabs until now
         resident.events = [
             self._submit(host, resident, number, after=computed) for number in range(len(model.skeleton.parts))
@@ -134,9 +148,10 @@ class WeightStore:
         return True
 
     def settle(self) -> None:
-        """Note what has arrived whole."""
+        """Note what has arrived whole, and how long it took."""
         for resident in self._residents.values():
             if resident.events and all(event.done() and event.error is None for event in resident.events):
+                self._learn_rate(resident)
                 resident.events = []
                 resident.tries = 0
                 resident.model.skeleton.await_part = None
@@ -191,13 +206,24 @@ class WeightStore:
         while flying and not any(event.done() for event in flying):
             time.sleep(POLL_S)
 
+    def _learn_rate(self, resident: Resident) -> None:
+        """Let a whole load that went well correct the estimate."""
+        size_bytes = resident.model.skeleton.size_bytes
+        if size_bytes < RATE_LOAD_BYTES_MIN or resident.tries:
+            return
+        ends_s = [event.ended_s for event in resident.events if isinstance(event, TimedEvent)]
+        took_s = max((end_s for end_s in ends_s if end_s is not None), default=time.monotonic()) - resident.sent_s
+        self._s_per_byte += RATE_SHARE * (took_s / size_bytes - self._s_per_byte)
+
     def _await(self, resident: Resident, part: int) -> None:
         if resident.events:
             resident.events[part].wait()
 
     def _submit(self, host: torch.Tensor, resident: Resident, number: int, *, after: Event = PASSED) -> Event:
         source = resident.model.skeleton.parts[number].of(host)
-        return self._stream.submit([Copy(source=source, target=resident.buffers[number])], [after])
+        event = self._stream.submit([Copy(source=source, target=resident.buffers[number])], [after])
+        resident.model.copies.append(event)
+        return event
 
     def _part_buffers(self, model: HostModel, start: int) -> tuple[torch.Tensor, ...]:
         buffers = []
@@ -240,14 +266,17 @@ def _flying(resident: Resident) -> bool:
 
 
 def measured_rate(buffer: torch.Tensor) -> float:
-    """Bytes per second of a plain copy from host memory into `buffer`, whose content is lost."""
+    """Bytes per second of a plain copy into `buffer`, whose content is lost, from host memory such as models have:
+    written before, and pinned where CUDA allows it. The best of three; the first one takes the pages of `buffer`.
+    """
     target = buffer[:RATE_SAMPLE_BYTES]
-    source = torch.zeros(target.shape, dtype=torch.uint8)
-    best_s = 1.0
+    source = pinned(torch.ones(target.shape, dtype=torch.uint8), buffer.device)
+    times_s = []
     for _ in range(3):
         began_s = time.perf_counter()
         target.copy_(source)
         if buffer.is_cuda:
             torch.cuda.synchronize(buffer.device)
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return source.nbytes / best_s
+        times_s.append(time.perf_counter() - began_s)
+    unpinned(source, buffer.device)
+    return source.nbytes / min(times_s)

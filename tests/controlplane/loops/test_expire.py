@@ -2,11 +2,12 @@
 
 import os
 
-from sqlalchemy import text
+from sqlalchemy import select, text
 
 from controlplane.loops.expire import expire, sweep
 from controlplane.store.blobs import BlobStore
 from controlplane.store.queue import claim, expire_leases
+from controlplane.store.tables import Desired, Instance, SpotLease
 from tests.controlplane.world import World
 
 
@@ -31,6 +32,28 @@ def test_everything_that_is_over(world: World, blobs: BlobStore) -> None:
     with world.database.transaction() as session:
         states = session.execute(text("SELECT state FROM batch_requests ORDER BY line")).scalars().all()
     assert states == ["waiting", "expired", "waiting"]
+
+
+def test_instances_stopped_long_ago_are_forgotten_with_their_leases(world: World, blobs: BlobStore) -> None:
+    world.join("n1")
+    names = {days: world.place("n1", desired=Desired.STOPPED) for days in (6, 8)}
+    running = world.place("n1")
+    with world.database.transaction() as session:
+        for days, name in names.items():
+            session.execute(
+                text(f"UPDATE instances SET changed_at = now() - interval '{days} days' WHERE id = '{name}'")
+            )
+        session.execute(text(f"UPDATE instances SET changed_at = to_timestamp(0) WHERE id = '{running}'"))
+        session.execute(
+            text(
+                "INSERT INTO spot_leases (id, instance_id, holder, created_by, expires_at, ended_at, end_reason) "
+                f"VALUES ('l', '{names[8]}', 'lab', 'lab', now(), now(), 'lost')"
+            )
+        )
+    expire(world.database, blobs, world.settings, now_s=1e9)
+    with world.database.transaction() as session:
+        assert set(session.scalars(select(Instance.id))) == {names[6], running}
+        assert session.scalars(select(SpotLease)).all() == []
 
 
 def test_a_request_that_loses_every_dispatcher_ends_in_the_error_file(world: World) -> None:

@@ -11,8 +11,9 @@ from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.instances import desired_of
 from controlplane.store.live import LiveStore
+from controlplane.store.plan_tables import PlanEntry
 from controlplane.store.plans import add_plan, apply_plan
-from controlplane.store.tables import Desired, EndpointRow, Instance, PlanEntry
+from controlplane.store.tables import Desired, EndpointRow, Instance
 from tests.controlplane.store.test_plans import a_plan
 from tests.controlplane.world import World
 
@@ -65,7 +66,7 @@ def follow(world: World, after: int) -> None:
         ]
         plan_id, index = plan.id, plan.fleet_index
         assert add_plan(session, plan, entries)
-        apply_plan(session, plan_id, index=index)
+        apply_plan(session, plan_id, index=index, now_s=0.0)
 
 
 def node(world: World) -> None:
@@ -114,7 +115,7 @@ def test_the_plan_is_followed_out_and_in_and_back(world: World, settings: Settin
     assert run(world, settings).started == 3
     ready(world, "n1")
     follow(world, 1)
-    assert run(world, settings).drained == 2
+    assert run(world, settings).donated == 2
     assert wanted(world) == {"running": 1, "draining": 2}
     follow(world, 2)
     again = run(world, settings)

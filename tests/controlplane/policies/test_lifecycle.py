@@ -54,7 +54,7 @@ def test_every_state_is_in_its_table_reachable_and_can_end(
     ("machine", "terminal"),
     [
         (INSTANCE, {InstanceState.STOPPED}),
-        (PLAN, {PlanState.SUPERSEDED, PlanState.FAILED, PlanState.ROLLED_BACK}),
+        (PLAN, {PlanState.SUPERSEDED, PlanState.FAILED, PlanState.ROLLED_BACK, PlanState.REJECTED}),
         (BATCH, {BatchState.COMPLETED, BatchState.FAILED, BatchState.EXPIRED, BatchState.CANCELLED}),
         (
             BATCH_REQUEST,
@@ -81,6 +81,7 @@ def test_terminal_states(machine: Mapping[Any, frozenset[Any]], terminal: set[An
         (INSTANCE, InstanceState.STOPPED, InstanceState.PENDING, False),
         (PLAN, PlanState.APPLIED, PlanState.APPLYING, False),  # applied once
         (PLAN, PlanState.APPLIED, PlanState.ROLLED_BACK, True),
+        (PLAN, PlanState.REJECTED, PlanState.APPROVED, False),
         (BATCH, BatchState.CANCELLING, BatchState.COMPLETED, False),
         (BATCH_REQUEST, BatchRequestState.RUNNING, BatchRequestState.WAITING, True),  # a lease ended
         (BATCH_REQUEST, BatchRequestState.COMPLETED, BatchRequestState.RUNNING, False),  # one result per request
@@ -96,7 +97,7 @@ def test_moves(machine: Mapping[Any, frozenset[Any]], before: Any, after: Any, *
 
 
 def test_a_refused_move_names_what_is_allowed() -> None:
-    with pytest.raises(ValueError, match="allowed: approved, failed, superseded"):
+    with pytest.raises(ValueError, match="allowed: approved, failed, rejected, superseded"):
         require_move(PLAN, PlanState.DRAFT, PlanState.APPLIED)
     with pytest.raises(ValueError, match="it is terminal"):
         require_move(BATCH, BatchState.EXPIRED, BatchState.COMPLETED)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from sqlalchemy import func, select, text
+from sqlalchemy import func, inspect, select, text
 from sqlalchemy.exc import OperationalError
 
 from controlplane.policies.facts import Endpoint
@@ -18,10 +18,12 @@ from controlplane.store.demand import (
     latest_demand_s,
     mean_demand,
     put_demand,
+    put_forecasts,
     read_demand,
+    read_forecasts,
 )
 from controlplane.store.session import Database, make_engine
-from controlplane.store.tables import DemandBucket
+from controlplane.store.tables import DemandBucket, Forecast
 from tests.controlplane.world import World
 
 EAST, WEST = Endpoint(model="tide", region="us-east"), Endpoint(model="tide", region="us-west")
@@ -88,3 +90,28 @@ def test_writers_of_the_same_minutes_in_opposite_orders_take_turns(world: World)
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+@pytest.mark.parametrize(("with_candidates", "left"), [(False, {"candidates", "state"}), (True, {"state"})])
+def test_the_large_columns_of_forecasts_are_read_only_where_asked_for(
+    world: World, left: set[str], *, with_candidates: bool
+) -> None:
+    forecast = Forecast(
+        model="tide",
+        region="us-east",
+        origin_s=0,
+        forecaster="none",
+        peak_q50=1.0,
+        peak_upper=2.0,
+        quantile=0.9,
+        path=[2.0],
+        candidates={"none": {}},
+        state={"large": "x"},
+        reason="",
+    )
+    with world.database.transaction() as session:
+        put_forecasts(session, [forecast])
+    with world.database.transaction() as session:
+        (row,) = read_forecasts(session, origin_s=None, with_candidates=with_candidates)
+        assert inspect(row).unloaded == left
+        assert row.candidates == {"none": {}}

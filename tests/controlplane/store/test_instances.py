@@ -69,6 +69,24 @@ def test_why_it_failed_is_kept_while_it_fails(world: World) -> None:
         assert session.get_one(Instance, held).error is None
 
 
+def test_a_failed_load_that_is_tried_again_stays_one_failure(world: World) -> None:
+    held = world.place("n1")
+    beat(world, (held, "failed"), error="no such file")
+    with world.database.transaction() as session:
+        session.execute(text("UPDATE instances SET changed_at = to_timestamp(100)"))
+    for state, error in (("loading", None), ("failed", "still no such file"), ("loading", None)):
+        beat(world, (held, state), error=error)
+        with world.database.transaction() as session:
+            row = session.get_one(Instance, held)
+            assert (row.observed, row.changed_at.timestamp()) == (state, 100.0)
+            assert row.error == (error or row.error) is not None
+    beat(world, (held, "ready"))
+    with world.database.transaction() as session:
+        row = session.get_one(Instance, held)
+        assert row.error is None
+        assert row.changed_at.timestamp() > 100
+
+
 def test_draining_stops_only_at_the_newest_generation(world: World) -> None:
     held, other = world.place("n1"), world.place("n1")
     change(world, held, Desired.DRAINING)

@@ -21,8 +21,10 @@ CHOICES = {
     ("files", "purpose"): "batch",
     ("batches", "state"): "validating",
     ("batch_requests", "state"): "running",
-    ("instances", "desired"): "running",
+    ("instances", "desired"): "spot",
     ("instances", "observed"): "pending",
+    ("instances", "kind"): "mixed",
+    ("spot_leases", "end_reason"): "returned",
     ("demand_buckets", "kind"): "IW",
     ("api_keys", "role"): "admin",
 }

@@ -11,8 +11,20 @@ from sqlalchemy.exc import IntegrityError
 from controlplane.errors import ConflictError, NotFoundError, StaleIndexError
 from controlplane.policies.lifecycle import PlanState
 from controlplane.store import fleet
-from controlplane.store.plans import add_plan, apply_plan, entries_of, get_plan, is_planned, plan_in_force
-from controlplane.store.tables import Plan, PlanEntry
+from controlplane.store.plan_tables import Plan, PlanEntry
+from controlplane.store.plans import (
+    add_plan,
+    apply_plan,
+    approve_plan,
+    entries_of,
+    get_plan,
+    is_planned,
+    newest_scheduled,
+    plan_in_force,
+    reject_plan,
+    roll_back,
+    supersede_drafts,
+)
 from tests.controlplane.world import World
 
 WINDOW_S = 3600
@@ -53,7 +65,7 @@ def add(world: World, **changes: Any) -> tuple[str, int, bool]:
 
 def apply(world: World, plan_id: str, index: int) -> str:
     with world.database.transaction() as session:
-        return apply_plan(session, plan_id, index=index).state
+        return apply_plan(session, plan_id, index=index, now_s=0.0).state
 
 
 def state_of(world: World, plan_id: str) -> str:
@@ -154,3 +166,195 @@ def test_a_failed_plan_is_never_applied(world: World) -> None:
     plan_id, index, _ = add(world, state=PlanState.FAILED)
     with pytest.raises(ConflictError):
         apply(world, plan_id, index)
+
+
+def test_a_failed_attempt_does_not_take_the_window(world: World) -> None:
+    for _ in range(2):
+        assert add(world, origin="schedule", state=PlanState.FAILED)[2]
+    with world.database.transaction() as session:
+        assert not is_planned(session, WINDOW_S)
+        newest = newest_scheduled(session)
+        assert newest is not None
+        assert newest.state == PlanState.FAILED
+    assert add(world, origin="schedule")[2]
+    assert not add(world, origin="schedule")[2]
+
+
+def approve(world: World, plan_id: str, now_s: float = WINDOW_S) -> Plan:
+    with world.database.transaction() as session:
+        return approve_plan(session, plan_id, now_s=now_s, approved_by="ann")
+
+
+def test_an_approved_plan_is_in_force_and_says_who_agreed(world: World) -> None:
+    first, index, _ = add(world)
+    apply(world, first, index)
+    waiting, index, _ = add(world, origin="schedule", approval_reason="moves 9 GPUs")
+    approved = approve(world, waiting, WINDOW_S + 3599.0)
+    assert (approved.state, approved.approved_by, approved.previous_plan_id) == ("applied", "ann", first)
+    assert approved.approved_at == approved.applied_at
+    assert approve(world, waiting).state == "applied", "saying yes twice is saying it once"
+    assert index_of(world) == index + 1
+
+
+def test_an_approval_that_comes_too_late(world: World) -> None:
+    over, _, _ = add(world, origin="schedule")
+    with pytest.raises(ConflictError, match="is over"):
+        approve(world, over, WINDOW_S + 3600.0)
+    world.add_model("new")
+    with pytest.raises(StaleIndexError):
+        approve(world, over, WINDOW_S)
+    assert state_of(world, over) == "draft"
+
+
+@pytest.mark.parametrize("origin", ["schedule", "operator"])
+def test_no_plan_goes_in_force_when_its_hour_is_over(world: World, origin: str) -> None:
+    plan_id, index, _ = add(world, origin=origin)
+    with pytest.raises(ConflictError, match="is over"), world.database.transaction() as session:
+        apply_plan(session, plan_id, index=index, now_s=WINDOW_S + 3600.0)
+    assert state_of(world, plan_id) == "draft"
+
+
+def reject(world: World, plan_id: str, note: str = "") -> Plan:
+    with world.database.transaction() as session:
+        return reject_plan(session, plan_id, rejected_by="ann", note=note)
+
+
+def test_a_rejected_plan_stays_rejected_and_its_hour_planned(world: World) -> None:
+    plan_id, index, _ = add(world, origin="schedule", reason="optimal")
+    assert reject(world, plan_id, "a load test").reason == "optimal; rejected by ann: a load test"
+    assert reject(world, plan_id).reason == "optimal; rejected by ann: a load test"
+    with pytest.raises(ConflictError, match="is rejected"):
+        approve(world, plan_id)
+    with world.database.transaction() as session:
+        assert is_planned(session, WINDOW_S)
+    applied, index, _ = add(world)
+    apply(world, applied, index)
+    with pytest.raises(ConflictError, match="only a draft"):
+        reject(world, applied)
+
+
+def test_drafts_of_earlier_hours_are_superseded(world: World) -> None:
+    early, _, _ = add(world, origin="schedule")
+    later, _, _ = add(world, origin="schedule", window_start_s=2 * WINDOW_S)
+    mine, _, _ = add(world, origin="operator")
+    with world.database.transaction() as session:
+        assert supersede_drafts(session, before_s=WINDOW_S) == []
+        assert supersede_drafts(session, before_s=2 * WINDOW_S) == [early]
+        assert supersede_drafts(session, before_s=2 * WINDOW_S) == []
+    assert [state_of(world, plan_id) for plan_id in (early, later, mine)] == ["superseded", "draft", "draft"]
+
+
+def test_an_approval_and_the_end_of_the_hour_at_once(world: World) -> None:
+    """Whichever comes first, the plan is in one state and the other is told."""
+    for _ in range(3):
+        plan_id, _, _ = add(world, origin="schedule")
+        start = threading.Barrier(2)
+        ends: list[str] = []
+
+        def say_yes(plan_id: str = plan_id, start: threading.Barrier = start, ends: list[str] = ends) -> None:
+            start.wait()
+            try:
+                ends.append(approve(world, plan_id).state)
+            except ConflictError:
+                ends.append("refused")
+
+        def end(start: threading.Barrier = start) -> None:
+            start.wait()
+            with world.database.transaction() as session:
+                supersede_drafts(session, before_s=2 * WINDOW_S)
+
+        threads = [threading.Thread(target=work) for work in (say_yes, end)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (ends, state_of(world, plan_id)) in ((["applied"], "applied"), (["refused"], "superseded"))
+        with world.database.transaction() as session:
+            session.execute(text("DELETE FROM plan_entries"))
+            session.execute(text("DELETE FROM plans"))
+
+
+def roll_back_of(world: World, plan_id: str, window_start_s: int = WINDOW_S) -> Plan:
+    with world.database.transaction() as session:
+        return roll_back(session, plan_id, window_start_s=window_start_s, by="ann", note="too few")
+
+
+def counts_of(world: World, plan_id: str) -> dict[str, tuple[int, int]]:
+    with world.database.transaction() as session:
+        return {entry.region: (entry.before, entry.after) for entry in entries_of(session, plan_id)}
+
+
+def in_force(world: World, *cells: tuple[str, int], **changes: Any) -> str:
+    """A plan of these counts by region, applied."""
+    plan, _ = a_plan(index_of(world), **changes)
+    plan_id, index = plan.id, plan.fleet_index
+    entries = [
+        PlanEntry(plan_id=plan_id, model="tide", region=region, gpu_type="H800", before=0, after=after, reason="x")
+        for region, after in cells
+    ]
+    with world.database.transaction() as session:
+        add_plan(session, plan, entries)
+        apply_plan(session, plan_id, index=index, now_s=0.0)
+    return plan_id
+
+
+def test_a_rollback_restores_the_plan_before_as_one_of_its_own(world: World) -> None:
+    pool = {"region": "us-east", "gpu_type": "H800", "before": 0, "after": 2, "pooled": [{"model": "small"}]}
+    first = in_force(world, ("us-east", 3), ("us-west", 1), pools=[pool])
+    second = in_force(world, ("us-east", 1), ("eu", 2))
+    index = index_of(world)
+    restored = roll_back_of(world, second, window_start_s=7200)
+    assert (restored.state, restored.origin, restored.status, restored.created_by) == (
+        "applied",
+        "operator",
+        "restored",
+        "ann",
+    )
+    assert (restored.previous_plan_id, restored.approved_by, restored.window_start_s) == (second, "ann", 7200)
+    assert first in restored.reason
+    assert "too few" in restored.reason
+    assert counts_of(world, restored.id) == {"us-east": (1, 3), "us-west": (0, 1), "eu": (2, 0)}
+    assert restored.pools == [pool], "none in the plan rolled back, two in the one before it"
+    assert [state_of(world, plan_id) for plan_id in (first, second)] == ["superseded", "rolled_back"]
+    assert index_of(world) == index + 1, "drafts made before it are stale"
+    again = roll_back_of(world, restored.id)
+    assert counts_of(world, again.id) == {"us-east": (3, 1), "us-west": (1, 0), "eu": (0, 2)}
+    assert again.window_start_s == 7200, "never an hour earlier than what it takes back"
+    with world.database.transaction() as session:
+        assert is_planned(session, 7200)
+
+
+def test_a_rollback_with_nowhere_to_go(world: World) -> None:
+    with pytest.raises(NotFoundError):
+        roll_back_of(world, "plan_none")
+    draft, index, _ = add(world)
+    with pytest.raises(ConflictError, match="is draft, not in force; no plan is"):
+        roll_back_of(world, draft)
+    apply(world, draft, index)
+    with pytest.raises(ConflictError, match="nothing was in force before"):
+        roll_back_of(world, draft)
+    second = in_force(world, ("us-east", 1))
+    with pytest.raises(ConflictError, match=f"'{second}' is"):
+        roll_back_of(world, draft)
+
+
+def test_two_rollbacks_at_once_take_back_one_plan(world: World) -> None:
+    first = in_force(world, ("us-east", 3))
+    second = in_force(world, ("us-east", 1))
+    ends: list[str] = []
+    start = threading.Barrier(2)
+
+    def work() -> None:
+        start.wait()
+        try:
+            ends.append(roll_back_of(world, second).state)
+        except ConflictError:
+            ends.append("refused")
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(ends) == ["applied", "refused"]
+    assert state_of(world, first) == "superseded"

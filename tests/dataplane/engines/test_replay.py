@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dataplane.engine import EngineOutput
 from dataplane.errors import BadRequestError, ContextLengthError, ModelLoadError, UnknownInstanceError
-from dataplane.messages import ModelSpec
+from dataplane.messages import ModelSpec, Tier
 from tests.dataplane.engines.replayed import SETTINGS, drain, engine_with, request, run_one, spec, tokens
 
 
@@ -95,18 +95,23 @@ def test_kv_is_counted_and_freed() -> None:
     assert (idle.kv_used_bytes, idle.remaining_tokens, idle.running, idle.waiting) == (0, 0, 0, 0)
 
 
+TIERS = st.sampled_from(["IW-F", "IW-N", "NIW"])
+
+
 @given(
-    st.lists(st.tuples(st.sampled_from("ij"), st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=8),
+    st.lists(st.tuples(st.sampled_from("ij"), TIERS, st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=8),
     st.sampled_from([0, 300, 10_000]),
+    st.sampled_from([16, 2048]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_preemption_changes_no_token_and_kv_never_overflows(
-    shapes: list[tuple[str, int, int]], host_kv_bytes: int
+    shapes: list[tuple[str, Tier, int, int]], host_kv_bytes: int, prefill_tokens_per_step_max: int
 ) -> None:
-    engine, _ = engine_with(replace(SETTINGS, host_kv_bytes=host_kv_bytes), i=spec("a"), j=spec("b"))
+    short = replace(SETTINGS, host_kv_bytes=host_kv_bytes, prefill_tokens_per_step_max=prefill_tokens_per_step_max)
+    engine, _ = engine_with(short, i=spec("a"), j=spec("b"))
     asked = [
-        request(f"r{n}", instance_id, prompt=prompt, max_tokens=count)
-        for n, (instance_id, prompt, count) in enumerate(shapes)
+        request(f"r{n}", instance_id, prompt=prompt, max_tokens=count, tier=tier)
+        for n, (instance_id, tier, prompt, count) in enumerate(shapes)
     ]
     for one in asked:
         engine.add(one)
@@ -153,8 +158,8 @@ def test_unload_ends_its_requests_with_an_error() -> None:
 @pytest.mark.parametrize(
     ("model", "prompt", "max_tokens", "limit"),
     [
-        (spec(context_tokens=50), 46, 5, "at most 50"),
-        (spec(context_tokens=5000), 60, 41, "at most 100"),  # 1000 bytes of KV hold 100 tokens
+        (spec(context_tokens=50), 46, 5, "context of 50"),
+        (spec(context_tokens=5000), 60, 41, "KV cache of 100"),  # 1000 bytes of KV hold 100 tokens
     ],
 )
 def test_what_cannot_fit_is_refused(model: ModelSpec, prompt: int, max_tokens: int, limit: str) -> None:

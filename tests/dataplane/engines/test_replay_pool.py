@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from dataplane.engine import EngineOutput, PoolStats
-from dataplane.engines.preemption import Place, choose_victim
+from dataplane.engines.kv import Place
 from dataplane.engines.replay import ReplayEngine
-from dataplane.engines.replay_memory import KvMemory, SequenceKv, Weights, WeightsMemory
-from tests.dataplane.engines.replayed import SETTINGS, drain, engine_with, request, run_one, spec, tokens
+from dataplane.engines.replay_memory import ReplayKvMemory, SequenceKv, Weights, WeightsMemory
+from dataplane.engines.room import choose_victim
+from tests.dataplane.engines.replayed import SETTINGS, FakeTime, drain, engine_with, request, run_one, spec, tokens
 
 THREE = {name: spec(name) for name in "abc"}
 
@@ -38,18 +39,22 @@ def test_weights_come_one_after_another_and_the_longest_unused_leave() -> None:
 
 
 def test_kv_takes_room_on_both_sides_while_it_moves() -> None:
-    memory = KvMemory(1000, 300)
+    time = FakeTime()
+    memory = ReplayKvMemory(1000, 300, time.clock)
     one, other = (SequenceKv(bytes_per_token=10, bytes_per_s=100.0) for _ in range(2))
     assert memory.grow(one, 30)
     assert not memory.grow(other, 71)
     assert memory.grow(other, 70)
-    assert not memory.swap_out(other, 70, 0.0), "host memory is too small"
-    assert memory.swap_out(one, 30, 0.0)
-    memory.settle(2.9)
+    assert not memory.swap_out(other, 70), "host memory is too small"
+    assert memory.swap_out(one, 30)
+    time.sleep(2.9)
+    memory.settle()
     assert (one.place, memory.free_bytes, memory.host_used_bytes) == (Place.LEAVING, 0, 300)
-    memory.settle(3.0)
+    time.sleep(0.125)
+    memory.settle()
     assert (one.place, memory.free_bytes, memory.host_used_bytes) == (Place.AWAY, 300, 300)
-    assert memory.swap_in(one, 3.0)
+    assert [memory.fits(one, spare=spare) for spare in (0, 1)] == [True, False]
+    assert memory.swap_in(one)
     memory.drop(one)
     memory.drop(other)
     assert (memory.used_bytes, memory.host_used_bytes, memory.next_move_s) == (0, 0, None)

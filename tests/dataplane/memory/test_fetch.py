@@ -202,7 +202,7 @@ def test_the_hub_is_asked_for_a_checkpoint_only(tmp_path: Path, monkeypatch: pyt
     hub = pytest.importorskip("huggingface_hub")
     asked: dict[str, Any] = {}
 
-    def download(repository: str, *, local_dir: Path, **options: Any) -> str:
+    def download(repository: str, *, local_dir: Path, tqdm_class: Any, **options: Any) -> str:
         asked.update(options, repository=repository)
         (local_dir / "config.json").write_bytes(SMALL)
         return str(local_dir)
@@ -214,6 +214,46 @@ def test_the_hub_is_asked_for_a_checkpoint_only(tmp_path: Path, monkeypatch: pyt
     assert "*.safetensors" in asked["allow_patterns"]
     assert not {"*", "*.bin", "*.py"} & set(asked["allow_patterns"])
     assert told == [(len(SMALL), len(SMALL))]
+    fetch_checkpoint("hf://org/some-name@v1.0", tmp_path, weights=False)
+    assert "*.safetensors" not in asked["allow_patterns"]
+    assert "*.json" in asked["allow_patterns"]
+
+
+def test_the_hubs_progress_is_told_as_it_comes_and_may_end_the_fetch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    bytes_max = 10**6
+
+    def download(repository: str, *, local_dir: Path, tqdm_class: Any, **options: Any) -> str:
+        """As the client does it: two bars of bytes, whose totals grow by the file, and one of files."""
+        received, written = (tqdm_class(desc=desc, total=0, initial=0, unit="B") for desc in ("received", "written"))
+        with tqdm_class(desc="files", total=2) as files:
+            for size_bytes in (100, 300):
+                received.total += size_bytes
+                written.total += size_bytes
+                for _ in range(2):
+                    received.update(size_bytes // 2)
+                    written.update(size_bytes // 2)
+                written.refresh()
+                files.update()
+        written.set_description("complete")
+        return str(local_dir)
+
+    told: list[tuple[int, int]] = []
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        told.append((done_bytes, total_bytes))
+        if done_bytes > bytes_max:
+            raise FetchError("is not wanted any longer")
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    fetch_checkpoint("hf://org/name", tmp_path, progress=progress)
+    assert list(dict.fromkeys(told[:-1])) == [(50, 100), (100, 100), (250, 400), (400, 400)]
+    assert "".join(capfd.readouterr()) == "", "nothing is drawn"
+    bytes_max = 200
+    with pytest.raises(FetchError, match="not wanted"):
+        fetch_checkpoint("hf://org/name", tmp_path, progress=progress)
 
 
 @pytest.mark.parametrize("error", [OSError("offline"), ValueError("no such name")])

@@ -14,12 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dataplane.memory import model_cache
 from dataplane.memory.model_cache import (
     CachedFile,
     HostMemoryError,
     ModelCache,
     choose_cache_evictions,
     default_cache_folder,
+    room_bytes,
 )
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -40,6 +42,11 @@ def files(folder: Path) -> list[str]:
     return sorted(file.suffix for file in folder.iterdir() if file.suffix)
 
 
+def models(folder: Path) -> set[str]:
+    """The models that are complete."""
+    return {file.name.partition(".")[0] for file in folder.glob("*.model")}
+
+
 def test_a_model_is_filled_once_and_shared(tmp_path: Path) -> None:
     one = ModelCache(tmp_path / "cache", 100)
     first = one.acquire("any/key: ü", 40, filler(7))
@@ -47,10 +54,10 @@ def test_a_model_is_filled_once_and_shared(tmp_path: Path) -> None:
     first.view[3] = 9
     assert bytes(second.view) == bytes([7, 7, 7, 9]) + bytes([7]) * 36
     first.release()
-    with pytest.raises(HostMemoryError, match="40 of 1 models are in use"):
+    with pytest.raises(HostMemoryError, match=r"1 bytes lack; models in use: any-key- \(40 bytes\)") as full:
         one.acquire("other", 61, never)
-    assert one.holds("any/key: ü")
-    assert not one.holds("any/key")
+    assert (full.value.lack_bytes, full.value.held) == (1, ("any-key-",))
+    assert models(tmp_path / "cache") == {"any-key-"}
     assert one.used_bytes == 40
 
 
@@ -61,13 +68,13 @@ def test_what_was_used_longest_ago_goes_first_and_nobody_loses_what_is_mapped(tm
         cache.acquire(name, 30, filler(2)).release()
     cache.acquire("a", 30, never).release()
     cache.acquire("c", 30, filler(3)).release()
-    assert [cache.holds(name) for name in ("held", "a", "b", "c")] == [True, True, False, True]
-    with pytest.raises(HostMemoryError, match=r"big: 61 bytes do not fit .* of 100 bytes, 40 of 1 models are in use"):
+    assert models(tmp_path) == {"held", "a", "c"}
+    with pytest.raises(HostMemoryError, match=r"big: 61 bytes do not fit .* of 100 bytes: 1 bytes lack; .* held "):
         cache.acquire("big", 61, never)
-    assert [cache.holds(name) for name in ("held", "a", "c")] == [True, True, True], "nothing goes for nothing"
+    assert models(tmp_path) == {"held", "a", "c"}, "nothing goes for nothing"
     cache.acquire("big", 60, filler(4))
     assert bytes(held.view) == bytes([1]) * 40
-    assert not cache.holds("a")
+    assert "a" not in models(tmp_path)
 
 
 def test_use_counts_until_the_release(tmp_path: Path) -> None:
@@ -77,7 +84,7 @@ def test_use_counts_until_the_release(tmp_path: Path) -> None:
     long_used.release()
     long_used.release()
     cache.acquire("new", 50, filler(1))
-    assert (cache.holds("long"), cache.holds("short")) == (True, False)
+    assert models(tmp_path) == {"long", "new"}
 
 
 def test_a_tensor_over_the_view_holds_the_file_after_its_release(tmp_path: Path) -> None:
@@ -91,7 +98,7 @@ def test_a_tensor_over_the_view_holds_the_file_after_its_release(tmp_path: Path)
     assert part.tolist() == [5] * 10
     del part
     cache.acquire("b", 80, filler(6))
-    assert not cache.holds("a")
+    assert models(tmp_path) == {"b"}
 
 
 def test_a_fill_that_fails_leaves_nothing_and_the_next_one_tries_again(tmp_path: Path) -> None:
@@ -141,9 +148,8 @@ def test_room_is_counted_for_what_is_being_filled(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         filling = pool.submit(cache.acquire, "slow", 60, slow)
         assert begun.wait(60)
-        assert not cache.holds("slow")
-        cache.remove_stale()
-        with pytest.raises(HostMemoryError, match="60 of 1 models are in use"):
+        assert models(tmp_path) == set()
+        with pytest.raises(HostMemoryError, match=r"in use: slow \(60 bytes\)"):
             cache.acquire("other", 41, never)
         cache.acquire("small", 40, filler(1)).release()
         go_on.set()
@@ -160,8 +166,8 @@ def _fill_and_hang(folder: Path, begun: Path) -> None:
     ModelCache(folder, 100).acquire("a", 80, fill)
 
 
-@pytest.mark.parametrize("key", ["a", "b", None])
-def test_a_killed_filler_leaves_nothing_that_is_trusted_or_counted(tmp_path: Path, key: str | None) -> None:
+@pytest.mark.parametrize("key", ["a", "b"])
+def test_a_killed_filler_leaves_nothing_that_is_trusted_or_counted(tmp_path: Path, key: str) -> None:
     cache = ModelCache(tmp_path / "cache", 100)
     process = SPAWN.Process(target=_fill_and_hang, args=(tmp_path / "cache", tmp_path / "begun"))
     process.start()
@@ -175,12 +181,10 @@ def test_a_killed_filler_leaves_nothing_that_is_trusted_or_counted(tmp_path: Pat
         process.join()
         if waiting is not None:
             assert bytes(waiting.result().view) == bytes([3]) * 80
-        elif key is not None:
-            cache.acquire(key, 80, filler(3))
         else:
-            cache.remove_stale()
+            cache.acquire(key, 80, filler(3))
     process.close()
-    assert files(tmp_path / "cache") == ([".model"] if key else [])
+    assert files(tmp_path / "cache") == [".model"]
 
 
 def _acquire_many(folder: Path, seed: int) -> None:
@@ -212,18 +216,70 @@ def test_what_a_dead_filler_left_goes_before_any_model(tmp_path: Path) -> None:
     cache.acquire("a", 50, filler(1)).release()
     (tmp_path / "dead-50.filling").write_bytes(bytes(50))
     cache.acquire("b", 50, filler(2))
-    assert cache.holds("a")
+    assert models(tmp_path) == {"a", "b"}
     assert files(tmp_path) == [".model", ".model"]
 
 
-def test_a_full_file_system_is_an_error_and_not_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int, offset: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+class SmallDisk:
+    """A file system that has `size_bytes` for the files of a folder, whatever a cache's own limit."""
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(HostMemoryError, match=r"a: 70 bytes do not fit on the file system of .*: No space left"):
+    def __init__(self, folder: Path, size_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.size_bytes = size_bytes
+        self.allocate = os.posix_fallocate
+        monkeypatch.setattr(os, "posix_fallocate", self.fallocate)
+        monkeypatch.setattr(model_cache, "_free_bytes", lambda folder: self.size_bytes - self.used_bytes(".model"))
+
+    def used_bytes(self, *suffixes: str) -> int:
+        return sum(file.stat().st_size for file in self.folder.iterdir() if file.suffix in suffixes)
+
+    def fallocate(self, descriptor: int, offset: int, length: int) -> None:
+        if self.used_bytes(".model", ".filling") > self.size_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.allocate(descriptor, offset, length)
+
+
+def test_on_a_full_file_system_what_nobody_holds_makes_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = ModelCache(tmp_path, 1000)
+    SmallDisk(tmp_path, 100, monkeypatch)
+    held = cache.acquire("held", 40, filler(1))
+    for name in ("old", "new"):
+        cache.acquire(name, 30, filler(2)).release()
+    cache.acquire("more", 30, filler(3)).release()
+    assert models(tmp_path) == {"held", "new", "more"}
+    assert bytes(held.view) == bytes([1]) * 40
+
+
+def test_a_full_file_system_is_an_error_and_not_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = ModelCache(tmp_path, 1000)
+    SmallDisk(tmp_path, 100, monkeypatch)
+    cache.acquire("spare", 30, filler(1)).release()
+    held = cache.acquire("held", 40, filler(1))
+    with pytest.raises(
+        HostMemoryError, match=r"a: 70 bytes do not fit on the file system of .*: 40 bytes lack; .* held "
+    ):
+        cache.acquire("a", 70, never)
+    held.release()
+    assert models(tmp_path) == {"spare", "held"}, "nothing goes for nothing"
+    assert bytes(cache.acquire("a", 70, filler(2)).view) == bytes([2]) * 70
+    assert models(tmp_path) == {"a"}
+
+
+def test_another_fault_of_the_file_system_is_no_lack_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "posix_fallocate", broken)
+    with pytest.raises(OSError, match="Input/output error"):
         ModelCache(tmp_path, 100).acquire("a", 70, never)
     assert files(tmp_path) == []
+
+
+def test_room_is_what_is_free_and_what_is_ours(tmp_path: Path) -> None:
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    (ours / "a").write_bytes(bytes(2**20))
+    assert room_bytes(tmp_path, ours) - room_bytes(tmp_path, tmp_path / "none") >= 2**19
 
 
 def test_shared_memory_is_the_default_where_it_has_room(tmp_path: Path) -> None:

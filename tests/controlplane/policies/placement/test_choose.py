@@ -5,56 +5,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu, Tier
+from controlplane.policies.facts import Endpoint, ModelGpu, RegionGpu, Tier
 from controlplane.policies.placement.choose import choose_placement
+from controlplane.policies.placement.decision import Placement, PlacementStatus
 from controlplane.policies.placement.facts import (
-    Placement,
     PlacementFacts,
     PlacementModel,
     PlacementSettings,
-    PlacementStatus,
     Profile,
+    StartTimes,
 )
 from controlplane.policies.placement.solvers import SolverError, solve_cbc, solve_highs
-
-EXACT = PlacementSettings(gap=0.0)
-WEST, EAST = Endpoint(model="a", region="us-west"), Endpoint(model="a", region="us-east")
-
-
-def cell(model: str, region: str, gpu_type: str = "H800") -> EndpointGpu:
-    return EndpointGpu(model=model, region=region, gpu_type=gpu_type)
-
-
-def fleet(**changes: Any) -> PlacementFacts:
-    """One model of 1,900 tokens/s on one GPU, two regions of 8 GPUs at 2 an hour, weights everywhere."""
-    facts: dict[str, Any] = {
-        "regions": ("us-west", "us-east"),
-        "models": (PlacementModel(name="a"),),
-        "capacity": {
-            RegionGpu(region="us-west", gpu_type="H800"): 8,
-            RegionGpu(region="us-east", gpu_type="H800"): 8,
-        },
-        "profiles": {ModelGpu(model="a", gpu_type="H800"): Profile(tokens_per_s=1900, gpus=1)},
-        "present": {},
-        "demand": {},
-        "limits": {},
-        "gpu_cost_per_hour": {"H800": 2.0},
-        "weights_present": frozenset({WEST, EAST}),
-    }
-    return PlacementFacts(**{**facts, **changes})
-
-
-def place(facts: PlacementFacts, how: PlacementSettings = EXACT) -> Placement:
-    return choose_placement(facts, 7.0, how)
-
-
-def after(placement: Placement) -> dict[tuple[str, str, str], int]:
-    return {
-        (entry.endpoint.model, entry.endpoint.region, entry.gpu_type): entry.after
-        for entry in placement.entries
-        if entry.after
-    }
+from tests.controlplane.policies.placement.problems import EAST, EXACT, WEST, after, cell, fleet, place, small_facts
 
 
 def reasons(placement: Placement) -> dict[str, str]:
@@ -178,7 +142,7 @@ TWO_TYPES: dict[str, Any] = {
 @pytest.mark.parametrize("present", [{"H800": 2}, {"L40": 2}, {"H800": 1, "L40": 1}])
 def test_equal_costs_keep_the_present_placement(present: Mapping[str, int]) -> None:
     """Even where a start costs nothing: a move is then the only difference."""
-    profiles = {key: replace(profile, load_time_s=0.0) for key, profile in TWO_TYPES["profiles"].items()}
+    profiles = {key: replace(profile, start=StartTimes.of_load(0.0)) for key, profile in TWO_TYPES["profiles"].items()}
     facts = fleet(
         **{**TWO_TYPES, "profiles": profiles},
         gpu_cost_per_hour={"H800": 2.0, "L40": 2.0},
@@ -249,7 +213,8 @@ def test_a_time_limit_is_not_called_optimal() -> None:
         limits={},
         gpu_cost_per_hour={gpu_type: 2.0 + 0.37 * k for k, gpu_type in enumerate(gpu_types)},
     )
-    placement = choose_placement(facts, 0.0, PlacementSettings(gap=0.0, time_limit_s=1.0), solvers=(solve_highs,))
+    how = PlacementSettings(gap=0.0, time_limit_s=1.0, exact_cells_max=10_000)
+    placement = choose_placement(facts, 0.0, how, solvers=(solve_highs,), should_stop=lambda: True)
     assert placement.status in {PlacementStatus.TIME_LIMIT, PlacementStatus.FAILED}
     if placement.status == PlacementStatus.TIME_LIMIT:
         assert placement.gap is not None
@@ -258,6 +223,29 @@ def test_a_time_limit_is_not_called_optimal() -> None:
         assert placement.objective_per_hour is not None
         assert placement.bound_per_hour < placement.objective_per_hour
         assert "Time limit" in placement.reason
+
+
+def test_large_problems_are_solved_by_prices() -> None:
+    """The same answer as the integer program's, in the same words; its bound is proven, and further away perhaps."""
+    facts = fleet(demand={WEST: (2300.0,), EAST: (1800.0,)}, limits={WEST: (0, 1)}, present={cell("a", "us-west"): 1})
+    exact = place(facts)
+    priced = place(facts, replace(EXACT, exact_cells_max=0))
+    assert (exact.solver, priced.solver) == ("highs", "prices")
+    assert (priced.entries, priced.unserved) == (exact.entries, exact.unserved)
+    assert priced.status in {PlacementStatus.OPTIMAL, PlacementStatus.BOUNDED}
+    assert priced.gap is not None
+    assert (priced.gap == 0) == (priced.status == PlacementStatus.OPTIMAL)
+
+
+@settings(max_examples=15, deadline=None)
+@given(facts=small_facts(pools=True))
+def test_both_ways_agree_within_what_they_prove(facts: PlacementFacts) -> None:
+    exact, priced = place(facts), place(facts, replace(EXACT, exact_cells_max=0))
+    for one, other in ((exact, priced), (priced, exact)):
+        assert one.bound_per_hour is not None
+        assert other.objective_per_hour is not None
+        assert one.bound_per_hour <= other.objective_per_hour * (1 + 1e-6) + 1e-6
+    assert all(entry.reason for entry in priced.entries)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +259,7 @@ def test_a_time_limit_is_not_called_optimal() -> None:
         ({"limits": {WEST: (3, 2)}}, r"limits\[a in us-west\]: need 0 <= min <= max, got min 3, max 2"),
         ({"capacity": {RegionGpu(region="us-west", gpu_type="B200"): 1}}, "capacity gpu_type .* 'B200' is unknown"),
         ({"capacity": {RegionGpu(region="us-west", gpu_type="H800"): -1}}, "capacity must not be negative, got -1"),
-        ({"present": {cell("a", "us-west", "B200"): 1}}, "present: a on B200 has no profile"),
+        ({"present": {cell("a", "us-west", "B200"): 1}}, "present gpu_type .* .B200. is unknown"),
         ({"profiles": {ModelGpu(model="a", gpu_type="H800"): Profile(tokens_per_s=0, gpus=1)}}, "tokens_per_s > 0"),
         ({"gpu_cost_per_hour": {"H800": -2.0}}, "gpu_cost_per_hour"),
         ({"models": (PlacementModel(name="a"), PlacementModel(name="a"))}, "models must not name anything twice"),

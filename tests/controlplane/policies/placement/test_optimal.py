@@ -2,139 +2,253 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu, Tier
-from controlplane.policies.placement.choose import choose_placement
-from controlplane.policies.placement.facts import Placement, PlacementFacts, PlacementModel, PlacementSettings, Profile
-
-EXACT = PlacementSettings(gap=0.0)
-
-
-def place(facts: PlacementFacts) -> Placement:
-    return choose_placement(facts, 7.0, EXACT)
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
+from controlplane.policies.placement.cost import complaints_of, cost_of
+from controlplane.policies.placement.decision import Placement, PlacementStatus
+from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings, Profile
+from controlplane.policies.placement.grid import grid_of
+from tests.controlplane.policies.placement.problems import CAPACITY_MAX, EXACT, place, small_facts
 
 
-@st.composite
-def small_facts(draw: st.DrawFn) -> PlacementFacts:
-    """At most four cells of at most four GPUs: few enough to try every placement."""
-    models, regions, gpu_types = draw(
-        st.sampled_from([("a", "rs", "H"), ("ab", "rs", "H"), ("a", "rs", "HL"), ("ab", "r", "HL")])
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A placement as the tests try it."""
+
+    counts: Mapping[EndpointGpu, int]
+    pooled: frozenset[EndpointGpu] = frozenset()
+    pool_gpus: Mapping[RegionGpu, int]
+
+
+def chosen(placement: Placement) -> Choice:
+    def key(each: Endpoint, gpu_type: str) -> EndpointGpu:
+        return EndpointGpu(model=each.model, region=each.region, gpu_type=gpu_type)
+
+    return Choice(
+        counts={key(entry.endpoint, entry.gpu_type): entry.after for entry in placement.entries},
+        pooled=frozenset(key(each.endpoint, each.gpu_type) for each in placement.pooled),
+        pool_gpus={RegionGpu(region=pool.region, gpu_type=pool.gpu_type): pool.after for pool in placement.pools},
     )
-    endpoints = [Endpoint(model=model, region=region) for model in models for region in regions]
-    windows = draw(st.integers(1, 2))
-    amounts = st.integers(0, 60).map(lambda hundreds: 100.0 * hundreds)
-    profiles = {
-        ModelGpu(model=model, gpu_type=gpu_type): Profile(
-            tokens_per_s=draw(st.sampled_from([700.0, 1300.0, 1900.0])),
-            gpus=draw(st.integers(1, 2)),
-            load_time_s=draw(st.sampled_from([0.0, 600.0])),
-        )
-        for model in models
-        for gpu_type in gpu_types
-    }
-    limits = {}
+
+
+def choices_of(facts: PlacementFacts) -> Iterator[Choice]:
+    """Every placement that keeps to capacity, maximum and pin, with the fewest pool GPUs that hold what is pooled."""
+    cells = list(facts.present)
+    endpoints = list(facts.demand)
+    homes: list[list[EndpointGpu | None]] = []
     for endpoint in endpoints:
-        fewest = draw(st.integers(0, 2))
-        limits[endpoint] = (fewest, draw(st.integers(max(1, fewest), 4)))
-    return PlacementFacts(
-        regions=tuple(regions),
-        models=tuple(PlacementModel(name=name, tier=draw(st.sampled_from([Tier.IW_F, Tier.IW_N]))) for name in models),
-        capacity={
-            RegionGpu(region=region, gpu_type=gpu_type): draw(st.integers(0, 4))
-            for region in regions
-            for gpu_type in gpu_types
-        },
-        profiles=profiles,
-        present={
-            EndpointGpu(model=endpoint.model, region=endpoint.region, gpu_type=gpu_type): draw(st.integers(0, 2))
-            for endpoint in endpoints
-            for gpu_type in gpu_types
-        },
-        demand={endpoint: tuple(draw(amounts) for _ in range(windows)) for endpoint in endpoints},
-        limits=limits,
-        gpu_cost_per_hour={gpu_type: draw(st.sampled_from([1.0, 2.0, 3.5])) for gpu_type in gpu_types},
-        weights_present=frozenset(endpoint for endpoint in endpoints if draw(st.booleans())),
-    )
+        open_to_pools = endpoint not in facts.pins and facts.limits[endpoint][1]
+        keys = facts.pool.occupancy if facts.pool is not None and open_to_pools else {}
+        homes.append([None, *(key for key in keys if (key.model, key.region) == (endpoint.model, endpoint.region))])
+    for pooling in itertools.product(*homes):
+        pooled = frozenset(key for key in pooling if key is not None)
+        pool_gpus = {at: _pool_gpus(facts, at, pooled) for at in facts.capacity}
+        away = {(key.model, key.region) for key in pooled}
+        ranges = [range(1 if (c.model, c.region) in away else CAPACITY_MAX + 1) for c in cells]
+        for counts in itertools.product(*ranges):
+            choice = Choice(counts=dict(zip(cells, counts, strict=True)), pooled=pooled, pool_gpus=pool_gpus)
+            if _fits(facts, choice):
+                yield choice
 
 
-def _wanted(facts: PlacementFacts, model: str) -> bool:
-    return any(max(facts.demand[e]) > 0 or facts.limits[e][0] for e in facts.demand if e.model == model)
-
-
-def _room(facts: PlacementFacts, key: EndpointGpu) -> int:
-    gpus = facts.profiles[ModelGpu(model=key.model, gpu_type=key.gpu_type)].gpus
-    capacity = facts.capacity[RegionGpu(region=key.region, gpu_type=key.gpu_type)]
-    return min(capacity // gpus, facts.limits[Endpoint(model=key.model, region=key.region)][1])
-
-
-def cost_of(facts: PlacementFacts, how: PlacementSettings, counts: Mapping[EndpointGpu, int]) -> float:
-    """Section 2 of the ILP once more, straight from the sums: the price of one placement, infinite if not allowed."""
-    keys = list(facts.present)
-    profile = {key: facts.profiles[ModelGpu(model=key.model, gpu_type=key.gpu_type)] for key in keys}
-    price = {key: profile[key].gpus * facts.gpu_cost_per_hour[key.gpu_type] for key in keys}
-    start = {
-        key: price[key]
-        * profile[key].load_time_s
-        / 3600
-        * (1 if Endpoint(model=key.model, region=key.region) in facts.weights_present else how.start_remote_ratio)
-        for key in keys
-    }
-    for at, capacity in facts.capacity.items():
+def _pool_gpus(facts: PlacementFacts, place: RegionGpu, pooled: frozenset[EndpointGpu]) -> int:
+    here = [key for key in pooled if (key.region, key.gpu_type) == (place.region, place.gpu_type)]
+    if not here or facts.pool is None:
+        return 0
+    pool = facts.pool
+    for gpus in range(1, 99):
+        fits = sum(pool.occupancy[key] for key in here) <= pool.fill * gpus + 1e-9
         if (
-            sum(profile[k].gpus * counts[k] for k in keys if (k.region, k.gpu_type) == (at.region, at.gpu_type))
-            > capacity
+            fits
+            and sum(pool.weights_bytes[key.model] for key in here) <= pool.host_bytes_per_gpu[place.gpu_type] * gpus
         ):
-            return math.inf
-    live = [key for key in keys if facts.present[key] or (_wanted(facts, key.model) and _room(facts, key))]
-    dearest_token = max(((price[k] + start[k]) / profile[k].tokens_per_s for k in live), default=1.0)
-    dearest = max((price[k] + start[k] for k in live), default=1.0)
-    move = how.move_ratio * min((price[k] for k in live), default=1.0)
-    total = 0.0
-    for key in live:
-        started = max(0, counts[key] - facts.present[key])
-        total += price[key] * counts[key] + start[key] * started + move * (2 * started - counts[key])
+            return gpus
+    return 99
+
+
+def _profile(facts: PlacementFacts, cell: EndpointGpu) -> Profile:
+    return facts.profiles[ModelGpu(model=cell.model, gpu_type=cell.gpu_type)]
+
+
+def _fits(facts: PlacementFacts, choice: Choice) -> bool:
+    for at, capacity in facts.capacity.items():
+        used = choice.pool_gpus[at]
+        for cell, count in choice.counts.items():
+            if (cell.region, cell.gpu_type) == (at.region, at.gpu_type):
+                used += _profile(facts, cell).gpus * count
+        if used > capacity:
+            return False
+    for endpoint in facts.demand:
+        here = sum(
+            n for cell, n in choice.counts.items() if (cell.model, cell.region) == (endpoint.model, endpoint.region)
+        )
+        if here > facts.pins.get(endpoint, facts.limits[endpoint][1]):
+            return False
+    return True
+
+
+class Oracle:
+    """The objective once more, straight from the sums of the ILP: nothing of it is the code's own."""
+
+    def __init__(self, facts: PlacementFacts, how: PlacementSettings = EXACT) -> None:
+        self.facts, self.how = facts, how
+        cells = self.cells = list(facts.present)
+        self.price = {c: _profile(facts, c).gpus * facts.gpu_cost_per_hour[c.gpu_type] for c in cells}
+        near = {c: Endpoint(model=c.model, region=c.region) in facts.weights_present for c in cells}
+        start = {c: _profile(facts, c).start for c in cells}
+        fresh = {c: start[c].local_s if near[c] else start[c].remote_s for c in cells}
+        other = {c: min(fresh[c], start[c].spot_other_s if near[c] else start[c].remote_s) for c in cells}
+        self.fresh = {c: self.price[c] * fresh[c] / 3600 for c in cells}
+        self.other = {c: self.price[c] * other[c] / 3600 for c in cells}
+        self.same = {c: self.price[c] * min(other[c], start[c].spot_same_s) / 3600 for c in cells}
+        live = [c for c in cells if facts.present[c] or (self._wanted(c.model) and self._room(c))]
+        whole = {c: self.price[c] + self.fresh[c] for c in live}
+        speed = {c: _profile(facts, c).tokens_per_s for c in live}
+        self.token = max((whole[c] / speed[c] for c in live), default=1.0)
+        self.instance = max(whole.values(), default=1.0)
+        self.move = how.move_ratio * min((self.price[c] for c in live), default=1.0)
+        self.tier = {model.name: how.unserved_ratios[model.tier] for model in facts.models}
+        worth = [self.tier[c.model] * self.token * speed[c] / _profile(facts, c).gpus for c in live]
+        self.pin_per_gpu = how.pin_ratio * max(worth, default=1.0)
+        self.live = live
+
+    def _most(self, endpoint: Endpoint) -> int:
+        return self.facts.pins.get(endpoint, self.facts.limits[endpoint][1])
+
+    def _fewest(self, endpoint: Endpoint) -> int:
+        return self.facts.pins.get(endpoint, self.facts.limits[endpoint][0])
+
+    def _wanted(self, model: str) -> bool:
+        return any(max(self.facts.demand[e]) > 0 or self._fewest(e) for e in self.facts.demand if e.model == model)
+
+    def _room(self, cell: EndpointGpu) -> int:
+        capacity = self.facts.capacity[RegionGpu(region=cell.region, gpu_type=cell.gpu_type)]
+        return min(
+            capacity // _profile(self.facts, cell).gpus, self._most(Endpoint(model=cell.model, region=cell.region))
+        )
+
+    def cost(self, choice: Choice) -> float:
+        total = sum(self._model(model.name, choice) for model in self.facts.models)
+        total += sum(self._place(at, choice) for at in self.facts.capacity)
+        return total
+
+    def _model(self, model: str, choice: Choice) -> float:
+        facts, counts = self.facts, choice.counts
+        endpoints = [e for e in facts.demand if e.model == model]
+        totals = [sum(window) for window in zip(*(facts.demand[e] for e in endpoints), strict=True)]
+        peak, busiest = max(totals), totals.index(max(totals))
+        pooled = {e: any((k.model, k.region) == (model, e.region) for k in choice.pooled) for e in endpoints}
+        cost, served = 0.0, 0.0
+        for e in endpoints:
+            mine = [c for c in self.cells if (c.model, c.region) == (model, e.region)]
+            for c in mine:
+                cost += self.price[c] * counts[c] + self.fresh[c] * max(0, counts[c] - facts.present[c])
+                cost += self.move * abs(counts[c] - facts.present[c])
+            if pooled[e]:
+                served += facts.demand[e][busiest]
+                continue
+            here = sum(_profile(facts, c).tokens_per_s * counts[c] for c in mine)
+            served += here
+            home = self.how.epsilon * max(facts.demand[e])
+            cost += self._price(model, home) / 2 * max(0.0, home - here)
+            gpus = max((_profile(facts, c).gpus for c in self.live if c.model == model), default=1)
+            few = self.pin_per_gpu * gpus if e in facts.pins else self.how.minimum_ratio * self.instance
+            cost += few * max(0, self._fewest(e) - sum(counts[c] for c in mine))
+        return cost + self._price(model, peak) * max(0.0, peak - served)
+
+    def _price(self, model: str, wanted: float) -> float:
+        floor = self.tier[model] / 50 * self.instance / wanted if wanted else 0.0
+        return max(self.tier[model] * self.token, floor)
+
+    def _place(self, place: RegionGpu, choice: Choice) -> float:
+        """Pool GPUs, less what spot saves: GPU by GPU, to whichever start saves most by it."""
+        facts = self.facts
+        here = [c for c in self.cells if (c.region, c.gpu_type) == (place.region, place.gpu_type)]
+        savings = []
+        for c in here:
+            started = max(0, choice.counts[c] - facts.present[c])
+            gpus = _profile(facts, c).gpus
+            for nth in range(started):
+                price = self.same[c] if nth < facts.spot.get(c, 0) else self.other[c]
+                savings += [(self.fresh[c] - price) / gpus] * gpus
+        spot_gpus = sum(_profile(facts, c).gpus * facts.spot.get(c, 0) for c in here)
+        cost = choice.pool_gpus[place] * facts.gpu_cost_per_hour[place.gpu_type]
+        cost -= sum(sorted(savings, reverse=True)[:spot_gpus])
+        if facts.pool is None:
+            return cost
+        able = [k for k in facts.pool.occupancy if (k.region, k.gpu_type) == (place.region, place.gpu_type)]
+        able = [k for k in able if self._can_be_pooled(k)]
+        cost += self.move * abs(choice.pool_gpus[place] - facts.pool.present.get(place, 0))
+        return cost + self.move * sum((k in choice.pooled) != (k in facts.pool.pooled) for k in able)
+
+    def _can_be_pooled(self, key: EndpointGpu) -> bool:
+        endpoint = Endpoint(model=key.model, region=key.region)
+        place = RegionGpu(region=key.region, gpu_type=key.gpu_type)
+        fits = _pool_gpus(self.facts, place, frozenset({key})) <= self.facts.capacity[place]
+        return fits and endpoint not in self.facts.pins and self._most(endpoint) > 0
+
+
+def check(facts: PlacementFacts) -> None:
+    """No placement is cheaper; it breaks nothing; what it does not do is listed; its cost is the cost function's."""
+    placement = place(facts)
+    assert placement.status == PlacementStatus.OPTIMAL, placement.reason
+    choice, oracle = chosen(placement), Oracle(facts)
+    full = replace(
+        choice,
+        counts={cell: choice.counts.get(cell, 0) for cell in facts.present},
+        pool_gpus={at: choice.pool_gpus.get(at, 0) for at in facts.capacity},
+    )
+    assert _fits(facts, full), "over capacity, maximum or pin"
+    assert complaints_of(grid_of(facts, EXACT), full.counts, full.pooled, full.pool_gpus) == ()
+    best = min(oracle.cost(each) for each in choices_of(facts))
+    assert oracle.cost(full) == pytest.approx(best, rel=1e-6, abs=1e-6)
+    assert cost_of(facts, EXACT, full.counts, full.pooled, full.pool_gpus) == pytest.approx(best, rel=1e-6, abs=1e-6)
+    assert placement.objective_per_hour == pytest.approx(best, rel=1e-6, abs=1e-6)
+    assert placement.bound_per_hour is not None
+    assert placement.bound_per_hour <= best * (1 + 1e-6) + 1e-6
+    assert all(entry.reason and math.isfinite(entry.cost_if_not) for entry in placement.entries)
+    assert all(entry.cost_if_not > -1e-6 for entry in placement.entries), "an optimal change does not pay when undone"
+    assert all(each.cost_if_not > -1e-6 for each in placement.pooled)
+    _check_lists(facts, placement, full)
+
+
+def _check_lists(facts: PlacementFacts, placement: Placement, choice: Choice) -> None:
+    """What is pinned is kept or listed, and so is what is not served."""
+    below = {each.endpoint: each for each in placement.below_minimum}
+    for endpoint, pin in facts.pins.items():
+        here = sum(n for c, n in choice.counts.items() if (c.model, c.region) == (endpoint.model, endpoint.region))
+        assert here == pin or (here < pin and below[endpoint].placed == here)
+        assert all((key.model, key.region) != (endpoint.model, endpoint.region) for key in choice.pooled)
+    nowhere = {each.model for each in placement.unserved if each.region is None}
+    if choice.pooled:
+        return
     for model in facts.models:
-        each = how.unserved_ratios[model.tier] * dearest_token
-        here = [e for e in facts.demand if e.model == model.name]
-        for e in here:
-            mine = [k for k in keys if (k.model, k.region) == (e.model, e.region)]
-            if sum(counts[k] for k in mine) > facts.limits[e][1]:
-                return math.inf
-            total += how.minimum_ratio * dearest * max(0, facts.limits[e][0] - sum(counts[k] for k in mine))
-            served = sum(profile[k].tokens_per_s * counts[k] for k in mine)
-            total += each / 2 * max(0.0, how.epsilon * max(facts.demand[e]) - served)
-        served = sum(profile[k].tokens_per_s * counts[k] for k in keys if k.model == model.name)
-        total += each * max(0.0, max(map(sum, zip(*(facts.demand[e] for e in here), strict=True))) - served)
-    return total
+        windows = [facts.demand[e] for e in facts.demand if e.model == model.name]
+        peak = max(map(sum, zip(*windows, strict=True)))
+        served = sum(_profile(facts, c).tokens_per_s * n for c, n in choice.counts.items() if c.model == model.name)
+        assert (served < peak * (1 - 1e-6)) == (model.name in nowhere)
 
 
 @settings(max_examples=60, deadline=None)
 @given(facts=small_facts())
 def test_no_placement_is_cheaper(facts: PlacementFacts) -> None:
-    placement = place(facts)
-    keys = list(facts.present)
-    chosen = dict.fromkeys(keys, 0)
-    for entry in placement.entries:
-        at = entry.endpoint
-        chosen[EndpointGpu(model=at.model, region=at.region, gpu_type=entry.gpu_type)] = entry.after
-    choices = itertools.product(
-        *(range(facts.capacity[RegionGpu(region=k.region, gpu_type=k.gpu_type)] + 1) for k in keys)
-    )
-    best = min(cost_of(facts, EXACT, dict(zip(keys, counts, strict=True))) for counts in choices)
-    found = cost_of(facts, EXACT, chosen)
-    assert math.isfinite(found), "over capacity or over a maximum"
-    assert found == pytest.approx(best, rel=1e-6, abs=1e-6)
-    assert placement.objective_per_hour == pytest.approx(best, rel=1e-6, abs=1e-6)
-    assert all(entry.reason for entry in placement.entries)
+    check(facts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(facts=small_facts(pools=True))
+def test_no_placement_with_pools_is_cheaper(facts: PlacementFacts) -> None:
+    check(facts)
 
 
 def turned(facts: PlacementFacts) -> PlacementFacts:
     """The same facts in the opposite order."""
+    pool = facts.pool
     return PlacementFacts(
         regions=facts.regions[::-1],
         models=facts.models[::-1],
@@ -145,10 +259,27 @@ def turned(facts: PlacementFacts) -> PlacementFacts:
         limits=dict(reversed(list(facts.limits.items()))),
         gpu_cost_per_hour=dict(reversed(list(facts.gpu_cost_per_hour.items()))),
         weights_present=facts.weights_present,
+        spot=dict(reversed(list(facts.spot.items()))),
+        pins=dict(reversed(list(facts.pins.items()))),
+        pool=pool and replace(pool, occupancy=dict(reversed(list(pool.occupancy.items())))),
     )
 
 
 @settings(max_examples=25, deadline=None)
-@given(facts=small_facts())
+@given(facts=small_facts(pools=True))
 def test_the_same_facts_give_the_same_plan_in_any_order(facts: PlacementFacts) -> None:
     assert place(facts) == place(turned(facts))
+
+
+@settings(max_examples=25, deadline=None)
+@given(facts=small_facts(pools=True))
+def test_a_plan_that_is_in_force_stays(facts: PlacementFacts) -> None:
+    """Once the fleet is as planned and no spot is left, the same demand asks for no move."""
+    choice = chosen(place(facts))
+    assert facts.pool is not None
+    pool = replace(facts.pool, present=dict(choice.pool_gpus), pooled=choice.pooled)
+    present = {cell: choice.counts.get(cell, 0) for cell in facts.present}
+    again = place(replace(facts, present=present, pool=pool, spot={}))
+    assert all(entry.before == entry.after for entry in again.entries)
+    assert all(pool.before == pool.after for pool in again.pools)
+    assert all(each.before for each in again.pooled)

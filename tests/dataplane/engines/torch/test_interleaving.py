@@ -71,7 +71,7 @@ def requests_of(architecture: str) -> list[EngineRequest]:
 def undisturbed(folders: dict[str, Path], dtype: Dtype) -> dict[str, tuple[int, ...]]:
     """Tokens by request: a model at a time, a request at a time, over streams without faults."""
     engine = TorchEngine(slot(folders, dtype), ticking())
-    tokens = {}
+    tokens: dict[str, tuple[int, ...]] = {}
     for architecture, folder in folders.items():
         engine.load(architecture, spec_of(architecture, folder))
         for wanted in requests_of(architecture):

@@ -128,7 +128,7 @@ def test_a_model_starts_while_its_later_layers_are_on_their_way(checkpoint: Chec
     gate = Gate()
     streams: dict[str, CopyStream] = {"weights": gate}
     engine = pool(checkpoint, ["llama"], make_copy_stream=lambda name: streams.get(name) or ThreadStream(name))
-    layers = engine._models["llama"].model.skeleton.model.get_decoder().layers  # type: ignore[operator]
+    layers = engine._models["llama"].weights.skeleton.model.get_decoder().layers  # type: ignore[operator]
     ran = []
     for number, layer in enumerate(layers):
         layer.register_forward_hook(lambda *_, number=number: ran.append(number))

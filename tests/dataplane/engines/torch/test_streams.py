@@ -7,10 +7,21 @@ from random import Random
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
-from dataplane.engines.torch import streams
-from dataplane.engines.torch.streams import Copy, CopyStream, ThreadStream, cut, make_stream, mark
-from dataplane.memory.events import PASSED, Event, FlagEvent, TransferError
+from dataplane.engines.torch import cuda_stream, streams
+from dataplane.engines.torch.streams import (
+    Copy,
+    CopyStream,
+    Pins,
+    ThreadStream,
+    cut,
+    make_stream,
+    mark,
+    pinned,
+    unpinned,
+)
+from dataplane.memory.events import PASSED, Event, FlagEvent, TimedEvent, TransferError
 from tests.dataplane.engines.torch.faults import FaultyStream
 
 CPU = torch.device("cpu")
@@ -203,3 +214,61 @@ def test_faults_honour_what_a_submission_comes_after() -> None:
     event.wait()
     assert target.equal(numbers(8, 39))
     faulty.close()
+
+
+class Driver:
+    """A driver that pins at most so many bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, bytes_max: int) -> None:
+        self.pinned: dict[int, int] = {}
+        self.bytes_max = bytes_max
+        monkeypatch.setattr(cuda_stream, "pin", self.pin)
+        monkeypatch.setattr(cuda_stream, "unpin", self.unpin)
+        self.pins = Pins()
+        monkeypatch.setattr(streams, "PINS", self.pins)
+
+    def pin(self, host: torch.Tensor) -> None:
+        if sum(self.pinned.values()) + host.nbytes > self.bytes_max:
+            raise TransferError("cudaHostRegister: out of memory (CUDA error 2)")
+        self.pinned[host.data_ptr()] = host.nbytes
+
+    def unpin(self, host: torch.Tensor) -> None:
+        del self.pinned[host.data_ptr()]
+
+
+def test_a_refused_pin_is_logged_once_and_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, cuda = Driver(monkeypatch, bytes_max=100), torch.device("cuda")
+    hosts = [torch.zeros(80, dtype=torch.uint8) for _ in range(3)]
+    with capture_logs() as logs:
+        pinned(hosts[0], cuda)
+        assert driver.pins.refused is None
+        for host in hosts[1:]:
+            assert pinned(host, cuda) is host
+    (line,) = logs
+    assert (line["log_level"], line["size_bytes"]) == ("warning", 80)
+    assert driver.pins.refused == f"160 bytes of host memory are not pinned: {line['reason']}"
+    assert "out of memory (CUDA error 2); ulimit -l is " in line["reason"]
+    unpinned(hosts[1], cuda)
+    assert list(driver.pinned) == [hosts[0].data_ptr()], "what was refused is not undone"
+    for _ in range(2):
+        unpinned(hosts[0], cuda)
+    assert driver.pinned == {}
+
+
+def test_nothing_is_pinned_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch, bytes_max=100)
+    pinned(torch.zeros(1000), CPU)
+    unpinned(torch.zeros(10), CPU)
+    assert (driver.pinned, driver.pins.refused) == ({}, None)
+
+
+def test_an_event_knows_when_it_was_over(stream: CopyStream) -> None:
+    target, gate = torch.zeros(4, dtype=torch.int64), FlagEvent()
+    copied = stream.submit([Copy(numbers(4), target)], after=[gate])
+    assert isinstance(copied, TimedEvent)
+    assert copied.ended_s is None
+    before_s = time.monotonic()
+    gate.finish()
+    copied.wait()
+    assert copied.ended_s is not None
+    assert before_s <= copied.ended_s <= time.monotonic()

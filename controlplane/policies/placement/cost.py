@@ -1,0 +1,166 @@
+"""What a placement costs per hour: the objective of the placement problem (SageServe 5), in plain arithmetic.
+
+    sum price x + starts + prices of what is not served or not held      by model
+    + sum alpha P - what starts from spot instances save                 by region and GPU type
+    + moves: a `move_price` for each instance started or stopped, pool GPU added or removed, endpoint pooled or not
+
+A start costs `fresh_price`, less where it begins from a spot instance. Each place has `spot_gpus` GPUs of them: they go
+to the starts that save most per GPU, those of the spot instance's own model counted apart. An instance may start from
+spot GPUs in part, and saves in proportion. A pooled endpoint serves all its own demand and meets its minimum.
+"""
+
+import math
+from collections.abc import Mapping, Set
+
+from controlplane.policies.facts import EndpointGpu, RegionGpu
+from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
+from controlplane.policies.placement.grid import Cell, EndpointRow, Grid, ModelRow, PlaceRow, grid_of
+
+ROUNDING = 1e-6
+
+
+def cost_of(
+    facts: PlacementFacts,
+    settings: PlacementSettings,
+    counts: Mapping[EndpointGpu, int],
+    pooled: Set[EndpointGpu] = frozenset(),
+    pool_gpus: Mapping[RegionGpu, int] | None = None,
+) -> float:
+    """Cost per hour of any placement, also of one that does not fit (`complaints_of` says so).
+
+    Args:
+        facts: the fleet and the demand.
+        settings: epsilon and the prices of falling short.
+        counts: instances; a missing cell has none.
+        pooled: endpoints pooled, and on which GPU type.
+        pool_gpus: GPUs given to pools; a missing place has none.
+
+    Returns:
+        The objective, in the unit of `gpu_cost_per_hour`.
+    """
+    return grid_cost(grid_of(facts, settings), counts, pooled, pool_gpus or {})
+
+
+def grid_cost(
+    grid: Grid, counts: Mapping[EndpointGpu, int], pooled: Set[EndpointGpu], pool_gpus: Mapping[RegionGpu, int]
+) -> float:
+    """The same for a grid that is laid out already."""
+    by_model = (model_cost(grid, row, counts, pooled) for row in grid.models)
+    by_place = (place_cost(grid, row, counts, pool_gpus.get(row.place, 0)) for row in grid.places)
+    return math.fsum((*by_model, *by_place))
+
+
+def model_cost(grid: Grid, row: ModelRow, counts: Mapping[EndpointGpu, int], pooled: Set[EndpointGpu]) -> float:
+    """A model's share: its endpoints', and what is served nowhere."""
+    endpoints = [endpoint_cost(grid, endpoint, counts, pooled) for endpoint in row.endpoints]
+    return sum(cost for cost, _ in endpoints) + unserved_cost(row, sum(served for _, served in endpoints))
+
+
+def unserved_cost(row: ModelRow, served: float) -> float:
+    """The price of what a model's instances and pools, at so many tokens/s in all, do not serve."""
+    return row.price * max(0.0, row.peak - served)
+
+
+def endpoint_cost(
+    grid: Grid, endpoint: EndpointRow, counts: Mapping[EndpointGpu, int], pooled: Set[EndpointGpu]
+) -> tuple[float, float]:
+    """An endpoint's share and the tokens/s it serves: its instances, all starts as if fresh, its moves, and what is
+    not served at home or not held.
+    """
+    cost, throughput, instances = 0.0, 0.0, 0
+    for cell in endpoint.cells:
+        count = counts.get(cell.key, 0)
+        started = max(0, count - cell.present)
+        throughput += cell.profile.tokens_per_s * count
+        instances += count
+        cost += cell.price_per_hour * count + cell.fresh_price * started
+        cost += grid.move_price * abs(count - cell.present)
+    cost += grid.move_price * sum((option.key in pooled) != option.before for option in endpoint.options)
+    if any(option.key in pooled for option in endpoint.options):
+        return cost, endpoint.busiest
+    cost += endpoint.home_price * max(0.0, endpoint.home - throughput)
+    cost += endpoint.few_price * max(0, endpoint.fewest - instances)
+    return cost, throughput
+
+
+def place_cost(grid: Grid, row: PlaceRow, counts: Mapping[EndpointGpu, int], pool_gpus: int) -> float:
+    """A place's share: its pool, less what its spot instances save in starts."""
+    pool = row.gpu_price * pool_gpus + grid.move_price * abs(pool_gpus - row.pool_before)
+    return pool - spot_saving(row, counts)
+
+
+def spot_saving(row: PlaceRow, counts: Mapping[EndpointGpu, int]) -> float:
+    """The most that starts at a place can save by taking spot instances back."""
+    left = float(row.spot_gpus)
+    saving = 0.0
+    if not left:
+        return saving
+    for per_gpu, gpus in sorted(_spot_offers(row.cells, counts), reverse=True):
+        taken = min(left, gpus)
+        saving += per_gpu * taken
+        left -= taken
+    return saving
+
+
+def _spot_offers(cells: tuple[Cell, ...], counts: Mapping[EndpointGpu, int]) -> list[tuple[float, float]]:
+    """(saving per GPU, GPUs) of starts from spot instances of the same model, and from others."""
+    offers = []
+    for cell in cells:
+        gpus = cell.profile.gpus
+        started = max(0, counts.get(cell.key, 0) - cell.present)
+        same = min(started, cell.spot)
+        offers.append(((cell.fresh_price - cell.spot_same_price) / gpus, float(gpus * same)))
+        offers.append(((cell.fresh_price - cell.spot_other_price) / gpus, float(gpus * (started - same))))
+    return offers
+
+
+def pool_gpus_needed(grid: Grid, row: PlaceRow, pooled: Set[EndpointGpu]) -> int:
+    """Fewest pool GPUs that hold the pooled endpoints of a place: by occupancy, and by host memory for weights."""
+    here = [option for option in row.options if option.key in pooled]
+    if not here:
+        return 0
+    by_share = math.ceil(math.fsum(option.occupancy for option in here) / grid.fill - ROUNDING)
+    weights_bytes = sum(option.weights_bytes for option in here)
+    by_memory = -(-weights_bytes // row.host_bytes_per_gpu) if weights_bytes else 0
+    return max(1, by_share, by_memory)
+
+
+def fleet_cost(grid: Grid, counts: Mapping[EndpointGpu, int], pool_gpus: Mapping[RegionGpu, int]) -> float:
+    """Price per hour of the instances and pool GPUs alone: what gaps are relative to."""
+    instances = (cell.price_per_hour * counts.get(cell.key, 0) for cell in grid.cells)
+    pools = (row.gpu_price * pool_gpus.get(row.place, 0) for row in grid.places)
+    return math.fsum((*instances, *pools))
+
+
+def gap_of(objective: float, bound: float, fleet_cost_per_hour: float) -> float:
+    """How far the objective may be above the best possible, as a share of the fleet's cost; of the objective's where
+    nothing is placed.
+    """
+    above = max(0.0, objective - bound)
+    reference = fleet_cost_per_hour or abs(objective)
+    return above / reference if reference else 0.0
+
+
+def complaints_of(
+    grid: Grid, counts: Mapping[EndpointGpu, int], pooled: Set[EndpointGpu], pool_gpus: Mapping[RegionGpu, int]
+) -> tuple[str, ...]:
+    """What a placement breaks that nothing may break: capacity, maximum or pin, and what pools can hold."""
+    placed = {key for key, count in counts.items() if count}
+    found = [f"{key}: instances where none can stand" for key in sorted(placed - {cell.key for cell in grid.cells})]
+    found += [f"{key}: cannot be pooled" for key in sorted(pooled - {option.key for option in grid.options})]
+    for row in grid.places:
+        gpus, needed = pool_gpus.get(row.place, 0), pool_gpus_needed(grid, row, pooled)
+        used = sum(cell.profile.gpus * counts.get(cell.key, 0) for cell in row.cells) + gpus
+        if used > row.capacity:
+            found.append(f"{row.place}: {used} GPUs of {row.capacity}")
+        if gpus < needed:
+            found.append(f"{row.place}: a pool of {gpus} GPUs, its endpoints need {needed}")
+    for model in grid.models:
+        for endpoint in model.endpoints:
+            instances = sum(counts.get(cell.key, 0) for cell in endpoint.cells)
+            pools = sum(option.key in pooled for option in endpoint.options)
+            if endpoint.most is not None and instances > endpoint.most:
+                found.append(f"{endpoint.endpoint}: {instances} instances of {endpoint.most}")
+            if pools > 1 or (pools and instances):
+                found.append(f"{endpoint.endpoint}: in {pools} pools, and {instances} instances")
+    return tuple(found)

@@ -1,0 +1,198 @@
+"""The placement problem as arrays: what the solver by prices works on. Everything in the grid's order.
+
+Endpoints are rows (model by model, region by region), GPU types columns. What x instances of a cell cost is convex in
+x: segments of so many instances at so much each, kept ones first, then starts from own spot instances, then the rest.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.policies.facts import EndpointGpu, RegionGpu
+from controlplane.policies.placement.grid import Cell, Grid
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+SEGMENTS = 3
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PoolTables:
+    """What pools can take: E endpoints, K GPU types, J regions.
+
+    Attributes:
+        occupancy: share of one GPU, [E, K]; infinite where the endpoint cannot be pooled.
+        weights: bytes in the unit of what one GPU of that type brings, [E, K].
+        extra: cost per hour of pooling there, the move, [E, K].
+        served: tokens/s it takes off its model's row, [E].
+        fill: share of a pool GPU that may be occupied.
+        before: pool GPUs now, [J, K].
+    """
+
+    occupancy: Floats
+    weights: Floats
+    extra: Floats
+    served: Floats
+    fill: float
+    before: Ints
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tables:
+    """E endpoints (I models by J regions), K GPU types, S segments of cost.
+
+    Attributes:
+        speed: tokens/s of an instance, [I, K]; 0 = no profile.
+        gpus: GPUs of an instance, [I, K].
+        room: instances each segment holds, [E, K, S].
+        price: per hour of an instance in that segment, moves and start included, [E, K, S]; rising along S.
+        most: instances allowed over all types, [E].
+        fewest: instances wanted, [E]; `fewest_price` per hour of one that lacks, [E].
+        home: tokens/s wanted at home, [E]; `home_price` per token/s that lacks, [E].
+        total: tokens/s of a model over all regions, [I]; `total_price` per token/s that lacks, [I].
+        capacity: GPUs, [J, K].
+        gpu_price: per hour of a GPU, [K].
+        constant: cost per hour of an empty fleet: every present instance stopped.
+    """
+
+    models: tuple[str, ...]
+    regions: tuple[str, ...]
+    gpu_types: tuple[str, ...]
+    speed: Floats
+    gpus: Ints
+    room: Ints
+    price: Floats
+    most: Ints
+    fewest: Ints
+    fewest_price: Floats
+    home: Floats
+    home_price: Floats
+    total: Floats
+    total_price: Floats
+    capacity: Ints
+    gpu_price: Floats
+    move_price: float
+    constant: float
+    pools: PoolTables | None
+    model_of: Ints = field(init=False)
+    region_of: Ints = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Index the endpoints."""
+        models, regions = len(self.models), len(self.regions)
+        object.__setattr__(self, "model_of", np.repeat(np.arange(models), regions))
+        object.__setattr__(self, "region_of", np.tile(np.arange(regions), models))
+
+    def counts_by_key(self, counts: Ints) -> Mapping[EndpointGpu, int]:
+        """Instances [E, K] by cell; none where there are none."""
+        return {self._cell(e, k): int(counts[e, k]) for e, k in np.argwhere(counts).tolist()}
+
+    def pooled_keys(self, pooled: Ints) -> frozenset[EndpointGpu]:
+        """GPU type each endpoint is pooled on, [E], -1 = none, as keys."""
+        return frozenset(self._cell(e, int(pooled[e])) for e in np.flatnonzero(pooled >= 0).tolist())
+
+    def pool_gpus_by_key(self, gpus: Ints) -> Mapping[RegionGpu, int]:
+        """Pool GPUs [J, K] by place; none where there are none."""
+        return {
+            RegionGpu(region=self.regions[j], gpu_type=self.gpu_types[k]): int(gpus[j, k]) for j, k in np.argwhere(gpus)
+        }
+
+    def _cell(self, endpoint: int, gpu_type: int) -> EndpointGpu:
+        return EndpointGpu(
+            model=self.models[self.model_of[endpoint]],
+            region=self.regions[self.region_of[endpoint]],
+            gpu_type=self.gpu_types[gpu_type],
+        )
+
+
+def build_tables(grid: Grid) -> Tables:
+    """The arrays of a grid that has a model and a region at least."""
+    regions = tuple(row.endpoint.region for row in grid.models[0].endpoints)
+    gpu_types = tuple(sorted({row.place.gpu_type for row in grid.places}))
+    type_at = {name: at for at, name in enumerate(gpu_types)}
+    region_at = {name: at for at, name in enumerate(regions)}
+    rows = [endpoint for model in grid.models for endpoint in model.endpoints]
+    shape = (len(grid.models), len(regions), len(gpu_types))
+    speed, gpus = np.zeros((shape[0], shape[2])), np.zeros((shape[0], shape[2]), np.int64)
+    capacity, gpu_price = np.zeros(shape[1:], np.int64), np.zeros(shape[2])
+    spot_places = {place.place for place in grid.places if place.spot_gpus}
+    for place in grid.places:
+        at = type_at[place.place.gpu_type]
+        capacity[region_at[place.place.region], at] = place.capacity
+        gpu_price[at] = place.gpu_price
+    room, price = np.zeros((len(rows), shape[2], SEGMENTS), np.int64), np.zeros((len(rows), shape[2], SEGMENTS))
+    for number, row in enumerate(rows):
+        for cell in row.cells:
+            at = type_at[cell.key.gpu_type]
+            room[number, at], price[number, at] = _segments(cell, grid.move_price, spot_there=cell.place in spot_places)
+            speed[number // shape[1], at] = cell.profile.tokens_per_s
+            gpus[number // shape[1], at] = cell.profile.gpus
+    stops = grid.move_price * sum(cell.present for cell in grid.cells)
+    unpooled = grid.move_price * sum(option.before for option in grid.options)
+    return Tables(
+        models=tuple(model.name for model in grid.models),
+        regions=regions,
+        gpu_types=gpu_types,
+        speed=speed,
+        gpus=gpus,
+        room=room,
+        price=price,
+        most=np.array([room[n].sum() if row.most is None else row.most for n, row in enumerate(rows)], np.int64),
+        fewest=np.array([row.fewest for row in rows], np.int64),
+        fewest_price=np.array([row.few_price for row in rows]),
+        home=np.array([row.home for row in rows]),
+        home_price=np.array([row.home_price for row in rows]),
+        total=np.array([model.peak for model in grid.models]),
+        total_price=np.array([model.price for model in grid.models]),
+        capacity=capacity,
+        gpu_price=gpu_price,
+        move_price=grid.move_price,
+        constant=stops + unpooled,
+        pools=_pools(grid, type_at, region_at) if grid.options else None,
+    )
+
+
+def _segments(
+    cell: Cell, move_price: float, *, spot_there: bool
+) -> tuple[tuple[int, int, int], tuple[float, float, float]]:
+    """Kept, started from own spot, started otherwise: as if there were spot GPUs enough for all that save by them."""
+    kept = min(cell.present, cell.most)
+    own = min(cell.spot, cell.most - kept)
+    start = cell.price_per_hour + move_price
+    return (kept, own, cell.most - kept - own), (
+        cell.price_per_hour - move_price,
+        start + cell.spot_same_price,
+        start + (cell.spot_other_price if spot_there else cell.fresh_price),
+    )
+
+
+def _pools(grid: Grid, type_at: Mapping[str, int], region_at: Mapping[str, int]) -> PoolTables:
+    size = len(grid.models) * len(region_at)
+    occupancy = np.full((size, len(type_at)), np.inf)
+    weights, extra = np.zeros(occupancy.shape), np.zeros(occupancy.shape)
+    host = {row.place: row.host_bytes_per_gpu for row in grid.places}
+    before = np.zeros((len(region_at), len(type_at)), np.int64)
+    for row in grid.places:
+        before[region_at[row.place.region], type_at[row.place.gpu_type]] = row.pool_before
+    endpoints = [endpoint for model in grid.models for endpoint in model.endpoints]
+    for number, endpoint in enumerate(endpoints):
+        for option in endpoint.options:
+            at = type_at[option.key.gpu_type]
+            brings = host[RegionGpu(region=option.key.region, gpu_type=option.key.gpu_type)]
+            if option.weights_bytes and not brings:
+                continue
+            occupancy[number, at] = option.occupancy
+            weights[number, at] = option.weights_bytes / brings if brings else 0.0
+            extra[number, at] = -grid.move_price if option.before else grid.move_price
+    return PoolTables(
+        occupancy=occupancy,
+        weights=weights,
+        extra=extra,
+        served=np.array([endpoint.busiest for endpoint in endpoints]),
+        fill=grid.fill,
+        before=before,
+    )

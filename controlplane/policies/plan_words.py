@@ -1,0 +1,242 @@
+"""A plan as an engineer would tell it: what was expected, what changes and why, what binds, and how sure that is."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+CHANGES_MAX = 40
+"""Changes told one by one; of more, those that matter most."""
+SERIES_MAX = 5
+
+_BINDS = {
+    "home": "demand that must be served at home",
+    "global": "demand of the whole fleet",
+    "minimum": "a minimum",
+    "maximum": "a maximum",
+    "pin": "a pin",
+    "capacity": "the GPUs there are",
+    "cost": "nothing but cost",
+    "none": "nothing; they stand within the solver's gap",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeriesTold:
+    """What one endpoint was expected to reach, tokens per second. `stand_in`: why that is no forecast in time."""
+
+    name: str
+    forecaster: str
+    peak_q50: float
+    peak_upper: float
+    stand_in: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastRecord:
+    """Forecast peaks against what came: how many hours, how many stayed at or under the upper quantile, and the sums
+    of |median - actual| and of actual peaks in tokens per second.
+    """
+
+    hours: int
+    covered: int
+    error_sum: float
+    actual_sum: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellTold:
+    """Instances of an endpoint on a GPU type."""
+
+    name: str
+    before: int
+    after: int
+    reason: str
+    constraint: str
+    cost_if_not: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolTold:
+    """GPUs of a pool, and the endpoints that it serves."""
+
+    name: str
+    before: int
+    after: int
+    endpoints: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanTold:
+    """All that is told of a plan. Times are Unix times; None: not known. `shortfalls`: what is not served, in words."""
+
+    plan_id: str
+    state: str
+    window_start_s: int
+    made_by: str
+    index: int
+    approved_by: str | None
+    approval_reason: str | None
+    previous_plan_id: str | None
+    reason: str
+    solver: str
+    status: str
+    solve_time_s: float
+    objective_per_hour: float | None
+    bound_per_hour: float | None
+    gap: float | None
+    origin_s: int | None
+    quantile: float | None
+    series: tuple[SeriesTold, ...]
+    cells: tuple[CellTold, ...]
+    pools: tuple[PoolTold, ...]
+    shortfalls: tuple[str, ...]
+    day_before: ForecastRecord | None
+    came: ForecastRecord | None
+
+
+def tell_plan(plan: PlanTold) -> str:
+    """The plan in words, a few short paragraphs with headings."""
+    paragraphs = (
+        ("", _head(plan)),
+        ("What was expected", _expected(plan)),
+        ("What changes, and why", _changes(plan.cells)),
+        ("What binds", _binds(plan.cells)),
+        ("Pools", _pools(plan.pools)),
+        ("What is not served", _shortfalls(plan)),
+        ("How sure this is", _certainty(plan)),
+    )
+    told = []
+    for heading, lines in paragraphs:
+        body = [f"  {line}" if heading else line for line in lines]
+        if body:
+            told.append("\n".join([heading, *body] if heading else body))
+    return "\n\n".join(told)
+
+
+def _head(plan: PlanTold) -> Iterator[str]:
+    hours = f"{_clock(plan.window_start_s)} to {_clock(plan.window_start_s + 3600)} UTC on {_day(plan.window_start_s)}"
+    yield f"Plan {plan.plan_id} for {hours}: {plan.state.replace('_', ' ')}."
+    yield f"Made by {plan.made_by} at fleet index {plan.index}. {_sentence(plan.reason)}".rstrip()
+    if plan.approval_reason and plan.approved_by is None and plan.state == "draft":
+        yield f"It waits for an operator: {_sentence(plan.approval_reason)}"
+    elif plan.approval_reason:
+        yield f"It needed an operator: {_sentence(plan.approval_reason)}"
+    if plan.approved_by == "automatic":
+        yield "It went into force by itself; no limit of the approval policy was exceeded."
+    elif plan.approved_by is not None:
+        yield f"Approved by {plan.approved_by}."
+    if plan.previous_plan_id is not None:
+        yield f"Before it, plan {plan.previous_plan_id} was in force."
+
+
+def _expected(plan: PlanTold) -> Iterator[str]:
+    if plan.origin_s is None:
+        yield "No forecast was asked: no solver made this plan."
+        return
+    if not plan.series:
+        yield f"Nothing: no endpoint had interactive demand in the history before {_clock(plan.origin_s)} UTC."
+        return
+    upper, median = sum(s.peak_upper for s in plan.series), sum(s.peak_q50 for s in plan.series)
+    yield (
+        f"{_count(len(plan.series), 'endpoint')} from {_clock(plan.origin_s)} UTC: peaks of the coming hour add up to"
+        f" {upper:,.0f} tokens/s at the {plan.quantile:g} quantile, {median:,.0f} at the median."
+    )
+    largest = sorted(plan.series, key=lambda s: (-s.peak_upper, s.name))[:SERIES_MAX]
+    yield "The largest: " + ", ".join(f"{s.name} {s.peak_upper:,.0f} ({s.forecaster})" for s in largest) + "."
+    chosen = Counter(s.forecaster for s in plan.series if s.stand_in is None)
+    if chosen:
+        yield "Forecast by " + ", ".join(f"{name} for {count}" for name, count in chosen.most_common()) + "."
+    missing = [s for s in plan.series if s.stand_in is not None]
+    if missing:
+        yield f"{_count(len(missing), 'endpoint')} had no forecast in time:"
+        yield from (f"- {s.name}: {s.stand_in}" for s in missing[:SERIES_MAX])
+        if len(missing) > SERIES_MAX:
+            yield f"- and {len(missing) - SERIES_MAX} more"
+
+
+def _changes(cells: Sequence[CellTold]) -> Iterator[str]:
+    changed = [cell for cell in cells if cell.before != cell.after]
+    if not changed:
+        yield "Nothing: every count stays as it is." if cells else "Nothing: no instance is placed or planned."
+        return
+    starts = sum(max(0, cell.after - cell.before) for cell in changed)
+    stops = sum(max(0, cell.before - cell.after) for cell in changed)
+    yield f"{_count(starts, 'instance')} more, {stops} fewer; {_count(len(cells) - len(changed), 'count')} as before."
+    changed.sort(key=lambda cell: (-cell.cost_if_not, -abs(cell.after - cell.before), cell.name))
+    for cell in changed[:CHANGES_MAX]:
+        price = ""
+        if cell.cost_if_not > 0:
+            price = f" Left as it was, the objective rises by {cell.cost_if_not:,.2f} an hour."
+        yield f"- {cell.name}: {cell.before} -> {cell.after}. {_sentence(cell.reason)}{price}"
+    if len(changed) > CHANGES_MAX:
+        yield f"- and {len(changed) - CHANGES_MAX} changes that cost less not to make"
+
+
+def _binds(cells: Sequence[CellTold]) -> Iterator[str]:
+    held = Counter(cell.constraint for cell in cells if cell.after or cell.before != cell.after)
+    for constraint, count in held.most_common():
+        yield f"{_count(count, 'count')}: {_BINDS.get(constraint, constraint)}"
+
+
+def _pools(pools: Sequence[PoolTold]) -> Iterator[str]:
+    for pool in pools:
+        size = f"{pool.after} GPUs" if pool.after == pool.before else f"{pool.before} -> {pool.after} GPUs"
+        names = ", ".join(pool.endpoints[:SERIES_MAX]) + (", ..." if len(pool.endpoints) > SERIES_MAX else "")
+        yield f"- {pool.name}: {size} for {_count(len(pool.endpoints), 'endpoint')}{f' ({names})' if names else ''}"
+
+
+def _shortfalls(plan: PlanTold) -> Iterator[str]:
+    if plan.status == "failed":
+        yield "Not known: there is no new placement, the present one stays."
+    elif plan.origin_s is None:
+        yield "Not known: the counts are those of an earlier plan."
+    elif not plan.shortfalls:
+        yield "Nothing: the plan covers all that was expected."
+    yield from (f"- {words}" for words in plan.shortfalls)
+
+
+def _certainty(plan: PlanTold) -> Iterator[str]:
+    if plan.origin_s is None:
+        yield "No solver was asked."
+        return
+    solved = f"{plan.solver} ({plan.status.replace('_', ' ')}, {plan.solve_time_s:.2f} s)"
+    if plan.objective_per_hour is not None and plan.bound_per_hour is not None and plan.gap is not None:
+        room = max(0.0, plan.objective_per_hour - plan.bound_per_hour)
+        yield (
+            f"{solved}: objective {plan.objective_per_hour:,.2f} an hour; no plan is better by more than"
+            f" {room:,.2f}, a gap of {plan.gap:.3%}."
+        )
+    else:
+        yield f"{solved}: no bound is known, so a better plan may exist."
+    yield _record("In the day before", plan.day_before, plan.quantile)
+    if plan.came is not None and plan.came.hours:
+        yield _record("In this very hour", plan.came, plan.quantile)
+
+
+def _record(when: str, record: ForecastRecord | None, quantile: float | None) -> str:
+    if record is None or not record.hours:
+        return f"{when} no forecast can be held against what came."
+    error = f"{record.error_sum / record.actual_sum:.1%}" if record.actual_sum else "undefined, all was zero,"
+    return (
+        f"{when}, {record.covered} of {record.hours} peaks of the largest endpoints"
+        f" ({record.covered / record.hours:.0%}) stayed under their upper forecast, which aims at {quantile or 0:.0%};"
+        f" the weighted error of the median was {error}."
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _sentence(words: str) -> str:
+    words = words.strip().rstrip(".;")
+    return f"{words[0].upper()}{words[1:]}." if words else ""
+
+
+def _clock(time_s: int) -> str:
+    return datetime.fromtimestamp(time_s, UTC).strftime("%H:%M")
+
+
+def _day(time_s: int) -> str:
+    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d")

@@ -1,0 +1,87 @@
+"""One way in for all strategies: each proposes, the limits dispose."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from controlplane.policies.facts import Endpoint, InstanceKind
+from controlplane.policies.scaling.chiron import scale_on_backpressure
+from controlplane.policies.scaling.facts import (
+    KindStep,
+    Moment,
+    ScaleStep,
+    ScalingDecision,
+    ScalingFacts,
+    ScalingSettings,
+    Strategy,
+    StrategyName,
+)
+from controlplane.policies.scaling.limits import keep_limits
+from controlplane.policies.scaling.plan_led import (
+    scale_beyond_plan,
+    scale_to_plan,
+    scale_to_plan_on_utilization,
+)
+from controlplane.policies.scaling.reactive import scale_on_utilization, scale_silos
+
+STRATEGIES: Mapping[str, Strategy] = {
+    StrategyName.LT_I: scale_to_plan,
+    StrategyName.LT_U: scale_to_plan_on_utilization,
+    StrategyName.LT_UA: scale_beyond_plan,
+    StrategyName.REACTIVE: scale_on_utilization,
+    StrategyName.SILOED: scale_silos,
+    StrategyName.CHIRON: scale_on_backpressure,
+}
+
+_I = InstanceKind
+_MEANT: Mapping[str, Mapping[InstanceKind, InstanceKind]] = {
+    StrategyName.SILOED: {_I.MIXED: _I.IW, _I.IW: _I.IW, _I.NIW: _I.NIW},
+    StrategyName.CHIRON: {kind: kind for kind in _I},
+}
+
+
+def choose_scaling(facts: ScalingFacts, now_s: float, settings: ScalingSettings) -> ScalingDecision:
+    """Decide for every endpoint by the configured strategy.
+
+    Args:
+        facts: the endpoints; their order does not matter.
+        now_s: Unix time.
+        settings: see ScalingSettings.
+    """
+    strategy = STRATEGIES[settings.strategy]
+    moment = Moment(now_s=now_s, window_start_s=facts.window_start_s, settings=settings)
+    steps: list[ScaleStep] = []
+    kinds: list[KindStep] = []
+    last_scaled_s: dict[Endpoint, float] = {}
+    for endpoint in sorted(facts.endpoints, key=lambda each: each.endpoint):
+        proposed, changed = _exchanged(strategy(endpoint, moment))
+        taken = keep_limits(endpoint, proposed, moment)
+        kinds += changed
+        steps += sorted(taken, key=lambda step: (step.kind, step.gpu_type or ""))
+        scaled_s = now_s if taken else endpoint.last_scaled_s
+        if scaled_s is not None:
+            last_scaled_s[endpoint.endpoint] = scaled_s
+    return ScalingDecision(steps=tuple(steps), last_scaled_s=last_scaled_s, kinds=tuple(kinds))
+
+
+def _exchanged(steps: tuple[ScaleStep, ...]) -> tuple[tuple[ScaleStep, ...], list[KindStep]]:
+    """Of steps that start one kind and let go another on any GPU type, the changes of kind that spare both."""
+    left = {step.kind: step for step in steps if step.gpu_type is None}
+    changes: list[KindStep] = []
+    for kind, gone in list(left.items()):
+        for other, wanted in list(left.items()):
+            count = min(-left[kind].delta, left[other].delta)
+            if count > 0:
+                changes.append(KindStep(endpoint=gone.endpoint, before=kind, after=other, count=count))
+                left[kind] = replace(left[kind], delta=left[kind].delta + count)
+                left[other] = replace(wanted, delta=left[other].delta - count)
+    rest = tuple(step for step in steps if step.gpu_type is not None)
+    return rest + tuple(step for step in left.values() if step.delta), changes
+
+
+def kind_for(strategy: str, kind: InstanceKind, *, instances_max: int) -> InstanceKind:
+    """What an instance of `kind` should be under a strategy, for when the strategy changes: mixed where instances are
+    shared; Siloed has no mixed ones, but where there can be one instance only.
+    """
+    if strategy == StrategyName.SILOED and instances_max < 2:
+        return InstanceKind.MIXED
+    return _MEANT.get(strategy, {}).get(kind, InstanceKind.MIXED)

@@ -1,0 +1,263 @@
+"""What scaling is told and what it answers. Counts are of instances, by GPU type where they are mappings."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from controlplane.policies.facts import Endpoint, InstanceKind
+
+Counts = Mapping[str, int]
+
+
+class StrategyName(StrEnum):
+    """The strategies of SageServe 6.4 (LT-*), its baselines (4 and 7.1) and Chiron, which it compares itself with."""
+
+    LT_I = "lt-i"
+    LT_U = "lt-u"
+    LT_UA = "lt-ua"
+    REACTIVE = "reactive"
+    SILOED = "siloed"
+    CHIRON = "chiron"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindFacts:
+    """The instances of one kind.
+
+    Attributes:
+        present: instances wanted now, those not ready included, draining and spot ones not.
+        starting: how many of those are on their way.
+        stuck: how many of those should be ready and are not: they failed, or take too long.
+        utilization: effective memory utilization of the ready ones, as a share of 1; None = unknown or stale.
+    """
+
+    present: Counts = field(default_factory=dict)
+    starting: Counts = field(default_factory=dict)
+    stuck: Counts = field(default_factory=dict)
+    utilization: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointScaleFacts:
+    """One endpoint now.
+
+    Attributes:
+        present, starting, stuck, utilization: as in KindFacts, over all kinds.
+        min: fewest instances over all GPU types. max: most.
+        planned: the plan's instances for each GPU type; None = no plan.
+        last_scaled_s: when this endpoint was last scaled; None = never.
+        kinds: the same instances by kind; empty = all are mixed.
+        tokens_per_s: input tokens/s of one instance at its SLO, by GPU type (theta of SageServe 5).
+        observed_tokens_per_s: interactive input tokens that arrive now; None = unknown.
+        forecast_tokens_per_s: what was forecast for this moment; None = no forecast.
+        backlog_tokens: input tokens of deferred requests that wait for this endpoint.
+        backlog_due_s: Unix time by which the most urgent of them is due; None = none waits.
+        spot_same, spot_other: spot instances that could be taken, of this model and of others.
+    """
+
+    endpoint: Endpoint
+    present: Counts
+    starting: Counts
+    utilization: float | None
+    min: int
+    max: int
+    stuck: Counts = field(default_factory=dict)
+    planned: Counts | None = None
+    last_scaled_s: float | None = None
+    kinds: Mapping[InstanceKind, KindFacts] = field(default_factory=dict)
+    tokens_per_s: Mapping[str, float] = field(default_factory=dict)
+    observed_tokens_per_s: float | None = None
+    forecast_tokens_per_s: float | None = None
+    backlog_tokens: float = 0.0
+    backlog_due_s: float | None = None
+    spot_same: Counts = field(default_factory=dict)
+    spot_other: Counts = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check what the arithmetic relies on.
+
+        Raises:
+            ValueError: a negative count, min above max, or more starting and stuck than present.
+        """
+        where = f"{self.endpoint.model} in {self.endpoint.region}"
+        if not 0 <= self.min <= self.max:
+            raise ValueError(f"{where}: need 0 <= min <= max, got min {self.min}, max {self.max}")
+        counted = (self.present, self.starting, self.stuck, self.planned or {})
+        if any(count < 0 for counts in counted for count in counts.values()):
+            raise ValueError(f"{where}: present, starting, stuck and planned must not be negative")
+        for gpu_type in {*self.starting, *self.stuck}:
+            unready, present = self.unready(gpu_type), self.present.get(gpu_type, 0)
+            if unready > present:
+                raise ValueError(f"{where}: starting and stuck[{gpu_type}] are {unready} of {present} present")
+
+    def unready(self, gpu_type: str) -> int:
+        """Instances of a GPU type that do not serve yet."""
+        return self.starting.get(gpu_type, 0) + self.stuck.get(gpu_type, 0)
+
+    @property
+    def total(self) -> int:
+        """Instances over all GPU types."""
+        return sum(self.present.values())
+
+    @property
+    def working(self) -> int:
+        """Instances that serve or soon will: all but the stuck ones."""
+        return self.total - sum(self.stuck.values())
+
+    @property
+    def ready(self) -> int:
+        """Instances that can serve now."""
+        return self.working - sum(self.starting.values())
+
+    @property
+    def pressure(self) -> float | None:
+        """Utilization once what starts is there, so that work under way is not asked for again. With no instance at
+        all it is 1 while requests arrive.
+        """
+        if not self.working:
+            return 1.0 if self.observed_tokens_per_s else None
+        return None if self.utilization is None else self.utilization * self.ready / self.working
+
+    def of_kind(self, kind: InstanceKind) -> KindFacts:
+        """The instances of one kind."""
+        if self.kinds:
+            return self.kinds.get(kind, KindFacts())
+        if kind != InstanceKind.MIXED:
+            return KindFacts()
+        return KindFacts(present=self.present, starting=self.starting, stuck=self.stuck, utilization=self.utilization)
+
+    def capacity(self, counts: Counts) -> float | None:
+        """Tokens/s that so many instances serve at their SLO; None where a profile is missing."""
+        if any(gpu_type not in self.tokens_per_s for gpu_type, count in counts.items() if count):
+            return None
+        return sum(count * self.tokens_per_s.get(gpu_type, 0.0) for gpu_type, count in counts.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingFacts:
+    """All endpoints at one moment. `window_start_s`: when the hour of the plan in force began; None = no plan."""
+
+    endpoints: tuple[EndpointScaleFacts, ...]
+    window_start_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingSettings:
+    """How to scale. Utilizations and Chiron's theta are shares of 1.
+
+    Attributes:
+        strategy: one of StrategyName.
+        out_above, in_below: utilizations between which the utilization-led strategies rest.
+        cooldown_s: an endpoint is not scaled again for so long, but to its minimum or by LT-I.
+        retry_s: an endpoint where also the replacement does not come up gets another one so long after it was scaled.
+        window_s, last_s: LT-UA may leave the plan in the last `last_s` seconds of a window of `window_s`.
+        beyond_at, below_at: observed over forecast tokens/s from which LT-UA goes beyond the plan, and below it.
+        silo_niw_share: share of an endpoint's maximum that Siloed keeps for deferred requests (paper: 4 of 20).
+        chiron_theta: share of the interactive instances that may be busy (paper: 0.6).
+        chiron_mixed_share: share of Chiron's interactive instances that also take deferred requests (paper: 5 of 15).
+    """
+
+    strategy: str = StrategyName.LT_I
+    out_above: float = 0.7
+    in_below: float = 0.3
+    cooldown_s: float = 15.0
+    retry_s: float = 600.0
+    window_s: float = 3600.0
+    last_s: float = 1200.0
+    beyond_at: float = 5.0
+    below_at: float = 0.5
+    silo_niw_share: float = 0.2
+    chiron_theta: float = 0.6
+    chiron_mixed_share: float = 1 / 3
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ValueError: an unknown strategy, or thresholds that would swing.
+        """
+        if self.strategy not in set(StrategyName):
+            raise ValueError(f"strategy must be one of {', '.join(sorted(StrategyName))}, got {self.strategy!r}")
+        if not 0 <= self.in_below < self.out_above <= 1:
+            raise ValueError(f"need 0 <= in_below < out_above <= 1, got {self.in_below} and {self.out_above}")
+        if self.cooldown_s < 0:
+            raise ValueError(f"cooldown_s must not be negative, got {self.cooldown_s}")
+        if not 0 < self.last_s <= self.window_s:
+            raise ValueError(f"need 0 < last_s <= window_s, got {self.last_s} and {self.window_s}")
+        if not 0 <= self.below_at < 1 < self.beyond_at:
+            raise ValueError(f"need 0 <= below_at < 1 < beyond_at, got {self.below_at} and {self.beyond_at}")
+        for name in ("silo_niw_share", "chiron_theta", "chiron_mixed_share"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie between 0 and 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleStep:
+    """Start (`delta` above 0) or let go (below) instances of an endpoint. `gpu_type` None: whichever suits."""
+
+    endpoint: Endpoint
+    gpu_type: str | None
+    delta: int
+    reason: str
+    kind: InstanceKind = InstanceKind.MIXED
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindStep:
+    """Let `count` instances of an endpoint be of another kind. They serve on."""
+
+    endpoint: Endpoint
+    before: InstanceKind
+    after: InstanceKind
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingDecision:
+    """Steps ordered by endpoint, kind and GPU type, and when each endpoint was last scaled: facts of the next call.
+
+    `kinds`: what changes its kind; it comes before the steps.
+    """
+
+    steps: tuple[ScaleStep, ...]
+    last_scaled_s: Mapping[Endpoint, float]
+    kinds: tuple[KindStep, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What strategies know besides the endpoint."""
+
+    now_s: float
+    window_start_s: float | None
+    settings: ScalingSettings
+
+    def is_cooling(self, facts: EndpointScaleFacts) -> bool:
+        """Whether the endpoint was scaled a moment ago."""
+        return facts.last_scaled_s is not None and self.now_s - facts.last_scaled_s < self.settings.cooldown_s
+
+    def may_retry(self, facts: EndpointScaleFacts) -> bool:
+        """Whether the endpoint was left alone so long that what does not come up may be tried elsewhere."""
+        return facts.last_scaled_s is None or self.now_s - facts.last_scaled_s >= self.settings.retry_s
+
+    def is_late(self) -> bool:
+        """Whether the last minutes of the plan's window run."""
+        if self.window_start_s is None:
+            return False
+        elapsed_s = self.now_s - self.window_start_s
+        return self.settings.window_s - self.settings.last_s <= elapsed_s < self.settings.window_s
+
+
+Strategy = Callable[[EndpointScaleFacts, Moment], tuple[ScaleStep, ...]]
+
+
+def step_of(
+    facts: EndpointScaleFacts,
+    delta: int,
+    reason: str,
+    *,
+    gpu_type: str | None = None,
+    kind: InstanceKind = InstanceKind.MIXED,
+) -> ScaleStep:
+    """A step of this endpoint."""
+    return ScaleStep(endpoint=facts.endpoint, gpu_type=gpu_type, delta=delta, reason=reason, kind=kind)

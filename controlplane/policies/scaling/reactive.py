@@ -1,0 +1,84 @@
+"""Reactive scaling on effective memory utilization (SageServe 4): one pool of instances for all requests, or siloed."""
+
+from dataclasses import replace
+
+from controlplane.policies.facts import InstanceKind
+from controlplane.policies.scaling.facts import EndpointScaleFacts, KindFacts, Moment, ScaleStep, step_of
+
+
+def scale_on_utilization(facts: EndpointScaleFacts, moment: Moment) -> tuple[ScaleStep, ...]:
+    """Reactive, unified: out by one above a threshold, in by one below another. What starts counts as if it served, so
+    a second one is asked for only if the first will not do; nothing is let go while something starts.
+    """
+    return _scale(facts, moment, InstanceKind.MIXED)
+
+
+def scale_silos(facts: EndpointScaleFacts, moment: Moment) -> tuple[ScaleStep, ...]:
+    """Siloed: the same for interactive and deferred requests apart, each with its own instances and limits.
+
+    Mixed instances count as interactive; the loop makes them so. An endpoint that may have one instance only cannot be
+    parted and is scaled as one.
+    """
+    if facts.max < 2:
+        return _scale(facts, moment, InstanceKind.MIXED)
+    deferred_max = min(facts.max - 1, max(1, round(moment.settings.silo_niw_share * facts.max)))
+    silos = {InstanceKind.IW: facts.max - deferred_max, InstanceKind.NIW: deferred_max}
+    steps: list[ScaleStep] = []
+    for kind, most in silos.items():
+        steps += _scale(_silo(facts, kind, most), moment, kind)
+    return tuple(steps)
+
+
+def _silo(facts: EndpointScaleFacts, kind: InstanceKind, most: int) -> EndpointScaleFacts:
+    """The endpoint as if it had this kind's instances and requests only."""
+    part = facts.of_kind(kind)
+    interactive = kind == InstanceKind.IW
+    if interactive and (mixed := facts.of_kind(InstanceKind.MIXED)).present:
+        part = _joined(part, mixed)
+    waiting = facts.backlog_tokens if facts.backlog_tokens else None
+    return replace(
+        facts,
+        present=part.present,
+        starting=part.starting,
+        stuck=part.stuck,
+        utilization=part.utilization,
+        min=min(facts.min, most),
+        max=most,
+        kinds={},
+        observed_tokens_per_s=facts.observed_tokens_per_s if interactive else waiting,
+    )
+
+
+def _joined(one: KindFacts, other: KindFacts) -> KindFacts:
+    """Two kinds as one. The higher utilization stands for both."""
+
+    def added(name: str) -> dict[str, int]:
+        counts, more = getattr(one, name), getattr(other, name)
+        return {gpu_type: counts.get(gpu_type, 0) + more.get(gpu_type, 0) for gpu_type in {*counts, *more}}
+
+    known = [part.utilization for part in (one, other) if part.utilization is not None]
+    return KindFacts(
+        present=added("present"),
+        starting=added("starting"),
+        stuck=added("stuck"),
+        utilization=max(known, default=None),
+    )
+
+
+def _scale(facts: EndpointScaleFacts, moment: Moment, kind: InstanceKind) -> tuple[ScaleStep, ...]:
+    settings, pressure, working = moment.settings, facts.pressure, facts.working
+    silo = "" if kind == InstanceKind.MIXED else f" of {kind.value}"
+    if working < facts.min:
+        words = f"minimum {facts.min}{silo}, {working} present"
+        return (step_of(facts, facts.min - working, words, kind=kind),)
+    if facts.total > facts.max:
+        words = f"maximum {facts.max}{silo}, {facts.total} present"
+        return (step_of(facts, facts.max - facts.total, words, kind=kind),)
+    if pressure is None or moment.is_cooling(facts):
+        return ()
+    percent = f"utilization{silo} {100 * pressure:.0f} %"
+    if pressure > settings.out_above and working < facts.max:
+        return (step_of(facts, 1, f"{percent} is above {100 * settings.out_above:.0f} %", kind=kind),)
+    if pressure < settings.in_below and facts.ready == working > facts.min:
+        return (step_of(facts, -1, f"{percent} is below {100 * settings.in_below:.0f} %", kind=kind),)
+    return ()

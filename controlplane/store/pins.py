@@ -1,0 +1,98 @@
+"""Pins: an operator keeps an endpoint at a number of instances until some time. Plans and scaling both hold to them."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+import uuid_utils
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from controlplane.errors import ConflictError, NotFoundError
+from controlplane.policies.facts import Endpoint
+from controlplane.store.fleet import bump_index, fleet_index, require
+from controlplane.store.paging import Page, page
+from controlplane.store.plan_tables import Pin
+from controlplane.store.tables import EndpointRow
+
+
+def pins_in_force(session: Session, now_s: float) -> Mapping[Endpoint, int]:
+    """Instances that each pinned endpoint must have at `now_s` (Unix time): not fewer and not more."""
+    at = datetime.fromtimestamp(now_s, UTC)
+    rows = session.scalars(select(Pin).where(Pin.removed_at.is_(None), Pin.until > at))
+    return {Endpoint(model=pin.model, region=pin.region): pin.instances for pin in rows}
+
+
+def add_pin(
+    session: Session, *, endpoint: Endpoint, instances: int, until: datetime, note: str, created_by: str
+) -> Pin:
+    """Pin an endpoint. The fleet's index rises: plans made without the pin are stale.
+
+    Raises:
+        NotFoundError: the model is not offered in the region.
+        ConflictError: it is pinned already.
+    """
+    fleet_index(session, lock=True)
+    require(session, EndpointRow, (endpoint.model, endpoint.region), param="model")
+    _close_ended(session)
+    live = (Pin.model == endpoint.model, Pin.region == endpoint.region, Pin.removed_at.is_(None))
+    present = session.scalar(select(Pin).where(*live))
+    if present is not None:
+        raise ConflictError(
+            f"{endpoint.model} in {endpoint.region} is pinned to {present.instances} instances until"
+            f" {present.until.isoformat()} already (pin '{present.id}'); remove that pin first",
+            param="model",
+        )
+    pin = Pin(
+        id=f"pin_{uuid_utils.uuid7().hex}",
+        model=endpoint.model,
+        region=endpoint.region,
+        instances=instances,
+        until=until,
+        note=note,
+        created_by=created_by,
+    )
+    session.add(pin)
+    bump_index(session)
+    session.flush()
+    return pin
+
+
+def remove_pin(session: Session, pin_id: str) -> Pin:
+    """End a pin now; one that has ended already is left as it is. The fleet's index rises.
+
+    Raises:
+        NotFoundError: there is none of that id.
+    """
+    fleet_index(session, lock=True)
+    _close_ended(session)
+    pin = get_pin(session, pin_id)
+    if pin.removed_at is None:
+        pin.removed_at = session.scalar(select(func.now()))
+        bump_index(session)
+        session.flush()
+    return pin
+
+
+def get_pin(session: Session, pin_id: str) -> Pin:
+    """A pin by its id.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    pin = session.get(Pin, pin_id)
+    if pin is None:
+        raise NotFoundError(f"pin '{pin_id}' does not exist", param="pin_id")
+    return pin
+
+
+def list_pins(session: Session, *, after: str | None, limit: int, live_only: bool) -> Page[Pin]:
+    """One page of pins, the oldest first."""
+    query = select(Pin)
+    if live_only:
+        query = query.where(Pin.removed_at.is_(None), Pin.until > func.now())
+    return page(session, query, Pin.id, after=after, limit=limit)
+
+
+def _close_ended(session: Session) -> None:
+    """A pin whose time is over makes room for the next of its endpoint; that changes no plan and no index."""
+    session.execute(update(Pin).where(Pin.removed_at.is_(None), Pin.until <= func.now()).values(removed_at=Pin.until))

@@ -1,0 +1,162 @@
+"""Spot instances and their leases. Whoever changes a lease holds the fleet's lock, so that a lease and a reclaim never
+cross; the time is the database's. An instance has at most one active lease (a unique index).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+import uuid_utils
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from controlplane.errors import ConflictError, NotFoundError
+from controlplane.policies.lifecycle import InstanceState
+from controlplane.store.fleet import fleet_index
+from controlplane.store.paging import Page, page
+from controlplane.store.tables import Desired, Instance, LeaseEnd, Node, SpotLease
+
+ACTIVE = SpotLease.ended_at.is_(None)
+_TAKE_BACK_S = 60
+"""After a lease that had notice nobody else may lease the instance for so long: the fleet wants it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A lease that ended, on which instance of which node."""
+
+    lease: SpotLease
+    node: str
+
+
+def list_spot(session: Session, *, after: str | None, limit: int) -> Page[Instance]:
+    """One page of spot instances by id."""
+    query = select(Instance).where(Instance.desired == Desired.SPOT)
+    return page(session, query, Instance.id, after=after, limit=limit)
+
+
+def get_spot(session: Session, instance_id: str) -> Instance:
+    """A spot instance.
+
+    Raises:
+        NotFoundError: no such instance.
+        ConflictError: it is not spot, or not any more.
+    """
+    instance = session.get(Instance, instance_id)
+    if instance is None:
+        raise NotFoundError(f"instance '{instance_id}' does not exist", param="instance_id")
+    if instance.desired != Desired.SPOT:
+        raise ConflictError(f"instance '{instance_id}' is {instance.desired}, not spot", param="instance_id")
+    return instance
+
+
+def active_leases(session: Session, *, node: str | None = None) -> dict[str, SpotLease]:
+    """Active leases by instance: of the fleet, or of one node."""
+    query = select(SpotLease).where(ACTIVE)
+    if node is not None:
+        query = query.join(Instance, Instance.id == SpotLease.instance_id).where(Instance.node == node)
+    return {lease.instance_id: lease for lease in session.scalars(query)}
+
+
+def lease_spot(session: Session, instance_id: str, *, holder: str, duration_s: float, created_by: str) -> SpotLease:
+    """Lease a spot instance for some time.
+
+    Raises:
+        NotFoundError: no such instance.
+        ConflictError: it is not spot (any more), leased already, not loaded, about to be taken back, or its node is
+            being drained.
+    """
+    fleet_index(session, lock=True)
+    instance = get_spot(session, instance_id)
+    if instance.observed != InstanceState.SPOT:
+        raise ConflictError(f"instance '{instance_id}' is {instance.observed} on its node", param="instance_id")
+    if session.get_one(Node, instance.node).draining:
+        raise ConflictError(f"node '{instance.node}' is being drained", param="instance_id")
+    present = session.scalar(select(SpotLease).where(ACTIVE, SpotLease.instance_id == instance_id))
+    if present is not None:
+        until = _ends_at(present).isoformat(timespec="seconds")
+        raise ConflictError(
+            f"instance '{instance_id}' is leased by '{present.holder}' until {until}", param="instance_id"
+        )
+    now = _now(session)
+    taken_back = select(SpotLease.id).where(
+        SpotLease.instance_id == instance_id,
+        SpotLease.reclaim_at.is_not(None),
+        SpotLease.ended_at > now - timedelta(seconds=_TAKE_BACK_S),
+    )
+    if session.scalar(taken_back.limit(1)) is not None:
+        raise ConflictError(f"instance '{instance_id}' is being taken back", param="instance_id")
+    lease = SpotLease(
+        id=f"lease_{uuid_utils.uuid7().hex}",
+        instance_id=instance_id,
+        holder=holder,
+        created_by=created_by,
+        created_at=now,
+        expires_at=now + timedelta(seconds=duration_s),
+    )
+    session.add(lease)
+    session.flush()
+    return lease
+
+
+def return_spot(session: Session, instance_id: str) -> SpotLease:
+    """End the active lease of an instance.
+
+    Raises:
+        NotFoundError: no such instance, or nobody leases it.
+    """
+    fleet_index(session, lock=True)
+    if session.get(Instance, instance_id) is None:
+        raise NotFoundError(f"instance '{instance_id}' does not exist", param="instance_id")
+    lease = session.scalar(select(SpotLease).where(ACTIVE, SpotLease.instance_id == instance_id))
+    if lease is None:
+        raise NotFoundError(f"nobody leases instance '{instance_id}'", param="instance_id")
+    lease.ended_at, lease.end_reason = _now(session), LeaseEnd.RETURNED
+    session.flush()
+    return lease
+
+
+def give_notice(session: Session, instance_ids: Iterable[str], *, notice_s: float) -> list[SpotLease]:
+    """Let active leases end in `notice_s` seconds; one that has notice already, or ends sooner, keeps its end."""
+    reclaim_at = func.least(SpotLease.expires_at, func.now() + func.make_interval(0, 0, 0, 0, 0, 0, notice_s))
+    noticed = session.scalars(
+        update(SpotLease)
+        .where(ACTIVE, SpotLease.instance_id.in_(list(instance_ids)), SpotLease.reclaim_at.is_(None))
+        .values(reclaim_at=reclaim_at)
+        .returning(SpotLease)
+    )
+    return list(noticed)
+
+
+def end_due_leases(session: Session) -> list[Ended]:
+    """End leases whose time is over, or whose notice is."""
+    due = func.least(SpotLease.expires_at, func.coalesce(SpotLease.reclaim_at, SpotLease.expires_at)) <= func.now()
+    rows = session.execute(
+        select(SpotLease, Instance.node)
+        .join(Instance, Instance.id == SpotLease.instance_id)
+        .where(ACTIVE, due)
+        .order_by(SpotLease.id)
+    ).all()
+    now = _now(session)
+    for lease, _ in rows:
+        reclaimed = lease.reclaim_at is not None and lease.reclaim_at < lease.expires_at
+        lease.ended_at, lease.end_reason = now, LeaseEnd.RECLAIMED if reclaimed else LeaseEnd.EXPIRED
+    session.flush()
+    return [Ended(lease=lease, node=node) for lease, node in rows]
+
+
+def end_leases(session: Session, instance_ids: Iterable[str], reason: LeaseEnd) -> None:
+    """End the active leases of instances now."""
+    session.execute(
+        update(SpotLease)
+        .where(ACTIVE, SpotLease.instance_id.in_(list(instance_ids)))
+        .values(ended_at=func.now(), end_reason=reason)
+    )
+
+
+def _ends_at(lease: SpotLease) -> datetime:
+    return lease.expires_at if lease.reclaim_at is None else min(lease.expires_at, lease.reclaim_at)
+
+
+def _now(session: Session) -> datetime:
+    return session.execute(select(func.now())).scalar_one()

@@ -1,0 +1,128 @@
+"""Room for KV on a slot: who makes way, and how. The rules of every engine. Nothing is lost: what leaves goes to host
+memory, or, when that is full, is computed anew.
+
+Where room is short, there make way, in this order:
+
+1. what is no KV: weights that borrowed room;
+2. sequences that decode, of other models first, the last in the order of service (`choose_victim`), to host memory;
+3. sequences in the midst of their prefill that come after the one that asks. They begin again from their first token.
+
+One that finds no room waits; one that holds some, and that nobody makes way for, leaves itself.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from dataplane.engines.kv import KvMemory, KvT, Place
+from dataplane.engines.request_table import RequestTable
+from dataplane.engines.sequences import TokenSequence
+from dataplane.engines.served_models import ServedModel
+
+
+class Ranked(Protocol):
+    """A sequence of some model. `key`: its place in the order of service; the smaller goes first."""
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Its place in the order of service."""
+
+
+RankedT = TypeVar("RankedT", bound=Ranked)
+
+
+def choose_victim(candidates: Iterable[RankedT], requester: RankedT, keep: Iterable[RankedT] = ()) -> RankedT | None:
+    """Whose KV leaves so that the requester's may grow or come in: of other models' sequences the last in the order of
+    service, else the last of its own model's that come after it. None: nobody has to make way for it.
+    """
+    kept = {id(sequence) for sequence in keep} | {id(requester)}
+    others = (
+        sequence
+        for sequence in candidates
+        if id(sequence) not in kept and (sequence.model != requester.model or sequence.key > requester.key)
+    )
+    return max(others, key=lambda sequence: (sequence.model != requester.model, sequence.key), default=None)
+
+
+class Room(Generic[KvT]):
+    """Makes room. `take_back` has weights give back what they borrowed, True if some did: those of any other model than
+    the named one, or, for None, of every model. A slot that `hands_over` never drops what is past its prefill: that
+    leaves by itself.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel[KvT]],
+        kv: KvMemory[KvT],
+        requests: RequestTable[KvT],
+        *,
+        hands_over: bool,
+        take_back: Callable[[str | None], bool],
+    ) -> None:
+        self._models = models
+        self._kv = kv
+        self._requests = requests
+        self._hands_over = hands_over
+        self._take_back = take_back
+        self.preemptions_total = 0
+        self.recomputed_total = 0
+
+    def grow(self, sequence: TokenSequence[KvT], tokens: int, keep: Sequence[TokenSequence[KvT]] = ()) -> bool:
+        """Room for the KV of `tokens` tokens of a sequence. False: not now; others leave, or it has left itself.
+        Those in `keep` stay.
+        """
+        if self._make(lambda: self._kv.grow(sequence.kv, tokens), sequence, keep):
+            self._models[sequence.model].begin(sequence)
+            return True
+        if sequence.prefilled and sequence.kv.place is Place.HERE and not self._kv.leaving:
+            self._yield(sequence)  # nobody comes after it: it is the one to wait
+        return False
+
+    def bring(self, sequence: TokenSequence[KvT], keep: Sequence[TokenSequence[KvT]]) -> bool:
+        """Send for KV that is AWAY. False: there is no room now."""
+        return self._make(lambda: self._kv.swap_in(sequence.kv), sequence, keep)
+
+    def _make(self, take: Callable[[], bool], sequence: TokenSequence[KvT], keep: Sequence[TokenSequence[KvT]]) -> bool:
+        while not take():
+            if self._take_back(sequence.model):
+                continue
+            if self._kv.leaving:
+                return False
+            decoding = [s for model in self._models.values() for s in model.decoding_here]
+            victim = choose_victim(decoding, sequence, keep)
+            if victim is not None:
+                if not self._yield(victim):
+                    return False
+                continue
+            half = self._half_prefilled_after(sequence, keep, first=not (sequence.prefilled or decoding))
+            if half is None:
+                self._take_back(None)  # its own weights come to the reserve in the next step
+                return False
+            self._drop(half)
+        return True
+
+    def _half_prefilled_after(
+        self, sequence: TokenSequence[KvT], keep: Sequence[TokenSequence[KvT]], *, first: bool
+    ) -> TokenSequence[KvT] | None:
+        """`first`: it is to be prefilled and nobody decodes, so that nothing goes on but what the turn policy puts
+        first, which is this one.
+        """
+        halves = (s for model in self._models.values() for s in model.half_prefilled)
+        half = choose_victim(halves, sequence, keep)
+        return half if half is not None and (first or half.key > sequence.key) else None
+
+    def _yield(self, victim: TokenSequence[KvT]) -> bool:
+        """Have a sequence make way. False if host memory is full and it is on its way out: it will leave by itself."""
+        if not self._kv.swap_out(victim.kv, victim.cached):
+            if self._hands_over:
+                return False
+            self._drop(victim)
+        self.preemptions_total += 1
+        return True
+
+    def _drop(self, victim: TokenSequence[KvT]) -> None:
+        self.recomputed_total += 1
+        self._requests.queue(victim)

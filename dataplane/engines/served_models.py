@@ -1,0 +1,78 @@
+"""A model of a slot as every engine keeps it: its instances, its sequences with KV, and what its steps cost."""
+
+from abc import ABC, abstractmethod
+from bisect import insort
+from dataclasses import dataclass, field
+from typing import Generic
+
+from dataplane.engines.kv import KvT, Place
+from dataplane.engines.sequences import TokenSequence
+from dataplane.turns.costs import CostEstimate
+from dataplane.turns.decode import BatchFacts
+from dataplane.turns.tiers import TIER_TARGETS
+
+
+@dataclass(eq=False, kw_only=True)
+class ServedModel(ABC, Generic[KvT]):
+    """One model. `instances`: those of the control plane that share it here. `begun`: its sequences that have KV
+    somewhere, in the order of service. `vocabulary` None takes any token.
+    """
+
+    name: str
+    context_tokens: int
+    vocabulary: int | None
+    estimate: CostEstimate
+    instances: set[str] = field(default_factory=set)
+    begun: list[TokenSequence[KvT]] = field(default_factory=list)
+
+    @property
+    @abstractmethod
+    def weights_bytes(self) -> int:
+        """The size of its weights."""
+
+    @abstractmethod
+    def new_kv(self) -> KvT:
+        """The KV of a sequence that has none yet."""
+
+    @property
+    def decoding(self) -> list[TokenSequence[KvT]]:
+        """Those past their prefill, in the order of service."""
+        return [sequence for sequence in self.begun if sequence.prefilled]
+
+    @property
+    def decoding_here(self) -> list[TokenSequence[KvT]]:
+        """Of those, the ones whose KV is on the slot and still: they can be asked to leave."""
+        return [s for s in self.begun if s.prefilled and s.kv.place is Place.HERE]
+
+    @property
+    def half_prefilled(self) -> list[TokenSequence[KvT]]:
+        """Those in the midst of their prefill, in the order of service. Each holds room for all of its prompt."""
+        return [s for s in self.begun if not s.prefilled and s.kv.place is Place.HERE]
+
+    def begin(self, sequence: TokenSequence[KvT]) -> None:
+        """Take a sequence in that has KV now. Harmless when done twice."""
+        if sequence not in self.begun:
+            insort(self.begun, sequence, key=lambda s: s.key)
+
+    def leave(self, sequence: TokenSequence[KvT]) -> None:
+        """Take a sequence out, if it is there."""
+        if sequence in self.begun:
+            self.begun.remove(sequence)
+
+    def batch_facts(
+        self, *, now_s: float, switch_s: float, prefetched: bool, ready: bool, batch_max: int
+    ) -> BatchFacts | None:
+        """What the decode turns must know of it; None when nothing decodes."""
+        batch = self.decoding[:batch_max]
+        if not batch:
+            return None
+        return BatchFacts(
+            model=self.name,
+            sequences=len(batch),
+            step_s=self.estimate.decode_s(sum(sequence.cached for sequence in batch), len(batch)),
+            tbt_s=min(TIER_TARGETS[sequence.request.tier].tbt_s for sequence in batch),
+            switch_s=switch_s,
+            prefetched=prefetched,
+            slack_s=min(sequence.deadline_s for sequence in batch) - now_s,
+            ready=ready,
+        )

@@ -1,0 +1,45 @@
+"""What a forecaster is: a name, a fit whose result can be kept as JSON, and a path over the coming windows.
+
+Only what was known at the origin is handed to either, so that no forecaster can look ahead.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from forecasts.series import DemandSeries, FloatArray
+from forecasts.settings import ForecastSettings
+
+Params = Mapping[str, Any]
+Fit = Callable[[DemandSeries, ForecastSettings, Params | None], Params]
+Path = Callable[[DemandSeries, Params, ForecastSettings], FloatArray]
+
+
+class ForecastError(Exception):
+    """This forecaster has no answer here; the message says why, in words for the plan."""
+
+
+def no_fit(history: DemandSeries, settings: ForecastSettings, known: Params | None) -> Params:
+    """The fit of a forecaster that keeps no parameters."""
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecaster:
+    """One way to forecast the coming hour.
+
+    Attributes:
+        name: how the plan calls it.
+        path: (history, params, settings) -> shape (settings.windows,), tokens per second; its maximum is the forecast
+            peak. May be wild, the caller clips. Raises ForecastError.
+        fit: (history, settings, old params or None) -> params, a JSON object. None: choose orders; else only refit.
+            Raises ForecastError.
+        mean_path: the path follows the mean, whose maximum is below the mean maximum; past ratios correct it.
+        history_min_s: known demand it needs.
+    """
+
+    name: str
+    path: Path
+    fit: Fit = no_fit
+    mean_path: bool = False
+    history_min_s: float = 0.0

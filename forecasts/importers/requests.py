@@ -1,0 +1,98 @@
+"""Traces that list every request: their input tokens are summed by minute.
+
+Such a trace is complete, so a minute without a request is a zero and no gap, from a model's first request to the
+trace's last. The first and the last minute may be covered in part only.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from forecasts.importers.lines import CsvFile, Line, Told, json_lines, not_told, open_csv
+from forecasts.importers.settings import MINUTE_S, ImportSettings
+from forecasts.series import DemandRow
+
+SPAN_S_MAX = 3 * 366 * 86_400.0
+"""Most time between a trace's first and last request: a stray time must not become millions of empty minutes."""
+
+CODING = "coding"
+_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_BURSTGPT = ("Timestamp", "Model", "Request tokens")
+_MOONCAKE = ("timestamp", "input_length")
+_DEFAULTS = ImportSettings()
+
+
+def read_azure_requests(path: Path, settings: ImportSettings = _DEFAULTS, told: Told = not_told) -> Iterator[DemandRow]:
+    """Azure's LLM inference traces of 2023 and 2024, a line for each request: TIMESTAMP (UTC), ContextTokens, ...
+
+    Raises:
+        DemandFileError: the file cannot be read, or spans more than `SPAN_S_MAX`.
+    """
+    with open_csv(path, told) as file:
+        yield from azure_requests(file, settings)
+
+
+def azure_requests(file: CsvFile, settings: ImportSettings) -> Iterator[DemandRow]:
+    """As `read_azure_requests`, of a file that is open."""
+    minutes = _Minutes()
+    for line in file.lines(_AZURE):
+        minutes.add(settings.model or CODING, line.date_time_s("TIMESTAMP"), line, "TIMESTAMP", "ContextTokens")
+    yield from minutes.rows(settings.region)
+
+
+def read_burstgpt(path: Path, settings: ImportSettings = _DEFAULTS, told: Told = not_told) -> Iterator[DemandRow]:
+    """BurstGPT: a line for each request with Timestamp (seconds after the first midnight), Model, Request tokens, ...
+
+    Failed requests, which have no response tokens, count: their prompts came in too.
+
+    Raises:
+        DemandFileError: as `read_azure_requests`.
+    """
+    minutes = _Minutes()
+    with open_csv(path, told) as file:
+        for line in file.lines(_BURSTGPT):
+            time_s = line.time_after_s(settings.start_s, "Timestamp", 1.0)
+            minutes.add(line.word("Model"), time_s, line, "Timestamp", "Request tokens")
+    yield from minutes.rows(settings.region)
+
+
+def read_mooncake(path: Path, settings: ImportSettings = _DEFAULTS, told: Told = not_told) -> Iterator[DemandRow]:
+    """Mooncake: a JSON object for each request with timestamp (milliseconds after the start), input_length, ...
+
+    Raises:
+        DemandFileError: as `read_azure_requests`.
+    """
+    minutes = _Minutes()
+    for line in json_lines(path, _MOONCAKE, told):
+        time_s = line.time_after_s(settings.start_s, "timestamp", 0.001)
+        minutes.add(settings.model or "mooncake", time_s, line, "timestamp", "input_length")
+    yield from minutes.rows(settings.region)
+
+
+class _Minutes:
+    """Input tokens by model and minute."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, defaultdict[int, float]] = {}
+        self._first = self._last = -1
+
+    def add(self, model: str, time_s: float, line: Line, time_column: str, tokens_column: str) -> None:
+        minute = math.floor(time_s / MINUTE_S)
+        first = minute if self._first < 0 else min(self._first, minute)
+        last = max(self._last, minute)
+        if (last - first) * MINUTE_S > SPAN_S_MAX:
+            days = SPAN_S_MAX / 86_400
+            raise line.error(time_column, f"{line.text(time_column)} is over {days:.0f} days from other requests")
+        self._first, self._last = first, last
+        self._tokens.setdefault(model, defaultdict(float))[minute] += line.amount(tokens_column)
+
+    def rows(self, region: str) -> Iterator[DemandRow]:
+        for model, tokens in sorted(self._tokens.items()):
+            for minute in range(min(tokens), self._last + 1):
+                yield DemandRow(
+                    start_s=minute * MINUTE_S,
+                    region=region,
+                    model=model,
+                    tokens_per_s=tokens.get(minute, 0.0) / MINUTE_S,
+                )

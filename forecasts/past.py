@@ -1,0 +1,209 @@
+"""What was said at past origins and what came: kept between forecasts as a JSON object, so that nothing is redone.
+
+Tables have one column per origin, oldest first. A peak that has not come yet, or that a forecaster declined to give, is
+NaN here and null in JSON.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from forecasts.series import DemandSeries, FloatArray
+
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PastPeaks:
+    """Origins in Unix time, shape (origins,); the peak that came; by forecaster its raw, median and upper peak."""
+
+    origins_s: FloatArray = field(default_factory=lambda: np.empty(0))
+    came: FloatArray = field(default_factory=lambda: np.empty(0))
+    raw: Mapping[str, FloatArray] = field(default_factory=dict)
+    said: Mapping[str, FloatArray] = field(default_factory=dict)
+    upper: Mapping[str, FloatArray] = field(default_factory=dict)
+
+    def scored(self, series: DemandSeries, horizon_s: float, bucket_s: float) -> Self:
+        """With the peaks filled in that have come by the end of the series; hours that were one gap are dropped."""
+        came = self.came.copy()
+        over = self.origins_s + horizon_s <= series.end_s + 1e-6
+        for place in np.flatnonzero(np.isnan(came) & over):
+            hour = series.before(self.origins_s[place] + horizon_s).last(horizon_s)
+            came[place] = _six_digits(hour.rebin(bucket_s).maximum())
+        return replace(self, came=came).kept(~(np.isnan(came) & over))
+
+    def with_origin(
+        self,
+        origin_s: float,
+        *,
+        raw: Mapping[str, float],
+        said: Mapping[str, float],
+        upper: Mapping[str, float],
+        memory: int,
+    ) -> Self:
+        """With one more origin, not yet scored; the same origin said again replaces what was said there."""
+        before = self.kept(self.origins_s < origin_s - 1e-6)
+        longer = replace(
+            before,
+            origins_s=np.append(before.origins_s, origin_s),
+            came=np.append(before.came, np.nan),
+            raw=_extended(before.raw, raw, len(before.came)),
+            said=_extended(before.said, said, len(before.came)),
+            upper=_extended(before.upper, upper, len(before.came)),
+        )
+        return longer.kept(np.arange(len(longer.came)) >= len(longer.came) - memory)
+
+    def known(self) -> Self:
+        """Only origins whose peak has come."""
+        return self.kept(~np.isnan(self.came))
+
+    def log_ratios(self, said: Mapping[str, FloatArray], name: str) -> FloatArray:
+        """log(came / said) at each origin, shape (origins,); NaN where either is not above zero or not known."""
+        peaks = said.get(name, np.full(len(self.came), np.nan))
+        usable = (peaks > 0) & (self.came > 0)
+        return np.log(np.where(usable, self.came, np.nan) / np.where(usable, peaks, 1.0))
+
+    def weights(self, half_life: float) -> FloatArray:
+        """How much each origin counts, 1 for the newest and half as much `half_life` origins before."""
+        return np.asarray(0.5 ** (np.arange(len(self.came))[::-1] / half_life))
+
+    def error(self, name: str, stand_in: str, half_life: float) -> float | None:
+        """Weighted error: sum |came - said| / sum came, recent origins counting more; None without any outcome.
+
+        Where the forecaster declined, what `stand_in` said counts: it would have answered instead.
+        """
+        said = self.said.get(name)
+        if said is None or np.isnan(said).all() or not len(self.came):
+            return None
+        instead = self.said.get(stand_in, said)
+        filled = np.where(np.isnan(said), instead, said)
+        usable = ~np.isnan(filled)
+        weights = self.weights(half_life)[usable]
+        missed = float(weights @ np.abs(self.came - filled)[usable])
+        total = float(weights @ self.came[usable])
+        if total == 0:
+            return 0.0 if missed == 0 else math.inf
+        return missed / total
+
+    def kept(self, chosen: npt.NDArray[np.bool_]) -> Self:
+        """Only the chosen origins; `chosen` has shape (origins,)."""
+        return replace(
+            self,
+            origins_s=self.origins_s[chosen],
+            came=self.came[chosen],
+            raw={name: column[chosen] for name, column in self.raw.items()},
+            said={name: column[chosen] for name, column in self.said.items()},
+            upper={name: column[chosen] for name, column in self.upper.items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fitted:
+    """A forecaster's parameters, or why it has none; when its orders were chosen and from how long a history."""
+
+    params: Mapping[str, Any] | None
+    failure: str | None
+    fitted_s: float
+    selected_s: float
+    selected_from_s: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SeriesState:
+    """All that is kept of a series between two forecasts.
+
+    Attributes:
+        origin_s: of the last forecast; None before the first.
+        champion: who answered last.
+        past: what was said and what came.
+        fitted: parameters by forecaster.
+        level: by forecaster, the quantile of past ratios that its upper quantile is read from.
+    """
+
+    origin_s: float | None = None
+    champion: str | None = None
+    past: PastPeaks = field(default_factory=PastPeaks)
+    fitted: Mapping[str, Fitted] = field(default_factory=dict)
+    level: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return {
+            "version": STATE_VERSION,
+            "origin_s": self.origin_s,
+            "champion": self.champion,
+            "origins_s": self.past.origins_s.tolist(),
+            "came": _to_list(self.past.came),
+            "raw": {name: _to_list(column) for name, column in self.past.raw.items()},
+            "said": {name: _to_list(column) for name, column in self.past.said.items()},
+            "upper": {name: _to_list(column) for name, column in self.past.upper.items()},
+            "fitted": {name: vars(each).copy() for name, each in self.fitted.items()},
+            "level": dict(self.level),
+        }
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Self:
+        """What `to_json` gave.
+
+        Raises:
+            ValueError: another version's, or a field is missing or of another type.
+        """
+        if stored.get("version") != STATE_VERSION:
+            raise ValueError(f"version must be {STATE_VERSION}, got {stored.get('version')}")
+        try:
+            past = PastPeaks(
+                origins_s=_to_array(stored["origins_s"]),
+                came=_to_array(stored["came"]),
+                raw={name: _to_array(column) for name, column in stored["raw"].items()},
+                said={name: _to_array(column) for name, column in stored["said"].items()},
+                upper={name: _to_array(column) for name, column in stored["upper"].items()},
+            )
+            fitted = {name: Fitted(**each) for name, each in stored["fitted"].items()}
+            return cls(
+                origin_s=stored["origin_s"],
+                champion=stored["champion"],
+                past=past,
+                fitted=fitted,
+                level=stored["level"],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"a stored forecast state lacks or mistypes a field: {error}") from error
+
+
+def weighted_quantile(values: FloatArray, weights: FloatArray, quantile: float) -> float:
+    """The smallest value below or at which `quantile` of the weight lies.
+
+    Raises:
+        ValueError: no values.
+    """
+    if not len(values):
+        raise ValueError("values must not be empty")
+    order = np.argsort(values, kind="stable")
+    heaped = np.cumsum(weights[order])
+    place = int(np.searchsorted(heaped, quantile * heaped[-1] - 1e-12))
+    return float(values[order][min(place, len(values) - 1)])
+
+
+def _extended(table: Mapping[str, FloatArray], row: Mapping[str, float], length: int) -> dict[str, FloatArray]:
+    names: Iterable[str] = dict.fromkeys([*table, *row])
+    return {
+        name: np.append(table.get(name, np.full(length, np.nan)), _six_digits(row.get(name, math.nan)))
+        for name in names
+    }
+
+
+def _to_list(column: FloatArray) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in column.tolist()]
+
+
+def _six_digits(value: float) -> float:
+    """As stored: so that a kept and a replayed state are the same, and short."""
+    return float(f"{value:.6g}")
+
+
+def _to_array(column: Iterable[float | None]) -> FloatArray:
+    return np.array([math.nan if value is None else float(value) for value in column], dtype=np.float64)

@@ -1,0 +1,68 @@
+"""Statistics of the buckets before and after every origin of a series at once.
+
+Origin n lies before bucket n, so a series of `buckets` values has buckets + 1 of them:
+
+    origin      0     1     2     3
+    bucket      | v0  | v1  | v2  |
+    trailing(count=2) at origin 2: v0, v1          coming(count=1) at origin 2: v2
+"""
+
+import numpy as np
+
+from forecasts.series import FloatArray
+
+
+def trailing_mean(values: FloatArray, count: int) -> FloatArray:
+    """Mean of what is known in the `count` buckets before each origin, NaN where nothing is; shape (buckets + 1,)."""
+    return _means(_before(values, count))
+
+
+def trailing_max(values: FloatArray, count: int) -> FloatArray:
+    """Largest known value in the `count` buckets before each origin, NaN where nothing is; shape (buckets + 1,)."""
+    return _maxima(_before(values, count))
+
+
+def coming_max(values: FloatArray, count: int) -> FloatArray:
+    """Largest known value in the `count` buckets after each origin, NaN where they are not all past; (buckets + 1,)."""
+    result = np.full(len(values) + 1, np.nan)
+    if len(values) >= count:
+        result[: len(values) - count + 1] = _maxima(np.lib.stride_tricks.sliding_window_view(values, count))
+    return result
+
+
+def days_before(values: FloatArray, per_day: int, days: int) -> FloatArray:
+    """Row n holds the values n + 1 days earlier, NaN before the start; shape (days, len(values))."""
+    table = np.full((days, len(values)), np.nan)
+    for day in range(1, days + 1):
+        if day * per_day < len(values):
+            table[day - 1, day * per_day :] = values[: -day * per_day]
+    return table
+
+
+def carried_over(values: FloatArray, count: int) -> FloatArray:
+    """Gaps filled with the last known value, for at most `count` buckets after it."""
+    places = np.arange(len(values))
+    newest = np.maximum.accumulate(np.where(np.isnan(values), -1, places))
+    near = (newest >= 0) & (places - newest <= count)
+    return np.where(near, values[np.maximum(newest, 0)], np.nan)
+
+
+def known_mean(table: FloatArray) -> FloatArray:
+    """Mean over the rows of what is known in each column, NaN where nothing is; shape (columns,)."""
+    return _means(table.T)
+
+
+def _before(values: FloatArray, count: int) -> FloatArray:
+    padded = np.concatenate([np.full(count, np.nan), values])
+    return np.lib.stride_tricks.sliding_window_view(padded, count)
+
+
+def _means(table: FloatArray) -> FloatArray:
+    known = ~np.isnan(table)
+    counts = known.sum(axis=1)
+    return np.where(counts > 0, np.where(known, table, 0.0).sum(axis=1) / np.maximum(counts, 1), np.nan)
+
+
+def _maxima(table: FloatArray) -> FloatArray:
+    maxima = np.where(np.isnan(table), -np.inf, table).max(axis=1, initial=-np.inf)
+    return np.asarray(np.where(np.isneginf(maxima), np.nan, maxima))

@@ -1,0 +1,109 @@
+"""A backtest as a picture: what was known, the band that was forecast hour by hour, and what came."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ops.plots.panels import (
+    CAME,
+    DAY_S,
+    FORECAST,
+    HISTORY,
+    PANELS_MAX,
+    Curve,
+    FloatArray,
+    draw_curve,
+    finish_panel,
+    new_figure,
+    save,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ForecastPanel:
+    """One series.
+
+    Attributes:
+        title: which series.
+        demand: all of it; before the first origin it is drawn as history, after it as what came.
+        origin_s: shape (origins,), Unix times, ascending.
+        horizon_s: how far each forecast reaches.
+        peak_q50: shape (origins,), the median of the peak; NaN where nothing was known.
+        peak_upper: the same for the upper quantile.
+        actual_peak: the same for the peak that came; NaN = a gap.
+        error: weighted error of the median, a share of 1; None = no origin with an outcome.
+        coverage: share of origins whose peak stayed under the upper quantile.
+    """
+
+    title: str
+    demand: Curve
+    origin_s: FloatArray
+    horizon_s: float
+    peak_q50: FloatArray
+    peak_upper: FloatArray
+    actual_peak: FloatArray
+    error: float | None
+    coverage: float | None
+
+
+def draw_forecasts(panels: Sequence[ForecastPanel], path: Path, *, title: str, quantile: float) -> int:
+    """Draw series under each other, those with the most demand first, and write PNG, SVG or PDF by the path's ending.
+
+    Args:
+        panels: one or more; only the `PANELS_MAX` with the largest peaks are drawn.
+        path: the file to write.
+        title: of the picture.
+        quantile: which one `peak_upper` is.
+
+    Returns:
+        How many are left out.
+
+    Raises:
+        PlotError: the file cannot be written.
+    """
+    ranked = sorted(panels, key=lambda panel: -np.nanmax(panel.demand.tokens_per_s, initial=0.0))
+    drawn, left_out = ranked[:PANELS_MAX], len(ranked[PANELS_MAX:])
+    note = f" (the {len(drawn)} largest of {len(ranked)} series)" if left_out else ""
+    figure, rows = new_figure(len(drawn), title + note)
+    for axes, panel in zip(rows, drawn, strict=True):
+        _draw(axes, panel, quantile)
+    save(figure, path)
+    return left_out
+
+
+def _draw(axes: "Axes", panel: ForecastPanel, quantile: float) -> None:
+    origins, demand = panel.origin_s, panel.demand
+    end_s = float(origins[-1]) + panel.horizon_s
+    first_s = max(float(demand.start_s[0]), float(origins[0]) - max(DAY_S, (end_s - float(origins[0])) / 4))
+    known = (demand.start_s >= first_s) & (demand.start_s < origins[0])
+    came = (demand.start_s >= origins[0]) & (demand.start_s < end_s)
+    draw_curve(axes, _part(demand, known), "history", HISTORY)
+    draw_curve(axes, _part(demand, came), "what came", CAME)
+    upper = f"q{100 * quantile:g}"
+    for place, origin_s in enumerate(origins):
+        if np.isnan(panel.peak_q50[place]):
+            continue
+        span = [origin_s / DAY_S, (origin_s + panel.horizon_s) / DAY_S]
+        low, high = panel.peak_q50[place], panel.peak_upper[place]
+        first = place == int(np.flatnonzero(~np.isnan(panel.peak_q50))[0])
+        band = f"forecast, q50 to {upper}" if first else None
+        axes.fill_between(span, [low, low], [high, high], color=FORECAST, alpha=0.3, linewidth=0, label=band)
+        axes.plot(span, [low, low], color=FORECAST, linewidth=1.2, label="q50" if first else None)
+    middles = (origins + panel.horizon_s / 2) / DAY_S
+    axes.plot(middles, panel.actual_peak, ".", color=CAME, markersize=3, label="peak that came")
+    finish_panel(axes, f"{panel.title}   {_scores(panel, upper)}", first_s=first_s, end_s=end_s)
+
+
+def _part(curve: Curve, where: "np.typing.NDArray[np.bool_]") -> Curve:
+    return Curve(start_s=curve.start_s[where], tokens_per_s=curve.tokens_per_s[where], bucket_s=curve.bucket_s)
+
+
+def _scores(panel: ForecastPanel, upper: str) -> str:
+    error = "error unknown" if panel.error is None else f"error {panel.error:.1%}"
+    return error if panel.coverage is None else f"{error}, {upper} covers {panel.coverage:.1%}"

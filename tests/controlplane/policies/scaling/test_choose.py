@@ -1,0 +1,44 @@
+"""One way in: what is remembered, and what is refused."""
+
+import pytest
+
+from controlplane.policies.scaling.facts import ScalingSettings
+from tests.controlplane.policies.scaling.endpoints import HERE, NOW, decide, endpoint
+
+
+def test_the_state_remembers_when_an_endpoint_was_scaled() -> None:
+    hot = endpoint({"H": 2}, utilization=0.9, last_scaled_s=10.0)
+    calm = endpoint({"H": 2}, last_scaled_s=20.0)
+    assert decide("reactive", hot).last_scaled_s == {HERE: NOW}
+    assert decide("reactive", calm).last_scaled_s == {HERE: 20.0}
+    assert decide("reactive", endpoint({"H": 2})).last_scaled_s == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"limits": (3, 2)}, "min 3, max 2"),
+        ({"starting": {"H": 3}}, r"starting and stuck\[H\] are 3 of 2"),
+        ({"starting": {"H": 1}, "stuck": {"H": 2}}, r"starting and stuck\[H\] are 3 of 2"),
+        ({"planned": {"H": -1}}, "not be negative"),
+    ],
+)
+def test_bad_facts_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        endpoint({"H": 2}, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"strategy": "lt-x"}, "chiron, lt-i, lt-u, lt-ua, reactive, siloed"),
+        ({"in_below": 0.8}, "in_below < out_above"),
+        ({"cooldown_s": -1.0}, "cooldown_s must not be negative"),
+        ({"last_s": 4000.0}, "last_s <= window_s"),
+        ({"below_at": 2.0}, "below_at < 1 < beyond_at"),
+        ({"chiron_theta": 0.0}, "chiron_theta must lie between 0 and 1"),
+    ],
+)
+def test_bad_settings_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ScalingSettings(**change)  # type: ignore[arg-type]

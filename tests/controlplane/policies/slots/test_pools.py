@@ -1,0 +1,161 @@
+"""Pools become slots: sized by the plan, filled by occupancy, moved without a gap in service."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
+from controlplane.policies.slots.facts import SlotRoom
+from controlplane.policies.slots.pools import PooledInstance, PoolSlotDecision, PoolSlotFacts, choose_pool_slots
+
+PLACE = RegionGpu(region="east", gpu_type="H800")
+STALE_S = 5.0
+
+
+def endpoint(model: str) -> Endpoint:
+    return Endpoint(model=model, region="east")
+
+
+def key(model: str) -> EndpointGpu:
+    return EndpointGpu(model=model, region="east", gpu_type="H800")
+
+
+def room(node: str, *, gpus: int = 1, free: int | None = None, age_s: float = 0.5, accepting: bool = True) -> SlotRoom:
+    return SlotRoom(
+        node_id=node,
+        slot=0,
+        region="east",
+        gpu_type="H800",
+        gpus=gpus,
+        gpus_free=gpus if free is None else free,
+        age_s=age_s,
+        accepting=accepting,
+    )
+
+
+def pooled(model: str, node: str, *, draining: bool = False, ready: bool = True) -> PooledInstance:
+    return PooledInstance(
+        instance_id=f"{model}@{node}",
+        endpoint=endpoint(model),
+        gpu_type="H800",
+        node_id=node,
+        slot=0,
+        draining=draining,
+        ready=ready,
+    )
+
+
+def facts(
+    gpus: int,
+    occupancy: dict[str, float],
+    slots: tuple[SlotRoom, ...],
+    instances: tuple[PooledInstance, ...] = (),
+    served: tuple[str, ...] = (),
+) -> PoolSlotFacts:
+    return PoolSlotFacts(
+        pool_gpus={PLACE: gpus},
+        occupancy={key(model): share for model, share in occupancy.items()},
+        slots=slots,
+        instances=instances,
+        served=frozenset(endpoint(model) for model in served),
+    )
+
+
+def choose(given_facts: PoolSlotFacts) -> PoolSlotDecision:
+    return choose_pool_slots(given_facts, 7.0, stale_s=STALE_S)
+
+
+def added(decision: PoolSlotDecision) -> dict[str, str]:
+    return {add.endpoint.model: add.node_id for add in decision.adds}
+
+
+def test_a_new_pool_takes_free_slots_and_spreads_its_endpoints_by_occupancy() -> None:
+    decision = choose(facts(2, {"a": 0.5, "b": 0.4, "c": 0.2}, (room("n1"), room("n2"), room("n3"))))
+    assert added(decision) == {"a": "n1", "b": "n2", "c": "n2"}
+    assert all(add.gpus == 0 for add in decision.adds)
+
+
+def test_a_slot_with_dedicated_instances_never_joins_the_pool() -> None:
+    decision = choose(facts(2, {"a": 0.5}, (room("n1", free=0), room("n2", gpus=2, free=1))))
+    assert not decision.adds
+    assert "no free slot of H800 in east" in decision.unplaced[0].reason
+
+
+def test_what_stands_stays_and_the_new_goes_where_there_is_room() -> None:
+    slots = (room("n1", free=0), room("n2"))
+    decision = choose(facts(2, {"a": 0.7, "b": 0.6}, slots, (pooled("a", "n1"),)))
+    assert added(decision) == {"b": "n2"}
+    assert not decision.drains
+
+
+def test_an_overfull_slot_gives_its_smallest_away_only_when_the_other_is_ready() -> None:
+    occupancy = {"a": 0.7, "b": 0.6}
+    slots = (room("n1", free=0), room("n2"))
+    first = choose(facts(2, occupancy, slots, (pooled("a", "n1"), pooled("b", "n1"))))
+    assert added(first) == {"b": "n2"}
+    assert not first.drains
+    slots = (room("n1", free=0), room("n2", free=0))
+    starting = (pooled("a", "n1"), pooled("b", "n1"), pooled("b", "n2", ready=False))
+    second = choose(facts(2, occupancy, slots, starting))
+    assert not second.adds
+    assert not second.drains
+    third = choose(facts(2, occupancy, slots, (*starting[:2], pooled("b", "n2"))))
+    assert [drain.instance_id for drain in third.drains] == ["b@n1"] or not third.drains
+
+
+def test_a_pool_that_shrinks_empties_the_slot_with_fewer_endpoints() -> None:
+    slots = (room("n1", free=0), room("n2", free=0))
+    there = (pooled("a", "n1"), pooled("b", "n1"), pooled("c", "n2"))
+    decision = choose(facts(1, {"a": 0.2, "b": 0.2, "c": 0.2}, slots, there))
+    assert added(decision) == {"c": "n1"}
+    after = choose(facts(1, {"a": 0.2, "b": 0.2, "c": 0.2}, slots, (*there, pooled("c", "n1"))))
+    assert [drain.instance_id for drain in after.drains] == ["c@n2"]
+
+
+def test_an_endpoint_leaves_the_pool_only_when_something_else_serves_it() -> None:
+    slots = (room("n1", free=0),)
+    there = (pooled("a", "n1"), pooled("b", "n1"))
+    assert not choose(facts(1, {"a": 0.2}, slots, there)).drains
+    drains = choose(facts(1, {"a": 0.2}, slots, there, served=("b",))).drains
+    assert [drain.instance_id for drain in drains] == ["b@n1"]
+
+
+def test_a_lost_or_draining_node_is_replaced_and_left_when_the_replacement_is_ready() -> None:
+    for lost in (room("n1", free=0, age_s=60.0), room("n1", free=0, accepting=False)):
+        decision = choose(facts(1, {"a": 0.2}, (lost, room("n2")), (pooled("a", "n1"),)))
+        assert added(decision) == {"a": "n2"}
+        assert not decision.drains
+        there = (pooled("a", "n1"), pooled("a", "n2"))
+        after = choose(facts(1, {"a": 0.2}, (lost, room("n2", free=0)), there))
+        assert [drain.instance_id for drain in after.drains] == ["a@n1"]
+
+
+def test_a_draining_one_is_taken_back() -> None:
+    decision = choose(facts(1, {"a": 0.2}, (room("n1", free=0),), (pooled("a", "n1", draining=True),)))
+    assert [revive.instance_id for revive in decision.revives] == ["a@n1"]
+    assert not decision.adds
+
+
+@given(st.data())
+def test_it_comes_to_rest(data: st.DataObject) -> None:
+    """Carried out and asked again, with everything ready, it wants nothing more; every endpoint stands once."""
+    models = [f"m{n}" for n in range(data.draw(st.integers(1, 6)))]
+    occupancy = {model: data.draw(st.floats(0.01, 1.5)) for model in models}
+    nodes = [f"n{n}" for n in range(data.draw(st.integers(1, 4)))]
+    there = {(data.draw(st.sampled_from([*models, "gone"])), data.draw(st.sampled_from(nodes))) for _ in range(5)}
+    instances = tuple(pooled(model, node) for model, node in sorted(there))
+    gpus = data.draw(st.integers(0, 5))
+    for _ in range(8):
+        held = {each.node_id for each in instances}
+        slots = tuple(room(node, free=0 if node in held else 1) for node in nodes)
+        decision = choose(facts(gpus, occupancy, slots, instances, served=("gone",)))
+        if not (decision.adds or decision.drains or decision.revives):
+            break
+        gone = {drain.instance_id for drain in decision.drains}
+        kept = [each for each in instances if each.instance_id not in gone]
+        instances = (*kept, *(pooled(add.endpoint.model, add.node_id) for add in decision.adds))
+    else:
+        raise AssertionError("it never comes to rest")
+    assert sorted(each.endpoint.model for each in instances) == models
+    assert not choose(replace(facts(gpus, occupancy, slots, instances), served=frozenset())).unplaced
