@@ -211,3 +211,12 @@ class _Maker:
             weights_bytes={model: int(size) for model, size in zip(self._models, sizes, strict=True)},
             host_bytes_per_gpu={name: 256 * 10**9 for name, *_rest in self._types},
         )
+
+
+def demand_shares(facts: PlacementFacts) -> list[float]:
+    """Each model's share of all demand, smallest first."""
+    totals: dict[str, float] = {}
+    for at, windows in facts.demand.items():
+        totals[at.model] = totals.get(at.model, 0.0) + sum(windows)
+    everything = sum(totals.values()) or 1.0
+    return sorted(total / everything for total in totals.values())

@@ -118,17 +118,18 @@ def test_a_load_that_kills_workers_ends_no_request_before_it_was_tried_again() -
     asyncio.run(scenario())
 
 
-def test_a_model_that_a_living_worker_cannot_load_keeps_nobody_waiting() -> None:
+def test_a_model_that_a_living_worker_cannot_load_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with running_node(slow()) as node:
             await node.hold(1, instance())
             storm = await in_the_middle(node, "storm")
             held = node.agent.slots[0].held("i1")
             assert held is not None
+            monkeypatch.setattr(node.agent.slots[0]._held, "loaded", lambda *_: None)  # its answer is lost
             kill(node)
             await node.until(lambda: held.asked is not None)
-            held.asked = -1  # its answer is lost; this one counts
-            node.agent.slots[0]._held.load_failed("i1", -1, "no such checkpoint")
+            assert held.asked is not None
+            node.agent.slots[0]._held.load_failed("i1", held.asked, "no such checkpoint")  # this one counts
             failed = (await storm)[-1]
             assert isinstance(failed, Failed)
             assert failed.message == "instance i1 failed: no such checkpoint"

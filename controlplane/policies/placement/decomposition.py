@@ -22,7 +22,7 @@ from controlplane.policies.placement.grid import Grid, grid_of
 from controlplane.policies.placement.prices_columns import Columns
 from controlplane.policies.placement.prices_dual import Dual, climb, first_dual, priced_out, soft_choice
 from controlplane.policies.placement.prices_master import relax_master
-from controlplane.policies.placement.prices_repair import Standing, moved, pool_gpus, relieved, standing_of
+from controlplane.policies.placement.prices_repair import Standing, moved, pool_gpus, relieved, rounded, standing_of
 from controlplane.policies.placement.prices_sweep import Sweeps
 from controlplane.policies.placement.prices_tables import Bools, Floats, Tables, build_tables
 
@@ -51,7 +51,7 @@ class PriceSettings:
     exact_columns_max: int = 60_000
     region_cells_max: int = 400
     parts_max: int = 200
-    nodes_max: int = 20
+    nodes_max: int = 1
     moves_max: int = 200
 
 
@@ -183,9 +183,9 @@ class _Search:
         return dual, mix
 
     def _rounded(self, dual: Dual, mix: _Mix) -> Standing:
-        """Each endpoint's largest column, made to fit."""
-        likeliest = np.lexsort((-mix.weights, mix.columns.endpoint))[mix.columns.first]
-        choice = relieved(self._tables, mix.columns, likeliest, dual.prices)
+        """A column for each endpoint, made to fit."""
+        choice = rounded(self._tables, dual.rows, mix.columns, mix.weights, dual.prices)
+        choice = relieved(self._tables, mix.columns, choice, dual.prices)
         return moved(self._tables, standing_of(mix.columns, choice), self._limits.moves_max)
 
     def _solution(self, rounds: int, bound: float, standing: Standing, how: str) -> PricedSolution:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from controlplane.policies.placement.prices_columns import Columns
+from controlplane.policies.placement.prices_columns import Columns, Rows
 from controlplane.policies.placement.prices_tables import Floats, Ints, Tables
 
 ROUNDING = 1e-9
@@ -24,6 +24,12 @@ class Standing:
     pooled: Ints
 
 
+def served_by(tables: Tables, endpoint: Ints, counts: Ints, pooled: Ints) -> Floats:
+    """Tokens/s that ways to serve endpoints take off their models' rows."""
+    served = (counts * tables.speed[tables.model_of[endpoint]]).sum(axis=1)
+    return served if tables.pools is None else np.where(pooled >= 0, tables.pools.served[endpoint], served)
+
+
 def pool_gpus(tables: Tables, endpoint: Ints, pooled: Ints) -> Ints:
     """Whole GPUs that pools need for these endpoints, pooled on these GPU types (-1 = not pooled), [J, K]."""
     if tables.pools is None:
@@ -34,6 +40,26 @@ def pool_gpus(tables: Tables, endpoint: Ints, pooled: Ints) -> Ints:
     np.add.at(share, place, tables.pools.occupancy[at, kind] / tables.pools.fill)
     np.add.at(weights, place, tables.pools.weights[at, kind])
     return np.ceil(np.maximum(share, weights) - ROUNDING).astype(np.int64)
+
+
+def rounded(tables: Tables, rows: Rows, columns: Columns, weights: Floats, prices: Floats) -> Ints:
+    """One column per endpoint, [E], from a mix, region by region: what each model serves follows the mix."""
+    token = rows.of_places(prices)[2] + LEAST_GAIN
+    region, model = tables.region_of[columns.endpoint], tables.model_of[columns.endpoint]
+    served = served_by(tables, columns.endpoint, columns.counts, columns.pooled)
+    value = columns.priced(prices)
+    mean = np.bincount(columns.endpoint, weights=weights * served, minlength=len(tables.home))
+    behind, choice = np.zeros(len(tables.total)), np.zeros(len(tables.home), np.int64)
+    for j in range(len(tables.regions)):
+        at = np.flatnonzero(region == j)
+        here = tables.region_of == j
+        behind += mean[here]
+        score = value[at] + token[model[at]] * np.abs(behind[model[at]] - served[at])
+        order = at[np.lexsort((score, columns.endpoint[at]))]
+        first = np.flatnonzero(np.diff(columns.endpoint[order], prepend=-1))
+        choice[here] = order[first]
+        behind -= served[order[first]]
+    return choice
 
 
 def relieved(tables: Tables, columns: Columns, choice: Ints, prices: Floats) -> Ints:
@@ -96,9 +122,8 @@ def moved(tables: Tables, standing: Standing, steps_max: int) -> Standing:
         moving = np.flatnonzero(best > LEAST_GAIN)
         if not len(moving):
             break
-        region = cell[moving] // shape[2]
-        order = moving[np.lexsort((moving, -best[moving], region))]
-        _, first = np.unique(cell[order] // shape[2], return_index=True)
+        order = moving[np.lexsort((moving, -best[moving], cell[moving]))]
+        _, first = np.unique(cell[order], return_index=True)
         chosen = order[first]
         at, kind = chosen * shape[1] + cell[chosen] // shape[2], cell[chosen] % shape[2]
         counts[at, kind] += step[at, kind]

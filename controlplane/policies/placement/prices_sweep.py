@@ -14,7 +14,7 @@ import numpy as np
 from controlplane.policies.placement.prices_columns import Columns, make_columns
 from controlplane.policies.placement.prices_dual import Dual, ways_at
 from controlplane.policies.placement.prices_parts import PartAnswer, PartTask, solve_part
-from controlplane.policies.placement.prices_repair import Standing, pool_gpus
+from controlplane.policies.placement.prices_repair import Standing, pool_gpus, served_by
 from controlplane.policies.placement.prices_tables import Bools, Floats, Ints, Tables
 
 LEAST_PROMISE = 1e-3
@@ -46,7 +46,7 @@ class Sweeps:
     def first(self, columns: Columns, weights: Floats, standing: Standing) -> Standing:
         """A placement near the relaxation, region by region; what one strays the next make up for, or none."""
         tables, token = self.tables, self._token()
-        mixed = weights * _served(tables, columns.endpoint, columns.counts, columns.pooled)
+        mixed = weights * served_by(tables, columns.endpoint, columns.counts, columns.pooled)
         served = np.bincount(columns.endpoint, weights=mixed, minlength=len(tables.home))
         less = np.minimum(token * (1 + STRAY), tables.total_price)
         more = np.minimum(token * (1 - STRAY), less)
@@ -58,7 +58,7 @@ class Sweeps:
             wanted = tables.total - np.bincount(tables.model_of, weights=served, minlength=len(tables.total))
             task = PartTask(endpoints=here, capacity=tables.capacity, wanted=wanted, less=less, more=more)
             standing = self._replaced(standing, task, self.slack / (2 * len(tables.regions)))
-            served[here] = _served(tables, here, standing.counts[here], standing.pooled[here])
+            served[here] = served_by(tables, here, standing.counts[here], standing.pooled[here])
         return standing
 
     def improved(self, standing: Standing, free: Bools, *, parts_max: int, prove: bool) -> tuple[Standing, float]:
@@ -123,7 +123,7 @@ class Sweeps:
         """What each region costs less what it serves at its price, [J]; what models' surplus is worth, [I]; both."""
         tables, every, token = self.tables, np.arange(len(self.tables.home)), self._token()
         columns = make_columns(tables, self.dual.rows, every, standing.counts, standing.pooled)
-        served = _served(tables, every, standing.counts, standing.pooled)
+        served = served_by(tables, every, standing.counts, standing.pooled)
         cost = np.asarray(np.bincount(tables.region_of, weights=columns.cost), float)
         if tables.pools is not None:
             at = np.flatnonzero(standing.pooled >= 0)
@@ -142,7 +142,7 @@ class Sweeps:
         rest = np.setdiff1d(np.arange(len(tables.home)), here)
         taken = pool_gpus(tables, rest, standing.pooled[rest])
         np.add.at(taken, tables.region_of[rest], standing.counts[rest] * tables.gpus[tables.model_of[rest]])
-        served = _served(tables, rest, standing.counts[rest], standing.pooled[rest])
+        served = served_by(tables, rest, standing.counts[rest], standing.pooled[rest])
         task = PartTask(
             endpoints=here,
             capacity=np.maximum(tables.capacity - taken, 0),
@@ -159,9 +159,3 @@ class Sweeps:
         if answer.counts is not None and answer.pooled is not None:
             counts[here], pooled[here] = answer.counts, answer.pooled
         return Standing(counts=counts, pooled=pooled)
-
-
-def _served(tables: Tables, endpoint: Ints, counts: Ints, pooled: Ints) -> Floats:
-    """Tokens/s that ways to serve endpoints take off their models' rows."""
-    served = (counts * tables.speed[tables.model_of[endpoint]]).sum(axis=1)
-    return served if tables.pools is None else np.where(pooled >= 0, tables.pools.served[endpoint], served)
