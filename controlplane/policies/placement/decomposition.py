@@ -26,8 +26,6 @@ from controlplane.policies.placement.prices_repair import Standing, moved, pool_
 from controlplane.policies.placement.prices_sweep import Sweeps
 from controlplane.policies.placement.prices_tables import Bools, Floats, Tables, build_tables
 
-FAR = 3.0
-"""A placement whose gap is more than so many times the one wanted is made anew by region; others are improved."""
 LEAST_GAIN = 1e-6
 LEAST_TAU = 1e-3
 
@@ -150,7 +148,7 @@ class _Search:
         if best.gap <= self._gap or self._should_stop():
             return best
         free = self._doubtful(mix)
-        if free.all() and best.gap > FAR * self._gap:
+        if free.all():
             standing = moved(tables, sweeps.first(mix.columns, mix.weights, standing), limits.moves_max)
         standing, bound = sweeps.improved(standing, free, parts_max=limits.parts_max, prove=bool(free.all()))
         standing = moved(tables, standing, limits.moves_max)

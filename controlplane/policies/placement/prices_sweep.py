@@ -44,20 +44,27 @@ class Sweeps:
     should_stop: Callable[[], bool]
 
     def first(self, columns: Columns, weights: Floats, standing: Standing) -> Standing:
-        """A placement near the relaxation, region by region; what one strays the next make up for, or none."""
-        tables, token = self.tables, self._token()
+        """A placement near the relaxation: regions that are far from their bound are solved at about the prices.
+
+        What one strays from its share of the relaxation, the next ones make up for, or none does.
+        """
+        tables, token, every = self.tables, self._token(), np.arange(len(self.tables.home))
+        gap_abs = self.slack / (2 * len(tables.regions))
+        far = np.flatnonzero(self._value(standing)[0] - self._low() > gap_abs)
+        served = served_by(tables, every, standing.counts, standing.pooled)
         mixed = weights * served_by(tables, columns.endpoint, columns.counts, columns.pooled)
-        served = np.bincount(columns.endpoint, weights=mixed, minlength=len(tables.home))
+        mean = np.bincount(columns.endpoint, weights=mixed, minlength=len(every))
+        served = np.where(np.isin(tables.region_of, far), mean, served)
         less = np.minimum(token * (1 + STRAY), tables.total_price)
         more = np.minimum(token * (1 - STRAY), less)
-        for j in range(len(tables.regions)):
+        for j in far:
             if self.should_stop():
                 break
             here = np.flatnonzero(tables.region_of == j)
             served[here] = 0.0
             wanted = tables.total - np.bincount(tables.model_of, weights=served, minlength=len(tables.total))
             task = PartTask(endpoints=here, capacity=tables.capacity, wanted=wanted, less=less, more=more)
-            standing = self._replaced(standing, task, self.slack / (2 * len(tables.regions)))
+            standing = self._replaced(standing, task, gap_abs)
             served[here] = served_by(tables, here, standing.counts[here], standing.pooled[here])
         return standing
 
