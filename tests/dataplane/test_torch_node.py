@@ -38,7 +38,8 @@ def checkpoint(folder: Path, name: str = "tide", **changes: Any) -> ModelSpec:
 
 def torch_settings(slots: int, **changes: Any) -> AgentSettings:
     given = tuple(SlotSettings(gpus=1, memory_bytes=8 * 2**20) for _ in range(slots))
-    return settings(engine="torch", profile=None, slots=given, worker_losses_max=100, cache_bytes=2**26, **changes)
+    patient = {"worker_losses_max": 100, "worker_wait_max_s": 3600.0}  # a start takes long where others work too
+    return settings(engine="torch", profile=None, slots=given, cache_bytes=2**26, **patient | changes)
 
 
 def body(request_id: str, seed: int, name: str = "tide") -> Generate:
