@@ -66,8 +66,18 @@ def test_streams_equal_those_of_one_slot(slots: int) -> None:
     asyncio.run(scenario())
 
 
+async def state_with_turns(node: Node) -> dict[str, Any]:
+    """The node's state once every worker has told of its turns: they tell now and then, not with each token."""
+    async with asyncio.timeout(60):
+        while True:
+            state: dict[str, Any] = (await node.client.get("/state")).json()
+            if all(slot["pool"] and slot["pool"]["turns"] for slot in state["slots"][:2]):
+                return state
+            await asyncio.sleep(0.05)
+
+
 async def check_views(node: Node, handovers: int) -> None:
-    state = (await node.client.get("/state")).json()
+    state = await state_with_turns(node)
     assert state["pools"] == [
         {
             "slots": [slot.index for slot in node.agent.slots],
