@@ -62,6 +62,7 @@ class Settings(BaseSettings):
 
     forecast_history_s: int = Field(7 * 86_400, ge=3600)
     demand_keep_days: int | None = Field(None, ge=8, description="forget older demand; none: keep all")
+    forecast_keep_days: int = Field(90, ge=8, description="forget older forecasts")
     forecast_origins_max: int = Field(
         12, ge=1, le=168, description="past hours replayed for a series never forecast before"
     )
@@ -81,6 +82,7 @@ class Settings(BaseSettings):
     plan_forecasts_s: float = Field(120.0, gt=0, description="seconds a plan takes to make late forecasts itself")
     plan_forecasts_max: int = Field(50, ge=0, description="late series that a plan forecasts itself, the busiest first")
     forecast_task_series_max: int = Field(50, ge=1, description="series that one task forecasts, one after another")
+    plan_keep_days: int = Field(90, ge=2, description="forget plans that ended and are older")
     pin_days_max: int = Field(90, ge=1, le=3650, description="the longest that a pin may last")
 
     @model_validator(mode="after")

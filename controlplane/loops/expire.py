@@ -9,6 +9,7 @@ from controlplane.store.files import expire_files, known_files
 from controlplane.store.instances import forget_stopped, lose_silent_nodes
 from controlplane.store.keys import forget_answers
 from controlplane.store.queue import expire_leases, expire_requests
+from controlplane.store.retention import forget_forecasts, forget_plans
 from controlplane.store.session import Database
 
 _DAY_S = 86_400
@@ -45,8 +46,13 @@ def expire(database: Database, blobs: BlobStore, settings: Settings, *, now_s: f
     return Expired(leases=leases, requests=requests, files=len(gone), silent_nodes=tuple(silent))
 
 
-def sweep(database: Database, blobs: BlobStore) -> int:
-    """Delete bytes that no row knows of, a day after they were written: what uploads and crashes left behind."""
+def sweep(database: Database, blobs: BlobStore, settings: Settings, *, now_s: float) -> int:
+    """Delete bytes that no row knows of, a day after they were written: what uploads and crashes left behind; and
+    plans and forecasts that are too old.
+    """
+    with database.transaction() as session:
+        forget_plans(session, keep_s=settings.plan_keep_days * _DAY_S)
+        forget_forecasts(session, before_s=int(now_s) - settings.forecast_keep_days * _DAY_S)
     old = blobs.older_than(_ORPHAN_S)
     with database.transaction() as session:
         orphans = old - known_files(session, old)

@@ -174,7 +174,7 @@ def run_expire() -> None:
 @celery.task(name="sweep")
 def run_sweep() -> None:
     """Every hour."""
-    swept = sweep(parts().database, parts().blobs)
+    swept = sweep(parts().database, parts().blobs, parts().settings, now_s=time.time())
     if swept:
         log.info("swept", blobs=swept)
 

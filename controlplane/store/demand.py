@@ -75,11 +75,28 @@ def read_demand(
 
 
 def endpoints_with_demand(session: Session, *, kind: str, since_s: int, until_s: int) -> list[Endpoint]:
-    """Endpoints with a demand bucket in [since_s, until_s)."""
+    """Endpoints with a demand bucket in [since_s, until_s). One look into the primary key for each, however long the
+    history is.
+    """
     rows = session.execute(
-        select(DemandBucket.model, DemandBucket.region)
-        .where(DemandBucket.kind == kind, DemandBucket.start_s >= since_s, DemandBucket.start_s < until_s)
-        .distinct()
+        text(
+            """
+            WITH RECURSIVE known AS (
+                (SELECT model, region FROM demand_buckets ORDER BY model, region LIMIT 1)
+                UNION ALL
+                SELECT later.model, later.region FROM known CROSS JOIN LATERAL (
+                    SELECT model, region FROM demand_buckets
+                    WHERE (model, region) > (known.model, known.region) ORDER BY model, region LIMIT 1
+                ) AS later
+            )
+            SELECT model, region FROM known WHERE EXISTS (
+                SELECT FROM demand_buckets AS bucket
+                WHERE bucket.model = known.model AND bucket.region = known.region AND bucket.kind = :kind
+                AND bucket.start_s >= :since_s AND bucket.start_s < :until_s
+            )
+            """
+        ),
+        {"kind": kind, "since_s": since_s, "until_s": until_s},
     )
     return sorted(Endpoint(model=model, region=region) for model, region in rows)
 

@@ -1,5 +1,6 @@
 """Commands that are a process of Tidepool, and `migrate`. Each imports what it runs only when it runs."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -168,6 +169,7 @@ def _running() -> Iterator[None]:
 
     from ops.home import EmbeddedError  # noqa: PLC0415 - heavy
     from ops.supervisor import SupervisorError  # noqa: PLC0415 - heavy
+    from ops.unknown_settings import unknown_settings  # noqa: PLC0415 - heavy
 
     # structlog's default draws tracebacks with every local variable: minutes of a blocked event loop for one error.
     structlog.configure(
@@ -179,6 +181,8 @@ def _running() -> Iterator[None]:
         ],
         logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
     )
+    for complaint in unknown_settings(os.environ):
+        structlog.get_logger().warning(complaint)
     try:
         yield
     except ValidationError as error:

@@ -1,6 +1,7 @@
 """Expiring ends what is over, and nothing more the second time."""
 
 import os
+import time
 
 from sqlalchemy import select, text
 
@@ -78,5 +79,5 @@ def test_the_sweep_deletes_what_no_row_knows_of(world: World, blobs: BlobStore) 
         (folder / name).write_bytes(b"x")
         if name != "file-fresh":
             os.utime(folder / name, (0, 0))
-    assert sweep(world.database, blobs) == 2
+    assert sweep(world.database, blobs, world.settings, now_s=time.time()) == 2
     assert {path.name for path in folder.iterdir()} == {known, "file-fresh"}

@@ -1,0 +1,51 @@
+"""Old plans and forecasts are forgotten; what is in force, what waits, and what a rollback restores is not."""
+
+from sqlalchemy import select, text
+
+from controlplane.policies.lifecycle import PlanState
+from controlplane.store.demand import put_forecasts
+from controlplane.store.plan_tables import Plan, PlanEntry
+from controlplane.store.plans import add_plan
+from controlplane.store.retention import forget_forecasts, forget_plans
+from controlplane.store.tables import Forecast
+from tests.controlplane.store.test_plans import a_plan, index_of
+from tests.controlplane.world import World
+
+DAY_S = 86_400
+
+
+def old_plan(world: World, state: PlanState, *, days: int, previous: str | None = None) -> str:
+    index = index_of(world)
+    plan, entries = a_plan(index, state=state, previous_plan_id=previous)
+    with world.database.transaction() as session:
+        assert add_plan(session, plan, entries)
+        session.flush()
+        session.execute(text(f"UPDATE plans SET created_at = now() - interval '{days} days' WHERE id = '{plan.id}'"))
+        return str(plan.id)
+
+
+def test_plans_that_ended_long_ago_go(world: World) -> None:
+    oldest = old_plan(world, PlanState.SUPERSEDED, days=20)
+    failed = old_plan(world, PlanState.FAILED, days=20)
+    before = old_plan(world, PlanState.SUPERSEDED, days=19, previous=oldest)
+    in_force = old_plan(world, PlanState.APPLIED, days=18, previous=before)
+    waiting = old_plan(world, PlanState.DRAFT, days=18)
+    young = old_plan(world, PlanState.REJECTED, days=9, previous=failed)
+    with world.database.transaction() as session:
+        assert forget_plans(session, keep_s=10 * DAY_S) == 2
+    with world.database.transaction() as session:
+        left = {plan.id: plan.previous_plan_id for plan in session.scalars(select(Plan))}
+        assert left == {before: None, in_force: before, waiting: None, young: None}
+        assert set(session.scalars(select(PlanEntry.plan_id))) == set(left)
+        assert forget_plans(session, keep_s=10 * DAY_S) == 0
+
+
+def test_old_forecasts_go(world: World) -> None:
+    def forecast(origin_s: int) -> Forecast:
+        peak = {"forecaster": "x", "peak_q50": 1.0, "peak_upper": 2.0, "quantile": 0.9, "path": [], "candidates": {}}
+        return Forecast(model="tide", region="us-east", origin_s=origin_s, reason="", state=None, **peak)
+
+    with world.database.transaction() as session:
+        put_forecasts(session, [forecast(0), forecast(3600)])
+        forget_forecasts(session, before_s=3600)
+        assert list(session.scalars(select(Forecast.origin_s))) == [3600]
