@@ -12,8 +12,10 @@ from forecasts.past import weighted_quantile
 from forecasts.series import FloatArray
 
 STEP = 0.02
-LEVEL_MIN, LEVEL_MAX = 0.5, 0.995
-HALF_LIFE = 200.0
+LEVEL_MIN = 0.5
+MISS_SHARE_MIN = 0.3
+"""Misses at the highest level, over the misses asked for: beyond it a level is the one largest ratio seen."""
+HALF_LIFE = 60.0
 SIMILAR_LOG_SIZE = 0.7
 
 
@@ -40,4 +42,4 @@ def upper_log_ratio(log_ratios: FloatArray, log_said: FloatArray, log_now: float
 def adapted_level(level: float, quantile: float, *, covered: bool) -> float:
     """The level for the next origin, after one was covered or missed."""
     moved = level + STEP * ((quantile - 1.0) if covered else quantile)
-    return float(np.clip(moved, LEVEL_MIN, LEVEL_MAX))
+    return float(np.clip(moved, LEVEL_MIN, 1.0 - MISS_SHARE_MIN * (1.0 - quantile)))
