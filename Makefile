@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run test check lint format lock clean
+.PHONY: help demo run test check lint format lock audit clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -48,6 +48,11 @@ format: $(READY) ## let ruff rewrite what it can
 lock: ## resolve the dependencies anew into the lock (needs uv)
 	uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --no-header --no-annotate --no-emit-package setuptools --no-emit-package torch \
 	  | grep -vE '^(nvidia|cuda|triton)' > $(LOCK).new && mv $(LOCK).new $(LOCK)
+
+audit: $(READY) ## look the pinned dependencies up in the advisory database (needs the network)
+	$(PYTHON) -m venv $(VENV)/audit
+	$(VENV)/audit/bin/python -m pip install --disable-pip-version-check --quiet pip-audit
+	$(VENV)/audit/bin/pip-audit --no-deps --disable-pip --requirement $(LOCK) $(ARGS)
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

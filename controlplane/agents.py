@@ -1,16 +1,18 @@
 """The HTTP client to node agents: one request, one stream of events."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
 import httpx2 as httpx
 import msgspec
 
 from controlplane.errors import NodeError
 from controlplane.settings import Settings
-from dataplane.messages import Failed, Finished, Generate, Started, StreamEvent, Token, decode_line
+from dataplane.messages import Failed, Finished, Generate, Started, StreamEvent, Token, decode_lines
 
 _CONNECT_TIMEOUT_S = 2.0
+_END_TIMEOUT_S = 2.0
 _REQUEST_AT_FAULT = frozenset({400, 413})
 _STATUS_FOR_CLIENTS = {400: 400, 409: 503, 413: 413, 429: 429, 503: 503}
 
@@ -33,19 +35,22 @@ class AgentClient:
         """Close the connections."""
         await self._client.aclose()
 
-    async def generate(self, url: str, request: Generate) -> AsyncGenerator[StreamEvent, None]:
-        """The events of one request. Leaving the iteration early drops the request on the node.
+    async def generate(
+        self, url: str, request: Generate, headers: Mapping[str, str] | None = None
+    ) -> AsyncGenerator[list[StreamEvent], None]:
+        """The events of one request; those that came together, together. Leaving the iteration early drops the request
+        on the node. `headers`: more of them, such as a trace's.
 
         Raises:
             NodeError: the node refused, broke off, or cannot be reached; `retryable` says whether another may do.
         """
         body = msgspec.json.encode(request)
         try:
-            async with self._client.stream("POST", f"{url}/generate", content=body) as response:
+            async with self._client.stream("POST", f"{url}/generate", content=body, headers=headers) as response:
                 if response.status_code != httpx.codes.OK:
                     raise _refusal(await response.aread(), response.status_code)
-                async for event in self._events(response.aiter_lines()):
-                    yield event
+                async for events in self._events(response.aiter_raw()):
+                    yield events
         except TimeoutError as error:
             raise NodeError(f"the node at {url} was silent for too long") from error
         except httpx.HTTPError as error:
@@ -53,23 +58,44 @@ class AgentClient:
         except msgspec.DecodeError as error:
             raise NodeError(f"the node at {url} speaks another protocol: {error}") from error
 
-    async def _events(self, lines: AsyncIterator[str]) -> AsyncGenerator[StreamEvent, None]:
+    async def _events(self, chunks: AsyncIterator[bytes]) -> AsyncGenerator[list[StreamEvent], None]:
         """Started, tokens, Finished: a stream that begins or ends otherwise has failed."""
         last: StreamEvent | None = None
-        while True:
+        rest = b""
+        while not isinstance(last, Finished):
             async with asyncio.timeout(self._idle_s if isinstance(last, Token) else self._first_token_s):
-                line = await anext(lines, None)
-            if line is None:
-                break
-            event = decode_line(line)
-            if isinstance(event, Failed):
-                raise _error_of(event)
-            if isinstance(event, Started) != (last is None):
-                raise NodeError("the node's stream does not begin with its one 'started'")
-            last = event
-            yield event
-        if not isinstance(last, Finished):
-            raise NodeError("the node ended the stream without a finish reason")
+                chunk = await anext(chunks, None)
+            if chunk is None:
+                raise NodeError("the node ended the stream without a finish reason")
+            lines, newline, rest = (rest + chunk).rpartition(b"\n")
+            if not newline:
+                continue
+            events = decode_lines(lines)
+            failed = _check_order(events, first=last is None)
+            if failed is not None:
+                if before := events[: events.index(failed)]:
+                    yield before
+                raise _error_of(failed)
+            last = events[-1]
+            yield events
+        with contextlib.suppress(TimeoutError, httpx.HTTPError):  # a read to the end lets the connection be used again
+            async with asyncio.timeout(_END_TIMEOUT_S):
+                await anext(chunks, None)
+
+
+def _check_order(events: list[StreamEvent], *, first: bool) -> Failed | None:
+    """The failure among these events, if there is one.
+
+    Raises:
+        NodeError: `started` is missing, or is there twice.
+    """
+    for event in events:
+        if isinstance(event, Failed):
+            return event
+        if isinstance(event, Started) != first:
+            raise NodeError("the node's stream does not begin with its one 'started'")
+        first = False
+    return None
 
 
 def _refusal(body: bytes, status: int) -> NodeError:

@@ -76,6 +76,20 @@ class TooLargeError(TidepoolError):
     code = "request_too_large"
 
 
+class RequestTimeoutError(TidepoolError):
+    """The client took too long to send its request."""
+
+    status = 408
+    code = "request_timeout"
+
+
+class HeadersTooLargeError(TidepoolError):
+    """More headers than a request may have."""
+
+    status = 431
+    code = "headers_too_large"
+
+
 class CapacityError(TidepoolError):
     """No instance can take the request now."""
 
@@ -84,12 +98,26 @@ class CapacityError(TidepoolError):
     retry_after_s = 1
 
 
+class BusyError(TidepoolError):
+    """The fleet could not begin the request in time."""
+
+    status = 429
+    code = "busy"
+
+
 class NoSpareCapacityError(TidepoolError):
     """A flex request while interactive traffic needs the fleet."""
 
     status = 429
     code = "resource_unavailable"
     retry_after_s = 5
+
+
+class RateLimitError(TidepoolError):
+    """The tenant has used up one of its limits for now."""
+
+    status = 429
+    code = "rate_limit_exceeded"
 
 
 class UnavailableError(TidepoolError):

@@ -52,8 +52,8 @@ async def serve_agent(settings: AgentSettings) -> None:
         )
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    slots = asyncio.create_task(agent.run())  # first: the link tells how much host memory it found
     linked = asyncio.create_task(ControlLink(agent, url).run())
-    slots = asyncio.create_task(agent.run())
     log.info("agent started", node=settings.node, url=url, slots=len(settings.slots), engine=settings.engine)
     stop = asyncio.create_task(stopping.wait())
     try:

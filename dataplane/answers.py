@@ -10,6 +10,7 @@ from dataplane.flights import Flight
 from dataplane.measures import RequestMeasure
 from dataplane.messages import Failed, Finished, FinishReason, Generate, ModelSpec, Started, StreamEvent, Token
 from dataplane.text import Text, TextStream
+from dataplane.tracing import current_parent
 
 RETRYABLE_STATUSES = frozenset({409, 429, 500, 503})
 """Refusals that say nothing about the request itself: another instance may take it."""
@@ -46,6 +47,8 @@ def check_sampling(generate: Generate, *, stop_strings_max: int) -> None:
         raise BadRequestError(f"top_p must be over 0 and at most 1, not {sampling.top_p}", param="top_p")
     if len(sampling.stop) > stop_strings_max:
         raise BadRequestError(f"stop holds {len(sampling.stop)} strings; {stop_strings_max} is the limit", param="stop")
+    if generate.sent_chars < 0:
+        raise BadRequestError(f"sent_chars must be at least 0, not {generate.sent_chars}", param="sent_chars")
     if "" in sampling.stop:
         raise BadRequestError("stop must not hold an empty string", param="stop")
 
@@ -54,7 +57,7 @@ async def tokenize(generate: Generate, text: Text) -> tuple[int, ...]:
     """The prompt's tokens, made off the loop.
 
     Raises:
-        dataplane.errors.BadRequestError: the prompt is empty, has unknown tokens, or the chat template refuses it.
+        dataplane.errors.BadRequestError: the prompt is empty, tokens are unknown, or the chat template refuses it.
     """
     if generate.messages is not None:
         tokens, param = await asyncio.to_thread(text.encode_chat, generate.messages), "messages"
@@ -62,7 +65,8 @@ async def tokenize(generate: Generate, text: Text) -> tuple[int, ...]:
         tokens, param = await asyncio.to_thread(text.encode_text, generate.prompt), "prompt"
     else:
         tokens, param = generate.prompt_tokens or (), "prompt_tokens"
-        text.check_tokens(tokens)
+        text.check_tokens(tokens, param)
+    text.check_tokens(generate.generated, "generated")
     if not tokens:
         raise BadRequestError(f"{param} must hold at least one token", param=param)
     return tokens
@@ -90,16 +94,20 @@ def engine_request(
         instance_id=generate.instance_id,
         tier=generate.tier,
         prompt=prompt,
+        generated=generate.generated,
         max_tokens=max_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         seed=sampling.seed if sampling.seed is not None else secrets.randbits(31),
         ignore_eos=sampling.ignore_eos,
+        trace=current_parent(),
     )
 
 
 class Answer:
-    """One admitted request. `events` is its stream, once; `close` must be called at the end, however it ends."""
+    """One admitted request. `events` is its stream, once; `close` must be called at the end, however it ends.
+    `text` has taken in the tokens that another instance made; `resumed` is their text that was not streamed yet.
+    """
 
     def __init__(
         self,
@@ -108,12 +116,14 @@ class Answer:
         *,
         cancel: Callable[[EngineRequest], None],
         measure: RequestMeasure,
+        resumed: str = "",
     ) -> None:
         self._flight = flight
         self._text = text
         self._cancel = cancel
         self._measure = measure
-        self._completion_tokens = 0
+        self._resumed = resumed
+        self._completion_tokens = len(flight.request.generated)
 
     def close(self) -> None:
         """Free what the request still holds."""
@@ -123,7 +133,14 @@ class Answer:
     async def events(self) -> AsyncIterator[StreamEvent]:
         """Started, then tokens as they come, then Finished or Failed."""
         yield Started(prompt_tokens=len(self._flight.request.prompt))
+        if self._resumed:
+            yield Token(text=self._resumed)
         while True:
+            if self._text.stopped:
+                finished = self._finished("stop")
+                self.close()
+                yield finished
+                return
             output = await self._flight.outputs.get()
             if isinstance(output, DataplaneError):
                 self._measure.ended("error")
@@ -136,12 +153,7 @@ class Answer:
             event = self._token_event(output)
             if event is not None:
                 yield event
-            if self._text.stopped:
-                finished = self._finished("stop")
-                self.close()
-                yield finished
-                return
-            if output.finish_reason is not None:
+            if output.finish_reason is not None and not self._text.stopped:
                 yield self._finished(output.finish_reason)
                 return
 

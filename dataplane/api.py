@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
+import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -21,6 +22,7 @@ from dataplane.messages import Generate, encode_line
 from dataplane.metrics import agent_registry
 from dataplane.node import Agent
 from dataplane.state import node_state
+from dataplane.tracing import admitting
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -67,12 +69,15 @@ class AgentApi:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._registry = agent_registry(agent)
-        self._authorization = f"Bearer {agent.settings.node_key.get_secret_value()}".encode()
+        self._authorization = f"Bearer {agent.settings.inbound_key()}".encode()
 
     async def generate(self, request: Request) -> Response:
         """POST a Generate; the answer is a stream of events, one JSON object a line."""
         self._authorize(request)
-        return AnswerResponse(await self._agent.admit(await self._read_generate(request)))
+        generate = await self._read_generate(request)
+        structlog.contextvars.bind_contextvars(request_id=generate.request_id)  # this request's task has them alone
+        with admitting(request.headers, generate):
+            return AnswerResponse(await self._agent.admit(generate))
 
     async def state(self, request: Request) -> Response:
         """GET what is there: see `dataplane.state`."""

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from threading import Thread
@@ -13,7 +14,8 @@ from typing import TypeVar
 import structlog
 
 from dataplane.errors import ModelLoadError
-from dataplane.memory.fetch import FetchError, Progress, fetch_checkpoint, no_progress
+from dataplane.memory.fetch import Progress, fetch_checkpoint, no_progress
+from dataplane.memory.sources import PUBLIC, FetchError, FetchRules
 
 log = structlog.get_logger()
 
@@ -29,17 +31,38 @@ def is_remote(path: str) -> bool:
     return path.startswith(("https://", "http://", "hf://"))
 
 
-def local_checkpoint(path: str, folder: Path, progress: Progress = no_progress, *, weights: bool = True) -> Path:
-    """The folder of a checkpoint; a remote one is fetched into a folder of its own below `folder` first, all of it or
-    all but the weights. Blocks.
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Where checkpoints come from. `folder`: below it are those that were fetched, as `rules` say; `roots`: folders of
+    this node that a model's path may lie in, None for all.
+    """
+
+    folder: Path
+    rules: FetchRules = PUBLIC
+    roots: tuple[Path, ...] | None = None
+
+    def check_root(self, path: str) -> None:
+        """Raise ModelLoadError for a path on disk that is in none of the roots, wherever its links lead."""
+        if self.roots is None:
+            return
+        real = Path(path).resolve()
+        if not any(real.is_relative_to(root.expanduser().resolve()) for root in self.roots):
+            raise ModelLoadError(f"{path} is in none of this node's checkpoint_roots")
+
+
+def local_checkpoint(path: str, sources: Sources, progress: Progress = no_progress, *, weights: bool = True) -> Path:
+    """The folder of a checkpoint; a remote one is fetched into a folder of its own first, all of it or all but the
+    weights. Blocks.
 
     Raises:
-        dataplane.errors.ModelLoadError: the checkpoint cannot be fetched.
+        dataplane.errors.ModelLoadError: the checkpoint cannot be fetched, or may not be used.
     """
     if not is_remote(path):
+        sources.check_root(path)
         return Path(path)
+    folder = sources.folder.expanduser() / _folder_name(path)
     try:
-        return fetch_checkpoint(path, folder.expanduser() / _folder_name(path), weights=weights, progress=progress)
+        return fetch_checkpoint(path, folder, weights=weights, progress=progress, rules=sources.rules)
     except ModelLoadError:
         raise
     except Exception as error:  # the hub's client knows no common exception

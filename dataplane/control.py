@@ -61,6 +61,7 @@ class ControlLink:
             url=self._url,
             slots=tuple(SlotSpec(gpus=slot.gpus, memory_bytes=slot.memory_bytes) for slot in settings.slots),
             engine=settings.engine,
+            host_bytes=self._agent.host_bytes,
         )
         backoff_s = BACKOFF_MIN_S
         while True:

@@ -8,10 +8,11 @@ The prefill slot holds the KV it handed over until the decode slot's first outpu
 on from its tokens: with that KV while it is held, else through a prefill slot. A slot that does both never hands over.
 """
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dataplane.engine import EngineOutput, EngineRequest, TurnRecord
 from dataplane.errors import BadRequestError, DataplaneError, WorkerLostError
@@ -48,6 +49,16 @@ class Dispatcher:
     def count(self, slot: int | None) -> int:
         """Requests on a slot; those that wait for one for None."""
         return sum(flight.slot == slot for flight in self._flights.values())
+
+    def prefill_outlook(self, instance_id: str) -> tuple[float, float] | None:
+        """Seconds until a slot with the instance has served the prefills that wait, and its pace in seconds a token;
+        None where no slot can take it.
+        """
+        able = [self._slots[index] for index in self._queues if self._slots[index].is_ready(instance_id)]
+        if not able:
+            return None
+        slot = min(able, key=lambda slot: _load_s(self._queues[slot.index], slot))
+        return _load_s(self._queues[slot.index], slot), _pace(slot).token_s
 
     def has(self, instance_id: str) -> bool:
         """Whether a request of the instance is in flight."""
@@ -198,28 +209,44 @@ class Dispatcher:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillPace:
-    """How fast a slot prefills. The defaults stand until it has been seen."""
+    """How fast a slot prefills: seconds a prompt, a token, and a switch on top. The defaults stand until seen."""
 
+    base_s: float = 0.0
     token_s: float = 1e-4
     switch_s: float = 0.5
 
+    def of(self, tokens: int) -> float:
+        """Seconds for a prompt of so many tokens, without a switch."""
+        return self.base_s + tokens * self.token_s
+
 
 def prefill_pace(turns: Iterable[TurnRecord]) -> PrefillPace:
-    """The pace seen in the last turns: seconds a token without a switch, and what a switch took on top of that."""
+    """The pace seen in the last turns, a line by least squares; what a switch took beyond it.
+
+    Prompts of one length say nothing of longer ones: their time counts as the base, at the default pace a token.
+    """
     prefills = [turn for turn in turns if turn.kind == "prefill" and turn.tokens]
     plain = [turn for turn in prefills if not turn.switched] or prefills
     switched = [turn for turn in prefills if turn.switched]
     if not plain:
         return PrefillPace()
-    token_s = sum(turn.ended_s - turn.started_s for turn in plain) / sum(turn.tokens for turn in plain)
-    extra_s = sum(turn.ended_s - turn.started_s - turn.tokens * token_s for turn in switched)
-    switch_s = max(0.0, extra_s) / len(switched) if switched else PrefillPace().switch_s
-    return PrefillPace(token_s=token_s, switch_s=switch_s)
+    tokens = [float(turn.tokens) for turn in plain]
+    took_s = [turn.ended_s - turn.started_s for turn in plain]
+    varied = min(tokens) < max(tokens)
+    slope_s = statistics.linear_regression(tokens, took_s).slope if varied else PrefillPace.token_s
+    mean_tokens, mean_s = statistics.fmean(tokens), statistics.fmean(took_s)
+    token_s = min(max(slope_s, 0.0), mean_s / mean_tokens)
+    pace = PrefillPace(base_s=mean_s - token_s * mean_tokens, token_s=token_s)
+    extra_s = sum(turn.ended_s - turn.started_s - pace.of(turn.tokens) for turn in switched)
+    return replace(pace, switch_s=max(0.0, extra_s) / len(switched)) if switched else pace
 
 
 def _load_s(queue: PrefillQueue, slot: Slot) -> float:
     """Seconds that a slot's prefill queue takes."""
-    pool = slot.stats.pool
-    pace = prefill_pace(() if pool is None else pool.turns)
+    pool, pace = slot.stats.pool, _pace(slot)
     running_model = None if pool is None else pool.running_model
-    return queue.load_s(lambda request: request.tokens * pace.token_s, lambda model: pace.switch_s, running_model)
+    return queue.load_s(lambda request: pace.of(request.tokens), lambda model: pace.switch_s, running_model)
+
+
+def _pace(slot: Slot) -> PrefillPace:
+    return prefill_pace(() if slot.stats.pool is None else slot.stats.pool.turns)

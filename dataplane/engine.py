@@ -29,7 +29,8 @@ class KvHandle:
 class EngineRequest:
     """A tokenized request. `generated` are tokens made before (elsewhere, or before a worker was lost): the engine
     continues after them, and `max_tokens` counts them. Sampling at position p depends on (seed, p) alone, so a
-    request continued anywhere gives the same tokens. `kv` spares their prefill where it can still be read.
+    request continued anywhere gives the same tokens. `kv` spares their prefill where it can still be read. `trace`: the
+    traceparent of the agent's span, where requests are traced.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class EngineRequest:
     seed: int = 0
     ignore_eos: bool = False
     kv: KvHandle | None = None
+    trace: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,13 @@ class StaleGenerationError(DataplaneError):
     code = "stale_generation"
 
 
+class StaleEpochError(DataplaneError):
+    """A command of a claim older than one this node has seen of the same request."""
+
+    status = 409
+    code = "stale_epoch"
+
+
 class OverloadedError(DataplaneError):
     """The node's queue is full."""
 

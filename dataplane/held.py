@@ -12,13 +12,12 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from weakref import WeakValueDictionary
 
 import msgspec
 import structlog
 
-from dataplane.checkpoints import ProgressLog, in_own_thread, is_remote, local_checkpoint
+from dataplane.checkpoints import ProgressLog, Sources, in_own_thread, is_remote, local_checkpoint
 from dataplane.errors import ModelLoadError
 from dataplane.frames import Command, Load, Unload
 from dataplane.messages import DesiredInstance, EngineKind, InstanceState
@@ -66,8 +65,8 @@ class HeldInstances:
     """Follows the desired instances of one slot. `send` reaches the worker; it is None while there is none.
 
     `in_use` says whether requests of an instance are in flight, `on_change` is called after its state changed. `texts`
-    are the tokenizers in use on the node, by path. Remote checkpoints are fetched into folders below `checkpoints_dir`;
-    a replay, which invents its tokens, needs no weights.
+    are the tokenizers in use on the node, by path. `slot_gpus`: a pooled instance runs on all of them. Remote
+    checkpoints are fetched as `sources` say; a replay, which invents its tokens, needs no weights.
     """
 
     def __init__(
@@ -75,14 +74,16 @@ class HeldInstances:
         engine: EngineKind,
         texts: WeakValueDictionary[str, Text],
         *,
-        checkpoints_dir: Path,
+        slot_gpus: int,
+        sources: Sources,
         load_retry_s: float,
         in_use: Callable[[str], bool],
         on_change: Callable[[str], None],
     ) -> None:
         self._engine = engine
         self._texts = texts
-        self._checkpoints_dir = checkpoints_dir
+        self._slot_gpus = slot_gpus
+        self._sources = sources
         self._load_retry_s = load_retry_s
         self._in_use = in_use
         self._on_change = on_change
@@ -222,7 +223,7 @@ class HeldInstances:
         """Fetch the checkpoint and read the tokenizer, off the loop, then let the worker read the weights."""
         path = held.desired.model.path
         try:
-            held.folder = await self._local_folder(held) if is_remote(path) else path
+            held.folder = await self._local_folder(held)
             text = held.text or self._texts.get(path)
             if text is None:
                 text = await asyncio.to_thread(load_text, held.folder, self._engine)
@@ -237,9 +238,12 @@ class HeldInstances:
 
     async def _local_folder(self, held: HeldInstance) -> str:
         path = held.desired.model.path
+        if not is_remote(path):
+            self._sources.check_root(path)
+            return path
         held.fetch = ProgressLog(path, is_wanted=lambda: self.get(held.instance_id) is held)
         weights = self._engine != "replay"
-        fetch = partial(local_checkpoint, path, self._checkpoints_dir, held.fetch, weights=weights)
+        fetch = partial(local_checkpoint, path, self._sources, held.fetch, weights=weights)
         try:
             return str(await in_own_thread(fetch))
         finally:
@@ -252,7 +256,8 @@ class HeldInstances:
         self._serial += 1
         held.asked = self._serial
         model = msgspec.structs.replace(held.desired.model, path=held.folder)
-        self._send(Load(instance_id=held.instance_id, serial=self._serial, model=model, gpus=held.desired.gpus))
+        gpus = held.desired.gpus or self._slot_gpus
+        self._send(Load(instance_id=held.instance_id, serial=self._serial, model=model, gpus=gpus))
 
     def _fail(self, held: HeldInstance, error: str, *, orphaned: bool = False) -> None:
         if self.get(held.instance_id) is not held:

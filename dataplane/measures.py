@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Literal
 
+from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 _FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
@@ -36,7 +37,7 @@ class RequestMeasures:
 
 
 class RequestMeasure:
-    """One request, from its admission on. `clock` gives seconds."""
+    """One request, from its admission on; it ends the span that is current then. `clock` gives seconds."""
 
     def __init__(self, measures: RequestMeasures, model: str, prompt_tokens: int, clock: Callable[[], float]) -> None:
         self._measures = measures
@@ -46,6 +47,7 @@ class RequestMeasure:
         self._first_s = self._last_s = self._arrived_s
         self._tokens = 0
         self._ended = False
+        self._span = trace.get_current_span()
         measures.prompt_tokens.labels(model).inc(prompt_tokens)
 
     def made(self, tokens: int) -> None:
@@ -55,6 +57,7 @@ class RequestMeasure:
         now_s = self._clock()
         if self._tokens == 0:
             self._first_s = now_s
+            self._span.add_event("prefilled")
             self._measures.first_token.labels(self._model).observe(now_s - self._arrived_s)
         else:
             for _ in range(tokens):
@@ -69,6 +72,8 @@ class RequestMeasure:
             return
         self._ended = True
         self._measures.success.labels(self._model, reason).inc()
+        self._span.set_attributes({"gen_ai.usage.output_tokens": self._tokens, "tidepool.end": reason})
+        self._span.end()
         if reason in ("stop", "length"):
             self._measures.whole.labels(self._model).observe(self._clock() - self._arrived_s)
             if self._tokens > 1:

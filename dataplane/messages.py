@@ -37,7 +37,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 class Generate(msgspec.Struct, frozen=True, kw_only=True):
     """A request for tokens, addressed to one instance. Exactly one of `messages`, `prompt`, `prompt_tokens` is set.
 
-    `lease_id`: of the lease by which a spot instance is used; a spot instance takes no other requests.
+    `lease_id`: of the lease by which a spot instance is used; a spot instance takes no other requests. `generated`:
+    tokens of this answer that another instance made; the stream goes on after them. `sent_chars`: characters of its
+    text that were streamed already; they are not sent again. `Finished` counts the whole answer. `fence`: names a
+    deferred request across its claims, of which `epoch` is the number; a node refuses older epochs of a fence than it
+    has seen.
     """
 
     request_id: str
@@ -49,6 +53,10 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     prompt_tokens: tuple[int, ...] | None = None
     sampling: Sampling = Sampling()
+    generated: tuple[int, ...] = ()
+    sent_chars: int = 0
+    fence: str | None = None
+    epoch: int = 0
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
@@ -98,6 +106,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True):
     """One instance a node shall hold. `draining`: finish what runs, accept nothing new, then unload.
 
+    `gpus` 0: a pooled instance, which takes turns with the others of its slot on all of the slot's GPUs.
     `spot`: finish what runs, accept nothing but what comes with the `lease_id`, and stay loaded. It is told from the
     moment that the instance shall be lent out, so that one word covers draining and being lent.
     """
@@ -127,7 +136,10 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True):
-    """A node introduces itself. Joining again with the same name replaces its url and slots."""
+    """A node introduces itself. Joining again with the same name replaces its url and slots.
+
+    `host_bytes`: host memory for the models of all its slots; None: an agent from before pools were planned.
+    """
 
     node: str
     region: str
@@ -135,12 +147,15 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     slots: tuple[SlotSpec, ...]
     engine: EngineKind
+    host_bytes: int | None = None
 
 
 class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a node sees of one instance. `remaining_tokens`: prompt tokens not yet prefilled + tokens still to make.
 
-    A spot instance is `draining` while requests from before it was lent run, then `spot`.
+    `prefill_wait_s`: until its slot has served the prefills that wait there; `prefill_token_s`: the pace of it.
+    A spot instance is `draining` while requests from before it was lent run, then `spot`. KV is that of the instance
+    and what is free beside it; of a pooled instance, that of all the slot.
     """
 
     instance_id: str
@@ -154,6 +169,8 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     error: str | None = None
     kind: InstanceKind = "mixed"
+    prefill_wait_s: float | None = None
+    prefill_token_s: float | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,3 +202,12 @@ def decode_line(line: bytes | str) -> StreamEvent:
         msgspec.ValidationError: the line is no event of this protocol.
     """
     return _event_decoder.decode(line)
+
+
+def decode_lines(lines: bytes) -> list[StreamEvent]:
+    """The events of whole stream lines.
+
+    Raises:
+        msgspec.ValidationError: a line is no event of this protocol.
+    """
+    return _event_decoder.decode_lines(lines)

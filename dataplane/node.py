@@ -8,7 +8,15 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from dataplane.answers import Answer, check_sampling, engine_request, tokenize
-from dataplane.errors import BadRequestError, StaleGenerationError, UnknownInstanceError, WorkerLostError
+from dataplane.errors import (
+    BadRequestError,
+    StaleEpochError,
+    StaleGenerationError,
+    UnknownInstanceError,
+    WorkerLostError,
+)
+from dataplane.fences import Fences
+from dataplane.flights import Flight
 from dataplane.host_files import HostFiles
 from dataplane.measures import RequestMeasure, RequestMeasures
 from dataplane.messages import DesiredInstance, DesiredInstances, Generate, Heartbeat, InstanceReport
@@ -27,6 +35,7 @@ class Agent:
         self.registry = CollectorRegistry()
         self._measures = RequestMeasures(self.registry)
         self._generation = 0
+        self._fences = Fences(settings.fences_max)
         self._misplaced: tuple[DesiredInstance, ...] = ()
         self._desired: dict[str, DesiredInstance] = {}
         self._files = HostFiles(settings, boot_id)
@@ -41,6 +50,11 @@ class Agent:
     def generation(self) -> int:
         """The desired state this node follows; 0 before it heard of any."""
         return self._generation
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory for models: what the settings give, or less where the file system is smaller."""
+        return self._files.cache_bytes
 
     async def run(self) -> None:
         """Keep every slot's worker running until cancelled; then end them."""
@@ -123,6 +137,7 @@ class Agent:
         """
         check_sampling(generate, stop_strings_max=self.settings.stop_strings_max)
         self._check_lease(generate)
+        self._fences.enter(generate.fence, generate.epoch)
         pool = self._pool_of(generate.instance_id)
         held = pool.ready_instance(generate.instance_id)
         model = held.desired.model
@@ -133,11 +148,26 @@ class Agent:
         pool.check_queue()
         assert held.text is not None, "an instance is ready only with its tokenizer"
         prompt = await tokenize(generate, held.text)
+        text = TextStream(held.text, generate.sampling.stop, sent_chars=generate.sent_chars)
+        resumed = await asyncio.to_thread(text.resume, generate.generated) if generate.generated else ""
         pool.check_queue()
         request = engine_request(generate, prompt, model, kv_tokens_max=pool.kv_tokens_max(generate.instance_id))
-        flight = pool.submit(request)
+        flight = self._fenced(generate, pool, pool.submit(request))
         measure = RequestMeasure(self._measures, model.name, len(prompt), time.monotonic)
-        return Answer(flight, TextStream(held.text, generate.sampling.stop), cancel=pool.cancel, measure=measure)
+        return Answer(flight, text, cancel=pool.cancel, measure=measure, resumed=resumed)
+
+    def _fenced(self, generate: Generate, pool: Pool, flight: Flight) -> Flight:
+        """The flight, unless a newer claim of its request came while it was tokenized."""
+
+        def cancel(flight: Flight) -> None:
+            pool.cancel(flight.request)
+
+        try:
+            self._fences.run(generate.fence, generate.epoch, flight, cancel)
+        except StaleEpochError:
+            cancel(flight)
+            raise
+        return flight
 
     def _check_lease(self, generate: Generate) -> None:
         """A spot instance is its lessee's alone, and only as long as the lease lasts."""

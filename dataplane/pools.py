@@ -210,4 +210,9 @@ class Pool:
         )
         stats = [stats for slot in self.slots if (stats := slot.instance_stats(instance.instance_id)) is not None]
         sums = {name: sum(getattr(one, name) for one in stats) for name in _SUMMED}
-        return msgspec.structs.replace(report, **sums)
+        if not instance.gpus and stats:
+            beside_bytes = sum(slot.kv_used_beside_bytes(instance.instance_id) for slot in self.slots)
+            sums["kv_used_bytes"] += beside_bytes
+            sums["kv_capacity_bytes"] += beside_bytes
+        outlook = self.dispatcher.prefill_outlook(instance.instance_id) or (None, None)
+        return msgspec.structs.replace(report, **sums, prefill_wait_s=outlook[0], prefill_token_s=outlook[1])

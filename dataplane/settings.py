@@ -6,6 +6,8 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from dataplane.checkpoints import Sources
+from dataplane.memory.sources import FetchRules
 from dataplane.turns.decode import DecodeSettings
 from dataplane.turns.prefill import PrefillSettings
 from dataplane.turns.schedule import TurnSettings
@@ -45,6 +47,14 @@ class AgentSettings(BaseSettings):
     cache_bytes: int = Field(8 * 2**30, ge=1, description="host memory for the models of all slots, less where short")
     host_wait_max_s: float = Field(60.0, gt=0, description="how long a model may wait for host memory before it fails")
     checkpoints_dir: Path = Field(Path("~/.cache/tidepool/checkpoints"), description="where remote ones are fetched to")
+    checkpoint_roots: tuple[Path, ...] | None = Field(
+        None, description="folders that models' paths may lie in, a JSON list; none: anywhere on this node"
+    )
+    private_hosts: tuple[str, ...] = Field(
+        (), description="names, addresses, networks to fetch from though they are not public, a JSON list"
+    )
+    checkpoint_bytes_max: int = Field(4 * 2**40, ge=1, description="of one remote checkpoint")
+    checkpoint_time_max_s: float = Field(6 * 3600.0, gt=0, description="to fetch one")
 
     split: bool = Field(False, description="split the slots of a TP size into prefill and decode slots")
     prefill_ratio: float = Field(0.5, gt=0, lt=1, description="share of the slots of a TP size that prefill")
@@ -62,14 +72,18 @@ class AgentSettings(BaseSettings):
     port: int = Field(0, ge=0, le=65535, description="0 takes a free one")
     advertise_url: str | None = Field(None, description="how the control plane reaches this agent")
     control_url: str = "http://127.0.0.1:8080"
-    node_key: SecretStr = Field(min_length=8)
+    node_key: SecretStr = Field(min_length=8, description="what we show to the control plane")
+    fleet_key: SecretStr | None = Field(
+        None, min_length=8, description="what the control plane shows to us (its node_key); none: our node_key"
+    )
 
     queue_max: int = Field(256, ge=1, description="requests in flight on one slot")
     body_bytes_max: int = Field(8 * 2**20, ge=1024)
     stop_strings_max: int = Field(16, ge=1)
+    fences_max: int = Field(10_000, ge=1, description="deferred requests whose newest claim is remembered")
     heartbeat_every_s: float = Field(1.0, gt=0, le=60)
     heartbeat_gap_s: float = Field(0.2, gt=0, description="least time between two heartbeats")
-    control_timeout_s: float = Field(5.0, gt=0)
+    control_timeout_s: float = Field(3.0, gt=0, description="less than the time after which a silent node is unknown")
     control_backoff_max_s: float = Field(2.0, gt=0)
     worker_backoff_max_s: float = Field(2.0, gt=0.1)
     worker_losses_max: int = Field(3, ge=0, description="workers a request may lose before it fails")
@@ -143,6 +157,19 @@ class AgentSettings(BaseSettings):
             key = ("alone", index) if kinds[index] == "both" else ("split", slot.gpus)
             pools.setdefault(key, []).append(index)
         return tuple(tuple(indices) for indices in pools.values())
+
+    def sources(self) -> Sources:
+        """Where models come from."""
+        rules = FetchRules(
+            private_hosts=self.private_hosts,
+            bytes_max=self.checkpoint_bytes_max,
+            time_max_s=self.checkpoint_time_max_s,
+        )
+        return Sources(folder=self.checkpoints_dir, rules=rules, roots=self.checkpoint_roots)
+
+    def inbound_key(self) -> str:
+        """What callers of this node must show."""
+        return (self.fleet_key or self.node_key).get_secret_value()
 
     def weights_bytes(self, slot: SlotSettings) -> int:
         """Room for weights on a slot."""

@@ -78,7 +78,8 @@ class Slot:
         self._held = HeldInstances(
             settings.engine,
             texts,
-            checkpoints_dir=settings.checkpoints_dir,
+            slot_gpus=self.gpus,
+            sources=settings.sources(),
             load_retry_s=settings.load_retry_s,
             in_use=owner.in_use,
             on_change=owner.changed,
@@ -152,6 +153,10 @@ class Slot:
     def instance_stats(self, instance_id: str) -> InstanceStats | None:
         """The worker's last word about an instance."""
         return next((stats for stats in self.stats.instances if stats.instance_id == instance_id), None)
+
+    def kv_used_beside_bytes(self, instance_id: str) -> int:
+        """KV of the slot's other instances, by the worker's last word."""
+        return sum(stats.kv_used_bytes for stats in self.stats.instances if stats.instance_id != instance_id)
 
     def send(self, command: Command) -> None:
         """Tell the worker. It has forgotten everything when there is none."""

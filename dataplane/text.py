@@ -34,11 +34,11 @@ class Text(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens; special tokens are left out."""
 
-    def check_tokens(self, token_ids: Sequence[int]) -> None:
+    def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
         """Refuse ids that the model does not have.
 
         Raises:
-            dataplane.errors.BadRequestError: an id is negative or beyond the vocabulary.
+            dataplane.errors.BadRequestError: an id is negative or beyond the vocabulary; it names `param`.
         """
 
 
@@ -93,9 +93,9 @@ class ModelText:
         """The text of tokens; special tokens are left out."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def check_tokens(self, token_ids: Sequence[int]) -> None:
+    def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
         """Refuse ids that the tokenizer does not have."""
-        _check_range(token_ids, self._vocabulary_size)
+        _check_range(token_ids, self._vocabulary_size, param)
 
 
 class WordText:
@@ -113,9 +113,9 @@ class WordText:
         """Words with a blank between them."""
         return " ".join(WORDS[token_id % len(WORDS)] for token_id in token_ids)
 
-    def check_tokens(self, token_ids: Sequence[int]) -> None:
+    def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
         """Refuse ids beyond the word list."""
-        _check_range(token_ids, len(WORDS))
+        _check_range(token_ids, len(WORDS), param)
 
 
 def load_text(path: str, engine: EngineKind) -> Text:
@@ -133,12 +133,14 @@ class TextStream:
     """Turns the tokens of one answer into text as they come, and ends it at a stop string.
 
     `stopped` is set when a stop string was found; the text then ends before it and later tokens are ignored. Text is
-    held back while it may still change: the bytes of a character are incomplete, or a stop string may be forming.
+    held back while it may still change: the bytes of a character are incomplete, or a stop string may be forming. The
+    first `sent_chars` characters are left out: an answer that goes on here was streamed so far elsewhere.
     """
 
-    def __init__(self, text: Text, stop: Sequence[str] = ()) -> None:
+    def __init__(self, text: Text, stop: Sequence[str] = (), *, sent_chars: int = 0) -> None:
         self._text = text
         self._stop = tuple(stop)
+        self._sent_chars = sent_chars
         self._token_ids: list[int] = []
         #      start        read             end
         #  ids   |-- context --|-- not yet text --|
@@ -146,6 +148,10 @@ class TextStream:
         self._read = 0
         self._held = ""
         self.stopped = False
+
+    def resume(self, token_ids: Sequence[int]) -> str:
+        """Take in tokens made elsewhere; the text of theirs that was not sent yet."""
+        return "".join([self.feed(token_id) for token_id in token_ids])
 
     def feed(self, token_id: int) -> str:
         """The text that is certain now that this token has come."""
@@ -180,10 +186,15 @@ class TextStream:
         if found:
             self.stopped = True
             self._held = ""
-            return pending[: min(found)]
+            return self._unsent(pending[: min(found)])
         keep = 0 if last else max((_overlap(pending, stop) for stop in self._stop), default=0)
         self._held = pending[len(pending) - keep :]
-        return pending[: len(pending) - keep]
+        return self._unsent(pending[: len(pending) - keep])
+
+    def _unsent(self, text: str) -> str:
+        skipped = min(self._sent_chars, len(text))
+        self._sent_chars -= skipped
+        return text[skipped:]
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -191,12 +202,10 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def _check_range(token_ids: Sequence[int], vocabulary_size: int) -> None:
+def _check_range(token_ids: Sequence[int], vocabulary_size: int, param: str) -> None:
     outside = next((token_id for token_id in token_ids if not 0 <= token_id < vocabulary_size), None)
     if outside is not None:
-        raise BadRequestError(
-            f"token {outside} is not in the vocabulary (0 to {vocabulary_size - 1})", param="prompt_tokens"
-        )
+        raise BadRequestError(f"token {outside} is not in the vocabulary (0 to {vocabulary_size - 1})", param=param)
 
 
 def _plain_chat(messages: Sequence[ChatMessage]) -> str:

@@ -39,6 +39,7 @@ from dataplane.frames import (
     read_command,
 )
 from dataplane.memory.model_cache import HostMemoryError
+from dataplane.tracing import RequestSpans, start_tracing
 
 STATS_EVERY_S = 0.25
 PREPARE_AGAIN_S = 0.25
@@ -83,6 +84,7 @@ class Worker:
         self._host_wait_max_s = host_wait_max_s
         self._loading: dict[str, Loading] = {}
         self._loaded: set[str] = set()
+        self._spans = RequestSpans()
         self._sent_stats: EngineStats | None = None
         self._stats_sent_s = 0.0
 
@@ -116,6 +118,7 @@ class Worker:
         outputs = self._engine.step()
         if outputs:
             self._send(Outputs(outputs=tuple(outputs)))
+            self._spans.hear(outputs)
 
     def _obey(self, command: Command | Prepared) -> None:
         match command:
@@ -130,6 +133,7 @@ class Worker:
                 self._add(command)
             case Cancel():
                 self._engine.cancel(command.request_id)
+                self._spans.end(command.request_id)
             case Release():
                 self._engine.release(command.request_id)
             case AskStats():
@@ -204,6 +208,7 @@ class Worker:
     def _add(self, command: Add) -> None:
         try:
             self._engine.add(command.request)
+            self._spans.begin(command.request)
         except DataplaneError as error:
             self._send(
                 Refused(
@@ -274,7 +279,7 @@ def make_engine(configure: Configure) -> Engine:
 
 def main() -> None:
     """Take the socket whose number is the one argument, and serve it to its end."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    start_tracing("tidepool-worker")
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         stream = connection.makefile("rb")
         configure = read_command(stream)

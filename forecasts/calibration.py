@@ -15,7 +15,7 @@ STEP = 0.02
 LEVEL_MIN = 0.5
 MISS_SHARE_MIN = 0.3
 """Misses at the highest level, over the misses asked for: beyond it a level is the one largest ratio seen."""
-HALF_LIFE = 60.0
+HALF_LIFE = 100.0
 SIMILAR_LOG_SIZE = 0.7
 
 

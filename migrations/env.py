@@ -5,9 +5,14 @@ import os
 from alembic import context
 from sqlalchemy import create_engine, pool
 
-from controlplane.store import batch_tables, plan_tables, tables
+from controlplane.store import batch_tables, demand_tables, key_tables, plan_tables, tables
 
-for module, table in ((batch_tables, "batches"), (plan_tables, "plans")):
+for module, table in (
+    (batch_tables, "batches"),
+    (demand_tables, "forecasts"),
+    (key_tables, "api_keys"),
+    (plan_tables, "plans"),
+):
     assert table in tables.Base.metadata.tables, f"{module.__name__} adds its tables to the same metadata"
 target = tables.Base.metadata
 

@@ -20,17 +20,18 @@ class CheckpointError(ValueError):
     """A folder or source that is no checkpoint; the message names the file and what is wrong with it."""
 
 
-def describe_checkpoint(source: Path | str) -> dict[str, Any]:
+def describe_checkpoint(source: Path | str, private_hosts: tuple[str, ...] = ()) -> dict[str, Any]:
     """The body of `PUT /admin/models/{name}` for a checkpoint: a folder, `https://HOST/PATH/`, or `hf://ORG/NAME`.
 
     `weights_bytes` is the size of all stored tensors. `kv_bytes_per_token` is 2 x layers x KV heads x head size x bytes
-    of an element in the checkpoint's own type. `context_tokens` is `max_position_embeddings`.
+    of an element in the checkpoint's own type. `context_tokens` is `max_position_embeddings`. `private_hosts`: names
+    and networks that may be read from though they are not public.
 
     Raises:
         CheckpointError: a file is missing, cannot be read, or lacks what is needed; a source is out of reach.
     """
     if is_remote(str(source)):
-        return _describe_remote(str(source))
+        return _describe_remote(str(source), private_hosts)
     folder = Path(source)
     folder = folder.expanduser().resolve()
     if not folder.is_dir():
@@ -38,12 +39,12 @@ def describe_checkpoint(source: Path | str) -> dict[str, Any]:
     return _describe_folder(folder, str(folder))
 
 
-def _describe_remote(source: str) -> dict[str, Any]:
+def _describe_remote(source: str, private_hosts: tuple[str, ...]) -> dict[str, Any]:
     try:
         if source.startswith("hf://"):
             return _describe(source, *read_hub(source))
         with TemporaryDirectory() as outline:
-            outline_registry(source, Path(outline))
+            outline_registry(source, Path(outline), private_hosts)
             return _describe_folder(Path(outline), source)
     except RemoteError as error:
         raise CheckpointError(str(error)) from error

@@ -10,10 +10,12 @@ import typer
 from ops.commands import (
     batches,
     demand,
+    faults,
     fleet,
     forecast_backtest,
     forecast_import,
     keys,
+    latencies,
     models,
     node_bench,
     node_check,
@@ -23,7 +25,10 @@ from ops.commands import (
     plan_solve,
     plans,
     processes,
+    simulate,
     spot,
+    tenants,
+    top,
 )
 from ops.commands.api import CommandError, Target
 
@@ -36,6 +41,10 @@ app = typer.Typer(
 )
 processes.register(app)
 app.command("status")(fleet.show_status)
+app.command("simulate")(simulate.simulate)
+app.command("top")(top.show_top)
+fleet.regions.command("latency")(latencies.set_latency)
+fleet.regions.command("latencies")(latencies.list_latencies)
 fleet.nodes.command("check")(node_check.check_node)
 fleet.nodes.command("bench")(node_bench.bench_node)
 fleet.nodes.command("profile")(node_profile.profile_node)
@@ -58,6 +67,8 @@ for name, group in (
     ("pin", pins.pins),
     ("batch", batches.batches),
     ("key", keys.keys),
+    ("tenant", tenants.tenants),
+    ("faults", faults.faults),
 ):
     app.add_typer(group, name=name)
 

@@ -1,6 +1,6 @@
-"""The whole stack on one machine: embedded Postgres and Valkey, the control plane, one agent for each region.
+"""The whole stack on one machine: embedded Postgres and Valkey, the control plane, the agents.
 
-    postgres, valkey -> api -> dispatcher, worker, beat, agents
+    postgres, valkey -> api -> dispatcher, worker, forecaster, beat, agents
 
 `tidepool up` runs it in the foreground, the demo and the tests inside a with-statement. TIDEPOOL_DATABASE_URL and
 TIDEPOOL_REDIS_URL replace the embedded servers.
@@ -18,6 +18,7 @@ from typing import IO
 
 import httpx2 as httpx
 from pydantic import SecretStr
+from sqlalchemy import make_url
 
 import migrations
 from controlplane.settings import Settings
@@ -51,8 +52,26 @@ class LocalNode:
     settings: Mapping[str, int | float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """How many of each process there are, and how they find each other.
+
+    The first of several bears the plain name, the others `name-2` and so on. `between(caller, called, port)` is the
+    port by which a child reaches another that listens on `port`; several callers may share one and are then called
+    `*`. `programs`: what Python runs for some children instead of the command line's module.
+    """
+
+    replicas: Mapping[str, int] = field(default_factory=dict)
+    between: Callable[[str, str, int], int] = lambda _caller, _called, port: port
+    programs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def names(self, command: str) -> tuple[str, ...]:
+        """The names of a command's children."""
+        return tuple(command if n == 1 else f"{command}-{n}" for n in range(1, self.replicas.get(command, 1) + 1))
+
+
 class LocalStack:
-    """The children, their addresses and their keys."""
+    """The children, their addresses and their keys. `urls` are those of all gateways, `url` is the first."""
 
     def __init__(
         self,
@@ -62,32 +81,34 @@ class LocalStack:
         *,
         environment: Mapping[str, str] | None = None,
         report: Callable[[str], None] | None = None,
+        wiring: Wiring | None = None,
     ) -> None:
+        self._wiring = wiring or Wiring()
         make_home(home)
         self._lock = _hold(home)
         self.home = home
-        self.url = f"http://{LOOPBACK}:{port}"
+        gateways = self._wiring.names("api")
+        self._ports = dict(zip(gateways, (port, *(free_port() for _ in gateways[1:])), strict=True))
+        self.urls = tuple(f"http://{LOOPBACK}:{each}" for each in self._ports.values())
+        self.url = self.urls[0]
         self.keys = _bootstrap_secrets(home)
         self._logs = home / "logs"
         self._logs.mkdir(exist_ok=True)
         self._environment = dict(os.environ) | dict(environment or {})
-        self._port = port
         self._database_ready = False
         self._report = report or (lambda line: None)
         servers = self._servers()
         self._env = self._environment | {
-            "TIDEPOOL_DATABASE_URL": self._database_url,
-            "TIDEPOOL_REDIS_URL": self._redis_url,
             "TIDEPOOL_HOME": str(home),
             "TIDEPOOL_HOST": LOOPBACK,
-            "TIDEPOOL_PORT": str(port),
             "TIDEPOOL_NODE_KEY": self.keys["node"],
+            "TIDEPOOL_NODE_KEYS_UNBOUND": "true",
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
         if not any(server.name == "postgres" for server in servers):
             self._prepare_database()
-        agents = [self._agent(node) for node in nodes]
+        agents = [self._agent(node, gateways[index % len(gateways)]) for index, node in enumerate(nodes)]
         self.supervisor = Supervisor([*servers, *self._control_plane(servers), *agents], report=report)
 
     def __enter__(self) -> "LocalStack":
@@ -106,19 +127,19 @@ class LocalStack:
 
     def _servers(self) -> list[Child]:
         """Embedded servers for what no URL was given for."""
-        self._database_url = self._environment.get("TIDEPOOL_DATABASE_URL", "")
-        self._redis_url = self._environment.get("TIDEPOOL_REDIS_URL", "")
+        self.database_url = self._environment.get("TIDEPOOL_DATABASE_URL", "")
+        self.redis_url = self._environment.get("TIDEPOOL_REDIS_URL", "")
         servers: list[Child] = []
-        if not self._database_url:
+        if not self.database_url:
             postgres = EmbeddedPostgres(self.home, free_port())
             postgres.prepare()
-            self._database_url = postgres.url()
+            self.database_url = postgres.url()
             child = postgres.child()
             servers.append(_with_ready(child, lambda: postgres.ready() and self._prepare_database()))
-        if not self._redis_url:
+        if not self.redis_url:
             valkey = EmbeddedValkey(self.home, free_port())
             valkey.prepare()
-            self._redis_url = valkey.url()
+            self.redis_url = valkey.url()
             servers.append(valkey.child())
         return servers
 
@@ -126,8 +147,8 @@ class LocalStack:
         """Migrate the schema and put the bootstrap keys in, once; True when that is done."""
         if self._database_ready:
             return True
-        migrations.upgrade(self._database_url)
-        database = Database(make_engine(Settings(database_url=SecretStr(self._database_url))))
+        migrations.upgrade(self.database_url)
+        database = Database(make_engine(Settings(database_url=SecretStr(self.database_url))))
         with database.transaction() as session:
             for role in BOOTSTRAP_ROLES:
                 if find_key(session, self.keys[role]) is not None:
@@ -141,12 +162,18 @@ class LocalStack:
         return True
 
     def _control_plane(self, servers: list[Child]) -> list[Child]:
-        names = tuple(server.name for server in servers)
-        api = self._tidepool("api", after=names, ready=self._api_ready)
-        return [api, *(self._tidepool(name, after=("api",)) for name in ("dispatcher", "worker", "forecaster", "beat"))]
+        after = tuple(server.name for server in servers)
+        gateways = [
+            self._tidepool("api", name=name, after=after, ready=_readiness(port), env={"TIDEPOOL_PORT": str(port)})
+            for name, port in self._ports.items()
+        ]
+        others = ("dispatcher", "worker", "forecaster", "beat")
+        names = ((command, name) for command in others for name in self._wiring.names(command))
+        return [*gateways, *(self._tidepool(command, name=name, after=("api",)) for command, name in names)]
 
-    def _agent(self, node: LocalNode) -> Child:
-        port = free_port()
+    def _agent(self, node: LocalNode, gateway: str) -> Child:
+        name, port = f"agent-{node.name}", free_port()
+        control_port = self._wiring.between(name, gateway, self._ports[gateway])
         env = {
             "TIDEPOOL_AGENT_NODE": node.name,
             "TIDEPOOL_AGENT_REGION": node.region,
@@ -154,39 +181,54 @@ class LocalStack:
             "TIDEPOOL_AGENT_SLOTS": json.dumps([{"gpus": node.gpus, "memory_bytes": node.memory_bytes}]),
             "TIDEPOOL_AGENT_ENGINE": node.engine,
             "TIDEPOOL_AGENT_PORT": str(port),
-            "TIDEPOOL_AGENT_CONTROL_URL": self.url,
+            "TIDEPOOL_AGENT_ADVERTISE_URL": f"http://{LOOPBACK}:{self._wiring.between('*', name, port)}",
+            "TIDEPOOL_AGENT_CONTROL_URL": f"http://{LOOPBACK}:{control_port}",
             "TIDEPOOL_AGENT_NODE_KEY": self.keys["node"],
-            **{f"TIDEPOOL_AGENT_{name.upper()}": str(value) for name, value in node.settings.items()},
+            **{f"TIDEPOOL_AGENT_{key.upper()}": str(value) for key, value in node.settings.items()},
         }
         if node.profile is not None:
             env["TIDEPOOL_AGENT_PROFILE"] = str(node.profile)
-        return self._tidepool(
-            "agent", name=f"agent-{node.name}", after=("api",), ready=lambda: _answers(LOOPBACK, port), env=env
-        )
+        return self._tidepool("agent", name=name, after=("api",), ready=lambda: _answers(LOOPBACK, port), env=env)
 
     def _tidepool(
         self,
         command: str,
         *,
+        name: str,
         after: tuple[str, ...],
-        name: str | None = None,
         ready: Callable[[], bool] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Child:
-        name = name or command
+        program = self._wiring.programs.get(name, ("-m", "ops.cli"))
         return Child(
             name=name,
-            argv=(sys.executable, "-m", "ops.cli", command),
+            argv=(sys.executable, *program, command),
             log=self._logs / f"{name}.log",
-            env=self._env | dict(env or {}),
+            env=self._env | ({} if command == "agent" else self._servers_of(name)) | dict(env or {}),
             ready=ready,
             ready_timeout_s=120.0,
             stop_timeout_s=15.0,
             after=after,
         )
 
-    def _api_ready(self) -> bool:
-        return httpx.get(f"{self.url}/readyz", timeout=1.0).status_code == httpx.codes.OK
+    def _servers_of(self, name: str) -> dict[str, str]:
+        """Where a child of the control plane finds the servers."""
+        return {
+            "TIDEPOOL_DATABASE_URL": self._reached(name, "postgres", self.database_url),
+            "TIDEPOOL_REDIS_URL": self._reached(name, "valkey", self.redis_url),
+        }
+
+    def _reached(self, caller: str, called: str, url: str) -> str:
+        """A server's address as a child uses it."""
+        port = make_url(url).port
+        if port is None:
+            return url
+        through = self._wiring.between(caller, called, port)
+        return make_url(url).set(port=through).render_as_string(hide_password=False) if through != port else url
+
+
+def _readiness(port: int) -> Callable[[], bool]:
+    return lambda: httpx.get(f"http://{LOOPBACK}:{port}/readyz", timeout=1.0).status_code == httpx.codes.OK
 
 
 def _hold(home: Path) -> IO[str]:

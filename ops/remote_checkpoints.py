@@ -7,12 +7,13 @@ from typing import Any
 import httpx2 as httpx
 import msgspec
 
-from dataplane.memory.fetch import MANIFEST_BYTES_MAX, FetchError, Manifest, RemoteFile, refuse_plain_http
+from dataplane.memory.fetch import MANIFEST_BYTES_MAX, Manifest, RemoteFile
 from dataplane.memory.safetensors_file import HEADER_BYTES_MAX, read_json
+from dataplane.memory.sources import FetchError, FetchRules, open_client
 
 LIKELY_HEADER_BYTES = 100_000
 """Asked for first; the header of most files is not longer."""
-_TIMEOUT_S = 30.0
+_TIME_MAX_S = 300.0
 _READ_WHOLE = {"config.json", "model.safetensors.index.json"}
 
 
@@ -20,19 +21,21 @@ class RemoteError(ValueError):
     """A source that is out of reach or no checkpoint; the message names it."""
 
 
-def outline_registry(source: str, folder: Path) -> None:
-    """Make a registry's checkpoint in `folder`, with holes where tensors would be: sizes and headers are true.
+def outline_registry(source: str, folder: Path, private_hosts: tuple[str, ...] = ()) -> None:
+    """Make a registry's checkpoint in `folder`, with holes where tensors would be: sizes and headers are true. It must
+    be at a public address, or at one of `private_hosts`.
 
     Raises:
-        RemoteError: the registry is out of reach or refuses, or its manifest is none.
+        RemoteError: the registry is out of reach, not allowed, or refuses, or its manifest is none.
     """
     url = source.rstrip("/")
+    rules = FetchRules(private_hosts=private_hosts, time_max_s=_TIME_MAX_S)
+    in_time = rules.deadline(url)
     try:
-        with httpx.Client(
-            timeout=_TIMEOUT_S, follow_redirects=True, event_hooks={"request": [refuse_plain_http]}
-        ) as client:
+        with open_client(rules) as client:
             manifest = msgspec.json.decode(_read(client, f"{url}/manifest.json", MANIFEST_BYTES_MAX), type=Manifest)
             for file in manifest.files:
+                in_time()
                 if file.name in _READ_WHOLE or file.name.endswith(".safetensors"):
                     _outline_file(client, url, file, folder / file.name)
     except FetchError as error:

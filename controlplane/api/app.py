@@ -4,22 +4,27 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 import uvicorn
-from fastapi import FastAPI
-from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from fastapi import Depends, FastAPI
+from starlette.types import ASGIApp
 
 from controlplane.agents import AgentClient
 from controlplane.api import admin, batches, errors, files, health, interactive, models, nodes
+from controlplane.api.auth import in_scope
+from controlplane.api.connections import connection_class
 from controlplane.api.keys import KeyCache
-from controlplane.api.limits import BodyLimit, RequestIds, UploadGate
+from controlplane.api.limits import AnswerHeaders, RequestLimits, UploadGate
 from controlplane.api.metrics import Metrics
 from controlplane.api.state import State
-from controlplane.errors import TooLargeError
+from controlplane.api.tenant_limits import LimitKeeper
+from controlplane.api.tracing import Traces
+from controlplane.serving.admission import Door
 from controlplane.serving.demand import DemandCounter
 from controlplane.serving.fleet import FleetCache
 from controlplane.serving.send import Sender
 from controlplane.settings import Settings
 from controlplane.store.blobs import BlobStore
+from controlplane.store.key_tables import KeyScope
+from controlplane.store.limits import LimitStore
 from controlplane.store.live import LiveStore
 from controlplane.store.session import Database, make_engine
 
@@ -38,6 +43,10 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None) -> FastAP
         live = LiveStore(settings)
         fleet = FleetCache(database, live, settings)
         client = agents or AgentClient(settings)
+        metrics = Metrics()
+        sender = Sender(fleet, client, settings)
+        door = Door(fleet, sender, settings)
+        metrics.watch_flex(lambda: door.waiting)
         state = State(
             settings=settings,
             database=database,
@@ -45,13 +54,15 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None) -> FastAP
             blobs=BlobStore(settings.with_home() / "files"),
             keys=KeyCache(database, settings),
             fleet=fleet,
-            sender=Sender(fleet, client, settings),
+            sender=sender,
+            door=door,
             demand=DemandCounter(live, gateway=True),
-            metrics=Metrics(),
+            metrics=metrics,
+            limits=LimitKeeper(LimitStore(settings), metrics, settings),
         )
         app.state.tidepool = state
         await fleet.start()
-        async with state.demand.flushing():
+        async with state.demand.flushing(), state.limits.running(), state.keys.following(live):
             yield
         await fleet.stop()
         await client.close()
@@ -60,26 +71,20 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None) -> FastAP
 
     app = FastAPI(title="Tidepool", version="0.1.0", description=_DESCRIPTION, lifespan=lifespan)
     errors.install(app)
-    for router in (interactive.router, models.router, files.router, batches.router, nodes.router, health.router):
+    for scope, router in (
+        (KeyScope.CHAT, interactive.router),
+        (KeyScope.MODELS, models.router),
+        (KeyScope.FILES, files.router),
+        (KeyScope.BATCH, batches.router),
+    ):
+        app.include_router(router, dependencies=[Depends(in_scope(scope))])
+    for router in (nodes.router, health.router, admin.router):
         app.include_router(router)
-    app.include_router(admin.router)
-    app.add_middleware(
-        BodyLimit,
-        bytes_max=settings.request_body_bytes_max,
-        upload_bytes_max=settings.file_bytes_max,
-        refuse=_refuse_body,
-    )
+    app.add_middleware(RequestLimits, settings=settings)
     app.add_middleware(UploadGate)
-    app.add_middleware(RequestIds)
+    app.add_middleware(Traces)
+    app.add_middleware(AnswerHeaders)
     return app
-
-
-def _refuse_body(bytes_max: int) -> ASGIApp:
-    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        error = TooLargeError(f"the body is over the limit of {bytes_max} bytes")
-        await errors.error_response(Request(scope), error)(scope, receive, send)
-
-    return refuse
 
 
 class _Server(uvicorn.Server):
@@ -92,15 +97,21 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)  # type: ignore[arg-type]
 
 
-def serve(settings: Settings) -> None:
-    """Run the API process until SIGTERM or SIGINT."""
-    config = uvicorn.Config(
-        make_app(settings),
+def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
+    """How the API process listens."""
+    return uvicorn.Config(
+        app,
         host=settings.host,
         port=settings.port,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=20,
         server_header=False,
+        http=connection_class(settings),  # type: ignore[arg-type]  # it makes the class that is asked for
+        h11_max_incomplete_event_size=settings.header_bytes_max,
     )
-    _Server(config).run()
+
+
+def serve(settings: Settings) -> None:
+    """Run the API process until SIGTERM or SIGINT."""
+    _Server(server_config(make_app(settings), settings)).run()

@@ -8,13 +8,14 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from controlplane.api.keys import Caller
 from controlplane.api.state import State, state_of
-from controlplane.errors import AuthenticationError, PermissionDeniedError
+from controlplane.errors import AuthenticationError, PermissionDeniedError, UnknownModelError
+from controlplane.store.key_tables import KeyScope
 from controlplane.store.tables import Role
 
 NO_KEY = "You didn't provide an API key. Send it as 'Authorization: Bearer KEY'."
 _bearer = HTTPBearer(auto_error=False, description="A key made with `tidepool key create`.")
 
-_MAY: dict[Role, frozenset[Role]] = {
+MAY: dict[Role, frozenset[Role]] = {
     Role.CLIENT: frozenset({Role.CLIENT, Role.OPERATOR, Role.ADMIN}),
     Role.VIEWER: frozenset({Role.VIEWER, Role.OPERATOR, Role.ADMIN}),
     Role.OPERATOR: frozenset({Role.OPERATOR, Role.ADMIN}),
@@ -44,11 +45,33 @@ def needs(role: Role) -> Callable[[Caller], Awaitable[Caller]]:
     """A dependency that lets only those pass who may do what `role` may."""
 
     async def check(caller: Annotated[Caller, Depends(authenticate)]) -> Caller:
-        if caller.role not in _MAY[role]:
+        if caller.role not in MAY[role]:
             raise PermissionDeniedError(f"this needs the role '{role.value}'; the key's role is '{caller.role.value}'")
         return caller
 
     return check
+
+
+def in_scope(scope: KeyScope) -> Callable[[Caller], Awaitable[None]]:
+    """A dependency of a whole part of `/v1`: keys that are for other parts only do not pass."""
+
+    async def check(caller: Annotated[Caller, Depends(authenticate)]) -> None:
+        if caller.scopes is not None and scope not in caller.scopes:
+            names = ", ".join(sorted(caller.scopes))
+            raise PermissionDeniedError(f"this needs the scope '{scope.value}'; the key's scopes are: {names}")
+
+    return check
+
+
+def may_use(caller: Caller, model: str) -> bool:
+    """Whether a key is for this model. To one that is not, the model does not exist."""
+    return caller.models is None or model in caller.models
+
+
+def require_model(caller: Caller, model: str) -> None:
+    """Raise UnknownModelError unless the key is for this model."""
+    if not may_use(caller, model):
+        raise UnknownModelError(f"The model '{model}' does not exist.", param="model")
 
 
 Client = Annotated[Caller, Depends(needs(Role.CLIENT))]

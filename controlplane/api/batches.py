@@ -7,7 +7,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from controlplane.api.auth import Client
-from controlplane.api.files import listing
+from controlplane.api.files import KEEP_MAX_S, KEEP_MIN_S, listing
 from controlplane.api.openapi import ERRORS
 from controlplane.api.state import SessionDep
 from controlplane.errors import InvalidValueError
@@ -24,6 +24,14 @@ Label = Annotated[str, Field(max_length=512)]
 LabelName = Annotated[str, Field(min_length=1, max_length=64)]
 
 
+class OutputExpiry(BaseModel):
+    """How long the output files of a batch are kept, from the moment that they are written."""
+
+    model_config = ConfigDict(extra="forbid")
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=KEEP_MIN_S, le=KEEP_MAX_S)
+
+
 class NewBatch(BaseModel):
     """What a batch is made of."""
 
@@ -37,6 +45,7 @@ class NewBatch(BaseModel):
     endpoint: Literal["/v1/chat/completions", "/v1/completions"]
     completion_window: Annotated[str, Field(pattern="^[1-9][0-9]{0,2}h$")]
     metadata: Annotated[dict[LabelName, Label], Field(max_length=16)] | None = None
+    output_expires_after: OutputExpiry | None = None
 
     def window_s(self) -> int:
         """The completion window in seconds; OpenAI's is always 24 h, ours may be 1 to 168 h."""
@@ -60,6 +69,8 @@ def create(body: NewBatch, session: SessionDep, caller: Client) -> dict[str, Any
         completion_window=body.completion_window,
         window_s=body.window_s(),
         labels=dict(body.metadata) if body.metadata else None,
+        output_keep_s=None if body.output_expires_after is None else body.output_expires_after.seconds,
+        models=None if caller.models is None else sorted(caller.models),
     )
     return _batch(batch, BatchCounts())
 
@@ -70,7 +81,7 @@ def list_batches(
 ) -> dict[str, Any]:
     """The newest first."""
     page = batches.list_batches(session, tenant=caller.tenant, after=after, limit=limit)
-    counts = batches.counts_of(session, [batch.id for batch in page.rows])
+    counts = batches.counts_of(session, page.rows)
     return listing([_batch(batch, counts[batch.id]) for batch in page.rows], has_more=page.has_more)
 
 
@@ -78,14 +89,14 @@ def list_batches(
 def get_batch(batch_id: str, session: SessionDep, caller: Client) -> dict[str, Any]:
     """Its state and its counts right now."""
     batch = batches.get_batch(session, batch_id, tenant=caller.tenant)
-    return _batch(batch, batches.counts_of(session, [batch.id])[batch.id])
+    return _batch(batch, batches.counts_of(session, [batch])[batch.id])
 
 
 @router.post("/{batch_id}/cancel", summary="Cancel a batch")
 def cancel(batch_id: str, session: SessionDep, caller: Client) -> dict[str, Any]:
     """What waits never runs; finished lines are kept and can be fetched."""
     batch = batches.cancel_batch(session, batch_id, tenant=caller.tenant)
-    return _batch(batch, batches.counts_of(session, [batch.id])[batch.id])
+    return _batch(batch, batches.counts_of(session, [batch])[batch.id])
 
 
 def _batch(batch: Batch, counts: BatchCounts) -> dict[str, Any]:
@@ -111,6 +122,13 @@ def _batch(batch: Batch, counts: BatchCounts) -> dict[str, Any]:
         "cancelling_at": _seconds(batch.cancelling_at),
         **ended,
         "request_counts": {"total": counts.total, "completed": counts.completed, "failed": counts.failed},
+        "usage": {
+            "input_tokens": counts.input_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": counts.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": counts.input_tokens + counts.output_tokens,
+        },
         "metadata": batch.labels,
     }
 

@@ -16,7 +16,8 @@ from controlplane.store.batch_tables import File as FileRow
 
 router = APIRouter(prefix="/v1/files", tags=["files"], responses=ERRORS)
 _DISK_RESERVE_BYTES = 256 * 2**20
-Keep = Annotated[int | None, Form(alias="expires_after[seconds]", ge=3600, le=30 * 86_400)]
+KEEP_MIN_S, KEEP_MAX_S = 3600, 30 * 86_400
+Keep = Annotated[int | None, Form(alias="expires_after[seconds]", ge=KEEP_MIN_S, le=KEEP_MAX_S)]
 
 
 @router.post("", summary="Upload a file")

@@ -1,4 +1,8 @@
-"""Liveness, readiness and metrics. `/livez` asks nobody; `/readyz` says whether requests can be served."""
+"""Liveness, readiness and metrics. `/livez` asks nobody; `/readyz` says whether requests can be served.
+
+Interactive requests need a view, a catalog and a key, not the servers these came from: while Postgres or Redis is away,
+a gateway that has them goes on for minutes and stays ready. What needs Postgres, the Batch API above all, answers 503.
+"""
 
 from typing import Any
 
@@ -22,9 +26,13 @@ async def livez() -> dict[str, str]:
 
 @router.get("/readyz", responses={503: {"description": "it cannot serve; the body says what is missing"}})
 async def readyz(state: StateDep) -> JSONResponse:
-    """Whether this process can serve, and what it lacks."""
-    missing = await run_in_threadpool(_missing, state)
-    body: dict[str, Any] = {"status": "ok" if not missing else "unavailable", "missing": missing}
+    """Whether this process can serve interactive requests; what it lacks for that, and which server is away."""
+    away = await run_in_threadpool(_away, state)
+    missing = [*(["draining"] if state.draining else []), *state.fleet.missing()]
+    if "postgres" in away and not state.keys.knows_any():
+        missing.append("keys")
+    status = "unavailable" if missing else "degraded" if away else "ok"
+    body: dict[str, Any] = {"status": status, "missing": missing, "away": away}
     return JSONResponse(body, status_code=503 if missing else 200)
 
 
@@ -34,17 +42,15 @@ async def metrics(state: StateDep) -> Response:
     return Response(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _missing(state: State) -> list[str]:
-    missing = ["draining"] if state.draining else []
+def _away(state: State) -> list[str]:
+    away = []
     try:
         with state.database.transaction() as session:
             session.execute(text("SELECT 1"))
     except SQLAlchemyError:
-        missing.append("postgres")
+        away.append("postgres")
     try:
         state.live.ping()
     except TidepoolError:
-        missing.append("redis")
-    if not state.fleet.is_fresh():
-        missing.append("live view")
-    return missing
+        away.append("redis")
+    return away

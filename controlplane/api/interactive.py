@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator, Awaitable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import anyio
 import msgspec
@@ -11,12 +11,13 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from controlplane.api.auth import Client
+from controlplane.api.attainment import AnswerMeasure
+from controlplane.api.auth import Client, require_model
 from controlplane.api.openapi import ANSWERS
 from controlplane.api.state import State, StateDep
 from controlplane.errors import InvalidValueError, TidepoolError, UnavailableError
 from controlplane.policies.facts import Endpoint, Tier
-from controlplane.serving.openai_answers import AnswerHead, Events, collect, openai_error
+from controlplane.serving.openai_answers import AnswerHead, collect, openai_error, sse
 from controlplane.serving.openai_requests import (
     CHAT,
     COMPLETIONS,
@@ -26,9 +27,10 @@ from controlplane.serving.openai_requests import (
     served_as,
     to_outgoing,
 )
-from controlplane.serving.send import Outgoing, Placed
+from controlplane.serving.send import Outgoing, Placed, Sent
+from controlplane.serving.tracing import step
 from controlplane.store.demand import IW, NIW
-from dataplane.messages import Finished, Token
+from dataplane.messages import Finished, StreamEvent, Token
 
 router = APIRouter(tags=["interactive"])
 T = TypeVar("T")
@@ -56,6 +58,7 @@ async def _answer(body: AnyRequest, request: Request, state: State, origin: str 
         raise UnavailableError("this gateway is going down; try again", retry_after_s=1)
     arrived_s = time.monotonic()
     model = await state.fleet.model(body.model)
+    require_model(request.state.caller, model.name)
     home = _origin(state, origin)
     tier = body.tier()
     outgoing = to_outgoing(body, model, request_id=request.state.request_id, tier=tier, origin=home)
@@ -64,13 +67,13 @@ async def _answer(body: AnyRequest, request: Request, state: State, origin: str 
         state.demand.count(kind, Endpoint(model=model.name, region=home), outgoing.input_tokens_guess())
     head = AnswerHead.of(body, request_id=outgoing.request_id, service_tier=served_as(tier))
     answering = Answering(state, outgoing, arrived_s)
-    events = answering.events()
+    sent = state.limits.limited(request, outgoing, answering.events())
     if not body.stream:
-        whole = await _unless_gone(request, collect(events, head))
+        whole = await _unless_gone(request, collect(sent, head))
         return JSONResponse(whole, headers=answering.headers())
-    await _unless_gone(request, anext(events))
+    first = await _unless_gone(request, anext(sent))
     include_usage = body.stream_options is not None and body.stream_options.include_usage
-    return _EventStream(_lines(events, head, include_usage=include_usage), headers=answering.headers())
+    return _EventStream(_lines(first, sent, head, include_usage=include_usage), headers=answering.headers())
 
 
 def _origin(state: State, given: str | None) -> str | None:
@@ -89,75 +92,82 @@ class Answering:
     def __init__(self, state: State, outgoing: Outgoing, arrived_s: float) -> None:
         self._state = state
         self._outgoing = outgoing
-        self._arrived_s = arrived_s
+        self._labels = outgoing.model.name, outgoing.tier.value
+        objective = state.fleet.objective(outgoing.model, outgoing.tier)
+        self._measure = AnswerMeasure(state.metrics, self._labels, objective, arrived_s)
         self._region = ""
-        self._first_s: float | None = None
 
     def headers(self) -> dict[str, str]:
         """Where the request was served."""
         return {"x-tidepool-region": self._region, "Cache-Control": "no-cache"}
 
-    async def events(self) -> Events:
-        """`Placed`, then the stream. However it ends, it is counted."""
+    async def events(self) -> Sent:
+        """`Placed`, then the stream, once the request is let in. However it ends, it is counted."""
         metrics, outcome = self._state.metrics, "cancelled"
         metrics.streams.inc()
         sending = self._state.sender.send(self._outgoing)
         try:
-            async for event in sending:
-                if isinstance(event, Placed):
-                    self._region = event.route.region
-                elif isinstance(event, Token) and self._first_s is None:
-                    self._note_first()
-                elif isinstance(event, Finished):
-                    self._note_end(event)
-                    outcome = "ok"
-                yield event
+            with step("admission"):
+                await self._state.door.enter(self._outgoing)
+            async for events in sending:
+                for event in events:
+                    if isinstance(event, Token):
+                        self._measure.tokens(len(event.token_ids))
+                    elif isinstance(event, Placed):
+                        self._note_placed(event)
+                    elif isinstance(event, Finished):
+                        self._measure.finished(event)
+                        outcome = "ok"
+                yield events
         except TidepoolError as error:
             outcome = error.code
+            self._measure.failed(error)
             raise
         finally:
             await sending.aclose()
             metrics.streams.dec()
-            metrics.requests.labels(*self._labels(), self._region, outcome).inc()
+            metrics.requests.labels(*self._labels, self._region, outcome).inc()
 
-    def _labels(self) -> tuple[str, str]:
-        return self._outgoing.model.name, self._outgoing.tier.value
-
-    def _note_first(self) -> None:
-        self._first_s = time.monotonic()
-        self._state.metrics.first_token_s.labels(*self._labels()).observe(self._first_s - self._arrived_s)
-
-    def _note_end(self, end: Finished) -> None:
-        metrics = self._state.metrics
-        metrics.input_tokens.labels(*self._labels()).inc(end.prompt_tokens)
-        metrics.output_tokens.labels(*self._labels()).inc(end.completion_tokens)
-        if self._first_s is not None and end.completion_tokens > 1:
-            per_token_s = (time.monotonic() - self._first_s) / (end.completion_tokens - 1)
-            metrics.per_token_s.labels(*self._labels()).observe(per_token_s)
+    def _note_placed(self, placed: Placed) -> None:
+        self._region = placed.route.region
+        if self._measure.begun:
+            self._state.metrics.continuations.labels(*self._labels).inc()
 
 
-async def _lines(events: Events, head: AnswerHead, *, include_usage: bool) -> AsyncGenerator[bytes, None]:
-    """The server-sent events of a stream. A failure in mid-stream is an event too, and the last."""
+async def _lines(
+    first: list[Placed | StreamEvent], rest: Sent, head: AnswerHead, *, include_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """The server-sent events of a stream: one for each piece of text, and one write for what came together. A failure
+    in mid-stream is an event too, and the last.
+    """
+    frame = head.text_frame()
+    role = head.first_chunk()
     try:
-        first = head.first_chunk()
-        if first is not None:
-            yield _sse(first)
-        async for event in events:
-            if isinstance(event, Token) and event.text:
-                yield _sse(head.text_chunk(event.text))
-            elif isinstance(event, Finished):
-                yield _sse(head.last_chunk(event))
-                if include_usage:
-                    yield _sse(head.usage_chunk(event))
+        yield (sse(role) if role is not None else b"") + _written(first, head, frame, include_usage=include_usage)
+        async for events in rest:
+            if written := _written(events, head, frame, include_usage=include_usage):
+                yield written
         yield b"data: [DONE]\n\n"
     except TidepoolError as error:
-        yield _sse(openai_error(error))
+        yield sse(openai_error(error))
     finally:
-        await events.aclose()
+        await rest.aclose()
 
 
-def _sse(value: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+def _written(
+    events: list[Placed | StreamEvent], head: AnswerHead, frame: tuple[bytes, bytes], *, include_usage: bool
+) -> bytes:
+    before, after = frame
+    pieces: list[bytes] = []
+    for event in events:
+        if isinstance(event, Token):
+            if event.text:
+                pieces += (before, msgspec.json.encode(event.text), after)
+        elif isinstance(event, Finished):
+            pieces.append(sse(head.last_chunk(event)))
+            if include_usage:
+                pieces.append(sse(head.usage_chunk(event)))
+    return b"".join(pieces)
 
 
 class _EventStream(StreamingResponse):

@@ -1,8 +1,8 @@
-"""ASGI wrappers around the whole app: request ids, and a limit on bodies that endpoints read whole."""
+"""ASGI wrappers around the whole app: headers of every answer, and limits of what clients send."""
 
-import contextlib
+import asyncio
 import re
-from collections.abc import Callable
+import time
 
 import structlog
 import uuid_utils
@@ -13,15 +13,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from controlplane.api.auth import NO_KEY
 from controlplane.api.errors import error_response, translate_database
 from controlplane.api.state import state_of
-from controlplane.errors import AuthenticationError, TidepoolError
+from controlplane.errors import (
+    AuthenticationError,
+    HeadersTooLargeError,
+    RequestTimeoutError,
+    TidepoolError,
+    TooLargeError,
+)
+from controlplane.settings import Settings
 
 _ID = re.compile(rb"[A-Za-z0-9_-]{1,64}")
 _UPLOAD_PATHS = ("/v1/files", "/admin/demand")
 _FORM_BYTES = 64 * 1024
 
 
-class RequestIds:
-    """Every answer carries `x-request-id`: the caller's own if it is a plain word, else a new one."""
+class AnswerHeaders:
+    """Every answer carries `x-request-id` (the caller's own if it is a plain word, else a new one), and what its
+    endpoint put into `request.state.answer_headers`, refusals too.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -33,61 +42,101 @@ class RequestIds:
             return
         given = dict(scope["headers"]).get(b"x-request-id", b"")
         request_id = given.decode() if _ID.fullmatch(given) else f"req_{uuid_utils.uuid7().hex}"
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
 
         async def stamped(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+                added = [(b"x-request-id", request_id.encode()), *state.get("answer_headers", ())]
+                message["headers"] = [*message.get("headers", []), *added]
             await send(message)
 
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             await self._app(scope, receive, stamped)
 
 
-class BodyLimit:
-    """Answers 413 to bodies over the limit, declared or not. Uploads have a limit of their own."""
+class RequestLimits:
+    """Answers 431 to too many headers, 413 to bodies over the limit, declared or not, and 408 to those that come too
+    slowly. Uploads have a limit of their own.
+    """
 
-    def __init__(
-        self, app: ASGIApp, *, bytes_max: int, upload_bytes_max: int, refuse: Callable[[int], ASGIApp]
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, settings: Settings) -> None:
         self._app = app
-        self._bytes_max = bytes_max
-        self._upload_bytes_max = upload_bytes_max + _FORM_BYTES
-        self._refuse = refuse
+        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        bytes_max = self._upload_bytes_max if scope["path"].startswith(_UPLOAD_PATHS) else self._bytes_max
-        refuse = self._refuse(bytes_max)
-        declared = dict(scope["headers"]).get(b"content-length", b"")
-        if declared.isdigit() and int(declared) > bytes_max:
-            await refuse(scope, receive, send)
-            return
-        seen_bytes = 0
-        started = refused = False
-
-        async def counted() -> Message:
-            nonlocal seen_bytes, refused
-            message = await receive()
-            seen_bytes += len(message.get("body", b""))
-            if seen_bytes > bytes_max:
-                refused = not started
-                raise _TooLargeError
-            return message
+        body = _Body(receive, self._bytes_max(scope["path"]), self._settings)
+        started = False
 
         async def noted(message: Message) -> None:
             nonlocal started
-            if not refused:  # else the framework's own words about a body that it could not read
+            if body.refusal is None or started:  # else the framework's own words about a body that it could not read
                 started = True
                 await send(message)
 
-        with contextlib.suppress(_TooLargeError):
-            await self._app(scope, counted, noted)
-        if refused:
-            await refuse(scope, receive, send)
+        try:
+            self._check_head(scope, body.bytes_max)
+            await self._app(scope, body.receive, noted)
+        except TidepoolError as error:
+            body.refusal = error
+        if body.refusal is not None and not started:
+            await error_response(Request(scope), body.refusal)(scope, receive, send)
+
+    def _bytes_max(self, path: str) -> int:
+        is_upload = path.startswith(_UPLOAD_PATHS)
+        return self._settings.file_bytes_max + _FORM_BYTES if is_upload else self._settings.request_body_bytes_max
+
+    def _check_head(self, scope: Scope, bytes_max: int) -> None:
+        if len(scope["headers"]) > self._settings.header_count_max:
+            raise HeadersTooLargeError(f"at most {self._settings.header_count_max} headers are allowed")
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > self._settings.header_bytes_max:
+            raise HeadersTooLargeError(f"at most {self._settings.header_bytes_max} bytes of headers are allowed")
+        declared = dict(scope["headers"]).get(b"content-length", b"")
+        if declared.isdigit() and int(declared) > bytes_max:
+            raise _too_large(bytes_max)
+
+
+class _Body:
+    """A body on its way in. `refusal`: why it was not taken."""
+
+    def __init__(self, receive: Receive, bytes_max: int, settings: Settings) -> None:
+        self.bytes_max = bytes_max
+        self.refusal: TidepoolError | None = None
+        self._receive = receive
+        self._idle_s = settings.body_idle_timeout_s
+        self._total_s = settings.body_timeout_s
+        self._begun_s = time.monotonic()
+        self._seen_bytes = 0
+        self._is_whole = False
+
+    async def receive(self) -> Message:
+        """The next piece.
+
+        Raises:
+            TidepoolError: it is too large, or does not come.
+        """
+        if self._is_whole:
+            return await self._receive()  # waits for the client to go away
+        try:
+            async with asyncio.timeout(min(self._idle_s, self._begun_s + self._total_s - time.monotonic())):
+                message = await self._receive()
+        except TimeoutError:
+            self.refusal = RequestTimeoutError("the body did not arrive in time")
+            raise self.refusal from None
+        self._is_whole = not message.get("more_body", False)
+        self._seen_bytes += len(message.get("body", b""))
+        if self._seen_bytes > self.bytes_max:
+            self.refusal = _too_large(self.bytes_max)
+            raise self.refusal
+        return message
+
+
+def _too_large(bytes_max: int) -> TooLargeError:
+    return TooLargeError(f"the body is over the limit of {bytes_max} bytes")
 
 
 class UploadGate:
@@ -114,7 +163,3 @@ class UploadGate:
                 await error_response(request, translate_database(error))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-
-class _TooLargeError(Exception):
-    """A body without a declared length went over the limit."""

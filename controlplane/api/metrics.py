@@ -1,8 +1,11 @@
 """What a gateway measures, by Prometheus and OpenTelemetry names that dashboards know."""
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_LONG_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 
 
 class Metrics:
@@ -10,30 +13,45 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        labels = ("model", "tier")
-        self.requests = Counter(
-            "tidepool_requests", "Requests by how they ended.", (*labels, "region", "outcome"), registry=self._registry
+        own = ("model", "tier")
+        self.requests = self._counter("requests", "Requests by how they ended.", *own, "region", "outcome")
+        self.refusals = self._counter("refusals", "Requests refused for want of room.", *own, "reason")
+        self.continuations = self._counter("continuations", "Streams that went on on another instance.", *own)
+        self.input_tokens = self._counter("input_tokens", "Prompt tokens served.", *own)
+        self.output_tokens = self._counter("output_tokens", "Completion tokens served.", *own)
+        self.slo_tokens = self._counter("slo_tokens", "Tokens by whether they came when they were due.", *own, "met")
+        self.slo_requests = self._counter("slo_requests", "Answers by whether they kept the objectives.", *own, "met")
+        self.slo_violations = self._counter(
+            "slo_violations", "Answers that missed an objective: ttft, tbt, or failed.", *own, "objective"
         )
-        self.first_token_s = Histogram(
-            "gen_ai_server_time_to_first_token_seconds",
-            "From the request's arrival to its first token.",
-            labels,
-            buckets=_SECONDS,
-            registry=self._registry,
+        self.first_token_s = self._histogram(
+            "gen_ai_server_time_to_first_token_seconds", "From the request's arrival to its first token.", _SECONDS
         )
-        self.per_token_s = Histogram(
-            "gen_ai_server_time_per_output_token_seconds",
-            "Mean time between a request's tokens.",
-            labels,
-            buckets=_SECONDS,
-            registry=self._registry,
+        self.per_token_s = self._histogram(
+            "gen_ai_server_time_per_output_token_seconds", "Mean time between a request's tokens.", _SECONDS
         )
-        self.input_tokens = Counter("tidepool_input_tokens", "Prompt tokens served.", labels, registry=self._registry)
-        self.output_tokens = Counter(
-            "tidepool_output_tokens", "Completion tokens served.", labels, registry=self._registry
+        self.duration_s = self._histogram(
+            "gen_ai_server_request_duration_seconds", "From the request's arrival to its end.", _LONG_SECONDS
+        )
+        self.limit_refusals = Counter(
+            "tidepool_limit_refusals", "Requests refused by a tenant's limit.", ("limit",), registry=self._registry
+        )
+        self.limits_local = Gauge(
+            "tidepool_limits_local", "1 while limits are counted in this process alone.", registry=self._registry
         )
         self.streams = Gauge("tidepool_streams", "Requests being answered right now.", registry=self._registry)
+        self._flex_waiting = Gauge("tidepool_flex_waiting", "Flex requests in line.", registry=self._registry)
+
+    def watch_flex(self, waiting: Callable[[], int]) -> None:
+        """Ask `waiting` for the length of the line whenever somebody looks."""
+        self._flex_waiting.set_function(waiting)
 
     def render(self) -> bytes:
         """The exposition format."""
         return generate_latest(self._registry)
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(f"tidepool_{name}", about, labels, registry=self._registry)
+
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, about, ("model", "tier"), buckets=buckets, registry=self._registry)

@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from controlplane.api.auth import Client
+from controlplane.api.auth import Client, may_use, require_model
 from controlplane.api.openapi import ERRORS
 from controlplane.api.state import StateDep
 from controlplane.store.tables import Model
@@ -13,15 +13,18 @@ router = APIRouter(prefix="/v1/models", tags=["models"], responses=ERRORS)
 
 
 @router.get("", summary="List models")
-async def list_models(state: StateDep, _: Client) -> dict[str, Any]:
-    """Every registered model."""
-    return {"object": "list", "data": [_model(model) for model in state.fleet.models()]}
+async def list_models(state: StateDep, caller: Client) -> dict[str, Any]:
+    """Every registered model that the key may use."""
+    models = [model for model in state.fleet.models() if may_use(caller, model.name)]
+    return {"object": "list", "data": [_model(model) for model in models]}
 
 
 @router.get("/{name:path}", summary="Retrieve a model")
-async def get_model(name: str, state: StateDep, _: Client) -> dict[str, Any]:
+async def get_model(name: str, state: StateDep, caller: Client) -> dict[str, Any]:
     """One model."""
-    return _model(await state.fleet.model(name))
+    model = await state.fleet.model(name)
+    require_model(caller, model.name)
+    return _model(model)
 
 
 def _model(model: Model) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from sqlalchemy.orm import Session
 
 from controlplane.api.keys import KeyCache
 from controlplane.api.metrics import Metrics
+from controlplane.api.tenant_limits import LimitKeeper
+from controlplane.serving.admission import Door
 from controlplane.serving.demand import DemandCounter
 from controlplane.serving.fleet import FleetCache
 from controlplane.serving.send import Sender
@@ -29,8 +31,10 @@ class State:
     keys: KeyCache
     fleet: FleetCache
     sender: Sender
+    door: Door
     demand: DemandCounter
     metrics: Metrics
+    limits: LimitKeeper
     draining: bool = False
 
 

@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 from controlplane.policies.lifecycle import BatchRequestState, BatchState
 from controlplane.settings import Settings
 from controlplane.store.batch_tables import Batch
-from controlplane.store.batches import ResultLine, claim_finished, move_batch, result_lines
+from controlplane.store.batches import ResultLine, claim_finished, forget_requests, move_batch, result_lines
 from controlplane.store.blobs import BlobStore
 from controlplane.store.files import add_file, new_file_id
 
@@ -33,20 +33,27 @@ def finalize_one(session: Session, blobs: BlobStore, settings: Settings) -> str 
 
 
 def _write_files(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> bool:
-    """Write both files; whether a request expired."""
+    """Write both files and the batch's last counts, and drop its rows; whether a request expired."""
     output_id, error_id = new_file_id(), new_file_id()
     output_bytes = error_bytes = 0
     expired = False
     with blobs.writing(output_id) as output, blobs.writing(error_id) as errors:
-        for result in result_lines(session, batch.id):
+        for result in result_lines(session, batch):
             expired |= result.state == BatchRequestState.EXPIRED
-            line = msgspec.json.encode(_line(result)) + b"\n"
+            batch.input_tokens += result.input_tokens
+            batch.output_tokens += result.output_tokens
+            line = msgspec.json.encode(_line(batch, result)) + b"\n"
             if result.state == BatchRequestState.COMPLETED:
+                batch.completed += 1
                 output_bytes += output.write(line)
             else:
+                batch.failed += 1
                 error_bytes += errors.write(line)
+        if batch.completed + batch.failed != batch.total:
+            raise RuntimeError(f"batch {batch.id} has {batch.completed + batch.failed} results for {batch.total} lines")
     batch.output_file_id = _keep(session, batch, blobs, settings, output_id, output_bytes, "output")
     batch.error_file_id = _keep(session, batch, blobs, settings, error_id, error_bytes, "error")
+    forget_requests(session, batch)
     return expired
 
 
@@ -57,6 +64,7 @@ def _keep(
     if size_bytes == 0:
         blobs.delete(file_id)
         return None
+    keep = timedelta(days=settings.file_keep_days)
     row = add_file(
         session,
         file_id=file_id,
@@ -64,17 +72,17 @@ def _keep(
         filename=f"{batch.id}_{kind}.jsonl",
         purpose="batch_output",
         size_bytes=size_bytes,
-        expires_at=datetime.now(UTC) + timedelta(days=settings.file_keep_days),
+        expires_at=datetime.now(UTC) + (timedelta(seconds=batch.output_keep_s) if batch.output_keep_s else keep),
     )
     return row.id
 
 
-def _line(result: ResultLine) -> dict[str, Any]:
+def _line(batch: Batch, result: ResultLine) -> dict[str, Any]:
     response = None
     if result.status_code is not None:
         response = {"status_code": result.status_code, "request_id": result.upstream_id, "body": result.body}
     return {
-        "id": f"batch_req_{result.request_id}",
+        "id": f"batch_req_{batch.number}_{result.line}",
         "custom_id": result.custom_id,
         "response": response,
         "error": result.error,

@@ -1,7 +1,7 @@
 """Validating a batch's input: all lines become requests in one transaction, or the batch fails and says why."""
 
-from collections.abc import Iterator
-from typing import IO, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import msgspec
 import structlog
@@ -10,17 +10,20 @@ from sqlalchemy.orm import Session
 
 from controlplane.errors import InvalidValueError, NotFoundError, TidepoolError
 from controlplane.policies.lifecycle import BatchState
-from controlplane.serving.openai_requests import parse_body, to_outgoing
+from controlplane.serving.openai_requests import AnyRequest, check_context, parse_json
 from controlplane.settings import Settings
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import NewRequest, add_requests, claim_validating, move_batch
 from controlplane.store.blobs import BlobStore
 from controlplane.store.fleet import load_catalog
 from controlplane.store.tables import Model
+from controlplane.store.tenants import batch_tokens_left
 
 log = structlog.get_logger()
 _ERRORS_SHOWN_MAX = 100
 _CUSTOM_ID_MAX = 512
+_BYTES_PER_TOKEN = 4
+_OUTPUT_TOKENS_GUESS = 256
 
 
 class LineError(Exception):
@@ -33,13 +36,50 @@ class LineError(Exception):
         self.param = param
 
 
-class LineReader:
-    """Checks the lines of one batch file."""
+class _Line(msgspec.Struct):
+    """A line's fields as they came. The body stays JSON."""
 
-    def __init__(self, batch: Batch, models: dict[str, Model]) -> None:
-        self._batch = batch
-        self._models = models
+    custom_id: Any = None
+    method: Any = None
+    url: Any = None
+    body: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class LineReader:
+    """Checks the lines of one batch file, each once, on their way into the queue. `errors` says what is wrong with
+    them; once one is, the rest is checked, and no more goes on. `tokens`: what the good ones among them may take.
+    """
+
+    def __init__(self, batch: Batch, models: dict[str, Model], lines_max: int) -> None:
+        self._endpoint = batch.endpoint
+        self._models = {name: model for name, model in models.items() if batch.models is None or name in batch.models}
+        self._lines_max = lines_max
         self._seen: dict[str, int] = {}
+        self._decoder = msgspec.json.Decoder(_Line)
+        self.errors: list[dict[str, Any]] = []
+        self.tokens = 0
+
+    def requests(self, stream: Iterable[bytes]) -> Iterator[NewRequest]:
+        """The lines as requests; those behind a bad one are only checked."""
+        count = 0
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            count += 1
+            if count > self._lines_max:
+                self.errors = [_entry("too_many_lines", f"at most {self._lines_max} lines are allowed", None, number)]
+                return
+            try:
+                request = self.read(number, line)
+            except LineError as error:
+                self.errors.append(_entry(error.code, error.message, error.param, number))
+                if len(self.errors) >= _ERRORS_SHOWN_MAX:
+                    return
+            else:
+                if not self.errors:
+                    yield request
+        if not count:
+            self.errors = [_entry("empty_file", "the input file has no line", None, None)]
 
     def read(self, number: int, line: bytes) -> NewRequest:
         """A line as a request.
@@ -48,24 +88,26 @@ class LineReader:
             LineError: it is not one.
         """
         try:
-            fields = msgspec.json.decode(line)
+            fields = self._decoder.decode(line)
+        except msgspec.ValidationError as error:
+            raise LineError("invalid_json_line", "not a JSON object", None) from error
         except (ValueError, RecursionError) as error:
             raise LineError("invalid_json_line", f"not valid JSON: {error}", None) from error
-        if not isinstance(fields, dict):
-            raise LineError("invalid_json_line", "not a JSON object", None)
-        custom_id = self._custom_id(fields, number)
-        if fields.get("method") != "POST":
-            raise LineError("invalid_method", f"method must be 'POST', not {fields.get('method')!r}", "method")
-        if fields.get("url") != self._batch.endpoint:
-            message = f"url must be the batch's endpoint '{self._batch.endpoint}', not {fields.get('url')!r}"
+        custom_id = self._custom_id(fields.custom_id, number)
+        if fields.method != "POST":
+            raise LineError("invalid_method", f"method must be 'POST', not {fields.method!r}", "method")
+        if fields.url != self._endpoint:
+            message = f"url must be the batch's endpoint '{self._endpoint}', not {fields.url!r}"
             raise LineError("mismatched_url", message, "url")
-        body = fields.get("body")
-        if not isinstance(body, dict):
+        body = bytes(fields.body)
+        if not body.startswith(b"{"):
             raise LineError("missing_required_parameter", "body must be a JSON object", "body")
-        return NewRequest(line=number, custom_id=custom_id, model=self._check_body(body), body=body)
+        request = self._check_body(body)
+        tokens = len(body) // _BYTES_PER_TOKEN + (request.tokens_max() or _OUTPUT_TOKENS_GUESS)
+        self.tokens += tokens
+        return NewRequest(line=number, custom_id=custom_id, model=request.model, body=body, tokens=tokens)
 
-    def _custom_id(self, fields: dict[str, Any], number: int) -> str:
-        custom_id = fields.get("custom_id")
+    def _custom_id(self, custom_id: Any, number: int) -> str:
         if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= _CUSTOM_ID_MAX:
             message = f"custom_id must be a string of 1 to {_CUSTOM_ID_MAX} characters"
             raise LineError("missing_required_parameter", message, "custom_id")
@@ -76,20 +118,20 @@ class LineReader:
             raise LineError("duplicate_custom_id", f"custom_id '{custom_id}' is that of line {first} too", "custom_id")
         return custom_id
 
-    def _check_body(self, body: dict[str, Any]) -> str:
-        """The model that the body asks for."""
+    def _check_body(self, body: bytes) -> AnyRequest:
+        """The request that the body is."""
         try:
-            request = parse_body(self._batch.endpoint, body)
+            request = parse_json(self._endpoint, body)
             if request.stream:
                 raise InvalidValueError("stream is not allowed in a batch", param="stream")
             model = self._models.get(request.model)
             if model is None:
                 raise NotFoundError(f"the model '{request.model}' does not exist", param="model")
-            to_outgoing(request, model, request_id="", tier=request.tier(), origin=None)
+            check_context(request, model)
         except TidepoolError as error:
             code = "model_not_found" if isinstance(error, NotFoundError) else error.code
             raise LineError(code, error.message, f"body.{error.param}" if error.param else "body") from error
-        return request.model
+        return request
 
 
 def ingest_one(session: Session, blobs: BlobStore, settings: Settings) -> str | None:
@@ -98,8 +140,10 @@ def ingest_one(session: Session, blobs: BlobStore, settings: Settings) -> str | 
     if batch is None:
         return None
     try:
-        with session.begin_nested():
+        with session.begin_nested() as intake:
             errors = _take_in(session, batch, blobs, settings)
+            if errors:
+                intake.rollback()
     except NotFoundError as error:
         errors = [_entry("file_not_found", error.message, "input_file_id", None)]
     except SQLAlchemyError:
@@ -116,36 +160,18 @@ def ingest_one(session: Session, blobs: BlobStore, settings: Settings) -> str | 
 
 
 def _take_in(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> list[dict[str, Any]]:
-    """Put all lines of a batch in the queue, or none and say what is wrong with them."""
-    models = load_catalog(session).models
-    errors = _check_all(batch, models, blobs, settings)
-    if not errors:
-        reader = LineReader(batch, models)
-        with blobs.open(batch.input_file_id) as stream:
-            add_requests(session, batch, (reader.read(number, line) for number, line in _lines(stream)))
-    return errors
-
-
-def _check_all(batch: Batch, models: dict[str, Model], blobs: BlobStore, settings: Settings) -> list[dict[str, Any]]:
-    reader = LineReader(batch, models)
-    errors: list[dict[str, Any]] = []
-    count = 0
+    """Put all lines of a batch in the queue, or say what is wrong; then the caller takes back what is there."""
+    reader = LineReader(batch, load_catalog(session).models, settings.batch_lines_max)
+    left = batch_tokens_left(session, batch.tenant, settings)
     with blobs.open(batch.input_file_id) as stream:
-        for number, line in _lines(stream):
-            count += 1
-            if count > settings.batch_lines_max:
-                return [_entry("too_many_lines", f"at most {settings.batch_lines_max} lines are allowed", None, number)]
-            try:
-                reader.read(number, line)
-            except LineError as error:
-                errors.append(_entry(error.code, error.message, error.param, number))
-                if len(errors) >= _ERRORS_SHOWN_MAX:
-                    return errors
-    return errors if count else [_entry("empty_file", "the input file has no line", None, None)]
-
-
-def _lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    return ((number, line) for number, line in enumerate(stream, start=1) if line.strip())
+        add_requests(session, batch, reader.requests(stream))
+    if left is None or reader.tokens <= left or reader.errors:
+        return reader.errors
+    message = (
+        f"the batch may take {reader.tokens} tokens, and tenant '{batch.tenant}' may queue {max(0, left)} more now"
+        " (queued_batch_tokens_max); try again when queued requests have ended"
+    )
+    return [_entry("token_limit_exceeded", message, None, None)]
 
 
 def _entry(code: str, message: str, param: str | None, line: int | None) -> dict[str, Any]:

@@ -1,34 +1,39 @@
 """The batch flow: endpoints signal room, requests are claimed for them, sent, and their results written once."""
 
 import asyncio
+import functools
 import time
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
 import anyio.to_thread
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from controlplane.errors import CapacityError, NodeError, TidepoolError
+from controlplane.dispatcher.results import ResultWriter
+from controlplane.errors import CapacityError, NodeError, TidepoolError, UnknownModelError
 from controlplane.policies.decisions import Release
-from controlplane.policies.facts import Endpoint, QueueFacts, ReleaseFacts, Tier
-from controlplane.policies.release import ReleaseSettings, choose_releases
+from controlplane.policies.facts import Backoff, Endpoint, LotFacts, ReleaseFacts, Tier
+from controlplane.policies.release import ReleaseSettings, choose_backoff, choose_releases
 from controlplane.serving.demand import DemandCounter
 from controlplane.serving.fleet import FleetCache
 from controlplane.serving.openai_answers import AnswerHead, collect, openai_error
 from controlplane.serving.openai_requests import parse_body, served_as, to_outgoing
 from controlplane.serving.send import Sender
+from controlplane.serving.tracing import tracer
 from controlplane.settings import Settings
 from controlplane.store import queue
+from controlplane.store.batches import ATTEMPTS_EXHAUSTED
 from controlplane.store.demand import NIW
 from controlplane.store.live import LiveStore
-from controlplane.store.queue import Claim
+from controlplane.store.queue import Claim, Outcome
 from controlplane.store.session import Database
 
 log = structlog.get_logger()
 _RETRY_DELAY_S = 1.0
 _RETRY_DELAY_MAX_S = 60.0
-_NOBODY_TRIED = frozenset({"overloaded", "instance_not_ready"})
-_WRITE_RETRY_S = 1.0
+_NOBODY_TRIED = frozenset({"overloaded", "instance_not_ready", "stale_epoch"})
 
 
 class Releaser:
@@ -49,32 +54,33 @@ class Releaser:
         self._sender = sender
         self._demand = demand
         self._settings = settings
-        self._policy = ReleaseSettings(
-            below_one=settings.release_below_one,
-            below_two=settings.release_below_two,
-            aged_utilization_max=settings.route_utilization_max,
-            stale_s=settings.heartbeat_stale_s,
-        )
+        self._policy = release_policy(settings)
+        self._writer = ResultWriter(database)
         self._running: dict[asyncio.Task[None], Claim] = {}
         self._claimed: list[Claim] = []
+        self._turns: dict[str, str] = {}
+        self._backoffs: dict[Endpoint, Backoff] = {}
+        self._refused: set[Endpoint] = set()
 
     async def release(self) -> None:
-        """One look: gather queues and instances, decide, claim and start what was decided."""
+        """One look: gather what waits and instances, decide, claim and start what was decided. Nothing goes out while
+        nobody knows how the fleet does.
+        """
         room = self._settings.dispatcher_concurrency_max - len(self._running)
-        if room <= 0:
+        if room <= 0 or not self._fleet.is_fresh():
             return
-        queues = await anyio.to_thread.run_sync(self._queues)
-        if not queues:
+        lots = await anyio.to_thread.run_sync(self._lots)
+        if not lots:
             return
-        facts = ReleaseFacts(queues=queues, instances=self._fleet.instances())
-        for decision in choose_releases(facts, time.time(), self._policy):
-            claims = await anyio.to_thread.run_sync(self._claim, decision, room)
-            room -= len(claims)
-            for held in claims:
-                task = asyncio.create_task(self._run(held, decision.endpoint.region))
-                self._running[task] = held
-                self._claimed.remove(held)
-                task.add_done_callback(self._running.pop)
+        facts = ReleaseFacts(
+            lots=lots, instances=self._fleet.instances(), turns=self._turns, backoffs=await self._back_off(lots)
+        )
+        releases = choose_releases(facts, time.time(), self._policy)
+        for endpoint, held in await anyio.to_thread.run_sync(self._claim, releases, room):
+            task = asyncio.create_task(self._run(held, endpoint))
+            self._running[task] = held
+            self._claimed.remove(held)
+            task.add_done_callback(self._running.pop)
 
     async def renew(self) -> None:
         """Keep the leases of what is running; stop what is no longer ours."""
@@ -83,7 +89,7 @@ class Releaser:
             return
         kept = await anyio.to_thread.run_sync(self._renew, list(held.values()))
         for task, claim in held.items():
-            if claim.request_id not in kept:
+            if claim.key not in kept:
                 task.cancel()
 
     async def stop(self) -> None:
@@ -98,73 +104,105 @@ class Releaser:
             except SQLAlchemyError:
                 return  # the leases run out by themselves
 
-    def _queues(self) -> tuple[QueueFacts, ...]:
-        with self._database.transaction() as session:
-            return queue.queue_facts(session, aged_s=self._settings.niw_age_priority_s)
+    async def _back_off(self, lots: tuple[LotFacts, ...]) -> dict[Endpoint, Backoff]:
+        """Note signs of trouble; what a node refused to this dispatcher holds for the others too."""
+        refused, self._refused = frozenset(self._refused), set()
+        facts = ReleaseFacts(lots=lots, instances=self._fleet.instances(), backoffs=self._backoffs)
+        self._backoffs = dict(choose_backoff(facts, refused, time.time(), self._policy))
+        for endpoint in refused & self._backoffs.keys():
+            pause_s = max(self._backoffs[endpoint].pause_s, self._settings.release_signal_s)
+            await anyio.to_thread.run_sync(functools.partial(self._live.hold_signal, endpoint, for_s=pause_s))
+        return self._backoffs
 
-    def _claim(self, decision: Release, room: int) -> list[Claim]:
-        if room <= 0 or not self._live.take_signal(decision.endpoint, every_s=self._settings.release_signal_s):
+    def _lots(self) -> tuple[LotFacts, ...]:
+        with self._database.transaction() as session:
+            return queue.waiting_lots(session)
+
+    def _claim(self, releases: Sequence[Release], room: int) -> list[tuple[Endpoint, Claim]]:
+        """Lease what was decided, in one transaction for all endpoints that may signal now."""
+        signals = {
+            endpoint: self._live.take_signal(endpoint, every_s=self._settings.release_signal_s)
+            for endpoint in dict.fromkeys(release.endpoint for release in releases)
+        }
+        granted = [release for release in releases if signals[release.endpoint]]
+        wanted: Counter[tuple[int, str]] = Counter()
+        for release in granted:
+            count = min(release.count, room - wanted.total())
+            wanted[release.batch, release.endpoint.model] += count
+        if not (wanted := +wanted):
             return []
         with self._database.transaction() as session:
-            claims = queue.claim(
-                session,
-                model=decision.endpoint.model,
-                count=min(decision.count, room),
-                lease_s=self._settings.niw_lease_s,
-            )
+            claims = queue.claim(session, wanted, lease_s=self._settings.niw_lease_s)
         self._claimed += claims  # until each has its task: a stop in between gives them back
-        return claims
+        self._turns |= {release.endpoint.model: release.tenant for release in granted}
+        return _placed(granted, claims)
 
-    def _renew(self, held: list[Claim]) -> set[int]:
+    def _renew(self, held: list[Claim]) -> set[tuple[int, int]]:
         with self._database.transaction() as session:
             return queue.renew(session, held, lease_s=self._settings.niw_lease_s)
 
-    async def _run(self, held: Claim, region: str) -> None:
+    async def _run(self, held: Claim, endpoint: Endpoint) -> None:
         """See one request through: an answer or a final error is its result, anything else sends it back."""
-        upstream_id = f"niw_{held.request_id}_{held.attempts}"
+        structlog.contextvars.bind_contextvars(request_id=_upstream_id(held))  # of this task alone
         try:
-            body = await self._answer(held, region, upstream_id)
-            await self._finish(held, 200, body, upstream_id)
-        except CapacityError as error:
-            await self._give_back(held, error.message, tried=False)
-        except TidepoolError as error:
-            retryable = isinstance(error, NodeError) and error.retryable
-            tried = error.code not in _NOBODY_TRIED
-            if retryable and (not tried or held.attempts < self._settings.niw_attempts_max):
-                delay_s = min(_RETRY_DELAY_S * 2 ** (held.attempts - 1), _RETRY_DELAY_MAX_S)
-                await self._give_back(held, error.message, tried=tried, delay_s=delay_s)
-            else:
-                await self._finish(held, error.status, openai_error(error), upstream_id)
+            with tracer.start_as_current_span("batch request"):
+                outcome = await self._outcome(held, endpoint)
+            if outcome is not None and not await self._writer.write(outcome):
+                log.info("a result came too late and was dropped", request=held.fence)
         except SQLAlchemyError as error:
-            log.warning(
-                "a request waits for its lease to end", request=held.request_id, error=str(error).splitlines()[0]
-            )
+            log.warning("a request waits for its lease to end", request=held.fence, error=str(error).splitlines()[0])
         except Exception:
-            log.exception("a defect in the dispatcher", request=held.request_id)
+            log.exception("a defect in the dispatcher", request=held.fence)
             await self._give_back(held, "internal error", tried=True, delay_s=_RETRY_DELAY_MAX_S)
 
-    async def _answer(self, held: Claim, region: str, upstream_id: str) -> dict[str, Any]:
+    async def _outcome(self, held: Claim, endpoint: Endpoint) -> Outcome | None:
+        """How the request ended; None: it did not, and waits again."""
+        try:
+            return await self._answer(held, endpoint)
+        except CapacityError as error:
+            await self._give_back(held, error.message, tried=False)
+            return None
+        except TidepoolError as error:
+            if error.code == "overloaded":
+                self._refused.add(endpoint)
+            tried = error.code not in _NOBODY_TRIED
+            lost = isinstance(error, NodeError) and error.retryable
+            last = held.attempts >= self._settings.niw_attempts_max
+            if (lost or isinstance(error, UnknownModelError)) and not (tried and last):
+                delay_s = min(_RETRY_DELAY_S * 2 ** (held.attempts - 1), _RETRY_DELAY_MAX_S)
+                await self._give_back(held, error.message, tried=tried, delay_s=delay_s)
+                return None
+            if lost:
+                message = f"{ATTEMPTS_EXHAUSTED['message']} The last of {held.attempts}: {error.message}"
+                return Outcome(claim=held, error={**ATTEMPTS_EXHAUSTED, "message": message})
+            return Outcome(
+                claim=held, status_code=error.status, body=openai_error(error), upstream_id=_upstream_id(held)
+            )
+
+    async def _answer(self, held: Claim, endpoint: Endpoint) -> Outcome:
         request = parse_body(held.endpoint, held.body)
         model = await self._fleet.model(request.model)
-        outgoing = to_outgoing(request, model, request_id=upstream_id, tier=Tier.NIW, origin=region, only_region=region)
-        self._demand.count(NIW, Endpoint(model=model.name, region=region), outgoing.input_tokens_guess())
-        head = AnswerHead.of(request, request_id=upstream_id, service_tier=served_as(Tier.NIW))
-        return await collect(self._sender.send(outgoing), head)
-
-    async def _finish(self, held: Claim, status_code: int, body: dict[str, Any], upstream_id: str) -> None:
-        def write() -> bool:
-            with self._database.transaction() as session:
-                return queue.finish(session, held, status_code=status_code, body=body, upstream_id=upstream_id)
-
-        while True:
-            try:
-                written = await anyio.to_thread.run_sync(write)
-            except SQLAlchemyError:
-                await asyncio.sleep(_WRITE_RETRY_S)  # the answer is worth waiting for; a lost lease ends the wait
-                continue
-            if not written:
-                log.info("a result came too late and was dropped", request=held.request_id)
-            return
+        outgoing = to_outgoing(
+            request,
+            model,
+            request_id=_upstream_id(held),
+            tier=Tier.NIW,
+            origin=endpoint.region,
+            only_region=endpoint.region,
+        )
+        outgoing = replace(outgoing, fence=held.fence, epoch=held.epoch)
+        self._demand.count(NIW, endpoint, outgoing.input_tokens_guess())
+        head = AnswerHead.of(request, request_id=_upstream_id(held), service_tier=served_as(Tier.NIW))
+        body = await collect(self._sender.send(outgoing), head)
+        usage: dict[str, int] = body["usage"]
+        return Outcome(
+            claim=held,
+            status_code=200,
+            body=body,
+            upstream_id=_upstream_id(held),
+            input_tokens=usage["prompt_tokens"],
+            output_tokens=usage["completion_tokens"],
+        )
 
     async def _give_back(self, held: Claim, error: str, *, tried: bool, delay_s: float = _RETRY_DELAY_S) -> None:
         def write() -> None:
@@ -172,3 +210,37 @@ class Releaser:
                 queue.give_back(session, held, delay_s=delay_s, error=error, tried=tried)
 
         await anyio.to_thread.run_sync(write)
+
+
+def release_policy(settings: Settings) -> ReleaseSettings:
+    """The policy's settings."""
+    return ReleaseSettings(
+        below_one=settings.release_below_one,
+        below_two=settings.release_below_two,
+        urgent_utilization_max=settings.route_utilization_max,
+        aged_s=settings.niw_age_priority_s,
+        left_share=settings.niw_left_priority,
+        stale_s=settings.heartbeat_stale_s,
+        load_max=settings.release_load_max,
+        rise_max=settings.release_rise_max,
+        pause_min_s=settings.release_signal_s,
+        pause_max_s=settings.release_pause_max_s,
+        turn_s=settings.release_turn_s,
+    )
+
+
+def _placed(releases: Sequence[Release], claims: Sequence[Claim]) -> list[tuple[Endpoint, Claim]]:
+    """Each claim with the endpoint it was made for."""
+    waiting: dict[tuple[int, str], list[Claim]] = {}
+    for claim in claims:
+        waiting.setdefault((claim.batch_number, claim.model), []).append(claim)
+    placed = []
+    for release in releases:
+        lot = waiting.get((release.batch, release.endpoint.model), [])
+        placed += [(release.endpoint, claim) for claim in lot[: release.count]]
+        del lot[: release.count]
+    return placed
+
+
+def _upstream_id(held: Claim) -> str:
+    return f"niw_{held.batch_number}_{held.line}_{held.epoch}"

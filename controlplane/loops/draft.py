@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from controlplane.loops.expected import Expected
+from controlplane.loops.pool_facts import PlannedPools
 from controlplane.policies.facts import ModelGpu, RegionGpu
 from controlplane.policies.lifecycle import PlanState
 from controlplane.policies.placement.decision import Placement, PlacementStatus
@@ -45,6 +46,7 @@ class Problem:
 
     index: int
     facts: PlacementFacts
+    pools: PlannedPools
     settings: PlacementSettings
     expected: Expected
 
@@ -68,10 +70,11 @@ def draft_of(
         solve_time_s=solve_time_s,
         unserved=_shortfalls(placement),
         pools=_pools(placement),
-        reason=placement.reason,
+        reason=placement.reason if failed else _reason(placement.reason, problem.pools.words()),
         inputs={
             "problem": to_document(problem.facts, problem.settings),
             "forecasts": problem.expected.record(),
+            "pools": problem.pools.record(),
         },
         approval_reason=None if failed else _approval_reason(placement, problem.facts, now_s, settings),
         created_by=of.created_by,
@@ -91,6 +94,10 @@ def draft_of(
         for entry in placement.entries
     ]
     return Draft(plan=plan, entries=entries)
+
+
+def _reason(*words: str) -> str:
+    return "; ".join(each for each in words if each)
 
 
 def failed_draft(of: DraftOf, *, index: int, reason: str) -> Draft:

@@ -17,8 +17,9 @@ from controlplane.loops.forecast import forecast_one, make_forecast, series_to_f
 from controlplane.policies.facts import Endpoint
 from controlplane.settings import Settings
 from controlplane.store.demand import IW, NIW, last_forecasts, mean_demand, peak_demand, read_forecasts
+from controlplane.store.demand_tables import Forecast
 from controlplane.store.session import Database
-from controlplane.store.tables import Forecast, Json
+from controlplane.store.tables import Json
 
 log = structlog.get_logger()
 _HOUR_S = 3600

@@ -98,6 +98,8 @@ def _pools(plan: Plan) -> tuple[PoolTold, ...]:
             before=pool["before"],
             after=pool["after"],
             endpoints=tuple(each["model"] for each in pool["pooled"]),
+            new=tuple(each["model"] for each in pool["pooled"] if not each["before"]),
+            occupied=sum(each["occupancy"] for each in pool["pooled"]),
         )
         for pool in plan.pools
     )

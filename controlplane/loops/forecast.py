@@ -14,7 +14,7 @@ from controlplane.store.demand import (
     read_demand,
     read_forecast_state,
 )
-from controlplane.store.tables import Forecast
+from controlplane.store.demand_tables import Forecast
 from forecasts.select import forecast_peak
 from forecasts.series import DemandSeries
 from forecasts.settings import ForecastSettings

@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Mapping
 
 import structlog
-from sqlalchemy.orm import Session
 
 from controlplane.errors import StaleIndexError
 from controlplane.loops.draft import Draft, DraftOf, Problem, draft_of, failed_draft
 from controlplane.loops.expected import expected_demand
+from controlplane.loops.pool_facts import planned_pools
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.policies.lifecycle import PlanState
 from controlplane.policies.placement.choose import choose_placement
@@ -17,6 +17,7 @@ from controlplane.policies.placement.facts import (
     PlacementFacts,
     PlacementModel,
     PlacementSettings,
+    PoolFacts,
     Profile,
     StartTimes,
 )
@@ -117,8 +118,10 @@ def draft_plan(
     with database.transaction() as session:
         index = fleet_index(session)
         pins = pins_in_force(session, max(now_s, of.window_start_s))
-        facts = gather_facts(session, demand=expected.demand, pins=pins)
-    problem = Problem(index=index, facts=facts, settings=_placement_settings(settings), expected=expected)
+        census = take_census(session, silent_s=_NODE_SILENT_S)
+        pools = planned_pools(census, expected.demand, settings)
+        facts = placement_facts(census, demand=expected.demand, pins=pins, pool=pools.facts)
+    problem = Problem(index=index, facts=facts, pools=pools, settings=_placement_settings(settings), expected=expected)
     began_s = time.monotonic()
     stop_s = began_s + problem.settings.time_limit_s
     placement = choose_placement(facts, now_s, problem.settings, should_stop=lambda: time.monotonic() > stop_s)
@@ -134,13 +137,16 @@ def _placement_settings(settings: Settings) -> PlacementSettings:
     )
 
 
-def gather_facts(
-    session: Session, *, demand: Mapping[Endpoint, tuple[float, ...]], pins: Mapping[Endpoint, int]
+def placement_facts(
+    census: Census,
+    *,
+    demand: Mapping[Endpoint, tuple[float, ...]],
+    pins: Mapping[Endpoint, int],
+    pool: PoolFacts | None,
 ) -> PlacementFacts:
     """The fleet and its coming hour as the placement wants them. Demand of models or regions that are not registered
     is left out; a pin stands in place of its endpoint's limits.
     """
-    census = take_census(session, silent_s=_NODE_SILENT_S)
     offered = {Endpoint(model=row.model, region=row.region): row for row in census.endpoints}
     models = [model.name for model in census.models]
     known = {
@@ -167,6 +173,7 @@ def gather_facts(
         limits=limits,
         gpu_cost_per_hour={gpu.name: gpu.cost_per_hour for gpu in census.gpu_types},
         weights_present=frozenset(Endpoint(model=i.model, region=i.region) for i in census.instances),
+        pool=pool,
     )
 
 
@@ -174,7 +181,7 @@ def _instances(census: Census, desired: Desired) -> Counter[EndpointGpu]:
     return Counter(
         EndpointGpu(model=each.model, region=each.region, gpu_type=each.gpu_type)
         for each in census.instances
-        if each.desired == desired
+        if each.desired == desired and not each.pooled
     )
 
 

@@ -1,17 +1,34 @@
 """Scaling: the plan and the live view become desired instances on slots, which nodes then follow; spot and leases."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from sqlalchemy.orm import Session
 
-from controlplane.loops.scale_facts import Fleet, gather_fleet, placed_instances, scaling_facts, slot_rooms
+from controlplane.loops.scale_facts import (
+    Fleet,
+    gather_fleet,
+    placed_instances,
+    pool_facts,
+    scaling_facts,
+    slot_rooms,
+)
+from controlplane.loops.scale_pools import release_steps
 from controlplane.policies.facts import Endpoint, InstanceKind, ModelGpu
 from controlplane.policies.scaling.choose import choose_scaling
-from controlplane.policies.scaling.facts import ScalingSettings
+from controlplane.policies.scaling.facts import ScaleStep, ScalingSettings
 from controlplane.policies.slots.choose import choose_slots
-from controlplane.policies.slots.facts import InstanceChange, SlotDecision, SlotFacts, SlotSettings
+from controlplane.policies.slots.facts import (
+    InstanceChange,
+    SlotDecision,
+    SlotFacts,
+    SlotRoom,
+    SlotSettings,
+    Unplaced,
+)
+from controlplane.policies.slots.pools import PoolSlotDecision, choose_pool_slots
 from controlplane.settings import Settings
 from controlplane.store.fleet import fleet_index
 from controlplane.store.instances import add_instance, set_desired, set_kind, touch_generations
@@ -48,20 +65,24 @@ def scale(session: Session, live: LiveStore, settings: Settings, *, now_s: float
     fleet_index(session, lock=True)
     ended = _end_leases(session)
     fleet = gather_fleet(session, live, settings, now_s=now_s)
-    scaling = choose_scaling(scaling_facts(fleet), now_s, _scaling_settings(settings))
+    pooling = choose_pool_slots(pool_facts(fleet), now_s, stale_s=settings.heartbeat_stale_s)
+    gpus = {ModelGpu(model=row.model, gpu_type=row.gpu_type): row.gpus for row in fleet.census.profiles}
+    _dedicate(session, fleet, pooling.dedicates, gpus)
+    scaling = choose_scaling(scaling_facts(fleet, stranded=pooling.stranded), now_s, _scaling_settings(settings))
+    instances = placed_instances(fleet)
     slots = SlotFacts(
-        steps=scaling.steps,
+        steps=(*scaling.steps, *release_steps(pooling, instances)),
         kinds=scaling.kinds,
-        slots=slot_rooms(fleet),
-        instances=placed_instances(fleet),
-        gpus={ModelGpu(model=row.model, gpu_type=row.gpu_type): row.gpus for row in fleet.census.profiles},
+        slots=tuple(_without_pool(room, pooling.slots) for room in slot_rooms(fleet)),
+        instances=instances,
+        gpus=gpus,
     )
-    decision = choose_slots(slots, now_s, _slot_settings(settings))
+    decision = _joined(choose_slots(slots, now_s, _slot_settings(settings)), pooling)
     kinds = {change.instance_id: change.kind for change in decision.changed_kinds}
     kinds = {each.instance_id: each.kind for each in slots.instances if each.serving} | kinds
     _apply(session, fleet, decision, kinds)
     noticed = _give_notice(session, decision.notices, settings)
-    _note_scaled(session, scaling.last_scaled_s, now_s=now_s)
+    _note_scaled(session, scaling.steps, decision.unplaced, now_s=now_s)
     return Scaled(
         started=len(decision.adds),
         revived=len(decision.revives),
@@ -73,6 +94,30 @@ def scale(session: Session, live: LiveStore, settings: Settings, *, now_s: float
         leases_ended=ended,
         leases_noticed=noticed,
         unplaced=tuple(f"{u.count} x {u.endpoint.model} in {u.endpoint.region}: {u.reason}" for u in decision.unplaced),
+    )
+
+
+def _dedicate(session: Session, fleet: Fleet, changes: Iterable[InstanceChange], gpus: Mapping[ModelGpu, int]) -> None:
+    """Give pooled instances their slots for themselves; from here on they are as others are."""
+    rows = {instance.id: instance for instance in fleet.census.instances}
+    mine = [rows[change.instance_id] for change in changes]
+    touch_generations(session, sorted({instance.node for instance in mine}))
+    for instance in mine:
+        instance.gpus = gpus[ModelGpu(model=instance.model, gpu_type=instance.gpu_type)]
+        instance.pooled = False
+
+
+def _without_pool(room: SlotRoom, pool: frozenset[tuple[str, int]]) -> SlotRoom:
+    return replace(room, gpus_free=0, pooled=True) if room.place in pool else room
+
+
+def _joined(decision: SlotDecision, pooling: PoolSlotDecision) -> SlotDecision:
+    return replace(
+        decision,
+        adds=(*pooling.adds, *decision.adds),
+        revives=(*pooling.revives, *decision.revives),
+        drains=(*pooling.drains, *decision.drains),
+        unplaced=(*pooling.unplaced, *decision.unplaced),
     )
 
 
@@ -142,11 +187,18 @@ def _give_notice(session: Session, changes: Iterable[InstanceChange], settings: 
     return len(noticed)
 
 
-def _note_scaled(session: Session, last_scaled_s: Mapping[Endpoint, float], *, now_s: float) -> None:
-    for endpoint, scaled_s in last_scaled_s.items():
-        if scaled_s == now_s:
-            row = session.get_one(EndpointRow, (endpoint.model, endpoint.region))
-            row.last_scaled_at = datetime.fromtimestamp(now_s, UTC)
+def _note_scaled(session: Session, steps: Iterable[ScaleStep], unplaced: Iterable[Unplaced], *, now_s: float) -> None:
+    """When endpoints were scaled. One of which nothing found a place was not: it keeps its time, so that what does not
+    come up is tried elsewhere in the end.
+    """
+    asked: Counter[Endpoint] = Counter()
+    for step in steps:
+        asked[step.endpoint] += abs(step.delta)
+    for each in unplaced:
+        asked[each.endpoint] -= each.count
+    for endpoint in (endpoint for endpoint, moved in asked.items() if moved > 0):
+        row = session.get_one(EndpointRow, (endpoint.model, endpoint.region))
+        row.last_scaled_at = datetime.fromtimestamp(now_s, UTC)
 
 
 def _ids(changes: Iterable[InstanceChange]) -> list[str]:

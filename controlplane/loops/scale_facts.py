@@ -9,22 +9,25 @@ from statistics import fmean
 from sqlalchemy.orm import Session
 
 from controlplane.errors import UnavailableError
-from controlplane.policies.facts import Endpoint, InstanceFacts, InstanceKind, ModelGpu
+from controlplane.loops.scale_pools import PlanPools, pool_slot_facts, pools_of
+from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, InstanceKind, ModelGpu
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.policies.placement.facts import StartTimes
 from controlplane.policies.routing import is_usable, utilization_of
 from controlplane.policies.scaling.choose import kind_for
 from controlplane.policies.scaling.facts import EndpointScaleFacts, KindFacts, ScalingFacts, StrategyName
 from controlplane.policies.slots.facts import PlacedInstance, SlotRoom, SpotFacts
+from controlplane.policies.slots.pools import PoolSlotFacts
 from controlplane.settings import Settings
 from controlplane.store.demand import IW, read_demand, read_forecasts
+from controlplane.store.demand_tables import Forecast
 from controlplane.store.fleet import Census, take_census
 from controlplane.store.live import EMPTY_VIEW, FleetView, LiveStore, instance_facts
 from controlplane.store.pins import pins_in_force
 from controlplane.store.plans import entries_of, plan_in_force
 from controlplane.store.queue import Backlog, backlogs
 from controlplane.store.spot import active_leases
-from controlplane.store.tables import Desired, EndpointRow, Forecast, Instance, SpotLease
+from controlplane.store.tables import Desired, EndpointRow, Instance, SpotLease
 
 _OBSERVED_S = 300
 _MINUTE_S = 60
@@ -42,6 +45,7 @@ class Fleet:
     reports: Mapping[str, InstanceFacts]
     leases: Mapping[str, SpotLease]
     planned: Mapping[Endpoint, dict[str, int]] | None
+    pools: PlanPools
     window_start_s: float | None
     observed: Mapping[Endpoint, float]
     forecast: Mapping[Endpoint, float]
@@ -51,9 +55,9 @@ class Fleet:
     settings: Settings
 
     @cached_property
-    def instances_max(self) -> Mapping[Endpoint, int]:
-        """Most instances of each endpoint."""
-        return {Endpoint(model=row.model, region=row.region): self.limits_of(row)[1] for row in self.census.endpoints}
+    def limits(self) -> Mapping[Endpoint, tuple[int, int]]:
+        """Fewest and most instances of each endpoint."""
+        return {Endpoint(model=row.model, region=row.region): self.limits_of(row) for row in self.census.endpoints}
 
     def limits_of(self, row: EndpointRow) -> tuple[int, int]:
         """Fewest and most instances: an operator's pin is both, while it lasts, in place of the endpoint's own."""
@@ -62,7 +66,7 @@ class Fleet:
 
     def kind(self, instance: Instance) -> InstanceKind:
         """What the instance should be under the strategy in use."""
-        most = self.instances_max[endpoint_of(instance)]
+        _, most = self.limits[endpoint_of(instance)]
         return kind_for(self.settings.scale_strategy, InstanceKind(instance.kind), instances_max=most)
 
     def is_stuck(self, instance: Instance) -> bool:
@@ -89,29 +93,36 @@ def gather_fleet(session: Session, live: LiveStore, settings: Settings, *, now_s
     census = take_census(session, silent_s=settings.heartbeat_stale_s)
     view = _view(live)
     plan = plan_in_force(session)
+    pins = pins_in_force(session, now_s)
     beyond_plan = settings.scale_strategy == StrategyName.LT_UA
     waiting = settings.scale_strategy in {StrategyName.CHIRON, StrategyName.SILOED}
     return Fleet(
         census=census,
         view=view,
-        reports={facts.instance_id: facts for facts in instance_facts(view, kv_bytes_per_token={}, sent_tokens={})},
+        reports={facts.instance_id: facts for facts in instance_facts(view)},
         leases=active_leases(session),
         planned=None if plan is None else _planned(session, plan.id),
+        pools=pools_of(plan, pins=pins),
         window_start_s=None if plan is None else float(plan.window_start_s),
         observed=_observed(session, now_s),
         forecast=_forecast(session, plan.window_start_s, now_s) if plan is not None and beyond_plan else {},
         backlogs=backlogs(session) if waiting else {},
-        pins=pins_in_force(session, now_s),
+        pins=pins,
         now_s=now_s,
         settings=settings,
     )
 
 
-def scaling_facts(fleet: Fleet) -> ScalingFacts:
-    """The endpoints for `choose_scaling`."""
+def scaling_facts(fleet: Fleet, *, stranded: Iterable[EndpointGpu] = ()) -> ScalingFacts:
+    """The endpoints for `choose_scaling`: those that are not pooled. Pooled instances count for nothing. A `stranded`
+    endpoint, whose pool does not serve it, is planned with one instance of its own.
+    """
+    alone = {Endpoint(model=key.model, region=key.region): {key.gpu_type: 1} for key in stranded}
     mine: dict[Endpoint, list[Instance]] = {}
     spot: dict[str, list[Instance]] = {}
     for instance in fleet.census.instances:
+        if instance.pooled:
+            continue
         if instance.desired == Desired.RUNNING:
             mine.setdefault(endpoint_of(instance), []).append(instance)
         elif instance.desired == Desired.SPOT:
@@ -123,11 +134,14 @@ def scaling_facts(fleet: Fleet) -> ScalingFacts:
     endpoints = []
     for row in fleet.census.endpoints:
         endpoint = Endpoint(model=row.model, region=row.region)
+        if endpoint in fleet.pools.endpoints and endpoint not in alone:
+            continue
         whole = _endpoint_facts(fleet, row, mine.get(endpoint, []), spot.get(row.region, []))
         backlog = fleet.backlogs.get(row.model)
         endpoints.append(
             replace(
                 whole,
+                planned=alone.get(endpoint, whole.planned),
                 tokens_per_s=profiles.get(row.model, {}),
                 backlog_tokens=0.0 if backlog is None else backlog.tokens / regions[row.model],
                 backlog_due_s=None if backlog is None else backlog.due_s,
@@ -160,7 +174,7 @@ def slot_rooms(fleet: Fleet) -> tuple[SlotRoom, ...]:
 
 
 def placed_instances(fleet: Fleet) -> tuple[PlacedInstance, ...]:
-    """The instances for `choose_slots`."""
+    """The instances for `choose_slots`: those with GPUs of their own."""
     reports = fleet.reports
     return tuple(
         PlacedInstance(
@@ -178,6 +192,20 @@ def placed_instances(fleet: Fleet) -> tuple[PlacedInstance, ...]:
             spot=_spot_facts(fleet, instance),
         )
         for instance in fleet.census.instances
+        if not instance.pooled
+    )
+
+
+def pool_facts(fleet: Fleet) -> PoolSlotFacts:
+    """What `choose_pool_slots` is told."""
+    return pool_slot_facts(
+        fleet.census,
+        fleet.pools,
+        planned=fleet.planned or {},
+        limits=fleet.limits,
+        rooms=slot_rooms(fleet),
+        placed=placed_instances(fleet),
+        stuck=frozenset(each.id for each in fleet.census.instances if each.pooled and fleet.is_stuck(each)),
     )
 
 

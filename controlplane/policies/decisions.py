@@ -23,8 +23,28 @@ class NoRoute:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Admit:
+    """Let a request in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """Let it wait for room."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refuse:
+    """Why a request is refused, and after how many seconds another try makes sense."""
+
+    reason: str
+    retry_after_s: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Release:
-    """Let `count` NIW requests of a model go to an endpoint."""
+    """Let `count` NIW requests of a batch of this tenant go to an endpoint."""
 
     endpoint: Endpoint
+    batch: int
+    tenant: str
     count: int

@@ -1,6 +1,7 @@
 """What policies are told: frozen records with units in their names. Nobody but the gathering code makes them."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -61,7 +62,11 @@ class ModelGpu:
 class InstanceFacts:
     """One instance as the live view knows it. `age_s`: seconds since its node's last heartbeat.
 
-    `sent_tokens` is what this very process sent there since that heartbeat; the heartbeat does not show it yet.
+    `sent_tokens` is what this very process sent there since that heartbeat, `sent_input_tokens` the prompts of it; the
+    heartbeat does not show them yet. `prefill_wait_s`: until its slot has served the prefills that wait, at
+    `prefill_token_s` a token, as the node itself measures; None: it has not said.
+    `slot`: of its node; instances of several models in one slot take turns. `load`: of the node's busiest slot, above 1
+    it cannot keep up with its decodes.
     """
 
     instance_id: str
@@ -74,13 +79,21 @@ class InstanceFacts:
     kv_capacity_bytes: int
     remaining_tokens: int
     sent_tokens: int = 0
+    sent_input_tokens: int = 0
     kv_bytes_per_token: int = 0
     kind: InstanceKind = InstanceKind.MIXED
+    prefill_wait_s: float | None = None
+    prefill_token_s: float | None = None
+    slot: int = 0
+    load: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingFacts:
-    """A request to place. `preference`: regions in the order this origin prefers them, its own first."""
+    """A request to place. `preference`: regions in the order this origin prefers them, its own first. `excluded`:
+    instances that failed it; `avoided`: instances and nodes that keep failing, taken only where there are no others.
+    `ttft_s`: when its first token is due; instances that would keep it waiting for longer come last.
+    """
 
     model: str
     tier: Tier
@@ -88,20 +101,57 @@ class RoutingFacts:
     preference: tuple[str, ...]
     instances: tuple[InstanceFacts, ...]
     excluded: frozenset[str] = frozenset()
+    avoided: frozenset[str] = frozenset()
+    ttft_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueueFacts:
-    """The NIW queue of one model: requests waiting, and how many of them are old enough to count as interactive."""
+class Objective:
+    """Token k of an answer, from 0, is due `ttft_s` + k * `tbt_s` after its request came (Aegaeon 4.1)."""
 
+    ttft_s: float
+    tbt_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionFacts:
+    """A request that wants in. `objective`: what its tier promises of its model; `urgent`: what IW-F does, while such
+    requests of the model come in.
+    """
+
+    routing: RoutingFacts
+    objective: Objective | None = None
+    urgent: Objective | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LotFacts:
+    """The waiting requests of one model in one batch: they share its tenant, age and deadline (`left_s` to go)."""
+
+    batch: int
+    tenant: str
     model: str
+    age_s: float
+    left_s: float
     waiting: int
-    aged: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backoff:
+    """How long an endpoint gets no deferred requests after a sign of trouble: `pause_s`, over at `until_s`.
+    `utilization`: what it was at the last look.
+    """
+
+    pause_s: float = 0.0
+    until_s: float = 0.0
+    utilization: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseFacts:
-    """All queues and all instances at one moment."""
+    """What waits and all instances at one moment. `turns`: the tenant served last, by model."""
 
-    queues: tuple[QueueFacts, ...]
+    lots: tuple[LotFacts, ...]
     instances: tuple[InstanceFacts, ...]
+    turns: Mapping[str, str] = field(default_factory=dict)
+    backoffs: Mapping[Endpoint, Backoff] = field(default_factory=dict)

@@ -58,12 +58,16 @@ class CellTold:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolTold:
-    """GPUs of a pool, and the endpoints that it serves."""
+    """GPUs of a pool, and the endpoints that it serves, and those of them that are `new` in it. `occupied`: GPUs that
+    they take together at their peaks.
+    """
 
     name: str
     before: int
     after: int
     endpoints: tuple[str, ...]
+    new: tuple[str, ...] = ()
+    occupied: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +187,13 @@ def _pools(pools: Sequence[PoolTold]) -> Iterator[str]:
     for pool in pools:
         size = f"{pool.after} GPUs" if pool.after == pool.before else f"{pool.before} -> {pool.after} GPUs"
         names = ", ".join(pool.endpoints[:SERIES_MAX]) + (", ..." if len(pool.endpoints) > SERIES_MAX else "")
-        yield f"- {pool.name}: {size} for {_count(len(pool.endpoints), 'endpoint')}{f' ({names})' if names else ''}"
+        line = f"- {pool.name}: {size} for {_count(len(pool.endpoints), 'endpoint')}{f' ({names})' if names else ''}"
+        if pool.after and pool.endpoints:
+            line += f", which take turns on them and fill {pool.occupied / pool.after:.0%}"
+        if pool.new:
+            more = ", ..." if len(pool.new) > SERIES_MAX else ""
+            line += f"; {len(pool.new)} new: {', '.join(pool.new[:SERIES_MAX])}{more}"
+        yield line
 
 
 def _shortfalls(plan: PlanTold) -> Iterator[str]:

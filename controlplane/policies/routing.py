@@ -2,7 +2,8 @@
 tokens left (SageServe 6.1, 6.2). Views are about a second old, so what this process itself just sent is counted in.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from controlplane.policies.decisions import NoRoute, Route
@@ -33,8 +34,26 @@ def utilization_of(instances: Iterable[InstanceFacts]) -> float:
     return used_bytes / capacity_bytes if capacity_bytes else 1.0
 
 
+def predicted_wait_s(instance: InstanceFacts) -> float | None:
+    """Until an instance begins what is sent to it now: what waits there, and what this process just sent. None: its
+    node has not said. The prompt's own time does not count: load makes none of it.
+    """
+    if instance.prefill_wait_s is None or instance.prefill_token_s is None:
+        return None
+    return instance.prefill_wait_s + instance.sent_input_tokens * instance.prefill_token_s
+
+
+def _in_time(instances: list[InstanceFacts], ttft_s: float | None) -> list[InstanceFacts]:
+    """Those that would begin in time, as far as is known; all where none would."""
+    if ttft_s is None:
+        return instances
+    return [i for i in instances if (predicted_wait_s(i) or 0.0) <= ttft_s] or instances
+
+
 def choose_route(facts: RoutingFacts, now_s: float, settings: RoutingSettings) -> Route | NoRoute:
-    """The first preferred region below the threshold, else the least utilized one; there, join the shortest queue."""
+    """The first preferred region below the threshold, else the least utilized one; there, join the shortest queue.
+    What keeps failing, and what would begin too late, is taken only where there is nothing else.
+    """
     usable = [
         instance
         for instance in facts.instances
@@ -45,8 +64,9 @@ def choose_route(facts: RoutingFacts, now_s: float, settings: RoutingSettings) -
     ]
     if not usable:
         return NoRoute(reason=_why_none(facts, settings))
+    well = [i for i in usable if i.instance_id not in facts.avoided and i.node_id not in facts.avoided]
     by_region: dict[str, list[InstanceFacts]] = {}
-    for instance in usable:
+    for instance in _in_time(well or usable, facts.ttft_s):
         by_region.setdefault(instance.endpoint.region, []).append(instance)
     rank = {region: place for place, region in enumerate(facts.preference)}
     regions = sorted(by_region, key=lambda region: (rank.get(region, len(rank)), region))
@@ -55,6 +75,19 @@ def choose_route(facts: RoutingFacts, now_s: float, settings: RoutingSettings) -
     region = below[0] if below else min(regions, key=lambda name: load[name])
     chosen = min(by_region[region], key=lambda i: (i.remaining_tokens + i.sent_tokens, i.instance_id))
     return Route(instance_id=chosen.instance_id, node_id=chosen.node_id, region=region, utilization=load[region])
+
+
+def choose_preference(
+    regions: Sequence[str], origin: str | None, latencies_ms: Mapping[tuple[str, str], float]
+) -> tuple[str, ...]:
+    """The regions as a request from `origin` prefers them: its own, then by latency (milliseconds, by origin and
+    destination). Those as far, and those of unknown latency, which come last, keep their order.
+    """
+
+    def far_ms(region: str) -> float:
+        return -1.0 if region == origin else latencies_ms.get((origin or "", region), math.inf)
+
+    return tuple(sorted(regions, key=far_ms))
 
 
 def _why_none(facts: RoutingFacts, settings: RoutingSettings) -> str:

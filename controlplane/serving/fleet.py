@@ -5,17 +5,19 @@ Both are refreshed in the background, and the last good copy serves on while its
 
 import asyncio
 import contextlib
-import math
 import time
-from collections import deque
 from collections.abc import Callable
 
 import anyio.to_thread
+import msgspec
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from controlplane.errors import TidepoolError, UnknownModelError
-from controlplane.policies.facts import InstanceFacts
+from controlplane.policies.facts import InstanceFacts, Objective, Tier
+from controlplane.policies.objectives import choose_objective
+from controlplane.policies.routing import choose_preference
+from controlplane.serving.sent import Sending, SentTokens
 from controlplane.settings import Settings
 from controlplane.store.fleet import Catalog, load_catalog
 from controlplane.store.live import EMPTY_VIEW, FleetView, LiveStore, instance_facts
@@ -24,7 +26,7 @@ from controlplane.store.tables import Model
 
 log = structlog.get_logger()
 _CATALOG_REFRESH_S = 2.0
-_VIEW_KEEP_S = 60.0
+_VIEW_KEEP_S = 600.0
 
 
 class FleetCache:
@@ -39,8 +41,13 @@ class FleetCache:
         self._view: FleetView = EMPTY_VIEW
         self._view_at = 0.0
         self._catalog = Catalog(models={}, regions=(), nodes={})
-        self._view_away = False
-        self._sent: dict[str, deque[tuple[float, int]]] = {}
+        self._view_away = self._has_view = self._has_catalog = False
+        self._sent = SentTokens()
+        self._sent_since: FleetView | None = None
+        self._objectives = {
+            Tier.IW_F: Objective(ttft_s=settings.slo_iw_f_ttft_s, tbt_s=settings.slo_iw_f_tbt_s),
+            Tier.IW_N: Objective(ttft_s=settings.slo_iw_n_ttft_s, tbt_s=settings.slo_iw_n_tbt_s),
+        }
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -79,56 +86,69 @@ class FleetCache:
 
     def preference(self, origin: str | None) -> tuple[str, ...]:
         """Regions in the order a request from `origin` prefers them."""
-        home = tuple(region for region in self._catalog.regions if region == origin)
-        return home + tuple(region for region in self._catalog.regions if region != origin)
+        return choose_preference(self._catalog.regions, origin, self._catalog.latencies_ms)
 
     def node_url(self, node: str) -> str | None:
         """Where a node's agent listens."""
         view = self._view.nodes.get(node)
         return view.url if view is not None else self._catalog.nodes.get(node)
 
-    def instances(self) -> tuple[InstanceFacts, ...]:
-        """Every instance of the view, aged by the time since it was read, with what was sent since it reported. While
-        Redis is away nobody can know better, so the view does not age for its first minute.
+    def instances(self, model: str | None = None) -> tuple[InstanceFacts, ...]:
+        """Every instance of the view (of one model, if that is named), aged by the time since it was read, with what
+        was sent since it reported. While Redis is away nobody can know better, so the view does not age for its first
+        ten minutes; which instances are gone is found out by trying.
         """
-        unread_s = time.monotonic() - self._view_at
-        aged_s = 0.0 if self._view_away and unread_s < _VIEW_KEEP_S else unread_s
-        view = FleetView(read_s=self._view.read_s + aged_s, nodes=self._view.nodes)
-        self._forget_reported()
-        return instance_facts(
-            view,
-            kv_bytes_per_token={name: model.kv_bytes_per_token for name, model in self._catalog.models.items()},
-            sent_tokens={instance: sum(tokens for _, tokens in sent) for instance, sent in self._sent.items()},
-        )
+        view = FleetView(read_s=self._view.read_s + self._aged_s(), nodes=self._view.nodes)
+        if self._sent_since is not self._view:
+            self._sent_since = self._view
+            self._sent.forget(self._heard_at_s())
+        return instance_facts(view, models=self._catalog.models, sent=self._sent.of, model=model)
 
-    def note_sent(self, instance_id: str, tokens: int) -> None:
-        """Count what is on its way to an instance until its next heartbeat shows it."""
-        self._sent.setdefault(instance_id, deque()).append((time.monotonic(), tokens))
+    def objective(self, model: Model, tier: Tier) -> Objective | None:
+        """What a tier promises of a model; None for deferred requests."""
+        return choose_objective(tier, model.slo, self._objectives)
 
-    def _forget_reported(self) -> None:
-        """Drop what was sent before an instance's last heartbeat, and all of instances that are gone."""
-        heard_at = {
+    def note_sent(self, instance_id: str, tokens: int, input_tokens: int = 0) -> Sending:
+        """Count what is on its way to an instance (`tokens`, and the prompt's part of them) until its next heartbeat
+        shows it.
+        """
+        return self._sent.add(instance_id, tokens, input_tokens)
+
+    def note_refused(self, instance_id: str, sending: Sending) -> None:
+        """Count it no more: the instance did not take it."""
+        self._sent.take_back(instance_id, sending)
+
+    def _heard_at_s(self) -> dict[str, float]:
+        """When each instance's last heartbeat came, on this process's monotonic clock."""
+        return {
             report.instance_id: self._view_at - (self._view.read_s - node.received_s)
             for node in self._view.nodes.values()
             for report in node.heartbeat.instances
         }
-        for instance_id, sent in list(self._sent.items()):
-            while sent and sent[0][0] <= heard_at.get(instance_id, math.inf):
-                sent.popleft()
-            if not sent:
-                del self._sent[instance_id]
+
+    def _aged_s(self) -> float:
+        unread_s = time.monotonic() - self._view_at
+        return 0.0 if self._view_away and self._has_view and unread_s < _VIEW_KEEP_S else unread_s
 
     def is_fresh(self) -> bool:
         """Whether the view was read within the time after which nodes count as unknown."""
         return time.monotonic() - self._view_at < self._settings.heartbeat_stale_s
 
+    def missing(self) -> list[str]:
+        """What requests cannot be served without: a view that still counts, and the catalog."""
+        missing = [] if self._has_view and self._aged_s() < self._settings.heartbeat_stale_s else ["live view"]
+        return missing if self._has_catalog else [*missing, "catalog"]
+
     def _read_view(self) -> None:
-        view = self._live.read_view()
-        self._view, self._view_at = view, time.monotonic()
+        view = _merged(
+            self._view, self._live.read_view(), was_away=self._view_away, keep_s=self._settings.heartbeat_stale_s
+        )
+        self._view, self._view_at, self._has_view = view, time.monotonic(), True
 
     def _read_catalog(self) -> None:
         with self._database.transaction() as session:
             self._catalog = load_catalog(session)
+        self._has_catalog = True
 
     async def _repeat(self, read: Callable[[], None], every_s: float, what: str) -> None:
         down = False
@@ -149,3 +169,16 @@ class FleetCache:
                 log.warning("source is away; the last copy serves on", what=what, error=str(error).splitlines()[0])
             return False
         return True
+
+
+def _merged(before: FleetView, now: FleetView, *, was_away: bool, keep_s: float) -> FleetView:
+    """The newer of what is known of each node. A Redis that comes back may have forgotten them, and nobody was heard
+    while it was away: their silence begins anew.
+    """
+    heard = dict(now.nodes)
+    for name, node in before.nodes.items():
+        received_s = now.read_s if was_away else node.received_s
+        newer = name not in heard or heard[name].received_s < received_s
+        if newer and now.read_s - received_s <= keep_s:
+            heard[name] = msgspec.structs.replace(heard.get(name, node), received_s=received_s)
+    return FleetView(read_s=now.read_s, nodes=heard)

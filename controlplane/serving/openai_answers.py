@@ -1,15 +1,16 @@
 """OpenAI's answers, made from a stream of events: whole objects, server-sent chunks, and errors."""
 
 import time
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from controlplane.errors import NodeError, TidepoolError
 from controlplane.serving.openai_requests import AnyRequest, ChatRequest
-from controlplane.serving.send import Placed
-from dataplane.messages import Finished, StreamEvent, Token
+from controlplane.serving.send import Sent
+from dataplane.messages import Finished, Token
 
 _OPENAI_TYPES = {
     401: "authentication_error",
@@ -18,8 +19,6 @@ _OPENAI_TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-
-Events = AsyncGenerator[Placed | StreamEvent, None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +72,12 @@ class AnswerHead:
         """A piece of text."""
         return self._chunk({"content": text}, None) if self.chat else self._completion_chunk(text, None)
 
+    def text_frame(self) -> tuple[bytes, bytes]:
+        """What stands before and after the text, as JSON, in the server-sent event of any piece of text."""
+        mark = "\0text"
+        before, _, after = sse(self.text_chunk(mark)).rpartition(msgspec.json.encode(mark))
+        return before, after
+
     def last_chunk(self, end: Finished) -> dict[str, Any]:
         """The chunk that says why the text ended."""
         return self._chunk({}, end.finish_reason) if self.chat else self._completion_chunk("", end.finish_reason)
@@ -91,6 +96,11 @@ class AnswerHead:
         return self._object("text_completion", [choice])
 
 
+def sse(value: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
 def openai_error(error: TidepoolError) -> dict[str, Any]:
     """The error object OpenAI's clients parse: all four keys, always."""
     default = "invalid_request_error" if error.status < 500 else "server_error"
@@ -107,7 +117,7 @@ def usage_of(end: Finished) -> dict[str, int]:
     }
 
 
-async def collect(events: Events, head: AnswerHead) -> dict[str, Any]:
+async def collect(sent: Sent, head: AnswerHead) -> dict[str, Any]:
     """The whole answer of a stream.
 
     Raises:
@@ -115,12 +125,13 @@ async def collect(events: Events, head: AnswerHead) -> dict[str, Any]:
     """
     text: list[str] = []
     end: Finished | None = None
-    async with aclosing(events):
-        async for event in events:
-            if isinstance(event, Token):
-                text.append(event.text)
-            elif isinstance(event, Finished):
-                end = event
+    async with aclosing(sent):
+        async for events in sent:
+            for event in events:
+                if isinstance(event, Token):
+                    text.append(event.text)
+                elif isinstance(event, Finished):
+                    end = event
     if end is None:
         raise NodeError("the node ended the stream without a finish reason")
     return head.whole("".join(text), end)

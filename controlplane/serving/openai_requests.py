@@ -192,6 +192,14 @@ def parse_body(endpoint: str, body: dict[str, Any]) -> AnyRequest:
         raise first_fault(error.errors()[0]) from error
 
 
+def parse_json(endpoint: str, body: bytes) -> AnyRequest:
+    """The same from JSON that was not decoded; raises as `parse_body` does."""
+    try:
+        return REQUESTS[endpoint].model_validate_json(body)
+    except ValidationError as error:
+        raise first_fault(error.errors()[0]) from error
+
+
 def first_fault(fault: Mapping[str, Any]) -> InvalidValueError:
     """A validation error of pydantic's as ours. `loc` is the path to the field; the names of a union's branches, which
     pydantic mixes in, are left out.
@@ -202,16 +210,8 @@ def first_fault(fault: Mapping[str, Any]) -> InvalidValueError:
     return InvalidValueError(f"{field}: {message}" if field else message, param=field)
 
 
-def to_outgoing(
-    request: AnyRequest,
-    model: Model,
-    *,
-    request_id: str,
-    tier: Tier,
-    origin: str | None,
-    only_region: str | None = None,
-) -> Outgoing:
-    """The request as the fleet understands it.
+def check_context(request: AnyRequest, model: Model) -> None:
+    """Let a request pass that may fit the model.
 
     Raises:
         ContextLengthError: `max_tokens` alone is beyond the model's context.
@@ -223,6 +223,19 @@ def to_outgoing(
             f" {model.context_tokens} tokens",
             param="max_tokens",
         )
+
+
+def to_outgoing(
+    request: AnyRequest,
+    model: Model,
+    *,
+    request_id: str,
+    tier: Tier,
+    origin: str | None,
+    only_region: str | None = None,
+) -> Outgoing:
+    """The request as the fleet understands it; raises as `check_context` does."""
+    check_context(request, model)
     return Outgoing(
         request_id=request_id,
         model=model,

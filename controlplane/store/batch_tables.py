@@ -1,17 +1,27 @@
 """The tables of the Files and Batch APIs and of the NIW queue.
 
-The promise "an accepted batch request has exactly one result" is the primary key of `batch_results`, together with the
-rule that a result is written in the transaction that ends its request. Bodies are `json`, not `jsonb`: they are kept as
-they came, and text that people and models write may hold U+0000, which `jsonb` refuses.
+A request is a line of a batch: (`batch_number`, `line`) names it everywhere. It is *open* while it has a row in
+`queued_requests`, and ended when it has one in `batch_results`; the only statements that write a result delete the
+queue's row and take the key from what they deleted. So the promise "an accepted request has exactly one result" is two
+primary keys and one statement, and the queue holds what is open and nothing else, however much has ended. When the
+output files of a batch are written, its requests and results are deleted: the files are the archive.
+
+There are no foreign keys between these three: each would lock a row of another table for every row written. Bodies are
+`json`, not `jsonb`: they are kept as they came, and text that people and models write may hold U+0000, which `jsonb`
+refuses.
 """
 
 from datetime import datetime
+from typing import Any
 
 from sqlalchemy import JSON, CheckConstraint, ForeignKey, Identity, Index, UniqueConstraint, func, text
+from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, mapped_column
 
-from controlplane.policies.lifecycle import BatchRequestState, BatchState
+from controlplane.policies.lifecycle import BATCH_REQUEST, BatchState, terminal_states
 from controlplane.store.tables import Base, Json, one_of
+
+_ENDED = ", ".join(f"'{state.value}'" for state in sorted(terminal_states(BATCH_REQUEST)))
 
 
 class File(Base):
@@ -33,11 +43,19 @@ class File(Base):
 
 
 class Batch(Base):
-    """An offline job. Its counts are counted from its requests, never kept."""
+    """An offline job. `total` is known when it was validated; `completed`, `failed` and the tokens are its last counts,
+    written with its output. `models`: those that its creator's key may use; null is all.
+    """
 
     __tablename__ = "batches"
-    __table_args__ = (one_of("state", BatchState), Index("ix_batches_tenant", "tenant", "created_at", "id"))
+    __table_args__ = (
+        one_of("state", BatchState),
+        Index("ix_batches_tenant", "tenant", "created_at", "id"),
+        Index("ix_batches_open", "state", "id", postgresql_where=text("ended_at IS NULL")),
+        UniqueConstraint("number"),
+    )
     id: Mapped[str] = mapped_column(primary_key=True)
+    number: Mapped[int] = mapped_column(Identity())
     tenant: Mapped[str]
     endpoint: Mapped[str]
     completion_window: Mapped[str]
@@ -45,8 +63,15 @@ class Batch(Base):
     input_file_id: Mapped[str] = mapped_column(ForeignKey("files.id"))
     output_file_id: Mapped[str | None] = mapped_column(ForeignKey("files.id"))
     error_file_id: Mapped[str | None] = mapped_column(ForeignKey("files.id"))
+    output_keep_s: Mapped[int | None]
     labels: Mapped[Json | None]
+    models: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
     errors: Mapped[Json | None]
+    total: Mapped[int] = mapped_column(server_default=text("0"))
+    completed: Mapped[int] = mapped_column(server_default=text("0"))
+    failed: Mapped[int] = mapped_column(server_default=text("0"))
+    input_tokens: Mapped[int] = mapped_column(server_default=text("0"))
+    output_tokens: Mapped[int] = mapped_column(server_default=text("0"))
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     deadline_at: Mapped[datetime]
     in_progress_at: Mapped[datetime | None]
@@ -55,44 +80,69 @@ class Batch(Base):
     ended_at: Mapped[datetime | None]
 
 
+class BatchModel(Base):
+    """A model that lines of a batch ask for: what the queue is looked through by. `tokens`: their input, guessed."""
+
+    __tablename__ = "batch_models"
+    batch_number: Mapped[int] = mapped_column(
+        ForeignKey("batches.number", ondelete="CASCADE"), primary_key=True, autoincrement=False
+    )
+    model: Mapped[str] = mapped_column(primary_key=True)
+    requests: Mapped[int]
+    tokens: Mapped[int]
+
+
 class BatchRequest(Base):
-    """One line of a batch: a deferred request (NIW). Running means leased until `lease_until` to `lease_id`."""
+    """One line of a batch that has not ended: what was asked. It never changes."""
 
     __tablename__ = "batch_requests"
-    __table_args__ = (
-        one_of("state", BatchRequestState),
-        UniqueConstraint("batch_id", "line"),
-        UniqueConstraint("batch_id", "custom_id"),
-        CheckConstraint("(state = 'running') = (lease_id IS NOT NULL)", name="lease_while_running"),
-        Index("ix_batch_requests_claim", "model", "deadline_at", "id", postgresql_where=text("state = 'waiting'")),
-        Index("ix_batch_requests_leased", "lease_until", postgresql_where=text("state = 'running'")),
-        Index("ix_batch_requests_open", "batch_id", postgresql_where=text("state IN ('waiting', 'running')")),
-    )
-    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
-    batch_id: Mapped[str] = mapped_column(ForeignKey("batches.id", ondelete="CASCADE"))
-    line: Mapped[int]
+    batch_number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    line: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     custom_id: Mapped[str]
-    model: Mapped[str]
     body: Mapped[Json] = mapped_column(JSON)
-    state: Mapped[str] = mapped_column(server_default=text("'waiting'"))
+
+
+class QueuedRequest(Base):
+    """A deferred request (NIW) without a result. It is leased until `lease_until`, or waits. `epoch` counts the claims
+    and is the fence: who writes for a request, or commands a node, names the epoch of its claim, and an older one is
+    refused. `attempts` counts those claims in which a node may have had it. `tokens`: prompt and completion that it may
+    take, guessed; its tenant's limit counts them for as long as the row is here.
+    """
+
+    __tablename__ = "queued_requests"
+    __table_args__ = (
+        Index(
+            "ix_queued_requests_waiting",
+            "batch_number",
+            "model",
+            "line",
+            postgresql_where=text("lease_until IS NULL"),
+        ),
+        Index("ix_queued_requests_leased", "lease_until", postgresql_where=text("lease_until IS NOT NULL")),
+    )
+    batch_number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    line: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    model: Mapped[str]
+    tokens: Mapped[int] = mapped_column(server_default=text("0"))
+    epoch: Mapped[int] = mapped_column(server_default=text("0"))
     attempts: Mapped[int] = mapped_column(server_default=text("0"))
-    lease_id: Mapped[str | None]
     lease_until: Mapped[datetime | None]
     not_before: Mapped[datetime | None]
     last_error: Mapped[str | None]
-    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
-    deadline_at: Mapped[datetime]
 
 
 class BatchResult(Base):
-    """The one result of a request. `error` is set where no answer was made (expired, cancelled)."""
+    """The one result of a request. `error` is set where no answer was made (expired, cancelled, given up)."""
 
     __tablename__ = "batch_results"
-    request_id: Mapped[int] = mapped_column(
-        ForeignKey("batch_requests.id", ondelete="CASCADE"), primary_key=True, autoincrement=False
-    )
+    __table_args__ = (CheckConstraint(f"state IN ({_ENDED})", name="state_known"),)
+    batch_number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    line: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    state: Mapped[str]
     status_code: Mapped[int | None]
     body: Mapped[Json | None] = mapped_column(JSON)
     error: Mapped[Json | None]
     upstream_id: Mapped[str]
+    input_tokens: Mapped[int] = mapped_column(server_default=text("0"))
+    output_tokens: Mapped[int] = mapped_column(server_default=text("0"))
     finished_at: Mapped[datetime] = mapped_column(server_default=func.now())

@@ -1,53 +1,59 @@
-"""Rows of the Batch API. Counts are counted, never kept; states move as `policies.lifecycle.BATCH` says."""
+"""Rows of the Batch API. States move as `policies.lifecycle.BATCH` says; counts are counted until a batch has ended."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import uuid_utils
-from sqlalchemy import func, select, text, update
+from sqlalchemy import delete, func, insert, select, text
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, NotFoundError
-from controlplane.policies.lifecycle import BATCH, BatchRequestState, BatchState, can_move, require_move
-from controlplane.store.batch_tables import Batch, BatchRequest, BatchResult
+from controlplane.policies.lifecycle import BATCH, BatchRequestState, BatchState, can_move, is_terminal, require_move
+from controlplane.store.batch_tables import Batch, BatchModel, BatchRequest, BatchResult, QueuedRequest
 from controlplane.store.paging import Page, page
 
-_OPEN = (BatchRequestState.WAITING, BatchRequestState.RUNNING)
+_BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchCounts:
-    """Requests of a batch: all, answered well, and ended any other way."""
+    """Requests of a batch: all, answered well, and ended any other way; tokens read and made for them so far."""
 
     total: int = 0
     completed: int = 0
     failed: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class NewRequest:
-    """A validated line of a batch file. `line` counts from 1."""
+class NewRequest(NamedTuple):
+    """A validated line of a batch file. `line` counts from 1; `body` is JSON as it came; `tokens`: a guess of what it
+    takes, prompt and answer.
+    """
 
     line: int
     custom_id: str
     model: str
-    body: dict[str, Any]
+    body: bytes
+    tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResultLine:
     """A request and its result, as the output files need them."""
 
+    line: int
     custom_id: str
     state: BatchRequestState
     status_code: int | None
     body: dict[str, Any] | None
     error: dict[str, Any] | None
     upstream_id: str
-    request_id: int
+    input_tokens: int
+    output_tokens: int
 
 
 def add_batch(
@@ -59,8 +65,12 @@ def add_batch(
     completion_window: str,
     window_s: int,
     labels: dict[str, Any] | None,
+    models: list[str] | None = None,
+    output_keep_s: int | None = None,
 ) -> Batch:
-    """Accept a batch; a dispatcher validates it next."""
+    """Accept a batch; a dispatcher validates it next. `models`: those that its lines may ask for; None is all.
+    `output_keep_s`: how long its output files are kept, if not as long as others.
+    """
     now = session.scalar(select(func.now()))
     assert now is not None
     batch = Batch(
@@ -70,7 +80,9 @@ def add_batch(
         completion_window=completion_window,
         state=BatchState.VALIDATING,
         input_file_id=input_file_id,
+        output_keep_s=output_keep_s,
         labels=labels,
+        models=models,
         deadline_at=now + timedelta(seconds=window_s),
     )
     session.add(batch)
@@ -97,17 +109,36 @@ def list_batches(session: Session, *, tenant: str, after: str | None, limit: int
     return page(session, query, Batch.id, after=after, limit=limit, newest_first=True)
 
 
-def counts_of(session: Session, batch_ids: Sequence[str]) -> dict[str, BatchCounts]:
-    """Request counts by batch."""
-    done = func.count().filter(BatchRequest.state == BatchRequestState.COMPLETED)
-    lost = func.count().filter(BatchRequest.state.in_([s for s in BatchRequestState if s not in _OPEN])) - done
+def counts_of(session: Session, batches: Sequence[Batch]) -> dict[str, BatchCounts]:
+    """The counts of batches by id: the last ones of those that ended, and of the others what is true now."""
     rows = session.execute(
-        select(BatchRequest.batch_id, func.count(), done, lost)
-        .where(BatchRequest.batch_id.in_(batch_ids))
-        .group_by(BatchRequest.batch_id)
+        select(
+            BatchResult.batch_number,
+            func.count().filter(BatchResult.state == BatchRequestState.COMPLETED),
+            func.count().filter(BatchResult.state != BatchRequestState.COMPLETED),
+            func.sum(BatchResult.input_tokens),
+            func.sum(BatchResult.output_tokens),
+        )
+        .where(BatchResult.batch_number.in_([batch.number for batch in batches if batch.ended_at is None]))
+        .group_by(BatchResult.batch_number)
     )
-    found = {batch_id: BatchCounts(total=t, completed=c, failed=f) for batch_id, t, c, f in rows}
-    return {batch_id: found.get(batch_id, BatchCounts()) for batch_id in batch_ids}
+    now = {number: counts for number, *counts in rows}
+    return {
+        batch.id: _counts(batch.total, *now.get(batch.number, (0, 0, 0, 0)))
+        if batch.ended_at is None
+        else _counts(batch.total, batch.completed, batch.failed, batch.input_tokens, batch.output_tokens)
+        for batch in batches
+    }
+
+
+def _counts(total: int, completed: int, failed: int, input_tokens: int, output_tokens: int) -> BatchCounts:
+    return BatchCounts(
+        total=total,
+        completed=completed,
+        failed=failed,
+        input_tokens=int(input_tokens),
+        output_tokens=int(output_tokens),
+    )
 
 
 def move_batch(session: Session, batch: Batch, state: BatchState) -> None:
@@ -125,7 +156,7 @@ def move_batch(session: Session, batch: Batch, state: BatchState) -> None:
         batch.finalizing_at = now
     elif state == BatchState.CANCELLING:
         batch.cancelling_at = now
-    else:
+    if is_terminal(BATCH, state):
         batch.ended_at = now
     session.flush()
 
@@ -146,52 +177,58 @@ def cancel_batch(session: Session, batch_id: str, *, tenant: str) -> Batch:
     if not can_move(BATCH, state, BatchState.CANCELLING):
         raise ConflictError(f"Cannot cancel a batch with status '{state}'.", param="batch_id")
     move_batch(session, batch, BatchState.CANCELLING)
-    end_requests(session, BatchRequest.batch_id == batch_id, state=BatchRequestState.CANCELLED)
+    end_batch_requests(session, batch.number, state=BatchRequestState.CANCELLED)
     return batch
 
 
-_END_ERRORS: Mapping[BatchRequestState, dict[str, str]] = {
+ATTEMPTS_EXHAUSTED: Mapping[str, str] = {
+    "code": "attempts_exhausted",
+    "message": "Every attempt at this request ended without an answer.",
+}
+_END_ERRORS: Mapping[BatchRequestState, Mapping[str, str]] = {
     BatchRequestState.EXPIRED: {
         "code": "batch_expired",
         "message": "This request could not be executed before the completion window expired.",
     },
-    BatchRequestState.FAILED: {
-        "code": "attempts_exhausted",
-        "message": "Every attempt at this request ended without an answer.",
-    },
+    BatchRequestState.FAILED: ATTEMPTS_EXHAUSTED,
     BatchRequestState.CANCELLED: {
         "code": "batch_cancelled",
         "message": "The batch was cancelled before this request ran.",
     },
 }
+_END = """
+    WITH ended AS (DELETE FROM queued_requests WHERE {which} RETURNING batch_number, line)
+    INSERT INTO batch_results (batch_number, line, state, error, upstream_id)
+    SELECT batch_number, line, :state, CAST(:error AS jsonb), '' FROM ended RETURNING line
+"""
 
 
-def end_requests(session: Session, where: Any, *, state: BatchRequestState) -> int:
-    """End all open requests that match, with the result line that says why; returns how many."""
-    ended = list(
-        session.scalars(
-            update(BatchRequest)
-            .where(where, BatchRequest.state.in_(_OPEN))
-            .values(state=state, lease_id=None, lease_until=None)
-            .returning(BatchRequest.id)
-        )
-    )
-    if ended:
-        session.execute(
-            text(
-                "INSERT INTO batch_results (request_id, error, upstream_id)"
-                " SELECT id, CAST(:error AS jsonb), '' FROM unnest(CAST(:ids AS bigint[])) AS ended(id)"
-            ),
-            {"error": msgspec.json.encode(_END_ERRORS[state]).decode(), "ids": ended},
-        )
-    return len(ended)
+def end_requests(session: Session, keys: Sequence[tuple[int, int]], *, state: BatchRequestState) -> int:
+    """End these open requests (batch number, line), with the result line that says why; returns how many."""
+    which = """
+        (batch_number, line) IN (SELECT * FROM unnest(CAST(:numbers AS bigint[]), CAST(:lines AS bigint[])))
+    """
+    numbers, lines = [number for number, _ in keys], [line for _, line in keys]
+    return _end(session, which, {"numbers": numbers, "lines": lines}, state) if keys else 0
+
+
+def end_batch_requests(session: Session, number: int, *, state: BatchRequestState) -> int:
+    """The same for all open requests of a batch. Who writes results of the batch at this moment ends first."""
+    session.execute(select(func.pg_advisory_xact_lock(-number)))
+    return _end(session, "batch_number = :number", {"number": number}, state)
+
+
+def _end(session: Session, which: str, values: Mapping[str, Any], state: BatchRequestState) -> int:
+    error = msgspec.json.encode(_END_ERRORS[state]).decode()
+    rows = session.execute(text(_END.format(which=which)), {**values, "state": state.value, "error": error})
+    return len(rows.all())
 
 
 def claim_validating(session: Session) -> Batch | None:
     """A batch to validate, locked until the transaction ends, so that nobody else does."""
     return session.scalar(
         select(Batch)
-        .where(Batch.state == BatchState.VALIDATING)
+        .where(Batch.state == BatchState.VALIDATING, Batch.ended_at.is_(None))
         .order_by(Batch.id)
         .limit(1)
         .with_for_update(skip_locked=True)
@@ -200,46 +237,70 @@ def claim_validating(session: Session) -> Batch | None:
 
 def add_requests(session: Session, batch: Batch, requests: Iterable[NewRequest]) -> None:
     """Put a validated batch's requests in the queue, all of them or (with the transaction) none."""
-    deadline = batch.deadline_at
     session.execute(text("SET LOCAL statement_timeout = 0"))  # a copy lasts as long as its rows take to come
     cursor = session.connection().connection.cursor()
-    with cursor.copy("COPY batch_requests (batch_id, line, custom_id, model, body, deadline_at) FROM STDIN") as copy:
+    batch_number = batch.number
+    queued: list[tuple[int, int, str, int]] = []
+    counts: dict[str, tuple[int, int]] = {}
+    with cursor.copy("COPY batch_requests (batch_number, line, custom_id, body) FROM STDIN") as copy:
         for request in requests:
-            body = msgspec.json.encode(request.body).decode()
-            copy.write_row((batch.id, request.line, request.custom_id, request.model, body, deadline))
+            copy.write_row((batch_number, request.line, request.custom_id, request.body.decode()))
+            queued.append((batch_number, request.line, request.model, request.tokens))
+            number, size_bytes = counts.get(request.model, (0, 0))
+            counts[request.model] = number + 1, size_bytes + len(request.body)
+    with cursor.copy("COPY queued_requests (batch_number, line, model, tokens) FROM STDIN") as copy:
+        for row in queued:
+            copy.write_row(row)
+    lots = [
+        {"batch_number": batch_number, "model": model, "requests": number, "tokens": size_bytes // _BYTES_PER_TOKEN}
+        for model, (number, size_bytes) in counts.items()
+    ]
+    if lots:
+        session.execute(insert(BatchModel), lots)
+    batch.total = len(queued)
 
 
 def claim_finished(session: Session) -> Batch | None:
     """A batch with no open request and no output yet, locked until the transaction ends."""
-    still_open = (
-        select(BatchRequest.id).where(BatchRequest.batch_id == Batch.id, BatchRequest.state.in_(_OPEN)).exists()
-    )
+    still_open = select(QueuedRequest.line).where(QueuedRequest.batch_number == Batch.number).exists()
     ending = [BatchState.IN_PROGRESS, BatchState.FINALIZING, BatchState.CANCELLING]
     return session.scalar(
         select(Batch)
-        .where(Batch.state.in_(ending), ~still_open)
+        .where(Batch.state.in_(ending), Batch.ended_at.is_(None), ~still_open)
         .order_by(Batch.id)
         .limit(1)
         .with_for_update(skip_locked=True, of=Batch)
     )
 
 
-def result_lines(session: Session, batch_id: str) -> Iterator[ResultLine]:
-    """Every request of an ended batch with its result, in the order of the input lines, read a thousand at a time."""
+def result_lines(session: Session, batch: Batch) -> Iterator[ResultLine]:
+    """Every ended request of a batch with its result, in the order of the input lines, read a thousand at a time."""
     rows = session.execute(
-        select(BatchRequest.custom_id, BatchRequest.state, BatchResult, BatchRequest.id)
-        .join(BatchResult, BatchResult.request_id == BatchRequest.id)
-        .where(BatchRequest.batch_id == batch_id)
+        select(BatchRequest.custom_id, BatchResult)
+        .join(
+            BatchResult,
+            (BatchResult.batch_number == BatchRequest.batch_number) & (BatchResult.line == BatchRequest.line),
+        )
+        .where(BatchRequest.batch_number == batch.number)
         .order_by(BatchRequest.line)
         .execution_options(yield_per=1000)
     )
-    for custom_id, state, result, request_id in rows:
+    for custom_id, result in rows:
         yield ResultLine(
+            line=result.line,
             custom_id=custom_id,
-            state=BatchRequestState(state),
+            state=BatchRequestState(result.state),
             status_code=result.status_code,
             body=result.body,
             error=result.error,
             upstream_id=result.upstream_id,
-            request_id=request_id,
+            input_tokens=result.input_tokens,
+            output_tokens=result.output_tokens,
         )
+        session.expunge(result)
+
+
+def forget_requests(session: Session, batch: Batch) -> None:
+    """Drop the requests and results of a batch whose output is written: the files hold them from here on."""
+    for table in (BatchRequest, BatchResult, BatchModel):
+        session.execute(delete(table).where(table.batch_number == batch.number))

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session, undefer
 
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.plan_words import ForecastRecord
-from controlplane.store.tables import DemandBucket, Forecast
+from controlplane.store.demand_tables import DemandBucket, Forecast
 
 IW, NIW = "IW", "NIW"
 _WRITERS_TURN = 7303015

@@ -4,12 +4,14 @@ from collections.abc import Collection
 from datetime import datetime
 
 import uuid_utils
-from sqlalchemy import func, select
+from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
 from controlplane.errors import NotFoundError
 from controlplane.store.batch_tables import File
 from controlplane.store.paging import Page, page
+
+_THERE = (File.deleted_at.is_(None), or_(File.expires_at.is_(None), File.expires_at > func.now()))
 
 
 def new_file_id() -> str:
@@ -31,10 +33,10 @@ def get_file(session: Session, file_id: str, *, tenant: str) -> File:
     """A tenant's file.
 
     Raises:
-        NotFoundError: there is none of that id, it is another tenant's, or it is deleted.
+        NotFoundError: there is none of that id, it is another tenant's, deleted, or past its time.
     """
-    row = session.get(File, file_id)
-    if row is None or row.tenant != tenant or row.deleted_at is not None:
+    row = session.scalar(select(File).where(File.id == file_id, File.tenant == tenant, *_THERE))
+    if row is None:
         raise NotFoundError(f"No such File object: {file_id}", param="file_id")
     return row
 
@@ -43,7 +45,7 @@ def list_files(
     session: Session, *, tenant: str, purpose: str | None, after: str | None, limit: int, newest_first: bool
 ) -> Page[File]:
     """One page of a tenant's files."""
-    query = select(File).where(File.tenant == tenant, File.deleted_at.is_(None))
+    query = select(File).where(File.tenant == tenant, *_THERE)
     if purpose is not None:
         query = query.where(File.purpose == purpose)
     return page(session, query, File.id, after=after, limit=limit, newest_first=newest_first)

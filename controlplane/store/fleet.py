@@ -1,7 +1,7 @@
 """Regions, GPU types, nodes, models, profiles and endpoints. Every change bumps the fleet's index."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from sqlalchemy import ColumnElement, delete, func, select, tuple_, update
@@ -9,6 +9,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, InvalidValueError, NotFoundError
+from controlplane.store.latencies import all_latencies
 from controlplane.store.paging import Page, page
 from controlplane.store.tables import Base, EndpointRow, Fleet, GpuType, Instance, Model, Node, Profile, Region, Slot
 from dataplane.messages import Join
@@ -19,11 +20,12 @@ NamedRow = TypeVar("NamedRow", Region, GpuType, Model, Node)
 
 @dataclass(frozen=True, kw_only=True)
 class Catalog:
-    """What a gateway must know to serve: models by name, and regions in their order."""
+    """What a gateway must know to serve: models by name, regions in their order, and the latencies between them."""
 
     models: dict[str, Model]
     regions: tuple[str, ...]
     nodes: dict[str, str]
+    latencies_ms: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
 def bump_index(session: Session) -> int:
@@ -135,11 +137,19 @@ def join_node(session: Session, join: Join) -> Node:
     slots = [Slot(node=join.node, index=i, gpus=s.gpus, memory_bytes=s.memory_bytes) for i, s in enumerate(join.slots)]
     if present is not None:
         _require_same_shape(session, present, join)
-        if (present.url, present.engine) == (join.url, join.engine) and _slots_equal(session, present.name, slots):
+        said = (join.url, join.engine, join.host_bytes)
+        if (present.url, present.engine, present.host_bytes) == said and _slots_equal(session, present.name, slots):
             return present
     bump_index(session)
     node = session.merge(
-        Node(name=join.node, region=join.region, gpu_type=join.gpu_type, url=join.url, engine=join.engine)
+        Node(
+            name=join.node,
+            region=join.region,
+            gpu_type=join.gpu_type,
+            url=join.url,
+            engine=join.engine,
+            host_bytes=join.host_bytes,
+        )
     )
     session.flush()
     session.execute(delete(Instance).where(Instance.node == join.node, Instance.slot >= len(slots)))
@@ -163,7 +173,7 @@ def _require_same_shape(session: Session, present: Node, join: Join) -> None:
     for slot in {instance.slot for instance in live}:
         used = sum(instance.gpus for instance in live if instance.slot == slot)
         offered = join.slots[slot].gpus if slot < len(join.slots) else 0
-        if offered < used:
+        if offered < max(1, used):  # pooled instances hold none, but need their slot
             raise ConflictError(f"slot {slot} of '{join.node}' holds {used} GPUs, offered are {offered}", param="slots")
 
 
@@ -216,6 +226,7 @@ def load_catalog(session: Session) -> Catalog:
         models={model.name: model for model in session.scalars(select(Model))},
         regions=tuple(session.scalars(select(Region.name).order_by(Region.position, Region.name))),
         nodes=dict(session.execute(select(Node.name, Node.url)).all()),
+        latencies_ms=all_latencies(session),
     )
 
 

@@ -49,7 +49,7 @@ def add_instance(
     gpus: int,
     kind: InstanceKind = InstanceKind.MIXED,
 ) -> Instance:
-    """Want a new instance on a slot."""
+    """Want a new instance on a slot. One with no GPUs of its own is pooled."""
     instance = Instance(
         id=f"inst_{uuid_utils.uuid7().hex}",
         model=model,
@@ -58,6 +58,7 @@ def add_instance(
         node=node,
         slot=slot,
         gpus=gpus,
+        pooled=gpus == 0,
         desired=Desired.RUNNING,
         observed=InstanceState.PENDING,
         kind=kind,

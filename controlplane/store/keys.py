@@ -3,8 +3,9 @@
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import uuid_utils
 from sqlalchemy import ColumnElement, delete, func, inspect, or_, select
@@ -12,8 +13,11 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, NotFoundError
+from controlplane.store.key_tables import ApiKey, AuditEvent, IdempotencyKey, KeyScope, Tenant
 from controlplane.store.paging import Page, page
-from controlplane.store.tables import ApiKey, AuditEvent, Base, IdempotencyKey, Json, Role
+from controlplane.store.tables import Base, Json, Role
+
+_PREFIX_CHARS = 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,26 +49,81 @@ def make_key(
     tenant: str,
     expires_at: datetime | None = None,
     secret: str | None = None,
+    scopes: Sequence[KeyScope] | None = None,
+    models: Sequence[str] | None = None,
+    node: str | None = None,
 ) -> NewKey:
-    """Make a key. A given `secret` (the bootstrap's) is taken as it is."""
-    secret = secret or f"tp-{role.value}-{secrets.token_urlsafe(32)}"
+    """Make a key. A given `secret` (the bootstrap's) is taken as it is. `scopes`, `models`: None is all; `node`: the
+    only node that it may act for.
+    """
+    secret = secret or _new_secret(role)
     row = ApiKey(
         id=f"key_{uuid_utils.uuid7().hex}",
         name=name,
         tenant=tenant,
         role=role,
         secret_hash=hash_secret(secret),
-        prefix=secret[:14],
+        prefix=secret[:_PREFIX_CHARS],
         expires_at=expires_at,
+        scopes=None if scopes is None else [scope.value for scope in scopes],
+        models=None if models is None else list(models),
+        node=node,
     )
     session.add(row)
     session.flush()
     return NewKey(row=row, secret=secret)
 
 
+def _new_secret(role: Role) -> str:
+    return f"tp-{role.value}-{secrets.token_urlsafe(32)}"
+
+
 def find_key(session: Session, secret: str) -> ApiKey | None:
-    """The key of this secret if it is neither revoked nor expired."""
-    return session.scalar(select(ApiKey).where(ApiKey.secret_hash == hash_secret(secret), *_good()))
+    """The key of this secret if it is neither revoked nor expired, and the secret not replaced."""
+    hashed = hash_secret(secret)
+    is_old = (ApiKey.old_secret_hash == hashed) & (ApiKey.old_until > func.now())
+    return session.scalar(select(ApiKey).where((ApiKey.secret_hash == hashed) | is_old, *_good()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundKey:
+    """A good key, how long its secret is good for still (None: without end), and its tenant's row, if it has one."""
+
+    row: ApiKey
+    good_for_s: float | None
+    tenant: Tenant | None
+
+
+def find_with_tenant(session: Session, secret: str) -> FoundKey | None:
+    """What a gateway must know of a caller; None where `find_key` finds none."""
+    row = find_key(session, secret)
+    if row is None:
+        return None
+    now = session.scalar(select(func.now()))
+    assert now is not None
+    ends = [row.expires_at, row.old_until if row.old_secret_hash == hash_secret(secret) else None]
+    lives_s = [(end - now).total_seconds() for end in ends if end is not None]
+    return FoundKey(row=row, good_for_s=min(lives_s, default=None), tenant=session.get(Tenant, row.tenant))
+
+
+def rotate_key(session: Session, key_id: str, *, overlap_s: int) -> NewKey:
+    """Give a key a new secret; the present one works for `overlap_s` more, the one before it no more.
+
+    Raises:
+        NotFoundError: no such key.
+        ConflictError: it is revoked or has expired.
+    """
+    row = session.scalar(select(ApiKey).where(ApiKey.id == key_id, *_good()).with_for_update())
+    if row is None:
+        get_key(session, key_id)
+        raise ConflictError(f"key '{key_id}' is revoked or has expired; make a new one", param="key_id")
+    secret = _new_secret(Role(row.role))
+    now = session.scalar(select(func.now()))
+    assert now is not None
+    row.old_secret_hash, row.old_until = row.secret_hash, now + timedelta(seconds=overlap_s)
+    row.secret_hash, row.prefix = hash_secret(secret), secret[:_PREFIX_CHARS]
+    session.flush()
+    return NewKey(row=row, secret=secret)
 
 
 def _good() -> tuple[ColumnElement[bool], ...]:
@@ -115,7 +174,7 @@ def record(
 
 def snapshot(row: Base) -> Json:
     """A row as the audit keeps it: JSON values by column, times in ISO 8601, and never a secret's hash."""
-    columns = [column.key for column in inspect(type(row)).columns if column.key != "secret_hash"]
+    columns = [column.key for column in inspect(type(row)).columns if not column.key.endswith("secret_hash")]
     values = {column: getattr(row, column) for column in columns}
     return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in values.items()}
 
@@ -161,4 +220,6 @@ def forget_answers(session: Session, *, keep_s: int) -> None:
 
 def knows_secret(session: Session, secret: str) -> bool:
     """Whether a key of this secret was ever made, in whatever state it is."""
-    return session.scalar(select(ApiKey.id).where(ApiKey.secret_hash == hash_secret(secret))) is not None
+    hashed = hash_secret(secret)
+    known = (ApiKey.secret_hash == hashed) | (ApiKey.old_secret_hash == hashed)
+    return session.scalar(select(ApiKey.id).where(known)) is not None

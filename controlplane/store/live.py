@@ -3,9 +3,10 @@
 tidepool:view                  hash   node -> NodeView (JSON), rewritten by every heartbeat
 tidepool:demand:<minute>       hash   kind|model|region -> input tokens, kept 2 hours
 tidepool:signal:<model>|<region>      set while an endpoint may not signal room again
+tidepool:revoked               zset   hash of a secret -> when it was revoked, kept 10 minutes
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -16,11 +17,14 @@ from redis.retry import Retry
 from controlplane.errors import UnavailableError
 from controlplane.policies.facts import Endpoint, InstanceFacts, InstanceKind
 from controlplane.settings import Settings
+from controlplane.store.tables import Model
 from dataplane.messages import Heartbeat
 
 _VIEW = "tidepool:view"
 _DEMAND = "tidepool:demand:"
 _SIGNAL = "tidepool:signal:"
+_REVOKED = "tidepool:revoked"
+_REVOKED_KEEP_S = 600
 _COUNTING = "counting"
 _DEMAND_KEEP_S = 7200
 _FORGET_NODE_S = 600
@@ -85,6 +89,15 @@ class LiveStore:
             view = NodeView(region=region, gpu_type=gpu_type, url=url, received_s=self._now_s(), heartbeat=heartbeat)
             self._redis.hset(_VIEW, heartbeat.node, msgspec.json.encode(view))
 
+    def renew_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Replace the last heartbeat of a node that is in the view already; its place stays what it was."""
+        with _translated():
+            raw = self._redis.hget(_VIEW, heartbeat.node)
+            known = _node_view(str(raw)) if raw is not None else None
+            if known is not None:
+                view = msgspec.structs.replace(known, received_s=self._now_s(), heartbeat=heartbeat)
+                self._redis.hset(_VIEW, heartbeat.node, msgspec.json.encode(view))
+
     def read_view(self) -> FleetView:
         """All nodes heard of in the last ten minutes; those silent for longer are forgotten."""
         with _translated():
@@ -118,11 +131,30 @@ class LiveStore:
             counts.append(DemandCount(kind=kind, endpoint=endpoint, start_s=minute_s, tokens=float(tokens)))
         return counts
 
+    def note_revoked(self, hashes: Iterable[str]) -> None:
+        """Tell every gateway that these secrets, by their hashes, are good no more."""
+        with _translated():
+            now_s = self._now_s()
+            pipe = self._redis.pipeline(transaction=True)
+            pipe.zadd(_REVOKED, dict.fromkeys(hashes, now_s))
+            pipe.zremrangebyscore(_REVOKED, "-inf", now_s - _REVOKED_KEEP_S)
+            pipe.execute()
+
+    def read_revoked(self) -> frozenset[str]:
+        """Hashes of secrets that were revoked in the last ten minutes; no gateway's cache is older."""
+        with _translated():
+            return frozenset(str(hashed) for hashed in self._redis.zrange(_REVOKED, 0, -1))
+
     def take_signal(self, endpoint: Endpoint, *, every_s: float) -> bool:
         """Whether an endpoint may signal room now. At most one dispatcher gets a yes within `every_s` seconds."""
         with _translated():
             key = f"{_SIGNAL}{endpoint.model}|{endpoint.region}"
             return bool(self._redis.set(key, b"1", nx=True, px=int(every_s * 1000)))
+
+    def hold_signal(self, endpoint: Endpoint, *, for_s: float) -> None:
+        """Let an endpoint signal room to nobody for a while."""
+        with _translated():
+            self._redis.set(f"{_SIGNAL}{endpoint.model}|{endpoint.region}", b"1", px=int(for_s * 1000))
 
     def _read_hash(self, key: str) -> dict[str, str]:
         return {str(field): str(value) for field, value in self._redis.hgetall(key).items()}
@@ -151,10 +183,21 @@ class _translated:  # noqa: N801 - reads as a statement
             raise UnavailableError(f"Redis does not answer: {error}") from error
 
 
+def _nothing(_instance_id: str) -> tuple[int, int]:
+    return 0, 0
+
+
 def instance_facts(
-    view: FleetView, *, kv_bytes_per_token: Mapping[str, int], sent_tokens: Mapping[str, int]
+    view: FleetView,
+    *,
+    models: Mapping[str, Model] | None = None,
+    sent: Callable[[str], tuple[int, int]] = _nothing,
+    model: str | None = None,
 ) -> tuple[InstanceFacts, ...]:
-    """The instances of a view as policies want them. `sent_tokens`: by instance, what this process itself just sent."""
+    """The instances of a view as policies want them; those of one `model`, if it is named. `models`: for their KV bytes
+    per token. `sent`: the tokens that this process itself just sent to an instance, and the input tokens of them.
+    """
+    kv_bytes = {name: known.kv_bytes_per_token for name, known in (models or {}).items()}
     return tuple(
         InstanceFacts(
             instance_id=report.instance_id,
@@ -166,10 +209,16 @@ def instance_facts(
             kv_used_bytes=report.kv_used_bytes,
             kv_capacity_bytes=report.kv_capacity_bytes,
             remaining_tokens=report.remaining_tokens,
-            sent_tokens=sent_tokens.get(report.instance_id, 0),
-            kv_bytes_per_token=kv_bytes_per_token.get(report.model, 0),
+            sent_tokens=sent(report.instance_id)[0],
+            sent_input_tokens=sent(report.instance_id)[1],
+            kv_bytes_per_token=kv_bytes.get(report.model, 0),
             kind=InstanceKind(report.kind),
+            prefill_wait_s=report.prefill_wait_s,
+            prefill_token_s=report.prefill_token_s,
+            slot=report.slot,
+            load=node.heartbeat.load,
         )
         for name, node in view.nodes.items()
         for report in node.heartbeat.instances
+        if model is None or report.model == model
     )

@@ -4,8 +4,8 @@ from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
 
 from controlplane.policies.lifecycle import PlanState
+from controlplane.store.demand_tables import Forecast
 from controlplane.store.plan_tables import Plan
-from controlplane.store.tables import Forecast
 
 _ENDED = (PlanState.SUPERSEDED, PlanState.FAILED, PlanState.ROLLED_BACK, PlanState.REJECTED)
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
-from controlplane.policies.lifecycle import BatchRequestState, InstanceState, PlanState
-from controlplane.store.batch_tables import Batch, BatchRequest
+from controlplane.policies.lifecycle import InstanceState, PlanState
+from controlplane.store.batch_tables import Batch, QueuedRequest
 from controlplane.store.plan_tables import Plan
 from controlplane.store.plans import newest_scheduled
 from controlplane.store.tables import Desired, Instance, Model, Node, Region, Slot
@@ -28,14 +28,15 @@ class RegionSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The whole. Instances are the live ones by observed state; `plan` is the one in force, `scheduled` the schedule's
-    newest, whatever became of it.
+    """The whole. Instances are the live ones by observed state, and how many of them are pooled; `plan` is the one in
+    force, `scheduled` the schedule's newest, whatever became of it.
     """
 
     models: int
     regions: tuple[RegionSummary, ...]
     nodes_draining: int
     instances: Mapping[str, int]
+    instances_pooled: int
     batches: Mapping[str, int]
     requests_waiting: int
     requests_running: int
@@ -46,15 +47,17 @@ class Summary:
 def read_summary(session: Session, *, alive_s: float) -> Summary:
     """Count everything. A node is alive if it was heard of in the last `alive_s` seconds."""
     instances = select(Instance.observed, func.count()).where(Instance.desired != Desired.STOPPED)
+    pooled = select(func.count()).where(Instance.pooled, Instance.desired != Desired.STOPPED)
     batches = select(Batch.state, func.count()).group_by(Batch.state)
     return Summary(
         models=session.scalar(select(func.count()).select_from(Model)) or 0,
         regions=_regions(session, alive_s=alive_s),
         nodes_draining=session.scalar(select(func.count()).where(Node.draining)) or 0,
         instances=dict(session.execute(instances.group_by(Instance.observed)).all()),
+        instances_pooled=session.scalar(pooled) or 0,
         batches=dict(session.execute(batches).all()),
-        requests_waiting=_requests(session, BatchRequestState.WAITING),
-        requests_running=_requests(session, BatchRequestState.RUNNING),
+        requests_waiting=_requests(session, QueuedRequest.lease_until.is_(None)),
+        requests_running=_requests(session, QueuedRequest.lease_until.is_not(None)),
         plan=session.scalar(select(Plan).where(Plan.state.in_((PlanState.APPLYING, PlanState.APPLIED)))),
         scheduled=newest_scheduled(session),
     )
@@ -67,8 +70,8 @@ def node_ages_s(session: Session, nodes: list[str]) -> dict[str, float | None]:
     return {name: None if age is None else max(0.0, float(age)) for name, age in rows}
 
 
-def _requests(session: Session, state: BatchRequestState) -> int:
-    return session.scalar(select(func.count()).select_from(BatchRequest).where(BatchRequest.state == state)) or 0
+def _requests(session: Session, where: ColumnElement[bool]) -> int:
+    return session.scalar(select(func.count()).select_from(QueuedRequest).where(where)) or 0
 
 
 def _regions(session: Session, *, alive_s: float) -> tuple[RegionSummary, ...]:

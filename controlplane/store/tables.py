@@ -1,6 +1,6 @@
 """The Postgres schema. Promises are constraints here; what a row may become is in `policies.lifecycle`.
 
-Times of events are `timestamptz`; positions on the demand axis are whole seconds since the epoch (`_s`).
+Times of events are `timestamptz`. Batches, demand and plans have tables in modules of their own.
 """
 
 from datetime import datetime
@@ -13,7 +13,6 @@ from sqlalchemy import (
     DateTime,
     ForeignKey,
     ForeignKeyConstraint,
-    Identity,
     Index,
     MetaData,
     String,
@@ -95,6 +94,16 @@ class Region(Base):
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
+class RegionLatency(Base):
+    """How far one region is from another, for requests that cannot stay at home."""
+
+    __tablename__ = "region_latencies"
+    __table_args__ = (CheckConstraint("ms >= 0", name="positive"),)
+    origin: Mapped[str] = mapped_column(ForeignKey("regions.name", ondelete="CASCADE"), primary_key=True)
+    destination: Mapped[str] = mapped_column(ForeignKey("regions.name", ondelete="CASCADE"), primary_key=True)
+    ms: Mapped[float]
+
+
 class GpuType(Base):
     """A kind of GPU and what one costs."""
 
@@ -107,14 +116,18 @@ class GpuType(Base):
 
 
 class Node(Base):
-    """A machine with GPUs of one type, run by one agent. `generation` counts changes of what it shall hold."""
+    """A machine with GPUs of one type, run by one agent. `generation` counts changes of what it shall hold.
+    `host_bytes`: its model cache in host memory; None: its agent is too old to say.
+    """
 
     __tablename__ = "nodes"
+    __table_args__ = (CheckConstraint("host_bytes > 0", name="host_bytes_positive"),)
     name: Mapped[str] = mapped_column(primary_key=True)
     region: Mapped[str] = mapped_column(ForeignKey("regions.name"))
     gpu_type: Mapped[str] = mapped_column(ForeignKey("gpu_types.name"))
     url: Mapped[str]
     engine: Mapped[str]
+    host_bytes: Mapped[int | None]
     draining: Mapped[bool] = mapped_column(server_default=text("false"))
     generation: Mapped[int] = mapped_column(server_default=text("0"))
     last_seen_at: Mapped[datetime | None]
@@ -133,7 +146,9 @@ class Slot(Base):
 
 
 class Model(Base):
-    """An LLM. `path` is a checkpoint folder that nodes can read."""
+    """An LLM. `path` is a checkpoint folder that nodes can read. `slo`: `ttft_s` and `tbt_s` by tier, where they differ
+    from the settings.
+    """
 
     __tablename__ = "models"
     __table_args__ = (CheckConstraint("weights_bytes > 0 AND context_tokens > 0", name="positive"),)
@@ -143,11 +158,14 @@ class Model(Base):
     weights_bytes: Mapped[int]
     kv_bytes_per_token: Mapped[int]
     context_tokens: Mapped[int]
+    slo: Mapped[Json | None] = mapped_column(JSONB(none_as_null=True))
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 class Profile(Base):
-    """A model on a GPU type: input tokens/s of one instance at its SLO, its GPUs, and its load time in the region."""
+    """A model on a GPU type: input tokens/s of one instance at its SLO, its GPUs, and its load time in the region.
+    `latency`: its step and switch times, named as in `policies.placement.pools.PoolLoad`; None: not known.
+    """
 
     __tablename__ = "profiles"
     __table_args__ = (CheckConstraint("tokens_per_s > 0 AND gpus > 0 AND load_time_s >= 0", name="positive"),)
@@ -156,6 +174,7 @@ class Profile(Base):
     tokens_per_s: Mapped[float]
     gpus: Mapped[int]
     load_time_s: Mapped[float]
+    latency: Mapped[Json | None] = mapped_column(JSONB(none_as_null=True))
 
 
 class EndpointRow(Base):
@@ -174,7 +193,8 @@ class Instance(Base):
     """One copy of a model on a slot: what is wanted of it and what its node last said.
 
     `kind`: which requests it is for. `donate`: when it has drained it becomes a spot instance instead of being
-    stopped; `spot_at`: since when it is one.
+    stopped; `spot_at`: since when it is one. `pooled`: it shares the GPUs of its slot with others and has none of its
+    own.
     """
 
     __tablename__ = "instances"
@@ -184,6 +204,8 @@ class Instance(Base):
         one_of("kind", InstanceKind),
         CheckConstraint("(desired = 'spot') = (spot_at IS NOT NULL)", name="spot_since"),
         CheckConstraint("NOT donate OR desired = 'draining'", name="donate_while_draining"),
+        CheckConstraint("gpus >= 0 AND pooled = (gpus = 0)", name="pooled_takes_no_gpus"),
+        CheckConstraint("NOT pooled OR (desired <> 'spot' AND NOT donate)", name="pooled_is_never_lent"),
         ForeignKeyConstraint(["node", "slot"], ["slots.node", "slots.index"]),
         ForeignKeyConstraint(["model", "region"], ["endpoints.model", "endpoints.region"]),
         Index("ix_instances_live", "node", postgresql_where=text("desired <> 'stopped'")),
@@ -195,6 +217,7 @@ class Instance(Base):
     node: Mapped[str]
     slot: Mapped[int]
     gpus: Mapped[int]
+    pooled: Mapped[bool] = mapped_column(server_default=text("false"))
     desired: Mapped[str]
     observed: Mapped[str]
     kind: Mapped[str] = mapped_column(server_default=text("'mixed'"))
@@ -233,81 +256,3 @@ class SpotLease(Base):
     reclaim_at: Mapped[datetime | None]
     ended_at: Mapped[datetime | None]
     end_reason: Mapped[str | None]
-
-
-class DemandBucket(Base):
-    """Input tokens per second of one minute. `kind`: IW (both interactive tiers) or NIW. No row is a gap, not zero."""
-
-    __tablename__ = "demand_buckets"
-    __table_args__ = (
-        CheckConstraint("kind IN ('IW', 'NIW')", name="kind_known"),
-        CheckConstraint("mod(start_s, 60) = 0", name="minute"),
-        CheckConstraint("tokens_per_s >= 0", name="positive"),
-        Index("ix_demand_buckets_start_s", "start_s"),
-    )
-    model: Mapped[str] = mapped_column(primary_key=True)
-    region: Mapped[str] = mapped_column(primary_key=True)
-    kind: Mapped[str] = mapped_column(primary_key=True)
-    start_s: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    tokens_per_s: Mapped[float]
-
-
-class Forecast(Base):
-    """What one series was expected to reach in the hour after `origin_s`, and who said so. `candidates` and `state`
-    take kilobytes each and are read only where they are asked for.
-    """
-
-    __tablename__ = "forecasts"
-    model: Mapped[str] = mapped_column(primary_key=True)
-    region: Mapped[str] = mapped_column(primary_key=True)
-    origin_s: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    forecaster: Mapped[str]
-    peak_q50: Mapped[float]
-    peak_upper: Mapped[float]
-    quantile: Mapped[float]
-    path: Mapped[list[Any]]
-    candidates: Mapped[Json] = mapped_column(deferred=True)
-    state: Mapped[Json | None] = mapped_column(JSONB(none_as_null=True), deferred=True)
-    reason: Mapped[str]
-    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
-
-
-class ApiKey(Base):
-    """A key, by the SHA-256 of its secret. Revoked keys stay for the audit."""
-
-    __tablename__ = "api_keys"
-    __table_args__ = (one_of("role", Role),)
-    id: Mapped[str] = mapped_column(primary_key=True)
-    name: Mapped[str]
-    tenant: Mapped[str]
-    role: Mapped[str]
-    secret_hash: Mapped[str] = mapped_column(unique=True)
-    prefix: Mapped[str]
-    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
-    expires_at: Mapped[datetime | None]
-    revoked_at: Mapped[datetime | None]
-
-
-class AuditEvent(Base):
-    """Who changed what, with the row before and after."""
-
-    __tablename__ = "audit_events"
-    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
-    at: Mapped[datetime] = mapped_column(server_default=func.now())
-    actor: Mapped[str]
-    action: Mapped[str]
-    subject: Mapped[str]
-    before: Mapped[Json | None]
-    after: Mapped[Json | None]
-
-
-class IdempotencyKey(Base):
-    """The answer already given to a POST with this key, so that a retry changes nothing."""
-
-    __tablename__ = "idempotency_keys"
-    api_key_id: Mapped[str] = mapped_column(ForeignKey("api_keys.id"), primary_key=True)
-    key: Mapped[str] = mapped_column(primary_key=True)
-    request_hash: Mapped[str]
-    status: Mapped[int | None]
-    body: Mapped[str | None]
-    created_at: Mapped[datetime] = mapped_column(server_default=func.now())

@@ -22,14 +22,12 @@ from typing import Annotated, Any, TypeVar
 import httpx2 as httpx
 import msgspec
 
-from dataplane.errors import ModelLoadError
+from dataplane.memory.sources import PUBLIC, FetchError, FetchRules, open_client
 
 MANIFEST_BYTES_MAX = 2**20
 FRUITLESS_ATTEMPTS_MAX = 5
 """Attempts at a file, one after the other, of which none brought a byte."""
 BACKOFF_MAX_S = 10.0
-_TIMEOUT = httpx.Timeout(30.0)
-_THIS_MACHINE = {"127.0.0.1", "::1", "localhost"}
 _HUB = re.compile(r"hf://(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>.+))?")
 _WEIGHTS = ".safetensors"
 _HUB_FILES = ["*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja"]
@@ -38,10 +36,6 @@ Result = TypeVar("Result")
 Progress = Callable[[int, int], None]
 """Is told bytes done and bytes in total, as far as known; done falls when a file must be begun again. Threads call it.
 """
-
-
-class FetchError(ModelLoadError):
-    """A checkpoint that cannot be fetched; the message names the source and what is wrong."""
 
 
 class _TryAgainError(Exception):
@@ -67,7 +61,13 @@ def no_progress(done_bytes: int, total_bytes: int) -> None:
 
 
 def fetch_checkpoint(
-    source: str, folder: Path, *, weights: bool = True, progress: Progress = no_progress, backoff_s: float = 0.5
+    source: str,
+    folder: Path,
+    *,
+    weights: bool = True,
+    progress: Progress = no_progress,
+    backoff_s: float = 0.5,
+    rules: FetchRules = PUBLIC,
 ) -> Path:
     """Bring what `source` names into `folder`, and return that. Blocks; what is there already is not fetched again.
 
@@ -76,7 +76,8 @@ def fetch_checkpoint(
     is fetched: the config, the tokenizer, the chat template.
 
     Raises:
-        FetchError: the source is unreachable or no checkpoint, a checksum is wrong, or the disk has no room.
+        FetchError: the source is unreachable, not allowed by the rules, or no checkpoint; a checksum is wrong, or the
+            disk has no room.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +85,7 @@ def fetch_checkpoint(
             if source.startswith("hf://"):
                 _fetch_from_hub(source, folder, weights, progress)
             else:
-                _fetch_from_registry(source.rstrip("/"), folder, weights, progress, backoff_s)
+                _fetch_from_registry(source.rstrip("/"), folder, weights, progress, backoff_s, rules)
     except OSError as error:
         raise FetchError(f"{source} cannot be written to {folder}: {error}") from error
     return folder
@@ -136,25 +137,36 @@ def _silent_bars(progress: Progress) -> Any:
     return Bar
 
 
-def _fetch_from_registry(url: str, folder: Path, weights: bool, progress: Progress, backoff_s: float) -> None:
-    with httpx.Client(timeout=_TIMEOUT, follow_redirects=True, event_hooks={"request": [refuse_plain_http]}) as client:
-        files = _patiently(lambda: _read_manifest(client, url), backoff_s)
+def _fetch_from_registry(
+    url: str, folder: Path, weights: bool, progress: Progress, backoff_s: float, rules: FetchRules
+) -> None:
+    in_time = rules.deadline(url)
+
+    def told(done_bytes: int, total_bytes: int) -> None:
+        in_time()
+        progress(done_bytes, total_bytes)
+
+    with open_client(rules) as client:
+        files = _patiently(lambda: _read_manifest(client, url, in_time), backoff_s)
         files = [file for file in files if weights or not file.name.endswith(_WEIGHTS)]
         total_bytes = sum(file.size_bytes for file in files)
         missing = [file for file in files if not _is_there(folder, file)]
         done_bytes = total_bytes - sum(file.size_bytes for file in missing)
+        if total_bytes > rules.bytes_max:
+            raise FetchError(f"{url} has {total_bytes} bytes; at most {rules.bytes_max} are fetched")
         _check_room(url, folder, total_bytes - done_bytes)
-        progress(done_bytes, total_bytes)
+        told(done_bytes, total_bytes)
         for file in missing:
-            download = _Download(client, url, folder, file, partial(_shifted, progress, done_bytes, total_bytes))
+            download = _Download(client, url, folder, file, partial(_shifted, told, done_bytes, total_bytes))
             _patiently(download.attempt, backoff_s, download.part_bytes)
             done_bytes += file.size_bytes
 
 
-def _read_manifest(client: httpx.Client, url: str) -> list[RemoteFile]:
+def _read_manifest(client: httpx.Client, url: str, in_time: Callable[[], None]) -> list[RemoteFile]:
     body = bytearray()
     with _answer(client, f"{url}/manifest.json", {}) as answer:
         for chunk in answer.iter_bytes():
+            in_time()
             body += chunk
             if len(body) > MANIFEST_BYTES_MAX:
                 raise FetchError(f"{url}/manifest.json is larger than {MANIFEST_BYTES_MAX} bytes")
@@ -244,6 +256,8 @@ def _answer(client: httpx.Client, url: str, headers: dict[str, str]) -> Iterator
             if not answer.is_success:
                 raise FetchError(f"{url} answers {answer.status_code}")
             yield answer
+    except httpx.TooManyRedirects as error:
+        raise FetchError(f"{url} redirects more than {client.max_redirects} times") from error
     except httpx.UnsupportedProtocol as error:
         raise FetchError(f"{url} is neither an https:// nor an hf:// source") from error
     except httpx.TransportError as error:
@@ -286,16 +300,6 @@ def _check_room(url: str, folder: Path, missing_bytes: int) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if missing_bytes - present_bytes > free_bytes:
         raise FetchError(f"{url}: {missing_bytes} bytes are missing, {free_bytes} are free in {folder}")
-
-
-def refuse_plain_http(request: httpx.Request) -> None:
-    """A hook for requests: weights travel encrypted, unless they stay on this machine.
-
-    Raises:
-        FetchError: plain http to another machine.
-    """
-    if request.url.scheme == "http" and request.url.host not in _THIS_MACHINE:
-        raise FetchError(f"{request.url}: plain http is for this machine alone; use https")
 
 
 @contextmanager

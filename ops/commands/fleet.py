@@ -20,6 +20,7 @@ _INSTANCE = {
     "region": "region",
     "node": "node",
     "slot": "slot",
+    "pooled": "pooled",
     "wanted": "desired",
     "observed": "observed",
     "error": "error",
@@ -125,7 +126,10 @@ def show_node(context: typer.Context, name: str, as_json: AsJson = False) -> Non
         return
     slots = ", ".join(f"{slot['gpus']} GPUs with {bytes_text(slot['memory_bytes'])}" for slot in node["slots"])
     known = [(header, node[field]) for header, field in _NODE.items()]
-    print_fields([*known, ("slots", slots), ("address", node["url"]), ("last seen", node["last_seen_at"])])
+    host = None if node["host_bytes"] is None else bytes_text(node["host_bytes"])
+    print_fields(
+        [*known, ("slots", slots), ("host memory", host), ("address", node["url"]), ("last seen", node["last_seen_at"])]
+    )
     if node["live_error"] is not None:
         notes().print(f"no heartbeat can be shown: {node['live_error']}", markup=False)
     said = {live["instance_id"]: live for live in (node["live"] or {"instances": []})["instances"]}
@@ -237,7 +241,7 @@ def show_status(context: typer.Context, as_json: AsJson = False) -> None:
         [
             ("models", status["models"]),
             ("nodes draining", status["nodes_draining"]),
-            ("instances", _counts(status["instances"])),
+            ("instances", f"{_counts(status['instances'])} ({status['instances_pooled']} of them pooled)"),
             ("batches", _counts(status["batches"])),
             ("queue", f"{status['requests_waiting']} waiting, {status['requests_running']} running"),
             ("plan in force", None if plan is None else f"{plan['id']} ({plan['status']})"),

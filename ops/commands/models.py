@@ -1,13 +1,45 @@
 """`model`: register checkpoints, and what they do on GPU types and in regions."""
 
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from dataplane.profile import ProfileError, load_gpu_profile
+from dataplane.turns.costs import switch_s
 from ops.checkpoints import CheckpointError, describe_checkpoint
 from ops.commands.api import Api, CommandError, connected
 from ops.commands.screen import AsJson, Columns, bytes_text, print_fields, print_json, print_table
 
+LatencyFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--latency",
+        metavar="FILE",
+        help="GPU profile (TOML, as in ops/profiles): the step times of the model nearest in size, so that plans may"
+        " pool this one on that GPU type. May be repeated.",
+    ),
+]
+Rates = Annotated[
+    list[str] | None,
+    typer.Option(metavar="GPU=NUMBER", help="Input tokens/s of one instance on a GPU type. May be repeated."),
+]
+Gpus = Annotated[int, typer.Option(min=1, help="GPUs that one instance takes.")]
+Source = Annotated[
+    str,
+    typer.Option(
+        metavar="SOURCE",
+        help="Checkpoint folder that nodes see under the same path; or https://HOST/PATH/ or hf://ORG/NAME[@REVISION],"
+        " which nodes fetch.",
+    ),
+]
+LoadTime = Annotated[float, typer.Option(min=0, help="Seconds to load it within a region.")]
+Objectives = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TIER=TTFT,TBT", help="Objectives in seconds, where they differ. May be repeated."),
+]
 models = typer.Typer(no_args_is_help=True, help="Models: checkpoints in Hugging Face format.")
 
 
@@ -15,23 +47,19 @@ models = typer.Typer(no_args_is_help=True, help="Models: checkpoints in Hugging 
 def add_model(
     context: typer.Context,
     name: str,
-    path: Annotated[
-        str,
-        typer.Option(
-            metavar="SOURCE",
-            help="Checkpoint folder that nodes see under the same path; or https://HOST/PATH/ or hf://ORG/NAME[@REVISION],"
-            " which nodes fetch.",
-        ),
-    ],
-    tokens_per_s: Annotated[
-        list[str] | None,
-        typer.Option(metavar="GPU=NUMBER", help="Input tokens/s of one instance on a GPU type. May be repeated."),
-    ] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs that one instance takes.")] = 1,
-    load_time_s: Annotated[float, typer.Option(min=0, help="Seconds to load it within a region.")] = 60.0,
+    path: Source,
+    tokens_per_s: Rates = None,
+    gpus: Gpus = 1,
+    load_time_s: LoadTime = 60.0,
     region: Annotated[list[str] | None, typer.Option(help="Offer it in this region. May be repeated.")] = None,
     minimum: Annotated[int, typer.Option("--min", min=0, help="Instances kept in each region.")] = 0,
     maximum: Annotated[int, typer.Option("--max", min=0, help="Instances at most in each region.")] = 4,
+    latency: LatencyFiles = None,
+    slo: Objectives = None,
+    private_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST|NETWORK", help="Read from here though it is not public. May be repeated."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Register a model. Its sizes are read from config.json and the safetensors headers; the weights are not fetched.
@@ -40,23 +68,22 @@ def add_model(
     Examples:
       tidepool model add qwen3-8b --path /models/qwen3-8b
       tidepool model add qwen3-8b --path /models/qwen3-8b --tokens-per-s H800=12000 --region us-east --max 8
-      tidepool model add qwen3-8b --path hf://Qwen/Qwen3-8B
+      tidepool model add qwen3-8b --path /models/qwen3-8b --tokens-per-s H800=12000 --latency ops/profiles/h800.toml
+      tidepool model add qwen3-8b --path hf://Qwen/Qwen3-8B --slo IW-F=0.5,0.05
     """
     rates = dict(_rate(text) for text in tokens_per_s or [])
     if minimum > maximum:
         raise typer.BadParameter(f"--min {minimum} is above --max {maximum}")
     try:
-        body = describe_checkpoint(path)
+        objectives = dict(_objective(text) for text in slo or [])
+        body = describe_checkpoint(path, tuple(private_host or ())) | {"slo": objectives or None}
     except CheckpointError as error:
         raise CommandError(str(error)) from error
+    latencies = _latencies(latency or [], list(rates), weights_bytes=body["weights_bytes"], gpus=gpus)
     with connected(context) as api:
         _require_known(api, gpu_types=list(rates), regions=region or [])
         made: dict[str, Any] = {"model": api.put(f"/admin/models/{name}", body)}
-        profile = {"model": name, "gpus": gpus, "load_time_s": load_time_s}
-        made["profiles"] = [
-            api.put("/admin/profiles", profile | {"gpu_type": gpu_type, "tokens_per_s": rate})
-            for gpu_type, rate in rates.items()
-        ]
+        made["profiles"] = _put_profiles(api, name, rates, latencies, gpus=gpus, load_time_s=load_time_s)
         endpoint = {"model": name, "instances_min": minimum, "instances_max": maximum}
         made["endpoints"] = [api.put("/admin/endpoints", endpoint | {"region": place}) for place in region or []]
     if as_json:
@@ -64,6 +91,37 @@ def add_model(
         return
     typer.echo(f"model {name} is registered: {_words(made['model'])}")
     typer.echo(f"profiles: {', '.join(rates) or 'none'}; regions: {', '.join(region or []) or 'none'}")
+
+
+@models.command("profile")
+def set_profile(
+    context: typer.Context,
+    name: str,
+    tokens_per_s: Rates = None,
+    gpus: Gpus = 1,
+    load_time_s: LoadTime = 60.0,
+    latency: LatencyFiles = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say anew what a model does on GPU types. All of their profiles are replaced; other GPU types keep theirs.
+
+    \b
+    Example:
+      tidepool model profile qwen3-8b --tokens-per-s H800=12000 --latency ops/profiles/h800.toml
+    """
+    rates = dict(_rate(text) for text in tokens_per_s or [])
+    if not rates:
+        raise typer.BadParameter("--tokens-per-s must name at least one GPU type")
+    with connected(context) as api:
+        weights_bytes = api.get(f"/admin/models/{name}")["weights_bytes"]
+        latencies = _latencies(latency or [], list(rates), weights_bytes=weights_bytes, gpus=gpus)
+        _require_known(api, gpu_types=list(rates), regions=[])
+        made = _put_profiles(api, name, rates, latencies, gpus=gpus, load_time_s=load_time_s)
+    if as_json:
+        print_json(made)
+        return
+    for row in made:
+        typer.echo(f"{name} on {row['gpu_type']}: {row['tokens_per_s']:g} tokens/s; latency: {_latency_words(row)}")
 
 
 @models.command("list")
@@ -106,9 +164,60 @@ def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> No
         print_json({"model": model, "profiles": profiles, "endpoints": endpoints})
         return
     print_fields([("model", name), ("sizes", _words(model)), ("path", model["path"])])
-    rates = {"GPU": "gpu_type", "tokens/s": "tokens_per_s", "GPUs": "gpus", "load time (s)": "load_time_s"}
+    rates: Columns = {
+        "GPU": "gpu_type",
+        "tokens/s": "tokens_per_s",
+        "GPUs": "gpus",
+        "load time (s)": "load_time_s",
+        "latency": _latency_words,
+    }
     print_table("Profiles", rates, profiles)
     print_table("Endpoints", {"region": "region", "min": "instances_min", "max": "instances_max"}, endpoints)
+
+
+def _put_profiles(
+    api: Api,
+    name: str,
+    rates: dict[str, float],
+    latencies: dict[str, dict[str, Any]],
+    *,
+    gpus: int,
+    load_time_s: float,
+) -> list[dict[str, Any]]:
+    profile = {"model": name, "gpus": gpus, "load_time_s": load_time_s}
+    return [
+        api.put(
+            "/admin/profiles",
+            profile | {"gpu_type": gpu_type, "tokens_per_s": rate, "latency": latencies.get(gpu_type)},
+        )
+        for gpu_type, rate in rates.items()
+    ]
+
+
+def _latencies(files: list[Path], gpu_types: list[str], *, weights_bytes: int, gpus: int) -> dict[str, dict[str, Any]]:
+    """Step and switch times by GPU type, from GPU profiles: those of the measured model that is nearest in size."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in files:
+        try:
+            profile = load_gpu_profile(file)
+        except ProfileError as error:
+            raise CommandError(str(error)) from error
+        if profile.gpu_type not in gpu_types:
+            raise typer.BadParameter(f"--latency {file} is of {profile.gpu_type}, of which --tokens-per-s says nothing")
+        nearest = profile.nearest_model(weights_bytes, gpus)
+        bytes_per_s = profile.pcie_bytes_per_s * gpus
+        found[profile.gpu_type] = asdict(nearest.latency) | {
+            "switch_s": switch_s(weights_bytes, bytes_per_s, profile.transfer_efficiency),
+            "source": f"{nearest.name} on {nearest.gpus} {profile.gpu_type}: {nearest.source}",
+        }
+    return found
+
+
+def _latency_words(profile: Mapping[str, Any]) -> str:
+    latency = profile["latency"]
+    if latency is None:
+        return "none, never pooled"
+    return f"{latency['source']}; switch {latency['switch_s']:.2f} s"
 
 
 def _words(model: dict[str, Any]) -> str:
@@ -116,6 +225,19 @@ def _words(model: dict[str, Any]) -> str:
         f"{model['architecture']}, weights {bytes_text(model['weights_bytes'])},"
         f" KV {bytes_text(model['kv_bytes_per_token'])} a token, context {model['context_tokens']} tokens"
     )
+
+
+def _objective(text: str) -> tuple[str, dict[str, float]]:
+    tier, _, seconds = text.partition("=")
+    try:
+        ttft_s, tbt_s = (float(part) for part in seconds.split(","))
+    except ValueError:
+        ttft_s = tbt_s = 0.0
+    if tier not in {"IW-F", "IW-N"} or not ttft_s > 0 or not tbt_s > 0:
+        raise typer.BadParameter(
+            f"--slo takes IW-F or IW-N, then =TTFT,TBT in seconds, such as IW-F=0.5,0.1, not '{text}'"
+        )
+    return tier, {"ttft_s": ttft_s, "tbt_s": tbt_s}
 
 
 def _rate(text: str) -> tuple[str, float]:

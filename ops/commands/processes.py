@@ -3,9 +3,9 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO, cast
 
 import typer
 
@@ -160,35 +160,46 @@ def migrate(
 
 @contextmanager
 def _running() -> Iterator[None]:
-    """Around a process: plain logs, and one line for what stops it before it can log: bad settings, a busy port, a
-    server that is away.
-    """
+    """Around a process: plain logs without secrets, and one line for what stops it before it can log."""
     import structlog  # noqa: PLC0415 - heavy
+
+    from dataplane.tracing import start_tracing  # noqa: PLC0415 - heavy
+    from ops.masked import MaskedStream  # noqa: PLC0415 - heavy
+    from ops.unknown_settings import unknown_settings  # noqa: PLC0415 - heavy
+
+    with redirect_stderr(cast("TextIO", MaskedStream(sys.stderr))), _explained():
+        # structlog's default draws tracebacks with every local variable: minutes of a blocked event loop for one error.
+        structlog.configure(
+            processors=[
+                structlog.contextvars.merge_contextvars,
+                structlog.processors.add_log_level,
+                structlog.processors.TimeStamper(fmt="iso", utc=True),
+                structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
+            ],
+            logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        )
+        for complaint in unknown_settings(os.environ):
+            structlog.get_logger().warning(complaint)
+        start_tracing(f"tidepool-{sys.argv[1]}" if len(sys.argv) > 1 else "tidepool")
+        yield
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Bad settings, a busy port, a server that is away: a line each, in place of a traceback."""
     from pydantic import ValidationError  # noqa: PLC0415 - heavy
     from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - heavy
 
+    from dataplane.tracing import TracingError  # noqa: PLC0415 - heavy
     from ops.home import EmbeddedError  # noqa: PLC0415 - heavy
     from ops.supervisor import SupervisorError  # noqa: PLC0415 - heavy
-    from ops.unknown_settings import unknown_settings  # noqa: PLC0415 - heavy
 
-    # structlog's default draws tracebacks with every local variable: minutes of a blocked event loop for one error.
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
-        ],
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
-    )
-    for complaint in unknown_settings(os.environ):
-        structlog.get_logger().warning(complaint)
     try:
         yield
     except ValidationError as error:
         first = error.errors()[0]
         raise CommandError(f"setting {'.'.join(map(str, first['loc'])) or '?'}: {first['msg']}") from error
-    except (EmbeddedError, SupervisorError, OSError) as error:
+    except (EmbeddedError, SupervisorError, TracingError, OSError) as error:
         raise CommandError(str(error)) from error
     except SQLAlchemyError as error:
         raise CommandError(f"the database: {str(error).splitlines()[0]}") from error

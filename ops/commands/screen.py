@@ -77,4 +77,6 @@ def _cell(value: object) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, list):
+        return escape(", ".join(str(one) for one in value))
     return f"{value:,.6g}" if isinstance(value, float) else escape(str(value))

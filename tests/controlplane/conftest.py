@@ -66,7 +66,9 @@ def settings(database_url: str, redis_url: str, tmp_path: Path) -> Settings:
     flushed = redis.Redis.from_url(address)
     flushed.flushdb()
     flushed.close()
-    return Settings(database_url=SecretStr(database_url), redis_url=SecretStr(address), home=tmp_path)
+    return Settings(
+        database_url=SecretStr(database_url), redis_url=SecretStr(address), home=tmp_path, node_keys_unbound=True
+    )
 
 
 @pytest.fixture

@@ -69,9 +69,9 @@ class FakeAgent:
             return Response(msgspec.json.encode(failed), status_code=failed.status)
         if mode == "bad bytes":
             return Response(b"\xff\xfe", status_code=500)
-        return StreamingResponse(self._lines(mode), media_type="application/x-ndjson")
+        return StreamingResponse(self._lines(mode, generate), media_type="application/x-ndjson")
 
-    async def _lines(self, mode: str) -> AsyncIterator[bytes]:
+    async def _lines(self, mode: str, generate: Generate) -> AsyncIterator[bytes]:
         try:
             if mode == "die":
                 raise ConnectionError(mode)
@@ -80,16 +80,17 @@ class FakeAgent:
             if mode == "garbage":
                 yield b"<html>no node here</html>\n"
             elif mode != "empty":
-                async for event in self._events(mode):
+                async for event in self._events(mode, generate):
                     yield encode_line(event)
         except (asyncio.CancelledError, GeneratorExit):
             self.dropped.set()
             raise
 
-    async def _events(self, mode: str) -> AsyncIterator[StreamEvent]:
+    async def _events(self, mode: str, generate: Generate) -> AsyncIterator[StreamEvent]:
         yield Started(prompt_tokens=7)
         await asyncio.sleep(0.5 if mode == "slow" else 0)
-        yield Token(text="the\0tide " if mode == "nul" else "the tide ", token_ids=(1, 2))
+        if not generate.generated:
+            yield Token(text="the\0tide " if mode == "nul" else "the tide ", token_ids=(1, 2))
         if mode == "die later":
             raise ConnectionError(mode)
         if mode == "hang later":
@@ -237,4 +238,4 @@ class World:
 def request_line(number: int) -> NewRequest:
     """A validated line."""
     body = {"model": MODEL, "prompt": f"line {number}", "max_tokens": 4}
-    return NewRequest(line=number, custom_id=f"c{number}", model=MODEL, body=body)
+    return NewRequest(line=number, custom_id=f"c{number}", model=MODEL, body=msgspec.json.encode(body))

@@ -19,6 +19,7 @@ class Registry:
         self.manifest: Any = {"files": [described(name, content) for name, content in files.items()]}
         self.cuts: list[int] = []
         self.answers: list[int] = []
+        self.location = "http://example.org/elsewhere"
         self.ranges = True
         self.sent_bytes: dict[str, int] = {}
         self.requests: list[tuple[str, str | None]] = []
@@ -53,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
         asked = self.headers.get("Range")
         registry.requests.append((name, asked))
         if registry.answers and (status := registry.answers.pop(0)) != 200:
-            self._answer(status, b"", {"Location": "http://example.org/elsewhere"})
+            self._answer(status, b"", {"Location": registry.location})
         elif name == "manifest.json":
             self._answer(200, json.dumps(registry.manifest).encode(), {})
         elif asked is not None and registry.ranges:

@@ -10,8 +10,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from dataplane import checkpoints
-from dataplane.checkpoints import PROGRESS_EVERY_S, ProgressLog, in_own_thread, local_checkpoint
-from dataplane.memory.fetch import FetchError, Progress
+from dataplane.checkpoints import PROGRESS_EVERY_S, ProgressLog, Sources, in_own_thread, local_checkpoint
+from dataplane.errors import ModelLoadError
+from dataplane.memory.fetch import Progress
+from dataplane.memory.sources import FetchError, FetchRules
 from dataplane.settings import SlotSettings
 from tests.dataplane.registry import Registry
 from tests.dataplane.replay_node import Node, desired, instance, running_node, settings
@@ -30,6 +32,43 @@ def registry(tmp_path: Path) -> Iterator[Registry]:
     started.close()
 
 
+def here(folder: Path) -> Sources:
+    """Registries on this machine."""
+    return Sources(folder=folder, rules=FetchRules(private_hosts=("127.0.0.1",)))
+
+
+def test_a_path_outside_of_the_roots_is_refused(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "models" / "a", tmp_path / "other"
+    for folder in (inside, outside):
+        folder.mkdir(parents=True)
+    (tmp_path / "models" / "link").symlink_to(outside)
+    sources = Sources(folder=tmp_path, roots=(tmp_path / "models",))
+    assert local_checkpoint(str(inside), sources) == inside
+    for path in (
+        outside,
+        tmp_path / "models" / ".." / "other",
+        tmp_path / "models" / "link",
+        tmp_path / "models2",
+        "/",
+    ):
+        with pytest.raises(ModelLoadError, match="checkpoint_roots"):
+            local_checkpoint(str(path), sources)
+
+
+def test_a_node_tells_why_it_does_not_hold_a_model(registry: Registry, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_node(settings(checkpoints_dir=tmp_path, checkpoint_roots=(tmp_path,))) as node:
+            node.agent.apply(desired(1, instance(path=registry.url)))
+            await node.until(lambda: node.agent.reports()[0].state == "failed")
+            assert "127.0.0.1 is no public address" in str(error_of(node))
+            node.agent.apply(desired(2, instance("i2", path="/etc")))
+            await node.until(lambda: node.agent.reports()[0].state == "failed")
+            assert "checkpoint_roots" in str(error_of(node))
+
+    asyncio.run(run())
+    assert registry.requests == []
+
+
 def error_of(node: Node) -> str | None:
     return node.agent.reports()[0].error
 
@@ -44,7 +83,9 @@ def test_a_remote_checkpoint_serves_the_tokens_of_its_folder(tmp_path: Path) -> 
         return token_ids(await read(node, body("same", 3)))
 
     async def scenario() -> None:
-        async with running_node(torch_settings(1, checkpoints_dir=tmp_path / "here")) as node:
+        async with running_node(
+            torch_settings(1, checkpoints_dir=tmp_path / "here", private_hosts=("127.0.0.1",))
+        ) as node:
             await node.hold(1, *instances([local]))
             expected = await tokens_of(node)
             await node.hold(2)
@@ -69,7 +110,7 @@ def test_a_failed_fetch_is_shown_and_tried_again(registry: Registry, tmp_path: P
     registry.answers = [404]
 
     async def scenario() -> None:
-        async with running_node(settings(checkpoints_dir=tmp_path / "here")) as node:
+        async with running_node(settings(checkpoints_dir=tmp_path / "here", private_hosts=("127.0.0.1",))) as node:
             node.agent.apply(desired(1, instance(path=registry.url)))
             await node.until(lambda: node.states() == {"i1": "failed"})
             assert error_of(node) == f"{registry.url}manifest.json answers 404"
@@ -83,7 +124,9 @@ def test_slots_that_want_the_same_fetch_it_once(registry: Registry, tmp_path: Pa
     slots = (SlotSettings(gpus=1, memory_bytes=2 * 2**20),) * 2
 
     async def scenario() -> None:
-        async with running_node(settings(slots=slots, checkpoints_dir=tmp_path / "here")) as node:
+        async with running_node(
+            settings(slots=slots, checkpoints_dir=tmp_path / "here", private_hosts=("127.0.0.1",))
+        ) as node:
             await node.hold(1, instance("i1", path=registry.url), instance("i2", slot=1, path=registry.url))
             held = [node.agent.slots[index].held(f"i{index + 1}") for index in range(2)]
             assert len({one.folder for one in held if one}) == 1
@@ -96,10 +139,10 @@ def test_slots_that_want_the_same_fetch_it_once(registry: Registry, tmp_path: Pa
 
 def test_what_is_fetched_without_weights_is_completed_where_they_are_needed(registry: Registry, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
-    folder = local_checkpoint(registry.url, tmp_path, lambda *progress: told.append(progress), weights=False)
+    folder = local_checkpoint(registry.url, here(tmp_path), lambda *progress: told.append(progress), weights=False)
     assert not (folder / "model.safetensors").exists()
     assert told[-1][0] == told[-1][1] < 300_000
-    assert local_checkpoint(registry.url, tmp_path) == folder
+    assert local_checkpoint(registry.url, here(tmp_path)) == folder
     assert (folder / "model.safetensors").stat().st_size == 300_000
     assert len(registry.asked("tokenizer.json")) == 1
 
@@ -117,7 +160,7 @@ def test_the_state_shows_how_far_a_fetch_has_come(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(checkpoints, "fetch_checkpoint", fetch)
 
     async def scenario() -> None:
-        async with running_node(settings(checkpoints_dir=tmp_path)) as node:
+        async with running_node(settings(checkpoints_dir=tmp_path, private_hosts=("127.0.0.1",))) as node:
             node.agent.apply(desired(1, instance(path="hf://org/tide")))
             await node.until(begun.is_set)
             (slot,) = (await node.client.get("/state")).json()["slots"]
@@ -131,18 +174,18 @@ def test_the_state_shows_how_far_a_fetch_has_come(tmp_path: Path, monkeypatch: p
 
 
 def test_a_folder_stays_where_it_is() -> None:
-    assert local_checkpoint("/models/tide", Path("/nowhere")) == Path("/models/tide")
+    assert local_checkpoint("/models/tide", here(Path("/nowhere"))) == Path("/models/tide")
 
 
 def test_a_source_has_one_readable_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(checkpoints, "fetch_checkpoint", lambda source, folder, **_: folder)
     sources = ["https://a.org/m/", "https://a.org/m", "https://a.org-m", "hf://org/m", "hf://org/m@1", "https://../.."]
-    folders = [local_checkpoint(source, tmp_path) for source in sources]
+    folders = [local_checkpoint(source, here(tmp_path)) for source in sources]
     assert folders[0] == folders[1]
     assert len(set(folders)) == len(sources) - 1
     assert all(folder.parent == tmp_path for folder in folders)
     assert folders[3].name.startswith("org-m-")
-    assert len(local_checkpoint("https://a.org/" + "m" * 4000, tmp_path).name) < 100
+    assert len(local_checkpoint("https://a.org/" + "m" * 4000, here(tmp_path)).name) < 100
 
 
 def test_whatever_goes_wrong_is_a_failed_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -151,7 +194,7 @@ def test_whatever_goes_wrong_is_a_failed_load(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(checkpoints, "fetch_checkpoint", fail)
     with pytest.raises(FetchError, match=r"hf://org/m cannot be fetched: .*no such token"):
-        local_checkpoint("hf://org/m", tmp_path)
+        local_checkpoint("hf://org/m", here(tmp_path))
 
 
 def test_progress_is_logged_now_and_then() -> None:
@@ -175,9 +218,9 @@ def test_a_fetch_that_nobody_wants_ends_and_the_next_goes_on(tmp_path: Path) -> 
 
     try:
         with pytest.raises(FetchError, match="is not wanted any longer"):
-            local_checkpoint(registry.url, tmp_path, tell)
+            local_checkpoint(registry.url, here(tmp_path), tell)
         assert 0 < told[-1] < len(weights)
-        folder = local_checkpoint(registry.url, tmp_path)
+        folder = local_checkpoint(registry.url, here(tmp_path))
     finally:
         registry.close()
     assert (folder / "model.safetensors").read_bytes() == weights

@@ -85,6 +85,7 @@ def test_joins_heartbeats_and_follows() -> None:
             "replay",
         )
         assert [(slot.gpus, slot.memory_bytes) for slot in join.slots] == [(1, 2 * 2**20)]
+        assert join.host_bytes == agent.host_bytes == 2**20
         assert control.heartbeats[0] == Heartbeat(node="n1", boot_id="boot", generation=0, instances=())
         last = control.heartbeats[-1]
         assert (last.generation, agent.generation) == (3, 3)

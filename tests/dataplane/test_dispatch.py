@@ -206,6 +206,27 @@ def turn(tokens: int, seconds: float, *, switched: bool = False, kind: Any = "pr
 
 def test_the_pace_of_a_slot_is_what_its_turns_took() -> None:
     assert prefill_pace(()) == prefill_pace([turn(9, 1.0, kind="decode")]) == PrefillPace()
-    pace = prefill_pace([turn(100, 0.5), turn(300, 1.5), turn(100, 2.5, switched=True)])
-    assert pace == PrefillPace(token_s=pytest.approx(0.005), switch_s=pytest.approx(2.0))
-    assert prefill_pace([turn(100, 0.5, switched=True)]) == PrefillPace(token_s=pytest.approx(0.005), switch_s=0.0)
+    pace = prefill_pace([turn(100, 0.6), turn(300, 1.6), turn(100, 2.6, switched=True)])
+    assert pace == PrefillPace(base_s=pytest.approx(0.1), token_s=pytest.approx(0.005), switch_s=pytest.approx(2.0))
+
+
+def test_short_prompts_say_nothing_of_long_ones() -> None:
+    pace = prefill_pace([turn(8, 0.05), turn(8, 0.07)])
+    assert pace.of(8) == pytest.approx(0.06)
+    assert pace.of(4000) < 1.0, "in proportion it would be 30 s"
+    assert prefill_pace([turn(100, 0.001)]).of(100) == pytest.approx(0.001), "quicker than the default"
+    assert prefill_pace([turn(8, 0.5), turn(800, 0.1)]).token_s == 0.0, "no prompt is quicker for being longer"
+    assert prefill_pace([turn(100, 0.5, switched=True)]).switch_s == 0.0
+
+
+def test_the_outlook_is_that_of_the_slot_with_the_least_to_prefill() -> None:
+    node = Node("pbd")
+    assert node.dispatcher.prefill_outlook("i1") == (0.0, PrefillPace().token_s)
+    for number in range(2):  # both for the same group: they wait on one slot
+        node.dispatcher.submit(request(f"r{number}"), "tide")
+    assert node.dispatcher.prefill_outlook("i1") == (0.0, PrefillPace().token_s)
+    node.slots[1].ready = False
+    waits_s = PrefillPace().switch_s + 2 * len(request("r").prompt) * PrefillPace().token_s
+    assert node.dispatcher.prefill_outlook("i1") == (pytest.approx(waits_s), PrefillPace().token_s)
+    node.slots[0].ready = False
+    assert node.dispatcher.prefill_outlook("i1") is None, "a decode slot begins nothing"

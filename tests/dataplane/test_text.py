@@ -117,7 +117,7 @@ def test_word_text_goes_there_and_back() -> None:
     assert words.encode_text("unheard") == words.encode_text("unheard")
     assert len(words.encode_chat(CHAT)) == 3
     with pytest.raises(BadRequestError, match=str(len(WORDS))):
-        words.check_tokens([0, len(WORDS)])
+        words.check_tokens([0, len(WORDS)], "prompt_tokens")
 
 
 def write_tokenizer(folder: Path, template: str | None) -> None:
@@ -145,7 +145,7 @@ def test_a_checkpoint_folder_with_a_chat_template(tmp_path: Path) -> None:
     assert (ids[0], len(ids)) == (256, 1 + len("[user]hello") + 1 + len("[bot]"))
     assert text.decode(text.encode_text("tide 😀")) == "tide 😀"
     with pytest.raises(BadRequestError, match="token 258"):
-        text.check_tokens([258])
+        text.check_tokens([258], "prompt_tokens")
 
 
 def test_a_checkpoint_folder_without_a_chat_template(tmp_path: Path) -> None:

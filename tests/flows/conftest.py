@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from ops.commands.api import Api, open_api
-from ops.demo_fleet import LOAD_TIME_S, PROFILES, REGIONS, TOKENS_PER_S, live_instances
+from ops.demo_fleet import LOAD_TIME_S, PROFILES, REGIONS, TOKENS_PER_S, DemoRegion, live_instances
 from ops.local import LocalNode, LocalStack
 from ops.ports import free_port
 from tests.flows.waiting import wait_until
@@ -30,11 +30,11 @@ StackMaker = Callable[[Path], AbstractContextManager[LocalStack]]
 
 
 @contextmanager
-def replay_stack(home: Path) -> Iterator[LocalStack]:
+def replay_stack(home: Path, nodes: tuple[LocalNode, ...] = REPLAY_NODES) -> Iterator[LocalStack]:
     """A running stack whose loops turn quickly."""
     quick = {"TIDEPOOL_SCALE_EVERY_S": "1", "TIDEPOOL_EXPIRE_EVERY_S": "2", "TIDEPOOL_NIW_LEASE_S": "6"}
     lines: list[str] = []
-    with LocalStack(home, free_port(), REPLAY_NODES, environment=quick, report=lines.append) as stack:
+    with LocalStack(home, free_port(), nodes, environment=quick, report=lines.append) as stack:
         yield stack
 
 
@@ -43,9 +43,11 @@ def make_stack() -> StackMaker:
     return replay_stack
 
 
-def register(admin: Api, models: tuple[str, ...] = MODELS) -> None:
+def register(
+    admin: Api, models: tuple[str, ...] = MODELS, regions: tuple[DemoRegion, ...] = REGIONS, *, instances_min: int = 1
+) -> None:
     """A small fleet for the replay engine: no checkpoint is read."""
-    for position, region in enumerate(REGIONS):
+    for position, region in enumerate(regions):
         admin.put(f"/admin/regions/{region.name}", {"position": position})
     for gpu_type in TOKENS_PER_S:
         admin.put(f"/admin/gpu-types/{gpu_type}", {"memory_bytes": 80 * 2**30, "cost_per_hour": 2.0})
@@ -63,8 +65,8 @@ def register(admin: Api, models: tuple[str, ...] = MODELS) -> None:
         for gpu_type, tokens_per_s in TOKENS_PER_S.items():
             profile = {"tokens_per_s": tokens_per_s, "gpus": 1, "load_time_s": LOAD_TIME_S}
             admin.put("/admin/profiles", {"model": model, "gpu_type": gpu_type, **profile})
-        for region in REGIONS:
-            limits = {"instances_min": 1, "instances_max": 4}
+        for region in regions:
+            limits = {"instances_min": instances_min, "instances_max": 4}
             admin.put("/admin/endpoints", {"model": model, "region": region.name, **limits})
 
 

@@ -29,6 +29,7 @@ from ops.cli import app, main
 from tests.dataplane.registry import Registry
 from tests.ops.test_checkpoints import write_checkpoint
 
+PROFILES = Path(__file__).parents[2] / "ops" / "profiles"
 WAIT_S = 30.0
 Run = Callable[..., "Outcome"]
 
@@ -149,6 +150,25 @@ def test_wrong_use_is_2(run: Run, tmp_path: Path) -> None:
     assert run("model", "add", "m", "--path", folder, "--min", 3, "--max", 2).status == 2
 
 
+def test_latency_comes_from_gpu_profiles(served: Run, tmp_path: Path) -> None:
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
+    folder, rate = write_checkpoint(tmp_path / "m"), ("--tokens-per-s", "H800=1200")
+    made = served("model", "add", "m", "--path", folder, *rate, "--latency", PROFILES / "h800.toml", "--json").json
+    [profile] = made["profiles"]
+    assert profile["latency"]["source"].startswith("7B on 1 H800: profiles/")
+    assert profile["latency"]["decode_base_s"] == pytest.approx(8.4524e-03)
+    assert profile["latency"]["switch_s"] == pytest.approx(96 / (55.6e9 * 0.625)), "its own 96 bytes, not the 7B's"
+    assert "7B on 1 H800" in served("model", "show", "m").out
+    assert served("model", "profile", "m", *rate, "--json").json[0]["latency"] is None
+    assert "never pooled" in served("model", "show", "m").out
+    refused = served("model", "profile", "m", *rate, "--latency", PROFILES / "h20.toml")
+    assert (refused.status, "is of H20" in refused.err) == (2, True)
+    (tmp_path / "bad.toml").write_text((PROFILES / "h800.toml").read_text().replace("8.4524e-03", "-1.0"))
+    broken = served("model", "profile", "m", *rate, "--latency", tmp_path / "bad.toml")
+    assert broken.status == 1
+    assert "models[0]: decode_base_s must be at least 0" in broken.err
+
+
 def test_a_fleet_is_registered_and_listed(served: Run, tmp_path: Path, database: Database) -> None:
     assert served("region", "add", "us-east").status == 0
     assert served("region", "add", "us-west", "--json").json["position"] == 1
@@ -197,12 +217,45 @@ def test_refusals_name_the_field_and_make_nothing(served: Run, tmp_path: Path) -
 
 def test_a_model_may_lie_in_a_registry(served: Run, tmp_path: Path) -> None:
     registry = Registry.of(write_checkpoint(tmp_path / "tiny"))
-    made = served("model", "add", "m", "--path", registry.url, "--json").json
+    made = served("model", "add", "m", "--path", registry.url, "--private-host", "127.0.0.1", "--json").json
     assert (made["model"]["path"], made["model"]["weights_bytes"]) == (registry.url, 96)
     registry.answers = [404]
-    outcome = served("model", "add", "m", "--path", registry.url)
+    outcome = served("model", "add", "m", "--path", registry.url, "--private-host", "127.0.0.1")
     assert (outcome.status, outcome.err) == (1, f"error: {registry.url}manifest.json answers 404\n")
     registry.close()
+
+
+def test_keys_that_may_do_less_and_rotation(served: Run) -> None:
+    narrow = ("--scope", "files", "--scope", "models", "--model", "a", "--model", "b")
+    made = served("key", "create", "nightly", *narrow, "--json").json
+    assert (made["scopes"], made["models"]) == (["files", "models"], ["a", "b"])
+    assert "files, models" in served("key", "list").out
+    node = served("key", "create", "n7", "--role", "node", "--node", "node-7", "--json").json
+    assert node["node"] == "node-7"
+    assert "only keys of the role" in served("key", "create", "n8", "--node", "node-8").err
+    rotated = served("key", "rotate", made["id"], "--overlap", "2d")
+    assert rotated.out.strip() != made["secret"]
+    assert "the old secret works until" in rotated.err
+    row = next(row for row in served("key", "list", "--json").json["data"] if row["id"] == made["id"])
+    assert row["prefix"] == rotated.out[:14]
+    for wrong in ("", "1", "h", "1.5h", "-1h", "1w", "\u0663h"):
+        refused = served("key", "rotate", made["id"], "--overlap", wrong)
+        assert refused.status == 2, wrong
+
+
+def test_tenants(served: Run) -> None:
+    assert "default limits" in served("tenant", "show", "team-a").out
+    set_up = ("tenant", "set", "team-a", "--requests-per-minute", 600, "--concurrent-max", 5, "--json")
+    assert served(*set_up).json["requests_per_minute"] == 600
+    changed = served("tenant", "set", "team-a", "--concurrent-max", "none", "--tokens-per-minute", 1000, "--json").json
+    limits = {name: changed[name] for name in ("requests_per_minute", "tokens_per_minute", "concurrent_max")}
+    assert limits == {"requests_per_minute": 600, "tokens_per_minute": 1000, "concurrent_max": None}
+    assert "600" in served("tenant", "show", "team-a").out
+    assert [row["name"] for row in served("tenant", "list", "--json").json["data"]] == ["team-a"]
+    assert served("tenant", "set", "team-a", "--concurrent-max", "many").status == 2
+    assert "(400)" in served("tenant", "set", "team-a", "--concurrent-max", "0").err
+    assert "default limits" in served("tenant", "reset", "team-a").out
+    assert served("tenant", "show", "team-a", "--json").json["is_default"] is True
 
 
 def test_keys(served: Run) -> None:

@@ -15,6 +15,7 @@ from ops.remote_checkpoints import LIKELY_HEADER_BYTES
 from tests.dataplane.registry import Registry
 from tests.ops.test_checkpoints import write_checkpoint, write_safetensors
 
+HERE = ("127.0.0.1",)
 WEIGHTS = {"a": ("BF16", [1000, 1000])}
 MANY = {f"layers.{index}.weight": ("BF16", [8, 8]) for index in range(3000)}
 
@@ -39,14 +40,14 @@ def registry(folder: Path) -> Iterator[Registry]:
 
 
 def test_a_registry_is_described_as_its_folder(folder: Path, registry: Registry) -> None:
-    assert describe_checkpoint(registry.url) == describe_checkpoint(folder) | {"path": registry.url}
+    assert describe_checkpoint(registry.url, HERE) == describe_checkpoint(folder) | {"path": registry.url}
     assert registry.sent_bytes["one.safetensors"] == LIKELY_HEADER_BYTES
     assert len(registry.asked("two.safetensors")) == 2
 
 
 def test_a_server_without_ranges_is_not_heard_to_the_end(folder: Path, registry: Registry) -> None:
     registry.ranges = False
-    assert describe_checkpoint(registry.url) == describe_checkpoint(folder) | {"path": registry.url}
+    assert describe_checkpoint(registry.url, HERE) == describe_checkpoint(folder) | {"path": registry.url}
 
 
 def _without(name: str) -> Callable[[Registry], None]:
@@ -83,7 +84,7 @@ def _claims(**changes: Any) -> Callable[[Registry], None]:
 def test_what_is_wrong_is_said(registry: Registry, spoil: Callable[[Registry], None], words: str) -> None:
     spoil(registry)
     with pytest.raises(CheckpointError, match=words):
-        describe_checkpoint(registry.url)
+        describe_checkpoint(registry.url, HERE)
 
 
 def test_plain_http_stays_on_this_machine() -> None:

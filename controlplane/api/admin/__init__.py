@@ -3,7 +3,21 @@
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
-from controlplane.api.admin import demand, forecasts, instances, keys, models, nodes, pins, plans, regions, spot, status
+from controlplane.api.admin import (
+    demand,
+    forecasts,
+    instances,
+    keys,
+    live_status,
+    models,
+    nodes,
+    pins,
+    plans,
+    regions,
+    spot,
+    status,
+    tenants,
+)
 from controlplane.api.admin.problems import PROBLEMS
 
 __all__ = ["router"]
@@ -14,5 +28,8 @@ def _operation_id(route: APIRoute) -> str:
 
 
 router = APIRouter(prefix="/admin", responses=PROBLEMS, generate_unique_id_function=_operation_id)
-for part in (status, regions, nodes, models, instances, spot, demand, forecasts, plans, pins, keys):
+for part in (
+    *(status, live_status, regions, nodes, models, instances, spot),
+    *(demand, forecasts, plans, pins, keys, tenants),
+):
     router.include_router(part.router)

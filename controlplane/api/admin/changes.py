@@ -1,6 +1,7 @@
-"""A change of the fleet: under the fleet's lock, with an audit event that holds the row before and after it."""
+"""Changes with an audit event that holds the row before and after; those of the fleet are under the fleet's lock."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from sqlalchemy.orm import Session
@@ -8,7 +9,7 @@ from sqlalchemy.orm import Session
 from controlplane.api.keys import Caller
 from controlplane.store.fleet import find, fleet_index
 from controlplane.store.keys import record, snapshot
-from controlplane.store.tables import Base
+from controlplane.store.tables import Base, Json
 
 Row = TypeVar("Row", bound=Base)
 
@@ -36,3 +37,22 @@ def put_row(
     subject = key if isinstance(key, str) else "|".join(key)
     record(session, actor=caller.name, action=action, subject=subject, before=before, after=snapshot(row))
     return row
+
+
+@contextmanager
+def audited(
+    session: Session, caller: Caller, *, action: str, subject: str, find: Callable[[], Base | None]
+) -> Iterator[None]:
+    """Around a change of one row, which `find` finds: an audit event with the row before and after it. What changed
+    nothing is not recorded.
+    """
+    before = _seen(find())
+    yield
+    session.flush()
+    after = _seen(find())
+    if before != after:
+        record(session, actor=caller.name, action=action, subject=subject, before=before, after=after)
+
+
+def _seen(row: Base | None) -> Json | None:
+    return None if row is None else snapshot(row)

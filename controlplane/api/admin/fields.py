@@ -40,12 +40,15 @@ PositiveInt = Annotated[int, Field(strict=True, gt=0, le=INT64_MAX)]
 Count = Annotated[int, Field(strict=True, ge=0, le=100_000)]
 PositiveNumber = Annotated[float, Field(strict=True, gt=0, le=1e15, allow_inf_nan=False)]
 Number = Annotated[float, Field(strict=True, ge=0, le=1e15, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(strict=True, ge=0, le=3600, allow_inf_nan=False)]
+"""Of a step, or of a part of one."""
 
 RegionPath = Annotated[RegionName, Path(description="the region's name")]
 GpuTypePath = Annotated[GpuTypeName, Path(description="the GPU type's name")]
 ModelPath = Annotated[ModelName, Path(description="the model's name; it may contain '/'")]
 NodePath = Annotated[str, Path(pattern=r"^[^\x00/]{1,200}$", examples=["node-us-east-1"])]
 PinPath = Annotated[str, Path(pattern=r"^[^\x00/]{1,64}$", examples=["pin_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
+NodeName = Annotated[str, Field(pattern=r"^[^\x00/]{1,200}$", examples=["node-us-east-1"])]
 PlanPath = Annotated[str, Path(pattern=r"^[^\x00/]{1,64}$", examples=["plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
 KeyPath = Annotated[str, Path(pattern=r"^[^\x00/]{1,64}$", examples=["key_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
 

@@ -23,8 +23,9 @@ class Instance(Answer):
     gpu_type: str
     node: str
     slot: int
-    gpus: int
-    desired: str = Field(description="running, draining or stopped", examples=["running"])
+    gpus: int = Field(description="of its own; 0 for a pooled one")
+    pooled: bool = Field(description="it takes turns with others on all GPUs of its slot")
+    desired: str = Field(description="running, draining, spot or stopped", examples=["running"])
     observed: str = Field(description="what its node last said", examples=["ready"])
     error: str | None
     created_at: datetime

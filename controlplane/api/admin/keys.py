@@ -1,9 +1,11 @@
 """API keys and the audit."""
 
+import contextlib
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, BackgroundTasks, Query
+from fastapi import Body as BodyParam
 from pydantic import Field
 
 from controlplane.api.admin.fields import (
@@ -14,17 +16,23 @@ from controlplane.api.admin.fields import (
     KeyName,
     KeyPath,
     Limit,
+    ModelName,
+    NodeName,
     PageOf,
     Tenant,
     page_of,
 )
 from controlplane.api.admin.idempotency import IdempotentRoute
-from controlplane.api.auth import Admin, Viewer
-from controlplane.api.state import SessionDep
+from controlplane.api.auth import MAY, Admin, Viewer
+from controlplane.api.state import SessionDep, State, StateDep
+from controlplane.errors import InvalidValueError, UnavailableError
 from controlplane.store import keys
+from controlplane.store.key_tables import ApiKey, KeyScope
 from controlplane.store.tables import Role
 
 EXPIRES_DAYS_MAX = 3650
+MODELS_MAX = 1000
+OVERLAP_S_MAX = 30 * 86_400
 router = APIRouter(tags=["admin: keys"], route_class=IdempotentRoute)
 
 
@@ -35,6 +43,31 @@ class KeyRequest(Body):
     role: Role = Field(examples=["client"])
     tenant: Tenant = Field("default", description="whose files and batches the key sees")
     expires_in_days: Annotated[int, Field(strict=True, ge=1, le=EXPIRES_DAYS_MAX)] | None = None
+    scopes: Annotated[list[KeyScope], Field(min_length=1)] | None = Field(
+        None, description="parts of /v1 that the key is for; null: all that its role may use"
+    )
+    models: Annotated[list[ModelName], Field(min_length=1, max_length=MODELS_MAX)] | None = Field(
+        None, description="models that the key is for; null: all"
+    )
+    node: NodeName | None = Field(None, description="the only node that a node's key speaks for")
+
+    def check(self, *, unbound: bool) -> None:
+        """Raise InvalidValueError where the narrowing does not fit the role."""
+        narrowed = "scopes" if self.scopes is not None else "models" if self.models is not None else None
+        if narrowed is not None and self.role not in MAY[Role.CLIENT]:
+            raise InvalidValueError(f"{narrowed}: the role '{self.role.value}' does not use /v1", param=narrowed)
+        if self.node is not None and self.role != Role.NODE:
+            raise InvalidValueError("node: only keys of the role 'node' are for a node", param="node")
+        if self.node is None and self.role == Role.NODE and not unbound:
+            raise InvalidValueError("node: a node's key needs the node that it speaks for", param="node")
+
+
+class Rotation(Body):
+    """How a key gets its new secret."""
+
+    overlap_s: Annotated[int, Field(strict=True, ge=0, le=OVERLAP_S_MAX)] = Field(
+        3600, description="for how long the present secret works still"
+    )
 
 
 class Key(Answer):
@@ -45,6 +78,10 @@ class Key(Answer):
     tenant: str = Field(examples=["default"])
     role: Role
     prefix: str = Field(description="how its secret begins", examples=["tp-viewer-Xy3q"])
+    scopes: list[KeyScope] | None = Field(description="null: all that its role may use")
+    models: list[str] | None = Field(description="null: all")
+    node: str | None = Field(description="the only node that it speaks for")
+    old_until: datetime | None = Field(description="until when the secret before the last rotation works")
     created_at: datetime
     expires_at: datetime | None
     revoked_at: datetime | None
@@ -78,26 +115,72 @@ def list_keys(session: SessionDep, _: Admin, limit: Limit = 20, after: After = N
 
 
 @router.post("/keys", summary="Make a key", status_code=201)
-def create_key(request: KeyRequest, session: SessionDep, caller: Admin) -> MadeKey:
+def create_key(request: KeyRequest, session: SessionDep, state: StateDep, caller: Admin) -> MadeKey:
     """The secret is in the answer and nowhere else; only its hash is stored."""
+    request.check(unbound=state.settings.node_keys_unbound)
     days = request.expires_in_days
-    expires_at = None if days is None else datetime.now(UTC) + timedelta(days=days)
-    made = keys.make_key(session, name=request.name, role=request.role, tenant=request.tenant, expires_at=expires_at)
+    made = keys.make_key(
+        session,
+        name=request.name,
+        role=request.role,
+        tenant=request.tenant,
+        expires_at=None if days is None else datetime.now(UTC) + timedelta(days=days),
+        scopes=request.scopes,
+        models=request.models,
+        node=request.node,
+    )
     after = keys.snapshot(made.row)
     keys.record(session, actor=caller.name, action="key.create", subject=made.row.id, after=after)
     return MadeKey(**after, secret=made.secret)
 
 
 @router.delete("/keys/{key_id}", summary="Revoke a key")
-def revoke_key(key_id: KeyPath, session: SessionDep, caller: Admin) -> Key:
-    """The key stops working within seconds. The last admin key cannot be revoked (409)."""
+def revoke_key(
+    key_id: KeyPath, session: SessionDep, state: StateDep, caller: Admin, after_commit: BackgroundTasks
+) -> Key:
+    """The key stops working within seconds, everywhere. The last admin key cannot be revoked (409)."""
     present = keys.get_key(session, key_id)
     before = keys.snapshot(present)
     row = keys.revoke_key(session, key_id)
     if before["revoked_at"] is None:
         after = keys.snapshot(row)
         keys.record(session, actor=caller.name, action="key.revoke", subject=key_id, before=before, after=after)
+    after_commit.add_task(_tell_gateways, state, _hashes(row))
     return Key.model_validate(row)
+
+
+@router.post("/keys/{key_id}/rotate", summary="Give a key a new secret")
+def rotate_key(
+    key_id: KeyPath,
+    rotation: Annotated[Rotation, BodyParam(default_factory=Rotation)],
+    session: SessionDep,
+    state: StateDep,
+    caller: Admin,
+    after_commit: BackgroundTasks,
+) -> MadeKey:
+    """The key keeps its id and rights. The present secret works for `overlap_s` more; one that a rotation before left
+    working ends now. 409 where the key is revoked or has expired.
+    """
+    present = keys.get_key(session, key_id)
+    before, known = keys.snapshot(present), _hashes(present)
+    made = keys.rotate_key(session, key_id, overlap_s=rotation.overlap_s)
+    after = keys.snapshot(made.row)
+    keys.record(session, actor=caller.name, action="key.rotate", subject=key_id, before=before, after=after)
+    still_good = _hashes(made.row) if rotation.overlap_s else {made.row.secret_hash}
+    after_commit.add_task(_tell_gateways, state, known - still_good)
+    return MadeKey(**after, secret=made.secret)
+
+
+def _hashes(row: ApiKey) -> set[str]:
+    return {hashed for hashed in (row.secret_hash, row.old_secret_hash) if hashed is not None}
+
+
+def _tell_gateways(state: State, hashes: set[str]) -> None:
+    """Once it is committed. Without Redis, gateways learn it from Postgres, after `key_cache_s`."""
+    state.keys.forget(frozenset(hashes))
+    if hashes:
+        with contextlib.suppress(UnavailableError):
+            state.live.note_revoked(hashes)
 
 
 @router.get("/audit", summary="List changes")

@@ -1,6 +1,7 @@
 """Models, their profiles on GPU types, and the endpoints that offer them in regions."""
 
 from datetime import datetime
+from typing import Literal
 
 from fastapi import APIRouter, BackgroundTasks
 from pydantic import Field
@@ -22,6 +23,7 @@ from controlplane.api.admin.fields import (
     PositiveInt,
     PositiveNumber,
     RegionName,
+    Seconds,
     page_of,
     pair_of,
 )
@@ -34,6 +36,13 @@ from controlplane.store import fleet, tables
 router = APIRouter(tags=["admin: models"], route_class=IdempotentRoute)
 
 
+class Objective(Body):
+    """What a tier promises: its first token, and each token after it."""
+
+    ttft_s: PositiveNumber = Field(le=86_400, examples=[1.0])
+    tbt_s: PositiveNumber = Field(le=3600, examples=[0.1])
+
+
 class ModelChange(Body):
     """A checkpoint and what it needs. `tidepool model add` derives all of it from the checkpoint."""
 
@@ -44,6 +53,9 @@ class ModelChange(Body):
     weights_bytes: PositiveInt = Field(examples=[16_381_470_720])
     kv_bytes_per_token: PositiveInt = Field(examples=[147_456])
     context_tokens: PositiveInt = Field(description="the longest prompt and answer together", examples=[40_960])
+    slo: dict[Literal["IW-F", "IW-N"], Objective] | None = Field(
+        None, description="objectives by tier, where they differ from the settings'"
+    )
 
 
 class Model(Answer):
@@ -55,17 +67,32 @@ class Model(Answer):
     weights_bytes: int = Field(examples=[16_381_470_720])
     kv_bytes_per_token: int = Field(examples=[147_456])
     context_tokens: int = Field(examples=[40_960])
+    slo: dict[str, Objective] | None = Field(examples=[{"IW-F": {"ttft_s": 1.0, "tbt_s": 0.1}}])
     created_at: datetime
 
 
+class Latency(Answer, Body):
+    """How long steps and switches of a model take, in seconds: Aegaeon A.2, with a term for each sequence."""
+
+    prefill_base_s: Seconds = Field(description="of every prefill", examples=[5.7e-3])
+    prefill_per_token_s: Seconds = Field(examples=[2.3e-5])
+    prefill_per_token2_s: Seconds = Field(description="for each squared token of a prompt", examples=[2.1e-10])
+    decode_base_s: Seconds = Field(description="of every decode step", examples=[8.5e-3])
+    decode_per_context_token_s: Seconds = Field(examples=[4.4e-8])
+    decode_per_sequence_s: Seconds = Field(examples=[1.1e-4])
+    switch_s: Seconds = Field(description="to bring its weights from host memory", examples=[0.47])
+    source: str = Field(max_length=500, pattern=r"^[^\x00]*$", examples=["7B on H800: profiles/qwen2_5_7b/H800/1"])
+
+
 class Profile(Answer, Body):
-    """What one instance of a model does on a GPU type."""
+    """What one instance of a model does on a GPU type. Without a latency it is never pooled there."""
 
     model: ModelName
     gpu_type: GpuTypeName
     tokens_per_s: PositiveNumber = Field(description="input tokens per second at its SLO", examples=[12_000.0])
     gpus: PositiveInt = Field(description="GPUs of one instance", examples=[1], le=1024)
     load_time_s: Number = Field(description="seconds to load it within a region", examples=[30.0])
+    latency: Latency | None = None
 
 
 class EndpointChange(Body):

@@ -42,6 +42,7 @@ class Node(Answer):
     alive: bool = Field(description="whether it was heard of lately")
     generation: int = Field(description="rises with every change of what it shall hold")
     last_seen_at: datetime | None
+    host_bytes: int | None = Field(description="host memory for models; null: its agent does not say")
     slots: list[Slot]
 
 

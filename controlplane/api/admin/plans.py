@@ -101,6 +101,7 @@ class Inputs(BaseModel):
 
     problem: Any = Field(description="the fleet, the demand and the settings, as `tidepool plan solve` reads them")
     forecasts: Any = Field(description="the origin, the quantile, and each series with what stood in for a forecast")
+    pools: Any = Field(None, description="whether pools were planned, and which models could not be pooled, and why")
 
 
 class Explanation(BaseModel):
@@ -135,7 +136,7 @@ def run_forecasts(body: Run, session: SessionDep, caller: Operator) -> Started:
         origin_s = minute_s if known_s is None else min(minute_s, known_s + 60)
     if not enqueue("forecast", origin_s=origin_s):
         raise CapacityError("the task queue does not answer; try again", retry_after_s=2)
-    record(session, actor=caller.name, action="forecast.run", subject=str(origin_s))
+    record(session, actor=caller.name, action="forecast.run", subject=str(origin_s), after={"origin_s": origin_s})
     return Started(origin_s=origin_s)
 
 
@@ -149,7 +150,8 @@ def create_plan(body: NewPlan, state: StateDep, session: SessionDep, caller: Ope
     draft = draft_plan(state.database, state.settings, of, now_s=now_s, origin_s=body.origin_s, keep_forecasts=keep)
     if not body.dry_run:
         plans.add_plan(session, draft.plan, draft.entries)
-        record(session, actor=caller.name, action="plan.create", subject=draft.plan.id)
+        after = _state(session, draft.plan.id)
+        record(session, actor=caller.name, action="plan.create", subject=draft.plan.id, after=after)
         return _whole(plans.get_plan(session, draft.plan.id), draft.entries)
     return _whole(draft.plan, draft.entries)
 
@@ -186,8 +188,10 @@ def apply_plan(
     plan_id: PlanPath, body: Apply, session: SessionDep, caller: Operator, after_commit: BackgroundTasks
 ) -> PlanWhole:
     """Puts the plan in force; a fleet that has changed since answers 409 `stale_index`."""
+    before = _state(session, plan_id)
     plan = plans.apply_plan(session, plan_id, index=body.index, now_s=time.time(), approved_by=caller.name)
-    record(session, actor=caller.name, action="plan.apply", subject=plan_id, after={"index": body.index})
+    after = _state(session, plan_id) | {"index": body.index}
+    record(session, actor=caller.name, action="plan.apply", subject=plan_id, before=before, after=after)
     after_commit.add_task(enqueue, "scale")
     return _whole_of(session, plan)
 
@@ -195,8 +199,10 @@ def apply_plan(
 @router.post("/plans/{plan_id}/approve", summary="Approve a plan that waits")
 def approve_plan(plan_id: PlanPath, session: SessionDep, caller: Operator, after_commit: BackgroundTasks) -> PlanWhole:
     """Puts the plan in force if the fleet is still the one it was made for; else 409 `stale_index`."""
+    before = _state(session, plan_id)
     plan = plans.approve_plan(session, plan_id, now_s=time.time(), approved_by=caller.name)
-    record(session, actor=caller.name, action="plan.approve", subject=plan_id, after={"index": plan.fleet_index})
+    after = _state(session, plan_id) | {"index": plan.fleet_index}
+    record(session, actor=caller.name, action="plan.approve", subject=plan_id, before=before, after=after)
     after_commit.add_task(enqueue, "scale")
     return _whole_of(session, plan)
 
@@ -204,8 +210,10 @@ def approve_plan(plan_id: PlanPath, session: SessionDep, caller: Operator, after
 @router.post("/plans/{plan_id}/reject", summary="Reject a plan that waits")
 def reject_plan(plan_id: PlanPath, body: Remark, session: SessionDep, caller: Operator) -> PlanWhole:
     """The plan in force stays, and the schedule makes no other one of that hour."""
+    before = _state(session, plan_id)
     plan = plans.reject_plan(session, plan_id, rejected_by=caller.name, note=body.note)
-    record(session, actor=caller.name, action="plan.reject", subject=plan_id, after={"note": body.note})
+    after = _state(session, plan_id) | {"note": body.note}
+    record(session, actor=caller.name, action="plan.reject", subject=plan_id, before=before, after=after)
     return _whole_of(session, plan)
 
 
@@ -217,9 +225,10 @@ def roll_back_plan(
     the plan is not in force or nothing was before it.
     """
     window_start_s = hour_nearest(time.time())
+    before = _state(session, plan_id)
     plan = plans.roll_back(session, plan_id, window_start_s=window_start_s, by=caller.name, note=body.note)
-    after = {"restored_as": plan.id, "note": body.note}
-    record(session, actor=caller.name, action="plan.rollback", subject=plan_id, after=after)
+    after = _state(session, plan_id) | {"restored_as": plan.id, "note": body.note}
+    record(session, actor=caller.name, action="plan.rollback", subject=plan_id, before=before, after=after)
     after_commit.add_task(enqueue, "scale")
     return _whole_of(session, plan)
 
@@ -227,6 +236,11 @@ def roll_back_plan(
 def _require_past(origin_s: int | None, now_s: float) -> None:
     if origin_s is not None and origin_s > now_s:
         raise InvalidValueError(f"origin_s: {origin_s} is in the future", param="origin_s")
+
+
+def _state(session: Session, plan_id: str) -> dict[str, str]:
+    """Of a plan, for the audit."""
+    return {"state": plans.get_plan(session, plan_id).state}
 
 
 def _whole_of(session: Session, plan: Plan) -> PlanWhole:

@@ -1,4 +1,4 @@
-"""Regions and GPU types."""
+"""Regions, the latencies between them, and GPU types."""
 
 from datetime import datetime
 from typing import Annotated
@@ -18,13 +18,15 @@ from controlplane.api.admin.fields import (
     Number,
     PageOf,
     PositiveInt,
+    RegionName,
     RegionPath,
     page_of,
+    pair_of,
 )
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep
-from controlplane.store import fleet, tables
+from controlplane.store import fleet, latencies, tables
 
 router = APIRouter(tags=["admin: fleet"], route_class=IdempotentRoute)
 
@@ -41,6 +43,14 @@ class Region(Answer):
     name: str = Field(examples=["us-east"])
     position: int = Field(examples=[0])
     created_at: datetime
+
+
+class RegionLatency(Answer, Body):
+    """How far one region is from another."""
+
+    origin: RegionName
+    destination: RegionName = Field(examples=["us-west"])
+    ms: Number = Field(description="milliseconds there and back", examples=[62.0], le=60_000)
 
 
 class GpuTypeChange(Body):
@@ -89,6 +99,29 @@ def list_regions(session: SessionDep, _: Viewer, limit: Limit = 20, after: After
 def get_region(name: RegionPath, session: SessionDep, _: Viewer) -> Region:
     """A region."""
     return Region.model_validate(fleet.require(session, tables.Region, name, param="region"))
+
+
+@router.put("/region-latencies", summary="Say how far a region is from another")
+def put_latency(latency: RegionLatency, session: SessionDep, caller: Operator) -> RegionLatency:
+    """Traffic that cannot stay in its own region tries the nearest other first; one of unknown latency comes last."""
+    values = latency.model_dump()
+    row = put_row(
+        session,
+        caller,
+        table=tables.RegionLatency,
+        key=(latency.origin, latency.destination),
+        action="region_latency.put",
+        values=values,
+        write=lambda: latencies.put_latency(session, **values),
+    )
+    return RegionLatency.model_validate(row)
+
+
+@router.get("/region-latencies", summary="List latencies between regions")
+def list_latencies(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[RegionLatency]:
+    """Latencies by origin and destination."""
+    page = latencies.list_latencies(session, after=pair_of(after), limit=limit)
+    return page_of(RegionLatency, page, lambda row: f"{row.origin}|{row.destination}")
 
 
 @router.put("/gpu-types/{name}", summary="Register a GPU type, or change what it costs")

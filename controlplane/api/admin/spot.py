@@ -92,9 +92,11 @@ def return_spot(
     instance_id: InstancePath, session: SessionDep, caller: Operator, after_commit: BackgroundTasks
 ) -> Lease:
     """Ends the lease now; the instance may be leased again, or taken back."""
+    leased = spot.active_leases(session).get(instance_id)
+    before = None if leased is None else snapshot(leased)
     lease = spot.return_spot(session, instance_id)
     _tell_node(session, instance_id)
-    record(session, actor=caller.name, action="spot.return", subject=instance_id, after=snapshot(lease))
+    record(session, actor=caller.name, action="spot.return", subject=instance_id, before=before, after=snapshot(lease))
     if lease.reclaim_at is not None:
         after_commit.add_task(enqueue, "scale")  # who gave notice waits for it
     return Lease.model_validate(lease)

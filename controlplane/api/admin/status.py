@@ -53,6 +53,7 @@ class Status(BaseModel):
     regions: list[RegionStatus]
     nodes_draining: int
     instances: dict[str, int] = Field(description="by observed state", examples=[{"ready": 4, "loading": 1}])
+    instances_pooled: int = Field(description="of these, those that share a slot")
     batches: dict[str, int] = Field(description="by state", examples=[{"in_progress": 1, "completed": 7}])
     requests_waiting: int = Field(description="batch requests in the queue")
     requests_running: int = Field(description="batch requests that a dispatcher holds")
@@ -70,6 +71,7 @@ def get_status(session: SessionDep, state: StateDep, _: Viewer) -> Status:
         regions=[RegionStatus.model_validate(region) for region in summary.regions],
         nodes_draining=summary.nodes_draining,
         instances=dict(summary.instances),
+        instances_pooled=summary.instances_pooled,
         batches=dict(summary.batches),
         requests_waiting=summary.requests_waiting,
         requests_running=summary.requests_running,

@@ -2,16 +2,19 @@
 
 Capacity and a model's whole demand are all that endpoints share. Priced, the problem falls apart into one small exact
 search per endpoint, whatever the size of the fleet; the prices that make those answers fit best also bound the cost
-from below. Then one way of serving is chosen for each endpoint so that all fit.
+from below. Then one way of serving is chosen for each endpoint so that all fit: by an integer program over the ways
+that cost least at those prices, for the whole fleet, and region by region. Where a region stays far above its bound,
+its own integer program raises the bound.
 
-    prices_tables.py   the problem as arrays          prices_dual.py    prices, and the bound they prove
-    prices_search.py   one endpoint, exactly          prices_master.py  prices and choices by HiGHS, over known columns
-    prices_relax.py    its relaxation                 prices_repair.py  what does not fit, made to fit
-    prices_columns.py  ways of serving, as columns    prices_near.py    more columns near a fractional answer
+    prices_tables.py   the problem as arrays          prices_master.py   best prices over columns known, by HiGHS
+    prices_search.py   one endpoint, exactly          prices_repair.py   a first choice, made to fit
+    prices_relax.py    its relaxation                 prices_near.py     the columns nearest to the best
+    prices_columns.py  ways of serving, as columns    prices_choice.py   one of them for each endpoint, by HiGHS
+    prices_dual.py     prices, and what they prove    prices_regions.py  a better bound for one region, by HiGHS
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,15 +22,23 @@ from controlplane.policies.facts import EndpointGpu, RegionGpu
 from controlplane.policies.placement.cost import fleet_cost, gap_of, grid_cost
 from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
 from controlplane.policies.placement.grid import Grid, grid_of
+from controlplane.policies.placement.prices_choice import Chooser, Effort
 from controlplane.policies.placement.prices_columns import Columns
 from controlplane.policies.placement.prices_dual import Dual, climb, first_dual, priced_out, soft_choice
 from controlplane.policies.placement.prices_master import relax_master
+from controlplane.policies.placement.prices_near import Near, near_columns
+from controlplane.policies.placement.prices_regions import region_bound
 from controlplane.policies.placement.prices_repair import Standing, moved, pool_gpus, relieved, rounded, standing_of
-from controlplane.policies.placement.prices_sweep import Sweeps
-from controlplane.policies.placement.prices_tables import Bools, Floats, Tables, build_tables
+from controlplane.policies.placement.prices_tables import Floats, Tables, build_tables
 
+SAFETY = 0.95
+"""The share of the gap that is aimed at: the fleet that it is a share of is not known yet."""
 LEAST_GAIN = 1e-6
 LEAST_TAU = 1e-3
+LEAST_PROMISE = 0.2
+"""A region this much of the gap above its bound is worth an integer program for a better one."""
+SPARE = 0.08
+"""Columns are near that cost at most this share of what an endpoint costs on average above its best."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,22 +46,26 @@ class PriceSettings:
     """Limits of the search; none is a time, so that the same facts end the same way.
 
     Attributes:
-        climb_rounds: of raising the bound by the smoothed dual; `climb_rounds_large` where no linear program follows.
+        climb_rounds: of raising the bound by the smoothed dual; fewer where it rises no more.
         exact_rounds: of raising it by the linear program over the columns, while they are at most `exact_columns_max`.
-        region_cells_max: cells of one region that are solved as a whole; beyond that, those in doubt.
-        parts_max: regions and models solved as a whole.
-        nodes_max: of branch and bound in each part.
-        moves_max: of single instances after repair, per model and region at a time.
+        choices: columns that each choice for the whole fleet may take beyond those that stand, and the share of the
+            gap to which it is solved; one after the other, until the gap is reached.
+        near_max: near columns in all, about; `near_each_most` and `near_each_least` for each endpoint.
+        region_cells_max: cells of a region whose bound may be raised by an integer program.
+        nodes_max: of branch and bound in each integer program.
+        moves_max: of single instances after a choice, per model and region at a time.
     """
 
-    climb_rounds: int = 8
-    climb_rounds_large: int = 16
+    climb_rounds: int = 24
     exact_rounds: int = 8
-    exact_columns_max: int = 60_000
+    exact_columns_max: int = 600_000
+    choices: tuple[tuple[int, float], ...] = ((2_500, 1.0), (5_000, 0.6), (10_000, 0.4))
+    near_max: int = 40_000
+    near_each_most: int = 100
+    near_each_least: int = 4
     region_cells_max: int = 400
-    parts_max: int = 200
-    nodes_max: int = 1
-    moves_max: int = 200
+    nodes_max: int = 20
+    moves_max: int = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,51 +146,40 @@ class _Search:
         self._grid, self._tables, self._gap, self._limits, self._should_stop = grid, tables, gap, limits, should_stop
 
     def run(self) -> PricedSolution:
-        tables, limits = self._tables, self._limits
-        dual = first_dual(tables)
-        large = len(dual.columns) > limits.exact_columns_max
-        rounds = limits.climb_rounds_large if large else limits.climb_rounds
-        dual, mix = self._exact(climb(tables, dual, rounds, self._should_stop))
+        limits, tables = self._limits, self._tables
+        dual = climb(tables, first_dual(tables), limits.climb_rounds, self._gap / 20, self._should_stop)
+        dual, mix = self._exact(dual)
         standing = self._rounded(dual, mix)
         best = self._solution(dual.rounds, dual.bound, standing, "rounded from the prices")
-        sweeps = Sweeps(
-            tables=tables,
-            dual=dual,
-            slack=0.9 * self._gap * fleet_cost(self._grid, best.counts, best.pool_gpus),
-            nodes_max=limits.nodes_max,
-            should_stop=self._should_stop,
-        )
         if best.gap <= self._gap or self._should_stop():
             return best
-        free = self._doubtful(mix)
-        if free.all():
-            standing = moved(tables, sweeps.first(mix.columns, mix.weights, standing), limits.moves_max)
-        standing, bound = sweeps.improved(standing, free, parts_max=limits.parts_max, prove=bool(free.all()))
-        standing = moved(tables, standing, limits.moves_max)
-        found = self._solution(dual.rounds, bound, standing, "improved by region and by model")
-        return min(best, found, key=lambda solution: solution.objective)
-
-    def _doubtful(self, mix: _Mix) -> Bools:
-        """Endpoints that may change in parts: all, or of each region those that the relaxation mixes most."""
-        tables = self._tables
-        doubt = 1.0 - np.maximum.reduceat(mix.weights, mix.columns.first)
-        order = np.lexsort((-doubt, tables.region_of))
-        rank = np.empty(len(order), np.int64)
-        rank[order] = np.arange(len(order)) % len(tables.models)
-        return np.asarray(rank * len(tables.gpu_types) < self._limits.region_cells_max)
+        fleet = fleet_cost(self._grid, best.counts, best.pool_gpus)
+        size = len(tables.home)
+        each_max = min(max(limits.near_max // size, limits.near_each_least), limits.near_each_most)
+        near = near_columns(tables, dual, mix.columns, standing, spare=SPARE * fleet / size, each_max=each_max)
+        choices = _Choices(tables, dual, near, limits, SAFETY * self._gap * fleet, self._should_stop)
+        for number, share in limits.choices:
+            if best.gap <= self._gap or self._should_stop():
+                break
+            choices.improve(number, share)
+            standing = moved(tables, standing_of(near.columns, choices.choice), limits.moves_max)
+            found = self._solution(dual.rounds, choices.bound, standing, "chosen among ways near the prices")
+            best = min(found, self._bounded(best, choices.bound), key=lambda each: each.objective)
+        return best
 
     def _exact(self, dual: Dual) -> tuple[Dual, _Mix]:
         """The best prices over the columns, and the columns they ask for, until that raises the bound no more."""
-        tau = LEAST_TAU * float(self._tables.gpu_price.max(initial=0.0) or 1.0)
+        tables = self._tables
+        tau = LEAST_TAU * float(tables.gpu_price.max(initial=0.0) or 1.0)
         mix = _Mix(columns=dual.columns, weights=soft_choice(dual.columns, dual.prices, tau)[1])
         for _ in range(self._limits.exact_rounds):
             if len(dual.columns) > self._limits.exact_columns_max or self._should_stop():
                 break
-            relaxed = relax_master(self._tables, dual.rows, dual.columns)
+            relaxed = relax_master(tables, dual.rows, dual.columns, self._should_stop)
             if relaxed is None:
                 break
             mix = _Mix(columns=dual.columns, weights=relaxed.weights)
-            dual = priced_out(self._tables, dual, relaxed.prices)
+            dual = priced_out(tables, dual, relaxed.prices)
             if relaxed.objective - dual.bound <= max(LEAST_GAIN, self._gap / 20) * abs(dual.bound):
                 break
         return dual, mix
@@ -190,15 +194,85 @@ class _Search:
         tables = self._tables
         counts, pooled = tables.counts_by_key(standing.counts), tables.pooled_keys(standing.pooled)
         gpus = tables.pool_gpus_by_key(pool_gpus(tables, np.arange(len(tables.home)), standing.pooled))
-        objective = grid_cost(self._grid, counts, pooled, gpus)
-        bound = min(bound, objective)
-        return PricedSolution(
+        found = PricedSolution(
             counts=counts,
             pooled=pooled,
             pool_gpus=gpus,
-            objective=objective,
+            objective=grid_cost(self._grid, counts, pooled, gpus),
             bound=bound,
-            gap=gap_of(objective, bound, fleet_cost(self._grid, counts, gpus)),
+            gap=0.0,
             iterations=rounds,
             reason=how,
+        )
+        return self._bounded(found, bound)
+
+    def _bounded(self, found: PricedSolution, bound: float) -> PricedSolution:
+        """The same placement with another bound."""
+        bound = float(min(bound, found.objective))
+        gap = gap_of(found.objective, bound, fleet_cost(self._grid, found.counts, found.pool_gpus))
+        return replace(found, bound=bound, gap=gap)
+
+
+class _Choices:
+    """A choice among near columns, and a bound, while both get better. `slack`: cost per hour that may be between."""
+
+    def __init__(
+        self,
+        tables: Tables,
+        dual: Dual,
+        near: Near,
+        limits: PriceSettings,
+        slack: float,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.choice, self.bound = near.choice, dual.bound
+        self._tables, self._near, self._limits = tables, near, limits
+        self._slack, self._should_stop = slack, should_stop
+        self._chooser = Chooser(tables=tables, rows=dual.rows, columns=near.columns)
+        gpu, _host, self._token = dual.rows.of_places(dual.prices)
+        gpus = (gpu.reshape(tables.capacity.shape) * tables.capacity).sum(axis=1)
+        self._low = np.bincount(tables.region_of, weights=near.least) - gpus
+        self._raised = np.zeros(len(tables.regions), bool)
+
+    def improve(self, number: int, share: float) -> None:
+        """For the whole fleet, with so many more columns open, to a share of the slack; then region by region; then
+        the bound.
+        """
+        self.choice = self._chooser.better(self.choice, self._near.nearest(number), self._effort(share * self._slack))
+        region = self._tables.region_of[self._near.columns.endpoint]
+        regions = len(self._tables.regions)
+        for j in range(regions):
+            if self._reached() or self._should_stop():
+                return
+            self.choice = self._chooser.better(self.choice, region == j, self._effort(self._slack / (5 * regions)))
+        self._raise_bound()
+
+    def _raise_bound(self) -> None:
+        tables, limits = self._tables, self._limits
+        excess = self._chooser.by_region(self.choice, self._token) - self._low
+        cells = np.bincount(tables.region_of, weights=(tables.room.sum(axis=2) > 0).sum(axis=1))
+        worth_it = (excess > LEAST_PROMISE * self._slack) & (cells <= limits.region_cells_max) & ~self._raised
+        for j in sorted(np.flatnonzero(worth_it).tolist(), key=lambda j: -excess[j]):
+            if self._reached() or self._should_stop():
+                break
+            bound = region_bound(
+                tables,
+                j,
+                self._token,
+                gap_abs=excess[j] / 10,
+                nodes_max=limits.nodes_max,
+                should_stop=self._should_stop,
+            )
+            gain = max(0.0, bound - float(self._low[j]))
+            self._low[j], self.bound, self._raised[j] = self._low[j] + gain, self.bound + gain, True
+
+    def _reached(self) -> bool:
+        return self._chooser.cost(self.choice) - self.bound <= self._slack
+
+    def _effort(self, gap_abs: float) -> Effort:
+        return Effort(
+            target=self.bound + self._slack,
+            gap_abs=gap_abs,
+            nodes_max=self._limits.nodes_max,
+            should_stop=self._should_stop,
         )

@@ -19,6 +19,16 @@ import math
 from dataclasses import dataclass, fields
 
 GROUP_REQUESTS_MAX = 8
+LATENCY_FIELDS = (
+    "prefill_base_s",
+    "prefill_per_token_s",
+    "prefill_per_token2_s",
+    "decode_base_s",
+    "decode_per_context_token_s",
+    "decode_per_sequence_s",
+    "switch_s",
+)
+"""Those of `PoolLoad` that a profile knows; the others are of the requests and of the pool."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import numpy as np
 from scipy import sparse
 
 from controlplane.policies.placement.prices_relax import cost_of_counts
-from controlplane.policies.placement.prices_tables import Floats, Ints, Tables
+from controlplane.policies.placement.prices_tables import Bools, Floats, Ints, Tables
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,6 +76,16 @@ class Columns:
     def spread(self, by_endpoint: Floats) -> Floats:
         """A number of each endpoint that has columns, for each of its columns, [M]."""
         return np.repeat(by_endpoint, np.diff(self.first, append=len(self.endpoint)))
+
+    def take(self, chosen: Bools) -> "Columns":
+        """Some of the columns, [M]."""
+        return Columns(
+            endpoint=self.endpoint[chosen],
+            counts=self.counts[chosen],
+            pooled=self.pooled[chosen],
+            cost=self.cost[chosen],
+            use=self.use[:, np.flatnonzero(chosen)],
+        )
 
     def priced(self, prices: Floats) -> Floats:
         """Cost at these prices, [M]."""

@@ -23,9 +23,11 @@ from controlplane.policies.placement.prices_tables import Floats, Ints, Tables
 
 CHUNK = 4096
 """Endpoints searched at a time: it bounds the memory."""
-WIDTH_FIRST, TAU_FIRST, TAU_LAST, TAU_FALL = 1.0, 0.1, 0.001, 0.6
-"""In dearest prices of a GPU per hour. The box halves when a step did not raise the bound."""
-CLIMB_STEPS = 60
+WIDTH_FIRST, WIDTH_GROWTH = 1.0, 1.5
+"""The box around the best prices, in their scale: it grows with each step that raised the bound, else it halves."""
+TAU_FIRST, TAU_LAST, TAU_FALL = 0.1, 0.001, 0.6
+"""In dearest prices of a GPU per hour."""
+CLIMB_STEPS, PATIENCE = 200, 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,16 +143,20 @@ def first_dual(tables: Tables) -> Dual:
     return Dual(rows=rows, columns=columns, bound=-np.inf, prices=none)
 
 
-def climb(tables: Tables, dual: Dual, rounds: int, should_stop: Callable[[], bool]) -> Dual:
-    """Raise the bound for so many rounds at most, adding columns."""
-    step = _scale_of_prices(tables, dual.rows)
-    width, prices = WIDTH_FIRST, dual.prices
+def climb(tables: Tables, dual: Dual, rounds: int, least_gain: float, should_stop: Callable[[], bool]) -> Dual:
+    """Raise the bound, adding columns, for so many rounds at most, or until `PATIENCE` of them raise it by less than
+    the share `least_gain`.
+    """
+    step = step_of_prices(tables, dual.rows)
+    width, prices, bounds = WIDTH_FIRST, dual.prices, [-np.inf]
     for turn in range(rounds):
-        before = dual.bound
         dual = priced_out(tables, dual, prices)
-        if turn and should_stop():
+        width = width * WIDTH_GROWTH if dual.bound > bounds[-1] else width / 2
+        bounds.append(dual.bound)
+        if turn + 1 == rounds or should_stop():
             break
-        width = width if dual.bound > before else width / 2
+        if turn >= PATIENCE and bounds[-1] - bounds[-1 - PATIENCE] <= least_gain * abs(bounds[-1]):
+            break
         tau = max(TAU_FIRST * TAU_FALL**turn, TAU_LAST) * float(tables.gpu_price.max(initial=0.0) or 1.0)
         low = np.maximum(0.0, dual.prices - width * step)
         high = np.minimum(dual.rows.price_most, dual.prices + width * step)
@@ -168,7 +174,7 @@ def priced_out(tables: Tables, dual: Dual, prices: Floats, *, keep: int = 3) -> 
     return replace(dual, columns=columns, rounds=dual.rounds + 1)
 
 
-def _scale_of_prices(tables: Tables, rows: Rows) -> Floats:
+def step_of_prices(tables: Tables, rows: Rows) -> Floats:
     """What a price may change by in a round: that of a GPU; of the model's cheapest instance per unit of its demand."""
     instance = np.where(tables.speed > 0, tables.gpu_price * tables.gpus, np.inf).min(axis=1)
     gpus = np.tile(tables.gpu_price, len(tables.regions))

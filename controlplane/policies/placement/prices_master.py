@@ -4,6 +4,7 @@ one column per endpoint; use of the shared rows <= limit
 a model's demand that nobody serves is bought at its price; pools may have GPUs beyond the shares taken of them
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import highspy
@@ -23,13 +24,16 @@ class Relaxation:
     prices: Floats
 
 
-def relax_master(tables: Tables, rows: Rows, columns: Columns) -> Relaxation | None:
-    """The linear program over these columns; None if HiGHS has no answer."""
+def relax_master(
+    tables: Tables, rows: Rows, columns: Columns, should_stop: Callable[[], bool] = lambda: False
+) -> Relaxation | None:
+    """The linear program over these columns; None if HiGHS has no answer, or was stopped before it had."""
     size = len(tables.home)
     solver = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, value in (("output_flag", False), ("threads", 1)):
         solver.setOptionValue(name, value)
     solver.passModel(_program(tables, rows, columns))
+    solver.cbSimplexInterrupt.subscribe(lambda event: event.interrupt() if should_stop() else None)
     solver.run()
     if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
         return None
@@ -41,12 +45,12 @@ def relax_master(tables: Tables, rows: Rows, columns: Columns) -> Relaxation | N
 
 
 def _program(tables: Tables, rows: Rows, columns: Columns) -> highspy.HighsLp:
-    size, shared, models = len(tables.home), len(rows.limit), len(tables.total)
+    size, shared = len(tables.home), len(rows.limit)
     pools = rows.places if tables.pools else 0
     chosen = (np.ones(len(columns)), (columns.endpoint, np.arange(len(columns))))
     one = sparse.csr_matrix(chosen, shape=(size, len(columns)))
-    short = _unit(shared, 2 * rows.places + np.arange(models), -1.0)
     beyond = _unit(shared, np.arange(pools), 1.0) + _unit(shared, rows.places + np.arange(pools), -1.0)
+    short = _unit(shared, 2 * rows.places + np.arange(len(tables.total)), -1.0)
     matrix = sparse.csc_matrix(sparse.bmat([[one, None, None], [columns.use, short, beyond]]))
     gpu_price = np.tile(tables.gpu_price, len(tables.regions))[:pools]
     lp = highspy.HighsLp()

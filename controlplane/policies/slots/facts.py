@@ -14,6 +14,7 @@ class SlotRoom:
     Attributes:
         age_s: seconds since its node's last heartbeat.
         accepting: False for a node that is being drained.
+        pooled: it is in the pool, or shall be; nothing but pooled instances starts there or is lent out there.
     """
 
     node_id: str
@@ -24,6 +25,12 @@ class SlotRoom:
     gpus_free: int
     age_s: float
     accepting: bool = True
+    pooled: bool = False
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """What tells it from all others: its node and its index there."""
+        return (self.node_id, self.slot)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The fleet's slots and instances while a decision fills them: every taking is noted, so nothing is taken twice."""
 
+import heapq
 from collections import Counter
 from dataclasses import replace
 
@@ -8,6 +9,8 @@ from controlplane.policies.scaling.facts import KindStep, ScaleStep
 from controlplane.policies.slots.facts import PlacedInstance, SlotAdd, SlotFacts, SlotRoom, SlotSettings
 
 Place = tuple[str, int]
+_Room = tuple[int, int, str, int]
+"""A slot in a heap, the emptiest first: minus the free GPUs of its node and of itself, and its place."""
 
 
 class Filling:
@@ -16,19 +19,27 @@ class Filling:
     def __init__(self, facts: SlotFacts, settings: SlotSettings) -> None:
         self._settings = settings
         self._gpus = {(profile.model, profile.gpu_type): gpus for profile, gpus in facts.gpus.items()}
-        self._slots = sorted(facts.slots, key=_place_of)
-        self._open = {
-            _place_of(slot): slot for slot in self._slots if slot.accepting and slot.age_s <= settings.stale_s
-        }
-        self._in_region: dict[str, list[SlotRoom]] = {}
-        for slot in self._open.values():
-            self._in_region.setdefault(slot.region, []).append(slot)
+        self._profiled: dict[str, list[str]] = {}
+        for model, gpu_type in sorted(self._gpus):
+            self._profiled.setdefault(model, []).append(gpu_type)
+        self._slots = sorted(facts.slots, key=lambda slot: slot.place)
+        alive = [slot for slot in self._slots if slot.accepting and slot.age_s <= settings.stale_s]
+        self._alive = {slot.node_id for slot in alive}
+        self._pooled = {slot.place for slot in self._slots if slot.pooled}
+        self._open = {slot.place: slot for slot in alive if not slot.pooled}
         self._draining_nodes = {slot.node_id for slot in self._slots if not slot.accepting}
         self._free: dict[Place, int] = {}
         self._free_on: Counter[str] = Counter()
         for place, slot in self._open.items():
             self._free[place] = slot.gpus_free
             self._free_on[slot.node_id] += slot.gpus_free
+        self._on_node: dict[str, list[SlotRoom]] = {}
+        self._emptiest: dict[tuple[str, str], list[_Room]] = {}
+        for slot in self._open.values():
+            self._on_node.setdefault(slot.node_id, []).append(slot)
+            self._emptiest.setdefault((slot.region, slot.gpu_type), []).append(self._room(slot))
+        for rooms in self._emptiest.values():
+            heapq.heapify(rooms)
         self._promised: dict[Place, int] = {}
         self._changed: set[str] = set()
         instances = sorted(facts.instances, key=lambda each: each.instance_id)
@@ -40,6 +51,10 @@ class Filling:
             self._of_endpoint.setdefault(each.endpoint, []).append(each)
             if each.spot is not None:
                 self._spot.setdefault((each.node_id, each.slot), []).append(each)
+        self._spot_places: dict[str, list[Place]] = {}
+        for place in sorted(self._spot):
+            if place in self._open:
+                self._spot_places.setdefault(self._open[place].region, []).append(place)
 
     def take_draining(self, step: ScaleStep) -> PlacedInstance | None:
         """The draining instance that has most left to do, if its node can be relied on."""
@@ -65,7 +80,7 @@ class Filling:
 
     def add(self, step: ScaleStep) -> SlotAdd | None:
         """Free GPUs, on the node with fewest instances of the endpoint, then with most free GPUs."""
-        found = [slot for slot in self._candidates(step) if self._free[_place_of(slot)] >= self._need(step, slot)]
+        found = [slot for gpu_type in self._gpu_types(step) if (slot := self._best_free(step, gpu_type)) is not None]
         return self._placed(step, min(found, key=lambda slot: self._rank(step, slot)), ()) if found else None
 
     def wait_for_leases(self, step: ScaleStep) -> tuple[PlacedInstance, ...] | None:
@@ -76,7 +91,7 @@ class Filling:
         if found is None:
             return None
         slot, spare = found
-        place, held = _place_of(slot), sum(each.gpus for each in spare)
+        place, held = slot.place, sum(each.gpus for each in spare)
         missing = self._need(step, slot) - self._promised.get(place, 0) - held
         self._promised[place] = max(0, -missing)
         self._take(slot, max(0, missing))
@@ -114,6 +129,8 @@ class Filling:
             return "spot is disabled"
         if instance.node_id in self._draining_nodes:
             return f"node {instance.node_id} is being drained"
+        if (instance.node_id, instance.slot) in self._pooled:
+            return f"slot {instance.slot} of node {instance.node_id} goes to the pool"
         return f"it failed on node {instance.node_id}" if instance.stuck else None
 
     def why_not(self, step: ScaleStep) -> str:
@@ -126,8 +143,8 @@ class Filling:
         here = [slot for slot in self._slots if slot.region == region and slot.gpu_type in wanted]
         if not here:
             return f"no {names} in {region}"
-        silent = len({slot.node_id for slot in here} - {node_id for node_id, _ in self._open})
-        free = sum(self._free.get(_place_of(slot), 0) for slot in here)
+        silent = len({slot.node_id for slot in here} - self._alive)
+        free = sum(self._free.get(slot.place, 0) for slot in here)
         need = min(self._gpus[step.endpoint.model, gpu_type] for gpu_type in wanted)
         words = (
             f"GPUs full in {region}: {free} of {sum(slot.gpus for slot in here)} {names} free, needs {need} in one slot"
@@ -137,10 +154,12 @@ class Filling:
     def _with_spot(self, step: ScaleStep, *, leased: bool) -> tuple[SlotRoom, tuple[PlacedInstance, ...]] | None:
         """The best slot where spot instances of other models can make room, and those instances."""
         found = []
-        for slot in self._candidates(step):
-            place, need = _place_of(slot), self._need(step, slot)
-            if place not in self._spot:
+        gpu_types = self._gpu_types(step)
+        for place in self._spot_places.get(step.endpoint.region, ()):
+            slot = self._open[place]
+            if slot.gpu_type not in gpu_types:
                 continue
+            need = self._need(step, slot)
             spare: tuple[PlacedInstance, ...] = ()
             promised = self._promised.get(place, 0) if leased else 0
             free = self._free[place] + promised
@@ -192,15 +211,43 @@ class Filling:
         return instance
 
     def _take(self, slot: SlotRoom, gpus: int) -> None:
-        self._free[_place_of(slot)] -= gpus
+        """Note GPUs that are gone; the node's slots are in the heap anew, as they are now."""
+        self._free[slot.place] -= gpus
         self._free_on[slot.node_id] -= gpus
+        for each in self._on_node[slot.node_id] if gpus else ():
+            heapq.heappush(self._emptiest[each.region, each.gpu_type], self._room(each))
 
-    def _candidates(self, step: ScaleStep) -> list[SlotRoom]:
-        return [
-            slot
-            for slot in self._in_region.get(step.endpoint.region, [])
-            if step.gpu_type in {None, slot.gpu_type} and (step.endpoint.model, slot.gpu_type) in self._gpus
-        ]
+    def _room(self, slot: SlotRoom) -> _Room:
+        return (-self._free_on[slot.node_id], -self._free[slot.place], slot.node_id, slot.slot)
+
+    def _best_free(self, step: ScaleStep, gpu_type: str) -> SlotRoom | None:
+        """The slot of best rank that has the GPUs: as a rule the emptiest, which is at the top of the heap. Only those
+        on nodes where the endpoint is already are looked at one by one.
+        """
+        rooms = self._emptiest.get((step.endpoint.region, gpu_type), [])
+        seen: list[_Room] = []
+        beside: list[SlotRoom] = []
+        while rooms:
+            room = heapq.heappop(rooms)
+            slot = self._open[room[2:]]
+            if room != self._room(slot) or not self._free[slot.place] or (seen and room == seen[-1]):
+                continue  # as it was once
+            seen.append(room)
+            if self._free[slot.place] < self._need(step, slot):
+                continue
+            beside.append(slot)
+            here = (step.endpoint, slot.node_id)
+            if here not in self._stuck and not self._beside[here]:
+                break
+        for room in seen:
+            heapq.heappush(rooms, room)
+        return min(beside, key=lambda slot: self._rank(step, slot), default=None)
+
+    def _gpu_types(self, step: ScaleStep) -> list[str]:
+        """Those that the step may take and the model has a profile for."""
+        if step.gpu_type is not None:
+            return [step.gpu_type] if (step.endpoint.model, step.gpu_type) in self._gpus else []
+        return self._profiled.get(step.endpoint.model, [])
 
     def _need(self, step: ScaleStep, slot: SlotRoom) -> int:
         return self._gpus[step.endpoint.model, slot.gpu_type]
@@ -208,7 +255,7 @@ class Filling:
     def _rank(self, step: ScaleStep, slot: SlotRoom) -> tuple[bool, int, int, int, str, int]:
         """Not where the endpoint's instances do not come up, else spread."""
         here = (step.endpoint, slot.node_id)
-        free = self._free[_place_of(slot)]
+        free = self._free[slot.place]
         return (here in self._stuck, self._beside[here], -self._free_on[slot.node_id], -free, slot.node_id, slot.slot)
 
     def _is_open(self, instance: PlacedInstance) -> bool:
@@ -220,10 +267,6 @@ class Filling:
             for each in self._of_endpoint.get(step.endpoint, [])
             if step.gpu_type in {None, each.gpu_type} and each.instance_id not in self._changed
         ]
-
-
-def _place_of(slot: SlotRoom) -> Place:
-    return (slot.node_id, slot.slot)
 
 
 def _spot_rank(instance: PlacedInstance) -> tuple[bool, bool, float, str]:

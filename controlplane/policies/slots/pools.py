@@ -3,18 +3,26 @@
 A slot is in the pool while it holds pooled instances; all its GPUs then belong to the pool. An endpoint has one pooled
 instance in a region, and its slot switches between the models it holds (Aegaeon). What stands somewhere stays there, so
 that host copies of weights are used again; who leaves is drained only when its replacement is ready.
+
+A pool grows by slots that already are one, then free ones, then such as hold nothing but instances of endpoints that
+are to be pooled: those serve on beside the pooled ones until these are ready. Last come slots of spot instances, which
+are stopped, or get notice first. A slot that leaves the pool is handed to the last endpoint on it where that is to have
+instances of its own.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
-from controlplane.policies.slots.facts import InstanceChange, SlotAdd, SlotRoom, Unplaced
+from controlplane.policies.slots.facts import InstanceChange, PlacedInstance, SlotAdd, SlotRoom, Unplaced
+
+Place = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PooledInstance:
-    """An endpoint's share of a pool slot."""
+    """An endpoint's share of a pool slot. `stuck`: it should be ready and is not."""
 
     instance_id: str
     endpoint: Endpoint
@@ -23,6 +31,17 @@ class PooledInstance:
     slot: int
     draining: bool
     ready: bool
+    stuck: bool = False
+
+    @property
+    def place(self) -> Place:
+        """The slot it is on."""
+        return (self.node_id, self.slot)
+
+    @property
+    def key(self) -> EndpointGpu:
+        """What it is an instance of."""
+        return EndpointGpu(model=self.endpoint.model, region=self.endpoint.region, gpu_type=self.gpu_type)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +51,12 @@ class PoolSlotFacts:
     Attributes:
         pool_gpus: GPUs that the plan gives to the pool of a region and GPU type.
         occupancy: endpoints that the plan pools, with the share of one GPU each takes there.
-        slots: all slots; one in the pool has no free GPU.
+        slots: all slots.
         instances: pooled instances, draining ones included.
-        served: endpoints that need no pooled instance where the plan does not pool them: they have a ready dedicated
-            one, or shall have nothing at all.
+        served: endpoints that need no pooled instance where the plan does not pool them: they have ready dedicated
+            ones, or shall have nothing at all.
+        dedicated: instances with GPUs of their own, draining and spot ones included.
+        missing: dedicated instances that are wanted and not there, by endpoint and GPU type.
     """
 
     pool_gpus: Mapping[RegionGpu, int]
@@ -43,31 +64,49 @@ class PoolSlotFacts:
     slots: tuple[SlotRoom, ...]
     instances: tuple[PooledInstance, ...]
     served: frozenset[Endpoint]
+    dedicated: tuple[PlacedInstance, ...] = ()
+    missing: Mapping[EndpointGpu, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSlotDecision:
-    """What to add (with no GPU of its own), take back and drain, and what found no slot."""
+    """What becomes of pooled instances.
 
-    adds: tuple[SlotAdd, ...]
-    revives: tuple[InstanceChange, ...]
-    drains: tuple[InstanceChange, ...]
-    unplaced: tuple[Unplaced, ...]
+    Attributes:
+        adds: to start, with no GPU of their own.
+        revives: draining ones that are wanted again.
+        drains: to be stopped once they are empty.
+        dedicates: to be given the GPUs of their slot, and be pooled no more.
+        unplaced: pooled endpoints that found no slot.
+        slots: all slots of the pool: those it has, those it leaves and those it waits for.
+        ready: endpoints that the pool serves now: instances of their own may go.
+        stranded: endpoints of which no pooled instance comes up: one of their own must stand in.
+    """
+
+    adds: tuple[SlotAdd, ...] = ()
+    revives: tuple[InstanceChange, ...] = ()
+    drains: tuple[InstanceChange, ...] = ()
+    dedicates: tuple[InstanceChange, ...] = ()
+    unplaced: tuple[Unplaced, ...] = ()
+    slots: frozenset[Place] = frozenset()
+    ready: frozenset[Endpoint] = frozenset()
+    stranded: frozenset[EndpointGpu] = frozenset()
 
 
 @dataclass(kw_only=True)
 class _PoolSlot:
-    """A slot of the pool while it is being filled."""
+    """A slot of the pool while it is being filled. `leased`: a lessee is still there, so that nothing starts."""
 
     room: SlotRoom
+    leased: bool = False
     occupied: float = 0.0
 
     def takes(self, share: float) -> bool:
         return not self.occupied or self.occupied + share <= self.room.gpus
 
     @property
-    def fullness(self) -> tuple[float, str, int]:
-        return self.occupied / self.room.gpus, self.room.node_id, self.room.slot
+    def fullness(self) -> tuple[float, Place]:
+        return self.occupied / self.room.gpus, self.room.place
 
 
 def choose_pool_slots(facts: PoolSlotFacts, now_s: float, *, stale_s: float) -> PoolSlotDecision:
@@ -78,103 +117,172 @@ def choose_pool_slots(facts: PoolSlotFacts, now_s: float, *, stale_s: float) -> 
         now_s: Unix time; ages are in the facts, so it changes nothing.
         stale_s: a node silent for longer gets nothing new.
     """
-    adds: list[SlotAdd] = []
-    revives: list[InstanceChange] = []
-    unplaced: list[Unplaced] = []
-    kept: set[str] = set()
+    filling = _Filling(facts, stale_s)
     for place in sorted({*facts.pool_gpus, *(_place_of(key) for key in facts.occupancy)}):
-        slots = _sized(facts, place, stale_s)
-        for key in _largest_first(facts, place):
-            endpoint = Endpoint(model=key.model, region=key.region)
-            present = _standing(facts, key, slots)
-            if present is not None:
-                kept.add(present.instance_id)
-                if present.draining:
-                    revives.append(InstanceChange(instance_id=present.instance_id, reason="the plan pools it again"))
-                slot = slots[present.node_id, present.slot]
-            else:
-                if not slots:
-                    reason = f"no free slot of {key.gpu_type} in {key.region} for the pool"
-                    unplaced.append(Unplaced(endpoint=endpoint, gpu_type=key.gpu_type, count=1, reason=reason))
-                    continue
-                slot = min(slots.values(), key=lambda each: each.fullness)
-                adds.append(_add(endpoint, slot.room))
-            slot.occupied += facts.occupancy[key]
+        filling.fill(place)
+    dedicates = tuple(filling.dedicates())
+    staying = {change.instance_id for change in dedicates}
     return PoolSlotDecision(
-        adds=tuple(adds), revives=tuple(revives), drains=tuple(_drains(facts, kept)), unplaced=tuple(unplaced)
+        adds=tuple(filling.adds),
+        revives=tuple(filling.revives),
+        drains=tuple(change for change in filling.drains() if change.instance_id not in staying),
+        dedicates=dedicates,
+        unplaced=tuple(filling.unplaced),
+        slots=frozenset(
+            {*filling.chosen, *(each.place for each in facts.instances if each.instance_id not in staying)}
+        ),
+        ready=frozenset(each.endpoint for each in filling.kept.values() if each.ready and not each.draining),
+        stranded=frozenset(each.key for each in filling.kept.values() if each.stuck),
     )
 
 
-def _sized(facts: PoolSlotFacts, place: RegionGpu, stale_s: float) -> dict[tuple[str, int], _PoolSlot]:
-    """The slots that make up a pool of the planned size: those that are one already, the fullest first, then free
-    ones. A pool is never smaller than one slot where anything is pooled.
-    """
-    usable = [
-        slot
-        for slot in facts.slots
-        if (slot.region, slot.gpu_type) == (place.region, place.gpu_type) and slot.accepting and slot.age_s <= stale_s
-    ]
-    running = [each for each in facts.instances if not each.draining]
-    held = {(each.node_id, each.slot) for each in facts.instances}
+class _Filling:
+    """The pools while they are filled. `kept`: pooled instances that stay, by id. `chosen`: slots of the pools."""
 
-    def rank(slot: SlotRoom) -> tuple[int, float, str, int]:
-        mine = [each for each in running if (each.node_id, each.slot) == (slot.node_id, slot.slot)]
-        keys = (_key_of(each) for each in mine)
-        return -len(mine), -sum(facts.occupancy.get(key, 0.0) for key in keys), slot.node_id, slot.slot
+    def __init__(self, facts: PoolSlotFacts, stale_s: float) -> None:
+        self.adds: list[SlotAdd] = []
+        self.revives: list[InstanceChange] = []
+        self.unplaced: list[Unplaced] = []
+        self.kept: dict[str, PooledInstance] = {}
+        self.chosen: dict[Place, _PoolSlot] = {}
+        self._facts = facts
+        self._usable: dict[RegionGpu, list[SlotRoom]] = defaultdict(list)
+        for slot in facts.slots:
+            if slot.accepting and slot.age_s <= stale_s:
+                self._usable[RegionGpu(region=slot.region, gpu_type=slot.gpu_type)].append(slot)
+        self._pooled_on: dict[Place, list[PooledInstance]] = defaultdict(list)
+        self._pooled_of: dict[EndpointGpu, list[PooledInstance]] = defaultdict(list)
+        for each in sorted(facts.instances, key=lambda each: each.instance_id):
+            self._pooled_on[each.place].append(each)
+            self._pooled_of[each.key].append(each)
+        self._dedicated_on: dict[Place, list[PlacedInstance]] = defaultdict(list)
+        for placed in facts.dedicated:
+            self._dedicated_on[placed.node_id, placed.slot].append(placed)
+        self._keys: dict[RegionGpu, list[EndpointGpu]] = defaultdict(list)
+        for key in sorted(facts.occupancy):
+            self._keys[_place_of(key)].append(key)
 
-    pools = sorted((slot for slot in usable if (slot.node_id, slot.slot) in held), key=rank)
-    free = sorted(
-        (slot for slot in usable if slot.gpus_free == slot.gpus and (slot.node_id, slot.slot) not in held),
-        key=lambda slot: (slot.node_id, slot.slot),
-    )
-    wanted = max(1, facts.pool_gpus.get(place, 0)) if any(_place_of(key) == place for key in facts.occupancy) else 0
-    chosen: dict[tuple[str, int], _PoolSlot] = {}
-    for slot in [*pools, *free]:
-        if sum(each.room.gpus for each in chosen.values()) >= wanted:
-            break
-        chosen[slot.node_id, slot.slot] = _PoolSlot(room=slot)
-    return chosen
+    def fill(self, place: RegionGpu) -> None:
+        """Choose the slots of one pool and a slot for each of its endpoints: first those who have one already, so that
+        the rest fills up around them, then by falling occupancy.
+        """
+        slots = {slot.room.place: slot for slot in self._sized(place)}
+        self.chosen |= slots
+        open_slots = {at: slot for at, slot in slots.items() if not slot.leased}
+        occupancy = self._facts.occupancy
+        for key in sorted(self._keys[place], key=lambda key: (key not in self._pooled_of, -occupancy[key], key)):
+            slot = self._stand(key, open_slots) or self._start(key, open_slots)
+            if slot is not None:
+                slot.occupied += occupancy[key]
+            else:
+                what = f"slot of {place.gpu_type} in {place.region} for the pool"
+                reason = f"no {what} but leased ones" if slots else f"no free {what}"
+                endpoint = Endpoint(model=key.model, region=key.region)
+                self.unplaced.append(Unplaced(endpoint=endpoint, gpu_type=key.gpu_type, count=1, reason=reason))
 
+    def dedicates(self) -> Iterator[InstanceChange]:
+        """Pooled instances that are alone on a slot which leaves the pool, and may have it for themselves."""
+        fresh = {slot.place for slots in self._usable.values() for slot in slots}
+        pooled = {Endpoint(model=key.model, region=key.region) for key in self._facts.occupancy}
+        for place, instances in sorted(self._pooled_on.items()):
+            running = [each for each in instances if not each.draining]
+            if place in self.chosen or place not in fresh or len(running) != 1 or self._dedicated_on[place]:
+                continue
+            [last] = running
+            if last.ready and last.endpoint not in pooled and self._facts.missing.get(last.key, 0) > 0:
+                yield InstanceChange(instance_id=last.instance_id, reason="the slot is its own now")
 
-def _largest_first(facts: PoolSlotFacts, place: RegionGpu) -> list[EndpointGpu]:
-    """First who has a place already, so that the rest fills up around them; then by falling occupancy."""
-    standing = {_key_of(each) for each in facts.instances}
-    keys = [key for key in facts.occupancy if _place_of(key) == place]
-    return sorted(keys, key=lambda key: (key not in standing, -facts.occupancy[key], key))
+    def drains(self) -> Iterator[InstanceChange]:
+        """Who need not stay: once its replacement is ready, or at once where it is not ready itself. Where none of an
+        endpoint's comes up, all stay: their nodes try again.
+        """
+        pooled = {Endpoint(model=key.model, region=key.region) for key in self._facts.occupancy}
+        kept_endpoints = {each.endpoint for each in self.kept.values()}
+        ready = {each.endpoint for each in self.kept.values() if each.ready and not each.draining}
+        for each in sorted(self._facts.instances, key=lambda each: each.instance_id):
+            if each.instance_id in self.kept or each.draining:
+                continue
+            if each.endpoint in pooled:
+                replaced = each.endpoint in (ready if each.ready or each.stuck else kept_endpoints)
+                reason = "the plan keeps it elsewhere"
+            else:
+                replaced = each.endpoint in self._facts.served or not each.ready
+                reason = "the plan no longer pools it"
+            if replaced:
+                yield InstanceChange(instance_id=each.instance_id, reason=reason)
 
+    def _sized(self, place: RegionGpu) -> list[_PoolSlot]:
+        """The slots that make up a pool of the planned size. Never smaller than one slot where anything is pooled."""
+        wanted = max(1, self._facts.pool_gpus.get(place, 0)) if self._keys[place] else 0
+        ranked = sorted(
+            ((rank, slot) for slot in self._usable[place] if (rank := self._rank(slot)) is not None),
+            key=lambda each: each[0],
+        )
+        found: list[_PoolSlot] = []
+        for _, slot in ranked:
+            if sum(each.room.gpus for each in found) >= wanted:
+                break
+            leased = any(each.spot and each.spot.leased for each in self._dedicated_on[slot.place])
+            found.append(_PoolSlot(room=slot, leased=leased))
+        return found
 
-def _standing(
-    facts: PoolSlotFacts, key: EndpointGpu, slots: Mapping[tuple[str, int], _PoolSlot]
-) -> PooledInstance | None:
-    """The endpoint's pooled instance on one of these slots that has room for it: a running one rather than a draining
-    one, a ready one rather than a starting one. Where all slots are full it stays where it is.
-    """
-    mine = [each for each in facts.instances if _key_of(each) == key and (each.node_id, each.slot) in slots]
-    mine.sort(key=lambda each: (each.draining, not each.ready, each.instance_id))
-    share = facts.occupancy[key]
-    roomy = [each for each in mine if slots[each.node_id, each.slot].takes(share)]
-    if roomy or any(slot.takes(share) for slot in slots.values()):
-        return roomy[0] if roomy else None
-    return mine[0] if mine else None
-
-
-def _drains(facts: PoolSlotFacts, kept: set[str]) -> Iterable[InstanceChange]:
-    """Who need not stay: once its replacement is ready, or at once where it is not ready itself."""
-    pooled = {Endpoint(model=key.model, region=key.region) for key in facts.occupancy}
-    placed = [each for each in facts.instances if each.instance_id in kept]
-    kept_endpoints = {each.endpoint for each in placed}
-    ready = {each.endpoint for each in placed if each.ready and not each.draining}
-    for each in sorted(facts.instances, key=lambda each: each.instance_id):
-        if each.instance_id in kept or each.draining:
-            continue
-        if each.endpoint in pooled:
-            replaced = each.endpoint in (ready if each.ready else kept_endpoints)
-            reason = "the plan keeps it elsewhere"
+    def _rank(self, slot: SlotRoom) -> tuple[int, int, float, Place] | None:
+        """How well a slot suits the pool, the smaller the better; None: it must not join."""
+        if slot.place in self._pooled_on:
+            running = [each for each in self._pooled_on[slot.place] if not each.draining]
+            occupied = sum(self._facts.occupancy.get(each.key, 0.0) for each in running)
+            return 0, -len(running), -occupied, slot.place
+        beside = self._dedicated_on[slot.place]
+        if not beside:
+            return (1, 0, 0.0, slot.place) if slot.gpus_free == slot.gpus else None
+        if any(each.spot and each.spot.leased for each in beside):
+            kind = 4
+        elif any(each.spot for each in beside):
+            kind = 3
         else:
-            replaced = each.endpoint in facts.served or not each.ready
-            reason = "the plan no longer pools it"
-        if replaced:
-            yield InstanceChange(instance_id=each.instance_id, reason=reason)
+            kind = 2
+        leaves = all(each.spot is not None or _key_of(each) in self._facts.occupancy for each in beside)
+        return (kind, len(beside), 0.0, slot.place) if leaves else None
+
+    def _stand(self, key: EndpointGpu, slots: Mapping[Place, _PoolSlot]) -> _PoolSlot | None:
+        """Where the endpoint stays: on a slot of the pool with room for it, or where it is if all are full. A running
+        instance rather than a draining one, a ready one rather than a starting one; one that does not come up only
+        where there is no other slot to try.
+        """
+        mine = [each for each in self._pooled_of[key] if each.place in slots]
+        mine.sort(key=lambda each: (each.stuck, each.draining, not each.ready, each.instance_id))
+        if mine and mine[0].stuck and {each.place for each in mine} != set(slots):
+            return None
+        share = self._facts.occupancy[key]
+        roomy = [each for each in mine if slots[each.place].takes(share)]
+        if not roomy and any(slot.takes(share) for slot in slots.values()):
+            return None
+        chosen = next(iter(roomy or mine), None)
+        if chosen is None:
+            return None
+        self.kept[chosen.instance_id] = chosen
+        if chosen.draining:
+            self.revives.append(InstanceChange(instance_id=chosen.instance_id, reason="the plan pools it again"))
+        return slots[chosen.place]
+
+    def _start(self, key: EndpointGpu, slots: Mapping[Place, _PoolSlot]) -> _PoolSlot | None:
+        """The emptiest slot that does not hold the endpoint yet; one where it runs without a pool comes first among
+        equals, since its weights are there.
+        """
+        endpoint = Endpoint(model=key.model, region=key.region)
+        taken = {each.place for each in self._pooled_of[key]}
+        found = [slot for at, slot in slots.items() if at not in taken]
+        if not found:
+            return None
+
+        def rank(slot: _PoolSlot) -> tuple[float, bool, Place]:
+            here = any(each.endpoint == endpoint for each in self._dedicated_on[slot.room.place])
+            fullness, place = slot.fullness
+            return fullness, not here, place
+
+        slot = min(found, key=rank)
+        self.adds.append(_add(endpoint, slot.room))
+        return slot
 
 
 def _add(endpoint: Endpoint, room: SlotRoom) -> SlotAdd:
@@ -188,7 +296,7 @@ def _add(endpoint: Endpoint, room: SlotRoom) -> SlotAdd:
     )
 
 
-def _key_of(each: PooledInstance) -> EndpointGpu:
+def _key_of(each: PlacedInstance) -> EndpointGpu:
     return EndpointGpu(model=each.endpoint.model, region=each.endpoint.region, gpu_type=each.gpu_type)
 
 

@@ -72,5 +72,12 @@ MODEL = {
     "kv_bytes_per_token": 2048,
     "context_tokens": 4096,
 }
-PROFILE = {"model": "llama", "gpu_type": "H800", "tokens_per_s": 12_000, "gpus": 1, "load_time_s": 30}
+PROFILE = {
+    "model": "llama",
+    "gpu_type": "H800",
+    "tokens_per_s": 12_000,
+    "gpus": 1,
+    "load_time_s": 30,
+    "latency": None,
+}
 ENDPOINT = {"model": "llama", "region": "us-east", "instances_min": 0, "instances_max": 4}

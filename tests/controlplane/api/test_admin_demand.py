@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from controlplane.settings import Settings
+from controlplane.store.demand_tables import DemandBucket
 from controlplane.store.session import Database
-from controlplane.store.tables import DemandBucket
 from tests.controlplane.api.conftest import Ask
 
 HEADER = "start_s,region,model,tokens_per_s\n"

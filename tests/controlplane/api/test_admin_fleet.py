@@ -8,6 +8,7 @@ from controlplane.store.fleet import fleet_index, join_node
 from controlplane.store.session import Database
 from dataplane.messages import Join, SlotSpec
 from tests.controlplane.api.conftest import ENDPOINT, MODEL, PROFILE, Ask
+from tests.controlplane.loops.pool_fleet import LATENCY
 
 BIG = 2**63
 
@@ -48,6 +49,13 @@ def test_what_was_put_is_read_back(ask: Ask, fleet: None) -> None:
     endpoint = ask("GET", "/admin/endpoints")["data"][0]
     assert {name: endpoint[name] for name in ENDPOINT} == ENDPOINT
     assert ask("GET", "/admin/instances")["data"] == []
+
+
+def test_a_latency_is_kept_replaced_and_taken_away(ask: Ask, fleet: None) -> None:
+    assert ask("PUT", "/admin/profiles", json=PROFILE | {"latency": LATENCY})["latency"] == LATENCY
+    assert ask("GET", "/admin/profiles")["data"] == [PROFILE | {"latency": LATENCY}]
+    ask("PUT", "/admin/profiles", json=PROFILE)
+    assert ask("GET", "/admin/profiles")["data"] == [PROFILE], "without one the model is never pooled"
 
 
 SOURCES = (
@@ -135,6 +143,10 @@ BAD_FIELDS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("/admin/models/a|b", MODEL, "name"),
     ("/admin/profiles", PROFILE | {"tokens_per_s": 0}, "tokens_per_s"),
     ("/admin/profiles", PROFILE | {"gpus": 0}, "gpus"),
+    ("/admin/profiles", PROFILE | {"latency": LATENCY | {"switch_s": -1}}, "latency.switch_s"),
+    ("/admin/profiles", PROFILE | {"latency": LATENCY | {"decode_base_s": 3601}}, "latency.decode_base_s"),
+    ("/admin/profiles", PROFILE | {"latency": LATENCY | {"more": 1}}, "latency.more"),
+    ("/admin/profiles", PROFILE | {"latency": {"source": "x"}}, "latency.prefill_base_s"),
     ("/admin/endpoints", ENDPOINT | {"instances_min": 5}, "instances_min"),
 )
 

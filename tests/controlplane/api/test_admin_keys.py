@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from controlplane.settings import Settings
+from controlplane.store.key_tables import IdempotencyKey
 from controlplane.store.session import Database
-from controlplane.store.tables import IdempotencyKey
 from tests.controlplane.api.conftest import Ask
 
 

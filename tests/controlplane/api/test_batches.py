@@ -42,6 +42,31 @@ def test_a_batch_is_accepted_listed_and_cancelled(gateway: Gateway) -> None:
     assert gateway.client.batches.cancel(batch.id).status == "cancelling", "twice is once"
 
 
+def test_the_whole_object(gateway: Gateway) -> None:
+    keep = {"anchor": "created_at", "seconds": 7200}
+    batch = create(gateway, input_file_id=upload(gateway).id, output_expires_after=keep)
+    fields = gateway.http.get(f"/v1/batches/{batch.id}").json()
+    assert fields["usage"] == {
+        "input_tokens": 0,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": 0,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 0,
+    }
+    with gateway.world.database.transaction() as session:
+        row = session.get_one(Batch, batch.id)
+        assert row.output_keep_s == 7200
+        row.total, row.completed, row.failed, row.input_tokens, row.output_tokens = 3, 2, 1, 14, 6
+        for state in (BatchState.IN_PROGRESS, BatchState.FINALIZING, BatchState.COMPLETED):
+            move_batch(session, row, state)
+    ended = gateway.client.batches.retrieve(batch.id)
+    assert ended.request_counts is not None
+    assert (ended.request_counts.total, ended.request_counts.completed, ended.request_counts.failed) == (3, 2, 1)
+    assert ended.usage is not None
+    assert (ended.usage.input_tokens, ended.usage.output_tokens, ended.usage.total_tokens) == (14, 6, 20)
+    assert ended.completed_at is not None
+
+
 def test_an_ended_batch_cannot_be_cancelled_and_the_client_does_not_insist(gateway: Gateway) -> None:
     batch = create(gateway, input_file_id=upload(gateway).id)
     with gateway.world.database.transaction() as session:
@@ -67,6 +92,8 @@ def test_what_a_batch_may_not_be(gateway: Gateway) -> None:
         ({"metadata": {"k" * 65: "x"}}, 400, "metadata."),
         ({"metadata": {"k": "\0"}}, 400, ""),
         ({"priority": 1}, 400, "priority"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, 400, "output_expires_after.seconds"),
+        ({"output_expires_after": {"anchor": "now", "seconds": 7200}}, 400, "output_expires_after.anchor"),
     ]
     for changes, status, param in rows:
         answer = gateway.http.post("/v1/batches", json=good | changes)

@@ -85,8 +85,10 @@ def test_service_tiers(gateway: Gateway, agent: FakeAgent) -> None:
 
 
 def test_flex_needs_spare_room_and_others_do_not(world: World) -> None:
-    with running_gateway(world, FakeAgent(), used=0.65) as gateway:
-        assert gateway.chat(429, service_tier="flex").json()["error"]["code"] == "resource_unavailable"
+    with running_gateway(world, FakeAgent(), used=0.65, flex_wait_s=0.2) as gateway:
+        refused = gateway.chat(429, service_tier="flex").json()["error"]
+        assert refused["code"] == "resource_unavailable"
+        assert "Batch API" in refused["message"]
         gateway.chat(200, service_tier="default")
 
 

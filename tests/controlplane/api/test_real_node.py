@@ -6,9 +6,10 @@ import httpx2 as httpx
 import openai
 import pytest
 
+from dataplane.errors import WorkerLostError
 from tests.controlplane.api.gateway import Gateway, running_gateway
 from tests.controlplane.world import World
-from tests.dataplane.replay_node import KEY, instance, running_node
+from tests.dataplane.replay_node import KEY, desired, instance, running_node
 
 
 def ask(gateway: Gateway) -> None:
@@ -57,5 +58,67 @@ def test_a_real_node(world: World) -> None:
                 for check in (ask, ask_too_much, go_away):
                     await asyncio.to_thread(check, gateway)
                 await node.until(node.idle, timeout_s=10)
+                [report] = node.agent.reports()
+                assert report.prefill_wait_s == 0.0
+                assert report.prefill_token_s is not None
+                assert report.prefill_token_s > 0.0
+
+    asyncio.run(run())
+
+
+class Streaming:
+    """A request to the gateway that streams in a thread of its own."""
+
+    def __init__(self, gateway: Gateway, max_tokens: int) -> None:
+        self.pieces: list[str] = []
+        self._gateway, self._max_tokens = gateway, max_tokens
+
+    def run(self) -> tuple[str, int]:
+        """The text, and the tokens it took."""
+        chunks = self._gateway.client.completions.create(
+            model="tide", prompt="the tide", max_tokens=self._max_tokens, temperature=0.8, seed=7, stream=True,
+            stop=["no such words"], stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        tokens = 0
+        for chunk in chunks:
+            self.pieces += [choice.text for choice in chunk.choices if choice.text]
+            tokens = chunk.usage.completion_tokens if chunk.usage is not None else tokens
+        return "".join(self.pieces), tokens
+
+
+def test_a_stream_outlives_its_nodes(world: World) -> None:
+    """Two real nodes: an instance is taken away in mid-stream, a node is drained, a node goes down."""
+
+    async def run() -> None:
+        async with running_node() as first, running_node() as second:
+            nodes = {"n0": first, "n1": second}
+            held = {}
+            for name, node in nodes.items():
+                url = str(node.client.base_url).rstrip("/")
+                world.join(name, url=url)
+                held[name] = world.place(name)
+                await node.hold(1, instance(held[name]))
+                world.report(name, held[name], region="us-east", url=url)
+            with running_gateway(world, node_key=KEY) as gateway:
+                undisturbed = await asyncio.to_thread(Streaming(gateway, 300).run)
+                assert undisturbed[1] == 300
+                for generation, loss in enumerate(("taken away", "drained", "down"), start=2):
+                    stream = Streaming(gateway, 300)
+                    running = asyncio.create_task(asyncio.to_thread(stream.run))
+                    await first.until(lambda stream=stream: len(stream.pieces) > 20)
+                    busy = next(node for node in nodes.values() if node.in_flight())
+                    mine = next(held[name] for name, node in nodes.items() if node is busy)
+                    if loss == "taken away":
+                        busy.agent.apply(desired(10 * generation))
+                    elif loss == "drained":
+                        busy.agent.apply(desired(10 * generation, instance(mine, draining=True)))
+                    else:
+                        for pool in busy.agent.pools:
+                            pool.end_all(WorkerLostError("the agent is shutting down"))
+                    assert await running == undisturbed, loss
+                    await busy.until(busy.idle)
+                    await busy.hold(10 * generation + 1, instance(mine))
+                metrics = (await asyncio.to_thread(gateway.http.get, "/metrics")).text
+                assert 'tidepool_continuations_total{model="tide",tier="IW-N"} 2.0' in metrics
 
     asyncio.run(run())

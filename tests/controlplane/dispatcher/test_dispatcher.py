@@ -11,7 +11,7 @@ from sqlalchemy import select, text
 
 from controlplane.dispatcher.process import Dispatcher
 from controlplane.settings import Settings
-from controlplane.store.batch_tables import BatchRequest, BatchResult
+from controlplane.store.batch_tables import BatchResult, QueuedRequest
 from controlplane.store.batches import cancel_batch
 from controlplane.store.blobs import BlobStore
 from controlplane.store.queue import expire_leases, expire_requests
@@ -64,10 +64,18 @@ def lines_of(blobs: BlobStore, file_id: str | None) -> list[dict[str, Any]]:
         return [msgspec.json.decode(line) for line in stream]
 
 
-def states(world: World) -> list[tuple[str, int, str | None]]:
+def open_rows(world: World) -> list[tuple[bool, int, str | None]]:
+    """(is leased, attempts, last error) of the requests without a result."""
     with world.database.transaction() as session:
-        rows = session.scalars(select(BatchRequest).order_by(BatchRequest.line))
-        return [(row.state, row.attempts, row.last_error) for row in rows]
+        rows = session.scalars(select(QueuedRequest).order_by(QueuedRequest.batch_number, QueuedRequest.line))
+        return [(row.lease_until is not None, row.attempts, row.last_error) for row in rows]
+
+
+def results(world: World) -> list[tuple[str, str]]:
+    """(state, who answered) of the requests with a result whose batch has not ended."""
+    with world.database.transaction() as session:
+        rows = session.scalars(select(BatchResult).order_by(BatchResult.batch_number, BatchResult.line))
+        return [(row.state, row.upstream_id) for row in rows]
 
 
 def test_two_dispatchers_make_one_result_a_line(world: World, blobs: BlobStore) -> None:
@@ -116,34 +124,36 @@ def test_failures_of_nodes_are_tried_again_but_not_for_ever(world: World, blobs:
     agent = FakeAgent("die", "garbage", "die later", "worker lost")  # four of five attempts
 
     async def run() -> Any:
-        async with dispatchers(world):
+        async with dispatchers(world, stream_continuations_max=0):
             return await ended(world, batch_id)
 
     with served(agent.app) as url:
         world.serve("n1", url)
         batch_id = world.add_batch(lines=1)
-        assert asyncio.run(run()).state == "completed"
-        assert states(world) == [("completed", 5, states(world)[0][2])]
+        [line] = lines_of(blobs, asyncio.run(run()).output_file_id)
+        assert line["response"]["request_id"].endswith("_5"), "the fifth claim's"
         agent.then, batch_id = "worker lost", world.add_batch(lines=1)
         batch = asyncio.run(run())
     [line] = lines_of(blobs, batch.error_file_id)
-    assert line["response"]["status_code"] == 503
+    assert (line["response"], line["error"]["code"]) == (None, "attempts_exhausted")
+    assert "The last of 5: the worker died" in line["error"]["message"]
     assert len(agent.asked) == 5 + 5
 
 
-def test_a_full_node_costs_no_attempt(world: World) -> None:
+def test_a_full_node_costs_no_attempt(world: World, blobs: BlobStore) -> None:
     agent = FakeAgent(*["overloaded", "not ready"] * 4)
 
     async def run() -> Any:
-        async with dispatchers(world):
+        async with dispatchers(world, niw_attempts_max=1, release_pause_max_s=0.05):
             return await ended(world, batch_id)
 
     with served(agent.app) as url:
         world.serve("n1", url)
         batch_id = world.add_batch(lines=1)
-        assert asyncio.run(run()).state == "completed"
-    assert [(state, attempts) for state, attempts, _ in states(world)] == [("completed", 1)]
-    assert len(agent.asked) == 9
+        batch = asyncio.run(run())
+    assert (batch.state, batch.completed, batch.error_file_id) == ("completed", 1, None)
+    assert [asked.epoch for asked in agent.asked] == list(range(1, 10)), "each claim has an epoch of its own"
+    assert {asked.fence for asked in agent.asked} == {f"{batch_id}/1"}
 
 
 def test_text_that_jsonb_would_refuse_is_kept(world: World, blobs: BlobStore) -> None:
@@ -172,29 +182,28 @@ def test_a_stopped_dispatcher_gives_back_at_once(world: World) -> None:
         world.add_batch(lines=2)
         asyncio.run(run())
         assert agent.dropped.wait(5)
-    assert states(world) == [("waiting", 0, "its dispatcher was stopped")] * 2
+    assert open_rows(world) == [(False, 0, "its dispatcher was stopped")] * 2
 
 
-def test_a_result_after_a_lost_lease_is_dropped(world: World) -> None:
+def test_a_result_after_a_lost_lease_is_dropped(world: World, blobs: BlobStore) -> None:
     """The lease runs out while a node is slow; another dispatcher's answer is the one that counts."""
     agent = FakeAgent(then="slow")
 
-    async def run() -> None:
+    async def run() -> Any:
         async with dispatchers(world):
             await holds(lambda: len(agent.asked) == 1)
             with world.database.transaction() as session:
-                session.execute(text("UPDATE batch_requests SET lease_until = now() - interval '1 s'"))
+                session.execute(text("UPDATE queued_requests SET lease_until = now() - interval '1 s'"))
                 assert expire_leases(session, attempts_max=5) == 1
-            await ended(world, batch_id)
+                session.execute(text("UPDATE queued_requests SET not_before = NULL"))
+            return await ended(world, batch_id)
 
     with served(agent.app) as url:
         world.serve("n1", url)
         batch_id = world.add_batch(lines=1)
-        asyncio.run(run())
-    assert len(agent.asked) == 2
-    with world.database.transaction() as session:
-        [result] = session.scalars(select(BatchResult)).all()
-    assert result.upstream_id.endswith("_2"), "the second attempt's"
+        [line] = lines_of(blobs, asyncio.run(run()).output_file_id)
+    assert [asked.epoch for asked in agent.asked] == [1, 2]
+    assert line["response"]["request_id"].endswith("_2"), "the second claim's"
 
 
 def test_a_lease_that_is_lost_breaks_off_the_work(world: World) -> None:
@@ -212,7 +221,8 @@ def test_a_lease_that_is_lost_breaks_off_the_work(world: World) -> None:
         batch_id = world.add_batch(lines=1)
         asyncio.run(run())
         assert agent.dropped.is_set()
-    assert [state for state, _, _ in states(world)] == ["cancelled"]
+    assert open_rows(world) == []
+    assert world.batch(batch_id).state in {"cancelling", "cancelled"}
 
 
 @pytest.mark.parametrize(("end", "code"), [("cancelled", "batch_cancelled"), ("expired", "batch_expired")])
@@ -221,12 +231,12 @@ def test_finished_lines_are_kept(world: World, blobs: BlobStore, end: str, code:
 
     async def run() -> Any:
         async with dispatchers(world):
-            await holds(lambda: [state for state, _, _ in states(world)].count("completed") == 2)
+            await holds(lambda: len(results(world)) == 2)
             with world.database.transaction() as session:
                 if end == "cancelled":
                     cancel_batch(session, batch_id, tenant="acme")
                 else:
-                    session.execute(text("UPDATE batch_requests SET deadline_at = now() - interval '1 s'"))
+                    session.execute(text("UPDATE batches SET deadline_at = now() - interval '1 s'"))
                     assert expire_requests(session) == 3
             return await ended(world, batch_id)
 
@@ -253,4 +263,4 @@ def test_no_room_no_release(world: World) -> None:
         world.serve("n1", url, used=0.61)
         world.add_batch(lines=1)
         asyncio.run(run())
-    assert (agent.asked, states(world)) == ([], [("waiting", 0, None)])
+    assert (agent.asked, open_rows(world)) == ([], [(False, 0, None)])

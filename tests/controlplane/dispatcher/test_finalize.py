@@ -6,7 +6,7 @@ import pytest
 from controlplane.dispatcher.finalize import finalize_one
 from controlplane.store.blobs import BlobStore
 from controlplane.store.files import get_file
-from controlplane.store.queue import claim, finish
+from controlplane.store.queue import Outcome, claim, finish, waiting_lots
 from tests.controlplane.world import World
 
 
@@ -24,8 +24,13 @@ def step(world: World, blobs: BlobStore, *, crash: bool = False) -> str | None:
 
 def answer_all(world: World) -> None:
     with world.database.transaction() as session:
-        for held in claim(session, model="tide", count=10, lease_s=60):
-            assert finish(session, held, status_code=200, body={"n": held.custom_id}, upstream_id="u")
+        wanted = {(lot.batch, lot.model): 10 for lot in waiting_lots(session)}
+        held = claim(session, wanted, lease_s=60)
+        outcomes = [
+            Outcome(claim=each, status_code=200, body={"n": each.line}, input_tokens=7, output_tokens=3)
+            for each in held
+        ]
+        assert len(finish(session, outcomes)) == len(held)
 
 
 def test_a_crash_at_either_step_loses_nothing(world: World, blobs: BlobStore) -> None:
@@ -47,7 +52,9 @@ def test_a_crash_at_either_step_loses_nothing(world: World, blobs: BlobStore) ->
         content = stream.read()
     assert len(content) == file.bytes
     lines = [msgspec.json.decode(line) for line in content.splitlines()]
-    assert [line["response"]["body"]["n"] for line in lines] == ["c1", "c2", "c3"]
+    assert [(line["custom_id"], line["response"]["body"]["n"]) for line in lines] == [("c1", 1), ("c2", 2), ("c3", 3)]
+    assert (batch.total, batch.completed, batch.failed) == (3, 3, 0)
+    assert (batch.input_tokens, batch.output_tokens) == (21, 9)
 
 
 def test_two_dispatchers_finalize_it_once(world: World, blobs: BlobStore) -> None:

@@ -7,7 +7,8 @@ import pytest
 from sqlalchemy import func, select
 
 from controlplane.dispatcher.ingest import ingest_one
-from controlplane.store.batch_tables import BatchRequest
+from controlplane.store import queue
+from controlplane.store.batch_tables import BatchModel, BatchRequest, QueuedRequest
 from controlplane.store.blobs import BlobStore
 from tests.controlplane.world import World
 
@@ -32,7 +33,10 @@ def ingest(world: World, blobs: BlobStore, *lines: bytes, **changes: Any) -> Any
 
 def requests_of(world: World) -> list[BatchRequest]:
     with world.database.transaction() as session:
-        return list(session.scalars(select(BatchRequest).order_by(BatchRequest.line)))
+        queued = list(session.scalars(select(QueuedRequest.line).order_by(QueuedRequest.line)))
+        rows = list(session.scalars(select(BatchRequest).order_by(BatchRequest.line)))
+    assert queued == [row.line for row in rows]
+    return rows
 
 
 def test_good_lines_become_requests(world: World, blobs: BlobStore) -> None:
@@ -41,13 +45,15 @@ def test_good_lines_become_requests(world: World, blobs: BlobStore) -> None:
     assert (batch.state, batch.errors) == ("in_progress", None)
     assert batch.in_progress_at is not None
     rows = requests_of(world)
-    assert [(r.line, r.custom_id, r.model, r.state) for r in rows] == [
-        (1, "a", "tide", "waiting"),
-        (3, "b", "tide", "waiting"),
-        (4, "c", "tide", "waiting"),
-    ]
+    assert [(r.line, r.custom_id) for r in rows] == [(1, "a"), (3, "b"), (4, "c")]
     assert rows[1].body == {"model": "tide", "max_tokens": 4, **odd}
-    assert rows[0].deadline_at == batch.deadline_at
+    with world.database.transaction() as session:
+        [lot] = queue.waiting_lots(session)
+        [listed] = session.scalars(select(BatchModel))
+        tokens = session.scalars(select(QueuedRequest.tokens).order_by(QueuedRequest.line)).all()
+    assert (lot.batch, lot.model, lot.waiting, batch.total) == (batch.number, "tide", 3, 3)
+    assert (listed.model, listed.requests) == ("tide", 3)
+    assert tokens == [len(msgspec.json.encode(row.body)) // 4 + 4 for row in rows], "a guess: bytes / 4, and the answer"
 
 
 BAD = [
@@ -64,6 +70,11 @@ BAD = [
     (line(body={"prompt": None}), "invalid_value", "body.prompt"),
     (line(body={"stop": ["a", 1]}), "invalid_value", "body.stop"),
     (line(body_is=None), "missing_required_parameter", "body"),
+    (line(body_is=[1]), "missing_required_parameter", "body"),
+    (b'{"custom_id": "a"}\n', "invalid_method", "method"),
+    (line().replace(b'"x"', b'"\xff"'), "invalid_value", "body"),
+    (line().replace(b'"x"', b'"\\ud800"'), "invalid_json_line", None),
+    (line().replace(b'"x"', b"NaN"), "invalid_json_line", None),
     (line(body={"model": "llama"}), "model_not_found", "body.model"),
     (line(body={"stream": True}), "invalid_value", "body.stream"),
     (line(body={"n": 2}), "invalid_value", "body.n"),
@@ -134,7 +145,7 @@ def test_a_defect_of_ours_fails_its_batch_and_blocks_no_other(
         raise ZeroDivisionError("a defect")
 
     with monkeypatch.context() as patch:
-        patch.setattr("controlplane.dispatcher.ingest.parse_body", broken)
+        patch.setattr("controlplane.dispatcher.ingest.parse_json", broken)
         first = ingest(world, blobs, line("a"))
     assert first.state == "failed"
     assert [error["code"] for error in first.errors["data"]] == ["internal_error"]

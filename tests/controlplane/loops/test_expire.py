@@ -4,35 +4,43 @@ import os
 import time
 
 from sqlalchemy import select, text
+from sqlalchemy.orm import Session
 
 from controlplane.loops.expire import expire, sweep
 from controlplane.store.blobs import BlobStore
-from controlplane.store.queue import claim, expire_leases
+from controlplane.store.queue import claim, expire_leases, waiting_lots
 from controlplane.store.tables import Desired, Instance, SpotLease
 from tests.controlplane.world import World
+
+
+def lease_all(session: Session, count: int) -> None:
+    """Up to `count` requests of each batch."""
+    claim(session, {(lot.batch, lot.model): count for lot in waiting_lots(session)}, lease_s=60)
 
 
 def test_everything_that_is_over(world: World, blobs: BlobStore) -> None:
     world.join("n1")
     world.join("n2")
-    batch_id = world.add_batch(lines=3)
+    late, batch_id = world.add_batch(lines=1), world.add_batch(lines=2)
     file_id = world.batch(batch_id).input_file_id
     with blobs.writing(file_id) as stream:
         stream.write(b"x")
     with world.database.transaction() as session:
-        claim(session, model="tide", count=2, lease_s=60)
-        session.execute(text("UPDATE batch_requests SET lease_until = now() - interval '1 s' WHERE line = 1"))
-        session.execute(text("UPDATE batch_requests SET deadline_at = now() - interval '1 s' WHERE line = 2"))
+        lease_all(session, 1)
+        session.execute(text("UPDATE queued_requests SET lease_until = now() - interval '1 s' WHERE line = 1"))
+        session.execute(text(f"UPDATE batches SET deadline_at = now() - interval '1 s' WHERE id = '{late}'"))
         session.execute(text("UPDATE nodes SET last_seen_at = now() - interval '61 s' WHERE name = 'n2'"))
         session.execute(text("UPDATE files SET expires_at = now() - interval '1 s'"))
     first = expire(world.database, blobs, world.settings, now_s=1e9)
-    assert (first.leases, first.requests, first.files, first.silent_nodes) == (1, 1, 1, ("n2",))
+    assert (first.leases, first.requests, first.files, first.silent_nodes) == (1, 1, 2, ("n2",))
     again = expire(world.database, blobs, world.settings, now_s=1e9)
     assert (again.leases, again.requests, again.files) == (0, 0, 0)
     assert not list((world.settings.home / "files").iterdir())
     with world.database.transaction() as session:
-        states = session.execute(text("SELECT state FROM batch_requests ORDER BY line")).scalars().all()
-    assert states == ["waiting", "expired", "waiting"]
+        waiting = session.execute(text("SELECT line FROM queued_requests WHERE lease_until IS NULL ORDER BY line"))
+        assert waiting.scalars().all() == [1, 2]
+        ended = session.execute(text("SELECT state FROM batch_results")).scalars().all()
+    assert ended == ["expired"]
 
 
 def test_instances_stopped_long_ago_are_forgotten_with_their_leases(world: World, blobs: BlobStore) -> None:
@@ -60,16 +68,15 @@ def test_instances_stopped_long_ago_are_forgotten_with_their_leases(world: World
 def test_a_request_that_loses_every_dispatcher_ends_in_the_error_file(world: World) -> None:
     world.add_batch(lines=2)
     with world.database.transaction() as session:
-        claim(session, model="tide", count=2, lease_s=60)
-        session.execute(text("UPDATE batch_requests SET lease_until = now() - interval '1 s'"))
-        session.execute(text("UPDATE batch_requests SET attempts = 5 WHERE line = 2"))
+        lease_all(session, 2)
+        session.execute(text("UPDATE queued_requests SET lease_until = now() - interval '1 s'"))
+        session.execute(text("UPDATE queued_requests SET attempts = 5 WHERE line = 2"))
     with world.database.transaction() as session:
         assert expire_leases(session, attempts_max=5) == 2
     with world.database.transaction() as session:
-        states = session.execute(text("SELECT state FROM batch_requests ORDER BY line")).scalars().all()
-        errors = session.execute(text("SELECT error ->> 'code' FROM batch_results")).scalars().all()
-    assert states == ["waiting", "failed"]
-    assert errors == ["attempts_exhausted"]
+        waiting = session.execute(text("SELECT line FROM queued_requests WHERE lease_until IS NULL")).scalars().all()
+        ended = session.execute(text("SELECT line, error ->> 'code' FROM batch_results")).all()
+    assert (waiting, [tuple(row) for row in ended]) == ([1], [(2, "attempts_exhausted")])
 
 
 def test_the_sweep_deletes_what_no_row_knows_of(world: World, blobs: BlobStore) -> None:

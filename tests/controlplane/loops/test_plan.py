@@ -12,13 +12,15 @@ from controlplane.loops import plan as planning
 from controlplane.loops.draft import Draft, DraftOf
 from controlplane.loops.expected import expected_demand
 from controlplane.loops.forecast import forecast_one, series_to_forecast
-from controlplane.loops.plan import draft_plan, gather_facts, hour_nearest, plan_hour
+from controlplane.loops.plan import draft_plan, hour_nearest, placement_facts, plan_hour
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.decision import Placement, PlacementStatus
 from controlplane.policies.placement.document import parse
 from controlplane.settings import Settings
 from controlplane.store.demand import IW, NIW, DemandRow, put_demand, put_forecasts, read_forecasts
+from controlplane.store.demand_tables import Forecast
+from controlplane.store.fleet import take_census
 from controlplane.store.pins import add_pin
 from controlplane.store.plan_tables import Plan, PlanEntry
 from controlplane.store.plans import (
@@ -31,7 +33,7 @@ from controlplane.store.plans import (
     plan_in_force,
     roll_back,
 )
-from controlplane.store.tables import Desired, Forecast, Instance
+from controlplane.store.tables import Desired, Instance
 from tests.controlplane.world import World
 
 EAST = Endpoint(model="tide", region="us-east")
@@ -99,7 +101,8 @@ def test_what_the_placement_is_told(fleet: World, settings: Settings) -> None:
         row.desired, row.spot_at = Desired.SPOT, datetime.fromtimestamp(NOW_S, UTC)
     expected = expected_demand(fleet.database, settings, now_s=NOW_S, origin_s=None)
     with fleet.database.transaction() as session:
-        facts = gather_facts(session, demand=expected.demand, pins={EAST: 3})
+        census = take_census(session, silent_s=60.0)
+    facts = placement_facts(census, demand=expected.demand, pins={EAST: 3}, pool=None)
     assert facts.regions == ("us-east", "us-west")
     assert facts.capacity == {RegionGpu(region=r, gpu_type="H800"): 4 for r in ("us-east", "us-west")}
     cell = EndpointGpu(model="tide", region="us-east", gpu_type="H800")

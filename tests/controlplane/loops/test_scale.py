@@ -161,6 +161,11 @@ def test_what_finds_no_place_is_said(world: World, settings: Settings) -> None:
     assert scaled.started == 4
     [words] = scaled.unplaced
     assert words.startswith("2 x tide in us-east:")
+    run(world, settings, now_s=2000.0)
+    with world.database.transaction() as session:
+        row = session.get_one(EndpointRow, ("tide", "us-east"))
+        assert row.last_scaled_at is not None
+        assert row.last_scaled_at.timestamp() == 1000.0, "nothing was scaled the second time"
 
 
 def test_a_node_that_drains_takes_nothing_new(world: World, settings: Settings) -> None:

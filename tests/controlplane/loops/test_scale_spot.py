@@ -14,10 +14,12 @@ from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.demand import DemandRow, put_demand, put_forecasts
+from controlplane.store.demand_tables import Forecast
 from controlplane.store.instances import desired_of, lose_silent_nodes, observe
+from controlplane.store.key_tables import AuditEvent
 from controlplane.store.live import LiveStore
 from controlplane.store.spot import lease_spot
-from controlplane.store.tables import AuditEvent, Desired, Forecast, Instance, Node, SpotLease
+from controlplane.store.tables import Desired, Instance, Node, SpotLease
 from dataplane.messages import DesiredInstance, Heartbeat, InstanceReport
 from tests.controlplane.loops.test_scale import endpoint, follow, node, run, wanted
 from tests.controlplane.world import MODEL, World

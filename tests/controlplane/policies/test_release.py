@@ -1,15 +1,21 @@
-"""Release of deferred requests: below 60 % one, below 50 % two, a signal and endpoint (SageServe 6.2)."""
+"""Release of deferred requests: below 60 % one, below 50 % two, a signal and endpoint (SageServe 6.2); whose they are;
+and pauses after signs of trouble.
+"""
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.policies.facts import Endpoint, InstanceFacts, QueueFacts, ReleaseFacts
-from controlplane.policies.release import ReleaseSettings, choose_releases
+from controlplane.policies.facts import Backoff, Endpoint, InstanceFacts, InstanceKind, LotFacts, ReleaseFacts
+from controlplane.policies.release import ReleaseSettings, choose_backoff, choose_releases
 
-SETTINGS = ReleaseSettings(below_one=0.6, below_two=0.5, aged_utilization_max=0.7, stale_s=5.0)
+SETTINGS = ReleaseSettings()
+HOUR_S = 3600.0
+OLD_S = 11 * HOUR_S
 
 
 def instance(name: str, used: int, model: str = "tide", region: str = "east", **changes: Any) -> InstanceFacts:
@@ -27,71 +33,175 @@ def instance(name: str, used: int, model: str = "tide", region: str = "east", **
     return InstanceFacts(**(values | changes))
 
 
-def queue(waiting: int, aged: int = 0, model: str = "tide") -> QueueFacts:
-    return QueueFacts(model=model, waiting=waiting, aged=aged)
+def lot(waiting: int, batch: int = 1, model: str = "tide", tenant: str = "a", **changes: Any) -> LotFacts:
+    values: dict[str, Any] = {"age_s": HOUR_S, "left_s": 23 * HOUR_S}
+    return LotFacts(batch=batch, tenant=tenant, model=model, waiting=waiting, **(values | changes))
+
+
+def old(waiting: int, **changes: Any) -> LotFacts:
+    return lot(waiting, **({"age_s": OLD_S, "left_s": 24 * HOUR_S - OLD_S} | changes))
+
+
+def facts(instances: list[InstanceFacts], lots: list[LotFacts], **changes: Any) -> ReleaseFacts:
+    return ReleaseFacts(instances=tuple(instances), lots=tuple(lots), **changes)
+
+
+def by_endpoint(given: ReleaseFacts, now_s: float = 0.0) -> list[tuple[str, str, int]]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for release in choose_releases(given, now_s, SETTINGS):
+        counts[release.endpoint.model, release.endpoint.region] += release.count
+    return [(*endpoint, count) for endpoint, count in counts.items()]
 
 
 ROWS = [
-    # name, instances, queues, releases as (model, region, count), the emptiest endpoint first
-    ("49 %: two", [instance("a", 49)], [queue(9)], [("tide", "east", 2)]),
-    ("50 %: one", [instance("a", 50)], [queue(9)], [("tide", "east", 1)]),
-    ("59 %: one", [instance("a", 59)], [queue(9)], [("tide", "east", 1)]),
-    ("60 %: none", [instance("a", 60)], [queue(9)], []),
-    ("60 %, an old one: one", [instance("a", 60)], [queue(9, aged=3)], [("tide", "east", 1)]),
-    ("69 %, an old one: one", [instance("a", 69)], [queue(9, aged=1)], [("tide", "east", 1)]),
-    ("70 %, old ones: none", [instance("a", 70)], [queue(9, aged=9)], []),
-    ("never more than wait", [instance("a", 0)], [queue(1)], [("tide", "east", 1)]),
-    ("an empty queue", [instance("a", 0)], [queue(0)], []),
+    # name, instances, lots, releases as (model, region, count), the emptiest endpoint first
+    ("49 %: two", [instance("a", 49)], [lot(9)], [("tide", "east", 2)]),
+    ("50 %: one", [instance("a", 50)], [lot(9)], [("tide", "east", 1)]),
+    ("59 %: one", [instance("a", 59)], [lot(9)], [("tide", "east", 1)]),
+    ("60 %: none", [instance("a", 60)], [lot(9)], []),
+    ("60 %, an old one: one", [instance("a", 60)], [lot(9), old(3, batch=2)], [("tide", "east", 1)]),
+    ("69 %, an old one: one", [instance("a", 69)], [old(1)], [("tide", "east", 1)]),
+    ("69 %, one near its deadline: one", [instance("a", 69)], [lot(1, left_s=1000.0)], [("tide", "east", 1)]),
+    ("70 %, old ones: none", [instance("a", 70)], [old(9)], []),
+    ("never more than wait", [instance("a", 0)], [lot(1)], [("tide", "east", 1)]),
+    ("an empty queue", [instance("a", 0)], [lot(0)], []),
     ("no queue", [instance("a", 0)], [], []),
-    ("another model's queue", [instance("a", 0)], [queue(5, model="x")], []),
-    ("stale", [instance("a", 0, age_s=5.1)], [queue(9)], []),
-    ("draining", [instance("a", 0, accepting=False)], [queue(9)], []),
-    ("the stale one's room does not count", [instance("a", 0, age_s=9), instance("b", 65)], [queue(9)], []),
+    ("another model's queue", [instance("a", 0)], [lot(5, model="x")], []),
+    ("stale", [instance("a", 0, age_s=5.1)], [lot(9)], []),
+    ("draining", [instance("a", 0, accepting=False)], [lot(9)], []),
+    ("for interactive requests only", [instance("a", 0, kind=InstanceKind.IW)], [lot(9)], []),
+    ("the stale one's room does not count", [instance("a", 0, age_s=9), instance("b", 65)], [lot(9)], []),
     (
         "over instances: (80 + 30) / 200 = 55 %",
         [instance("a", 80), instance("b", 30)],
-        [queue(9)],
+        [lot(9)],
         [("tide", "east", 1)],
     ),
     (
         "sent counts: 40 + 10 = 50 %",
         [instance("a", 40, sent_tokens=5, kv_bytes_per_token=2)],
-        [queue(9)],
+        [lot(9)],
         [("tide", "east", 1)],
     ),
     (
         "two endpoints share: 3 = 2 + 1, emptiest first",
         [instance("a", 30), instance("b", 10, region="west")],
-        [queue(3)],
+        [lot(3)],
         [("tide", "west", 2), ("tide", "east", 1)],
     ),
     (
         "two endpoints share: 2 = 2 + 0",
         [instance("a", 30), instance("b", 10, region="west")],
-        [queue(2)],
+        [lot(2)],
         [("tide", "west", 2)],
     ),
     (
         "one old one is let go once",
         [instance("a", 65), instance("b", 66, region="west")],
-        [queue(9, aged=1)],
+        [lot(9), old(1, batch=2)],
         [("tide", "east", 1)],
     ),
     (
         "each model has its queue",
         [instance("a", 10), instance("b", 20, model="x")],
-        [queue(5), queue(1, model="x")],
+        [lot(5), lot(1, model="x")],
         [("tide", "east", 2), ("x", "east", 1)],
     ),
 ]
 
 
-@pytest.mark.parametrize(("instances", "queues", "releases"), [r[1:] for r in ROWS], ids=[r[0] for r in ROWS])
-def test_releases(
-    instances: list[InstanceFacts], queues: list[QueueFacts], releases: list[tuple[str, str, int]]
-) -> None:
-    decided = choose_releases(ReleaseFacts(queues=tuple(queues), instances=tuple(instances)), 0.0, SETTINGS)
-    assert [(r.endpoint.model, r.endpoint.region, r.count) for r in decided] == releases
+@pytest.mark.parametrize(("instances", "lots", "releases"), [r[1:] for r in ROWS], ids=[r[0] for r in ROWS])
+def test_room(instances: list[InstanceFacts], lots: list[LotFacts], releases: list[tuple[str, str, int]]) -> None:
+    assert by_endpoint(facts(instances, lots)) == releases
+
+
+def served(lots: list[LotFacts], looks: int, utilization: int = 55) -> list[tuple[str, int]]:
+    """(tenant, batch) of one request a look, for so many looks."""
+    turns: dict[str, str] = {}
+    order = []
+    for _ in range(looks):
+        given = facts([instance("a", utilization)], lots, turns=turns)
+        [release] = choose_releases(given, 0.0, SETTINGS)
+        turns = {"tide": release.tenant}
+        order.append((release.tenant, release.batch))
+        lots = [replace(each, waiting=each.waiting - (each.batch == release.batch)) for each in lots]
+    return order
+
+
+def test_tenants_take_turns_and_each_has_its_nearest_deadline_first() -> None:
+    lots = [
+        lot(1_000_000, batch=1, tenant="a", left_s=20 * HOUR_S),
+        lot(2, batch=2, tenant="b", left_s=23 * HOUR_S),
+        lot(1, batch=3, tenant="b", left_s=22 * HOUR_S),
+        lot(1, batch=4, tenant="c"),
+    ]
+    assert served(lots, 8) == [("a", 1), ("b", 3), ("c", 4), ("a", 1), ("b", 2), ("a", 1), ("b", 2), ("a", 1)]
+
+
+def test_urgent_ones_come_first_and_take_turns_too() -> None:
+    lots = [lot(9, batch=1, tenant="a"), old(2, batch=2, tenant="b"), old(1, batch=3, tenant="c")]
+    assert served(lots, 5) == [("b", 2), ("c", 3), ("b", 2), ("a", 1), ("a", 1)]
+
+
+def test_a_short_window_is_urgent_in_its_last_quarter() -> None:
+    full = [instance("a", 65)]
+    assert by_endpoint(facts(full, [lot(1, age_s=2600.0, left_s=1000.0)])) == []
+    assert by_endpoint(facts(full, [lot(1, age_s=2800.0, left_s=800.0)])) == [("tide", "east", 1)]
+
+
+def test_models_of_one_slot_take_turns_so_that_it_switches_less() -> None:
+    pool = [instance("p", 10, model=name) for name in ("x", "y", "z")]
+    lots = [lot(99, batch=n, model=name) for n, name in enumerate(("x", "y", "z"))]
+    looks = [by_endpoint(facts(pool, lots), now_s=s) for s in (0.0, 29.0, 30.0, 60.0, 90.0)]
+    assert [[model for model, _, _ in look] for look in looks] == [["x"], ["x"], ["y"], ["z"], ["x"]]
+    assert by_endpoint(facts(pool, lots[1:2])) == [("y", "east", 2)], "what has nothing waiting takes no turn"
+    urgent = [lots[0], old(1, batch=7, model="z")]
+    assert by_endpoint(facts(pool, urgent)) == [("x", "east", 2), ("z", "east", 1)], "what is urgent waits for no turn"
+    apart = [instance("p", 10, model="x"), instance("p", 10, model="y", slot=1)]
+    assert len(by_endpoint(facts(apart, lots))) == 2
+
+
+EAST = Endpoint(model="tide", region="east")
+
+
+def pauses(
+    before: Backoff, used: int, now_s: float, *, refused: bool = False, load: float = 0.5, capacity: int = 100
+) -> Backoff:
+    given = facts([instance("a", used, load=load, kv_capacity_bytes=capacity)], [lot(9)], backoffs={EAST: before})
+    return choose_backoff(given, frozenset({EAST} if refused else ()), now_s, SETTINGS)[EAST]
+
+
+def test_a_pausing_endpoint_gets_nothing() -> None:
+    paused = {EAST: Backoff(pause_s=2.0, until_s=10.0)}
+    assert by_endpoint(facts([instance("a", 0)], [old(9)], backoffs=paused), now_s=9.9) == []
+    assert by_endpoint(facts([instance("a", 0)], [lot(9)], backoffs=paused), now_s=10.0) == [("tide", "east", 2)]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "used"),
+    [({"refused": True}, 30), ({"load": 1.1}, 30), ({}, 55)],
+    ids=["a refusal", "decodes behind", "utilization rises"],
+)
+def test_the_first_sign_of_trouble_pauses_and_each_further_one_for_longer(trouble: dict[str, Any], used: int) -> None:
+    calm = Backoff(utilization=0.3)
+    backoff, now_s, waits = calm, 0.0, []
+    for _ in range(8):
+        backoff = pauses(replace(backoff, utilization=0.3), used, now_s, **trouble)
+        waits.append(backoff.until_s - now_s)
+        now_s = backoff.until_s
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
+    for expected in (30, 15, 7.5, 3.75, 1.875, 0.9375, 0):
+        assert pauses(backoff, 30, now_s).pause_s == backoff.pause_s, "quiet, but not for long enough"
+        now_s += backoff.pause_s
+        backoff = pauses(backoff, 30, now_s)
+        assert (backoff.pause_s, backoff.until_s <= now_s) == (expected, True)
+
+
+def test_what_is_no_trouble() -> None:
+    calm = Backoff(utilization=0.3)
+    for used, load in ((38, 0.5), (49, 0.5), (30, 1.0)):
+        assert pauses(calm, used, 0.0, load=load).pause_s == 0, (used, load)
+    assert pauses(Backoff(), 69, 0.0).pause_s == 0, "the first look knows of no rise"
 
 
 MODELS = st.sampled_from(["tide", "x", "y"])
@@ -107,21 +217,37 @@ INSTANCES = st.lists(
     ),
     max_size=8,
 )
-QUEUES = st.lists(
-    st.tuples(MODELS, st.integers(0, 4), st.integers(0, 4)), max_size=3, unique_by=lambda each: each[0]
-).map(lambda rows: [queue(waiting, min(waiting, aged), model) for model, waiting, aged in rows])
+LOTS = st.lists(
+    st.builds(
+        lot,
+        st.integers(0, 4),
+        batch=st.integers(1, 4),
+        model=MODELS,
+        tenant=st.sampled_from("abc"),
+        age_s=st.floats(0, 90_000),
+        left_s=st.floats(0, 90_000),
+    ),
+    max_size=6,
+    unique_by=lambda each: (each.batch, each.model),
+)
 
 
-@given(instances=INSTANCES, queues=QUEUES)
+@given(instances=INSTANCES, lots=LOTS, now_s=st.floats(0, 100))
 def test_never_more_than_waits_nor_than_there_is_room_for(
-    instances: list[InstanceFacts], queues: list[QueueFacts]
+    instances: list[InstanceFacts], lots: list[LotFacts], now_s: float
 ) -> None:
-    decided = choose_releases(ReleaseFacts(queues=tuple(queues), instances=tuple(instances)), 0.0, SETTINGS)
-    for asked in queues:
-        assert sum(r.count for r in decided if r.endpoint.model == asked.model) <= asked.waiting
-    assert len({r.endpoint for r in decided}) == len(decided)
+    decided = choose_releases(facts(instances, lots), now_s, SETTINGS)
+    waiting = {(each.batch, each.model): each.waiting for each in lots}
+    endpoints: Counter[Endpoint] = Counter()
+    taken: Counter[tuple[int, str]] = Counter()
     for release in decided:
-        assert 1 <= release.count <= 2
-        fresh = [i for i in instances if i.endpoint == release.endpoint and i.accepting and i.age_s <= 5]
+        assert release.count >= 1
+        endpoints[release.endpoint] += release.count
+        taken[release.batch, release.endpoint.model] += release.count
+    assert all(count <= waiting[lot] for lot, count in taken.items())
+    assert len({(r.endpoint, r.batch) for r in decided}) == len(decided)
+    for endpoint, count in endpoints.items():
+        fresh = [i for i in instances if i.endpoint == endpoint and i.accepting and i.age_s <= 5]
         used = sum(i.kv_used_bytes for i in fresh) / (100 * len(fresh))
-        assert used < (0.5 if release.count == 2 else 0.7)
+        assert count <= 2
+        assert used < (0.5 if count == 2 else 0.7)

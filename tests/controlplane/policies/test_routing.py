@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from controlplane.policies.decisions import NoRoute, Route
 from controlplane.policies.facts import Endpoint, InstanceFacts, RoutingFacts, Tier
-from controlplane.policies.routing import RoutingSettings, choose_route, is_usable, utilization_of
+from controlplane.policies.routing import RoutingSettings, choose_preference, choose_route, is_usable, utilization_of
 
 SETTINGS = RoutingSettings(utilization_max=0.7, stale_s=5.0)
 
@@ -173,3 +173,23 @@ def test_safety_and_liveness(instances: list[InstanceFacts], excluded: int) -> N
         assert (chosen.node_id, chosen.endpoint.region) == (route.node_id, route.region)
         beside = [i for i in good.values() if i.endpoint == chosen.endpoint]
         assert min(i.remaining_tokens + i.sent_tokens for i in beside) == chosen.remaining_tokens + chosen.sent_tokens
+
+
+def test_what_keeps_failing_is_left_alone_while_there_is_another() -> None:
+    home, away = instance("e"), instance("w", "west")
+    for avoided in ("e", "node-e"):
+        chosen = choose_route(facts(home, away, avoided=frozenset({avoided})), 0.0, SETTINGS)
+        assert isinstance(chosen, Route)
+        assert chosen.instance_id == "w"
+    alone = choose_route(facts(home, avoided=frozenset({"e"})), 0.0, SETTINGS)
+    assert isinstance(alone, Route)
+    assert alone.instance_id == "e"
+
+
+def test_regions_are_preferred_by_latency() -> None:
+    regions = ("a", "b", "c", "d")
+    far = {("b", "a"): 60.0, ("b", "d"): 20.0, ("a", "c"): 1.0}
+    assert choose_preference(regions, "b", far) == ("b", "d", "a", "c"), "home, the nearest, then the unknown"
+    assert choose_preference(regions, "c", {}) == ("c", "a", "b", "d")
+    assert choose_preference(regions, None, far) == regions
+    assert choose_preference(regions, "b", {("b", other): 5.0 for other in "acd"}) == ("b", "a", "c", "d")

@@ -2,11 +2,12 @@
 
 import pytest
 from sqlalchemy import func, select
+from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, NotFoundError
 from controlplane.policies.lifecycle import BatchState
 from controlplane.store import queue
-from controlplane.store.batch_tables import Batch, BatchRequest
+from controlplane.store.batch_tables import Batch, BatchModel, BatchRequest, BatchResult, QueuedRequest
 from controlplane.store.batches import (
     BatchCounts,
     NewRequest,
@@ -15,9 +16,11 @@ from controlplane.store.batches import (
     claim_finished,
     claim_validating,
     counts_of,
+    forget_requests,
     move_batch,
     result_lines,
 )
+from controlplane.store.queue import Claim, Outcome
 from tests.controlplane.world import World, request_line
 
 S = BatchState
@@ -31,6 +34,16 @@ PATHS = {
     S.CANCELLING: [S.CANCELLING],
     S.CANCELLED: [S.CANCELLING, S.CANCELLED],
 }
+
+
+def claim(session: Session, count: int) -> list[Claim]:
+    wanted = {(lot.batch, lot.model): count for lot in queue.waiting_lots(session)}
+    return queue.claim(session, wanted, lease_s=60)
+
+
+def finish(session: Session, held: Claim, status_code: int = 200) -> None:
+    outcome = Outcome(claim=held, status_code=status_code, body={}, upstream_id="u", input_tokens=7, output_tokens=3)
+    assert queue.finish(session, [outcome]) == {held.key}
 
 
 def test_cancelling_at_every_state(world: World) -> None:
@@ -58,16 +71,18 @@ def test_cancelling_at_every_state(world: World) -> None:
 def test_cancelling_ends_what_waits_and_what_runs(world: World) -> None:
     batch_id = world.add_batch(lines=4)
     with world.database.transaction() as session:
-        done, _running = queue.claim(session, model="tide", count=2, lease_s=60)
-        queue.finish(session, done, status_code=200, body={}, upstream_id="u")
+        done, _running = claim(session, 2)
+        finish(session, done)
         assert claim_finished(session) is None
         with pytest.raises(NotFoundError):
             cancel_batch(session, batch_id, tenant="other")
         cancel_batch(session, batch_id, tenant="acme")
-        assert counts_of(session, [batch_id]) == {batch_id: BatchCounts(total=4, completed=1, failed=3)}
         finished = claim_finished(session)
         assert finished is not None
-        lines = list(result_lines(session, batch_id))
+        assert counts_of(session, [finished])[batch_id] == BatchCounts(
+            total=4, completed=1, failed=3, input_tokens=7, output_tokens=3
+        )
+        lines = list(result_lines(session, finished))
     assert [(line.custom_id, line.state.value) for line in lines] == [
         ("c1", "completed"),
         ("c2", "cancelled"),
@@ -81,13 +96,30 @@ def test_cancelling_ends_what_waits_and_what_runs(world: World) -> None:
 def test_counts(world: World) -> None:
     batch_id, empty = world.add_batch(lines=5), world.add_batch()
     with world.database.transaction() as session:
-        held = queue.claim(session, model="tide", count=3, lease_s=60)
-        queue.finish(session, held[0], status_code=200, body={}, upstream_id="u")
-        queue.finish(session, held[1], status_code=400, body={}, upstream_id="u")
-        assert counts_of(session, [batch_id, empty]) == {
-            batch_id: BatchCounts(total=5, completed=1, failed=1),
+        held = claim(session, 3)
+        finish(session, held[0])
+        finish(session, held[1], status_code=400)
+        rows = [session.get_one(Batch, batch_id), session.get_one(Batch, empty)]
+        assert counts_of(session, rows) == {
+            batch_id: BatchCounts(total=5, completed=1, failed=1, input_tokens=14, output_tokens=6),
             empty: BatchCounts(),
         }
+        assert counts_of(session, []) == {}
+
+
+def test_the_counts_of_an_ended_batch_are_its_last_ones(world: World) -> None:
+    batch_id = world.add_batch(lines=2)
+    with world.database.transaction() as session:
+        for held in claim(session, 2):
+            finish(session, held)
+        batch = session.get_one(Batch, batch_id)
+        batch.completed, batch.input_tokens = 2, 14
+        forget_requests(session, batch)
+        move_batch(session, batch, BatchState.FINALIZING)
+        move_batch(session, batch, BatchState.COMPLETED)
+        assert counts_of(session, [batch])[batch_id] == BatchCounts(total=2, completed=2, input_tokens=14)
+        for table in (BatchModel, BatchRequest, BatchResult, QueuedRequest):
+            assert session.scalar(select(func.count()).select_from(table)) == 0, "the files hold them"
 
 
 def test_all_lines_or_none(world: World) -> None:
@@ -96,7 +128,7 @@ def test_all_lines_or_none(world: World) -> None:
     def lines() -> list[NewRequest]:
         return [request_line(1), request_line(2), request_line(1)]
 
-    with pytest.raises(Exception, match="uq_batch_requests"), world.database.transaction() as session:
+    with pytest.raises(Exception, match="pk_batch_requests"), world.database.transaction() as session:
         add_requests(session, session.get_one(Batch, batch_id), lines())
     with world.database.transaction() as session:
         assert session.scalar(select(func.count()).select_from(BatchRequest)) == 0
@@ -105,9 +137,10 @@ def test_all_lines_or_none(world: World) -> None:
 def test_results_come_in_the_order_of_the_lines(world: World) -> None:
     batch_id = world.add_batch(lines=1200)
     with world.database.transaction() as session:
-        for held in reversed(queue.claim(session, model="tide", count=1200, lease_s=60)):
-            queue.finish(session, held, status_code=200, body={}, upstream_id="u")
-        assert [line.custom_id for line in result_lines(session, batch_id)] == [f"c{n}" for n in range(1, 1201)]
+        for held in reversed(claim(session, 1200)):
+            finish(session, held)
+        batch = session.get_one(Batch, batch_id)
+        assert [line.custom_id for line in result_lines(session, batch)] == [f"c{n}" for n in range(1, 1201)]
 
 
 def test_two_dispatchers_do_not_validate_the_same_batch(world: World) -> None:

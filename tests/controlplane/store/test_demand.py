@@ -22,8 +22,8 @@ from controlplane.store.demand import (
     read_demand,
     read_forecasts,
 )
+from controlplane.store.demand_tables import DemandBucket, Forecast
 from controlplane.store.session import Database, make_engine
-from controlplane.store.tables import DemandBucket, Forecast
 from tests.controlplane.world import World
 
 EAST, WEST = Endpoint(model="tide", region="us-east"), Endpoint(model="tide", region="us-west")

@@ -7,7 +7,7 @@ from sqlalchemy import select
 
 from controlplane.errors import ConflictError, InvalidValueError, NotFoundError
 from controlplane.store import fleet
-from controlplane.store.instances import set_desired
+from controlplane.store.instances import add_instance, set_desired
 from controlplane.store.tables import Desired, Instance, Model, Profile, Slot
 from dataplane.messages import Join, SlotSpec
 from tests.controlplane.world import World
@@ -42,6 +42,17 @@ def test_joining_again(world: World) -> None:
     assert join(world, 4, url="http://elsewhere") == index + 3
     assert slots(world) == [(0, 4)]
     assert join(world, 4, url="http://elsewhere") == index + 3
+    assert join(world, 4, url="http://elsewhere", host_bytes=9) == index + 4, "plans size pools by it"
+    assert join(world, 4, url="http://elsewhere", host_bytes=9) == index + 4
+
+
+def test_a_slot_with_pooled_instances_stays(world: World) -> None:
+    join(world, 2, 2)
+    with world.database.transaction() as session:
+        add_instance(session, model="tide", region="us-east", gpu_type="H800", node="n1", slot=1, gpus=0)
+    with pytest.raises(ConflictError):
+        join(world, 2)
+    join(world, 2, 1)
 
 
 def test_slots_with_live_instances_keep_their_size(world: World) -> None:

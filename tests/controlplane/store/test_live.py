@@ -10,6 +10,7 @@ from controlplane.errors import UnavailableError
 from controlplane.policies.facts import Endpoint
 from controlplane.settings import Settings
 from controlplane.store.live import EMPTY_VIEW, LiveStore, instance_facts
+from controlplane.store.tables import Model
 from ops.ports import free_port
 from tests.controlplane.world import World, until
 
@@ -26,7 +27,11 @@ def test_the_view_and_its_ages(world: World) -> None:
         "n1": ("us-east", "http://n1"),
         "n2": ("us-west", "http://n2"),
     }
-    facts = {f.instance_id: f for f in instance_facts(view, kv_bytes_per_token={"tide": 3}, sent_tokens={"i3": 8})}
+    models = {"tide": Model(name="tide", kv_bytes_per_token=3)}
+    sent = {"i3": (8, 5), "i2": (0, 0)}
+    facts = {f.instance_id: f for f in instance_facts(view, models=models, sent=sent.__getitem__)}
+    assert instance_facts(view, model="other") == ()
+    assert {f.instance_id for f in instance_facts(view, model="tide")} == set(facts)
     assert set(facts) == {"i2", "i3"}, "a heartbeat replaces the one before"
     chosen = facts["i3"]
     assert (chosen.node_id, chosen.endpoint.region, chosen.accepting) == ("n1", "us-east", True)
@@ -37,7 +42,7 @@ def test_the_view_and_its_ages(world: World) -> None:
     )
     assert 0 <= chosen.age_s < 30
     time.sleep(0.02)
-    later = instance_facts(world.live.read_view(), kv_bytes_per_token={}, sent_tokens={})
+    later = instance_facts(world.live.read_view())
     assert max(f.age_s for f in later) > chosen.age_s
 
 
@@ -85,4 +90,4 @@ def test_an_absent_redis_is_said_quickly(settings: Settings) -> None:
             call()
     assert time.monotonic() - began < 5
     live.close()
-    assert instance_facts(EMPTY_VIEW, kv_bytes_per_token={}, sent_tokens={}) == ()
+    assert instance_facts(EMPTY_VIEW) == ()

@@ -20,13 +20,13 @@ CHOICES = {
     ("plans", "origin"): "schedule",
     ("files", "purpose"): "batch",
     ("batches", "state"): "validating",
-    ("batch_requests", "state"): "running",
+    ("batch_results", "state"): "completed",
     ("instances", "desired"): "spot",
     ("instances", "observed"): "pending",
     ("instances", "kind"): "mixed",
     ("spot_leases", "end_reason"): "returned",
     ("demand_buckets", "kind"): "IW",
-    ("api_keys", "role"): "admin",
+    ("api_keys", "role"): "node",
 }
 
 

@@ -1,6 +1,7 @@
-"""The NIW queue on real Postgres: no request to two, nothing written without a lease, one result a request."""
+"""The NIW queue on real Postgres: no request to two, nothing written by an older claim, one result a request."""
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,19 +9,23 @@ from sqlalchemy import func, select, text
 from sqlalchemy.exc import IntegrityError
 
 from controlplane.store import queue
-from controlplane.store.batch_tables import BatchRequest, BatchResult
-from controlplane.store.queue import Claim
+from controlplane.store.batch_tables import BatchResult, QueuedRequest
+from controlplane.store.batches import cancel_batch
+from controlplane.store.queue import Claim, Outcome
 from tests.controlplane.world import MODEL, World
 
 
 def claim(world: World, count: int = 1, lease_s: int = 60) -> list[Claim]:
+    """Up to `count` requests of each batch."""
     with world.database.transaction() as session:
-        return queue.claim(session, model=MODEL, count=count, lease_s=lease_s)
+        wanted = {(lot.batch, lot.model): count for lot in queue.waiting_lots(session)}
+        return queue.claim(session, wanted, lease_s=lease_s)
 
 
-def finish(world: World, held: Claim, status_code: int = 200) -> bool:
+def finish(world: World, *held: Claim, status_code: int = 200) -> int:
+    outcomes = [Outcome(claim=each, status_code=status_code, body={"ok": True}, upstream_id="u") for each in held]
     with world.database.transaction() as session:
-        return queue.finish(session, held, status_code=status_code, body={"ok": True}, upstream_id="u")
+        return len(queue.finish(session, outcomes))
 
 
 def give_back(world: World, held: Claim, *, delay_s: float = 0, tried: bool = True) -> bool:
@@ -28,39 +33,47 @@ def give_back(world: World, held: Claim, *, delay_s: float = 0, tried: bool = Tr
         return queue.give_back(session, held, delay_s=delay_s, error="no", tried=tried)
 
 
+def expire_leases(world: World, attempts_max: int = 5) -> int:
+    with world.database.transaction() as session:
+        return queue.expire_leases(session, attempts_max=attempts_max)
+
+
 def run(world: World, statement: str) -> None:
     with world.database.transaction() as session:
         session.execute(text(statement))
 
 
-def rows(world: World) -> list[Any]:
+def open_rows(world: World) -> list[tuple[int, bool, int, int]]:
+    """(line, is leased, epoch, attempts)"""
     with world.database.transaction() as session:
-        return [(r.state, r.attempts) for r in session.scalars(select(BatchRequest).order_by(BatchRequest.id))]
+        rows = session.scalars(select(QueuedRequest).order_by(QueuedRequest.batch_number, QueuedRequest.line))
+        return [(row.line, row.lease_until is not None, row.epoch, row.attempts) for row in rows]
 
 
-def results(world: World) -> int:
+def results(world: World) -> Sequence[Any]:
     with world.database.transaction() as session:
-        return session.scalar(select(func.count()).select_from(BatchResult)) or 0
+        return session.scalars(select(BatchResult).order_by(BatchResult.batch_number, BatchResult.line)).all()
 
 
 def test_a_claim_has_all_that_is_needed(world: World) -> None:
     batch_id = world.add_batch(lines=2, tenant="acme")
     [held] = claim(world)
-    assert (held.batch_id, held.tenant, held.endpoint, held.custom_id) == (batch_id, "acme", "/v1/completions", "c1")
-    assert (held.model, held.body["prompt"], held.attempts) == (MODEL, "line 1", 1)
-    assert rows(world) == [("running", 1), ("waiting", 0)]
+    assert (held.batch_id, held.line, held.endpoint, held.fence) == (batch_id, 1, "/v1/completions", f"{batch_id}/1")
+    assert (held.model, held.body["prompt"], held.epoch, held.attempts) == (MODEL, "line 1", 1, 1)
+    assert open_rows(world) == [(1, True, 1, 1), (2, False, 0, 0)]
 
 
 def test_threads_never_share_a_request(world: World) -> None:
-    world.add_batch(lines=120)
-    taken: list[int] = []
+    world.add_batch(lines=60)
+    world.add_batch(lines=60)
+    taken: list[tuple[int, int]] = []
     start = threading.Barrier(4)
 
     def work() -> None:
         start.wait()
         while claimed := claim(world, count=3):
-            assert len(claimed) <= 3
-            taken.extend(held.request_id for held in claimed)
+            assert len(claimed) <= 6
+            taken.extend(held.key for held in claimed)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -73,101 +86,189 @@ def test_threads_never_share_a_request(world: World) -> None:
 def test_a_row_that_another_is_about_to_take_is_skipped_not_waited_for(world: World) -> None:
     world.add_batch(lines=2)
     with world.database.transaction() as session:
-        [mine] = queue.claim(session, model=MODEL, count=1, lease_s=60)
+        [lot] = queue.waiting_lots(session)
+        [mine] = queue.claim(session, {(lot.batch, lot.model): 1}, lease_s=60)
         [theirs] = claim(world, count=5)
-    assert (mine.custom_id, theirs.custom_id) == ("c1", "c2")
+    assert (mine.line, theirs.line) == (1, 2)
 
 
-def test_the_nearest_deadline_is_first(world: World) -> None:
-    late = world.add_batch(lines=1, window_s=7200)
-    soon = world.add_batch(lines=1, window_s=60)
-    assert [held.batch_id for held in (*claim(world), *claim(world))] == [soon, late]
+def test_lots_are_what_waits_by_batch_and_model_the_nearest_deadline_first(world: World) -> None:
+    late = world.add_batch(lines=3, window_s=7200, tenant="b")
+    soon = world.add_batch(lines=1, window_s=60, tenant="a")
+    world.add_batch()  # not validated
+    with world.database.transaction() as session:
+        first, second = queue.waiting_lots(session)
+    assert (first.batch, first.tenant, first.model, first.waiting) == (world.batch(soon).number, "a", MODEL, 1)
+    assert (second.batch, second.tenant, second.waiting) == (world.batch(late).number, "b", 3)
+    assert 0 < first.left_s <= 60 < second.left_s <= 7200
+    assert first.age_s >= 0
+    claim(world, count=2)
+    with world.database.transaction() as session:
+        [left] = queue.waiting_lots(session)
+    assert (left.batch, left.waiting) == (second.batch, 1)
 
 
 @pytest.mark.parametrize("loss", ["expired", "taken by another", "finished", "cancelled"])
-def test_nothing_is_written_without_the_lease(world: World, loss: str) -> None:
+def test_nothing_is_written_by_a_claim_that_is_over(world: World, loss: str) -> None:
     world.add_batch(lines=1)
     [held] = claim(world)
     if loss == "finished":
-        assert finish(world, held)
+        assert finish(world, held) == 1
     elif loss == "cancelled":
-        run(world, "UPDATE batch_requests SET state = 'cancelled', lease_id = NULL")
+        run(world, "DELETE FROM queued_requests")
     else:
-        run(world, "UPDATE batch_requests SET lease_until = now() - interval '1 s'")
-        with world.database.transaction() as session:
-            assert queue.expire_leases(session, attempts_max=5) == 1
-            assert queue.expire_leases(session, attempts_max=5) == 0
+        run(world, "UPDATE queued_requests SET lease_until = now() - interval '1 s'")
+        assert expire_leases(world) == 1
+        assert expire_leases(world) == 0
     if loss == "taken by another":
+        run(world, "UPDATE queued_requests SET not_before = NULL")
         [other] = claim(world)
-        assert other.attempts == 2
-    before, made = rows(world), results(world)
-    assert not finish(world, held)
+        assert (other.epoch, other.attempts) == (2, 2)
+    before, made = open_rows(world), len(results(world))
+    assert finish(world, held) == 0
     assert not give_back(world, held)
     with world.database.transaction() as session:
-        assert queue.renew(session, [held], lease_s=60) == set()
-    assert (rows(world), results(world)) == (before, made)
+        kept = queue.renew(session, [held], lease_s=3600)
+    assert kept == ({held.key} if loss == "expired" else set()), "nobody else has it: its result would be written"
+    assert (open_rows(world), len(results(world))) == (before, made)
+
+
+def test_a_request_that_waits_again_is_not_ours_to_finish(world: World) -> None:
+    world.add_batch(lines=1)
+    [held] = claim(world)
+    assert give_back(world, held)
+    assert finish(world, held) == 0
+    assert open_rows(world) == [(1, False, 1, 1)]
+
+
+def test_of_many_results_each_is_written_once_and_the_late_ones_are_not(world: World) -> None:
+    world.add_batch(lines=3)
+    first, second, third = claim(world, count=3)
+    assert finish(world, second) == 1
+    assert finish(world, third, second, first) == 2
+    assert [result.line for result in results(world)] == [1, 2, 3]
+    assert open_rows(world) == []
 
 
 def test_one_result_a_request_is_a_constraint(world: World) -> None:
     world.add_batch(lines=1)
     [held] = claim(world)
-    assert finish(world, held, status_code=400)
-    assert rows(world) == [("failed", 1)]
+    assert finish(world, held, status_code=400) == 1
+    [result] = results(world)
+    assert (result.state, result.status_code, result.body) == ("failed", 400, {"ok": True})
+    number, line = held.key
+    again = BatchResult(batch_number=number, line=line, state="completed", upstream_id="again")
     with pytest.raises(IntegrityError), world.database.transaction() as session:
-        session.add(BatchResult(request_id=held.request_id, status_code=200, body={}, upstream_id="again"))
+        session.add(again)
     with pytest.raises(IntegrityError):
-        run(world, "UPDATE batch_requests SET state = 'running'")  # running without a lease
-    assert results(world) == 1
+        run(world, "UPDATE batch_results SET state = 'running'")
 
 
 def test_giving_back_waits_and_counts_only_real_attempts(world: World) -> None:
     world.add_batch(lines=1)
     [held] = claim(world)
     assert give_back(world, held, tried=False)
-    assert rows(world) == [("waiting", 0)]
     [held] = claim(world)
-    assert held.attempts == 1
+    assert (held.epoch, held.attempts) == (2, 1)
     assert give_back(world, held, delay_s=60)
-    assert rows(world) == [("waiting", 1)]
+    assert open_rows(world) == [(1, False, 2, 1)]
     assert claim(world) == []
     with world.database.transaction() as session:
-        assert queue.queue_facts(session, aged_s=3600) == ()
-    run(world, "UPDATE batch_requests SET not_before = now() - interval '1 ms'")
+        assert queue.waiting_lots(session) == ()
+    run(world, "UPDATE queued_requests SET not_before = now() - interval '1 ms'")
     assert claim(world)[0].attempts == 2
 
 
 def test_renewing(world: World) -> None:
     world.add_batch(lines=3)
     held = claim(world, count=3, lease_s=5)
-    assert finish(world, held[0])
+    assert finish(world, held[0]) == 1
     with world.database.transaction() as session:
-        assert queue.renew(session, held, lease_s=3600) == {held[1].request_id, held[2].request_id}
-        left_s = session.scalar(text("SELECT extract(epoch FROM min(lease_until) - now()) FROM batch_requests"))
+        assert queue.renew(session, held, lease_s=3600) == {held[1].key, held[2].key}
+    with world.database.transaction() as session:
+        left_s = session.scalar(text("SELECT extract(epoch FROM min(lease_until) - now()) FROM queued_requests"))
     assert left_s > 3000
 
 
+def test_renewing_waits_for_nobody(world: World) -> None:
+    """A result is being written: the row is locked, and its claim is kept until that has committed."""
+    world.add_batch(lines=2)
+    held = claim(world, count=2)
+    with world.database.transaction() as writing:
+        queue.finish(writing, [Outcome(claim=held[0], status_code=200, body={})])
+        with world.database.transaction() as session:
+            session.execute(text("SET LOCAL lock_timeout = '5s'"))
+            assert queue.renew(session, held, lease_s=60) == {each.key for each in held}
+
+
+def test_a_request_that_ends_its_dispatchers_ends_itself(world: World) -> None:
+    """Lost leases count, up to a limit; then the error line says so. The others of those dispatchers go on."""
+    world.add_batch(lines=2)
+    for _ in range(3):
+        run(world, "UPDATE queued_requests SET not_before = NULL")
+        held = claim(world, count=2)
+        give_back(world, held[1], tried=False)
+        run(world, "UPDATE queued_requests SET lease_until = now() - interval '1 s' WHERE lease_until IS NOT NULL")
+        assert expire_leases(world, attempts_max=3) == 1
+    assert open_rows(world) == [(2, False, 3, 0)]
+    [poison] = results(world)
+    assert (poison.line, poison.state, poison.status_code) == (1, "failed", None)
+    assert poison.error["code"] == "attempts_exhausted"
+
+
 def test_requests_past_their_deadline_end_with_a_line(world: World) -> None:
-    batch_id = world.add_batch(lines=3)
-    [running] = claim(world)
-    [done] = claim(world)
-    assert finish(world, done)
-    run(world, "UPDATE batch_requests SET deadline_at = now() - interval '1 s'")
+    batch_id, other = world.add_batch(lines=3), world.add_batch(lines=1)
+    running, done, theirs = claim(world, count=2)
+    assert finish(world, done) == 1
+    run(world, f"UPDATE batches SET deadline_at = now() - interval '1 s' WHERE id = '{batch_id}'")
     with world.database.transaction() as session:
         assert queue.expire_requests(session) == 2
         assert queue.expire_requests(session) == 0
-        found = {r.request_id: r for r in session.scalars(select(BatchResult))}
-    assert [state for state, _ in rows(world)] == ["expired", "completed", "expired"]
-    assert found[running.request_id].error["code"] == "batch_expired"  # type: ignore[index]
-    assert found[running.request_id].status_code is None
-    assert not finish(world, running)
+    assert [result.state for result in results(world)] == ["expired", "completed", "expired"]
+    assert results(world)[0].error["code"] == "batch_expired"
+    assert (results(world)[0].status_code, theirs.batch_id) == (None, other)
+    assert finish(world, running) == 0
     assert world.batch(batch_id).state == "in_progress", "finalizing is the dispatcher's"
 
 
-def test_queue_facts(world: World) -> None:
+def test_cancelling_and_finishing_at_once_wait_for_no_one_for_ever(world: World) -> None:
+    """Both end many requests of one batch, in any order: one waits for the other, and neither is broken off."""
+    batch_id = world.add_batch(lines=200)
+    held = claim(world, count=100)
+    start, failures = threading.Barrier(3), list[Exception]()
+
+    def work(do: Any) -> None:
+        start.wait()
+        try:
+            do()
+        except Exception as error:
+            failures.append(error)
+
+    def cancel() -> None:
+        with world.database.transaction() as session:
+            cancel_batch(session, batch_id, tenant="acme")
+
+    jobs = [lambda: finish(world, *held[:50]), lambda: finish(world, *reversed(held[50:])), cancel]
+    threads = [threading.Thread(target=work, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert open_rows(world) == []
+    assert len(results(world)) == 200
+
+
+def test_backlogs(world: World) -> None:
     world.add_model("other")
-    world.add_batch(lines=3)
-    claim(world)
-    run(world, "UPDATE batch_requests SET created_at = now() - interval '2 h' WHERE line = 2")
+    world.add_batch(lines=4, window_s=600)
+    claim(world, count=2)
     with world.database.transaction() as session:
-        [facts] = queue.queue_facts(session, aged_s=3600)
-    assert (facts.model, facts.waiting, facts.aged) == (MODEL, 2, 1)
+        [(model, backlog)] = queue.backlogs(session).items()
+        now_s = session.scalar(select(func.extract("epoch", func.now())))
+    assert model == MODEL
+    assert backlog.tokens > 0
+    assert float(now_s) < backlog.due_s <= float(now_s) + 600  # type: ignore[arg-type]
+    claim(world, count=2)
+    with world.database.transaction() as session:
+        assert queue.backlogs(session) == {}

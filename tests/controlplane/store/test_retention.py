@@ -4,10 +4,10 @@ from sqlalchemy import select, text
 
 from controlplane.policies.lifecycle import PlanState
 from controlplane.store.demand import put_forecasts
+from controlplane.store.demand_tables import Forecast
 from controlplane.store.plan_tables import Plan, PlanEntry
 from controlplane.store.plans import add_plan
 from controlplane.store.retention import forget_forecasts, forget_plans
-from controlplane.store.tables import Forecast
 from tests.controlplane.store.test_plans import a_plan, index_of
 from tests.controlplane.world import World
 

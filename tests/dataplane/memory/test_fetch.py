@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from dataplane.memory import fetch
-from dataplane.memory.fetch import FetchError, fetch_checkpoint
+from dataplane.memory.fetch import fetch_checkpoint
+from dataplane.memory.sources import FetchError, FetchRules
 from tests.dataplane.registry import Registry, described
 
+HERE = FetchRules(private_hosts=("127.0.0.1",), bytes_max=2**61)
 SMALL, LARGE = b'{"model_type": "llama"}', bytes(range(256)) * 4000
 
 
@@ -23,7 +25,7 @@ def registry() -> Iterator[Registry]:
 
 
 def bring(registry: Registry, folder: Path, **options: Any) -> Path:
-    return fetch_checkpoint(registry.url, folder, backoff_s=0.0, **options)
+    return fetch_checkpoint(registry.url, folder, backoff_s=0.0, **{"rules": HERE} | options)
 
 
 def is_whole(folder: Path) -> bool:

@@ -21,13 +21,20 @@ from controlplane.policies.placement.facts import (
     StartTimes,
 )
 from controlplane.policies.placement.grid import grid_of
+from controlplane.policies.placement.prices_choice import Chooser, Effort
+from controlplane.policies.placement.prices_dual import climb, first_dual
+from controlplane.policies.placement.prices_near import near_columns
+from controlplane.policies.placement.prices_regions import region_bound
 from controlplane.policies.placement.prices_relax import Cells
+from controlplane.policies.placement.prices_repair import pool_gpus, standing_of
 from controlplane.policies.placement.prices_search import search
+from controlplane.policies.placement.prices_tables import build_tables
+from ops.bench.placement_problems import ProblemShape, make_problem
 
 EXACT = PlacementSettings(gap=0.0)
 AT_HOME = PlacementSettings(gap=0.0, epsilon=1.0)
 """All demand served at home: then nothing is shared between regions, and the bound is exact."""
-QUICK = PriceSettings(climb_rounds=4, exact_rounds=4, parts_max=6)
+QUICK = PriceSettings(climb_rounds=4, exact_rounds=4, choices=((500, 1.0),))
 SMALL = settings(max_examples=25, deadline=None)
 
 
@@ -108,8 +115,53 @@ def test_the_bound_is_below_the_best_and_the_best_below_the_answer(facts: Placem
 @given(facts=small_facts(), seed=st.integers(0, 9))
 def test_whatever_limits_cut_it_off_the_answer_fits(facts: PlacementFacts, seed: int) -> None:
     stops = itertools.count()
-    limits = PriceSettings(climb_rounds=1 + seed % 3, exact_rounds=seed % 2, parts_max=seed % 4)
+    limits = PriceSettings(climb_rounds=1 + seed % 3, exact_rounds=seed % 2, choices=((10, 1.0), (20, 0.5))[: seed % 3])
     _fits(facts, solve_by_prices(facts, EXACT, limits=limits, should_stop=lambda: next(stops) >= seed))
+
+
+@settings(max_examples=15, deadline=None)
+@given(facts=small_facts(), share=st.sampled_from([0.0, 0.4, 1.0]))
+def test_the_bounds_of_regions_add_up_to_a_bound_at_any_price_of_demand(facts: PlacementFacts, share: float) -> None:
+    grid = grid_of(facts, EXACT)
+    if not grid.cells:
+        return
+    tables = build_tables(grid)
+    dual = climb(tables, first_dual(tables), 4, 0.0, lambda: False)
+    token = share * dual.rows.of_places(dual.prices)[2]
+    bound = tables.constant + float(token @ tables.total)
+    for region in range(len(tables.regions)):
+        bound += region_bound(tables, region, token, gap_abs=0.0, nodes_max=1000, should_stop=lambda: False)
+    exact = choose_placement(facts, 0.0, EXACT).objective_per_hour
+    assert exact is not None
+    assert bound <= exact + 1e-6 * max(1.0, abs(exact))
+    if share == 1.0:
+        assert bound >= dual.bound - 1e-6 * max(1.0, abs(dual.bound)), "whole instances cost no less than parts of them"
+
+
+@settings(max_examples=15, deadline=None)
+@given(facts=small_facts())
+def test_a_choice_among_columns_fits_and_is_never_worse(facts: PlacementFacts) -> None:
+    grid = grid_of(facts, EXACT)
+    if not grid.cells:
+        return
+    tables = build_tables(grid)
+    dual = climb(tables, first_dual(tables), 4, 0.0, lambda: False)
+    nothing = standing_of(dual.columns, dual.columns.first)
+    near = near_columns(tables, dual, dual.columns, nothing, spare=5.0, each_max=50)
+    chooser = Chooser(tables=tables, rows=dual.rows, columns=near.columns)
+    effort = Effort(target=-np.inf, gap_abs=0.0, nodes_max=1000, should_stop=lambda: False)
+    choice = chooser.better(near.choice, np.ones(len(near.columns), bool), effort)
+    assert chooser.cost(choice) <= chooser.cost(near.choice)
+    found = standing_of(near.columns, choice)
+    counts, pooled = tables.counts_by_key(found.counts), tables.pooled_keys(found.pooled)
+    gpus = tables.pool_gpus_by_key(pool_gpus(tables, np.arange(len(tables.home)), found.pooled))
+    assert complaints_of(grid, counts, pooled, gpus) == ()
+    if not any(facts.spot.values()):
+        moves_of_pools = sum(abs(gpus.get(row.place, 0) - row.pool_before) for row in grid.places) * tables.move_price
+        cost = cost_of(facts, EXACT, counts, pooled, gpus)
+        assert chooser.cost(choice) == pytest.approx(cost - moves_of_pools, rel=1e-9, abs=1e-6)
+    closed = chooser.better(choice, np.zeros(len(near.columns), bool), effort)
+    assert np.array_equal(closed, choice), "with every other column closed all stays"
 
 
 def _turned(facts: PlacementFacts) -> PlacementFacts:
@@ -203,6 +255,16 @@ def test_a_pool_is_shared_by_the_tail() -> None:
     assert found.counts == {}
     assert found.pooled == frozenset(keys)
     assert found.pool_gpus == {RegionGpu(region="r", gpu_type="G"): 1}
+
+
+@pytest.mark.parametrize("pools", [False, True])
+def test_a_fleet_of_some_size_is_placed_within_the_gap_asked_for(pools: bool) -> None:
+    facts = make_problem(ProblemShape(models=12, regions=6, gpu_types=3, seed=5, skew=3.6, pools=pools))
+    how = PlacementSettings(gap=0.02)
+    found = solve_by_prices(facts, how)
+    assert complaints_of(grid_of(facts, how), found.counts, found.pooled, found.pool_gpus) == ()
+    assert found.gap <= how.gap
+    assert bool(found.pooled) is pools
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,12 +1,13 @@
 """Pools become slots: sized by the plan, filled by occupancy, moved without a gap in service."""
 
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
-from controlplane.policies.slots.facts import SlotRoom
+from controlplane.policies.slots.facts import PlacedInstance, SlotRoom, SpotFacts
 from controlplane.policies.slots.pools import PooledInstance, PoolSlotDecision, PoolSlotFacts, choose_pool_slots
 
 PLACE = RegionGpu(region="east", gpu_type="H800")
@@ -34,7 +35,7 @@ def room(node: str, *, gpus: int = 1, free: int | None = None, age_s: float = 0.
     )
 
 
-def pooled(model: str, node: str, *, draining: bool = False, ready: bool = True) -> PooledInstance:
+def pooled(model: str, node: str, *, draining: bool = False, ready: bool = True, stuck: bool = False) -> PooledInstance:
     return PooledInstance(
         instance_id=f"{model}@{node}",
         endpoint=endpoint(model),
@@ -42,8 +43,15 @@ def pooled(model: str, node: str, *, draining: bool = False, ready: bool = True)
         node_id=node,
         slot=0,
         draining=draining,
-        ready=ready,
+        ready=ready and not stuck,
+        stuck=stuck,
     )
+
+
+def own(model: str, node: str, **changes: Any) -> PlacedInstance:
+    """An instance with the GPU of its slot for itself."""
+    values: dict[str, Any] = {"gpu_type": "H800", "node_id": node, "slot": 0} | changes
+    return PlacedInstance(instance_id=f"own-{model}@{node}", endpoint=endpoint(model), **values)
 
 
 def facts(
@@ -52,6 +60,8 @@ def facts(
     slots: tuple[SlotRoom, ...],
     instances: tuple[PooledInstance, ...] = (),
     served: tuple[str, ...] = (),
+    dedicated: tuple[PlacedInstance, ...] = (),
+    missing: tuple[str, ...] = (),
 ) -> PoolSlotFacts:
     return PoolSlotFacts(
         pool_gpus={PLACE: gpus},
@@ -59,6 +69,8 @@ def facts(
         slots=slots,
         instances=instances,
         served=frozenset(endpoint(model) for model in served),
+        dedicated=dedicated,
+        missing={key(model): 1 for model in missing},
     )
 
 
@@ -135,6 +147,59 @@ def test_a_draining_one_is_taken_back() -> None:
     decision = choose(facts(1, {"a": 0.2}, (room("n1", free=0),), (pooled("a", "n1", draining=True),)))
     assert [revive.instance_id for revive in decision.revives] == ["a@n1"]
     assert not decision.adds
+
+
+def test_a_full_fleet_pools_where_a_pooled_endpoint_stands() -> None:
+    """No slot is free: one of those whose endpoint is to be pooled becomes the pool, and the endpoint serves on."""
+    slots = (room("n1", free=0), room("n2", free=0), room("n3", free=0))
+    dedicated = (own("x", "n1"), own("a", "n2"), own("b", "n3"))
+    decision = choose(facts(1, {"a": 0.2, "b": 0.2}, slots, dedicated=dedicated))
+    assert added(decision) == {"a": "n2", "b": "n2"}, "x keeps its slot"
+    assert decision.slots == {("n2", 0)}
+    assert not decision.ready, "nobody is let go yet"
+    ready = choose(facts(1, {"a": 0.2, "b": 0.2}, slots, (pooled("a", "n2"), pooled("b", "n2")), dedicated=dedicated))
+    assert ready.ready == {endpoint("a"), endpoint("b")}
+
+
+def test_spot_makes_room_and_a_lessee_gets_notice_first() -> None:
+    lent = own("x", "n1", spot=SpotFacts(age_s=9.0))
+    leased = own("x", "n2", spot=SpotFacts(age_s=9.0, leased=True))
+    slots = (room("n1", free=0), room("n2", free=0))
+    decision = choose(facts(1, {"a": 0.2}, slots, dedicated=(lent, leased)))
+    assert added(decision) == {"a": "n1"}
+    assert decision.slots == {("n1", 0)}
+    last = choose(facts(1, {"a": 0.2}, slots[1:], dedicated=(leased,)))
+    assert not last.adds, "somebody still uses it"
+    assert last.slots == {("n2", 0)}, "but it is the pool's, so that the lease ends"
+    assert "leased" in last.unplaced[0].reason
+
+
+def test_the_last_on_a_slot_that_leaves_the_pool_keeps_it() -> None:
+    slots = (room("n1", free=0),)
+    there = (pooled("a", "n1"), pooled("b", "n1"))
+    waiting = choose(facts(0, {}, slots, there, served=("b",), missing=("a",)))
+    assert [drain.instance_id for drain in waiting.drains] == ["b@n1"]
+    assert not waiting.dedicates, "b still shares it"
+    alone = (there[0], pooled("b", "n1", draining=True))
+    decision = choose(facts(0, {}, slots, alone, served=("b",), missing=("a",)))
+    assert [change.instance_id for change in decision.dedicates] == ["a@n1"]
+    assert not decision.drains
+    assert not choose(facts(0, {}, slots, alone)).dedicates, "it shall have no instance of its own here"
+
+
+def test_what_does_not_come_up_is_tried_on_another_slot_and_stays() -> None:
+    slots = (room("n1", free=0), room("n2", free=0))
+    others = (pooled("b", "n1"), pooled("c", "n2"))
+    shares = {"a": 0.2, "b": 0.2, "c": 0.2}
+    first = choose(facts(2, shares, slots, (*others, pooled("a", "n1", stuck=True))))
+    assert added(first) == {"a": "n2"}
+    assert not first.drains
+    both = (pooled("a", "n1", stuck=True), pooled("a", "n2", stuck=True))
+    second = choose(facts(2, shares, slots, (*others, *both)))
+    assert (second.adds, second.drains) == ((), ()), "no slot is left to try; their nodes try again"
+    assert (first.stranded, second.stranded) == (frozenset(), {key("a")})
+    third = choose(facts(2, shares, slots, (*others, both[0], pooled("a", "n2"))))
+    assert [drain.instance_id for drain in third.drains] == ["a@n1"]
 
 
 @given(st.data())

@@ -1,0 +1,95 @@
+"""What moves from second to second: endpoints, objectives, the NIW queue. For `tidepool top` and dashboards."""
+
+from collections import Counter
+
+from fastapi import APIRouter
+from prometheus_client import Counter as Metric
+from pydantic import BaseModel, Field
+
+from controlplane.api.admin.fields import Answer
+from controlplane.api.auth import Viewer
+from controlplane.api.metrics import Metrics
+from controlplane.api.state import SessionDep, StateDep
+from controlplane.store.endpoint_summary import read_endpoints
+from controlplane.store.queue import backlogs
+
+router = APIRouter(tags=["admin: fleet"])
+
+
+class EndpointStatus(Answer):
+    """A model in a region."""
+
+    model: str
+    region: str
+    instances: dict[str, int] = Field(description="live ones by observed state", examples=[{"ready": 2, "loading": 1}])
+    utilization: float | None = Field(description="effective memory utilization, 0 to 1; null: nothing is usable")
+    remaining_tokens: int | None = Field(description="tokens still to prefill or to make, over its usable instances")
+    load: float | None = Field(description="of its busiest node; above 1 that cannot keep up with its decodes")
+
+
+class QueueStatus(BaseModel):
+    """What waits of a model in the NIW queue."""
+
+    model: str
+    tokens: float = Field(description="about so many input tokens")
+    due_s: float = Field(description="Unix time of the nearest deadline")
+
+
+class ObjectiveStatus(BaseModel):
+    """How a tier's objectives were kept by the answers of this gateway since its start."""
+
+    tier: str = Field(examples=["IW-F"])
+    answers: int
+    kept: int
+    tokens: int
+    tokens_in_time: int
+
+
+class LiveStatus(BaseModel):
+    """The whole fleet at one moment, as this gateway sees it."""
+
+    view_fresh: bool = Field(description="false: Redis is away, and the live view is its last copy")
+    endpoints: list[EndpointStatus]
+    queues: list[QueueStatus]
+    objectives: list[ObjectiveStatus]
+
+
+@router.get("/status/live", summary="How busy the fleet is")
+def get_live_status(session: SessionDep, state: StateDep, _: Viewer) -> LiveStatus:
+    """Endpoints with their load, queues with their deadlines, and how the tiers' objectives were kept."""
+    fleet = state.fleet
+    endpoints = read_endpoints(session, fleet.instances(), stale_s=state.settings.heartbeat_stale_s)
+    return LiveStatus(
+        view_fresh=fleet.is_fresh(),
+        endpoints=[EndpointStatus.model_validate(endpoint) for endpoint in endpoints],
+        queues=[
+            QueueStatus(model=model, tokens=backlog.tokens, due_s=backlog.due_s)
+            for model, backlog in sorted(backlogs(session).items())
+        ],
+        objectives=_objectives(state.metrics),
+    )
+
+
+def _objectives(metrics: Metrics) -> list[ObjectiveStatus]:
+    """By tier, over all models."""
+    answers, tokens = _by_tier(metrics.slo_requests), _by_tier(metrics.slo_tokens)
+    return [
+        ObjectiveStatus(
+            tier=tier,
+            answers=answers[tier, "true"] + answers[tier, "false"],
+            kept=answers[tier, "true"],
+            tokens=tokens[tier, "true"] + tokens[tier, "false"],
+            tokens_in_time=tokens[tier, "true"],
+        )
+        for tier in sorted({tier for tier, _ in (*answers, *tokens)})
+    ]
+
+
+def _by_tier(counter: Metric) -> Counter[tuple[str, str]]:
+    """A counter's total by tier and `met`."""
+    totals: Counter[tuple[str, str]] = Counter()
+    for family in counter.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_total"):
+                totals[sample.labels["tier"], sample.labels["met"]] += int(sample.value)
+    return totals

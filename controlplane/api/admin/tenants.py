@@ -1,0 +1,97 @@
+"""Tenants and what they may use."""
+
+from datetime import datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+from pydantic import Field
+
+from controlplane.api.admin.changes import audited
+from controlplane.api.admin.fields import INT64_MAX, After, Answer, Body, Limit, PageOf, PositiveInt, Tenant, page_of
+from controlplane.api.admin.idempotency import IdempotentRoute
+from controlplane.api.auth import Admin, Viewer
+from controlplane.api.state import SessionDep, StateDep
+from controlplane.store import key_tables, tenants
+
+router = APIRouter(tags=["admin: keys"], route_class=IdempotentRoute)
+TenantPath = Annotated[Tenant, Path(description="the tenant's name")]
+_NONE = "null: without limit"
+
+
+class TenantChange(Body):
+    """Limits of a tenant. What is left out is without limit."""
+
+    requests_per_minute: PositiveInt | None = Field(None, description=f"interactive requests; {_NONE}", examples=[600])
+    tokens_per_minute: PositiveInt | None = Field(
+        None, description=f"prompt and completion tokens of interactive requests; {_NONE}", examples=[200_000]
+    )
+    concurrent_max: PositiveInt | None = Field(
+        None, description=f"interactive requests at once; {_NONE}", examples=[50]
+    )
+    queued_batch_tokens_max: Annotated[int, Field(strict=True, ge=0, le=INT64_MAX)] | None = Field(
+        None, description=f"tokens of batch requests that have not ended; {_NONE}", examples=[5_000_000]
+    )
+
+
+class TenantLimits(Answer):
+    """What a tenant may use."""
+
+    name: str = Field(examples=["team-a"])
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    concurrent_max: int | None
+    queued_batch_tokens_max: int | None
+
+
+class OwnLimits(TenantLimits):
+    """Limits that a tenant has of its own."""
+
+    created_at: datetime
+
+
+class TenantDetail(TenantLimits):
+    """What a tenant may use, and what it has waiting."""
+
+    is_default: bool = Field(description="whether these are the limits of the settings")
+    queued_batch_tokens: int = Field(description="tokens of its batch requests that have not ended")
+
+
+@router.get("/tenants", summary="List tenants with limits of their own")
+def list_tenants(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[OwnLimits]:
+    """Tenants by name; all others have the limits of the settings."""
+    return page_of(OwnLimits, tenants.list_tenants(session, after=after, limit=limit), lambda row: row.name)
+
+
+@router.get("/tenants/{name}", summary="What a tenant may use")
+def get_tenant(name: TenantPath, session: SessionDep, state: StateDep, _: Viewer) -> TenantDetail:
+    """A tenant is a name that keys carry: one that nobody named yet has the limits of the settings."""
+    row = tenants.find_tenant(session, name)
+    limits = tenants.limits_of(row, state.settings)
+    return TenantDetail(
+        name=name,
+        requests_per_minute=limits.requests_per_minute,
+        tokens_per_minute=limits.tokens_per_minute,
+        concurrent_max=limits.concurrent_max,
+        queued_batch_tokens_max=limits.queued_batch_tokens_max,
+        is_default=row is None,
+        queued_batch_tokens=tenants.queued_batch_tokens(session, name),
+    )
+
+
+@router.put("/tenants/{name}", summary="Limit a tenant")
+def put_tenant(name: TenantPath, change: TenantChange, session: SessionDep, caller: Admin) -> OwnLimits:
+    """Counts across all gateways, within seconds. What runs goes on; what is queued already stays."""
+    row = key_tables.Tenant(name=name, **change.model_dump())
+    with audited(session, caller, action="tenant.put", subject=name, find=lambda: tenants.find_tenant(session, name)):
+        kept = tenants.put_tenant(session, row)
+    return OwnLimits.model_validate(kept)
+
+
+@router.delete("/tenants/{name}", summary="Let a tenant have the default limits again")
+def delete_tenant(name: TenantPath, session: SessionDep, state: StateDep, caller: Admin) -> TenantDetail:
+    """Saying it again changes nothing."""
+    with audited(
+        session, caller, action="tenant.delete", subject=name, find=lambda: tenants.find_tenant(session, name)
+    ):
+        tenants.delete_tenant(session, name)
+    return get_tenant(name, session, state, caller)

@@ -1,0 +1,104 @@
+"""Connections to clients that send too slowly, or do not read: they end, so that nothing waits for them for ever."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import h11
+import msgspec
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from controlplane.api.errors import RoutingError, problem
+from controlplane.settings import Settings
+
+_UNSENT_BYTES_MAX = 65_536
+"""Kept by the kernel for a client whose window is shut; the rest waits here, where it is seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a client may take: to send a request's head, and to read what was written, in seconds."""
+
+    header_s: float
+    reading_s: float
+
+
+class PatientConnection(H11Protocol):
+    """One client. A request's head must arrive within `header_s`, from the connection or from its own first byte on.
+    Who reads nothing for `reading_s` while more waits to be read is cut off; the request then ends as it does for every
+    client that went away.
+    """
+
+    def __init__(self, *args: Any, patience: Patience, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._patience = patience
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._reading_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first request."""
+        super().connection_made(transport)
+        raw = transport.get_extra_info("socket")
+        if raw is not None and raw.family in {socket.AF_INET, socket.AF_INET6} and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES_MAX)
+        self._watch_header()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes in."""
+        super().data_received(data)
+        self._watch_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the timers."""
+        self._header_timer = _stopped(self._header_timer)
+        self._reading_timer = _stopped(self._reading_timer)
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client does not keep up with what is written."""
+        super().pause_writing()
+        self._reading_timer = self.loop.call_later(self._patience.reading_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It reads on."""
+        super().resume_writing()
+        self._reading_timer = _stopped(self._reading_timer)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP gets a problem too, and the connection ends."""
+        body = msgspec.json.encode(problem(RoutingError(msg, status=400)))
+        headers = [
+            (b"content-type", b"application/problem+json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _watch_header(self) -> None:
+        """Time the head of a request, and the rest of a body that nobody waits for: its answer is out already."""
+        is_due = self.conn.their_state is h11.IDLE or (
+            self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
+        )
+        if not is_due:
+            self._header_timer = _stopped(self._header_timer)
+        elif self._header_timer is None:
+            self._header_timer = self.loop.call_later(self._patience.header_s, self.transport.abort)
+
+
+def _stopped(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
+    """No timer any more."""
+    if timer is not None:
+        timer.cancel()
+    return None
+
+
+def connection_class(settings: Settings) -> Callable[..., asyncio.Protocol]:
+    """What uvicorn makes a connection of."""
+    patience = Patience(header_s=settings.header_timeout_s, reading_s=settings.client_idle_timeout_s)
+    return partial(PatientConnection, patience=patience)

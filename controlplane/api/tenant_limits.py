@@ -1,0 +1,237 @@
+"""Limits of tenants at the edge: every interactive request is charged before it is sent on, and settled when it ends.
+
+While Redis is away each gateway goes on with its share of the limits; the log says so once, a metric all the while.
+"""
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+
+import anyio
+import structlog
+import uuid_utils
+from fastapi import Request
+
+from controlplane.api.keys import Caller
+from controlplane.api.metrics import Metrics
+from controlplane.errors import InvalidValueError, RateLimitError, UnavailableError
+from controlplane.policies.limits import (
+    Admission,
+    Bucket,
+    Limit,
+    TenantLimits,
+    Usage,
+    choose_admission,
+    retry_after_s,
+    until_full_s,
+)
+from controlplane.serving.send import Outgoing, Placed, Sent
+from controlplane.settings import Settings
+from controlplane.store.limits import Charge, LimitStore
+from dataplane.messages import Finished, StreamEvent, Token
+
+log = structlog.get_logger()
+_AWAY_RETRY_S = 1.0
+_UNITS = {Limit.REQUESTS: "requests per minute", Limit.TOKENS: "tokens per minute", Limit.RUNNING: "requests at once"}
+
+
+@dataclass(kw_only=True)
+class _Used:
+    """What a request took so far: nothing until a node has it."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def note(self, event: Placed | StreamEvent) -> None:
+        if isinstance(event, Token):
+            self.completion_tokens += len(event.token_ids)
+        elif isinstance(event, Placed) and not self.completion_tokens:  # else it goes on elsewhere, with its tokens
+            self.prompt_tokens = event.prompt_tokens
+        elif isinstance(event, Finished):
+            self.prompt_tokens, self.completion_tokens = event.prompt_tokens, event.completion_tokens
+
+
+@dataclass
+class LimitKeeper:
+    """Charges requests of one gateway; `running` renews their leases while they last."""
+
+    store: LimitStore
+    metrics: Metrics
+    settings: Settings
+    _gateway: str = field(default_factory=lambda: uuid_utils.uuid7().hex)
+    _gateways: int = 1
+    _charges: dict[str, Charge] = field(default_factory=dict)
+    _local: dict[str, Usage] = field(default_factory=dict)
+    _away_until_s: float = 0.0
+    _is_away: bool = False
+
+    def limited(self, request: Request, outgoing: Outgoing, sent: Sent) -> Sent:
+        """The events of a request within its tenant's limits; `x-ratelimit-*` go into the answer's headers.
+
+        The first `anext` raises RateLimitError, or InvalidValueError for a request larger than a minute's tokens.
+        """
+        caller: Caller = request.state.caller
+        if not caller.limits.meter_interactive():
+            return sent
+        return self._metered(request, caller, outgoing, sent)
+
+    async def _metered(self, request: Request, caller: Caller, outgoing: Outgoing, sent: Sent) -> Sent:
+        async with contextlib.aclosing(sent):
+            charge = Charge(
+                tenant=caller.tenant,
+                limits=caller.limits,
+                tokens=outgoing.tokens_guess(),
+                lease=f"{self._gateway}.{uuid_utils.uuid7().hex}",
+            )
+            _refuse_too_large(charge)
+            used = _Used()
+            limits, admission = await self._admit(charge)
+            request.state.answer_headers = _headers(admission.usage, limits)
+            if admission.refused is not None:
+                self.metrics.limit_refusals.labels(admission.refused.value).inc()
+                raise _refusal(charge, limits, admission.refused, admission.usage)
+            try:
+                async for events in sent:
+                    for event in events:
+                        used.note(event)
+                    yield events
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self._settle(charge, used.prompt_tokens + used.completion_tokens)
+
+    async def _admit(self, charge: Charge) -> tuple[TenantLimits, Admission]:
+        """The decision and the limits that it was made with: the tenant's, or this gateway's share of them.
+
+        The charge is known here before Redis is asked, and settled whoever cancels: an answer that nobody waits for
+        any longer must not leave a lease that is renewed for ever.
+        """
+        self._charges[charge.lease] = charge
+        try:
+            limits, admission = await self._ask(charge)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self._settle(charge, 0)
+            raise
+        if admission.refused is not None:
+            del self._charges[charge.lease]
+        return limits, admission
+
+    async def _ask(self, charge: Charge) -> tuple[TenantLimits, Admission]:
+        if time.monotonic() >= self._away_until_s:
+            try:
+                admission = await self.store.admit(charge)
+            except UnavailableError as error:
+                self._note_away(error)
+            else:
+                self._note_back()
+                return charge.limits, admission
+        limits = charge.limits.share(self._gateways)
+        return limits, self._admit_here(charge, limits)
+
+    def _admit_here(self, charge: Charge, limits: TenantLimits) -> Admission:
+        """By this gateway's own count. A request larger than the share takes all of it."""
+        running = sum(other.tenant == charge.tenant for other in self._charges.values()) - 1
+        usage = replace(self._local.get(charge.tenant, Usage()), running=running)
+        tokens = min(charge.tokens, limits.tokens_per_minute or charge.tokens)
+        admission = choose_admission(usage, tokens, limits, time.monotonic())
+        self._local[charge.tenant] = admission.usage
+        return admission
+
+    async def _settle(self, charge: Charge, used_tokens: int) -> None:
+        del self._charges[charge.lease]
+        if time.monotonic() < self._away_until_s:
+            return  # the lease ends by itself, and buckets refill within a minute
+        try:
+            await self.store.settle(charge, used_tokens=used_tokens)
+        except UnavailableError as error:
+            self._note_away(error)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Renew leases in the background, several times within their length."""
+        task = asyncio.create_task(self._renew_forever())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            await self.store.close()
+
+    async def _renew_forever(self) -> None:
+        while True:
+            try:
+                await self._renew()
+            except UnavailableError as error:
+                self._note_away(error)
+            else:
+                self._note_back()
+            await asyncio.sleep(_AWAY_RETRY_S if self._is_away else self.settings.limit_lease_s / 3)
+
+    async def _renew(self) -> None:
+        self._gateways = max(1, await self.store.count_gateways(self._gateway))
+        leases: dict[str, list[str]] = {}
+        for lease, charge in self._charges.items():
+            if charge.limits.concurrent_max is not None:
+                leases.setdefault(charge.tenant, []).append(lease)
+        await self.store.renew(leases)
+        for tenant, renewed in leases.items():  # what ended meanwhile may have been put back
+            if ended := [lease for lease in renewed if lease not in self._charges]:
+                await self.store.drop(tenant, ended)
+
+    def _note_away(self, error: UnavailableError) -> None:
+        self._away_until_s = time.monotonic() + _AWAY_RETRY_S
+        if not self._is_away:
+            log.warning("limits are counted by each gateway alone", gateways=self._gateways, error=error.message)
+        self._is_away = True
+        self.metrics.limits_local.set(1)
+
+    def _note_back(self) -> None:
+        if self._is_away:
+            log.info("limits are counted across gateways again")
+        self._is_away = False
+        self._local.clear()
+        self.metrics.limits_local.set(0)
+
+
+def _refuse_too_large(charge: Charge) -> None:
+    most = charge.limits.tokens_per_minute
+    if most is not None and charge.tokens > most:
+        raise InvalidValueError(
+            f"max_tokens: prompt and answer may take {charge.tokens} tokens, and the limit of tenant '{charge.tenant}'"
+            f" is {most} a minute",
+            param="max_tokens",
+        )
+
+
+def _refusal(charge: Charge, limits: TenantLimits, refused: Limit, usage: Usage) -> RateLimitError:
+    wait_s = max(1, math.ceil(retry_after_s(refused, usage, charge.tokens, limits)))
+    most = {
+        Limit.REQUESTS: limits.requests_per_minute,
+        Limit.TOKENS: limits.tokens_per_minute,
+        Limit.RUNNING: limits.concurrent_max,
+    }[refused]
+    return RateLimitError(
+        f"The limit of tenant '{charge.tenant}' is reached: {most} {_UNITS[refused]}. Try again in {wait_s} s.",
+        retry_after_s=wait_s,
+    )
+
+
+def _headers(usage: Usage, limits: TenantLimits) -> list[tuple[bytes, bytes]]:
+    """`x-ratelimit-{limit,remaining,reset}-{requests,tokens}`, where there is such a limit."""
+    counted = (
+        (b"requests", limits.requests_per_minute, usage.requests),
+        (b"tokens", limits.tokens_per_minute, usage.tokens),
+    )
+    return [pair for name, most, bucket in counted if most and bucket for pair in _described(name, most, bucket)]
+
+
+def _described(name: bytes, most: int, bucket: Bucket) -> list[tuple[bytes, bytes]]:
+    return [
+        (b"x-ratelimit-limit-" + name, b"%d" % most),
+        (b"x-ratelimit-remaining-" + name, b"%d" % max(0, int(bucket.level))),
+        (b"x-ratelimit-reset-" + name, b"%.3fs" % until_full_s(bucket, most)),
+    ]

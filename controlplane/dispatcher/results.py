@@ -1,0 +1,85 @@
+"""Writing results: those that come while others are being written go together in the next transaction."""
+
+import asyncio
+
+import anyio.to_thread
+import structlog
+from sqlalchemy.exc import DataError, SQLAlchemyError
+
+from controlplane.store import queue
+from controlplane.store.queue import Outcome
+from controlplane.store.session import Database
+
+log = structlog.get_logger()
+_TOGETHER_MAX = 256
+_RETRY_S = 1.0
+
+
+class ResultWriter:
+    """Writes outcomes for a dispatcher."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._waiting: list[tuple[Outcome, asyncio.Future[bool]]] = []
+        self._work: asyncio.Task[None] | None = None
+
+    async def write(self, outcome: Outcome) -> bool:
+        """Whether the result was written; False: the claim is no longer ours, and nothing was. While Postgres is away
+        it waits: an answer is worth it, and a lost lease ends the wait.
+
+        Raises:
+            sqlalchemy.exc.DataError: Postgres does not take this result.
+        """
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting.append((outcome, done))
+        if self._work is None:
+            self._work = asyncio.create_task(self._write_waiting())
+        return await done
+
+    async def _write_waiting(self) -> None:
+        together = _TOGETHER_MAX
+        try:
+            while self._waiting:
+                self._waiting = [each for each in self._waiting if not each[1].done()]
+                group, self._waiting = self._waiting[:together], self._waiting[together:]
+                together = await self._write_group(group)
+        finally:
+            self._work = None
+
+    async def _write_group(self, group: list[tuple[Outcome, "asyncio.Future[bool]"]]) -> int:
+        """Write some; returns how many to take next."""
+        if not group:
+            return _TOGETHER_MAX
+        try:
+            written = await anyio.to_thread.run_sync(self._commit, [outcome for outcome, _ in group])
+        except DataError as error:
+            if len(group) == 1:
+                _settle(group[0][1], error)
+                return 1
+            self._waiting = group + self._waiting  # one of them is at fault: each by itself
+            return 1
+        except SQLAlchemyError as error:
+            log.warning("results wait for Postgres", results=len(group), error=str(error).splitlines()[0])
+            self._waiting = group + self._waiting
+            await asyncio.sleep(_RETRY_S)
+            return len(group)
+        except BaseException as error:
+            for _, done in group:
+                _settle(done, error)
+            raise
+        for outcome, done in group:
+            _settle(done, outcome.claim.key in written)
+        return _TOGETHER_MAX
+
+    def _commit(self, outcomes: list[Outcome]) -> set[tuple[int, int]]:
+        with self._database.transaction() as session:
+            return queue.finish(session, outcomes)
+
+
+def _settle(done: "asyncio.Future[bool]", value: bool | BaseException) -> None:
+    if done.done():  # its task was cancelled
+        return
+    if isinstance(value, BaseException):
+        done.set_exception(value)
+    else:
+        done.set_result(value)

@@ -1,0 +1,67 @@
+"""Who is let in: an interactive request only if an instance can begin it in time, a flex request only into spare room.
+
+Where all would miss their objective, refusing some keeps it for the others. What is unknown refuses nobody: without
+fresh reports, or before a node has told its prefill pace, requests are admitted, and the nodes' own queue limits stand.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from controlplane.policies.decisions import Admit, NoRoute, Refuse, Wait
+from controlplane.policies.facts import AdmissionFacts, RoutingFacts, Tier
+from controlplane.policies.routing import RoutingSettings, choose_route, is_usable, predicted_wait_s
+
+_RETRY_MAX_S = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionSettings:
+    """Shares of the TTFT objective at which a tier is refused; IW-F is admitted longer. `flex_below`: utilization under
+    which a flex request finds room.
+    """
+
+    routing: RoutingSettings = field(default_factory=RoutingSettings)
+    iw_f_margin: float = 1.2
+    iw_n_margin: float = 0.8
+    flex_below: float = 0.6
+
+
+def choose_admission(facts: AdmissionFacts, now_s: float, settings: AdmissionSettings) -> Admit | Refuse | Wait:
+    """Admit, refuse for some seconds, or (flex) let it wait."""
+    if facts.routing.tier == Tier.NIW:
+        route = choose_route(facts.routing, now_s, settings.routing)
+        full = not isinstance(route, NoRoute) and route.utilization >= settings.flex_below
+        return Wait() if full else Admit()
+    wait_s, limit_s = shortest_wait_s(facts.routing, settings.routing), _limit_s(facts, settings)
+    if wait_s is None or limit_s is None or wait_s <= limit_s:
+        return Admit()
+    return Refuse(
+        reason=f"a request of tier {facts.routing.tier.value} would wait {wait_s:.1f} s before it begins;"
+        f" the limit is {limit_s:.1f} s",
+        retry_after_s=max(1, min(math.ceil(wait_s - limit_s), _RETRY_MAX_S)),
+    )
+
+
+def shortest_wait_s(facts: RoutingFacts, settings: RoutingSettings) -> float | None:
+    """The shortest wait that any usable instance offers; None where there is none, or one of them is unknown."""
+    waits = [
+        predicted_wait_s(instance)
+        for instance in facts.instances
+        if instance.endpoint.model == facts.model
+        and instance.kind.serves(facts.tier)
+        and is_usable(instance, settings.stale_s)
+    ]
+    known = [wait_s for wait_s in waits if wait_s is not None]
+    return min(known) if known and len(known) == len(waits) else None
+
+
+def _limit_s(facts: AdmissionFacts, settings: AdmissionSettings) -> float | None:
+    """IW-N stops, beside at its own limit, where it would push IW-F requests of the same model over theirs."""
+    if facts.objective is None:
+        return None
+    if facts.routing.tier == Tier.IW_F:
+        return settings.iw_f_margin * facts.objective.ttft_s
+    limit_s = settings.iw_n_margin * facts.objective.ttft_s
+    if facts.urgent is None:
+        return limit_s
+    return min(limit_s, settings.iw_n_margin * facts.urgent.ttft_s)

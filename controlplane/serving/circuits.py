@@ -1,0 +1,56 @@
+"""How requests of this process ended, by instance and by node: what keeps failing is left alone for a while."""
+
+import time
+from collections.abc import Callable
+
+import structlog
+
+from controlplane.errors import NodeError
+from controlplane.policies.decisions import Route
+from controlplane.policies.health import Circuit, CircuitSettings, OutcomeFacts, choose_circuit, probed
+
+log = structlog.get_logger()
+_NO_OUTCOME = frozenset({400, 409, 413, 429})
+"""Statuses that say nothing of health: the request's own fault, or an instance that is full or not ready."""
+_NODE_FAILED = "node_error"
+"""The code of what the node itself did not put into words: it is away, silent, or speaks another protocol."""
+
+
+class Circuits:
+    """Circuits by instance and by node. `clock` gives seconds."""
+
+    def __init__(self, settings: CircuitSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._circuits: dict[str, Circuit] = {}
+
+    def avoided(self) -> frozenset[str]:
+        """Ids of instances and names of nodes whose circuit is open."""
+        now_s = self._clock()
+        return frozenset(name for name, circuit in self._circuits.items() if circuit.is_open(now_s))
+
+    def note_sent(self, route: Route) -> None:
+        """A request goes there; where a circuit was open, it is the probe."""
+        for name in (route.instance_id, route.node_id):
+            if name in self._circuits:
+                self._circuits[name] = probed(self._circuits[name], self._clock(), self._settings)
+
+    def note_end(self, route: Route, error: NodeError | None) -> None:
+        """A request ended there. A node's circuit is that of its connection; an instance's hears of every failure."""
+        if error is not None and error.code != _NODE_FAILED and error.status in _NO_OUTCOME:
+            return
+        self._note(route.instance_id, ok=error is None)
+        self._note(route.node_id, ok=error is None or error.code != _NODE_FAILED)
+
+    def _note(self, name: str, *, ok: bool) -> None:
+        before = self._circuits.get(name)
+        if ok and before is None:
+            return  # what never failed is not worth remembering
+        now_s = self._clock()
+        after = choose_circuit(OutcomeFacts(circuit=before or Circuit(), ok=ok), now_s, self._settings)
+        if after.openings > (before.openings if before is not None else 0):
+            log.warning("circuit opens", of=name, for_s=round(after.open_until_s - now_s, 1))
+        if all(well for _, well in after.outcomes):
+            del self._circuits[name]
+        else:
+            self._circuits[name] = after

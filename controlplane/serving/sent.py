@@ -1,0 +1,58 @@
+"""Tokens on their way: what this process sent to instances since they last reported."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+
+Sending = tuple[float, int, int]
+"""When a request was sent, its tokens, and those of its prompt."""
+
+
+class _Instance:
+    """What went to one instance, oldest first, and the sums of it."""
+
+    def __init__(self) -> None:
+        self.log: deque[Sending] = deque()
+        self.tokens = 0
+        self.input_tokens = 0
+
+
+class SentTokens:
+    """Sums by instance. A request costs the same however many came before it."""
+
+    def __init__(self) -> None:
+        self._instances: dict[str, _Instance] = {}
+
+    def add(self, instance_id: str, tokens: int, input_tokens: int) -> Sending:
+        """Note a request of `tokens`, of which `input_tokens` are its prompt's."""
+        sent = self._instances.setdefault(instance_id, _Instance())
+        sending = (time.monotonic(), tokens, input_tokens)
+        sent.log.append(sending)
+        sent.tokens += tokens
+        sent.input_tokens += input_tokens
+        return sending
+
+    def take_back(self, instance_id: str, sending: Sending) -> None:
+        """The instance refused it. What was forgotten meanwhile stays so."""
+        sent = self._instances.get(instance_id)
+        if sent is not None and sending in sent.log:
+            sent.log.remove(sending)
+            sent.tokens -= sending[1]
+            sent.input_tokens -= sending[2]
+
+    def of(self, instance_id: str) -> tuple[int, int]:
+        """Tokens, and input tokens."""
+        sent = self._instances.get(instance_id)
+        return (0, 0) if sent is None else (sent.tokens, sent.input_tokens)
+
+    def forget(self, heard_at_s: Mapping[str, float]) -> None:
+        """Drop what was sent before an instance was last heard of, and all of instances that are gone."""
+        for instance_id, sent in list(self._instances.items()):
+            until_s = heard_at_s.get(instance_id, math.inf)
+            while sent.log and sent.log[0][0] <= until_s:
+                _, tokens, input_tokens = sent.log.popleft()
+                sent.tokens -= tokens
+                sent.input_tokens -= input_tokens
+            if not sent.log:
+                del self._instances[instance_id]

@@ -1,0 +1,50 @@
+"""OpenTelemetry spans of a request on its way to nodes. Only OpenTelemetry's API is used: without a provider, which the
+process may set up at its start, it does nothing, and nothing is done per token at all.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from opentelemetry import propagate, trace
+from opentelemetry.trace import SpanKind, Status, StatusCode
+
+from controlplane.errors import TidepoolError
+from controlplane.policies.decisions import Route
+
+tracer = trace.get_tracer("tidepool.control")
+
+
+@contextmanager
+def step(name: str) -> Iterator[None]:
+    """Around a part of a request's work: a span, a child of the current one, if that is recorded."""
+    if not trace.get_current_span().is_recording():
+        yield
+        return
+    with tracer.start_as_current_span(name):
+        yield
+
+
+@contextmanager
+def attempting(request_id: str, route: Route) -> Iterator[dict[str, str]]:
+    """Around one attempt at an instance, however long its stream: a span, a child of the current one, if that is
+    recorded. Gives the headers by which the node adds to it.
+    """
+    if not trace.get_current_span().is_recording():
+        yield {}
+        return
+    attributes = {
+        "tidepool.request_id": request_id,
+        "tidepool.instance_id": route.instance_id,
+        "tidepool.node": route.node_id,
+        "tidepool.region": route.region,
+    }
+    span = tracer.start_span("attempt", kind=SpanKind.CLIENT, attributes=attributes)
+    headers: dict[str, str] = {}
+    propagate.inject(headers, context=trace.set_span_in_context(span))
+    try:
+        yield headers
+    except TidepoolError as error:
+        span.set_status(Status(StatusCode.ERROR, f"{error.code}: {error.message}"))
+        raise
+    finally:
+        span.end()

@@ -1,0 +1,176 @@
+"""Tenants' use of their limits, counted in Redis for all gateways together. Every admission is one script, and the time
+is Redis's own.
+
+tidepool:limits:{<tenant>}:requests, :tokens   hash    level, at: a bucket; it is gone when it is full
+tidepool:limits:{<tenant>}:running             zset    lease -> end: requests at once; a lease not renewed ends
+tidepool:gateways                              zset    gateway -> end: who is there to share when Redis is not
+"""
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from controlplane.errors import UnavailableError
+from controlplane.policies.limits import Admission, Bucket, Limit, TenantLimits, Usage
+from controlplane.settings import Settings
+
+_GATEWAYS = "tidepool:gateways"
+_NONE = -1
+_REFUSED = (None, Limit.REQUESTS, Limit.TOKENS, Limit.RUNNING)
+
+_COMMON = """
+local clock = redis.call('TIME')
+local now = clock[1] + clock[2] / 1000000
+local function level_of(key, limit)
+  local kept = redis.call('HMGET', key, 'level', 'at')
+  if not kept[1] then return limit end
+  return math.min(limit, kept[1] + math.max(0, now - kept[2]) * limit / 60)
+end
+local function keep(key, limit, level)
+  redis.call('HSET', key, 'level', string.format('%.6f', level), 'at', string.format('%.6f', now))
+  redis.call('EXPIRE', key, math.ceil((limit - level) * 60 / limit) + 60)
+end
+"""
+
+_ADMIT = (
+    _COMMON
+    + """
+local requests_max, tokens_max, running_max = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+local tokens, lease, lease_s = tonumber(ARGV[4]), ARGV[5], tonumber(ARGV[6])
+local requests, left, running, refused = 0, 0, 0, 0
+if requests_max > 0 then requests = level_of(KEYS[1], requests_max) end
+if tokens_max > 0 then left = level_of(KEYS[2], tokens_max) end
+redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
+running = redis.call('ZCARD', KEYS[3])
+if requests_max > 0 and requests < 1 then refused = 1
+elseif tokens_max > 0 and left < tokens then refused = 2
+elseif running_max > 0 and running >= running_max then refused = 3 end
+if refused == 0 then
+  if requests_max > 0 then requests = requests - 1; keep(KEYS[1], requests_max, requests) end
+  if tokens_max > 0 then left = left - tokens; keep(KEYS[2], tokens_max, left) end
+  if running_max > 0 then
+    redis.call('ZADD', KEYS[3], now + lease_s, lease)
+    redis.call('EXPIRE', KEYS[3], math.ceil(lease_s) + 60)
+  end
+end
+return {refused, string.format('%.6f', requests), string.format('%.6f', left), running, string.format('%.6f', now)}
+"""
+)
+
+_SETTLE = (
+    _COMMON
+    + """
+local tokens_max, back, lease = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
+if tokens_max > 0 and back ~= 0 then
+  keep(KEYS[1], tokens_max, math.min(tokens_max, level_of(KEYS[1], tokens_max) + back))
+end
+redis.call('ZREM', KEYS[2], lease)
+return 0
+"""
+)
+
+_RENEW = (
+    _COMMON
+    + """
+for place = 2, #ARGV do redis.call('ZADD', KEYS[1], now + tonumber(ARGV[1]), ARGV[place]) end
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+redis.call('EXPIRE', KEYS[1], math.ceil(ARGV[1]) + 60)
+return redis.call('ZCARD', KEYS[1])
+"""
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Charge:
+    """One request that was let in: what it was charged, and the lease that counts it as running."""
+
+    tenant: str
+    limits: TenantLimits
+    tokens: int
+    lease: str
+
+
+class LimitStore:
+    """The gateways' common counts. Every call raises UnavailableError while Redis is away, and soon: requests wait."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._lease_s = settings.limit_lease_s
+        self._redis = redis.asyncio.Redis.from_url(
+            settings.redis_url.get_secret_value(),
+            decode_responses=True,
+            socket_timeout=settings.limit_timeout_s,
+            socket_connect_timeout=settings.limit_timeout_s,
+            retry=Retry(NoBackoff(), 1),
+        )
+        self._admit = self._redis.register_script(_ADMIT)
+        self._settle = self._redis.register_script(_SETTLE)
+        self._renew = self._redis.register_script(_RENEW)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._redis.aclose()
+
+    async def admit(self, charge: Charge) -> Admission:
+        """Charge a request to its tenant, all of it or (refused) nothing."""
+        limits = charge.limits
+        refused, requests, tokens, running, at_s = await _answered(
+            self._admit(
+                keys=[_key(charge.tenant, name) for name in ("requests", "tokens", "running")],
+                args=[
+                    _number(limits.requests_per_minute),
+                    _number(limits.tokens_per_minute),
+                    _number(limits.concurrent_max),
+                    charge.tokens,
+                    charge.lease,
+                    self._lease_s,
+                ],
+            )
+        )
+        now_s = float(at_s)
+        usage = Usage(
+            requests=None if limits.requests_per_minute is None else Bucket(level=float(requests), at_s=now_s),
+            tokens=None if limits.tokens_per_minute is None else Bucket(level=float(tokens), at_s=now_s),
+            running=int(running),
+        )
+        return Admission(refused=_REFUSED[int(refused)], usage=usage)
+
+    async def settle(self, charge: Charge, *, used_tokens: int) -> None:
+        """End a request: correct its tokens by what it took, and let its lease go."""
+        await _answered(
+            self._settle(
+                keys=[_key(charge.tenant, "tokens"), _key(charge.tenant, "running")],
+                args=[_number(charge.limits.tokens_per_minute), charge.tokens - used_tokens, charge.lease],
+            )
+        )
+
+    async def renew(self, leases: Mapping[str, Sequence[str]]) -> None:
+        """Keep the leases of requests that still run, by tenant. One that Redis forgot is there again."""
+        for tenant, ids in leases.items():
+            await _answered(self._renew(keys=[_key(tenant, "running")], args=[self._lease_s, *ids]))
+
+    async def drop(self, tenant: str, leases: Sequence[str]) -> None:
+        """Let leases go."""
+        await _answered(self._redis.zrem(_key(tenant, "running"), *leases))
+
+    async def count_gateways(self, gateway: str) -> int:
+        """Say that a gateway is there, and hear how many are."""
+        return int(await _answered(self._renew(keys=[_GATEWAYS], args=[self._lease_s, gateway])))
+
+
+def _key(tenant: str, name: str) -> str:
+    return f"tidepool:limits:{{{tenant}}}:{name}"
+
+
+def _number(limit: int | None) -> int:
+    return _NONE if limit is None else limit
+
+
+async def _answered(call: Awaitable[Any] | Any) -> Any:
+    try:
+        return await cast("Awaitable[Any]", call)
+    except redis.RedisError as error:
+        raise UnavailableError(f"Redis does not answer: {error}") from error

@@ -1,0 +1,73 @@
+"""Tenants: their limits, and the tokens that their batches have queued. These are counted, never kept: what ended is
+refunded by having ended.
+"""
+
+from sqlalchemy import delete, func, select
+from sqlalchemy.orm import Session
+
+from controlplane.policies.limits import TenantLimits
+from controlplane.settings import Settings
+from controlplane.store.batch_tables import Batch, QueuedRequest
+from controlplane.store.key_tables import Tenant
+from controlplane.store.paging import Page, page
+
+
+def limits_of(row: Tenant | None, settings: Settings) -> TenantLimits:
+    """A tenant's limits: its row's, or where it has none the defaults."""
+    if row is None:
+        return TenantLimits(
+            requests_per_minute=settings.tenant_requests_per_minute,
+            tokens_per_minute=settings.tenant_tokens_per_minute,
+            concurrent_max=settings.tenant_concurrent_max,
+            queued_batch_tokens_max=settings.tenant_queued_batch_tokens_max,
+        )
+    return TenantLimits(
+        requests_per_minute=row.requests_per_minute,
+        tokens_per_minute=row.tokens_per_minute,
+        concurrent_max=row.concurrent_max,
+        queued_batch_tokens_max=row.queued_batch_tokens_max,
+    )
+
+
+def find_tenant(session: Session, name: str) -> Tenant | None:
+    """A tenant's own limits, locked; None: it has none."""
+    return session.get(Tenant, name, with_for_update=True)
+
+
+def put_tenant(session: Session, row: Tenant) -> Tenant:
+    """Give a tenant limits of its own; null in them is no limit."""
+    kept = session.merge(row)
+    session.flush()
+    session.refresh(kept)
+    return kept
+
+
+def delete_tenant(session: Session, name: str) -> None:
+    """Take a tenant's own limits away."""
+    session.execute(delete(Tenant).where(Tenant.name == name))
+
+
+def queued_batch_tokens(session: Session, tenant: str) -> int:
+    """Tokens that the requests of a tenant's batches may still take: those that have not ended."""
+    total = session.scalar(
+        select(func.coalesce(func.sum(QueuedRequest.tokens), 0))
+        .join(Batch, Batch.number == QueuedRequest.batch_number)
+        .where(Batch.tenant == tenant, Batch.ended_at.is_(None))
+    )
+    return int(total or 0)
+
+
+def batch_tokens_left(session: Session, tenant: str, settings: Settings) -> int | None:
+    """Tokens that a tenant's batches may still queue; None: without limit. Where there is one, no other batch of the
+    tenant is accepted until this transaction ends, so two at once cannot both take the last of it.
+    """
+    most = limits_of(session.get(Tenant, tenant), settings).queued_batch_tokens_max
+    if most is None:
+        return None
+    session.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(f"tidepool:tenant:{tenant}", 0))))
+    return most - queued_batch_tokens(session, tenant)
+
+
+def list_tenants(session: Session, *, after: str | None, limit: int) -> Page[Tenant]:
+    """One page of the tenants with limits of their own, by name."""
+    return page(session, select(Tenant), Tenant.name, after=after, limit=limit)

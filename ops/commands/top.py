@@ -1,0 +1,45 @@
+"""`tidepool top`: the fleet, live in the terminal."""
+
+import time
+from typing import Annotated
+
+import typer
+from rich.live import Live
+
+from ops.commands.api import Target, connected
+from ops.commands.screen import AsJson, output, print_json
+from ops.top import screen, take_snapshot
+
+
+def show_top(
+    context: typer.Context,
+    every_s: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Watch regions, endpoints, queues and objectives until Ctrl-C. What is away is said, and comes back by itself.
+
+    \b
+    Examples:
+      tidepool top
+      tidepool top --once
+      tidepool top --json      one look, for scripts
+    """
+    assert isinstance(context.obj, Target), "the callback of the app sets it"
+    url = context.obj.url
+    with connected(context) as api:
+        if as_json:
+            print_json(take_snapshot(api, url).as_json())
+            return
+        console = output()
+        first = screen(take_snapshot(api, url))
+        if once or not console.is_terminal:
+            console.print(first)
+            return
+        with Live(first, console=console, screen=True, auto_refresh=False) as live:
+            try:
+                while True:
+                    time.sleep(every_s)
+                    live.update(screen(take_snapshot(api, url)), refresh=True)
+            except KeyboardInterrupt:
+                return

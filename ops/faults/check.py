@@ -1,0 +1,264 @@
+"""What a stack promised, checked after a fault run. Every finding is a sentence; none: all promises were kept."""
+
+import asyncio
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+from sqlalchemy import create_engine, text
+
+from controlplane.settings import Settings
+from ops.faults.load import SLO_FIRST_TOKEN_S, Sent, Streamed, Uploaded
+from ops.faults.stack import FaultStack
+from ops.faults.waiting import wait_until
+from ops.faults.wrecker import children_of
+
+ENDED = frozenset({"completed", "expired", "cancelled", "failed"})
+ENDED_TIMEOUT_S = 300.0
+IDLE_TIMEOUT_S = 90.0
+FINDINGS_MAX = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attainment:
+    """The share of interactive requests of a tier whose first token came in time; what failed did not."""
+
+    tier: str
+    requests: int
+    share: float | None
+    first_token_p50_s: float | None
+    first_token_p95_s: float | None
+
+
+def stream_findings(streams: Iterable[Streamed], answers: Mapping[tuple[str, int], str]) -> list[str]:
+    """A stream that ended well says what the undisturbed one said; one that broke off says the beginning of it."""
+    findings = []
+    for stream in streams:
+        wanted = answers[stream.model, stream.prompt]
+        who = f"{stream.tier} stream of {stream.model} prompt {stream.prompt} ({stream.outcome} {stream.reason})"
+        if stream.outcome == "whole" and stream.text != wanted:
+            findings.append(f"{who}: {difference(stream.text, wanted)}")
+        elif not wanted.startswith(stream.text):
+            findings.append(f"{who}: what came is no beginning of the answer: {difference(stream.text, wanted)}")
+    return findings
+
+
+def difference(got: str, wanted: str) -> str:
+    """Where two texts part, in words."""
+    ours, theirs = got.split(), wanted.split()
+    at = next((n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
+    if at is None:
+        return f"{len(ours)} words for {len(theirs)}"
+    return f"word {at} is {ours[at]!r} for {theirs[at]!r}; {len(ours)} words for {len(theirs)}"
+
+
+def outcomes(streams: Iterable[Streamed]) -> dict[str, int]:
+    """How streams ended, with the reason of those that did not end well."""
+    counts = Counter(
+        stream.outcome if stream.outcome == "whole" else f"{stream.outcome}: {stream.reason}" for stream in streams
+    )
+    return dict(counts.most_common())
+
+
+def attainment(streams: Iterable[Streamed]) -> list[Attainment]:
+    """By tier."""
+    listed = list(streams)
+    found = []
+    for tier, limit_s in SLO_FIRST_TOKEN_S.items():
+        mine = [stream for stream in listed if stream.tier == tier]
+        firsts = sorted(stream.first_token_s for stream in mine if stream.first_token_s is not None)
+        good = sum(
+            stream.outcome == "whole" and stream.first_token_s is not None and stream.first_token_s <= limit_s
+            for stream in mine
+        )
+        found.append(
+            Attainment(
+                tier=tier,
+                requests=len(mine),
+                share=round(good / len(mine), 4) if mine else None,
+                first_token_p50_s=_at(firsts, 0.5),
+                first_token_p95_s=_at(firsts, 0.95),
+            )
+        )
+    return found
+
+
+def _at(ordered: list[float], share: float) -> float | None:
+    return round(ordered[min(int(share * len(ordered)), len(ordered) - 1)], 3) if ordered else None
+
+
+class BatchCheck:
+    """Every line of every batch has one result, and the right one."""
+
+    def __init__(self, stack: FaultStack, answers: Mapping[tuple[str, int], str]) -> None:
+        self._stack = stack
+        self._answers = answers
+        self._http = httpx.AsyncClient(
+            base_url=stack.local.url,
+            headers={"Authorization": f"Bearer {stack.local.keys['client']}"},
+            timeout=60,
+            trust_env=False,
+        )
+        self.lines = 0
+        self.codes: Counter[str] = Counter()
+        self.findings: list[str] = []
+
+    async def run(self, sent: Sent) -> None:
+        """Wait until every batch has ended, those too whose answer got lost on the way, and read their files."""
+        async with self._http:
+            await wait_until(self._all_ended, ENDED_TIMEOUT_S)
+            listed = {batch["id"]: batch for batch in await self._listed()}
+            self.findings += [
+                f"batch {one['id']} is {one['status']} {one['request_counts']} {ENDED_TIMEOUT_S:g} s after the faults"
+                for one in listed.values()
+                if one["status"] not in ENDED
+            ]
+            for uploaded in sent.batches:
+                await self._check(uploaded, listed.get(uploaded.batch_id))
+
+    async def _all_ended(self) -> bool:
+        return all(batch["status"] in ENDED for batch in await self._listed())
+
+    async def _listed(self) -> list[dict[str, Any]]:
+        """All batches, through hiccups."""
+        rows: list[dict[str, Any]] = []
+        after: str | None = None
+        while True:
+            answer = await self._get("/v1/batches", {"limit": "100"} | ({"after": after} if after else {}))
+            page = answer.json()
+            rows += page["data"]
+            if not page["has_more"]:
+                return rows
+            after = page["last_id"]
+
+    async def _get(self, path: str, query: Mapping[str, str] | None = None) -> httpx.Response:
+        for attempt in range(20):
+            try:
+                answer = await self._http.get(path, params=query)
+                answer.raise_for_status()
+            except httpx.HTTPError:
+                if attempt == 19:
+                    raise
+                await asyncio.sleep(1.0)
+            else:
+                return answer
+        raise AssertionError("the last attempt raises")
+
+    async def _check(self, uploaded: Uploaded, batch: dict[str, Any] | None) -> None:
+        if batch is None:
+            self.findings.append(f"batch {uploaded.batch_id} was accepted and is gone")
+            return
+        if batch["status"] not in ENDED:
+            return
+        if batch["status"] != "completed":
+            self.findings.append(f"batch {batch['id']} ended as {batch['status']}: {batch['errors']}")
+        lines: list[dict[str, Any]] = []
+        for name in ("output_file_id", "error_file_id"):
+            if batch[name] is not None:
+                content = (await self._get(f"/v1/files/{batch[name]}/content")).text
+                lines += [json.loads(line) for line in content.splitlines()]
+        counts = Counter(line["custom_id"] for line in lines)
+        self.lines += len(lines)
+        for name in uploaded.lines.keys() | counts.keys():
+            if (count := counts[name]) != (name in uploaded.lines):
+                self.findings.append(f"batch {batch['id']}: line {name} has {count} results")
+        for line in lines:
+            self._check_line(batch["id"], line, uploaded.lines.get(line["custom_id"]))
+
+    def _check_line(self, batch_id: str, line: dict[str, Any], asked: tuple[str, int] | None) -> None:
+        response = line["response"]
+        code = str(response["status_code"]) if response else line["error"]["code"]
+        self.codes[code] += 1
+        if code != "200" or asked is None:
+            return
+        said = response["body"]["choices"][0]["message"]["content"]
+        if not self._answers[asked].startswith(said) or not said:
+            wrong = difference(said, self._answers[asked])
+            self.findings.append(f"batch {batch_id}: line {line['custom_id']} is another answer: {wrong}")
+
+
+async def leak_findings(stack: FaultStack) -> tuple[list[str], dict[str, Any]]:
+    """What is still held when nothing runs: requests and KV on nodes, leases, transactions, connections, processes.
+    Waits a while for the last to go.
+    """
+    held: dict[str, tuple[float, float]] = {}
+
+    async def is_idle() -> bool:
+        status = await stack.admin("GET", "/admin/status")
+        held["leased batch requests"] = (status["requests_running"], 0)
+        held.update(await _on_nodes(stack))
+        held.update(await asyncio.to_thread(_in_postgres, stack))
+        held.update(_processes(stack))
+        return all(value <= limit for value, limit in held.values())
+
+    await wait_until(is_idle, IDLE_TIMEOUT_S)
+    findings = [f"{name}: {value:g} (limit {limit:g})" for name, (value, limit) in held.items() if value > limit]
+    return findings, {name: value for name, (value, _) in held.items()}
+
+
+async def _on_nodes(stack: FaultStack) -> dict[str, tuple[float, float]]:
+    """Requests in flight and KV in use, over all nodes, by their own metrics."""
+    flying = kv_bytes = 0.0
+    for (_, called), link in stack.links.items():
+        if not called.startswith("agent-"):
+            continue
+        async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
+            try:
+                metrics = (await client.get(f"http://127.0.0.1:{link.target_port}/metrics")).text
+            except httpx.HTTPError:
+                flying += 1  # a node that does not answer is not known to be free
+                continue
+        for line in metrics.splitlines():
+            if line.startswith("tidepool_requests_in_flight{"):
+                flying += float(line.split()[-1])
+            elif line.startswith("tidepool_kv_bytes{") and 'state="used"' in line:
+                kv_bytes += float(line.split()[-1])
+    return {"requests on nodes": (flying, 0), "KV bytes on nodes": (kv_bytes, 0)}
+
+
+def _in_postgres(stack: FaultStack) -> dict[str, tuple[float, float]]:
+    """Long transactions, and connections, which the pools limit."""
+    engine = create_engine(stack.local.database_url)
+    questions = {
+        "transactions idle for 30 s": "SELECT count(*) FROM pg_stat_activity"
+        " WHERE state LIKE 'idle in transaction%' AND state_change < now() - interval '30 s'",
+        "Postgres connections": "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'tidepool%'",
+    }
+    with engine.connect() as connection:
+        counts = {name: float(connection.execute(text(query)).scalar_one()) for name, query in questions.items()}
+    engine.dispose()
+    pools = sum(not name.startswith(("agent-", "beat", "postgres", "valkey")) for name in stack.local.supervisor.pids())
+    worker_pools = 1  # Celery's two children have one each
+    limits = {"Postgres connections": (pools + worker_pools) * Settings().database_pool_size}
+    return {name: (count, limits.get(name, 0)) for name, count in counts.items()}
+
+
+def _processes(stack: FaultStack) -> dict[str, tuple[float, float]]:
+    """Processes of this stack that no supervised process knows of; and agents' workers, one for each."""
+    pids = stack.local.supervisor.pids()
+    known: set[int] = set()
+    ways = list(pids.values())
+    while ways:
+        pid = ways.pop()
+        known.add(pid)
+        ways += children_of(pid)
+    strays = [pid for pid in marked(stack.home) if pid not in known and pid != os.getpid()]
+    workers = [len(children_of(pid)) for name, pid in pids.items() if name.startswith("agent-")]
+    return {"stray processes": (len(strays), 0), "workers of an agent": (max(workers, default=0), 1)}
+
+
+def marked(home: Path) -> list[int]:
+    """Processes whose environment names this home, where the kernel tells (Linux)."""
+    mark, found = f"TIDEPOOL_HOME={home}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found

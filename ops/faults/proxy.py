@@ -1,0 +1,139 @@
+"""A TCP proxy between two processes that can be slow, deaf, or cut connections off.
+
+    caller -> Link (port) -> called (its own port)
+
+Bytes are never changed or reordered; a link that heals goes on where it stopped, as TCP does after lost packets.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from enum import StrEnum
+
+from ops.ports import LOOPBACK, free_port
+
+CHUNK_BYTES = 64 * 1024
+
+
+class Fault(StrEnum):
+    """What a link does wrong. A black hole keeps what it is given; a reset ends every connection, old and new."""
+
+    LATENCY = "latency"
+    RESET = "reset"
+    BLACK_HOLE = "black_hole"
+
+
+class Link:
+    """One way from a caller to a called process. To be used on one event loop. `others`: ports of processes that stand
+    in while nobody listens there, as behind a load balancer.
+    """
+
+    def __init__(self, caller: str, called: str, port: int) -> None:
+        self.caller = caller
+        self.called = called
+        self.port = free_port()
+        self.target_port = port
+        self.others: tuple[int, ...] = ()
+        self._fault: Fault | None = None
+        self._delay_s = 0.0
+        self._open = asyncio.Event()
+        self._open.set()
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    @property
+    def name(self) -> str:
+        """From whom to whom."""
+        return f"{self.caller}>{self.called}"
+
+    @property
+    def connections(self) -> int:
+        """Connections that are open now."""
+        return len(self._connections)
+
+    async def start(self) -> None:
+        """Listen."""
+        self._server = await asyncio.start_server(self._accept, LOOPBACK, self.port, backlog=512)
+
+    async def stop(self) -> None:
+        """End all connections and stop listening."""
+        self.heal()
+        if self._server is not None:
+            self._server.close()
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        await asyncio.sleep(0)  # aborted transports close at the loop's next turn
+
+    def fail(self, fault: Fault, *, delay_s: float = 0.0) -> None:
+        """Be faulty until `heal`. `delay_s` is the latency of each chunk of bytes, each way."""
+        self._fault, self._delay_s = fault, delay_s
+        if fault == Fault.BLACK_HOLE:
+            self._open.clear()
+        if fault == Fault.RESET:
+            for writer in self._writers:
+                writer.transport.abort()
+
+    def heal(self) -> None:
+        """Be whole again; what a black hole held back goes on its way."""
+        self._fault, self._delay_s = None, 0.0
+        self._open.set()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            async with self._kept(writer):
+                await self._join(reader, writer)
+        except (OSError, asyncio.CancelledError):
+            pass  # the connection is aborted
+        finally:
+            self._connections.discard(task)
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Connect to the called process and carry bytes both ways; the end of either way ends both."""
+        if self._fault == Fault.RESET:
+            raise ConnectionResetError
+        await self._open.wait()
+        far_reader, far_writer = await self._reach()
+        async with self._kept(far_writer):
+            ways = [
+                asyncio.create_task(self._carry(reader, far_writer)),
+                asyncio.create_task(self._carry(far_reader, writer)),
+            ]
+            try:
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for way in ways:
+                    way.cancel()
+                await asyncio.gather(*ways, return_exceptions=True)
+
+    async def _reach(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection to the called process, or to one that stands in."""
+        for port in (self.target_port, *self.others):
+            with contextlib.suppress(ConnectionRefusedError):
+                return await asyncio.open_connection(LOOPBACK, port)
+        raise ConnectionRefusedError
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(CHUNK_BYTES):
+            if self._delay_s:
+                await asyncio.sleep(self._delay_s)
+            await self._open.wait()
+            writer.write(data)
+            await writer.drain()
+
+    @contextlib.asynccontextmanager
+    async def _kept(self, writer: asyncio.StreamWriter) -> AsyncIterator[None]:
+        """Known to `fail` while it is open; in the end it sends what it still has and closes."""
+        self._writers.add(writer)
+        try:
+            yield
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+        finally:
+            self._writers.discard(writer)
+            writer.transport.abort()

@@ -1,0 +1,154 @@
+"""One fault run: start, load, wreck, wait, check. Its report says what was done and which promises were broken."""
+
+import asyncio
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ops.faults.check import FINDINGS_MAX, BatchCheck, attainment, leak_findings, marked, outcomes, stream_findings
+from ops.faults.load import Load, Streamed
+from ops.faults.stack import SKEWS_S, FaultStack, Fleet
+from ops.faults.waiting import wait_until
+from ops.faults.wrecker import Kind, Wrecker
+
+PROGRESS_EVERY_S = 10.0
+GONE_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run does. `calm_s`: how long interactive load goes on after the last fault."""
+
+    fleet: Fleet
+    minutes: float
+    every_s: float
+    seed: int
+    kinds: tuple[Kind, ...] = tuple(Kind)
+    streams: int = 8
+    batch_lines: int = 40
+    batch_every_s: float = 15.0
+    calm_s: float = 30.0
+
+
+async def run_faults(plan: Plan, home: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run it in an empty home and return the report; `broken` lists what promises were broken, in words."""
+    stack = FaultStack(home, plan.fleet)
+    say(f"starting {plan.fleet.nodes} nodes and {len(stack.links)} links; the logs are in {home / 'logs'}")
+    async with stack.running():
+        report = await _Run(plan, stack, say).run()
+    report["broken"] += await _left_behind(home)
+    return report
+
+
+class _Run:
+    def __init__(self, plan: Plan, stack: FaultStack, say: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._stack = stack
+        self._say = say
+        local = stack.local
+        self._load = Load(local.urls, local.keys["client"], plan.fleet.model_names(), plan.seed)
+        self._wrecker = Wrecker(stack, plan.kinds, plan.seed)
+        self._stop_faults, self._stop_batches, self._stop_streams = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def run(self) -> dict[str, Any]:
+        await self._stack.register()
+        await self._stack.wait_ready()
+        self._say("every endpoint is ready; asking for the undisturbed answers")
+        answers = await self._load.undisturbed()
+        calm_from_s = await self._disturb()
+        sent = self._load.sent
+        self._say("waiting for the batches")
+        batches = BatchCheck(self._stack, answers)
+        await batches.run(sent)
+        leaks, held = await leak_findings(self._stack)
+        await self._load.close()
+        broken = {
+            "streams": stream_findings(sent.streams, answers),
+            "batches": batches.findings,
+            "leaks": leaks,
+        }
+        return {
+            "plan": asdict(self._plan),
+            "clocks_wrong_s": SKEWS_S,
+            "broken": [f"{what}: {one}" for what, found in broken.items() for one in found[:FINDINGS_MAX]],
+            "broken_count": sum(map(len, broken.values())),
+            "interactive": self._interactive([s for s in sent.streams if s.started_s < calm_from_s]),
+            "interactive_after": self._interactive([s for s in sent.streams if s.started_s >= calm_from_s]),
+            "batches": {
+                "accepted": len(sent.batches),
+                "uploads_failed": sent.uploads_failed,
+                "lines": batches.lines,
+                "lines_by_code": dict(batches.codes),
+            },
+            "held_at_the_end": held,
+            "restarts": {name: n for name, n in self._stack.local.supervisor.restarts().items() if n},
+            "faults": dict(Counter(str(made.kind) for made in self._wrecker.made)),
+            "faults_made": self._wrecker.as_json(),
+        }
+
+    async def _disturb(self) -> float:
+        """Load and faults, then load alone. Returns when the calm began, on `time.monotonic`."""
+        plan = self._plan
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._load.interactive(plan.streams, self._stop_streams))
+            group.create_task(self._load.batches(plan.batch_lines, plan.batch_every_s, self._stop_batches))
+            wrecking = group.create_task(self._wrecker.run(plan.every_s, self._stop_faults))
+            telling = group.create_task(self._tell())
+            await asyncio.sleep(plan.minutes * 60)
+            self._stop_faults.set()
+            await wrecking
+            self._stop_batches.set()
+            self._say("no more faults; calm")
+            await asyncio.to_thread(self._stack.local.supervisor.wait_ready, 180.0)
+            calm_from_s = time.monotonic()
+            await asyncio.sleep(plan.calm_s)
+            self._stop_streams.set()
+            telling.cancel()
+        return calm_from_s
+
+    async def _tell(self) -> None:
+        started_s = time.monotonic()
+        while True:
+            await asyncio.sleep(PROGRESS_EVERY_S)
+            sent, made = self._load.sent, self._wrecker.made
+            last = f"; last: {made[-1].kind} {made[-1].victim}" if made else ""
+            self._say(
+                f"{time.monotonic() - started_s:4.0f} s: {len(made)} faults{last}; "
+                f"{len(sent.streams)} streams {outcomes(sent.streams)}; {len(sent.batches)} batches"
+            )
+
+    def _interactive(self, streams: list[Streamed]) -> dict[str, Any]:
+        return {
+            "streams": len(streams),
+            "retried": sum(stream.attempts > 1 for stream in streams),
+            "outcomes": outcomes(streams),
+            "attainment": [asdict(one) for one in attainment(streams)],
+        }
+
+
+async def _left_behind(home: Path) -> list[str]:
+    """Processes of the run that outlived it."""
+
+    async def are_gone() -> bool:
+        return not marked(home)
+
+    await wait_until(are_gone, GONE_TIMEOUT_S)
+    return [f"leaks: process {pid} outlived its stack" for pid in marked(home)]
+
+
+def print_progress(line: str) -> None:
+    """One line on standard error."""
+    print(f"faults: {line}", file=sys.stderr, flush=True)
+
+
+def report_text(report: dict[str, Any]) -> str:
+    """The report for people: the figures, and every broken promise."""
+    shown = {name: value for name, value in report.items() if name not in {"faults_made", "broken", "plan"}}
+    lines = [f"{name}: {json.dumps(value)}" for name, value in shown.items()]
+    broken = report["broken"] or ["none"]
+    return "\n".join([*lines, "broken promises:", *(f"  {one}" for one in broken)])

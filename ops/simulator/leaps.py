@@ -1,0 +1,99 @@
+"""Many decode steps at once. Contexts grow by a token a step, so a step takes a fixed time longer than the one before;
+the time of k steps is a quadratic in k, and how many steps fit into a time is its root.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dataplane.turns.costs import LatencyModel
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Steps of one unchanged batch: the first takes `first_s`, each one after it `growth_s` longer."""
+
+    first_s: float
+    growth_s: float
+
+    def seconds(self, steps: int) -> float:
+        """What so many steps take."""
+        return steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
+
+    def steps_within(self, seconds: float) -> int:
+        """The most steps that are over by then."""
+        if seconds < self.first_s:
+            return 0
+        half = self.first_s - self.growth_s / 2
+        root = math.sqrt(half * half + 2 * self.growth_s * seconds)
+        steps = int(2 * seconds / (half + root))
+        while steps > 0 and self.seconds(steps) > seconds:
+            steps -= 1
+        while self.seconds(steps + 1) <= seconds:
+            steps += 1
+        return steps
+
+    def steps_to(self, seconds: float) -> int:
+        """The fewest steps, at least one, that are not over before then."""
+        steps = self.steps_within(seconds)
+        return max(1, steps if self.seconds(steps) >= seconds else steps + 1)
+
+
+def decode_pace(latency: LatencyModel, context_tokens: int, batch: int) -> Pace:
+    """The pace of a batch whose contexts hold `context_tokens` together before the first step."""
+    first_s = latency.decode_s(context_tokens, batch)
+    return Pace(first_s, latency.decode_s(context_tokens + batch, batch) - first_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Leap:
+    """Steps that ran from `started_s` on: step k, from 1, ended at `started_s` + the time of k steps."""
+
+    started_s: float
+    pace: Pace
+    steps: int
+
+    def ended_s(self, step: int) -> float:
+        """When a step, from 1, was over."""
+        return self.started_s + self.pace.seconds(step)
+
+    def in_time(self, due_s: float, tbt_s: float) -> int:
+        """How many steps ended in time, the first being due at `due_s` and each later one `tbt_s` after it.
+
+        Lateness is convex in the step, since steps only get longer: those in time are neighbours.
+        """
+        first, last = 1, self.steps
+        if self._late_s(first, due_s, tbt_s) <= 0 and self._late_s(last, due_s, tbt_s) <= 0:
+            return last
+        middle = self._least_late(tbt_s)
+        if self._late_s(middle, due_s, tbt_s) > 0:
+            return 0
+        begins = _first_true(first, middle, lambda step: self._late_s(step, due_s, tbt_s) <= 0)
+        ends = _first_true(middle, last + 1, lambda step: step > last or self._late_s(step, due_s, tbt_s) > 0)
+        return ends - begins
+
+    def late_s(self, due_s: float, tbt_s: float) -> float:
+        """The most that any step was late; negative when all were early."""
+        return max(self._late_s(1, due_s, tbt_s), self._late_s(self.steps, due_s, tbt_s))
+
+    def _late_s(self, step: int, due_s: float, tbt_s: float) -> float:
+        return self.ended_s(step) - due_s - (step - 1) * tbt_s
+
+    def _least_late(self, tbt_s: float) -> int:
+        """The step that is late by least: the last that takes no longer than `tbt_s`."""
+        if self.pace.first_s >= tbt_s:
+            return 1
+        if self.pace.growth_s <= 0:
+            return self.steps
+        return min(self.steps, 1 + int((tbt_s - self.pace.first_s) / self.pace.growth_s))
+
+
+def _first_true(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The first of `low` to `high` for which a monotone condition holds; it does for `high`."""
+    while low < high:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low

@@ -1,0 +1,138 @@
+"""A pool: prefill and decode slots that many models share. The live dispatcher says which slot runs a request; each
+slot is the live engine (`leap_engine`).
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+from controlplane.policies.facts import Endpoint, InstanceFacts
+from dataplane.dispatch import Dispatcher
+from dataplane.engine import EngineOutput, EngineRequest
+from dataplane.engines.replay import ReplaySettings
+from dataplane.flights import Flight
+from dataplane.messages import ModelSpec
+from dataplane.settings import SlotKind
+from dataplane.slots import Slot
+from ops.simulator.events import Events
+from ops.simulator.leaps import Leap
+from ops.simulator.requests import Request, Served
+from ops.simulator.slot_process import SlotProcess
+
+
+class JoiningDispatcher(Dispatcher):
+    """A change of policy on trial: a decode goes to a slot that decodes its model already, so that the model switches
+    on one slot only and its batch is large; to the slot the live dispatcher would take, where none does.
+    """
+
+    def _choose_decode(self, flight: Flight, able: dict[int, Slot]) -> int:
+        own = {other.slot for other in self._flights.values() if other.model == flight.model and other is not flight}
+        joined = {index: slot for index, slot in able.items() if index in own}
+        return super()._choose_decode(flight, joined or able)
+
+
+class PoolServer:
+    """Meets `world.Server`. All models are on all slots."""
+
+    def __init__(
+        self,
+        name: str,
+        region: str,
+        kinds: Sequence[SlotKind],
+        models: Sequence[ModelSpec],
+        settings: ReplaySettings,
+        *,
+        events: Events,
+        ended: Callable[[Served], None],
+        dispatcher: type[Dispatcher] = Dispatcher,
+    ) -> None:
+        self.slots = len(kinds)
+        self._name = name
+        self._region = region
+        self._models: Mapping[str, ModelSpec] = {model.name: model for model in models}
+        self._settings = settings
+        self._ended = ended
+        self._processes = [
+            SlotProcess(index, kind, replace(settings, hands_over=kind == "prefill"), events, self._heard)
+            for index, kind in enumerate(kinds)
+        ]
+        for process in self._processes:
+            process.load(list(models))
+        slots = cast("Sequence[Slot]", self._processes)
+        self._dispatcher = dispatcher(slots, settings.turns.prefill, losses_max=0)
+        self._flights: dict[str, Served] = {}
+        self._left_tokens = dict.fromkeys(self._models, 0)
+
+    @property
+    def busy_s(self) -> float:
+        """For how long its slots have worked: steps, switches, and waits for KV."""
+        return sum(process.busy_s for process in self._processes)
+
+    @property
+    def switches(self) -> int:
+        """Switches of all slots."""
+        return sum(process.engine.switches_total for process in self._processes)
+
+    def fits(self, request: Request) -> bool:
+        """Whether a slot's KV memory could hold the request."""
+        model = self._models[request.model]
+        tokens = request.prompt_tokens + request.output_tokens
+        return tokens <= min(model.context_tokens, self._settings.kv_bytes // model.kv_bytes_per_token)
+
+    def submit(self, served: Served) -> None:
+        """Take in a request."""
+        request = served.request
+        sent = EngineRequest(
+            request_id=str(request.number),
+            instance_id=request.model,
+            tier=request.tier,
+            prompt=(0,) * request.prompt_tokens,
+            max_tokens=request.output_tokens,
+        )
+        self._flights[sent.request_id] = served
+        self._left_tokens[request.model] += request.prompt_tokens + request.output_tokens
+        self._dispatcher.submit(sent, request.model)
+
+    def reports(self) -> Iterable[InstanceFacts]:
+        """Each model on the pool; they share its memory and its prefill slots."""
+        decoding = [process for process in self._processes if process.kind != "prefill"]
+        used_bytes = sum(process.engine.kv_used_bytes for process in decoding)
+        load = max(process.engine.load_alpha for process in decoding)
+        wait_s, token_s = self._dispatcher.prefill_outlook(next(iter(self._models))) or (None, None)
+        for name, model in self._models.items():
+            yield InstanceFacts(
+                instance_id=f"{self._name}/{name}",
+                node_id=self._name,
+                endpoint=Endpoint(model=name, region=self._region),
+                gpu_type=self._settings.profile.gpu_type,
+                accepting=True,
+                age_s=0.0,
+                kv_used_bytes=used_bytes,
+                kv_capacity_bytes=len(decoding) * self._settings.kv_bytes,
+                remaining_tokens=self._left_tokens[name],
+                kv_bytes_per_token=model.kv_bytes_per_token,
+                prefill_wait_s=wait_s,
+                prefill_token_s=token_s,
+                load=load,
+            )
+
+    def _heard(self, slot: SlotProcess, outputs: list[EngineOutput], leap: Leap | None) -> None:
+        for output in outputs:
+            assert output.error is None, output.error
+            served = self._flights[output.request_id]
+            if output.token_ids:
+                self._count(served, leap, slot.now_s)
+            self._dispatcher.hear(cast("Slot", slot), output)
+            if output.finish_reason is not None:
+                del self._flights[output.request_id]
+                self._ended(served)
+
+    def _count(self, served: Served, leap: Leap | None, now_s: float) -> None:
+        """Write down the tokens of a step."""
+        before = served.made
+        if leap is None:
+            served.token(now_s)
+        else:
+            served.leap(leap)
+        prompt_tokens = 0 if before else served.request.prompt_tokens
+        self._left_tokens[served.request.model] -= served.made - before + prompt_tokens

@@ -1,0 +1,179 @@
+"""The baseline of request-level auto-scaling (ServerlessLLM, first come, first served): GPUs that switch when idle.
+
+A GPU serves one model until nothing of it is left. A request goes to the GPU that serves its model, as long as its KV
+memory may hold it; else it waits for a GPU to become idle, in the order of arrival over all models. A switch takes
+what the weights take. GPUs do both kinds of work, or some prefill and the others decode, each switching by itself.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+
+from controlplane.policies.facts import Endpoint, InstanceFacts
+from ops.simulator.costs import InstanceSettings, ModelCosts
+from ops.simulator.dedicated import Instance
+from ops.simulator.events import Events, Kind
+from ops.simulator.requests import Request, Served
+
+Ended = Callable[[Served], None]
+
+
+class RequestLevelCluster:
+    """GPUs that switch when nothing runs on them. Meets `world.Server`."""
+
+    def __init__(
+        self,
+        name: str,
+        region: str,
+        gpus: int,
+        models: Mapping[str, ModelCosts],
+        settings: InstanceSettings,
+        *,
+        gpu_type: str,
+        events: Events,
+        ended: Ended,
+    ) -> None:
+        self.slots = gpus
+        self.switches = 0
+        self._name = name
+        self._region = region
+        self._models = models
+        self._settings = settings
+        self._gpu_type = gpu_type
+        self._events = events
+        self._tell_ended = ended
+        self._gpus: list[_Gpu] = [_Gpu() for _ in range(gpus)]
+        self._waiting: deque[Served] = deque()
+        self._switching_s = 0.0
+        self._retired_s = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Work and switches."""
+        running_s = sum(gpu.instance.busy_s for gpu in self._gpus if gpu.instance)
+        return self._retired_s + self._switching_s + running_s
+
+    def fits(self, request: Request) -> bool:
+        """Whether a GPU's KV memory could hold the request."""
+        token_bytes = self._models[request.model].kv_bytes_per_token
+        return (request.prompt_tokens + request.output_tokens) * token_bytes <= self._settings.kv_bytes
+
+    def submit(self, served: Served) -> None:
+        """Take in a request."""
+        self._waiting.append(served)
+        self._assign()
+
+    def reports(self) -> Iterable[InstanceFacts]:
+        """Every model, on the cluster as a whole: it queues by itself."""
+        waiting = sum(served.request.prompt_tokens + served.left for served in self._waiting)
+        used_bytes = sum(gpu.instance.kv_tokens * gpu.token_bytes for gpu in self._gpus if gpu.instance)
+        for name in self._models:
+            yield InstanceFacts(
+                instance_id=f"{self._name}/{name}",
+                node_id=self._name,
+                endpoint=Endpoint(model=name, region=self._region),
+                gpu_type=self._gpu_type,
+                accepting=True,
+                age_s=0.0,
+                kv_used_bytes=used_bytes,
+                kv_capacity_bytes=self._settings.kv_bytes * self.slots,
+                remaining_tokens=waiting,
+            )
+
+    def _assign(self) -> None:
+        """Send on who finds a GPU with its model, or an idle one; the others keep their places."""
+        left: deque[Served] = deque()
+        while self._waiting:
+            served = self._waiting.popleft()
+            if not self._join(served) and not self._switch(served):
+                left.append(served)
+        self._waiting = left
+
+    def _join(self, served: Served) -> bool:
+        tokens = served.request.prompt_tokens + served.request.output_tokens
+        for gpu in self._gpus:
+            if (
+                gpu.model == served.request.model
+                and (gpu.promised_tokens + tokens) * gpu.token_bytes <= self._settings.kv_bytes
+            ):
+                gpu.promised_tokens += tokens
+                gpu.requests[served.request.number] = served
+                if gpu.instance:
+                    _give(gpu.instance, served)
+                return True
+        return False
+
+    def _switch(self, served: Served) -> bool:
+        idle = [gpu for gpu in self._gpus if not gpu.requests]
+        if not idle:
+            return False
+        model = self._models[served.request.model]
+        gpu = next((one for one in idle if one.model is None), idle[0])
+        if gpu.instance:
+            self._retired_s += gpu.instance.busy_s
+        gpu.model, gpu.instance, gpu.token_bytes = model.name, None, model.kv_bytes_per_token
+        self.switches += 1
+        self._switching_s += model.switch_s
+        self._join(served)
+        self._events.at(self._events.now_s + model.switch_s, Kind.END, lambda: self._start(gpu, model))
+        return True
+
+    def _start(self, gpu: "_Gpu", model: ModelCosts) -> None:
+        gpu.instance = Instance(model, self._settings, self._events, lambda served: self._ended(gpu, served))
+        for served in list(gpu.requests.values()):
+            _give(gpu.instance, served)
+
+    def _ended(self, gpu: "_Gpu", served: Served) -> None:
+        del gpu.requests[served.request.number]
+        gpu.promised_tokens -= served.request.prompt_tokens + served.request.output_tokens
+        self._tell_ended(served)
+        # Its instance is in the midst of a step: whoever comes next does so at this moment, but after it.
+        self._events.at(self._events.now_s, Kind.END, self._assign)
+
+
+class SplitCluster:
+    """A cluster that prefills and one that decodes. Meets `world.Server`; the instances are those of the first."""
+
+    def __init__(self, prefill: RequestLevelCluster, decode: RequestLevelCluster) -> None:
+        self.slots = prefill.slots + decode.slots
+        self._prefill = prefill
+        self._decode = decode
+
+    @property
+    def busy_s(self) -> float:
+        """Work and switches of both."""
+        return self._prefill.busy_s + self._decode.busy_s
+
+    @property
+    def switches(self) -> int:
+        """Of both."""
+        return self._prefill.switches + self._decode.switches
+
+    def fits(self, request: Request) -> bool:
+        """Whether a GPU's KV memory could hold the request."""
+        return self._decode.fits(request)
+
+    def submit(self, served: Served) -> None:
+        """Take in a request."""
+        self._prefill.submit(served)
+
+    def reports(self) -> Iterable[InstanceFacts]:
+        """Every model, as the prefill cluster tells it."""
+        return self._prefill.reports()
+
+
+def _give(instance: Instance, served: Served) -> None:
+    if served.made:
+        instance.adopt(served)
+    else:
+        instance.submit(served)
+
+
+class _Gpu:
+    """One GPU. `instance`: None while weights arrive."""
+
+    def __init__(self) -> None:
+        self.model: str | None = None
+        self.instance: Instance | None = None
+        self.token_bytes = 0
+        self.promised_tokens = 0
+        self.requests: dict[int, Served] = {}

@@ -1,0 +1,137 @@
+"""A slot of a pool as a process in simulated time: between two steps it reads its commands, as a worker does.
+
+The engine's `sleep` is where simulated time passes, deep inside a step: a greenlet leaves from there to the event loop
+and comes back when the time has passed.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
+
+from dataplane.engine import EngineOutput, EngineStats
+from dataplane.engines.replay import ReplaySettings
+from dataplane.frames import Add, Command, Release
+from dataplane.messages import ModelSpec
+from dataplane.settings import SlotKind
+from ops.simulator.events import Events, Kind
+from ops.simulator.leap_engine import LeapEngine
+from ops.simulator.leaps import Leap
+
+STATS_S = 0.25
+"""How old what a slot tells of itself may be: as with a worker."""
+
+Heard = Callable[["SlotProcess", list[EngineOutput], Leap | None], None]
+"""Called with what a step made, and its decode steps."""
+
+
+class SlotProcess:
+    """One slot. To the live dispatcher it looks like `dataplane.slots.Slot`."""
+
+    def __init__(
+        self,
+        index: int,
+        kind: SlotKind,
+        settings: ReplaySettings,
+        events: Events,
+        heard: Heard,
+        *,
+        renews: bool = False,
+    ) -> None:
+        """`renews`: see `LeapEngine`."""
+        self.index = index
+        self.kind = kind
+        self.busy_s = 0.0
+        self.engine = LeapEngine(settings, lambda: events.now_s, self._sleep, self._sleep_leap, renews=renews)
+        self._events = events
+        self._heard = heard
+        self._inbox: list[Add] = []
+        self._stats = EngineStats()
+        self._stats_s = float("-inf")
+        self._leap: Leap | None = None
+        self._sleep_number = 0
+        self._parked = True
+        self._greenlet = greenlet(self._live)
+
+    def load(self, models: list[ModelSpec]) -> None:
+        """Take models in, each under its name."""
+        for model in models:
+            self.engine.load(model.name, model)
+
+    @property
+    def now_s(self) -> float:
+        """The present moment."""
+        return self._events.now_s
+
+    def is_ready(self, instance_id: str) -> bool:
+        """Whether it takes requests of an instance: from the start."""
+        return True
+
+    @property
+    def stats(self) -> EngineStats:
+        """What it told last."""
+        if self._events.now_s >= self._stats_s + STATS_S:
+            self._stats, self._stats_s = self.engine.stats(), self._events.now_s
+        return self._stats
+
+    def send(self, command: Command) -> None:
+        """Give it a command, to be read between two steps. A leap ends for who may change its turn."""
+        if isinstance(command, Release):
+            self.engine.release(command.request_id)
+            return
+        assert isinstance(command, Add), command
+        self._inbox.append(command)
+        if self._parked:
+            self._parked = False
+            self._events.at(self._events.now_s, Kind.END, self._greenlet.switch)
+        elif self._leap and self._concerned(command):
+            leap = self._leap
+            steps = leap.pace.steps_to(self._events.now_s - leap.started_s)
+            if steps < leap.steps:
+                self._begin_leap(Leap(leap.started_s, leap.pace, steps))
+
+    def _concerned(self, add: Add) -> bool:
+        """Whether a request may change what runs: it would join the batch, be prefilled, or end a lone turn."""
+        own = add.request.instance_id == self.engine.present_model
+        return own or add.request.kv is None or self.engine.lone_model is not None
+
+    def _live(self) -> None:
+        while True:
+            for add in self._inbox:
+                self.engine.add(add.request)
+            self._inbox.clear()
+            if self.engine.has_work():
+                began_s = self._events.now_s
+                outputs = self.engine.step()
+                self.busy_s += self._events.now_s - began_s
+                if outputs:
+                    self._heard(self, outputs, self.engine.leaped)
+            else:
+                self._parked = True
+                getcurrent().parent.switch()
+
+    def _sleep(self, time_s: float) -> None:
+        self._sleep_number += 1
+        self._events.at(self._events.now_s + time_s, Kind.END, partial(self._wake, self._sleep_number))
+        getcurrent().parent.switch()
+
+    def _sleep_leap(self, leap: Leap) -> int:
+        if any(map(self._concerned, self._inbox)):
+            return 0
+        self._begin_leap(leap)
+        getcurrent().parent.switch()
+        slept = self._leap
+        assert slept is not None
+        self._leap = None
+        return slept.steps
+
+    def _begin_leap(self, leap: Leap) -> None:
+        """Wake up after a leap, and not after the longer one that it was before."""
+        self._leap = leap
+        self._sleep_number += 1
+        ends_s = max(self._events.now_s, leap.ended_s(leap.steps))
+        self._events.at(ends_s, Kind.END, partial(self._wake, self._sleep_number))
+
+    def _wake(self, number: int) -> None:
+        if number == self._sleep_number:
+            self._greenlet.switch()

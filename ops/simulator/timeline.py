@@ -1,0 +1,64 @@
+"""The decode steps of an instance, numbered, and how late they were for whoever was in the batch from a step on.
+
+All sequences of a batch get their tokens at the same moments. That of step g was out at t(g); to a request with a TBT
+of d it is late by t(g) - g d, plus what hangs on the request alone. The largest t(g) - g d from a step on answers for
+all of them: it is kept by a falling stack. Within a leap lateness is convex, so its first and last step suffice.
+"""
+
+from bisect import bisect_left
+
+from ops.simulator.leaps import Leap
+
+
+class Timeline:
+    """Steps from 1; `step` is the last one."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._firsts: list[int] = []
+        self._leaps: list[Leap] = []
+        self._peaks: dict[float, tuple[list[int], list[float]]] = {}
+
+    def __len__(self) -> int:
+        """Leaps that are remembered."""
+        return len(self._leaps)
+
+    def expect(self, tbt_s: float) -> None:
+        """Somebody with this TBT joins."""
+        if tbt_s not in self._peaks:
+            self._peaks[tbt_s] = [], []
+
+    def add(self, leap: Leap) -> None:
+        """Steps that follow those before."""
+        self._firsts.append(self.step + 1)
+        self._leaps.append(leap)
+        for step in (1, leap.steps):
+            for tbt_s, (steps, lates_s) in self._peaks.items():
+                late_s = leap.ended_s(step) - (self.step + step) * tbt_s
+                while lates_s and lates_s[-1] <= late_s:
+                    lates_s.pop()
+                    steps.pop()
+                steps.append(self.step + step)
+                lates_s.append(late_s)
+        self.step += leap.steps
+
+    def late_s(self, first: int, due_s: float, tbt_s: float) -> float:
+        """The most that a step from `first` on was late: that one is due at `due_s`, each later one a TBT after."""
+        steps, lates_s = self._peaks[tbt_s]
+        return lates_s[bisect_left(steps, first)] - due_s + first * tbt_s
+
+    def in_time(self, first: int, due_s: float, tbt_s: float) -> int:
+        """How many steps from `first` on were not late."""
+        place = bisect_left(self._firsts, first)
+        return sum(
+            leap.in_time(due_s + (began - first) * tbt_s, tbt_s)
+            for began, leap in zip(self._firsts[place:], self._leaps[place:], strict=True)
+        )
+
+    def forget(self, first: int) -> None:
+        """Nobody asks any more about steps before `first`, with which a leap begins."""
+        place = bisect_left(self._firsts, first)
+        del self._firsts[:place], self._leaps[:place]
+        for steps, lates_s in self._peaks.values():
+            place = bisect_left(steps, first)
+            del steps[:place], lates_s[:place]

@@ -1,0 +1,138 @@
+"""Requests that a generator makes: a stream in the order of arrival, the same for the same seed.
+
+Arrivals are a renewal process (gamma intervals; Poisson where cv is 1) in operational time, that is, in expected
+arrivals: it runs faster while the rate is higher. The rate hangs on the hour by a cosine and is multiplied in bursts.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.messages import Tier
+from ops.simulator.requests import Request
+
+DAY_S = 86_400.0
+_STEP_S = 60.0
+"""The rate counts as constant for so long."""
+_CHUNK = 4096
+
+NameT = TypeVar("NameT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Lognormal token counts around a median, cut to 1 .. `most`. `spread`: the standard deviation of the logarithm."""
+
+    median: float
+    spread: float
+    most: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Burst:
+    """From `start_s` on, for `duration_s`, the rate is `factor` times as high."""
+
+    start_s: float
+    duration_s: float
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """`rate_per_s`: of all models together, on average over a day. `cv`: the intervals' coefficient of variation.
+    `day_swing`: the highest rate is 1 + this times the average, at `peak_hour`. `models`, `origins`, `tiers`: shares.
+    """
+
+    rate_per_s: float
+    duration_s: float
+    models: Mapping[str, float]
+    origins: Mapping[str, float]
+    tiers: Mapping[Tier, float]
+    prompt: Lengths
+    output: Lengths
+    cv: float = 1.0
+    day_swing: float = 0.0
+    peak_hour: float = 14.0
+    bursts: tuple[Burst, ...] = ()
+
+    def rate_at(self, at_s: float) -> float:
+        """Arrivals per second at a moment; 0 s is midnight."""
+        angle = 2 * math.pi * (at_s / DAY_S - self.peak_hour / 24)
+        rate_per_s = self.rate_per_s * (1 + self.day_swing * math.cos(angle))
+        for burst in self.bursts:
+            if burst.start_s <= at_s < burst.start_s + burst.duration_s:
+                rate_per_s *= burst.factor
+        return rate_per_s
+
+
+def zipf(names: list[str], exponent: float) -> dict[str, float]:
+    """Shares of names by rank: the k-th, from 1, has k ** -exponent, in proportion."""
+    weights = [(rank + 1) ** -exponent for rank in range(len(names))]
+    return {name: weight / sum(weights) for name, weight in zip(names, weights, strict=True)}
+
+
+def generate(traffic: Generated, seed: int) -> Iterator[Request]:
+    """All requests."""
+    rng = np.random.default_rng(seed)
+    drawn = _drawn(traffic, rng)
+    for number, arrived_s in enumerate(_arrivals(traffic, rng)):
+        model, origin, tier, prompt, output = next(drawn)
+        yield Request(
+            number=number,
+            arrived_s=arrived_s,
+            model=model,
+            origin=origin,
+            tier=tier,
+            prompt_tokens=prompt,
+            output_tokens=output,
+        )
+
+
+def _arrivals(traffic: Generated, rng: np.random.Generator) -> Iterator[float]:
+    intervals = _intervals(traffic.cv, rng)
+    edges_s = {step * _STEP_S for step in range(math.ceil(traffic.duration_s / _STEP_S))} | {traffic.duration_s}
+    for burst in traffic.bursts:
+        edges_s |= {burst.start_s, burst.start_s + burst.duration_s}
+    due = next(intervals)
+    passed = 0.0
+    for begin_s, end_s in pairwise(sorted(edge_s for edge_s in edges_s if 0 <= edge_s <= traffic.duration_s)):
+        rate_per_s = traffic.rate_at(begin_s)
+        expected = (end_s - begin_s) * rate_per_s
+        while due <= passed + expected:
+            yield begin_s + (due - passed) / rate_per_s
+            due += next(intervals)
+        passed += expected
+
+
+def _intervals(cv: float, rng: np.random.Generator) -> Iterator[float]:
+    shape = 1 / cv**2
+    while True:
+        yield from rng.gamma(shape, 1 / shape, _CHUNK).tolist()
+
+
+def _drawn(traffic: Generated, rng: np.random.Generator) -> Iterator[tuple[str, str, Tier, int, int]]:
+    while True:
+        yield from zip(
+            _choices(traffic.models, rng),
+            _choices(traffic.origins, rng),
+            _choices(traffic.tiers, rng),
+            _lengths(traffic.prompt, rng),
+            _lengths(traffic.output, rng),
+            strict=True,
+        )
+
+
+def _choices(shares: Mapping[NameT, float], rng: np.random.Generator) -> list[NameT]:
+    names, weights = list(shares), np.array(list(shares.values()))
+    return [names[index] for index in rng.choice(len(names), _CHUNK, p=weights / weights.sum())]
+
+
+def _lengths(lengths: Lengths, rng: np.random.Generator) -> list[int]:
+    drawn: npt.NDArray[np.float64] = rng.lognormal(math.log(lengths.median), lengths.spread, _CHUNK)
+    whole: list[int] = np.clip(np.rint(drawn), 1, lengths.most).astype(int).tolist()
+    return whole

@@ -1,0 +1,106 @@
+"""Tiers at the gateway: refused in time, held in line, measured against their objectives."""
+
+import threading
+from typing import Any
+
+import httpx2 as httpx
+import msgspec
+import pytest
+
+from controlplane.store.tables import Model
+from dataplane.messages import Heartbeat, InstanceReport
+from tests.controlplane.api.gateway import Gateway, running_gateway
+from tests.controlplane.world import KV_BYTES, FakeAgent, World, until
+
+
+def report(world: World, gateway: Gateway, **changes: Any) -> None:
+    """Let the first node report its instance otherwise, and wait until the gateway knows."""
+    node = world.live.read_view().nodes["n0"]
+    seen: InstanceReport = msgspec.structs.replace(node.heartbeat.instances[0], **changes)
+    beat = Heartbeat(node="n0", boot_id="b", generation=0, instances=(seen,))
+    world.live.write_heartbeat(beat, region="us-east", gpu_type="H800", url=node.url)
+
+    def known() -> bool:
+        said = gateway.state.fleet.instances()[0]
+        return (said.kv_used_bytes, said.prefill_wait_s) == (seen.kv_used_bytes, seen.prefill_wait_s)
+
+    until(known)
+
+
+def test_what_could_not_begin_in_time_is_refused(world: World) -> None:
+    with running_gateway(world, FakeAgent()) as gateway:
+        report(world, gateway, prefill_wait_s=4.0, prefill_token_s=1e-4)
+        gateway.chat(200, service_tier="default")
+        refused = gateway.chat(429, service_tier="priority")
+        assert refused.json()["error"]["code"] == "busy"
+        assert refused.headers["retry-after"] == "3"
+        assert gateway.chat(429, service_tier="default"), (
+            "there are urgent requests now, which these would push further"
+        )
+        report(world, gateway, prefill_wait_s=0.0, prefill_token_s=1e-4)
+        gateway.chat(200, service_tier="priority")
+        assert (
+            'tidepool_refusals_total{model="tide",reason="busy",tier="IW-F"} 1.0' in gateway.http.get("/metrics").text
+        )
+
+
+def test_a_model_has_its_own_objectives(world: World) -> None:
+    with world.database.transaction() as session:
+        session.get_one(Model, "tide").slo = {"IW-N": {"ttft_s": 2.0, "tbt_s": 0.1}}
+    with running_gateway(world, FakeAgent()) as gateway:
+        report(world, gateway, prefill_wait_s=4.0, prefill_token_s=1e-4)
+        gateway.chat(429, service_tier="default")
+
+
+def test_flex_requests_wait_in_order_until_there_is_room(world: World) -> None:
+    agent = FakeAgent()
+    with running_gateway(world, agent, used=0.65, flex_wait_s=60.0, flex_waiting_max=3) as gateway:
+        headers = {"Authorization": f"Bearer {gateway.secret}"}
+        ended: list[int] = []
+
+        def ask(number: int) -> None:
+            body = {"model": "tide", "prompt": f"p{number}", "service_tier": "flex", "stream": number == 1}
+            answer = httpx.post(f"{gateway.url}/v1/completions", json=body, headers=headers, timeout=60)
+            ended.append(answer.status_code)
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
+        for number, thread in enumerate(threads):
+            thread.start()
+            until(lambda number=number: gateway.state.door.waiting == number + 1)
+        gateway.chat(429, service_tier="flex")
+        gateway.chat(200, service_tier="default")
+        assert "tidepool_flex_waiting 3.0" in gateway.http.get("/metrics").text
+        report(world, gateway, kv_used_bytes=int(0.1 * KV_BYTES))
+        for thread in threads:
+            thread.join(30)
+        assert ended == [200] * 3
+        assert [asked.prompt for asked in agent.asked if asked.prompt] == ["p0", "p1", "p2"]
+        until(lambda: gateway.state.door.waiting == 0)
+
+
+def test_a_flex_client_that_goes_away_leaves_the_line(world: World) -> None:
+    with running_gateway(world, FakeAgent(), used=0.65) as gateway:
+        body = {"model": "tide", "prompt": "x", "service_tier": "flex"}
+        with pytest.raises(httpx.TimeoutException):
+            gateway.http.post("/v1/completions", json=body, timeout=0.3)
+        until(lambda: gateway.state.door.waiting == 0)
+
+
+def test_attainment_is_counted_by_token_and_by_answer(world: World) -> None:
+    with world.database.transaction() as session:
+        session.get_one(Model, "tide").slo = {"IW-F": {"ttft_s": 0.2, "tbt_s": 5.0}}
+    agent = FakeAgent("answer", "slow", "too long", "worker lost")
+    with running_gateway(world, agent, request_attempts_max=1) as gateway:
+        gateway.chat(200, service_tier="priority")
+        gateway.chat(200, service_tier="priority")
+        gateway.chat(400, service_tier="priority")
+        gateway.chat(503, service_tier="priority")
+        text = gateway.http.get("/metrics").text
+    model = 'model="tide"'
+    assert f'tidepool_slo_requests_total{{met="true",{model},tier="IW-F"}} 1.0' in text
+    assert f'tidepool_slo_requests_total{{met="false",{model},tier="IW-F"}} 2.0' in text
+    assert f'tidepool_slo_violations_total{{{model},objective="ttft",tier="IW-F"}} 1.0' in text
+    assert f'tidepool_slo_violations_total{{{model},objective="failed",tier="IW-F"}} 1.0' in text
+    assert f'tidepool_slo_tokens_total{{met="false",{model},tier="IW-F"}} 1.0' in text
+    assert f'tidepool_slo_tokens_total{{met="true",{model},tier="IW-F"}} 5.0' in text
+    assert 'gen_ai_server_request_duration_seconds_count{model="tide",tier="IW-F"} 2.0' in text

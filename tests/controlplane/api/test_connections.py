@@ -1,0 +1,166 @@
+"""Clients that send too slowly, send too much, or do not read."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
+
+from controlplane.api.app import make_app, server_config
+from controlplane.settings import Settings
+from controlplane.store.keys import make_key
+from controlplane.store.session import Database
+from controlplane.store.tables import Role
+from tests.controlplane.world import until
+
+Connect = Callable[[], socket.socket]
+QUICK = {"header_timeout_s": 0.5, "body_idle_timeout_s": 0.5, "client_idle_timeout_s": 1.0, "port": 0}
+
+
+@contextlib.contextmanager
+def listening(app: Any, settings: Settings) -> Iterator[Connect]:
+    """`connect()` is a new connection to the app, served as the API process serves it."""
+    server = uvicorn.Server(server_config(app, settings))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    address = server.servers[0].sockets[0].getsockname()
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(socket.create_connection(address, timeout=60))
+    server.should_exit = True
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def quick(settings: Settings) -> Settings:
+    return settings.model_copy(update=QUICK)
+
+
+@pytest.fixture
+def connect(quick: Settings) -> Iterator[Connect]:
+    with listening(make_app(quick), quick) as connect:
+        yield connect
+
+
+def answer_of(client: socket.socket) -> tuple[int, bytes, Any]:
+    """Status, head and JSON body of what comes until the server closes."""
+    with client.makefile("rb") as stream:
+        head, _, body = stream.read().partition(b"\r\n\r\n")
+    return int(head.split()[1]), head.lower(), json.loads(body)
+
+
+def test_a_head_that_does_not_come_ends_the_connection(connect: Connect) -> None:
+    for beginning in (b"", b"GET /livez HT", b"GET /livez HTTP/1.1\r\nhost: a\r\n"):
+        client = connect()
+        client.sendall(beginning)
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(1000) == b""
+
+
+def test_dripping_does_not_extend_the_time(connect: Connect) -> None:
+    client = connect()
+    client.sendall(b"GET /livez HTTP/1.1\r\n")
+    client.settimeout(0.05)
+    deadline = time.monotonic() + 60
+    with contextlib.suppress(ConnectionError):
+        while time.monotonic() < deadline:
+            client.sendall(b"a: b\r\n")
+            with contextlib.suppress(TimeoutError):
+                assert client.recv(1000) == b""
+                break
+    assert time.monotonic() < deadline, "it was cut off"
+
+
+def test_an_idle_connection_between_requests_stays(connect: Connect) -> None:
+    client = connect()
+    for _ in range(2):
+        client.settimeout(60)
+        client.sendall(b"GET /livez HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert client.recv(10_000).startswith(b"HTTP/1.1 200")
+        client.settimeout(1.5)  # three times what a head may take
+        with pytest.raises(TimeoutError):
+            client.recv(1)
+
+
+def test_too_large_a_head(connect: Connect) -> None:
+    client = connect()
+    client.sendall(b"GET /livez HTTP/1.1\r\nhost: a\r\nconnection: close\r\nx: " + b"y" * 40_000 + b"\r\n\r\n")
+    status, head, body = answer_of(client)
+    assert status in {400, 431}, "whether it came in pieces"
+    assert b"application/problem+json" in head
+    assert body["status"] == status
+
+
+@pytest.mark.parametrize("path", [b"/v1/models", b"/admin/regions"])
+def test_too_many_headers(connect: Connect, path: bytes) -> None:
+    client = connect()
+    many = b"".join(b"x-%d: y\r\n" % number for number in range(100))
+    client.sendall(b"GET " + path + b" HTTP/1.1\r\nhost: a\r\nconnection: close\r\n" + many + b"\r\n")
+    status, head, body = answer_of(client)
+    assert status == 431
+    assert b"x-request-id" in head
+    assert (body["error"] if path.startswith(b"/v1") else body)["code"] == "headers_too_large"
+
+
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/files", b"/node/heartbeat", b"/admin/keys"])
+def test_a_body_that_does_not_come_on_is_given_up(connect: Connect, database: Database, path: bytes) -> None:
+    role = Role.NODE if path.startswith(b"/node") else Role.ADMIN
+    with database.transaction() as session:
+        secret = make_key(session, name="a", role=role, tenant="acme").secret.encode()
+    client = connect()
+    form = b"content-type: multipart/form-data; boundary=x\r\n" if path.endswith(b"files") else b""
+    head = b"POST " + path + b" HTTP/1.1\r\nhost: a\r\nauthorization: Bearer " + secret + b"\r\n" + form
+    client.sendall(head + b"content-length: 1000\r\n\r\n" + b"--x\r\n")
+    status, answered, body = answer_of(client)
+    assert status == 408
+    assert b"connection: close" in answered
+    assert (body["error"] if path.startswith(b"/v1") else body)["code"] == "request_timeout"
+
+
+class Flood:
+    """Answers without end, until nobody wants more."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.app = Starlette(routes=[Route("/", self.answer)])
+
+    async def answer(self, _: Request) -> StreamingResponse:
+        return StreamingResponse(self.chunks())
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"x" * 16_384
+                await asyncio.sleep(0)
+        finally:
+            self.ended.set()
+
+
+def test_who_does_not_read_is_cut_off(quick: Settings) -> None:
+    flood = Flood()
+    with listening(flood.app, quick) as connect:
+        client = connect()
+        client.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert flood.ended.wait(60), "its stream ended"
+
+
+def test_who_reads_slowly_is_not(quick: Settings) -> None:
+    flood = Flood()
+    with listening(flood.app, quick.model_copy(update={"client_idle_timeout_s": 30.0})) as connect:
+        client = connect()
+        client.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        read_bytes = 0
+        while read_bytes < 2**22:
+            read_bytes += len(client.recv(65_536))
+        assert not flood.ended.is_set()

@@ -1,0 +1,105 @@
+"""Postgres or Redis goes away while a gateway serves, and comes back (promise 6)."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+import migrations
+from controlplane.settings import Settings
+from controlplane.store.live import LiveStore
+from controlplane.store.session import Database, make_engine
+from ops.embedded import EmbeddedPostgres, EmbeddedValkey
+from ops.ports import free_port
+from ops.supervisor import Supervisor
+from tests.controlplane.api.gateway import Gateway, assert_error, running_gateway
+from tests.controlplane.world import FakeAgent, World, until
+
+
+class Servers:
+    """A Postgres and a Redis of this test's own, each to be stopped and started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.postgres = EmbeddedPostgres(folder / "postgres", free_port(), fsync=False)
+        self.redis = EmbeddedValkey(folder / "valkey", free_port())
+        self._running: dict[str, contextlib.ExitStack] = {}
+        for name in ("postgres", "redis"):
+            getattr(self, name).prepare()
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        self._running[name] = contextlib.ExitStack()
+        self._running[name].enter_context(Supervisor([getattr(self, name).child()]))
+
+    def stop(self, name: str) -> None:
+        self._running.pop(name).close()
+
+    def close(self) -> None:
+        for name in list(self._running):
+            self.stop(name)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    servers = Servers(tmp_path_factory.mktemp("servers"))
+    migrations.upgrade(servers.postgres.url())
+    yield servers
+    servers.close()
+
+
+@pytest.fixture
+def gateway(servers: Servers, tmp_path: Path) -> Iterator[Gateway]:
+    """A gateway on these servers whose keys are asked for anew with every request."""
+    settings = Settings(
+        database_url=SecretStr(servers.postgres.url()), redis_url=SecretStr(servers.redis.url()), home=tmp_path
+    )
+    database, live = Database(make_engine(settings)), LiveStore(settings)
+    agents = (FakeAgent(), FakeAgent())
+    with running_gateway(World(database, live, settings), *agents, key_cache_s=0.0) as gateway:
+        yield gateway
+    live.close()
+    database.close()
+
+
+def ready(gateway: Gateway) -> tuple[int, Any, Any]:
+    answer = gateway.http.get("/readyz")
+    return answer.status_code, answer.json()["status"], answer.json()["away"]
+
+
+def serves(gateway: Gateway) -> None:
+    for stream in (False, True):
+        assert "turns" in gateway.chat(200, stream=stream).text
+
+
+def test_redis_goes_and_comes_back_and_then_postgres(gateway: Gateway, servers: Servers) -> None:
+    serves(gateway)
+    assert ready(gateway) == (200, "ok", [])
+
+    servers.stop("redis")
+    for _ in range(3):
+        serves(gateway)
+    assert ready(gateway) == (200, "degraded", ["redis"])
+    servers.start("redis")
+    until(lambda: ready(gateway)[2] == [])
+    serves_again = gateway.chat
+    until(lambda: serves_again(200))
+
+    servers.stop("postgres")
+    for _ in range(3):
+        serves(gateway)
+    assert ready(gateway) == (200, "degraded", ["postgres"])
+    for method, path in (("GET", "/v1/batches"), ("GET", "/v1/files"), ("GET", "/v1/batches/batch_1")):
+        refused = gateway.http.request(method, path)
+        assert refused.status_code == 503, path
+        assert_error(refused)
+    stranger = gateway.http.post(
+        "/v1/completions", json={"model": "tide", "prompt": "x"}, headers={"Authorization": "Bearer tp-client-unknown"}
+    )
+    assert stranger.status_code == 503, "nobody can say whether it is good"
+    servers.start("postgres")
+    until(lambda: ready(gateway) == (200, "ok", []))
+    until(lambda: gateway.http.get("/v1/batches").status_code == 200)
+    serves(gateway)

@@ -1,0 +1,167 @@
+"""Limits of a tenant at the gateways: counted together, said in headers, and kept alone while Redis is away."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from pydantic import SecretStr
+
+from controlplane.store.key_tables import Tenant
+from controlplane.store.limits import LimitStore
+from controlplane.store.tenants import put_tenant
+from ops.ports import free_port
+from tests.controlplane.api.conftest import Ask
+from tests.controlplane.api.gateway import Gateway, assert_error, running_gateway
+from tests.controlplane.world import FakeAgent, World, until
+
+
+def limit(world: World, **limits: int) -> None:
+    with world.database.transaction() as session:
+        put_tenant(session, Tenant(name="acme", **limits))
+
+
+@contextmanager
+def streaming(gateway: Gateway) -> Iterator[httpx.Response]:
+    body = {"model": "tide", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    with gateway.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        assert answer.status_code == 200
+        yield answer
+
+
+def test_requests_of_both_gateways_count(world: World) -> None:
+    limit(world, requests_per_minute=3)
+    with running_gateway(world, FakeAgent()) as one, running_gateway(world) as other:
+        left = []
+        for gateway, stream in ((one, False), (other, True), (one, True)):
+            answer = gateway.chat(stream=stream)
+            assert answer.headers["x-ratelimit-limit-requests"] == "3"
+            assert float(answer.headers["x-ratelimit-reset-requests"].removesuffix("s")) > 15
+            assert "x-ratelimit-limit-tokens" not in answer.headers
+            left.append(int(answer.headers["x-ratelimit-remaining-requests"]))
+        assert left == [2, 1, 0]
+        for gateway in (one, other):
+            refused = gateway.chat(429)
+            error = assert_error(refused)
+            assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
+            assert "3 requests per minute" in error["message"]
+            assert 1 <= int(refused.headers["retry-after"]) <= 20
+            assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+        assert 'tidepool_limit_refusals_total{limit="requests"} 1.0' in one.http.get("/metrics").text
+        stranger = one.client_of(world.key(tenant="other"))
+        assert stranger.chat.completions.create(model="tide", messages=[{"role": "user", "content": "hi"}]).choices
+
+
+def test_tokens_are_charged_by_guess_and_corrected(world: World) -> None:
+    limit(world, tokens_per_minute=2000)
+    with running_gateway(world, FakeAgent()) as gateway:
+        first = gateway.chat(max_tokens=1500)
+        assert 400 < int(first.headers["x-ratelimit-remaining-tokens"]) < 500
+        second = gateway.chat(max_tokens=1500)
+        assert 390 < int(second.headers["x-ratelimit-remaining-tokens"]) < 550, "7 + 3 tokens were used, not 1501"
+        error = assert_error(gateway.chat(400, max_tokens=2000))
+        assert (error["code"], error["param"]) == ("invalid_value", "max_tokens")
+        assert "2000 a minute" in error["message"]
+
+
+def test_requests_at_once_count_until_they_end(world: World) -> None:
+    limit(world, concurrent_max=2)
+    agent = FakeAgent("hang later", "hang later")
+    with running_gateway(world, agent) as one, running_gateway(world) as other:
+        with streaming(one), streaming(other):
+            error = assert_error(one.chat(429))
+            assert "2 requests at once" in error["message"]
+        until(lambda: _is_free(one))
+        for gateway in (one, other) * 5:
+            gateway.chat(stream=True)  # whoever has read [DONE] may ask again at once
+
+
+def _is_free(gateway: Gateway) -> bool:
+    body = {"model": "tide", "messages": [{"role": "user", "content": "hi"}]}
+    return gateway.http.post("/v1/chat/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("mode", ["worker lost", "fail later", "die later"])
+def test_a_request_that_fails_counts_no_more(world: World, mode: str) -> None:
+    limit(world, concurrent_max=1)
+    agent = FakeAgent()
+    with running_gateway(world, agent, request_attempts_max=1, stream_continue_wait_s=0.0) as gateway:
+        for stream in (True, False):
+            agent.script = [mode]
+            body = {"model": "tide", "messages": [{"role": "user", "content": "hi"}], "stream": stream}
+            assert gateway.http.post("/v1/chat/completions", json=body).status_code in {200, 502, 503}
+            assert gateway.state.limits._charges == {}
+        gateway.chat()
+
+
+def test_what_no_node_took_costs_no_tokens(world: World) -> None:
+    limit(world, tokens_per_minute=1000)
+    agent = FakeAgent("worker lost")
+    with running_gateway(world, agent, request_attempts_max=1) as gateway:
+        assert gateway.chat(503, max_tokens=900).headers["x-ratelimit-limit-tokens"] == "1000", "refusals tell too"
+        gateway.chat(max_tokens=900)
+
+
+def test_leases_of_long_streams_are_renewed(world: World) -> None:
+    limit(world, concurrent_max=1)
+    agent = FakeAgent("hang later")
+    with running_gateway(world, agent, limit_lease_s=1.0) as gateway, streaming(gateway):
+        ended = threading.Event()
+        threading.Timer(2.5, ended.set).start()
+        while not ended.is_set():
+            gateway.chat(429)
+
+
+def _cut_off(gateway: Gateway) -> None:
+    """Its counts are nowhere to be reached; the live view is."""
+    settings = gateway.world.settings.model_copy(
+        update={"redis_url": SecretStr(f"redis://127.0.0.1:{free_port()}/0"), "limit_timeout_s": 0.2}
+    )
+    gateway.state.limits.store = LimitStore(settings)
+
+
+def test_without_redis_a_gateway_keeps_its_share(world: World, capfd: Any) -> None:
+    limit(world, requests_per_minute=4, concurrent_max=3)
+    with running_gateway(world, FakeAgent()) as one, running_gateway(world, limit_lease_s=1.0) as other:
+        until(lambda: other.state.limits._gateways == 2)
+        real = other.state.limits.store
+        _cut_off(other)
+        for _ in range(2):
+            assert other.chat().headers["x-ratelimit-limit-requests"] == "2"
+        assert "2 requests per minute" in assert_error(other.chat(429))["message"]
+        assert "tidepool_limits_local 1.0" in other.http.get("/metrics").text
+        assert one.chat().headers["x-ratelimit-remaining-requests"] == "3"
+        other.state.limits.store = real
+        until(lambda: "tidepool_limits_local 0.0" in other.http.get("/metrics").text)
+        assert other.chat().headers["x-ratelimit-limit-requests"] == "4"
+    logged = capfd.readouterr().err
+    assert logged.count("limits are counted by each gateway alone") == 1
+    assert logged.count("limits are counted across gateways again") == 1
+
+
+def test_a_tenant_is_shown_set_and_reset(ask: Ask) -> None:
+    shown = ask("GET", "/admin/tenants/acme")
+    none = dict.fromkeys(("requests_per_minute", "tokens_per_minute", "concurrent_max", "queued_batch_tokens_max"))
+    assert shown == {"name": "acme", "is_default": True, "queued_batch_tokens": 0} | none
+    ask("PUT", "/admin/tenants/acme", json={"requests_per_minute": 5}, role="operator", status=403)
+    for bad in ({"requests_per_minute": 0}, {"tokens_per_minute": 1.5}, {"concurrent_max": -1}, {"x": 1},
+                {"queued_batch_tokens_max": 2**63}):  # fmt: skip
+        error = ask("PUT", "/admin/tenants/acme", json=bad, role="admin", status=400)
+        assert error["param"] == next(iter(bad))
+    ask("PUT", "/admin/tenants/A B", json={}, role="admin", status=400)
+    put = ask("PUT", "/admin/tenants/acme", json={"requests_per_minute": 5, "queued_batch_tokens_max": 0}, role="admin")
+    assert (
+        ask("PUT", "/admin/tenants/acme", json={"requests_per_minute": 5, "queued_batch_tokens_max": 0}, role="admin")
+        == put
+    )
+    assert (put["requests_per_minute"], put["tokens_per_minute"], put["queued_batch_tokens_max"]) == (5, None, 0)
+    assert ask("GET", "/admin/tenants")["data"] == [put]
+    assert ask("GET", "/admin/tenants/acme")["is_default"] is False
+    assert ask("DELETE", "/admin/tenants/acme", role="admin") == shown
+    assert ask("DELETE", "/admin/tenants/acme", role="admin") == shown
+    events = [e for e in ask("GET", "/admin/audit", params={"limit": 10})["data"] if e["action"].startswith("tenant")]
+    assert [(e["action"], e["subject"]) for e in events] == [("tenant.delete", "acme"), ("tenant.put", "acme")]
+    assert events[0]["before"]["requests_per_minute"] == 5
+    assert events[1]["before"] is None

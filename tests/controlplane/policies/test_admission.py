@@ -1,0 +1,114 @@
+"""Admission: refused is what could not begin in time; what is unknown refuses nobody."""
+
+from typing import Any
+
+import pytest
+
+from controlplane.policies.admission import AdmissionSettings, choose_admission
+from controlplane.policies.decisions import Admit, Refuse, Route, Wait
+from controlplane.policies.facts import (
+    AdmissionFacts,
+    Endpoint,
+    InstanceFacts,
+    InstanceKind,
+    Objective,
+    RoutingFacts,
+    Tier,
+)
+from controlplane.policies.routing import RoutingSettings, choose_route
+
+SETTINGS = AdmissionSettings(routing=RoutingSettings(stale_s=5.0), iw_f_margin=1.2, iw_n_margin=0.8, flex_below=0.6)
+FAST, NORMAL = Objective(ttft_s=1.0, tbt_s=0.1), Objective(ttft_s=60.0, tbt_s=0.1)
+
+
+def instance(name: str = "i", *, wait_s: float | None = 0.0, region: str = "east", **changes: Any) -> InstanceFacts:
+    values: dict[str, Any] = {
+        "instance_id": name,
+        "node_id": f"node-{name}",
+        "endpoint": Endpoint(model="tide", region=region),
+        "gpu_type": "H800",
+        "accepting": True,
+        "age_s": 0.5,
+        "kv_used_bytes": 0,
+        "kv_capacity_bytes": 100,
+        "remaining_tokens": 0,
+        "prefill_wait_s": wait_s,
+        "prefill_token_s": None if wait_s is None else 0.001,
+    }
+    return InstanceFacts(**(values | changes))
+
+
+def decide(tier: Tier, *instances: InstanceFacts, urgent: bool = False) -> Admit | Refuse | Wait:
+    routing = RoutingFacts(model="tide", tier=tier, tokens=100, preference=("east", "west"), instances=instances)
+    objective = {Tier.IW_F: FAST, Tier.IW_N: NORMAL}.get(tier)
+    facts = AdmissionFacts(routing=routing, objective=objective, urgent=FAST if urgent else None)
+    return choose_admission(facts, 0.0, SETTINGS)
+
+
+ROWS = [
+    # tier, seconds of wait, urgent requests about, admitted
+    (Tier.IW_F, 1.2, False, True),
+    (Tier.IW_F, 1.3, False, False),
+    (Tier.IW_N, 48.0, False, True),
+    (Tier.IW_N, 48.1, False, False),
+    (Tier.IW_N, 0.8, True, True),
+    (Tier.IW_N, 0.9, True, False),
+    (Tier.IW_F, 0.9, True, True),
+]
+
+
+@pytest.mark.parametrize(("tier", "wait_s", "urgent", "admitted"), ROWS)
+def test_limits(tier: Tier, wait_s: float, urgent: bool, admitted: bool) -> None:
+    assert isinstance(decide(tier, instance(wait_s=wait_s), urgent=urgent), Admit) == admitted
+
+
+def test_the_best_instance_counts_and_only_those_that_may_serve() -> None:
+    assert decide(Tier.IW_F, instance("a", wait_s=9.0), instance("b", wait_s=0.5)) == Admit()
+    others = [
+        instance("b", endpoint=Endpoint(model="other", region="east")),
+        instance("c", age_s=9.0),
+        instance("d", accepting=False),
+        instance("e", kind=InstanceKind.NIW),
+    ]
+    for other in others:
+        assert isinstance(decide(Tier.IW_F, instance("a", wait_s=9.0), other), Refuse), other
+
+
+def test_what_was_just_sent_counts() -> None:
+    assert isinstance(decide(Tier.IW_F, instance(sent_input_tokens=1500)), Refuse)
+    assert decide(Tier.IW_F, instance(sent_tokens=1500)) == Admit(), "tokens still to be made keep nobody waiting"
+
+
+def test_unknown_waits_refuse_nobody() -> None:
+    assert decide(Tier.IW_F) == Admit()
+    assert decide(Tier.IW_F, instance(wait_s=None)) == Admit()
+    assert decide(Tier.IW_F, instance("a", wait_s=9.0), instance("b", wait_s=None)) == Admit()
+    assert decide(Tier.IW_F, instance(wait_s=9.0, age_s=60.0)) == Admit(), "stale"
+
+
+def test_when_to_come_again() -> None:
+    for wait_s, after_s in ((1.3, 1), (4.3, 4), (500.0, 60)):
+        refused = decide(Tier.IW_F, instance(wait_s=wait_s))
+        assert isinstance(refused, Refuse)
+        assert refused.retry_after_s == after_s
+        assert "IW-F" in refused.reason
+
+
+def test_flex_waits_for_spare_room() -> None:
+    assert decide(Tier.NIW, instance(kv_used_bytes=59)) == Admit()
+    assert decide(Tier.NIW, instance(kv_used_bytes=60)) == Wait()
+    assert decide(Tier.NIW) == Admit(), "the router says that there is nothing"
+    assert decide(Tier.NIW, instance(wait_s=1e9)) == Admit()
+
+
+def test_routing_prefers_an_instance_that_begins_in_time() -> None:
+    late, soon = instance("a", wait_s=2.0), instance("b", wait_s=0.1, region="west")
+    for ttft_s, chosen in ((None, "a"), (1.0, "b"), (5.0, "a")):
+        facts = RoutingFacts(
+            model="tide", tier=Tier.IW_F, tokens=1, preference=("east", "west"), instances=(late, soon), ttft_s=ttft_s
+        )
+        route = choose_route(facts, 0.0, SETTINGS.routing)
+        assert isinstance(route, Route)
+        assert route.instance_id == chosen
+    alone = RoutingFacts(model="tide", tier=Tier.IW_F, tokens=1, preference=("east",), instances=(late,), ttft_s=1.0)
+    assert isinstance(choose_route(alone, 0.0, SETTINGS.routing), Route)

@@ -1,0 +1,225 @@
+"""A stream whose node is lost at any token goes on elsewhere, and is what it would have been."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import httpx2 as httpx
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from controlplane.agents import AgentClient
+from controlplane.errors import NodeError
+from controlplane.policies.facts import Endpoint, InstanceFacts, Tier
+from controlplane.serving.fleet import FleetCache
+from controlplane.serving.send import Outgoing, Placed, Sender
+from controlplane.serving.sent import Sending
+from controlplane.settings import Settings
+from controlplane.store.tables import Model
+from dataplane.answers import Answer
+from dataplane.engine import EngineOutput, EngineRequest
+from dataplane.flights import Flight
+from dataplane.measures import RequestMeasure, RequestMeasures
+from dataplane.messages import Failed, Finished, Generate, Sampling, Token, encode_line
+from dataplane.text import TextStream
+
+BYTES = "tide 🌊 naïve «STO» 海 STOP rest".encode()
+"""Each byte is a token, so characters come in halves."""
+MODEL = Model(name="tide", path="/x", architecture="L", weights_bytes=1, kv_bytes_per_token=1, context_tokens=4096)
+
+
+class ByteText:
+    """A tokenizer of bytes."""
+
+    def encode_chat(self, messages: Any) -> tuple[int, ...]:
+        return (1,)
+
+    def encode_text(self, prompt: str) -> tuple[int, ...]:
+        return tuple(prompt.encode())
+
+    def decode(self, token_ids: Any) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    def check_tokens(self, token_ids: Any, param: str) -> None:
+        return None
+
+
+class Nodes(httpx.AsyncBaseTransport):
+    """Two nodes that make the tokens of BYTES through the agent's own answers. The first one's streams break off after
+    `lines` lines, in the middle of the next one; `ends` is how: by a broken connection, or by a `Failed`.
+    """
+
+    def __init__(self, lines: int, *, ends: str = "broken", end: str = "length") -> None:
+        self.lines, self.ends, self.end = lines, ends, end
+        self.asked: list[Generate] = []
+        self.lost: set[str] = {"n1"}
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        generate = msgspec.json.decode(await request.aread(), type=Generate)
+        self.asked.append(generate)
+        return httpx.Response(200, content=self._stream(generate, str(request.url.host)))
+
+    async def _stream(self, generate: Generate, node: str) -> AsyncIterator[bytes]:
+        sent = 0
+        async for line in self._lines(generate):
+            if node in self.lost and sent == self.lines:
+                if self.ends == "failed":
+                    yield encode_line(Failed(status=503, code="worker_lost", message="lost", retryable=True))
+                    return
+                yield line[: len(line) // 2]
+                raise httpx.ReadError("the node is gone")
+            sent += 1
+            yield line
+
+    async def _lines(self, generate: Generate) -> AsyncIterator[bytes]:
+        request = EngineRequest(
+            request_id="r", instance_id="i", tier="IW-N", prompt=(1,), generated=generate.generated, max_tokens=99
+        )
+        flight = Flight(request=request, model="tide")
+        for token_id in BYTES[len(generate.generated) :][:-1]:
+            flight.outputs.put_nowait(EngineOutput(request_id="r", token_ids=(token_id,)))
+        last = BYTES[-1:] if len(generate.generated) < len(BYTES) else b""
+        if self.end == "length":  # the last output brings a token, or none: the end of sequence
+            flight.outputs.put_nowait(EngineOutput(request_id="r", token_ids=tuple(last), finish_reason="length"))
+        else:
+            if last:
+                flight.outputs.put_nowait(EngineOutput(request_id="r", token_ids=tuple(last)))
+            flight.outputs.put_nowait(EngineOutput(request_id="r", finish_reason="stop"))
+        text = TextStream(ByteText(), generate.sampling.stop, sent_chars=generate.sent_chars)
+        resumed = text.resume(generate.generated)
+        measure = RequestMeasure(RequestMeasures(CollectorRegistry()), "tide", 1, lambda: 0.0)
+        async for event in Answer(flight, text, cancel=lambda _: None, measure=measure, resumed=resumed).events():
+            yield encode_line(event)
+
+
+class Fleet(FleetCache):
+    """A fleet of two nodes that needs no servers; n1 is preferred."""
+
+    def __init__(self) -> None:
+        self.gone: set[str] = set()
+
+    def instances(self, model: str | None = None) -> tuple[InstanceFacts, ...]:
+        return tuple(
+            InstanceFacts(
+                instance_id=f"i-{node}",
+                node_id=node,
+                endpoint=Endpoint(model="tide", region="east"),
+                gpu_type="H800",
+                accepting=True,
+                age_s=0.0,
+                kv_used_bytes=0,
+                kv_capacity_bytes=100,
+                remaining_tokens=rank,
+            )
+            for rank, node in enumerate(("n1", "n2"))
+            if node not in self.gone
+        )
+
+    def preference(self, origin: str | None) -> tuple[str, ...]:
+        return ("east",)
+
+    def node_url(self, node: str) -> str:
+        return f"http://{node}"
+
+    def objective(self, model: Model, tier: Tier) -> None:
+        return None
+
+    def note_sent(self, instance_id: str, tokens: int, input_tokens: int = 0) -> Sending:
+        return 0.0, tokens, input_tokens
+
+    def note_refused(self, instance_id: str, sending: Sending) -> None:
+        return None
+
+
+def settings(**changes: Any) -> Settings:
+    return Settings(**{"stream_continue_wait_s": 5.0} | changes)
+
+
+async def ask(nodes: Nodes, *, fleet: Fleet | None = None, **changes: Any) -> tuple[str, list[int], Finished, int]:
+    """Text, token ids, end and number of placements of one stream."""
+    client = AgentClient(settings(), transport=nodes)
+    sender = Sender(fleet or Fleet(), client, settings(**changes))
+    outgoing = Outgoing(
+        request_id="q", model=MODEL, tier=Tier.IW_N, origin=None, sampling=Sampling(stop=("STOP",)), prompt="x"
+    )
+    text, token_ids, end, placed = "", [], None, 0
+    async with aclosing(sender.send(outgoing)) as sent:
+        async for events in sent:
+            for event in events:
+                if isinstance(event, Token):
+                    text += event.text
+                    token_ids += event.token_ids
+                placed += isinstance(event, Placed)
+                end = event if isinstance(event, Finished) else end
+    await client.close()
+    assert end is not None
+    return text, token_ids, end, placed
+
+
+@pytest.mark.parametrize("ends", ["broken", "failed"])
+@pytest.mark.parametrize(("stop", "end"), [(True, "length"), (False, "length"), (False, "stop")])
+def test_a_node_lost_at_any_line_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, ends: str, stop: bool, end: str
+) -> None:
+    if not stop:  # then the text ends in what might have become a stop string, or in half a character
+        monkeypatch.setitem(globals(), "BYTES", "naïve 海 STO".encode() + ("海".encode()[:2] if end == "stop" else b""))
+
+    async def run() -> None:
+        undisturbed = await ask(Nodes(10**6, end=end))
+        assert undisturbed[3] == 1
+        for lines in range(len(BYTES) + 3):
+            nodes = Nodes(lines, ends=ends, end=end)
+            text, token_ids, finished, _ = await ask(nodes)
+            assert (text, token_ids, finished) == undisturbed[:3], lines
+            assert len({asked.sampling.seed for asked in nodes.asked}) == 1, "all of one piece"
+            assert nodes.asked[0].sampling.seed is not None
+            if 1 < lines < len(undisturbed[1]):
+                assert [asked.instance_id for asked in nodes.asked] == ["i-n1", "i-n2"]
+
+    asyncio.run(run())
+
+
+def test_the_number_of_continuations_is_bounded() -> None:
+    async def run() -> None:
+        nodes = Nodes(2)
+        nodes.lost = {"n1", "n2"}
+        with pytest.raises(NodeError, match="broke off"):
+            await ask(nodes, stream_continuations_max=3)
+        assert len(nodes.asked) == 4
+
+    asyncio.run(run())
+
+
+def test_a_broken_stream_waits_for_an_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only node failed: as soon as it is back, the stream goes on there."""
+    looks = 0
+
+    async def look_again(_s: float) -> None:
+        nonlocal looks
+        looks += 1
+        fleet.gone.add("n1")
+        if looks == 3:
+            nodes.lost.clear()
+            fleet.gone.discard("n1")
+
+    async def run() -> None:
+        monkeypatch.setattr("controlplane.serving.send.asyncio.sleep", look_again)
+        text, _, finished, placed = await ask(nodes, fleet=fleet)
+        assert (text, placed, looks) == ("tide 🌊 naïve «STO» 海 ", 2, 3)
+        assert finished.finish_reason == "stop"
+
+    nodes, fleet = Nodes(7), Fleet()
+    fleet.gone = {"n2"}
+    asyncio.run(run())
+
+
+def test_a_broken_stream_does_not_wait_for_ever() -> None:
+    async def run() -> None:
+        fleet = Fleet()
+        fleet.gone = {"n2"}
+        with pytest.raises(NodeError, match="broke off"):
+            await ask(Nodes(5), fleet=fleet, stream_continue_wait_s=0.0)
+
+    asyncio.run(run())

@@ -1,0 +1,110 @@
+"""A tenant's queued batch tokens: charged when a batch is accepted, and back when its requests end."""
+
+import threading
+from typing import Any
+
+import msgspec
+
+from controlplane.dispatcher.ingest import ingest_one
+from controlplane.policies.lifecycle import BatchRequestState
+from controlplane.store.batch_tables import Batch
+from controlplane.store.batches import cancel_batch, end_requests
+from controlplane.store.blobs import BlobStore
+from controlplane.store.key_tables import Tenant
+from controlplane.store.tenants import find_tenant, limits_of, put_tenant, queued_batch_tokens
+from tests.controlplane.world import World
+
+ANSWER_TOKENS = 100
+LINE_TOKENS = 111
+"""A quarter of the bytes of the body, and the answer."""
+
+
+def limit(world: World, most: int | None) -> None:
+    with world.database.transaction() as session:
+        put_tenant(session, Tenant(name="acme", queued_batch_tokens_max=most))
+
+
+def submitted(world: World, blobs: BlobStore, lines: int, *, tenant: str = "acme") -> str:
+    """A batch that waits for validation; each line may take `LINE_TOKENS`."""
+    batch_id = world.add_batch(tenant=tenant)
+    with blobs.writing(world.batch(batch_id).input_file_id) as stream:
+        for number in range(lines):
+            body = {"model": "tide", "prompt": "hi", "max_tokens": ANSWER_TOKENS}
+            fields: dict[str, Any] = {"custom_id": f"c{number}", "method": "POST", "url": "/v1/completions"}
+            stream.write(msgspec.json.encode(fields | {"body": body}) + b"\n")
+    return batch_id
+
+
+def accepted(world: World, blobs: BlobStore, lines: int, *, tenant: str = "acme") -> Batch:
+    batch_id = submitted(world, blobs, lines, tenant=tenant)
+    with world.database.transaction() as session:
+        assert ingest_one(session, blobs, world.settings) == batch_id
+    return world.batch(batch_id)
+
+
+def queued(world: World, tenant: str = "acme") -> int:
+    with world.database.transaction() as session:
+        return queued_batch_tokens(session, tenant)
+
+
+def test_a_batch_over_the_limit_fails_and_says_why(world: World, blobs: BlobStore) -> None:
+    limit(world, 3 * LINE_TOKENS)
+    assert accepted(world, blobs, 2).state == "in_progress"
+    assert queued(world) == 2 * LINE_TOKENS
+    refused = accepted(world, blobs, 2)
+    assert refused.state == "failed"
+    assert refused.errors is not None
+    [error] = refused.errors["data"]
+    assert error["code"] == "token_limit_exceeded"
+    for word in (f"{2 * LINE_TOKENS} tokens", f"{LINE_TOKENS} more", "queued_batch_tokens_max", "'acme'"):
+        assert word in error["message"]
+    assert queued(world) == 2 * LINE_TOKENS, "a refused batch takes nothing"
+    assert accepted(world, blobs, 1).state == "in_progress"
+    assert accepted(world, blobs, 9, tenant="other").state == "in_progress"
+
+
+def test_every_end_gives_the_tokens_back(world: World, blobs: BlobStore) -> None:
+    limit(world, 4 * LINE_TOKENS)
+    batch = accepted(world, blobs, 4)
+    left = 4
+    for state in (BatchRequestState.EXPIRED, BatchRequestState.FAILED):
+        with world.database.transaction() as session:
+            assert end_requests(session, [(batch.number, left)], state=state) == 1
+        left -= 1
+        assert queued(world) == left * LINE_TOKENS
+    with world.database.transaction() as session:
+        cancel_batch(session, batch.id, tenant="acme")
+    assert queued(world) == 0
+    assert accepted(world, blobs, 4).state == "in_progress"
+
+
+def test_zero_refuses_all_and_no_limit_none(world: World, blobs: BlobStore) -> None:
+    limit(world, 0)
+    assert accepted(world, blobs, 1).state == "failed"
+    limit(world, None)
+    assert accepted(world, blobs, 50).state == "in_progress"
+
+
+def test_two_batches_at_once_do_not_both_take_the_last(world: World, blobs: BlobStore) -> None:
+    limit(world, LINE_TOKENS)
+    ids = [submitted(world, blobs, 1) for _ in range(4)]
+
+    def ingest() -> None:
+        with world.database.transaction() as session:
+            ingest_one(session, blobs, world.settings)
+
+    threads = [threading.Thread(target=ingest) for _ in ids]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(world.batch(batch_id).state for batch_id in ids) == ["failed"] * 3 + ["in_progress"]
+
+
+def test_a_tenant_without_a_row_has_the_defaults(world: World) -> None:
+    settings = world.settings.model_copy(update={"tenant_concurrent_max": 7})
+    with world.database.transaction() as session:
+        assert find_tenant(session, "acme") is None
+        assert limits_of(None, settings).concurrent_max == 7
+        row = put_tenant(session, Tenant(name="acme"))
+        assert limits_of(row, settings).concurrent_max is None, "a row says all"

@@ -1,0 +1,76 @@
+"""Fences: an older claim of a request is refused, a newer one ends what the older one runs."""
+
+import pytest
+
+from dataplane.engine import EngineRequest
+from dataplane.errors import StaleEpochError
+from dataplane.fences import Fences
+from dataplane.flights import Flight
+
+
+def flight(name: str) -> Flight:
+    request = EngineRequest(
+        request_id=name,
+        instance_id="i",
+        tier="NIW",
+        prompt=(1,),
+        generated=(),
+        max_tokens=4,
+        temperature=0.0,
+        top_p=1.0,
+        seed=0,
+        ignore_eos=False,
+    )
+    return Flight(request=request, model="m")
+
+
+def test_a_newer_claim_ends_the_older_run_and_an_older_one_is_refused() -> None:
+    fences, ended = Fences(keys_max=10), list[str]()
+
+    def cancel(flight: Flight) -> None:
+        ended.append(flight.request_id)
+
+    first, second = flight("first"), flight("second")
+    fences.enter("a/1", 1)
+    fences.run("a/1", 1, first, cancel)
+    fences.enter("a/2", 1)  # another request
+    fences.enter("a/1", 3)
+    assert ended == ["first"]
+    assert isinstance(first.outputs.get_nowait(), StaleEpochError), "its reader hears of it"
+    fences.run("a/1", 3, second, cancel)
+    with pytest.raises(StaleEpochError):
+        fences.enter("a/1", 2)
+    assert (ended, second.outputs.empty()) == (["first"], True)
+
+
+def test_a_claim_that_came_while_another_was_tokenized_wins() -> None:
+    fences = Fences(keys_max=10)
+    fences.enter("a/1", 1)
+    fences.enter("a/1", 2)
+    with pytest.raises(StaleEpochError):
+        fences.run("a/1", 1, flight("late"), lambda _: None)
+
+
+def test_the_same_claim_may_try_again_and_runs_once() -> None:
+    fences, ended = Fences(keys_max=10), list[str]()
+    one, two = flight("one"), flight("two")
+    for each in (one, two):
+        fences.enter("a/1", 1)
+        fences.run("a/1", 1, each, lambda gone: ended.append(gone.request_id))
+    assert ended == ["one"]
+
+
+def test_requests_without_a_fence_are_nobodys() -> None:
+    fences = Fences(keys_max=1)
+    fences.enter(None, 0)
+    fences.run(None, 0, flight("one"), lambda _: None)
+    fences.enter(None, 0)
+
+
+def test_memory_is_bounded() -> None:
+    fences = Fences(keys_max=2)
+    for name in ("a", "b", "c"):
+        fences.enter(name, 5)
+    fences.enter("a", 1)  # forgotten
+    with pytest.raises(StaleEpochError):
+        fences.enter("c", 1)

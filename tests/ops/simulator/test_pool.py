@@ -1,0 +1,73 @@
+"""The pool's slots in leaps against the live engine step by step."""
+
+import numpy as np
+import pytest
+
+from dataplane.engines.replay import ReplaySettings
+from dataplane.frames import Add
+from ops.simulator.events import Events, Kind
+from ops.simulator.requests import Request, Served, Target
+from ops.simulator.slot_process import SlotProcess
+from tests.ops.simulator.replayed import LATENCY, engine_request, profile_of, replay, spec_of
+
+GIB = 2**30
+MODELS = [spec_of(f"m{n}", weights_bytes=4 * GIB) for n in range(5)]
+
+
+def settings_of(kv_tokens: int = 10**6) -> ReplaySettings:
+    return ReplaySettings(
+        profile=profile_of(LATENCY, bytes_per_s=16 * GIB), weights_bytes=9 * GIB, kv_bytes=kv_tokens * 1000
+    )
+
+
+def traffic(count: int, rate_per_s: float, seed: int) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    times_s = np.cumsum(rng.exponential(1 / rate_per_s, count))
+    return [
+        Request(
+            number=number,
+            arrived_s=float(arrived_s),
+            model=f"m{rng.integers(5)}",
+            origin="r",
+            tier="IW-N",
+            prompt_tokens=int(rng.integers(10, 800)),
+            output_tokens=int(rng.integers(2, 300)),
+        )
+        for number, arrived_s in enumerate(times_s)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rate_per_s", "kv_tokens", "prefilled"),
+    [(1.0, 10**6, False), (4.0, 10**6, False), (4.0, 3000, False), (1.0, 10**6, True), (4.0, 3000, True)],
+)
+def test_a_slot_makes_the_tokens_of_the_live_engine_when_it_does(
+    rate_per_s: float, kv_tokens: int, prefilled: bool
+) -> None:
+    requests = traffic(40, rate_per_s, seed=2)
+    events = Events()
+    made: dict[int, Served] = {}
+    busy: list[float] = []
+
+    def heard(slot: SlotProcess, outputs: list, leap: object) -> None:  # type: ignore[type-arg]
+        for output in outputs:
+            if output.token_ids:
+                served = made[int(output.request_id)]
+                served.leap(leap) if leap else served.token(events.now_s)
+
+    slot = SlotProcess(0, "both", settings_of(kv_tokens), events, heard, renews=True)
+    slot.load(MODELS)
+
+    def come(request: Request) -> None:
+        made[request.number] = Served(request=request, target=Target(ttft_s=10.0, tbt_s=0.1))
+        slot.send(Add(request=engine_request(request, prefilled=prefilled)))
+
+    for request in requests:
+        events.at(request.arrived_s, Kind.ARRIVAL, lambda request=request: come(request))
+    while events.run_next():
+        busy.append(slot.busy_s)
+    live = replay(requests, settings_of(kv_tokens), MODELS, prefilled=prefilled)
+    assert all(served.left == prefilled for served in made.values())
+    for number, times_s in live.items():
+        assert made[number].first_s == pytest.approx(times_s[0], abs=1e-6)
+        assert made[number].last_s == pytest.approx(times_s[-1], abs=1e-6)

@@ -1,0 +1,156 @@
+"""Scenario files, the traffic they make, and the command."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from forecasts.importers.lines import DemandFileError
+from ops.cli import app
+from ops.commands.api import CommandError
+from ops.simulator.measures import Histogram
+from ops.simulator.scenario import ScenarioError, load_scenario
+from ops.simulator.traces import read_aegaeon, read_azure
+from ops.simulator.traffic import Burst, Generated, Lengths, generate, zipf
+
+SMALL = Path(__file__).parents[3] / "ops" / "scenarios" / "simulate-small.toml"
+
+
+def changed(tmp_path: Path, *changes: tuple[str, str]) -> Path:
+    text = SMALL.read_text()
+    for before, after in changes:
+        assert before in text
+        text = text.replace(before, after)
+    path = tmp_path / "scenario.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_example_is_one() -> None:
+    scenario = load_scenario(SMALL)
+    assert scenario.regions == ["us-east", "eu-west"]
+    assert Path(scenario.fleet.profile).exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("seed = 1 ", "sed = 1 ", "sed: Extra inputs are not permitted"),
+        ("rate_per_s = 8.0", "rate_per_s = -1", "traffic.generated.rate_per_s: Input should be greater than 0"),
+        ('kind = "generated"', 'kind = "made-up"', "traffic: Input tag 'made-up'"),
+        (
+            'model = "large", region = "eu-west"',
+            'model = "huge", region = "eu-west"',
+            "fleet.instances.1.model: no model",
+        ),
+        ('"us-east > eu-west"', '"us-east to eu-west"', "latencies_ms.us-east to eu-west: must be"),
+        ('serving = "dedicated"', 'serving = "pooled"', "fleet: Value error, serving = 'pooled' needs prefill_slots"),
+        ("{ us-east = 2, eu-west = 1 }", "{ us-east = 0 }", "origins: at least one share must be over 0"),
+        ("[fleet]", "[fleet", "is not TOML"),
+    ],
+)
+def test_errors_name_the_key(tmp_path: Path, before: str, after: str, said: str) -> None:
+    with pytest.raises(ScenarioError) as caught:
+        load_scenario(changed(tmp_path, (before, after)))
+    assert str(tmp_path) in str(caught.value)
+    assert said in str(caught.value)
+
+
+def traffic(**changes: Any) -> Generated:
+    lengths = Lengths(median=100, spread=0.5, most=150)
+    given: dict[str, Any] = {
+        "rate_per_s": 2.0,
+        "duration_s": 5000.0,
+        "models": zipf(["a", "b"], 1.0),
+        "origins": {"r": 1.0},
+        "tiers": {"IW-F": 1.0},
+        "prompt": lengths,
+        "output": lengths,
+    }
+    return Generated(**(given | changes))
+
+
+def test_generated_traffic_has_its_rate_shape_and_shares() -> None:
+    requests = list(generate(traffic(duration_s=86_400.0, rate_per_s=0.5, day_swing=0.8, peak_hour=12.0), seed=1))
+    times_s = np.array([request.arrived_s for request in requests])
+    assert [request.number for request in requests] == list(range(len(requests)))
+    assert np.all(np.diff(times_s) >= 0)
+    assert len(requests) == pytest.approx(43_200, rel=0.02)
+    noon, night = np.sum(abs(times_s - 43_200) < 3600), np.sum(times_s < 3600) + np.sum(times_s > 82_800)
+    assert noon / night == pytest.approx(9.0, rel=0.15)
+    assert np.mean([request.model == "a" for request in requests]) == pytest.approx(2 / 3, rel=0.02)
+    assert max(request.prompt_tokens for request in requests) == 150
+    assert np.median([request.output_tokens for request in requests]) == pytest.approx(100, rel=0.02)
+
+
+@pytest.mark.parametrize("cv", [0.5, 1.0, 3.0])
+def test_generated_intervals_vary_as_asked(cv: float) -> None:
+    intervals_s = np.diff([request.arrived_s for request in generate(traffic(cv=cv, duration_s=20_000.0), seed=2)])
+    assert intervals_s.std() / intervals_s.mean() == pytest.approx(cv, rel=0.05)
+
+
+def test_a_burst_multiplies_the_rate() -> None:
+    burst = Burst(start_s=1000.0, duration_s=500.0, factor=8.0)
+    times_s = np.array([request.arrived_s for request in generate(traffic(bursts=(burst,)), seed=3)])
+    assert np.sum((times_s >= 1000) & (times_s < 1500)) == pytest.approx(8000, rel=0.05)
+    assert np.sum(times_s < 1000) == pytest.approx(2000, rel=0.1)
+
+
+def test_recordings_are_read_as_requests(tmp_path: Path) -> None:
+    azure = tmp_path / "azure.csv.gz"
+    azure.write_bytes(
+        gzip.compress(
+            b"TIMESTAMP,ContextTokens,GeneratedTokens\n"
+            b"2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:05.4799600,3180,0\n"
+        )
+    )
+    first, second = read_azure(azure, model="m", origin="r", tier="IW-N")
+    assert (first.arrived_s, first.prompt_tokens, first.output_tokens) == (0.0, 4808, 10)
+    assert second.arrived_s == pytest.approx(1.5)
+    assert second.output_tokens == 1
+    aegaeon = tmp_path / "workloads.csv"
+    aegaeon.write_text(
+        "workload,request_time,model_name,input_len,output_len\n"
+        "one,00:00:00.418,synth_model_08,168,416\ntwo,00:01:03.071,synth_model_01,619,503\n"
+    )
+    (request,) = read_aegaeon(aegaeon, "two", origin="r", tier="IW-F")
+    assert (request.number, request.arrived_s, request.model) == (0, 63.071, "synth_model_01")
+    with pytest.raises(DemandFileError, match="has no workload three"):
+        list(read_aegaeon(aegaeon, "three", origin="r", tier="IW-F"))
+    azure.write_bytes(gzip.compress(b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,1,1\n2023-11-15,1,1\n"))
+    with pytest.raises(DemandFileError, match="line 3: column TIMESTAMP lies before"):
+        list(read_azure(azure, model="m", origin="r", tier="IW-N"))
+
+
+def test_quantiles_are_right_to_one_percent() -> None:
+    times_s = np.random.default_rng(1).lognormal(0.0, 2.0, 5000)
+    histogram = Histogram()
+    for time_s in times_s:
+        histogram.add(float(time_s))
+    for share in (0.1, 0.5, 0.95, 0.99):
+        exact = np.quantile(times_s, share, method="inverted_cdf")
+        assert histogram.quantile(share) == pytest.approx(exact, rel=0.0101)
+    assert histogram.quantile(1.0) == pytest.approx(times_s.max(), rel=0.0101)
+
+
+def test_the_command_shows_a_report_and_writes_its_figures(tmp_path: Path) -> None:
+    path = changed(tmp_path, ("duration_s = 600 ", "duration_s = 15 "))
+    out = tmp_path / "out.json"
+    result = CliRunner().invoke(app, ["simulate", str(path), "--seed", "7", "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    document = json.loads(out.read_text())
+    assert document["seed"] == 7
+    assert document["event_log_hash"] in result.stdout
+    assert sum(row["requests"] for row in document["rows"]) == document["requests"] > 50
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["simulate", str(changed(tmp_path, ("h800.toml", "none.toml")))])
+    assert isinstance(result.exception, CommandError)
+    assert "none.toml" in str(result.exception)
+    with pytest.raises(ScenarioError, match="cannot be read"):
+        load_scenario(tmp_path / "nothing.toml")

@@ -1,0 +1,178 @@
+"""Whole worlds: each request ends once, the same seed gives the same log, and the policies are the live service's."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import controlplane.policies
+import dataplane.turns
+import ops.simulator
+from ops.simulator import world as world_module
+from ops.simulator.run import simulate, traffic_of
+from ops.simulator.scenario import Scenario
+
+SMALL = Path(__file__).parents[3] / "ops" / "scenarios" / "simulate-small.toml"
+
+
+def scenario_of(serving: str, *, seconds: float = 30.0, rate_per_s: float = 4.0, **fleet: Any) -> Scenario:
+    fleets: dict[str, dict[str, Any]] = {
+        "dedicated": {
+            "instances": [
+                {"model": "a", "region": "east", "count": 2},
+                {"model": "b", "region": "east"},
+                {"model": "b", "region": "west", "kind": "IW"},
+                {"model": "c", "region": "west"},
+            ]
+        },
+        "pooled": {"prefill_slots": 1, "decode_slots": 2, "weights_bytes": 40 * 10**9},
+        "request-level": {"gpus": 3},
+        "split": {"serving": "request-level", "prefill_slots": 1, "decode_slots": 2},
+    }
+    return Scenario.model_validate(
+        {
+            "name": "test",
+            "regions": ["east", "west"],
+            "latencies_ms": {"east > west": 30, "west > east": 50},
+            "traffic": {
+                "kind": "generated",
+                "rate_per_s": rate_per_s,
+                "duration_s": seconds,
+                "cv": 2.0,
+                "zipf": 0.5,
+                "origins": {"east": 2, "west": 1},
+                "tiers": {"IW-F": 2, "IW-N": 1, "NIW": 1},
+                "prompt_tokens": {"median": 300, "most": 2000},
+                "output_tokens": {"median": 40, "most": 300},
+            },
+            "models": [
+                {"name": name, "weights_bytes": 15 * 10**9, "kv_bytes_per_token": 200_000} for name in ("a", "b", "c")
+            ],
+            "fleet": {
+                "serving": serving,
+                "profile": str(SMALL.parents[1] / "profiles" / "h800.toml"),
+                "kv_bytes": 2 * 10**9,
+                **fleets[serving],
+                **fleet,
+            },
+        }
+    )
+
+
+SERVINGS = ["dedicated", "pooled", "request-level", "split"]
+
+
+@settings(max_examples=12, deadline=None)
+@given(serving=st.sampled_from(SERVINGS), seed=st.integers(0, 1000), rate_per_s=st.sampled_from([1.0, 6.0]))
+def test_each_request_ends_once_and_none_before_it_came(serving: str, seed: int, rate_per_s: float) -> None:
+    scenario = scenario_of(serving, rate_per_s=rate_per_s)
+    world = simulate(scenario, seed=seed).world
+    expected = Counter((request.model, request.tier) for request in traffic_of(scenario, seed))
+    assert {key: tally.requests for key, tally in world.tallies.items()} == expected
+    assert world.in_flight == 0
+    assert sum(tally.failed for tally in world.tallies.values()) == sum(world.failures.values()) == 0
+    slots_s = sum(server.slots for server in world.servers) * world.events.now_s
+    assert 0 < sum(server.busy_s for server in world.servers) <= slots_s * (1 + 1e-9)
+    service_s = sum(tally.service.sum_s for tally in world.tallies.values())
+    network_s = 0.05 * sum(expected.values())
+    assert service_s - network_s <= world.request_seconds <= service_s + 1e-6  # Little's law, but for the way back
+    for tally in world.tallies.values():
+        assert tally.ttft.max_s <= tally.service.max_s
+        assert 0 <= tally.service_attainment <= 1
+        assert 0 <= tally.token_attainment <= 1
+
+
+@pytest.mark.parametrize("serving", SERVINGS)
+def test_the_same_seed_gives_the_same_log_and_another_seed_another(serving: str) -> None:
+    scenario = scenario_of(serving, seconds=10.0)
+    one, same, other = (simulate(scenario, seed=seed) for seed in (1, 1, 2))
+    assert one.world.log.noted > 0
+    assert one.world.log.digest == same.world.log.digest
+    assert one.world.log.digest != other.world.log.digest
+    volatile = {"seconds", "requests_per_s"}
+    assert {k: v for k, v in one.document().items() if k not in volatile} == {
+        k: v for k, v in same.document().items() if k not in volatile
+    }
+
+
+def test_what_fits_nowhere_fails_and_is_counted() -> None:
+    scenario = scenario_of("dedicated", kv_bytes=200_000 * 400)
+    outcome = simulate(scenario)
+    document = outcome.document()
+    assert document["failures"] == {"longer than an instance's KV memory": sum(r["failed"] for r in document["rows"])}
+    assert 0 < sum(r["failed"] for r in document["rows"]) < document["requests"]
+
+
+def modules_of(package: ModuleType) -> list[ModuleType]:
+    found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    return [importlib.import_module(info.name) for info in found]
+
+
+def defined(module: ModuleType) -> set[str]:
+    tree = ast.parse(inspect.getsource(module))
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return {node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")}
+
+
+def test_no_policy_is_written_twice() -> None:
+    policies: dict[str, list[Any]] = {}
+    for module in modules_of(controlplane.policies) + modules_of(dataplane.turns):
+        for name in defined(module):
+            policies.setdefault(name, []).append(getattr(module, name))
+    used = set()
+    for module in modules_of(ops.simulator):
+        assert not defined(module) & {name for name in policies if name.startswith(("choose_", "plan_", "order_"))}
+        for name, value in vars(module).items():
+            if name.startswith("choose_") and name in policies:
+                assert any(value is policy for policy in policies[name]), f"{module.__name__}.{name}"
+                used.add(name)
+    routing = {"choose_route", "choose_preference", "choose_releases", "choose_backoff"}
+    assert used >= routing | {"choose_turn", "choose_group"}
+
+
+@pytest.mark.parametrize(
+    ("serving", "where"),
+    [
+        ("dedicated", "ops.simulator.world.choose_route"),
+        ("dedicated", "ops.simulator.deferred.choose_releases"),
+        ("dedicated", "ops.simulator.dedicated.choose_turn"),
+        ("pooled", "ops.simulator.world.choose_route"),
+        ("pooled", "dataplane.engines.slot_engine.choose_turn"),
+        ("pooled", "dataplane.dispatch.choose_prefill_slot"),
+    ],
+)
+def test_the_policies_decide(serving: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class AskedError(Exception):
+        pass
+
+    def ask(*_: object, **__: object) -> None:
+        raise AskedError
+
+    monkeypatch.setattr(where, ask)
+    with pytest.raises(AskedError):
+        simulate(scenario_of(serving, seconds=10.0))
+
+
+def test_a_view_counts_what_was_sent_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[float, int]] = []
+    real = world_module.choose_route
+
+    def watch(facts: Any, now_s: float, settings: Any) -> Any:
+        if facts.model == "a":
+            seen.append((now_s, sum(one.sent_tokens for one in facts.instances)))
+        return real(facts, now_s, settings)
+
+    monkeypatch.setattr(world_module, "choose_route", watch)
+    simulate(scenario_of("dedicated", rate_per_s=10.0))
+    assert any(sent for _, sent in seen)
+    in_one_view = [sent for now_s, sent in seen if 3.0 < now_s < 4.0]
+    assert len(in_one_view) > 1
+    assert in_one_view == sorted(in_one_view)

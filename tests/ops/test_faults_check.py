@@ -1,0 +1,85 @@
+"""A fault run is worth what its checks find: each must see the break that it is for."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ops.faults.check import attainment, difference, marked, outcomes, stream_findings
+from ops.faults.load import Outcome, Streamed
+from ops.faults.wrecker import children_of
+
+ANSWERS = {("m", 0): "one two three four"}
+
+
+def _stream(text: str, outcome: Outcome = "whole", **changes: object) -> Streamed:
+    fields = {
+        "model": "m",
+        "prompt": 0,
+        "tier": "priority",
+        "started_s": 0.0,
+        "first_token_s": 0.2,
+        "attempts": 1,
+        "outcome": outcome,
+        "reason": "",
+        "text": text,
+    }
+    return Streamed(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        ("one two three", "whole"),  # a token is missing at the end
+        ("one three four", "whole"),  # in the middle
+        ("one two two three four", "whole"),  # one came twice
+        ("one two three four four", "whole"),
+        ("one two two", "broken"),
+        ("two three", "error"),
+    ],
+)
+def test_a_missing_or_doubled_token_is_found(text: str, outcome: Outcome) -> None:
+    (finding,) = stream_findings([_stream(text, outcome)], ANSWERS)
+    assert "m prompt 0" in finding
+
+
+def test_what_is_right_is_no_finding() -> None:
+    streams = [_stream("one two three four"), _stream("one two th", "broken"), _stream("", "refused")]
+    assert stream_findings(streams, ANSWERS) == []
+
+
+def test_differences_in_words() -> None:
+    assert difference("one two two three", "one two three four") == "word 2 is 'two' for 'three'; 4 words for 4"
+    assert difference("one two", "one two three") == "2 words for 3"
+
+
+def test_outcomes_are_counted_with_their_reasons() -> None:
+    streams = [_stream("", "whole"), _stream("", "error", reason="node_error"), _stream("", "whole")]
+    assert outcomes(streams) == {"whole": 2, "error: node_error": 1}
+
+
+def test_attainment_counts_failures_as_misses() -> None:
+    streams = [
+        _stream("x"),
+        _stream("x", first_token_s=1.4),
+        _stream("x", "broken"),
+        _stream("", "refused", first_token_s=None),
+        _stream("x", tier="default", first_token_s=30.0),
+    ]
+    fast, normal = attainment(streams)
+    assert (fast.tier, fast.requests, fast.share) == ("priority", 4, 0.25)
+    assert (normal.tier, normal.requests, normal.share) == ("default", 1, 1.0)
+    assert attainment([])[0].share is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of other processes")
+def test_processes_of_a_home_are_found(tmp_path: Path) -> None:
+    assert marked(tmp_path) == []
+    environment = {**os.environ, "TIDEPOOL_HOME": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment) as process:
+        assert marked(tmp_path) == [process.pid]
+        assert process.pid in children_of(os.getpid())
+        process.communicate(b"\n")
+    assert marked(tmp_path) == []

@@ -1,0 +1,127 @@
+"""`tidepool top`: what it shows, and that it says what is away."""
+
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ops.commands.api import CommandError
+from ops.top import ROWS_MAX, Snapshot, screen, take_snapshot
+
+STATUS = {
+    "regions": [{"name": "us-east", "nodes": 3, "nodes_alive": 2, "gpus": 24, "instances": 5, "instances_ready": 4}],
+    "batches": {"in_progress": 2},
+    "requests_waiting": 17,
+    "requests_running": 3,
+    "plan": {"id": "plan_1", "status": "optimal", "reason": "the hour of 12:00"},
+}
+LIVE = {
+    "view_fresh": True,
+    "endpoints": [
+        {
+            "model": "tide",
+            "region": "us-east",
+            "instances": {"ready": 2, "loading": 1},
+            "utilization": 0.731,
+            "remaining_tokens": 12_345,
+            "load": 0.4,
+        },
+        {
+            "model": "ebb[bold]",
+            "region": "us-east",
+            "instances": {},
+            "utilization": None,
+            "remaining_tokens": None,
+            "load": None,
+        },
+    ],
+    "queues": [{"model": "tide", "tokens": 5400.0, "due_s": 4600.0}],
+    "objectives": [{"tier": "IW-F", "answers": 200, "kept": 199, "tokens": 1000, "tokens_in_time": 990}],
+}
+
+
+class FakeApi:
+    """Answers by path; an exception is raised."""
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        self._answers = answers
+
+    def get(self, path: str) -> Any:
+        answer = self._answers[path]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def _snapshot(**answers: Any) -> Snapshot:
+    whole = {"/readyz": {"status": "ok"}, "/admin/status": STATUS, "/admin/status/live": LIVE}
+    return take_snapshot(FakeApi({**whole, **answers}), "http://here")  # type: ignore[arg-type]
+
+
+def _shown(snapshot: Snapshot) -> str:
+    console = Console(width=140, color_system=None)
+    with console.capture() as captured:
+        console.print(screen(snapshot))
+    return captured.get()
+
+
+def test_everything_is_shown() -> None:
+    text = _shown(Snapshot(at_s=1000.0, url="http://here", status=STATUS, live=LIVE, ready={"status": "ok"}))
+    for words in (
+        "2 of 3",
+        "4 of 5",
+        "73%",
+        "12,345",
+        "ebb[bold]",
+        "nothing usable",
+        "5,400",
+        "1 h 00 min",
+        "99.5%",
+        "99.0%",
+        "plan_1 (optimal)",
+        "17 requests waiting, 3 running",
+    ):
+        assert words in text, words
+    assert "not ready" not in text
+
+
+def test_what_is_away_is_said_and_the_rest_is_shown() -> None:
+    away = CommandError("the database does not answer (503)", status=503)
+    snapshot = _snapshot(**{"/readyz": away, "/admin/status": away})
+    assert snapshot.status is None
+    assert snapshot.away == {"readiness": str(away), "fleet": str(away)}
+    text = _shown(snapshot)
+    assert "not ready" in text
+    assert "fleet: the database does not answer" in text
+    assert "73%" in text
+    assert snapshot.as_json()["live"] == LIVE
+
+
+def test_a_gateway_that_is_away_altogether_is_said() -> None:
+    gone = CommandError("http://here cannot be reached")
+    text = _shown(_snapshot(**{"/readyz": gone, "/admin/status": gone, "/admin/status/live": gone}))
+    assert "endpoints: http://here cannot be reached" in text
+
+
+def test_a_stale_view_is_said() -> None:
+    assert "last copy" in _shown(_snapshot(**{"/admin/status/live": {**LIVE, "view_fresh": False}}))
+
+
+def test_a_refused_key_is_an_error() -> None:
+    with pytest.raises(CommandError, match="key"):
+        _snapshot(**{"/admin/status": CommandError("the key is unknown (401)", status=401)})
+
+
+def test_the_busiest_endpoints_are_shown_and_the_others_counted() -> None:
+    endpoint = LIVE["endpoints"][0]  # type: ignore[index]
+    many = [{**endpoint, "model": f"m{n:03}", "utilization": n / 100} for n in range(ROWS_MAX + 7)]
+    text = _shown(_snapshot(**{"/admin/status/live": {**LIVE, "endpoints": many}}))
+    assert "(7 more are not shown)" in text
+    assert f"m{ROWS_MAX + 6:03}" in text
+    assert "m000" not in text
+
+
+def test_a_deadline_that_has_passed_is_negative() -> None:
+    late = {**LIVE, "queues": [{"model": "tide", "tokens": 1.0, "due_s": 910.0}]}
+    text = _shown(Snapshot(at_s=1000.0, url="u", status=None, live=late, ready=None))
+    assert "-1 min 30 s" in text
