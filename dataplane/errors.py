@@ -1,5 +1,7 @@
 """The data plane's exception tree. Each carries the HTTP status the node answers with."""
 
+from dataplane.messages import STALE_EPOCH
+
 
 class DataplaneError(Exception):
     """Something a node cannot do. `status` is the HTTP status, `code` a stable word for programs."""
@@ -44,7 +46,7 @@ class StaleEpochError(DataplaneError):
     """A command of a claim older than one this node has seen of the same request."""
 
     status = 409
-    code = "stale_epoch"
+    code = STALE_EPOCH
 
 
 class OverloadedError(DataplaneError):

@@ -14,6 +14,8 @@ InstanceState = Literal["loading", "ready", "draining", "spot", "failed"]
 InstanceKind = Literal["mixed", "IW", "NIW"]
 """Which requests an instance is for: interactive ones, deferred ones, or both. Routing keeps to it, not the node."""
 EngineKind = Literal["torch", "replay"]
+STALE_EPOCH = "stale_epoch"
+"""Code of the refusal of a claim that is not the newest of its fence."""
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,6 +45,11 @@ class _Used:
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.prompt_tokens + self.completion_tokens
+
     def note(self, event: Placed | StreamEvent) -> None:
         if isinstance(event, Token):
             self.completion_tokens += len(event.token_ids)
@@ -88,7 +93,7 @@ class LimitKeeper:
             )
             _refuse_too_large(charge)
             used = _Used()
-            limits, admission = await self._admit(charge)
+            limits, admission, shared = await self._admit(charge)
             request.state.answer_headers = _headers(admission.usage, limits)
             if admission.refused is not None:
                 self.metrics.limit_refusals.labels(admission.refused.value).inc()
@@ -100,26 +105,28 @@ class LimitKeeper:
                     yield events
             finally:
                 with anyio.CancelScope(shield=True):
-                    await self._settle(charge, used.prompt_tokens + used.completion_tokens)
+                    await self._settle(charge, used.total if shared else charge.tokens)
 
-    async def _admit(self, charge: Charge) -> tuple[TenantLimits, Admission]:
-        """The decision and the limits that it was made with: the tenant's, or this gateway's share of them.
+    async def _admit(self, charge: Charge) -> tuple[TenantLimits, Admission, bool]:
+        """The decision, the limits that it was made with, and whether they are the tenant's, counted for all gateways;
+        else they are this gateway's share of them.
 
         The charge is known here before Redis is asked, and settled whoever cancels: an answer that nobody waits for
-        any longer must not leave a lease that is renewed for ever.
+        any longer must not leave a lease that is renewed for ever. Whether that charge was made nobody knows, so no
+        tokens come back.
         """
         self._charges[charge.lease] = charge
         try:
-            limits, admission = await self._ask(charge)
+            limits, admission, shared = await self._ask(charge)
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await self._settle(charge, 0)
+                await self._settle(charge, charge.tokens)
             raise
         if admission.refused is not None:
             del self._charges[charge.lease]
-        return limits, admission
+        return limits, admission, shared
 
-    async def _ask(self, charge: Charge) -> tuple[TenantLimits, Admission]:
+    async def _ask(self, charge: Charge) -> tuple[TenantLimits, Admission, bool]:
         if time.monotonic() >= self._away_until_s:
             try:
                 admission = await self.store.admit(charge)
@@ -127,9 +134,9 @@ class LimitKeeper:
                 self._note_away(error)
             else:
                 self._note_back()
-                return charge.limits, admission
+                return charge.limits, admission, True
         limits = charge.limits.share(self._gateways)
-        return limits, self._admit_here(charge, limits)
+        return limits, self._admit_here(charge, limits), False
 
     def _admit_here(self, charge: Charge, limits: TenantLimits) -> Admission:
         """By this gateway's own count. A request larger than the share takes all of it."""

@@ -29,11 +29,12 @@ from controlplane.store.demand import NIW
 from controlplane.store.live import LiveStore
 from controlplane.store.queue import Claim, Outcome
 from controlplane.store.session import Database
+from dataplane.messages import STALE_EPOCH
 
 log = structlog.get_logger()
 _RETRY_DELAY_S = 1.0
 _RETRY_DELAY_MAX_S = 60.0
-_NOBODY_TRIED = frozenset({"overloaded", "instance_not_ready", "stale_epoch"})
+_NOBODY_TRIED = frozenset({"overloaded", "instance_not_ready", STALE_EPOCH})
 
 
 class Releaser:

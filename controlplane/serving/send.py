@@ -24,7 +24,7 @@ from controlplane.serving.fleet import FleetCache
 from controlplane.serving.tracing import attempting, step
 from controlplane.settings import Settings
 from controlplane.store.tables import Model
-from dataplane.messages import ChatMessage, Generate, Sampling, Started, StreamEvent, Token
+from dataplane.messages import STALE_EPOCH, ChatMessage, Generate, Sampling, Started, StreamEvent, Token
 
 _BYTES_PER_TOKEN = 4
 _OUTPUT_TOKENS_GUESS = 256
@@ -159,8 +159,12 @@ class Sender:
                 return
 
     def _require_another(self, progress: _Progress, error: NodeError) -> None:
-        """Raise `error` if no other instance shall be tried. What has begun was no fault of the request's."""
-        if progress.begun:
+        """Raise `error` if no other instance shall be tried. What has begun was no fault of the request's; a claim that
+        is no longer the newest has no business on any node.
+        """
+        if error.code == STALE_EPOCH:
+            over = True
+        elif progress.begun:
             over = progress.continuations >= self._settings.stream_continuations_max
         else:
             over = not error.retryable or len(progress.excluded) + 1 >= self._settings.request_attempts_max

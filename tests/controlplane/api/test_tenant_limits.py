@@ -1,5 +1,6 @@
 """Limits of a tenant at the gateways: counted together, said in headers, and kept alone while Redis is away."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +10,11 @@ import httpx2 as httpx
 import pytest
 from pydantic import SecretStr
 
+from controlplane.api.metrics import Metrics
+from controlplane.api.tenant_limits import LimitKeeper
+from controlplane.policies.limits import TenantLimits
 from controlplane.store.key_tables import Tenant
-from controlplane.store.limits import LimitStore
+from controlplane.store.limits import Charge, LimitStore
 from controlplane.store.tenants import put_tenant
 from ops.ports import free_port
 from tests.controlplane.api.conftest import Ask
@@ -165,3 +169,29 @@ def test_a_tenant_is_shown_set_and_reset(ask: Ask) -> None:
     assert [(e["action"], e["subject"]) for e in events] == [("tenant.delete", "acme"), ("tenant.put", "acme")]
     assert events[0]["before"]["requests_per_minute"] == 5
     assert events[1]["before"] is None
+
+
+def test_who_leaves_while_redis_is_asked_gets_no_tokens_back(world: World) -> None:
+    async def run() -> list[float]:
+        keeper = LimitKeeper(LimitStore(world.settings), Metrics(), world.settings)
+        limits = TenantLimits(tokens_per_minute=1000, concurrent_max=5)
+
+        def charge(name: str, tokens: int) -> Charge:
+            return Charge(tenant="acme", limits=limits, tokens=tokens, lease=name)
+
+        assert (await keeper._admit(charge("all", 1000)))[1].refused is None
+        left = []
+        for turns in range(30):  # of the loop, until the client goes
+            asking = asyncio.create_task(keeper._admit(charge(f"gone-{turns}", 900)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            _, admission, _ = await keeper._admit(charge(f"next-{turns}", 999))
+            assert admission.usage.tokens is not None
+            left.append(admission.usage.tokens.level)
+            assert admission.usage.running == 1, "whoever left holds nothing"
+        await keeper.store.close()
+        return left
+
+    assert max(asyncio.run(run())) < 500, "what refills in these moments is less"

@@ -22,7 +22,7 @@ from dataplane.answers import Answer
 from dataplane.engine import EngineOutput, EngineRequest
 from dataplane.flights import Flight
 from dataplane.measures import RequestMeasure, RequestMeasures
-from dataplane.messages import Failed, Finished, Generate, Sampling, Token, encode_line
+from dataplane.messages import STALE_EPOCH, Failed, Finished, Generate, Sampling, Token, encode_line
 from dataplane.text import TextStream
 
 BYTES = "tide 🌊 naïve «STO» 海 STOP rest".encode()
@@ -48,7 +48,7 @@ class ByteText:
 
 class Nodes(httpx.AsyncBaseTransport):
     """Two nodes that make the tokens of BYTES through the agent's own answers. The first one's streams break off after
-    `lines` lines, in the middle of the next one; `ends` is how: by a broken connection, or by a `Failed`.
+    `lines` lines, in the middle of the next one; `ends` is how: by a broken connection, a `Failed`, a newer claim.
     """
 
     def __init__(self, lines: int, *, ends: str = "broken", end: str = "length") -> None:
@@ -65,6 +65,9 @@ class Nodes(httpx.AsyncBaseTransport):
         sent = 0
         async for line in self._lines(generate):
             if node in self.lost and sent == self.lines:
+                if self.ends == "stale":
+                    yield encode_line(Failed(status=409, code=STALE_EPOCH, message="older", retryable=True))
+                    return
                 if self.ends == "failed":
                     yield encode_line(Failed(status=503, code="worker_lost", message="lost", retryable=True))
                     return
@@ -179,6 +182,14 @@ def test_a_node_lost_at_any_line_changes_nothing(
                 assert [asked.instance_id for asked in nodes.asked] == ["i-n1", "i-n2"]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("lines", [0, 3])
+def test_a_claim_that_is_no_longer_the_newest_goes_nowhere_else(lines: int) -> None:
+    nodes = Nodes(lines, ends="stale")
+    with pytest.raises(NodeError, match="older"):
+        asyncio.run(ask(nodes))
+    assert len(nodes.asked) == 1
 
 
 def test_the_number_of_continuations_is_bounded() -> None:
