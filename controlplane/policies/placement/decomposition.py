@@ -58,7 +58,7 @@ class PriceSettings:
 
     climb_rounds: int = 24
     exact_rounds: int = 8
-    exact_columns_max: int = 600_000
+    exact_columns_max: int = 60_000
     choices: tuple[tuple[int, float], ...] = ((2_500, 1.0), (5_000, 0.6), (10_000, 0.4))
     near_max: int = 40_000
     near_each_most: int = 100
