@@ -12,6 +12,7 @@ from controlplane.settings import Settings
 from dataplane.messages import Failed, Finished, Generate, Started, StreamEvent, Token, decode_lines
 
 _CONNECT_TIMEOUT_S = 2.0
+"""To reach a node, and to wait for one of our own connections where all are in use."""
 _END_TIMEOUT_S = 2.0
 _REQUEST_AT_FAULT = frozenset({400, 413})
 _STATUS_FOR_CLIENTS = {400: 400, 409: 503, 413: 413, 429: 429, 503: 503}
@@ -24,7 +25,9 @@ class AgentClient:
         self._first_token_s = settings.first_token_timeout_s
         self._idle_s = settings.stream_idle_timeout_s
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(max(self._first_token_s, self._idle_s), connect=_CONNECT_TIMEOUT_S),
+            timeout=httpx.Timeout(
+                max(self._first_token_s, self._idle_s), connect=_CONNECT_TIMEOUT_S, pool=_CONNECT_TIMEOUT_S
+            ),
             limits=httpx.Limits(max_connections=2000, max_keepalive_connections=200),
             headers={"Authorization": f"Bearer {key}"} if (key := settings.node_key.get_secret_value()) else {},
             transport=transport,
@@ -42,7 +45,8 @@ class AgentClient:
         on the node. `headers`: more of them, such as a trace's.
 
         Raises:
-            NodeError: the node refused, broke off, or cannot be reached; `retryable` says whether another may do.
+            NodeError: the node refused, broke off, or cannot be reached; `retryable` says whether another may do. Its
+                code is `gateway_busy` where all our connections are in use: that is no fault of the node's.
         """
         body = msgspec.json.encode(request)
         try:
@@ -53,6 +57,10 @@ class AgentClient:
                     yield events
         except TimeoutError as error:
             raise NodeError(f"the node at {url} was silent for too long") from error
+        except httpx.PoolTimeout as error:
+            raise NodeError(
+                "this gateway has no connection left; try again", status=429, code="gateway_busy"
+            ) from error
         except httpx.HTTPError as error:
             raise NodeError(f"the node at {url} broke off: {error or type(error).__name__}") from error
         except msgspec.DecodeError as error:
@@ -71,6 +79,8 @@ class AgentClient:
             if not newline:
                 continue
             events = decode_lines(lines)
+            if not events:  # blank lines
+                continue
             failed = _check_order(events, first=last is None)
             if failed is not None:
                 if before := events[: events.index(failed)]:

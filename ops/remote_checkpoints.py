@@ -1,6 +1,7 @@
 """What a checkpoint elsewhere consists of, without its weights: its small files, and the headers of the large ones."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,12 @@ def outline_registry(source: str, folder: Path, private_hosts: tuple[str, ...] =
     in_time = rules.deadline(url)
     try:
         with open_client(rules) as client:
-            manifest = msgspec.json.decode(_read(client, f"{url}/manifest.json", MANIFEST_BYTES_MAX), type=Manifest)
+            manifest = msgspec.json.decode(
+                _read(client, f"{url}/manifest.json", MANIFEST_BYTES_MAX, in_time), type=Manifest
+            )
             for file in manifest.files:
-                in_time()
                 if file.name in _READ_WHOLE or file.name.endswith(".safetensors"):
-                    _outline_file(client, url, file, folder / file.name)
+                    _outline_file(client, f"{url}/{file.name}", file, folder / file.name, in_time)
     except FetchError as error:
         raise RemoteError(error.message) from error
     except msgspec.DecodeError as error:
@@ -71,28 +73,33 @@ def read_hub(source: str) -> tuple[dict[str, Any], Counter[str]]:
     return config, bytes_by_type
 
 
-def _outline_file(client: httpx.Client, url: str, file: RemoteFile, target: Path) -> None:
-    address = f"{url}/{file.name}"
+def _outline_file(
+    client: httpx.Client, address: str, file: RemoteFile, target: Path, in_time: Callable[[], None]
+) -> None:
     if file.name in _READ_WHOLE:
-        target.write_bytes(_read(client, address, HEADER_BYTES_MAX))
+        target.write_bytes(_read(client, address, HEADER_BYTES_MAX, in_time))
         return
-    beginning = _read(client, address, LIKELY_HEADER_BYTES)
+    beginning = _read(client, address, LIKELY_HEADER_BYTES, in_time)
     header_end = 8 + int.from_bytes(beginning[:8], "little")
     if len(beginning) < header_end <= min(HEADER_BYTES_MAX, file.size_bytes):
-        beginning = _read(client, address, header_end)
+        beginning = _read(client, address, header_end, in_time)
     with target.open("wb") as stream:
         stream.write(beginning)
         stream.truncate(file.size_bytes)
 
 
-def _read(client: httpx.Client, address: str, bytes_max: int) -> bytes:
-    """The first bytes of a file. A server that knows no ranges is not heard to the end."""
+def _read(client: httpx.Client, address: str, bytes_max: int, in_time: Callable[[], None]) -> bytes:
+    """The first bytes of a file. A server that knows no ranges is not heard to the end, and one that drips not for
+    longer than `in_time` allows.
+    """
     body = bytearray()
+    in_time()
     headers = {"Accept-Encoding": "identity", "Range": f"bytes=0-{bytes_max - 1}"}
     with client.stream("GET", address, headers=headers) as answer:
         if not answer.is_success:
             raise RemoteError(f"{address} answers {answer.status_code}")
         for chunk in answer.iter_raw():
+            in_time()
             body += chunk
             if len(body) >= bytes_max:
                 break

@@ -7,7 +7,7 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from controlplane.api.keys import Caller
-from controlplane.api.state import State, state_of
+from controlplane.api.state import StateDep
 from controlplane.errors import AuthenticationError, PermissionDeniedError, UnknownModelError
 from controlplane.store.key_tables import KeyScope
 from controlplane.store.tables import Role
@@ -26,7 +26,7 @@ MAY: dict[Role, frozenset[Role]] = {
 
 async def authenticate(
     request: Request,
-    state: Annotated[State, Depends(state_of)],
+    state: StateDep,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
 ) -> Caller:
     """The caller of a request.

@@ -28,7 +28,8 @@ class Patience:
 
 class PatientConnection(H11Protocol):
     """One client. A request's head must arrive within `header_s`, from the connection or from its own first byte on.
-    Who reads nothing for `reading_s` while more waits to be read is cut off; the request then ends as it does for every
+    Who leaves more than the transport's high mark (64 KiB) unread, and within `reading_s` does not read down to its low
+    mark (16 KiB), is cut off, be it that he reads too slowly or not at all; the request then ends as it does for every
     client that went away.
     """
 

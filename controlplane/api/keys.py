@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+import anyio
 import anyio.to_thread
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -23,6 +24,10 @@ from controlplane.store.tenants import limits_of
 _STALE_KEY_KEEP_S = 300.0
 _KEYS_MAX = 10_000
 _FOLLOW_EVERY_S = 1.0
+_LOADS_MAX = 10
+"""Keys that are looked up at once. The threads are not those of other requests: each may wait for a Postgres that
+hangs.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +69,7 @@ class KeyCache:
         self._good: dict[str, _Known] = {}
         self._bad: dict[str, _Known] = {}
         self._loading: dict[str, tuple[float, asyncio.Task[_Known]]] = {}
+        self._load_threads, self._follow_threads = anyio.CapacityLimiter(_LOADS_MAX), anyio.CapacityLimiter(1)
 
     async def find(self, secret: str) -> Caller:
         """The caller of a secret.
@@ -95,7 +101,7 @@ class KeyCache:
         async def follow() -> None:
             while True:
                 with contextlib.suppress(UnavailableError):  # then keys are asked for anew after `key_cache_s`
-                    self.forget(await anyio.to_thread.run_sync(live.read_revoked))
+                    self.forget(await anyio.to_thread.run_sync(live.read_revoked, limiter=self._follow_threads))
                 await asyncio.sleep(_FOLLOW_EVERY_S)
 
         task = asyncio.create_task(follow())
@@ -126,7 +132,7 @@ class KeyCache:
 
     async def _load(self, hashed: str, secret: str) -> _Known:
         try:
-            known = await anyio.to_thread.run_sync(self._read, secret)
+            known = await anyio.to_thread.run_sync(self._read, secret, limiter=self._load_threads)
         finally:
             del self._loading[hashed]
         self._note(hashed, known)

@@ -1,8 +1,12 @@
 """The node API: nodes join, send heartbeats, and are told what they shall hold."""
 
 import contextlib
+import ipaddress
+import socket
 from typing import TypeVar
+from urllib.parse import urlsplit
 
+import anyio.to_thread
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -16,6 +20,7 @@ from controlplane.loops.schedule import enqueue
 from controlplane.store.fleet import join_node, require, touch_node
 from controlplane.store.instances import desired_of, observe
 from controlplane.store.keys import record, snapshot
+from controlplane.store.live import of_instances
 from controlplane.store.tables import Node, Role
 from dataplane.messages import DesiredInstances, Heartbeat, Join
 
@@ -29,15 +34,29 @@ async def join(request: Request, state: StateDep, caller: NodeCaller) -> Respons
     """Body: `dataplane.messages.Join`. Answers what the node shall hold."""
     message = _decoded(await request.body(), Join)
     _check_own(caller, message.node, state)
+    _check_url(message.url)
     return _encoded(await run_in_threadpool(_join, state, message, caller.name))
 
 
 @router.post("/heartbeat", summary="What a node sees", openapi_extra=_BODY)
 async def heartbeat(request: Request, state: StateDep, caller: NodeCaller) -> Response:
-    """Body: `dataplane.messages.Heartbeat`. Answers what the node shall hold; 404 asks it to join first."""
+    """Body: `dataplane.messages.Heartbeat`. Answers what the node shall hold; 404 asks it to join first.
+
+    Postgres has the truth: without Redis the node is told what it shall hold all the same. Without Postgres it is not,
+    but the view is kept fresh, so that requests go on.
+    """
     message = _decoded(await request.body(), Heartbeat)
     _check_own(caller, message.node, state)
-    return _encoded(await run_in_threadpool(_heartbeat, state, message))
+    with contextlib.suppress(UnavailableError):
+        await anyio.to_thread.run_sync(state.live.renew_heartbeat, message, limiter=state.beats.redis)
+    writing = state.beats.writing
+    if message.node in writing:
+        raise UnavailableError(f"the last heartbeat of node '{message.node}' still waits for the database")
+    writing.add(message.node)
+    try:
+        return _encoded(await anyio.to_thread.run_sync(_heartbeat, state, message, limiter=state.beats.postgres))
+    finally:
+        writing.remove(message.node)
 
 
 def _check_own(caller: Caller, node: str, state: State) -> None:
@@ -46,6 +65,36 @@ def _check_own(caller: Caller, node: str, state: State) -> None:
         raise PermissionDeniedError("the key is for no node; make one with `tidepool key create --role node --node`")
     if caller.node not in {None, node}:
         raise PermissionDeniedError(f"the key is for node '{caller.node}', not for '{node}'", param="node")
+
+
+def _check_url(url: str) -> None:
+    """A node's requests, and our key for nodes, go to its url: to no cloud's metadata, and to no group of machines.
+
+    Raises:
+        InvalidValueError: it is no http(s) url, or of a link-local, multicast or unspecified address.
+    """
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise InvalidValueError(f"url: '{url}' is no url: {error}", param="url") from error
+    if parts.scheme not in {"http", "https"} or not host or parts.query or parts.fragment:
+        raise InvalidValueError(f"url: '{url}' is not http(s)://HOST[:PORT][/PATH]", param="url")
+    address = _address_of(host)
+    if address is not None and (address.is_link_local or address.is_multicast or address.is_unspecified):
+        raise InvalidValueError(f"url: {host} is a link-local, multicast or unspecified address", param="url")
+
+
+def _address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a host is, however it is spelt; None: it is a name."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        try:
+            return ipaddress.IPv4Address(socket.inet_aton(host))  # as 2852039166, or 0xa9.254.43518
+        except (OSError, ValueError):
+            return None
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def _join(state: State, message: Join, actor: str) -> DesiredInstances:
@@ -61,19 +110,16 @@ def _join(state: State, message: Join, actor: str) -> DesiredInstances:
 
 
 def _heartbeat(state: State, message: Heartbeat) -> DesiredInstances:
-    """Postgres has the truth: without Redis the node is told what it shall hold all the same. Without Postgres it is
-    not, but the view is kept fresh, so that requests go on.
-    """
-    with contextlib.suppress(UnavailableError):
-        state.live.renew_heartbeat(message)
+    """The view gets what the node reports of its own instances; of others nobody may send it requests."""
     with state.database.transaction() as session:
         touch_node(session, message.node)
         node = require(session, Node, message.node, param="node")
         observe(session, message)
         desired = desired_of(session, message.node)
         place = {"region": node.region, "gpu_type": node.gpu_type, "url": node.url}
+    own = {(instance.instance_id, instance.model.name) for instance in desired.instances}
     with contextlib.suppress(UnavailableError):
-        state.live.write_heartbeat(message, **place)
+        state.live.write_heartbeat(of_instances(message, own), **place)
     return desired
 
 

@@ -1,9 +1,10 @@
 """What one API process holds, and the dependencies that hand it to endpoints."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
+import anyio
 from fastapi import Depends, Request
 from sqlalchemy.orm import Session
 
@@ -21,6 +22,17 @@ from controlplane.store.session import Database
 
 
 @dataclass(kw_only=True)
+class BeatThreads:
+    """Threads of heartbeats, apart from those of requests, and by server: a Postgres that hangs keeps only its own.
+    `writing`: nodes whose heartbeat is on its way into Postgres.
+    """
+
+    redis: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(8))
+    postgres: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(10))
+    writing: set[str] = field(default_factory=set)
+
+
+@dataclass(kw_only=True)
 class State:
     """Everything a request may need. `draining`: finish streams, take nothing new."""
 
@@ -35,6 +47,7 @@ class State:
     demand: DemandCounter
     metrics: Metrics
     limits: LimitKeeper
+    beats: BeatThreads = field(default_factory=BeatThreads)
     draining: bool = False
 
 
@@ -45,11 +58,18 @@ def state_of(request: Request) -> State:
     return state
 
 
-def transaction(state: Annotated[State, Depends(state_of)]) -> Iterator[Session]:
+async def _state(request: Request) -> State:
+    """`state_of` as a dependency: a plain function would wait for a thread, and a Postgres that hangs may hold all."""
+    return state_of(request)
+
+
+StateDep = Annotated[State, Depends(_state)]
+
+
+def transaction(state: StateDep) -> Iterator[Session]:
     """One transaction for one request, committed before the answer goes out."""
     with state.database.transaction() as session:
         yield session
 
 
-StateDep = Annotated[State, Depends(state_of)]
 SessionDep = Annotated[Session, Depends(transaction, scope="function")]

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 from sqlalchemy.orm import Session
 
+from controlplane.dispatcher.aside import Aside
 from controlplane.policies.lifecycle import BatchRequestState, BatchState
 from controlplane.settings import Settings
 from controlplane.store.batch_tables import Batch
@@ -14,28 +15,34 @@ from controlplane.store.blobs import BlobStore
 from controlplane.store.files import add_file, new_file_id
 
 
-def finalize_one(session: Session, blobs: BlobStore, settings: Settings) -> str | None:
+def finalize_one(session: Session, blobs: BlobStore, settings: Settings, aside: Aside) -> str | None:
     """Take one batch whose requests have all ended a step further; returns its id. The first step only says
-    `finalizing`, the second writes the files, so a crash between them loses nothing.
+    `finalizing`, the second writes the files, so a crash between them loses nothing. One that fails is put `aside`.
     """
-    batch = claim_finished(session)
+    batch = claim_finished(session, besides=aside.ids())
     if batch is None:
         return None
+    with aside.on_failure(batch.id):
+        _move_on(session, batch, blobs, settings)
+    return batch.id
+
+
+def _move_on(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> None:
     if batch.state == BatchState.IN_PROGRESS:
         move_batch(session, batch, BatchState.FINALIZING)
-        return batch.id
+        return
     expired = _write_files(session, batch, blobs, settings)
     if batch.state == BatchState.CANCELLING:
         move_batch(session, batch, BatchState.CANCELLED)
     else:
         move_batch(session, batch, BatchState.EXPIRED if expired else BatchState.COMPLETED)
-    return batch.id
 
 
 def _write_files(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> bool:
     """Write both files and the batch's last counts, and drop its rows; whether a request expired."""
     output_id, error_id = new_file_id(), new_file_id()
     output_bytes = error_bytes = 0
+    batch.completed = batch.failed = batch.input_tokens = batch.output_tokens = 0
     expired = False
     with blobs.writing(output_id) as output, blobs.writing(error_id) as errors:
         for result in result_lines(session, batch):

@@ -5,9 +5,10 @@ from typing import Any
 
 import msgspec
 import structlog
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DataError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from controlplane.dispatcher.aside import Aside
 from controlplane.errors import InvalidValueError, NotFoundError, TidepoolError
 from controlplane.policies.lifecycle import BatchState
 from controlplane.serving.openai_requests import AnyRequest, check_context, parse_json
@@ -134,29 +135,38 @@ class LineReader:
         return request
 
 
-def ingest_one(session: Session, blobs: BlobStore, settings: Settings) -> str | None:
-    """Validate one batch that waits for it; returns its id."""
-    batch = claim_validating(session)
+def ingest_one(session: Session, blobs: BlobStore, settings: Settings, aside: Aside) -> str | None:
+    """Validate one batch that waits for it; returns its id. One that Postgres or the disk keeps from it is put `aside`.
+
+    Raises:
+        SQLAlchemyError, OSError: it is tried again later.
+    """
+    batch = claim_validating(session, besides=aside.ids())
     if batch is None:
         return None
+    with aside.on_failure(batch.id):
+        errors = _errors_of(session, batch, blobs, settings)
+        if errors:
+            batch.errors = {"object": "list", "data": errors}
+        move_batch(session, batch, BatchState.FAILED if errors else BatchState.IN_PROGRESS)
+    return batch.id
+
+
+def _errors_of(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> list[dict[str, Any]]:
+    """Take a batch in, all of it or, where something is wrong with it, nothing."""
     try:
         with session.begin_nested() as intake:
             errors = _take_in(session, batch, blobs, settings)
             if errors:
                 intake.rollback()
+            return errors
     except NotFoundError as error:
-        errors = [_entry("file_not_found", error.message, "input_file_id", None)]
-    except SQLAlchemyError:
-        raise  # the database's trouble is not the batch's: it waits
-    except Exception:
-        log.exception(
-            "a batch cannot be validated", batch=batch.id
-        )  # a defect of ours must not block the batches behind
-        errors = [_entry("internal_error", "the batch could not be validated; nothing of it ran", None, None)]
-    if errors:
-        batch.errors = {"object": "list", "data": errors}
-    move_batch(session, batch, BatchState.FAILED if errors else BatchState.IN_PROGRESS)
-    return batch.id
+        return [_entry("file_not_found", error.message, "input_file_id", None)]
+    except Exception as error:
+        if isinstance(error, SQLAlchemyError | OSError) and not isinstance(error, DataError):
+            raise  # the trouble of Postgres or of the disk is not the batch's: it waits
+        log.exception("a batch cannot be validated", batch=batch.id)  # a defect of ours blocks no other batch
+        return [_entry("internal_error", "the batch could not be validated; nothing of it ran", None, None)]
 
 
 def _take_in(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from controlplane.agents import AgentClient
+from controlplane.dispatcher.aside import Aside
 from controlplane.dispatcher.finalize import finalize_one
 from controlplane.dispatcher.ingest import ingest_one
 from controlplane.dispatcher.release import Releaser
@@ -28,7 +29,7 @@ _RELEASE_EVERY_S = 0.25
 _BATCHES_EVERY_S = 0.5
 _RETRY_AFTER_S = 1.0
 
-BatchStep = Callable[[Session, BlobStore, Settings], str | None]
+BatchStep = Callable[[Session, BlobStore, Settings, Aside], str | None]
 
 
 class Dispatcher:
@@ -68,9 +69,11 @@ class Dispatcher:
             database.close()
 
     async def _batches(self, step: BatchStep, done: str, database: Database, blobs: BlobStore) -> None:
+        aside = Aside()
+
         def one() -> str | None:
             with database.transaction() as session:
-                return step(session, blobs, self._settings)
+                return step(session, blobs, self._settings, aside)
 
         async def all_waiting() -> None:
             while (batch_id := await anyio.to_thread.run_sync(one)) is not None:
@@ -80,14 +83,14 @@ class Dispatcher:
 
 
 async def _forever(work: Callable[[], Awaitable[None]], every_s: float, what: str) -> None:
-    """Do it again and again. While Postgres or Redis is away, say so once and try every second."""
+    """Do it again and again. While Postgres, Redis or the disk is away, say so once and try every second."""
     down = False
     while True:
         try:
             await work()
-        except (SQLAlchemyError, TidepoolError) as error:
+        except (SQLAlchemyError, TidepoolError, OSError) as error:
             if not down:
-                log.warning("the dispatcher waits", what=what, error=str(error).splitlines()[0])
+                log.warning("the dispatcher waits", what=what, error=f"{type(error).__name__}: {error}".splitlines()[0])
             down = True
             await asyncio.sleep(_RETRY_AFTER_S)
             continue

@@ -58,14 +58,14 @@ class Releaser:
         self._policy = release_policy(settings)
         self._writer = ResultWriter(database)
         self._running: dict[asyncio.Task[None], Claim] = {}
-        self._claimed: list[Claim] = []
+        self._claiming: asyncio.Task[list[tuple[Endpoint, Claim]]] | None = None
         self._turns: dict[str, str] = {}
         self._backoffs: dict[Endpoint, Backoff] = {}
         self._refused: set[Endpoint] = set()
 
     async def release(self) -> None:
         """One look: gather what waits and instances, decide, claim and start what was decided. Nothing goes out while
-        nobody knows how the fleet does.
+        nobody knows how the fleet does. A claim is not broken off, so that `stop` knows what it took.
         """
         room = self._settings.dispatcher_concurrency_max - len(self._running)
         if room <= 0 or not self._fleet.is_fresh():
@@ -73,14 +73,20 @@ class Releaser:
         lots = await anyio.to_thread.run_sync(self._lots)
         if not lots:
             return
+        heard = await anyio.to_thread.run_sync(self._heard)
         facts = ReleaseFacts(
-            lots=lots, instances=self._fleet.instances(), turns=self._turns, backoffs=await self._back_off(lots)
+            lots=lots,
+            instances=tuple(instance for instance in self._fleet.instances() if instance.node_id in heard),
+            turns=self._turns,
         )
+        facts = replace(facts, backoffs=await self._back_off(facts))
         releases = choose_releases(facts, time.time(), self._policy)
-        for endpoint, held in await anyio.to_thread.run_sync(self._claim, releases, room):
+        self._claiming = asyncio.create_task(anyio.to_thread.run_sync(self._claim, releases, room))
+        placed = await asyncio.shield(self._claiming)
+        self._claiming = None
+        for endpoint, held in placed:
             task = asyncio.create_task(self._run(held, endpoint))
             self._running[task] = held
-            self._claimed.remove(held)
             task.add_done_callback(self._running.pop)
 
     async def renew(self) -> None:
@@ -99,16 +105,23 @@ class Releaser:
         for task in held:
             task.cancel()
         await asyncio.gather(*held, return_exceptions=True)
-        for claim in [*held.values(), *self._claimed]:
+        for claim in [*held.values(), *await self._not_started()]:
             try:
                 await self._give_back(claim, "its dispatcher was stopped", tried=False, delay_s=0)
             except SQLAlchemyError:
                 return  # the leases run out by themselves
 
-    async def _back_off(self, lots: tuple[LotFacts, ...]) -> dict[Endpoint, Backoff]:
+    async def _not_started(self) -> list[Claim]:
+        """What the last look claimed, if it was broken off there."""
+        if self._claiming is None:
+            return []
+        [placed] = await asyncio.gather(self._claiming, return_exceptions=True)
+        return [] if isinstance(placed, BaseException) else [held for _, held in placed]
+
+    async def _back_off(self, facts: ReleaseFacts) -> dict[Endpoint, Backoff]:
         """Note signs of trouble; what a node refused to this dispatcher holds for the others too."""
         refused, self._refused = frozenset(self._refused), set()
-        facts = ReleaseFacts(lots=lots, instances=self._fleet.instances(), backoffs=self._backoffs)
+        facts = replace(facts, backoffs=self._backoffs)
         self._backoffs = dict(choose_backoff(facts, refused, time.time(), self._policy))
         for endpoint in refused & self._backoffs.keys():
             pause_s = max(self._backoffs[endpoint].pause_s, self._settings.release_signal_s)
@@ -118,6 +131,12 @@ class Releaser:
     def _lots(self) -> tuple[LotFacts, ...]:
         with self._database.transaction() as session:
             return queue.waiting_lots(session)
+
+    def _heard(self) -> frozenset[str]:
+        """Nodes that beat lately, as Redis itself says: one that comes back does not vouch for those that have not."""
+        view = self._live.read_view()
+        oldest_s = view.read_s - self._settings.heartbeat_stale_s
+        return frozenset(name for name, node in view.nodes.items() if node.received_s >= oldest_s)
 
     def _claim(self, releases: Sequence[Release], room: int) -> list[tuple[Endpoint, Claim]]:
         """Lease what was decided, in one transaction for all endpoints that may signal now."""
@@ -134,7 +153,6 @@ class Releaser:
             return []
         with self._database.transaction() as session:
             claims = queue.claim(session, wanted, lease_s=self._settings.niw_lease_s)
-        self._claimed += claims  # until each has its task: a stop in between gives them back
         self._turns |= {release.endpoint.model: release.tenant for release in granted}
         return _placed(granted, claims)
 

@@ -21,11 +21,11 @@ from controlplane.policies.slots.pools import PoolSlotFacts
 from controlplane.settings import Settings
 from controlplane.store.demand import IW, read_demand, read_forecasts
 from controlplane.store.demand_tables import Forecast
+from controlplane.store.endpoint_summary import Backlog, backlogs
 from controlplane.store.fleet import Census, take_census
 from controlplane.store.live import EMPTY_VIEW, FleetView, LiveStore, instance_facts
 from controlplane.store.pins import pins_in_force
 from controlplane.store.plans import entries_of, plan_in_force
-from controlplane.store.queue import Backlog, backlogs
 from controlplane.store.spot import active_leases
 from controlplane.store.tables import Desired, EndpointRow, Instance, SpotLease
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from controlplane.policies.decisions import Admit, NoRoute, Refuse, Wait
 from controlplane.policies.facts import AdmissionFacts, RoutingFacts, Tier
-from controlplane.policies.routing import RoutingSettings, choose_route, is_usable, predicted_wait_s
+from controlplane.policies.routing import RoutingSettings, choose_route, predicted_wait_s, takers
 
 _RETRY_MAX_S = 60
 
@@ -43,14 +43,10 @@ def choose_admission(facts: AdmissionFacts, now_s: float, settings: AdmissionSet
 
 
 def shortest_wait_s(facts: RoutingFacts, settings: RoutingSettings) -> float | None:
-    """The shortest wait that any usable instance offers; None where there is none, or one of them is unknown."""
-    waits = [
-        predicted_wait_s(instance)
-        for instance in facts.instances
-        if instance.endpoint.model == facts.model
-        and instance.kind.serves(facts.tier)
-        and is_usable(instance, settings.stale_s)
-    ]
+    """The shortest wait that an instance offers which routing would take; None where there is none, or one of them is
+    unknown.
+    """
+    waits = [predicted_wait_s(instance) for instance in takers(facts, settings.stale_s)]
     known = [wait_s for wait_s in waits if wait_s is not None]
     return min(known) if known and len(known) == len(waits) else None
 

@@ -78,6 +78,12 @@ def probed(circuit: Circuit, now_s: float, settings: CircuitSettings) -> Circuit
     return replace(circuit, probing=True, open_until_s=now_s + _open_s(circuit.openings, settings))
 
 
+def is_forgotten(circuit: Circuit, now_s: float, settings: CircuitSettings) -> bool:
+    """Whether nothing was heard of it for so long, its circuit not even open, that it need not be remembered."""
+    last_s = circuit.outcomes[-1][0] if circuit.outcomes else 0.0
+    return now_s - max(last_s, circuit.open_until_s) > max(settings.open_max_s, settings.window_s)
+
+
 def _opened(circuit: Circuit, now_s: float, settings: CircuitSettings) -> Circuit:
     openings = circuit.openings + 1
     until_s = now_s + _open_s(openings, settings)

@@ -50,23 +50,29 @@ def _in_time(instances: list[InstanceFacts], ttft_s: float | None) -> list[Insta
     return [i for i in instances if (predicted_wait_s(i) or 0.0) <= ttft_s] or instances
 
 
-def choose_route(facts: RoutingFacts, now_s: float, settings: RoutingSettings) -> Route | NoRoute:
-    """The first preferred region below the threshold, else the least utilized one; there, join the shortest queue.
-    What keeps failing, and what would begin too late, is taken only where there is nothing else.
-    """
+def takers(facts: RoutingFacts, stale_s: float) -> list[InstanceFacts]:
+    """Instances that may take the request: those that are well or, if none is, all usable ones."""
     usable = [
         instance
         for instance in facts.instances
         if instance.endpoint.model == facts.model
         and instance.kind.serves(facts.tier)
         and instance.instance_id not in facts.excluded
-        and is_usable(instance, settings.stale_s)
+        and is_usable(instance, stale_s)
     ]
-    if not usable:
-        return NoRoute(reason=_why_none(facts, settings))
     well = [i for i in usable if i.instance_id not in facts.avoided and i.node_id not in facts.avoided]
+    return well or usable
+
+
+def choose_route(facts: RoutingFacts, now_s: float, settings: RoutingSettings) -> Route | NoRoute:
+    """The first preferred region below the threshold, else the least utilized one; there, join the shortest queue.
+    What keeps failing, and what would begin too late, is taken only where there is nothing else.
+    """
+    candidates = takers(facts, settings.stale_s)
+    if not candidates:
+        return NoRoute(reason=_why_none(facts, settings))
     by_region: dict[str, list[InstanceFacts]] = {}
-    for instance in _in_time(well or usable, facts.ttft_s):
+    for instance in _in_time(candidates, facts.ttft_s):
         by_region.setdefault(instance.endpoint.region, []).append(instance)
     rank = {region: place for place, region in enumerate(facts.preference)}
     regions = sorted(by_region, key=lambda region: (rank.get(region, len(rank)), region))

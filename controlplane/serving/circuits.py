@@ -7,7 +7,7 @@ import structlog
 
 from controlplane.errors import NodeError
 from controlplane.policies.decisions import Route
-from controlplane.policies.health import Circuit, CircuitSettings, OutcomeFacts, choose_circuit, probed
+from controlplane.policies.health import Circuit, CircuitSettings, OutcomeFacts, choose_circuit, is_forgotten, probed
 
 log = structlog.get_logger()
 _NO_OUTCOME = frozenset({400, 409, 413, 429})
@@ -25,8 +25,12 @@ class Circuits:
         self._circuits: dict[str, Circuit] = {}
 
     def avoided(self) -> frozenset[str]:
-        """Ids of instances and names of nodes whose circuit is open."""
+        """Ids of instances and names of nodes whose circuit is open. What was not heard of for long is forgotten: ids
+        of instances that are gone never come back.
+        """
         now_s = self._clock()
+        for name in [name for name, circuit in self._circuits.items() if is_forgotten(circuit, now_s, self._settings)]:
+            del self._circuits[name]
         return frozenset(name for name, circuit in self._circuits.items() if circuit.is_open(now_s))
 
     def note_sent(self, route: Route) -> None:

@@ -5,9 +5,11 @@ Both are refreshed in the background, and the last good copy serves on while its
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable
 
+import anyio
 import anyio.to_thread
 import msgspec
 import structlog
@@ -26,6 +28,8 @@ from controlplane.store.tables import Model
 
 log = structlog.get_logger()
 _CATALOG_REFRESH_S = 2.0
+_LOOK_UP_EVERY_S = 1.0
+"""At most this often the catalog is read for names that it does not have: anybody can make up names."""
 _VIEW_KEEP_S = 600.0
 
 
@@ -42,6 +46,9 @@ class FleetCache:
         self._view_at = 0.0
         self._catalog = Catalog(models={}, regions=(), nodes={})
         self._view_away = self._has_view = self._has_catalog = False
+        self._looking_up = asyncio.Lock()
+        self._catalog_asked_s = -math.inf
+        self._view_threads, self._catalog_threads = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
         self._sent = SentTokens()
         self._sent_since: FleetView | None = None
         self._objectives = {
@@ -68,13 +75,13 @@ class FleetCache:
                 await task
 
     async def model(self, name: str) -> Model:
-        """A registered model; a name not seen yet is looked up once more in Postgres.
+        """A registered model; a name not seen yet is looked up once more in Postgres, within about a second.
 
         Raises:
             UnknownModelError: nobody registered it.
         """
         if name not in self._catalog.models:
-            await self._refresh(self._read_catalog, "catalog")
+            await self._look_up()
         found = self._catalog.models.get(name)
         if found is None:
             raise UnknownModelError(f"The model '{name}' does not exist.", param="model")
@@ -145,7 +152,17 @@ class FleetCache:
         )
         self._view, self._view_at, self._has_view = view, time.monotonic(), True
 
+    async def _look_up(self) -> None:
+        """Read the catalog as it is from now on. Requests that wait for this share one read."""
+        now_s = time.monotonic()
+        async with self._looking_up:
+            if self._catalog_asked_s >= now_s:
+                return
+            await asyncio.sleep(self._catalog_asked_s + _LOOK_UP_EVERY_S - time.monotonic())
+            await self._refresh(self._read_catalog, "catalog")
+
     def _read_catalog(self) -> None:
+        self._catalog_asked_s = time.monotonic()
         with self._database.transaction() as session:
             self._catalog = load_catalog(session)
         self._has_catalog = True
@@ -162,8 +179,10 @@ class FleetCache:
             down = not ok
 
     async def _refresh(self, read: Callable[[], None], what: str, *, quiet: bool = False) -> bool:
+        """Threads of its own: others may all be waiting for a Postgres that hangs. One read of a source at a time."""
+        threads = self._view_threads if read == self._read_view else self._catalog_threads
         try:
-            await anyio.to_thread.run_sync(read)
+            await anyio.to_thread.run_sync(read, limiter=threads)
         except (TidepoolError, SQLAlchemyError) as error:
             if not quiet:
                 log.warning("source is away; the last copy serves on", what=what, error=str(error).splitlines()[0])

@@ -1,13 +1,18 @@
 """Rows of the Batch API. States move as `policies.lifecycle.BATCH` says; counts are counted until a batch has ended."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
+import psycopg
 import uuid_utils
 from sqlalchemy import delete, func, insert, select, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, NotFoundError
@@ -16,6 +21,8 @@ from controlplane.store.batch_tables import Batch, BatchModel, BatchRequest, Bat
 from controlplane.store.paging import Page, page
 
 _BYTES_PER_TOKEN = 4
+_COUNTED = ("completed", "failed", "input_tokens", "output_tokens")
+_COUNTED_MAX = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +111,14 @@ def get_batch(session: Session, batch_id: str, *, tenant: str) -> Batch:
 
 
 def list_batches(session: Session, *, tenant: str, after: str | None, limit: int) -> Page[Batch]:
-    """One page of a tenant's batches, the newest first."""
+    """One page of a tenant's batches, the newest first. It ends early, with more to follow, where the results of its
+    unfinished batches would be too many to count at once.
+    """
     query = select(Batch).where(Batch.tenant == tenant)
-    return page(session, query, Batch.id, after=after, limit=limit, newest_first=True)
+    found = page(session, query, Batch.id, after=after, limit=limit, newest_first=True)
+    lines = list(accumulate(batch.total if batch.ended_at is None else 0 for batch in found.rows))
+    count = max(1, bisect_right(lines, _COUNTED_MAX))
+    return Page(rows=found.rows[:count], has_more=found.has_more or count < len(found.rows))
 
 
 def counts_of(session: Session, batches: Sequence[Batch]) -> dict[str, BatchCounts]:
@@ -122,23 +134,9 @@ def counts_of(session: Session, batches: Sequence[Batch]) -> dict[str, BatchCoun
         .where(BatchResult.batch_number.in_([batch.number for batch in batches if batch.ended_at is None]))
         .group_by(BatchResult.batch_number)
     )
-    now = {number: counts for number, *counts in rows}
-    return {
-        batch.id: _counts(batch.total, *now.get(batch.number, (0, 0, 0, 0)))
-        if batch.ended_at is None
-        else _counts(batch.total, batch.completed, batch.failed, batch.input_tokens, batch.output_tokens)
-        for batch in batches
-    }
-
-
-def _counts(total: int, completed: int, failed: int, input_tokens: int, output_tokens: int) -> BatchCounts:
-    return BatchCounts(
-        total=total,
-        completed=completed,
-        failed=failed,
-        input_tokens=int(input_tokens),
-        output_tokens=int(output_tokens),
-    )
+    counted = {number: dict(zip(_COUNTED, map(int, counts), strict=True)) for number, *counts in rows}
+    counted |= {each.number: {name: getattr(each, name) for name in _COUNTED} for each in batches if each.ended_at}
+    return {batch.id: BatchCounts(total=batch.total, **counted.get(batch.number, {})) for batch in batches}
 
 
 def move_batch(session: Session, batch: Batch, state: BatchState) -> None:
@@ -224,11 +222,11 @@ def _end(session: Session, which: str, values: Mapping[str, Any], state: BatchRe
     return len(rows.all())
 
 
-def claim_validating(session: Session) -> Batch | None:
-    """A batch to validate, locked until the transaction ends, so that nobody else does."""
+def claim_validating(session: Session, *, besides: Collection[str] = ()) -> Batch | None:
+    """A batch to validate, locked until the transaction ends, so that nobody else does; none of the ids `besides`."""
     return session.scalar(
         select(Batch)
-        .where(Batch.state == BatchState.VALIDATING, Batch.ended_at.is_(None))
+        .where(Batch.state == BatchState.VALIDATING, Batch.ended_at.is_(None), Batch.id.not_in(besides))
         .order_by(Batch.id)
         .limit(1)
         .with_for_update(skip_locked=True)
@@ -242,13 +240,13 @@ def add_requests(session: Session, batch: Batch, requests: Iterable[NewRequest])
     batch_number = batch.number
     queued: list[tuple[int, int, str, int]] = []
     counts: dict[str, tuple[int, int]] = {}
-    with cursor.copy("COPY batch_requests (batch_number, line, custom_id, body) FROM STDIN") as copy:
+    with _translated(), cursor.copy("COPY batch_requests (batch_number, line, custom_id, body) FROM STDIN") as copy:
         for request in requests:
             copy.write_row((batch_number, request.line, request.custom_id, request.body.decode()))
             queued.append((batch_number, request.line, request.model, request.tokens))
             number, size_bytes = counts.get(request.model, (0, 0))
             counts[request.model] = number + 1, size_bytes + len(request.body)
-    with cursor.copy("COPY queued_requests (batch_number, line, model, tokens) FROM STDIN") as copy:
+    with _translated(), cursor.copy("COPY queued_requests (batch_number, line, model, tokens) FROM STDIN") as copy:
         for row in queued:
             copy.write_row(row)
     lots = [
@@ -260,13 +258,22 @@ def add_requests(session: Session, batch: Batch, requests: Iterable[NewRequest])
     batch.total = len(queued)
 
 
-def claim_finished(session: Session) -> Batch | None:
-    """A batch with no open request and no output yet, locked until the transaction ends."""
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Errors of a copy, which goes past SQLAlchemy, as SQLAlchemy's."""
+    try:
+        yield
+    except psycopg.Error as error:
+        raise DBAPIError.instance("COPY", None, error, psycopg.Error) from error
+
+
+def claim_finished(session: Session, *, besides: Collection[str] = ()) -> Batch | None:
+    """A batch with no open request and no output yet, locked until the transaction ends; none of the ids `besides`."""
     still_open = select(QueuedRequest.line).where(QueuedRequest.batch_number == Batch.number).exists()
     ending = [BatchState.IN_PROGRESS, BatchState.FINALIZING, BatchState.CANCELLING]
     return session.scalar(
         select(Batch)
-        .where(Batch.state.in_(ending), Batch.ended_at.is_(None), ~still_open)
+        .where(Batch.state.in_(ending), Batch.ended_at.is_(None), Batch.id.not_in(besides), ~still_open)
         .order_by(Batch.id)
         .limit(1)
         .with_for_update(skip_locked=True, of=Batch)

@@ -4,11 +4,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import func, select
+from sqlalchemy import func, literal, select
 from sqlalchemy.orm import Session
 
 from controlplane.policies.facts import Endpoint, InstanceFacts
+from controlplane.policies.lifecycle import BatchState
 from controlplane.policies.routing import is_usable, utilization_of
+from controlplane.store.batch_tables import Batch, BatchModel, QueuedRequest
 from controlplane.store.tables import Desired, EndpointRow, Instance
 
 
@@ -60,3 +62,48 @@ def _summary(endpoint: Endpoint, states: Counter[str], usable: list[InstanceFact
         remaining_tokens=sum(each.remaining_tokens + each.sent_tokens for each in usable) if usable else None,
         load=max(each.load for each in usable) if usable else None,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backlog:
+    """What waits of a model: about so many input tokens, the first due at the Unix time `due_s`. `at_least`: of a
+    batch as many were counted as may be, so there may be more.
+    """
+
+    tokens: float
+    due_s: float
+    at_least: bool = False
+
+
+def backlogs(session: Session, *, count_max: int | None = None) -> dict[str, Backlog]:
+    """The waiting requests of each model, of each batch at most `count_max`; a request counts as the mean of its batch
+    and model.
+    """
+    some = (
+        select(literal(1))
+        .where(
+            QueuedRequest.batch_number == BatchModel.batch_number,
+            QueuedRequest.model == BatchModel.model,
+            QueuedRequest.lease_until.is_(None),
+        )
+        .limit(count_max)
+        .correlate(BatchModel)
+        .subquery()
+    )
+    counted = select(func.count().label("waiting")).select_from(some).lateral()
+    rows = session.execute(
+        select(
+            BatchModel.model,
+            func.sum(counted.c.waiting * BatchModel.tokens / BatchModel.requests),
+            func.extract("epoch", func.min(Batch.deadline_at)),
+            func.max(counted.c.waiting),
+        )
+        .join(Batch, Batch.number == BatchModel.batch_number)
+        .join(counted, counted.c.waiting > 0)
+        .where(Batch.state == BatchState.IN_PROGRESS)
+        .group_by(BatchModel.model)
+    )
+    return {
+        model: Backlog(tokens=float(tokens), due_s=float(due_s), at_least=most == count_max)
+        for model, tokens, due_s, most in rows
+    }

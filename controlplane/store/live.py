@@ -6,7 +6,7 @@ tidepool:signal:<model>|<region>      set while an endpoint may not signal room 
 tidepool:revoked               zset   hash of a secret -> when it was revoked, kept 10 minutes
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -90,12 +90,16 @@ class LiveStore:
             self._redis.hset(_VIEW, heartbeat.node, msgspec.json.encode(view))
 
     def renew_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Replace the last heartbeat of a node that is in the view already; its place stays what it was."""
+        """Replace the last heartbeat of a node that is in the view already; its place stays what it was, and what it
+        reports beside the instances that the view has there does not count.
+        """
         with _translated():
             raw = self._redis.hget(_VIEW, heartbeat.node)
             known = _node_view(str(raw)) if raw is not None else None
             if known is not None:
-                view = msgspec.structs.replace(known, received_s=self._now_s(), heartbeat=heartbeat)
+                there = {(report.instance_id, report.model) for report in known.heartbeat.instances}
+                renewed = of_instances(heartbeat, there)
+                view = msgspec.structs.replace(known, received_s=self._now_s(), heartbeat=renewed)
                 self._redis.hset(_VIEW, heartbeat.node, msgspec.json.encode(view))
 
     def read_view(self) -> FleetView:
@@ -162,6 +166,12 @@ class LiveStore:
     def _now_s(self) -> float:
         seconds, micros = self._redis.time()
         return float(seconds + micros / 1e6)
+
+
+def of_instances(heartbeat: Heartbeat, allowed: Collection[tuple[str, str]]) -> Heartbeat:
+    """The heartbeat with its reports of these instances only, by id and model."""
+    kept = tuple(report for report in heartbeat.instances if (report.instance_id, report.model) in allowed)
+    return msgspec.structs.replace(heartbeat, instances=kept)
 
 
 def _node_view(raw: str) -> NodeView | None:

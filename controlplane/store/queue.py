@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from controlplane.policies.facts import LotFacts
 from controlplane.policies.lifecycle import BatchRequestState, BatchState
-from controlplane.store.batch_tables import Batch, BatchModel, QueuedRequest
+from controlplane.store.batch_tables import Batch, QueuedRequest
 from controlplane.store.batches import end_batch_requests, end_requests
 
 _LOOK_MAX = 16
@@ -98,36 +98,6 @@ def waiting_lots(session: Session) -> tuple[LotFacts, ...]:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Backlog:
-    """What waits of a model: about so many input tokens, the first due at the Unix time `due_s`."""
-
-    tokens: float
-    due_s: float
-
-
-def backlogs(session: Session) -> dict[str, Backlog]:
-    """The waiting requests of each model; a request counts as the mean of its batch and model."""
-    waiting = (
-        select(func.count())
-        .where(
-            QueuedRequest.batch_number == BatchModel.batch_number,
-            QueuedRequest.model == BatchModel.model,
-            QueuedRequest.lease_until.is_(None),
-        )
-        .scalar_subquery()
-    )
-    tokens = func.sum(waiting * BatchModel.tokens / BatchModel.requests)
-    due = func.extract("epoch", func.min(Batch.deadline_at).filter(waiting > 0))
-    rows = session.execute(
-        select(BatchModel.model, tokens, due)
-        .join(Batch, Batch.number == BatchModel.batch_number)
-        .where(Batch.state == BatchState.IN_PROGRESS)
-        .group_by(BatchModel.model)
-    )
-    return {model: Backlog(tokens=float(sum_), due_s=float(at)) for model, sum_, at in rows if at is not None}
-
-
 _CLAIM = text(
     """
     WITH due AS MATERIALIZED (
@@ -197,7 +167,8 @@ def renew(session: Session, held: Sequence[Claim], *, lease_s: int) -> set[tuple
         .values(lease_until=func.now() + func.make_interval(0, 0, 0, 0, 0, 0, lease_s))
     )
     kept = select(QueuedRequest.batch_number, QueuedRequest.line)
-    return {(number, line) for number, line in session.execute(kept.where(_claimed_as(held)))}
+    still = kept.where(_claimed_as(held), QueuedRequest.lease_until.is_not(None))
+    return {(number, line) for number, line in session.execute(still)}
 
 
 _FINISH = text(

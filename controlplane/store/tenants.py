@@ -2,6 +2,8 @@
 refunded by having ended.
 """
 
+from collections.abc import Collection
+
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
@@ -49,12 +51,18 @@ def delete_tenant(session: Session, name: str) -> None:
 
 def queued_batch_tokens(session: Session, tenant: str) -> int:
     """Tokens that the requests of a tenant's batches may still take: those that have not ended."""
-    total = session.scalar(
-        select(func.coalesce(func.sum(QueuedRequest.tokens), 0))
-        .join(Batch, Batch.number == QueuedRequest.batch_number)
-        .where(Batch.tenant == tenant, Batch.ended_at.is_(None))
+    return sum(_queued_tokens(session, tenant).values())
+
+
+def _queued_tokens(session: Session, tenant: str, *, besides: Collection[int] = ()) -> dict[int, int]:
+    """By the number of the batch; none of those `besides`."""
+    rows = session.execute(
+        select(Batch.number, func.sum(QueuedRequest.tokens))
+        .join(QueuedRequest, Batch.number == QueuedRequest.batch_number)
+        .where(Batch.tenant == tenant, Batch.ended_at.is_(None), Batch.number.not_in(besides))
+        .group_by(Batch.number)
     )
-    return int(total or 0)
+    return {number: int(tokens) for number, tokens in rows}
 
 
 def batch_tokens_left(session: Session, tenant: str, settings: Settings) -> int | None:
@@ -64,8 +72,10 @@ def batch_tokens_left(session: Session, tenant: str, settings: Settings) -> int 
     most = limits_of(session.get(Tenant, tenant), settings).queued_batch_tokens_max
     if most is None:
         return None
+    before = _queued_tokens(session, tenant)  # they only get fewer: under the lock only what came since is counted
     session.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(f"tidepool:tenant:{tenant}", 0))))
-    return most - queued_batch_tokens(session, tenant)
+    since = _queued_tokens(session, tenant, besides=before)
+    return most - sum(before.values()) - sum(since.values())
 
 
 def list_tenants(session: Session, *, after: str | None, limit: int) -> Page[Tenant]:

@@ -25,6 +25,8 @@ _THIS_MACHINE = {"127.0.0.1", "::1", "localhost"}
 _METADATA = (ipaddress.ip_network("168.63.129.16/32"), ipaddress.ip_network("192.0.0.0/24"))
 """Of clouds, at public addresses. The others are at link-local, private or shared ones, which are all refused."""
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_REWRITTEN = tuple(map(ipaddress.ip_network, ("64:ff9b:1::/48", "::/96", "::ffff:0:0:0/96")))
+"""Local NAT64, and two old forms of IPv4 in IPv6: where they lead, a network decides for itself."""
 
 
 class FetchError(ModelLoadError):
@@ -83,9 +85,16 @@ def check_address(host: str, address: Address, rules: FetchRules) -> None:
     inner = _inner(address)
     if host in rules.private_hosts or any(_holds(network, inner) for network in rules.private_hosts):
         return
-    if not inner.is_global or inner.is_multicast or any(inner in network for network in _METADATA):
+    if not _is_public(inner):
         shown = "" if host == str(address) else f" ({address})"
         raise FetchError(f"{host}{shown} is no public address; the node's private_hosts may name it")
+
+
+def _is_public(address: Address) -> bool:
+    if isinstance(address, ipaddress.IPv6Address) and address.is_site_local:
+        return False
+    inside = any(address in network for network in (*_METADATA, *_REWRITTEN))
+    return address.is_global and not address.is_multicast and not inside
 
 
 def _inner(address: Address) -> Address:

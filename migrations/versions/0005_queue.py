@@ -99,10 +99,14 @@ def _create_tables() -> None:
 
 def _move_rows_up() -> None:
     op.execute(
-        "UPDATE batches SET total = old.total, completed = old.completed, failed = old.ended - old.completed FROM ("
-        " SELECT batch_id, count(*) AS total, count(*) FILTER (WHERE state = 'completed') AS completed,"
-        " count(*) FILTER (WHERE state NOT IN ('waiting', 'running')) AS ended FROM old_requests GROUP BY batch_id"
-        ") AS old WHERE old.batch_id = batches.id"
+        "UPDATE batches SET total = old.total FROM"
+        " (SELECT batch_id, count(*) AS total FROM old_requests GROUP BY batch_id) AS old"
+        " WHERE old.batch_id = batches.id"
+    )
+    op.execute(  # unfinished batches are counted when they end
+        "UPDATE batches SET completed = old.completed, failed = batches.total - old.completed FROM"
+        " (SELECT batch_id, count(*) FILTER (WHERE state = 'completed') AS completed FROM old_requests"
+        " GROUP BY batch_id) AS old WHERE old.batch_id = batches.id AND batches.ended_at IS NOT NULL"
     )
     unfinished = "FROM old_requests AS old JOIN batches ON batches.id = old.batch_id AND batches.ended_at IS NULL"
     op.execute(

@@ -11,6 +11,7 @@ from pydantic import SecretStr
 from sqlalchemy import select, text
 from sqlalchemy.orm import Session
 
+from controlplane.dispatcher.aside import Aside
 from controlplane.dispatcher.ingest import ingest_one
 from controlplane.policies.lifecycle import BatchState
 from controlplane.settings import Settings
@@ -159,7 +160,7 @@ def measure_ingest(url: str, folder: Path, lines: int) -> tuple[float, float]:
             stream.write(msgspec.json.encode({**line, "body": {"model": "model-0", **_BODY}}) + b"\n")
     began_s, cpu_s = time.perf_counter(), time.process_time()
     with database.transaction() as session:
-        assert ingest_one(session, blobs, _settings(url)) == batch.id
+        assert ingest_one(session, blobs, _settings(url), Aside()) == batch.id
     elapsed_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
     with database.transaction() as session:
         batch = session.get_one(Batch, batch.id)

@@ -1,7 +1,9 @@
 """A model's sizes from a registry and from the hub: as from its folder, and without its weights."""
 
+import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -90,6 +92,36 @@ def test_what_is_wrong_is_said(registry: Registry, spoil: Callable[[Registry], N
 def test_plain_http_stays_on_this_machine() -> None:
     with pytest.raises(CheckpointError, match="plain http is for this machine alone"):
         describe_checkpoint("http://example.org/tiny/")
+
+
+class DripHandler(BaseHTTPRequestHandler):
+    """Sends what is asked a byte at a time, for longer than anybody should wait."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "3000")
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):
+            for _ in range(3000):
+                self.wfile.write(b" ")
+                time.sleep(0.01)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def test_a_server_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ops.remote_checkpoints._TIME_MAX_S", 0.2)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), DripHandler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        with pytest.raises(CheckpointError, match=r"took longer than 0.2 s"):
+            describe_checkpoint(f"http://127.0.0.1:{server.server_port}/tiny/", HERE)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 class HubHandler(BaseHTTPRequestHandler):

@@ -83,7 +83,8 @@ class _Program:
         owner, pooled, none = self._instance[0], self._pooled[0], np.zeros(0)
         home, fewest, most = tables.home[here], tables.fewest[here].astype(float), tables.most[here].astype(float)
         every, beyond = np.ones(len(here)), np.full(len(here), np.inf)
-        unit = np.maximum(tables.speed[tables.model_of[here]].max(axis=1), 1e-9)
+        best = tables.speed[tables.model_of[here]].max(axis=1)
+        unit = np.where(best > 0, best, np.maximum(home, 1.0))  # rows of about 1, whatever the demand
         counted = np.minimum(speed, home[owner]) / unit[owner]
         each = [owner, pooled, np.arange(len(here))]
         self._add(home / unit, beyond, each, [counted, (home / unit)[pooled], 1.0 / unit, none, none])

@@ -155,6 +155,18 @@ def test_who_does_not_read_is_cut_off(quick: Settings) -> None:
         assert flood.ended.wait(60), "its stream ended"
 
 
+def test_who_reads_too_slowly_is_too(quick: Settings) -> None:
+    flood = Flood()
+    with listening(flood.app, quick) as connect:
+        client = connect()
+        client.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        deadline = time.monotonic() + 60
+        with contextlib.suppress(ConnectionError):
+            while not flood.ended.wait(0.02):
+                assert time.monotonic() < deadline
+                client.recv(1)
+
+
 def test_who_reads_slowly_is_not(quick: Settings) -> None:
     flood = Flood()
     with listening(flood.app, quick.model_copy(update={"client_idle_timeout_s": 30.0})) as connect:

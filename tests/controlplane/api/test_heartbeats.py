@@ -1,5 +1,6 @@
-"""Heartbeats while a server is away: the live view is fed without Postgres, nodes are told without Redis."""
+"""Heartbeats: of a node's own instances alone; the live view is fed without Postgres, nodes are told without Redis."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,10 +12,12 @@ from sqlalchemy.orm import Session
 
 from controlplane.api.state import State
 from controlplane.errors import UnavailableError
+from controlplane.store.instances import add_instance
 from controlplane.store.live import LiveStore
 from controlplane.store.session import Database
 from dataplane.messages import Heartbeat, InstanceReport, Join, SlotSpec
 from tests.controlplane.api.conftest import Ask
+from tests.controlplane.world import until
 
 JOIN = Join(
     node="node-1",
@@ -26,9 +29,20 @@ JOIN = Join(
 )
 
 
-def _beat(ask: Ask, *, used_bytes: int, status: int = 200) -> None:
-    report = InstanceReport(instance_id="i1", model="llama", slot=0, state="ready", kv_used_bytes=used_bytes)
-    beat = Heartbeat(node="node-1", boot_id="b", generation=0, instances=(report,))
+def hold(database: Database, instance_id: str, model: str = "llama") -> None:
+    """Let the node of JOIN hold an instance."""
+    with database.transaction() as session:
+        made = add_instance(session, model=model, region="us-east", gpu_type="H800", node="node-1", slot=0, gpus=0)
+        made.id = instance_id
+
+
+def _report(instance_id: str, model: str = "llama", *, used_bytes: int = 0) -> InstanceReport:
+    return InstanceReport(instance_id=instance_id, model=model, slot=0, state="ready", kv_used_bytes=used_bytes)
+
+
+def _beat(ask: Ask, *others: InstanceReport, used_bytes: int, node: str = "node-1", status: int = 200) -> None:
+    reports = (_report("i1", used_bytes=used_bytes), *others)
+    beat = Heartbeat(node=node, boot_id="b", generation=0, instances=reports)
     ask("POST", "/node/heartbeat", role="node", status=status, content=msgspec.json.encode(beat))
 
 
@@ -43,8 +57,9 @@ def _away(_: Database) -> Iterator[Session]:
 
 
 @pytest.fixture
-def state(api: TestClient, ask: Ask, fleet: None) -> State:
+def state(api: TestClient, ask: Ask, fleet: None, database: Database) -> State:
     ask("POST", "/node/join", role="node", content=msgspec.json.encode(JOIN))
+    hold(database, "i1")
     _beat(ask, used_bytes=1)
     found = api.app.state.tidepool  # type: ignore[attr-defined]
     assert isinstance(found, State)
@@ -79,3 +94,78 @@ def test_a_node_that_the_view_does_not_know_is_not_made_up(
     monkeypatch.setattr(Database, "transaction", _away)
     _beat(ask, used_bytes=2, status=503)
     assert state.live.read_view().nodes == {}
+
+
+FORGED = (_report("i2"), _report("i1", "Qwen/Qwen3-8B"), _report("inst_of_another"))
+
+
+def test_a_node_speaks_of_its_own_instances_alone(state: State, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    def known() -> list[tuple[str, str]]:
+        reports = state.live.read_view().nodes["node-1"].heartbeat.instances
+        return [(report.instance_id, report.model) for report in reports]
+
+    _beat(ask, *FORGED, used_bytes=2)
+    assert known() == [("i1", "llama")]
+    monkeypatch.setattr(Database, "transaction", _away)
+    _beat(ask, *FORGED, used_bytes=3, status=503)
+    assert known() == [("i1", "llama")]
+    assert _used_bytes(state) == 3
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://169.254.169.254/x", "http://2852039166", "http://0xa9.254.43518:80", "http://[fe80::1]:9",
+        "http://[::ffff:169.254.169.254]", "http://224.0.0.1", "http://[ff02::1]", "http://0.0.0.0:9", "http://[::]:9",
+        "file:///etc/passwd", "gopher://n:1", "n:1", "http://", "http://n:port", "http://[n", "http://n:1/a?b=", "",
+    ],
+)  # fmt: skip
+def test_a_node_is_at_an_address_of_its_own(ask: Ask, fleet: None, url: str) -> None:
+    join = msgspec.json.encode(msgspec.structs.replace(JOIN, url=url))
+    refused = ask("POST", "/node/join", role="node", status=400, content=join)
+    assert refused["param"] == "url"
+    assert refused["detail"].startswith("url: ")
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.7:9", "https://node.example/agent", "http://[fd00::7]:9", "http://n"])
+def test_a_node_may_be_inside(ask: Ask, fleet: None, url: str) -> None:
+    ask("POST", "/node/join", role="node", content=msgspec.json.encode(msgspec.structs.replace(JOIN, url=url)))
+
+
+def test_a_postgres_that_hangs_keeps_few_threads(
+    state: State, ask: Ask, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = state.live.read_view().nodes["node-1"]
+    names = [f"n{number}" for number in range(15)]
+    for name in names:
+        beat = msgspec.structs.replace(view.heartbeat, node=name)
+        state.live.write_heartbeat(beat, region=view.region, gpu_type=view.gpu_type, url=view.url)
+    free = threading.Event()
+
+    @contextmanager
+    def hangs(_: Database) -> Iterator[Session]:
+        free.wait(120)
+        raise OperationalError("SELECT 1", {}, ConnectionError("gone"))
+        yield
+
+    def renewed() -> bool:
+        nodes = state.live.read_view().nodes
+        return all(nodes[name].heartbeat.instances[0].kv_used_bytes == 5 for name in names)
+
+    monkeypatch.setattr(Database, "transaction", hangs)
+    beating = [
+        threading.Thread(target=_beat, args=(ask,), kwargs={"used_bytes": 5, "node": name, "status": 503})
+        for name in names
+    ]
+    try:
+        for thread in beating:
+            thread.start()
+        until(lambda: renewed() and state.beats.writing == set(names))
+        assert state.beats.postgres.borrowed_tokens <= 10
+        _beat(ask, used_bytes=6, node="n3", status=503)  # at once: its last one is still on its way
+        assert not free.is_set()
+    finally:
+        free.set()
+        for thread in beating:
+            thread.join()
+    assert state.beats.writing == set()

@@ -5,9 +5,11 @@ import pytest
 from fastapi.testclient import TestClient
 
 from controlplane.api.state import State
+from controlplane.store.endpoint_summary import Backlog
+from controlplane.store.session import Database
 from dataplane.messages import Heartbeat, InstanceReport
 from tests.controlplane.api.conftest import Ask
-from tests.controlplane.api.test_heartbeats import JOIN
+from tests.controlplane.api.test_heartbeats import JOIN, hold
 from tests.controlplane.world import until
 
 
@@ -26,8 +28,9 @@ def test_an_endpoint_without_instances_has_no_utilization(ask: Ask, fleet: None)
     assert live["queues"] == []
 
 
-def test_an_endpoint_is_as_busy_as_its_heartbeats_say(ask: Ask, fleet: None) -> None:
+def test_an_endpoint_is_as_busy_as_its_heartbeats_say(ask: Ask, fleet: None, database: Database) -> None:
     ask("POST", "/node/join", role="node", content=msgspec.json.encode(JOIN))
+    hold(database, "i1")
     report = InstanceReport(
         instance_id="i1",
         model="llama",
@@ -46,6 +49,15 @@ def test_an_endpoint_is_as_busy_as_its_heartbeats_say(ask: Ask, fleet: None) -> 
 
     until(lambda: endpoint()["utilization"] is not None)
     assert (endpoint()["utilization"], endpoint()["remaining_tokens"], endpoint()["load"]) == (0.75, 77, 0.5)
+
+
+def test_of_a_long_queue_a_part_is_counted(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    def counted(_: object, *, count_max: int) -> dict[str, Backlog]:
+        return {"tide": Backlog(tokens=7.0 * count_max, due_s=60.0, at_least=True)}
+
+    monkeypatch.setattr("controlplane.api.admin.live_status.backlogs", counted)
+    [queue] = ask("GET", "/admin/status/live")["queues"]
+    assert queue == {"model": "tide", "tokens": 7000.0, "due_s": 60.0, "at_least": True}
 
 
 def test_objectives_by_tier(state: State, ask: Ask) -> None:

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 from sqlalchemy import event, text
 from sqlalchemy.orm import Session
 
+from controlplane.dispatcher.aside import Aside
 from controlplane.dispatcher.finalize import finalize_one
 from controlplane.dispatcher.ingest import ingest_one
 from controlplane.errors import ConflictError
@@ -139,7 +140,7 @@ class CrashPoints(RuleBasedStateMachine):
 
     @rule(who=who, death=death)
     def ingest(self, who: int, death: Death = None) -> None:
-        self._do(who, lambda session: ingest_one(session, self.blobs, self.world.settings), death)
+        self._do(who, lambda session: ingest_one(session, self.blobs, self.world.settings, Aside()), death)
 
     @rule(target=held, who=who, count=st.integers(1, LINES), death=death)
     def claim_and_send(self, who: int, count: int, death: Death = None) -> tuple[int, list[Claim]]:
@@ -206,7 +207,7 @@ class CrashPoints(RuleBasedStateMachine):
 
     @rule(who=who, death=death)
     def finalize(self, who: int, death: Death = None) -> None:
-        self._do(who, lambda session: finalize_one(session, self.blobs, self.world.settings), death)
+        self._do(who, lambda session: finalize_one(session, self.blobs, self.world.settings, Aside()), death)
 
     @rule(who=who, death=death)
     def cancel(self, who: int, death: Death = None) -> None:

@@ -2,19 +2,23 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
 import pytest
 from sqlalchemy import select, text
+from structlog.testing import capture_logs
 
-from controlplane.dispatcher.process import Dispatcher
+from controlplane.dispatcher.process import Dispatcher, _forever
+from controlplane.dispatcher.release import Releaser
 from controlplane.settings import Settings
+from controlplane.store import queue
 from controlplane.store.batch_tables import BatchResult, QueuedRequest
 from controlplane.store.batches import cancel_batch
 from controlplane.store.blobs import BlobStore
-from controlplane.store.queue import expire_leases, expire_requests
+from controlplane.store.queue import Claim, expire_leases, expire_requests
 from tests.controlplane.world import NODE_KEY, FakeAgent, World, served
 
 FAST = {
@@ -264,3 +268,70 @@ def test_no_room_no_release(world: World) -> None:
         world.add_batch(lines=1)
         asyncio.run(run())
     assert (agent.asked, open_rows(world)) == ([], [(False, 0, None)])
+
+
+@contextlib.asynccontextmanager
+async def releaser_of(world: World, **changes: Any) -> AsyncIterator[Releaser]:
+    settings = Settings(**world.settings.model_dump() | FAST | changes)
+    async with Dispatcher(settings)._parts() as (_, _, releaser):
+        yield releaser
+
+
+def test_a_claim_that_is_under_way_at_the_stop_is_given_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim, entered, may_go = queue.claim, threading.Event(), threading.Event()
+
+    def slow(*args: Any, **wanted: Any) -> list[Claim]:
+        entered.set()
+        assert may_go.wait(30)
+        return claim(*args, **wanted)
+
+    monkeypatch.setattr("controlplane.store.queue.claim", slow)
+
+    async def run() -> None:
+        async with releaser_of(world) as releaser:
+            releasing = asyncio.create_task(releaser.release())
+            await holds(entered.is_set)
+            releasing.cancel()
+            await asyncio.wait([releasing])
+            stopping = asyncio.create_task(releaser.stop())
+            done, _ = await asyncio.wait([stopping], timeout=0.2)
+            may_go.set()
+            assert not done, "it waits for the claim"
+            await stopping
+            assert open_rows(world) == [(False, 0, "its dispatcher was stopped")]
+
+    with served(FakeAgent().app) as url:
+        world.serve("n1", url)
+        world.add_batch(lines=1)
+        asyncio.run(run())
+
+
+def test_nothing_goes_to_a_node_that_has_not_beaten_since_redis_came_back(world: World) -> None:
+    agent = FakeAgent()
+
+    async def run() -> None:
+        async with releaser_of(world) as releaser:
+            world.live._redis.flushdb()
+            await releaser.release()
+            assert open_rows(world) == [(False, 0, None)]
+            assert releaser._fleet.instances(), "requests with somebody waiting still go there"
+            world.report("n1", instance_id, region="us-east", url=url)
+            await releaser.release()
+            await holds(lambda: results(world))
+
+    with served(agent.app) as url:
+        instance_id = world.serve("n1", url)
+        world.add_batch(lines=1)
+        asyncio.run(run())
+    assert len(agent.asked) == 1
+
+
+def test_an_error_of_the_disk_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        raise errors.pop()
+
+    errors: list[BaseException] = [asyncio.CancelledError(), OSError("gone"), OSError()]
+    monkeypatch.setattr("controlplane.dispatcher.process._RETRY_AFTER_S", 0.0)
+    with capture_logs() as logs, pytest.raises(asyncio.CancelledError):
+        asyncio.run(_forever(work, 0.0, "validated"))
+    assert [(entry["event"], entry["error"]) for entry in logs] == [("the dispatcher waits", "OSError: ")]

@@ -2,7 +2,9 @@
 
 import msgspec
 import pytest
+from sqlalchemy import text
 
+from controlplane.dispatcher.aside import Aside
 from controlplane.dispatcher.finalize import finalize_one
 from controlplane.store.blobs import BlobStore
 from controlplane.store.files import get_file
@@ -14,9 +16,9 @@ class CrashError(Exception):
     pass
 
 
-def step(world: World, blobs: BlobStore, *, crash: bool = False) -> str | None:
+def step(world: World, blobs: BlobStore, aside: Aside | None = None, *, crash: bool = False) -> str | None:
     with world.database.transaction() as session:
-        moved = finalize_one(session, blobs, world.settings)
+        moved = finalize_one(session, blobs, world.settings, aside or Aside())
         if crash:
             raise CrashError
         return moved
@@ -57,9 +59,39 @@ def test_a_crash_at_either_step_loses_nothing(world: World, blobs: BlobStore) ->
     assert (batch.input_tokens, batch.output_tokens) == (21, 9)
 
 
+def test_a_batch_that_cannot_be_finalized_blocks_no_other(
+    world: World, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, good = world.add_batch(lines=2), world.add_batch(lines=2)
+    answer_all(world)
+    with world.database.transaction() as session:
+        session.execute(text("DELETE FROM batch_results WHERE line = 2 AND batch_number = 1"))
+    aside = Aside()
+    assert step(world, blobs, aside) == bad, "it says finalizing"
+    with pytest.raises(RuntimeError, match=f"{bad} has 1 results for 2 lines"):
+        step(world, blobs, aside)
+    assert [step(world, blobs, aside) for _ in range(3)] == [good, good, None]
+    assert (world.batch(good).state, world.batch(bad).state) == ("completed", "finalizing")
+    monkeypatch.setattr("controlplane.dispatcher.aside._ASIDE_S", 0.0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            step(world, blobs)
+
+
+def test_counts_begin_at_nought(world: World, blobs: BlobStore) -> None:
+    """Whatever the row said before its end."""
+    batch_id = world.add_batch(lines=2)
+    answer_all(world)
+    with world.database.transaction() as session:
+        session.execute(text("UPDATE batches SET completed = 1, failed = 1, input_tokens = 5, output_tokens = 5"))
+    assert [step(world, blobs) for _ in range(2)] == [batch_id] * 2
+    batch = world.batch(batch_id)
+    assert (batch.completed, batch.failed, batch.input_tokens, batch.output_tokens) == (2, 0, 14, 6)
+
+
 def test_two_dispatchers_finalize_it_once(world: World, blobs: BlobStore) -> None:
     world.add_batch(lines=1)
     answer_all(world)
     with world.database.transaction() as one, world.database.transaction() as other:
-        assert finalize_one(one, blobs, world.settings) is not None
-        assert finalize_one(other, blobs, world.settings) is None
+        assert finalize_one(one, blobs, world.settings, Aside()) is not None
+        assert finalize_one(other, blobs, world.settings, Aside()) is None

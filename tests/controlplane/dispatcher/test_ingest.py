@@ -1,11 +1,15 @@
 """Validating a batch: every bad line is named, and all lines or none become requests."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, text
+from sqlalchemy.exc import OperationalError
 
+from controlplane.dispatcher.aside import Aside
 from controlplane.dispatcher.ingest import ingest_one
 from controlplane.store import queue
 from controlplane.store.batch_tables import BatchModel, BatchRequest, QueuedRequest
@@ -26,8 +30,8 @@ def ingest(world: World, blobs: BlobStore, *lines: bytes, **changes: Any) -> Any
     with blobs.writing(world.batch(batch_id).input_file_id) as stream:
         stream.write(b"".join(lines))
     with world.database.transaction() as session:
-        assert ingest_one(session, blobs, world.settings.model_copy(update=changes)) == batch_id
-        assert ingest_one(session, blobs, world.settings) is None
+        assert ingest_one(session, blobs, world.settings.model_copy(update=changes), Aside()) == batch_id
+        assert ingest_one(session, blobs, world.settings, Aside()) is None
     return world.batch(batch_id)
 
 
@@ -122,7 +126,7 @@ def test_exactly_as_many_as_allowed(world: World, blobs: BlobStore) -> None:
 def test_a_file_that_is_gone(world: World, blobs: BlobStore) -> None:
     batch_id = world.add_batch()
     with world.database.transaction() as session:
-        ingest_one(session, blobs, world.settings)
+        ingest_one(session, blobs, world.settings, Aside())
     [error] = world.batch(batch_id).errors["data"]  # type: ignore[index]
     assert (error["code"], error["param"]) == ("file_not_found", "input_file_id")
 
@@ -132,8 +136,8 @@ def test_a_batch_being_validated_is_left_alone(world: World, blobs: BlobStore) -
     with blobs.writing(world.batch(batch_id).input_file_id) as stream:
         stream.write(line())
     with world.database.transaction() as one, world.database.transaction() as other:
-        assert ingest_one(one, blobs, world.settings) == batch_id
-        assert ingest_one(other, blobs, world.settings) is None
+        assert ingest_one(one, blobs, world.settings, Aside()) == batch_id
+        assert ingest_one(other, blobs, world.settings, Aside()) is None
     with world.database.transaction() as session:
         assert session.scalar(select(func.count()).select_from(BatchRequest)) == 1
 
@@ -151,3 +155,46 @@ def test_a_defect_of_ours_fails_its_batch_and_blocks_no_other(
     assert [error["code"] for error in first.errors["data"]] == ["internal_error"]
     assert requests_of(world) == []
     assert ingest(world, blobs, line("b")).state == "in_progress"
+
+
+class Interrupted(BlobStore):
+    """A disk that gives one line, and then has `trouble`."""
+
+    def __init__(self, blobs: BlobStore, trouble: Callable[[], None]) -> None:
+        super().__init__(blobs._folder)
+        self._trouble = trouble
+
+    @contextlib.contextmanager
+    def open(self, file_id: str) -> Iterator[Iterator[bytes]]:  # type: ignore[override]
+        def lines() -> Iterator[bytes]:
+            yield line("a")
+            self._trouble()
+            yield line("b")
+
+        yield lines()
+
+
+@pytest.mark.parametrize("where", ["disk", "Postgres"])
+def test_trouble_on_the_way_is_not_the_batchs_fault(world: World, blobs: BlobStore, where: str) -> None:
+    def trouble() -> None:
+        if where == "disk":
+            raise OSError("the disk is gone")
+        with world.database.transaction() as session:
+            copying = "query LIKE 'COPY%' AND datname = current_database()"
+            assert session.scalars(text(f"SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE {copying}")).all()
+
+    first, second = world.add_batch(), world.add_batch()
+    for batch_id in (first, second):
+        with blobs.writing(world.batch(batch_id).input_file_id) as stream:
+            stream.write(line())
+    aside = Aside()
+    expected = OSError if where == "disk" else OperationalError
+    with pytest.raises(expected), world.database.transaction() as session:
+        ingest_one(session, Interrupted(blobs, trouble), world.settings, aside)
+    assert (world.batch(first).state, world.batch(first).errors, requests_of(world)) == ("validating", None, [])
+    with world.database.transaction() as session:
+        assert ingest_one(session, blobs, world.settings, aside) == second, "those behind it go on"
+        assert ingest_one(session, blobs, world.settings, aside) is None
+    with world.database.transaction() as session:
+        assert ingest_one(session, blobs, world.settings, Aside()) == first, "and it is tried again"
+    assert {world.batch(each).state for each in (first, second)} == {"in_progress"}

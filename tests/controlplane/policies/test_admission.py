@@ -38,8 +38,12 @@ def instance(name: str = "i", *, wait_s: float | None = 0.0, region: str = "east
     return InstanceFacts(**(values | changes))
 
 
-def decide(tier: Tier, *instances: InstanceFacts, urgent: bool = False) -> Admit | Refuse | Wait:
-    routing = RoutingFacts(model="tide", tier=tier, tokens=100, preference=("east", "west"), instances=instances)
+def decide(
+    tier: Tier, *instances: InstanceFacts, urgent: bool = False, avoided: frozenset[str] = frozenset()
+) -> Admit | Refuse | Wait:
+    routing = RoutingFacts(
+        model="tide", tier=tier, tokens=100, preference=("east", "west"), instances=instances, avoided=avoided
+    )
     objective = {Tier.IW_F: FAST, Tier.IW_N: NORMAL}.get(tier)
     facts = AdmissionFacts(routing=routing, objective=objective, urgent=FAST if urgent else None)
     return choose_admission(facts, 0.0, SETTINGS)
@@ -72,6 +76,13 @@ def test_the_best_instance_counts_and_only_those_that_may_serve() -> None:
     ]
     for other in others:
         assert isinstance(decide(Tier.IW_F, instance("a", wait_s=9.0), other), Refuse), other
+
+
+@pytest.mark.parametrize("failing", ["b", "node-b"])
+def test_an_idle_instance_that_keeps_failing_admits_nobody(failing: str) -> None:
+    busy, idle = instance("a", wait_s=9.0), instance("b", wait_s=0.0)
+    assert isinstance(decide(Tier.IW_F, busy, idle, avoided=frozenset({failing})), Refuse)
+    assert decide(Tier.IW_F, busy, idle, avoided=frozenset({"a", failing})) == Admit(), "none is well: all are tried"
 
 
 def test_what_was_just_sent_counts() -> None:

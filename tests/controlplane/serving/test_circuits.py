@@ -44,6 +44,17 @@ def test_one_probe_then_all_or_nothing() -> None:
     assert not circuits.avoided()
 
 
+def test_what_is_gone_is_forgotten() -> None:
+    circuits, clock = noted(NodeError("broke off"))
+    clock.now_s = 30.0
+    circuits.avoided()
+    assert set(circuits._circuits) == {"i1", "n1"}, "it may come back"
+    circuits.note_sent(ROUTE)  # a probe that nobody hears of again
+    clock.now_s = 200.0
+    circuits.avoided()
+    assert circuits._circuits == {}
+
+
 def test_what_is_well_again_is_forgotten() -> None:
     circuits, _ = noted(NodeError("broke off"), times=2)
     circuits.note_end(ROUTE, None)

@@ -1,11 +1,16 @@
 """What a gateway remembers of the fleet: tokens just sent, and a view that outlives Redis for a while."""
 
 import time
+from itertools import pairwise
 
 import anyio
+import pytest
 from pydantic import SecretStr
+from sqlalchemy.orm import Session
 
+from controlplane.errors import UnknownModelError
 from controlplane.serving.fleet import FleetCache
+from controlplane.store.fleet import Catalog, load_catalog
 from controlplane.store.live import LiveStore
 from ops.ports import free_port
 from tests.controlplane.world import World
@@ -73,3 +78,38 @@ def test_the_view_does_not_age_while_redis_is_away(world: World) -> None:
 
     anyio.run(run)
     away.close()
+
+
+def test_made_up_names_share_a_read_and_reads_keep_apart(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    every_s = 0.3
+    reads: list[tuple[float, float]] = []
+
+    def read(session: Session) -> Catalog:
+        began_s = time.monotonic()
+        time.sleep(0.02)
+        catalog = load_catalog(session)
+        reads.append((began_s, time.monotonic()))
+        return catalog
+
+    monkeypatch.setattr("controlplane.serving.fleet.load_catalog", read)
+    monkeypatch.setattr("controlplane.serving.fleet._LOOK_UP_EVERY_S", every_s)
+
+    async def run() -> None:
+        cache = FleetCache(world.database, world.live, world.settings)
+
+        async def ask(name: str) -> None:
+            with pytest.raises(UnknownModelError):
+                await cache.model(name)
+
+        async with anyio.create_task_group() as group:
+            for number in range(50):
+                group.start_soon(ask, f"made-up-{number}")
+        assert len(reads) <= 2
+        await ask("made-up")
+        world.add_model("new")
+        assert (await cache.model("new")).name == "new", "however lately another was looked up"
+
+    anyio.run(run)
+    for (before_s, ended_s), (began_s, _) in pairwise(reads):
+        assert began_s >= ended_s
+        assert began_s - before_s >= every_s - 0.05

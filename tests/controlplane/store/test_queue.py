@@ -11,6 +11,7 @@ from sqlalchemy.exc import IntegrityError
 from controlplane.store import queue
 from controlplane.store.batch_tables import BatchResult, QueuedRequest
 from controlplane.store.batches import cancel_batch
+from controlplane.store.endpoint_summary import backlogs
 from controlplane.store.queue import Claim, Outcome
 from tests.controlplane.world import MODEL, World
 
@@ -129,7 +130,7 @@ def test_nothing_is_written_by_a_claim_that_is_over(world: World, loss: str) -> 
     assert not give_back(world, held)
     with world.database.transaction() as session:
         kept = queue.renew(session, [held], lease_s=3600)
-    assert kept == ({held.key} if loss == "expired" else set()), "nobody else has it: its result would be written"
+    assert kept == set(), "no result of it would be written"
     assert (open_rows(world), len(results(world))) == (before, made)
 
 
@@ -148,6 +149,29 @@ def test_of_many_results_each_is_written_once_and_the_late_ones_are_not(world: W
     assert finish(world, third, second, first) == 2
     assert [result.line for result in results(world)] == [1, 2, 3]
     assert open_rows(world) == []
+
+
+def test_a_result_that_is_an_error_alone(world: World) -> None:
+    """No response and no name of one: by itself, and among others."""
+    batch_id = world.add_batch(lines=3)
+    first, second, third = claim(world, count=3)
+    gave_up = [Outcome(claim=each, error={"code": "no", "message": f"line {each.line}\n"}) for each in (first, second)]
+    with world.database.transaction() as session:
+        assert queue.finish(session, gave_up[:1]) == {first.key}
+    answered = Outcome(claim=third, status_code=200, body={"n": 3}, upstream_id="u", input_tokens=7)
+    with world.database.transaction() as session:
+        assert queue.finish(session, [gave_up[1], answered]) == {second.key, third.key}
+    found = [(each.line, each.state, each.status_code, each.body, each.error, each.upstream_id, each.input_tokens)
+             for each in results(world)]  # fmt: skip
+    assert found == [
+        (1, "failed", None, None, {"code": "no", "message": "line 1\n"}, "", 0),
+        (2, "failed", None, None, {"code": "no", "message": "line 2\n"}, "", 0),
+        (3, "completed", 200, {"n": 3}, None, "u", 7),
+    ]
+    with world.database.transaction() as session:  # SQL's null, not JSON's
+        nulls = "SELECT count(*) FROM batch_results WHERE body IS NULL AND status_code IS NULL AND error IS NOT NULL"
+        assert session.scalar(text(nulls)) == 2
+    assert world.batch(batch_id).ended_at is None
 
 
 def test_one_result_a_request_is_a_constraint(world: World) -> None:
@@ -264,11 +288,16 @@ def test_backlogs(world: World) -> None:
     world.add_batch(lines=4, window_s=600)
     claim(world, count=2)
     with world.database.transaction() as session:
-        [(model, backlog)] = queue.backlogs(session).items()
+        [(model, backlog)] = backlogs(session).items()
         now_s = session.scalar(select(func.extract("epoch", func.now())))
     assert model == MODEL
     assert backlog.tokens > 0
     assert float(now_s) < backlog.due_s <= float(now_s) + 600  # type: ignore[arg-type]
+    with world.database.transaction() as session:
+        assert backlogs(session, count_max=3) == {MODEL: backlog}, "two wait"
+        for count_max in (1, 2):
+            bounded = backlogs(session, count_max=count_max)[MODEL]
+            assert (bounded.tokens, bounded.at_least) == (backlog.tokens * count_max / 2, True)
     claim(world, count=2)
     with world.database.transaction() as session:
-        assert queue.backlogs(session) == {}
+        assert backlogs(session) == {}

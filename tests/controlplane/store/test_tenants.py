@@ -4,9 +4,13 @@ import threading
 from typing import Any
 
 import msgspec
+import pytest
+from sqlalchemy.orm import Session
 
+from controlplane.dispatcher.aside import Aside
 from controlplane.dispatcher.ingest import ingest_one
 from controlplane.policies.lifecycle import BatchRequestState
+from controlplane.store import tenants
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import cancel_batch, end_requests
 from controlplane.store.blobs import BlobStore
@@ -38,7 +42,7 @@ def submitted(world: World, blobs: BlobStore, lines: int, *, tenant: str = "acme
 def accepted(world: World, blobs: BlobStore, lines: int, *, tenant: str = "acme") -> Batch:
     batch_id = submitted(world, blobs, lines, tenant=tenant)
     with world.database.transaction() as session:
-        assert ingest_one(session, blobs, world.settings) == batch_id
+        assert ingest_one(session, blobs, world.settings, Aside()) == batch_id
     return world.batch(batch_id)
 
 
@@ -91,7 +95,7 @@ def test_two_batches_at_once_do_not_both_take_the_last(world: World, blobs: Blob
 
     def ingest() -> None:
         with world.database.transaction() as session:
-            ingest_one(session, blobs, world.settings)
+            ingest_one(session, blobs, world.settings, Aside())
 
     threads = [threading.Thread(target=ingest) for _ in ids]
     for thread in threads:
@@ -99,6 +103,28 @@ def test_two_batches_at_once_do_not_both_take_the_last(world: World, blobs: Blob
     for thread in threads:
         thread.join()
     assert sorted(world.batch(batch_id).state for batch_id in ids) == ["failed"] * 3 + ["in_progress"]
+
+
+def test_what_is_queued_is_summed_before_the_lock_and_what_came_since_under_it(
+    world: World, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(world, 9 * LINE_TOKENS)
+    old = accepted(world, blobs, 2)
+    count, seen = tenants._queued_tokens, []
+
+    def counted(session: Session, tenant: str, **besides: Any) -> dict[int, int]:
+        found = count(session, tenant, **besides)
+        seen.append(found)
+        if len(seen) == 1:  # another dispatcher is quicker to the lock
+            monkeypatch.setattr(tenants, "_queued_tokens", count)
+            accepted(world, blobs, 3)
+            monkeypatch.setattr(tenants, "_queued_tokens", counted)
+        return found
+
+    monkeypatch.setattr(tenants, "_queued_tokens", counted)
+    with world.database.transaction() as session:
+        assert tenants.batch_tokens_left(session, "acme", world.settings) == 4 * LINE_TOKENS
+    assert seen == [{old.number: 2 * LINE_TOKENS}, {old.number + 1: 3 * LINE_TOKENS}]
 
 
 def test_a_tenant_without_a_row_has_the_defaults(world: World) -> None:
