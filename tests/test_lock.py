@@ -12,7 +12,13 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 LOCK = ROOT / "ops" / "requirements.lock"
-PRERELEASES: frozenset[str] = frozenset()
+PRERELEASES = frozenset(
+    {
+        "opentelemetry-exporter-http-transport",
+        "opentelemetry-exporter-otlp-common",
+        "opentelemetry-semantic-conventions",
+    }
+)
 """Those that are taken although their makers call them unfinished."""
 
 
