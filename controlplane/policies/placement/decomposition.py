@@ -26,7 +26,7 @@ from controlplane.policies.placement.prices_choice import Chooser, Effort
 from controlplane.policies.placement.prices_columns import Columns
 from controlplane.policies.placement.prices_dual import Dual, climb, first_dual, priced_out, soft_choice
 from controlplane.policies.placement.prices_master import relax_master
-from controlplane.policies.placement.prices_near import Near, near_columns
+from controlplane.policies.placement.prices_near import Near, near_columns, near_of
 from controlplane.policies.placement.prices_regions import region_bound
 from controlplane.policies.placement.prices_repair import Standing, moved, pool_gpus, relieved, rounded, standing_of
 from controlplane.policies.placement.prices_tables import Floats, Tables, build_tables
@@ -37,8 +37,10 @@ LEAST_GAIN = 1e-6
 LEAST_TAU = 1e-3
 LEAST_PROMISE = 0.2
 """A region this much of the gap above its bound is worth an integer program for a better one."""
-SPARE = 0.08
-"""Columns are near that cost at most this share of what an endpoint costs on average above its best."""
+SPARE, FEW = 0.08, 20
+"""Columns are near that cost at most this share of what an endpoint costs on average above its best; less where fewer
+than `FEW` of each endpoint are kept.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,15 +158,17 @@ class _Search:
         fleet = fleet_cost(self._grid, best.counts, best.pool_gpus)
         size = len(tables.home)
         each_max = min(max(limits.near_max // size, limits.near_each_least), limits.near_each_most)
-        near = near_columns(tables, dual, mix.columns, standing, spare=SPARE * fleet / size, each_max=each_max)
+        spare = SPARE * fleet / size * min(1.0, each_max / FEW)
+        near = near_columns(tables, dual, mix.columns, standing, spare=spare, each_max=each_max)
         choices = _Choices(tables, dual, near, limits, SAFETY * self._gap * fleet, self._should_stop)
         for number, share in limits.choices:
             if best.gap <= self._gap or self._should_stop():
                 break
             choices.improve(number, share)
-            standing = moved(tables, standing_of(near.columns, choices.choice), limits.moves_max)
+            standing = moved(tables, choices.standing(), limits.moves_max)
             found = self._solution(dual.rounds, choices.bound, standing, "chosen among ways near the prices")
             best = min(found, self._bounded(best, choices.bound), key=lambda each: each.objective)
+            choices.go_on_from(near_of(tables, dual, near.columns, standing, near.least, spare=spare))
         return best
 
     def _exact(self, dual: Dual) -> tuple[Dual, _Mix]:
@@ -225,14 +229,23 @@ class _Choices:
         slack: float,
         should_stop: Callable[[], bool],
     ) -> None:
-        self.choice, self.bound = near.choice, dual.bound
-        self._tables, self._near, self._limits = tables, near, limits
+        self.bound = dual.bound
+        self._tables, self._rows, self._limits = tables, dual.rows, limits
         self._slack, self._should_stop = slack, should_stop
-        self._chooser = Chooser(tables=tables, rows=dual.rows, columns=near.columns)
+        self.go_on_from(near)
         gpu, _host, self._token = dual.rows.of_places(dual.prices)
         gpus = (gpu.reshape(tables.capacity.shape) * tables.capacity).sum(axis=1)
         self._low = np.bincount(tables.region_of, weights=near.least) - gpus
         self._raised = np.zeros(len(tables.regions), bool)
+
+    def go_on_from(self, near: Near) -> None:
+        """Choose among these columns from now on, beginning with what stands."""
+        self._near, self.choice = near, near.choice
+        self._chooser = Chooser(tables=self._tables, rows=self._rows, columns=near.columns)
+
+    def standing(self) -> Standing:
+        """The placement chosen."""
+        return standing_of(self._near.columns, self.choice)
 
     def improve(self, number: int, share: float) -> None:
         """For the whole fleet, with so many more columns open, to a share of the slack; then region by region; then

@@ -21,7 +21,7 @@ from controlplane.policies.placement.prices_relax import Cells
 from controlplane.policies.placement.prices_search import search
 from controlplane.policies.placement.prices_tables import Floats, Ints, Tables
 
-CHUNK = 4096
+CHUNK, CHUNK_SPARE = 4096, 512
 """Endpoints searched at a time: it bounds the memory."""
 WIDTH_FIRST, WIDTH_GROWTH = 1.0, 1.5
 """The box around the best prices, in their scale: it grows with each step that raised the bound, else it halves."""
@@ -83,8 +83,9 @@ def ways_at(
     gpu, host = gpu.reshape(tables.capacity.shape), host.reshape(tables.capacity.shape)
     among = np.arange(len(tables.home)) if among is None else among
     least, reach, found = np.zeros(len(among)), np.zeros(len(among)), []
-    for start in range(0, len(among), CHUNK):
-        part = slice(start, start + CHUNK)
+    size = CHUNK if spare is None else CHUNK_SPARE
+    for start in range(0, len(among), size):
+        part = slice(start, start + size)
         at = among[part]
         model, region = tables.model_of[at], tables.region_of[at]
         unit = gpu[region] * tables.gpus[model] - token[model][:, None] * tables.speed[model]

@@ -10,8 +10,12 @@ import numpy as np
 
 from controlplane.policies.placement.prices_columns import Columns, joined
 from controlplane.policies.placement.prices_dual import Dual, ways_at
-from controlplane.policies.placement.prices_repair import Standing
+from controlplane.policies.placement.prices_relax import TOLERANCE
+from controlplane.policies.placement.prices_repair import Standing, served_by
 from controlplane.policies.placement.prices_tables import Bools, Floats, Ints, Tables
+
+MORE = np.array([1, 2, 4, 8])
+"""Instances that an endpoint which lacks some may get in one choice."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,20 +45,47 @@ class Near:
 def near_columns(
     tables: Tables, dual: Dual, known: Columns, standing: Standing, *, spare: float, each_max: int
 ) -> Near:
-    """Columns with an excess of at most `spare`, at most `each_max` found for each endpoint; and what stands."""
+    """Columns with an excess of at most `spare`, at most `each_max` found for each endpoint; what stands; and what
+    would serve more where too little is served.
+    """
     every = np.arange(len(tables.home))
     ways = ways_at(tables, dual.rows, dual.prices, keep=each_max, spare=np.full(len(every), spare))
+    columns = joined(tables, dual.rows, known, ways.endpoint, ways.counts, ways.pooled)
+    return near_of(tables, dual, columns, standing, ways.least, spare=spare)
+
+
+def near_of(tables: Tables, dual: Dual, columns: Columns, standing: Standing, least: Floats, *, spare: float) -> Near:
+    """Those of these columns that are near, what stands, and what would serve more where too little is served."""
+    every = np.arange(len(tables.home))
+    endpoint, counts = _serving_more(tables, standing)
     columns = joined(
         tables,
         dual.rows,
-        known,
-        np.concatenate([ways.endpoint, every]),
-        np.concatenate([ways.counts, standing.counts]),
-        np.concatenate([ways.pooled, standing.pooled]),
+        columns,
+        np.concatenate([endpoint, every]),
+        np.concatenate([counts, standing.counts]),
+        np.concatenate([np.full(len(endpoint), -1), standing.pooled]),
     )
     value = columns.priced(dual.prices)
     excess = value - columns.spread(np.minimum.reduceat(value, columns.first))
-    stands = (columns.counts == standing.counts[columns.endpoint]).all(axis=1)
-    stands &= columns.pooled == standing.pooled[columns.endpoint]
-    kept = stands | (excess <= spare)
-    return Near(columns=columns.take(kept), excess=excess[kept], choice=np.flatnonzero(stands[kept]), least=ways.least)
+    now = standing.counts[columns.endpoint]
+    stands = (columns.counts == now).all(axis=1) & (columns.pooled == standing.pooled[columns.endpoint])
+    more = np.isin(columns.endpoint, endpoint) & (columns.counts >= now).all(axis=1)
+    kept = stands | more | (excess <= spare)
+    return Near(columns=columns.take(kept), excess=excess[kept], choice=np.flatnonzero(stands[kept]), least=least)
+
+
+def _serving_more(tables: Tables, standing: Standing) -> tuple[Ints, Ints]:
+    """Some instances more of one GPU type, for each endpoint that serves too little, or whose model does; others may make
+    room. Endpoints, and counts [., K].
+    """
+    every, types = np.arange(len(tables.home)), tables.capacity.shape[1]
+    served = served_by(tables, every, standing.counts, standing.pooled)
+    lacks = np.bincount(tables.model_of, weights=served) < tables.total * (1 - TOLERANCE)
+    short = lacks[tables.model_of] | (served < tables.home * (1 - TOLERANCE))
+    at = np.flatnonzero(short & (standing.pooled < 0))
+    endpoint, kind, step = (each.ravel() for each in np.meshgrid(at, np.arange(types), MORE, indexing="ij"))
+    counts = standing.counts[endpoint]
+    counts[np.arange(len(endpoint)), kind] += step
+    fits = (counts <= tables.room[endpoint].sum(axis=2)).all(axis=1) & (counts.sum(axis=1) <= tables.most[endpoint])
+    return endpoint[fits], counts[fits]
