@@ -76,8 +76,8 @@ def near_of(tables: Tables, dual: Dual, columns: Columns, standing: Standing, le
 
 
 def _serving_more(tables: Tables, standing: Standing) -> tuple[Ints, Ints]:
-    """Some instances more of one GPU type, for each endpoint that serves too little, or whose model does; others may make
-    room. Endpoints, and counts [., K].
+    """Some instances more of one GPU type, for each endpoint that serves too little, or whose model does; others may
+    make room. Endpoints, and counts [., K].
     """
     every, types = np.arange(len(tables.home)), tables.capacity.shape[1]
     served = served_by(tables, every, standing.counts, standing.pooled)
