@@ -111,9 +111,9 @@ def test_what_no_node_took_costs_no_tokens(world: World) -> None:
 def test_leases_of_long_streams_are_renewed(world: World) -> None:
     limit(world, concurrent_max=1)
     agent = FakeAgent("hang later")
-    with running_gateway(world, agent, limit_lease_s=1.0) as gateway, streaming(gateway):
+    with running_gateway(world, agent, limit_lease_s=5.0) as gateway, streaming(gateway):
         ended = threading.Event()
-        threading.Timer(2.5, ended.set).start()
+        threading.Timer(8.0, ended.set).start()
         while not ended.is_set():
             gateway.chat(429)
 
@@ -128,7 +128,11 @@ def _cut_off(gateway: Gateway) -> None:
 
 def test_without_redis_a_gateway_keeps_its_share(world: World, capfd: Any) -> None:
     limit(world, requests_per_minute=4, concurrent_max=3)
-    with running_gateway(world, FakeAgent()) as one, running_gateway(world, limit_lease_s=1.0) as other:
+    patient: dict[str, Any] = {"limit_timeout_s": 20.0}  # a crowded machine is not a Redis that is away
+    with (
+        running_gateway(world, FakeAgent(), **patient) as one,
+        running_gateway(world, limit_lease_s=1.0, **patient) as other,
+    ):
         until(lambda: other.state.limits._gateways == 2)
         real = other.state.limits.store
         _cut_off(other)
