@@ -8,29 +8,42 @@ The prefill slot holds the KV it handed over until the decode slot's first outpu
 on from its tokens: with that KV while it is held, else through a prefill slot. A slot that does both never hands over.
 """
 
-import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 
-from dataplane.engine import EngineOutput, EngineRequest, TurnRecord
+from dataplane.engine import EngineOutput, EngineRequest, EngineStats
 from dataplane.errors import BadRequestError, DataplaneError, WorkerLostError
 from dataplane.flights import Flight
 from dataplane.frames import Add, Cancel, Release
+from dataplane.messages import Tier
 from dataplane.slots import Slot
+from dataplane.turns.decode_slots import DecodeSlot, choose_decode_slot
+from dataplane.turns.pace import PrefillPace, prefill_pace
 from dataplane.turns.prefill import PrefillQueue, PrefillSettings, choose_prefill_slot
+
+_JOINED_MAX = 32
+"""Requests of a model on one decode slot, from which on another slot takes some too."""
 
 
 class Dispatcher:
     """The requests in flight on the slots of one pool."""
 
-    def __init__(self, slots: Sequence[Slot], settings: PrefillSettings, *, losses_max: int) -> None:
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        settings: PrefillSettings,
+        *,
+        losses_max: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._slots = {slot.index: slot for slot in slots}
         self._settings = settings
         self._losses_max = losses_max
+        self._clock = clock
         self._flights: dict[str, Flight] = {}
         self._queues = {slot.index: PrefillQueue() for slot in slots if slot.kind != "decode"}
+        self._paces: dict[int, tuple[EngineStats, PrefillPace]] = {}
         self.handovers_total = 0
 
     def __len__(self) -> int:
@@ -39,7 +52,7 @@ class Dispatcher:
 
     @property
     def waits_since_s(self) -> float | None:
-        """Since when the request that waits longest for a slot does, by `time.monotonic`; None if none does."""
+        """Since when the request that waits longest for a slot does, by the clock; None if none does."""
         return min((f.waits_since_s for f in self._flights.values() if f.waits_since_s is not None), default=None)
 
     def queue(self, slot: int) -> PrefillQueue:
@@ -50,15 +63,17 @@ class Dispatcher:
         """Requests on a slot; those that wait for one for None."""
         return sum(flight.slot == slot for flight in self._flights.values())
 
-    def prefill_outlook(self, instance_id: str) -> tuple[float, float] | None:
-        """Seconds until a slot with the instance has served the prefills that wait, and its pace in seconds a token;
-        None where no slot can take it.
+    def prefill_outlook(self, instance_id: str, tier: Tier) -> tuple[float, float] | None:
+        """Seconds until a slot with the instance would begin a request of the tier that came now, and its pace in
+        seconds a token; None where no slot can take it.
         """
-        able = [self._slots[index] for index in self._queues if self._slots[index].is_ready(instance_id)]
-        if not able:
-            return None
-        slot = min(able, key=lambda slot: _load_s(self._queues[slot.index], slot))
-        return _load_s(self._queues[slot.index], slot), _pace(slot).token_s
+        now_s = self._clock()
+        outlooks = [
+            (self._load_s(queue.ahead_of(tier, now_s, self._settings), slot), self._pace(slot).token_s)
+            for slot, queue in ((self._slots[index], queue) for index, queue in self._queues.items())
+            if slot.is_ready(instance_id)
+        ]
+        return min(outlooks, default=None)
 
     def has(self, instance_id: str) -> bool:
         """Whether a request of the instance is in flight."""
@@ -72,7 +87,7 @@ class Dispatcher:
         """
         if request.request_id in self._flights:
             raise BadRequestError(f"request {request.request_id} is in flight already", param="request_id")
-        flight = Flight(request=request, model=model)
+        flight = Flight(request=request, model=model, arrived_s=self._clock())
         self._flights[request.request_id] = flight
         self._place(flight)
         return flight
@@ -147,7 +162,7 @@ class Dispatcher:
                 self._place(flight)
 
     def end_waiting(self, since_s: float, error: DataplaneError) -> None:
-        """End the requests that wait for a slot since `since_s`, by `time.monotonic`, or longer."""
+        """End the requests that wait for a slot since `since_s`, by the clock, or longer."""
         waiting = [f for f in self._flights.values() if f.waits_since_s is not None and f.waits_since_s <= since_s]
         for flight in waiting:
             self.end(flight.request_id, error)
@@ -159,7 +174,7 @@ class Dispatcher:
         able = {i: s for i, s in self._slots.items() if s.kind != unable and s.is_ready(flight.request.instance_id)}
         if not able:
             if flight.waits_since_s is None:
-                flight.waits_since_s = time.monotonic()
+                flight.waits_since_s = self._clock()
             return
         flight.waits_since_s = None
         flight.slot = self._choose_prefill(flight, able) if flight.kv is None else self._choose_decode(flight, able)
@@ -169,21 +184,19 @@ class Dispatcher:
         """Join the queue of a slot, by Aegaeon's algorithm 1."""
         request = flight.prefill()
         queues = {index: self._queues[index] for index in able}
-        loads_s = {index: _load_s(queue, able[index]) for index, queue in queues.items()}
+        loads_s = {index: self._load_s(queue, able[index]) for index, queue in queues.items()}
         chosen = choose_prefill_slot(request, queues, loads_s, self._settings).slot
         self._queues[chosen] = self._queues[chosen].join(request, self._settings)
         flight.queued_at = chosen
         return chosen
 
     def _choose_decode(self, flight: Flight, able: dict[int, Slot]) -> int:
-        """The slot whose round is least long with this request in it; then the one with the fewest requests."""
-        models: dict[int, set[str]] = {index: {flight.model} for index in able}
-        requests = Counter(dict.fromkeys(able, 0))
+        requests: dict[int, Counter[str]] = {index: Counter() for index in able}
         for other in self._flights.values():
-            if other.slot in models:
-                models[other.slot].add(other.model)
-                requests[other.slot] += 1
-        return min(able, key=lambda index: (len(models[index]), requests[index]))
+            if other is not flight and other.slot in requests:
+                requests[other.slot][other.model] += 1
+        slots = [DecodeSlot(slot=index, requests=models) for index, models in requests.items()]
+        return choose_decode_slot(flight.model, slots, batch_max=_JOINED_MAX)
 
     def _forget(self, flight: Flight) -> None:
         del self._flights[flight.request_id]
@@ -206,47 +219,16 @@ class Dispatcher:
     def _of_instance(self, instance_id: str) -> list[Flight]:
         return [flight for flight in self._flights.values() if flight.request.instance_id == instance_id]
 
+    def _load_s(self, queue: PrefillQueue, slot: Slot) -> float:
+        """Seconds that a slot's prefill queue takes."""
+        pool, pace = slot.stats.pool, self._pace(slot)
+        running_model = None if pool is None else pool.running_model
+        return queue.load_s(lambda request: pace.of(request.tokens), lambda model: pace.switch_s, running_model)
 
-@dataclass(frozen=True, kw_only=True)
-class PrefillPace:
-    """How fast a slot prefills: seconds a prompt, a token, and a switch on top. The defaults stand until seen."""
-
-    base_s: float = 0.0
-    token_s: float = 1e-4
-    switch_s: float = 0.5
-
-    def of(self, tokens: int) -> float:
-        """Seconds for a prompt of so many tokens, without a switch."""
-        return self.base_s + tokens * self.token_s
-
-
-def prefill_pace(turns: Iterable[TurnRecord]) -> PrefillPace:
-    """The pace seen in the last turns, a line by least squares; what a switch took beyond it.
-
-    Prompts of one length say nothing of longer ones: their time counts as the base, at the default pace a token.
-    """
-    prefills = [turn for turn in turns if turn.kind == "prefill" and turn.tokens]
-    plain = [turn for turn in prefills if not turn.switched] or prefills
-    switched = [turn for turn in prefills if turn.switched]
-    if not plain:
-        return PrefillPace()
-    tokens = [float(turn.tokens) for turn in plain]
-    took_s = [turn.ended_s - turn.started_s for turn in plain]
-    varied = min(tokens) < max(tokens)
-    slope_s = statistics.linear_regression(tokens, took_s).slope if varied else PrefillPace.token_s
-    mean_tokens, mean_s = statistics.fmean(tokens), statistics.fmean(took_s)
-    token_s = min(max(slope_s, 0.0), mean_s / mean_tokens)
-    pace = PrefillPace(base_s=mean_s - token_s * mean_tokens, token_s=token_s)
-    extra_s = sum(turn.ended_s - turn.started_s - pace.of(turn.tokens) for turn in switched)
-    return replace(pace, switch_s=max(0.0, extra_s) / len(switched)) if switched else pace
-
-
-def _load_s(queue: PrefillQueue, slot: Slot) -> float:
-    """Seconds that a slot's prefill queue takes."""
-    pool, pace = slot.stats.pool, _pace(slot)
-    running_model = None if pool is None else pool.running_model
-    return queue.load_s(lambda request: pace.of(request.tokens), lambda model: pace.switch_s, running_model)
-
-
-def _pace(slot: Slot) -> PrefillPace:
-    return prefill_pace(() if slot.stats.pool is None else slot.stats.pool.turns)
+    def _pace(self, slot: Slot) -> PrefillPace:
+        """As its last report shows, worked out once for each."""
+        stats = slot.stats
+        seen = self._paces.get(slot.index)
+        if seen is None or seen[0] is not stats:
+            seen = self._paces[slot.index] = stats, prefill_pace(() if stats.pool is None else stats.pool.turns)
+        return seen[1]

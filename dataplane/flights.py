@@ -15,7 +15,7 @@ class Flight:
 
     `made` are the tokens of all workers so far, `losses` how many workers died on it. `slot` is the slot that runs it;
     None while it waits for one that can. `holder` is the prefill slot that keeps `kv` for it, and `queued_at` the one
-    in whose prefill queue it stands. `waits_since_s`: since when no slot can run it, by `time.monotonic`.
+    in whose prefill queue it stands. `waits_since_s`: since when no slot can run it.
     """
 
     request: EngineRequest

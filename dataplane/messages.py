@@ -155,7 +155,8 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
 class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a node sees of one instance. `remaining_tokens`: prompt tokens not yet prefilled + tokens still to make.
 
-    `prefill_wait_s`: until its slot has served the prefills that wait there; `prefill_token_s`: the pace of it.
+    `prefill_wait_s`: until its slot would begin an IW-N request, `prefill_urgent_wait_s`: an IW-F request, which may
+    overtake; `prefill_token_s`: its pace.
     A spot instance is `draining` while requests from before it was lent run, then `spot`. KV is that of the instance
     and what is free beside it; of a pooled instance, that of all the slot.
     """
@@ -172,6 +173,7 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     kind: InstanceKind = "mixed"
     prefill_wait_s: float | None = None
+    prefill_urgent_wait_s: float | None = None
     prefill_token_s: float | None = None
 
 

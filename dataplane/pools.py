@@ -214,5 +214,8 @@ class Pool:
             beside_bytes = sum(slot.kv_used_beside_bytes(instance.instance_id) for slot in self.slots)
             sums["kv_used_bytes"] += beside_bytes
             sums["kv_capacity_bytes"] += beside_bytes
-        outlook = self.dispatcher.prefill_outlook(instance.instance_id) or (None, None)
-        return msgspec.structs.replace(report, **sums, prefill_wait_s=outlook[0], prefill_token_s=outlook[1])
+        wait_s, token_s = self.dispatcher.prefill_outlook(instance.instance_id, "IW-N") or (None, None)
+        urgent_wait_s, _ = self.dispatcher.prefill_outlook(instance.instance_id, "IW-F") or (None, None)
+        return msgspec.structs.replace(
+            report, **sums, prefill_wait_s=wait_s, prefill_urgent_wait_s=urgent_wait_s, prefill_token_s=token_s
+        )

@@ -58,7 +58,7 @@ class AgentSettings(BaseSettings):
 
     split: bool = Field(False, description="split the slots of a TP size into prefill and decode slots")
     prefill_ratio: float = Field(0.5, gt=0, lt=1, description="share of the slots of a TP size that prefill")
-    order: Literal["fcfs", "edf", "pf", "dpa"] = Field("fcfs", description="which prefill goes first")
+    order: Literal["fcfs", "edf", "pf", "dpa"] = Field("edf", description="which prefill goes first")
     group_requests_max: int = Field(8, ge=1, description="prefills of one model before another's turn")
     quota_max_s: float = Field(4.0, gt=0, description="longest decode turn while others wait")
     prefill_share: float = Field(0.5, gt=0, lt=1, description="share of a slot's time for prefill while decodes wait")

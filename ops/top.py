@@ -147,7 +147,8 @@ def _queues(snapshot: Snapshot) -> Table:
     for row in snapshot.live["queues"] if snapshot.live is not None else ():
         left_s = row["due_s"] - snapshot.at_s
         due = Text(_duration(left_s), style="red" if left_s <= 0 else "")
-        table.add_row(escape(row["model"]), f"{row['tokens']:,.0f}", due)
+        more = " or more" if row["at_least"] else ""
+        table.add_row(escape(row["model"]), f"{row['tokens']:,.0f}{more}", due)
     return table
 
 

@@ -61,10 +61,8 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None) -> FastAP
             limits=LimitKeeper(LimitStore(settings), metrics, settings),
         )
         app.state.tidepool = state
-        await fleet.start()
-        async with state.demand.flushing(), state.limits.running(), state.keys.following(live):
+        async with fleet.following(), state.demand.flushing(), state.limits.running(), state.keys.following(live):
             yield
-        await fleet.stop()
         await client.close()
         live.close()
         database.close()

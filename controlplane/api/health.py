@@ -4,18 +4,21 @@ Interactive requests need a view, a catalog and a key, not the servers these cam
 a gateway that has them goes on for minutes and stays ready. What needs Postgres, the Batch API above all, answers 503.
 """
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
+import anyio
+import anyio.to_thread
 from fastapi import APIRouter, Response
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
-from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 
-from controlplane.api.state import State, StateDep
+from controlplane.api.state import StateDep
 from controlplane.errors import TidepoolError
 
 router = APIRouter(tags=["health"])
+_ANSWERS_WITHIN_S = 2.0
 
 
 @router.get("/livez")
@@ -27,7 +30,8 @@ async def livez() -> dict[str, str]:
 @router.get("/readyz", responses={503: {"description": "it cannot serve; the body says what is missing"}})
 async def readyz(state: StateDep) -> JSONResponse:
     """Whether this process can serve interactive requests; what it lacks for that, and which server is away."""
-    away = await run_in_threadpool(_away, state)
+    asked = {"postgres": state.database.ping, "redis": state.live.ping}
+    away = [name for name, ask in asked.items() if not await _answers(ask, state.probe_threads)]
     missing = [*(["draining"] if state.draining else []), *state.fleet.missing()]
     if "postgres" in away and not state.keys.knows_any():
         missing.append("keys")
@@ -42,15 +46,9 @@ async def metrics(state: StateDep) -> Response:
     return Response(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _away(state: State) -> list[str]:
-    away = []
-    try:
-        with state.database.transaction() as session:
-            session.execute(text("SELECT 1"))
-    except SQLAlchemyError:
-        away.append("postgres")
-    try:
-        state.live.ping()
-    except TidepoolError:
-        away.append("redis")
-    return away
+async def _answers(ask: Callable[[], None], threads: anyio.CapacityLimiter) -> bool:
+    """Whether a server answers in time. One that hangs keeps threads of its own, and no probe waits for it."""
+    with anyio.move_on_after(_ANSWERS_WITHIN_S), contextlib.suppress(SQLAlchemyError, TidepoolError):
+        await anyio.to_thread.run_sync(ask, abandon_on_cancel=True, limiter=threads)
+        return True
+    return False

@@ -13,6 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from controlplane.errors import AuthenticationError, UnavailableError
 from controlplane.policies.limits import TenantLimits
+from controlplane.serving.background import in_background
 from controlplane.settings import Settings
 from controlplane.store.key_tables import KeyScope
 from controlplane.store.keys import find_with_tenant, hash_secret
@@ -97,20 +98,14 @@ class KeyCache:
     @contextlib.asynccontextmanager
     async def following(self, live: LiveStore) -> AsyncIterator[None]:
         """Hear of revocations in the background, every second."""
-
-        async def follow() -> None:
-            while True:
-                with contextlib.suppress(UnavailableError):  # then keys are asked for anew after `key_cache_s`
-                    self.forget(await anyio.to_thread.run_sync(live.read_revoked, limiter=self._follow_threads))
-                await asyncio.sleep(_FOLLOW_EVERY_S)
-
-        task = asyncio.create_task(follow())
-        try:
+        async with in_background(self._follow(live)):
             yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+
+    async def _follow(self, live: LiveStore) -> None:
+        while True:
+            with contextlib.suppress(UnavailableError):  # then keys are asked for anew after `key_cache_s`
+                self.forget(await anyio.to_thread.run_sync(live.read_revoked, limiter=self._follow_threads))
+            await asyncio.sleep(_FOLLOW_EVERY_S)
 
     async def _ask(self, hashed: str, secret: str, last: _Known | None) -> _Known:
         """What Postgres says; while it is away or slow, what it said last. Requests with one key ask once."""

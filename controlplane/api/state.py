@@ -48,6 +48,7 @@ class State:
     metrics: Metrics
     limits: LimitKeeper
     beats: BeatThreads = field(default_factory=BeatThreads)
+    probe_threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
     draining: bool = False
 
 

@@ -28,6 +28,7 @@ from controlplane.policies.limits import (
     retry_after_s,
     until_full_s,
 )
+from controlplane.serving.background import in_background
 from controlplane.serving.send import Outgoing, Placed, Sent
 from controlplane.settings import Settings
 from controlplane.store.limits import Charge, LimitStore
@@ -159,13 +160,10 @@ class LimitKeeper:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Renew leases in the background, several times within their length."""
-        task = asyncio.create_task(self._renew_forever())
         try:
-            yield
+            async with in_background(self._renew_forever()):
+                yield
         finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
             await self.store.close()
 
     async def _renew_forever(self) -> None:

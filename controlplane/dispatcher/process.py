@@ -57,13 +57,13 @@ class Dispatcher:
         fleet = FleetCache(database, live, settings)
         demand = DemandCounter(live, gateway=False)
         releaser = Releaser(database, live, fleet, Sender(fleet, agents, settings), demand, settings)
-        await fleet.start()
         try:
-            async with demand.flushing():
-                yield database, BlobStore(settings.with_home() / "files"), releaser
+            async with fleet.following(), demand.flushing():
+                try:
+                    yield database, BlobStore(settings.with_home() / "files"), releaser
+                finally:
+                    await releaser.stop()
         finally:
-            await releaser.stop()
-            await fleet.stop()
             await agents.close()
             live.close()
             database.close()

@@ -34,7 +34,7 @@ from dataplane.messages import STALE_EPOCH
 log = structlog.get_logger()
 _RETRY_DELAY_S = 1.0
 _RETRY_DELAY_MAX_S = 60.0
-_NOBODY_TRIED = frozenset({"overloaded", "instance_not_ready", STALE_EPOCH})
+_NOBODY_TRIED = frozenset({"overloaded", "instance_not_ready", "gateway_busy", STALE_EPOCH})
 
 
 class Releaser:

@@ -46,18 +46,13 @@ def shortest_wait_s(facts: RoutingFacts, settings: RoutingSettings) -> float | N
     """The shortest wait that an instance offers which routing would take; None where there is none, or one of them is
     unknown.
     """
-    waits = [predicted_wait_s(instance) for instance in takers(facts, settings.stale_s)]
+    waits = [predicted_wait_s(instance, facts.tier) for instance in takers(facts, settings.stale_s)]
     known = [wait_s for wait_s in waits if wait_s is not None]
     return min(known) if known and len(known) == len(waits) else None
 
 
 def _limit_s(facts: AdmissionFacts, settings: AdmissionSettings) -> float | None:
-    """IW-N stops, beside at its own limit, where it would push IW-F requests of the same model over theirs."""
     if facts.objective is None:
         return None
-    if facts.routing.tier == Tier.IW_F:
-        return settings.iw_f_margin * facts.objective.ttft_s
-    limit_s = settings.iw_n_margin * facts.objective.ttft_s
-    if facts.urgent is None:
-        return limit_s
-    return min(limit_s, settings.iw_n_margin * facts.urgent.ttft_s)
+    margin = settings.iw_f_margin if facts.routing.tier == Tier.IW_F else settings.iw_n_margin
+    return margin * facts.objective.ttft_s

@@ -34,6 +34,14 @@ class Endpoint:
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
+class SlotId:
+    """A slot of a node. Instances in one slot share its GPUs."""
+
+    node_id: str
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
 class EndpointGpu:
     """A model in a region on one GPU type."""
 
@@ -63,8 +71,8 @@ class InstanceFacts:
     """One instance as the live view knows it. `age_s`: seconds since its node's last heartbeat.
 
     `sent_tokens` is what this very process sent there since that heartbeat, `sent_input_tokens` the prompts of it; the
-    heartbeat does not show them yet. `prefill_wait_s`: until its slot has served the prefills that wait, at
-    `prefill_token_s` a token, as the node itself measures; None: it has not said.
+    heartbeat does not show them yet. `prefill_wait_s`: until its slot would begin a request that came now, at
+    `prefill_token_s` a token, `prefill_urgent_wait_s`: one of IW-F, as the node itself measures; None: it has not said.
     `slot`: of its node; instances of several models in one slot take turns. `load`: of the node's busiest slot, above 1
     it cannot keep up with its decodes.
     """
@@ -83,6 +91,7 @@ class InstanceFacts:
     kv_bytes_per_token: int = 0
     kind: InstanceKind = InstanceKind.MIXED
     prefill_wait_s: float | None = None
+    prefill_urgent_wait_s: float | None = None
     prefill_token_s: float | None = None
     slot: int = 0
     load: float = 0.0
@@ -115,13 +124,10 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionFacts:
-    """A request that wants in. `objective`: what its tier promises of its model; `urgent`: what IW-F does, while such
-    requests of the model come in.
-    """
+    """A request that wants in. `objective`: what its tier promises of its model."""
 
     routing: RoutingFacts
     objective: Objective | None = None
-    urgent: Objective | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from controlplane.policies.decisions import NoRoute, Route
-from controlplane.policies.facts import InstanceFacts, RoutingFacts
+from controlplane.policies.facts import InstanceFacts, RoutingFacts, Tier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,20 +34,21 @@ def utilization_of(instances: Iterable[InstanceFacts]) -> float:
     return used_bytes / capacity_bytes if capacity_bytes else 1.0
 
 
-def predicted_wait_s(instance: InstanceFacts) -> float | None:
-    """Until an instance begins what is sent to it now: what waits there, and what this process just sent. None: its
-    node has not said. The prompt's own time does not count: load makes none of it.
+def predicted_wait_s(instance: InstanceFacts, tier: Tier) -> float | None:
+    """Until an instance begins what is sent to it now: what waits there and is not overtaken, and what this process
+    just sent. None: its node has not said. The prompt's own time does not count: load makes none of it.
     """
-    if instance.prefill_wait_s is None or instance.prefill_token_s is None:
+    wait_s = instance.prefill_urgent_wait_s if tier == Tier.IW_F else instance.prefill_wait_s
+    if wait_s is None or instance.prefill_token_s is None:
         return None
-    return instance.prefill_wait_s + instance.sent_input_tokens * instance.prefill_token_s
+    return wait_s + instance.sent_input_tokens * instance.prefill_token_s
 
 
-def _in_time(instances: list[InstanceFacts], ttft_s: float | None) -> list[InstanceFacts]:
+def _in_time(instances: list[InstanceFacts], facts: RoutingFacts) -> list[InstanceFacts]:
     """Those that would begin in time, as far as is known; all where none would."""
-    if ttft_s is None:
+    if facts.ttft_s is None:
         return instances
-    return [i for i in instances if (predicted_wait_s(i) or 0.0) <= ttft_s] or instances
+    return [i for i in instances if (predicted_wait_s(i, facts.tier) or 0.0) <= facts.ttft_s] or instances
 
 
 def takers(facts: RoutingFacts, stale_s: float) -> list[InstanceFacts]:
@@ -72,7 +73,7 @@ def choose_route(facts: RoutingFacts, now_s: float, settings: RoutingSettings) -
     if not candidates:
         return NoRoute(reason=_why_none(facts, settings))
     by_region: dict[str, list[InstanceFacts]] = {}
-    for instance in _in_time(candidates, facts.ttft_s):
+    for instance in _in_time(candidates, facts):
         by_region.setdefault(instance.endpoint.region, []).append(instance)
     rank = {region: place for place, region in enumerate(facts.preference)}
     regions = sorted(by_region, key=lambda region: (rank.get(region, len(rank)), region))

@@ -13,9 +13,6 @@ from controlplane.serving.fleet import FleetCache
 from controlplane.serving.send import Outgoing, Sender
 from controlplane.settings import Settings
 
-_URGENT_KEEP_S = 60.0
-"""How long after an IW-F request of a model IW-N requests of it make way."""
-
 
 class Door:
     """Lets requests in; one for a gateway. Lines of flex requests are by model, first come, first served."""
@@ -30,7 +27,6 @@ class Door:
             iw_n_margin=settings.admission_iw_n_margin,
             flex_below=settings.release_below_one,
         )
-        self._urgent_s: dict[str, float] = {}
         self._lines: dict[str, deque[tuple[Outgoing, asyncio.Future[None]]]] = {}
         self._callers: dict[str, asyncio.Task[None]] = {}
 
@@ -46,8 +42,6 @@ class Door:
             BusyError: no instance would begin an interactive request in time.
             NoSpareCapacityError: there was no room for a flex request as long as it may wait.
         """
-        if outgoing.tier == Tier.IW_F:
-            self._urgent_s[outgoing.model.name] = time.monotonic()
         line = self._lines.get(outgoing.model.name) if outgoing.tier == Tier.NIW else None
         decision = Wait() if line else self._decide(outgoing)
         if isinstance(decision, Refuse):
@@ -56,12 +50,9 @@ class Door:
             await self._wait(outgoing)
 
     def _decide(self, outgoing: Outgoing) -> Admit | Refuse | Wait:
-        urgent_s = self._urgent_s.get(outgoing.model.name)
-        urgent = urgent_s is not None and time.monotonic() - urgent_s <= _URGENT_KEEP_S
         facts = AdmissionFacts(
             routing=self._sender.routing_facts(outgoing),
             objective=self._fleet.objective(outgoing.model, outgoing.tier),
-            urgent=self._fleet.objective(outgoing.model, Tier.IW_F) if urgent else None,
         )
         return choose_admission(facts, time.time(), self._policy)
 

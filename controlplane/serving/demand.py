@@ -12,6 +12,7 @@ import structlog
 
 from controlplane.errors import UnavailableError
 from controlplane.policies.facts import Endpoint
+from controlplane.serving.background import in_background
 from controlplane.store.live import LiveStore
 
 log = structlog.get_logger()
@@ -65,13 +66,10 @@ class DemandCounter:
     @contextlib.asynccontextmanager
     async def flushing(self) -> AsyncGenerator[None, None]:
         """Flush every second while the block runs, and once at its end."""
-        task = asyncio.create_task(self._repeat())
         try:
-            yield
+            async with in_background(self._repeat()):
+                yield
         finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
             await self._try_flush()
 
     async def _repeat(self) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import anyio
 import anyio.to_thread
@@ -19,6 +19,7 @@ from controlplane.errors import TidepoolError, UnknownModelError
 from controlplane.policies.facts import InstanceFacts, Objective, Tier
 from controlplane.policies.objectives import choose_objective
 from controlplane.policies.routing import choose_preference
+from controlplane.serving.background import in_background
 from controlplane.serving.sent import Sending, SentTokens
 from controlplane.settings import Settings
 from controlplane.store.fleet import Catalog, load_catalog
@@ -55,24 +56,17 @@ class FleetCache:
             Tier.IW_F: Objective(ttft_s=settings.slo_iw_f_ttft_s, tbt_s=settings.slo_iw_f_tbt_s),
             Tier.IW_N: Objective(ttft_s=settings.slo_iw_n_ttft_s, tbt_s=settings.slo_iw_n_tbt_s),
         }
-        self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> None:
-        """Read both once (errors are logged, not raised), then keep them fresh."""
+    @contextlib.asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        """Read both once (errors are logged, not raised), then keep them fresh while the block runs."""
         await self._refresh(self._read_catalog, "catalog")
         await self._refresh(self._read_view, "live view")
-        self._tasks = [
-            asyncio.create_task(self._repeat(self._read_view, self._settings.view_refresh_s, "live view")),
-            asyncio.create_task(self._repeat(self._read_catalog, _CATALOG_REFRESH_S, "catalog")),
-        ]
-
-    async def stop(self) -> None:
-        """Stop refreshing."""
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        async with (
+            in_background(self._repeat(self._read_view, self._settings.view_refresh_s, "live view")),
+            in_background(self._repeat(self._read_catalog, _CATALOG_REFRESH_S, "catalog")),
+        ):
+            yield
 
     async def model(self, name: str) -> Model:
         """A registered model; a name not seen yet is looked up once more in Postgres, within about a second.

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from sqlalchemy import ColumnElement, delete, func, select, tuple_, update
-from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, InvalidValueError, NotFoundError
@@ -233,11 +232,6 @@ def load_catalog(session: Session) -> Catalog:
 def touch_node(session: Session, name: str) -> None:
     """Note that the node was heard of just now. This locks its row, which whoever changes its instances locks first."""
     session.execute(update(Node).where(Node.name == name).values(last_seen_at=func.now()))
-
-
-def insert_fleet_row(session: Session) -> None:
-    """Make the fleet's one row if it is missing."""
-    session.execute(insert(Fleet).values(id=1, index=0).on_conflict_do_nothing())
 
 
 def all_endpoints(session: Session) -> list[EndpointRow]:

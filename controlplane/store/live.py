@@ -2,7 +2,7 @@
 
 tidepool:view                  hash   node -> NodeView (JSON), rewritten by every heartbeat
 tidepool:demand:<minute>       hash   kind|model|region -> input tokens, kept 2 hours
-tidepool:signal:<model>|<region>      set while an endpoint may not signal room again
+tidepool:signal:<model>|<region>      set while an endpoint may not signal room again; also slot|<node>|<number>
 tidepool:revoked               zset   hash of a secret -> when it was revoked, kept 10 minutes
 """
 
@@ -15,7 +15,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from controlplane.errors import UnavailableError
-from controlplane.policies.facts import Endpoint, InstanceFacts, InstanceKind
+from controlplane.policies.facts import Endpoint, InstanceFacts, InstanceKind, SlotId
 from controlplane.settings import Settings
 from controlplane.store.tables import Model
 from dataplane.messages import Heartbeat
@@ -149,16 +149,15 @@ class LiveStore:
         with _translated():
             return frozenset(str(hashed) for hashed in self._redis.zrange(_REVOKED, 0, -1))
 
-    def take_signal(self, endpoint: Endpoint, *, every_s: float) -> bool:
-        """Whether an endpoint may signal room now. At most one dispatcher gets a yes within `every_s` seconds."""
+    def take_signal(self, of: Endpoint | SlotId, *, every_s: float) -> bool:
+        """Whether an endpoint or a slot may signal room now. At most one dispatcher gets a yes in `every_s` seconds."""
         with _translated():
-            key = f"{_SIGNAL}{endpoint.model}|{endpoint.region}"
-            return bool(self._redis.set(key, b"1", nx=True, px=int(every_s * 1000)))
+            return bool(self._redis.set(_signal(of), b"1", nx=True, px=int(every_s * 1000)))
 
-    def hold_signal(self, endpoint: Endpoint, *, for_s: float) -> None:
+    def hold_signal(self, of: Endpoint, *, for_s: float) -> None:
         """Let an endpoint signal room to nobody for a while."""
         with _translated():
-            self._redis.set(f"{_SIGNAL}{endpoint.model}|{endpoint.region}", b"1", px=int(for_s * 1000))
+            self._redis.set(_signal(of), b"1", px=int(for_s * 1000))
 
     def _read_hash(self, key: str) -> dict[str, str]:
         return {str(field): str(value) for field, value in self._redis.hgetall(key).items()}
@@ -166,6 +165,11 @@ class LiveStore:
     def _now_s(self) -> float:
         seconds, micros = self._redis.time()
         return float(seconds + micros / 1e6)
+
+
+def _signal(of: Endpoint | SlotId) -> str:
+    name = f"slot|{of.node_id}|{of.number}" if isinstance(of, SlotId) else f"{of.model}|{of.region}"
+    return f"{_SIGNAL}{name}"
 
 
 def of_instances(heartbeat: Heartbeat, allowed: Collection[tuple[str, str]]) -> Heartbeat:
@@ -224,6 +228,7 @@ def instance_facts(
             kv_bytes_per_token=kv_bytes.get(report.model, 0),
             kind=InstanceKind(report.kind),
             prefill_wait_s=report.prefill_wait_s,
+            prefill_urgent_wait_s=report.prefill_urgent_wait_s,
             prefill_token_s=report.prefill_token_s,
             slot=report.slot,
             load=node.heartbeat.load,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import Session, sessionmaker
 
 from controlplane.settings import Settings
@@ -56,6 +56,11 @@ class Database:
                 yield session
         finally:
             self._count(-1)
+
+    def ping(self) -> None:
+        """Raise SQLAlchemyError unless Postgres answers."""
+        with self.transaction() as session:
+            session.execute(text("SELECT 1"))
 
     def _count(self, change: int) -> None:
         with self._changed:

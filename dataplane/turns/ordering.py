@@ -31,7 +31,7 @@ class Waiting(Protocol):
 class OrderSettings:
     """DPA: `urgent_s` is the paper's tau_p (this little time is left), `severely_expired_s` its tau_n (this late)."""
 
-    order: Order = "fcfs"
+    order: Order = "edf"
     urgent_s: float = 0.5
     severely_expired_s: float = 10.0
     niw_aged_s: float = 36_000.0

@@ -93,6 +93,12 @@ class PrefillQueue:
                 groups.append(group if len(waiting) == len(group.waiting) else replace(group, waiting=waiting))
         return PrefillQueue(groups=tuple(groups))
 
+    def ahead_of(self, tier: Tier, now_s: float, settings: PrefillSettings) -> "PrefillQueue":
+        """The groups that a request of the tier which came now could not overtake."""
+        newcomer = PrefillRequest(request_id="", model="", tokens=0, tier=tier, arrived_s=now_s)
+        key = order_key(newcomer, now_s, settings)
+        return PrefillQueue(groups=tuple(group for group in self.groups if group.key(now_s, settings) <= key))
+
     def load_s(
         self,
         costs: Callable[[PrefillRequest], float],

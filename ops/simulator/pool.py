@@ -59,7 +59,7 @@ class PoolServer:
         for process in self._processes:
             process.load(list(models))
         slots = cast("Sequence[Slot]", self._processes)
-        self._dispatcher = dispatcher(slots, settings.turns.prefill, losses_max=0)
+        self._dispatcher = dispatcher(slots, settings.turns.prefill, losses_max=0, clock=lambda: events.now_s)
         self._flights: dict[str, Served] = {}
         self._left_tokens = dict.fromkeys(self._models, 0)
 
@@ -98,7 +98,9 @@ class PoolServer:
         decoding = [process for process in self._processes if process.kind != "prefill"]
         used_bytes = sum(process.engine.kv_used_bytes for process in decoding)
         load = max(process.engine.load_alpha for process in decoding)
-        wait_s, token_s = self._dispatcher.prefill_outlook(next(iter(self._models))) or (None, None)
+        any_model = next(iter(self._models))
+        wait_s, token_s = self._dispatcher.prefill_outlook(any_model, "IW-N") or (None, None)
+        urgent_wait_s, _ = self._dispatcher.prefill_outlook(any_model, "IW-F") or (None, None)
         for name, model in self._models.items():
             yield InstanceFacts(
                 instance_id=f"{self._name}/{name}",
@@ -112,6 +114,7 @@ class PoolServer:
                 remaining_tokens=self._left_tokens[name],
                 kv_bytes_per_token=model.kv_bytes_per_token,
                 prefill_wait_s=wait_s,
+                prefill_urgent_wait_s=urgent_wait_s,
                 prefill_token_s=token_s,
                 load=load,
             )

@@ -143,7 +143,7 @@ class FleetPart(Part):
 class PolicyPart(Part):
     """What the policies are told besides their own defaults. `decode_slot` = "join" tries `pool.JoiningDispatcher`."""
 
-    order: Order = "fcfs"
+    order: Order = "edf"
     batching: Batching = "turns"
     batch_max: Count = 64
     prefill_tokens_per_step_max: Count = 2048

@@ -52,5 +52,6 @@ class DedicatedServer:
             kv_bytes_per_token=token_bytes,
             kind=self._kind,
             prefill_wait_s=instance.prefill_wait_s,
+            prefill_urgent_wait_s=instance.prefill_wait_s,
             prefill_token_s=instance.model.latency.prefill_per_token_s,
         )

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from dataplane.dispatch import Dispatcher, PrefillPace, prefill_pace
-from dataplane.engine import EngineOutput, EngineRequest, EngineStats, KvHandle, TurnRecord
+from dataplane.dispatch import Dispatcher
+from dataplane.engine import EngineOutput, EngineRequest, EngineStats, KvHandle
 from dataplane.errors import BadRequestError, WorkerLostError
 from dataplane.frames import Add, Cancel, Command, Release
+from dataplane.turns.pace import PrefillPace
 from dataplane.turns.prefill import PrefillSettings
 
 HANDLE = KvHandle(file="kv-0-1", slab_bytes=256, shape=(1, 1, 1, 16, 2), blocks=(3,), tokens=2)
@@ -183,14 +184,14 @@ def test_a_request_that_loses_too_many_workers_ends() -> None:
     assert len(node.dispatcher) == 0
 
 
-def test_decodes_go_where_the_round_is_shortest() -> None:
+def test_decodes_join_their_model() -> None:
     node = Node("pdd")
     placed = {}
-    for name, model in (("a", "ebb"), ("b", "tide"), ("c", "tide"), ("d", "ebb"), ("e", "flood")):
+    for name, model in (("a", "ebb"), ("b", "tide"), ("c", "tide"), ("d", "ebb"), ("e", "tide"), ("f", "flood")):
         node.dispatcher.submit(request(name), model)
         node.hear(0, name, 7, kv=HANDLE)
         placed[name] = next(index for index in (1, 2) if node.slots[index].take())
-    assert placed == {"a": 1, "b": 2, "c": 2, "d": 1, "e": 1}
+    assert placed == {"a": 1, "b": 2, "c": 2, "d": 1, "e": 2, "f": 1}
 
 
 def test_an_id_is_in_flight_once() -> None:
@@ -200,33 +201,14 @@ def test_an_id_is_in_flight_once() -> None:
         node.dispatcher.submit(request(), "tide")
 
 
-def turn(tokens: int, seconds: float, *, switched: bool = False, kind: Any = "prefill") -> TurnRecord:
-    return TurnRecord(kind=kind, model="tide", started_s=1.0, ended_s=1.0 + seconds, tokens=tokens, switched=switched)
-
-
-def test_the_pace_of_a_slot_is_what_its_turns_took() -> None:
-    assert prefill_pace(()) == prefill_pace([turn(9, 1.0, kind="decode")]) == PrefillPace()
-    pace = prefill_pace([turn(100, 0.6), turn(300, 1.6), turn(100, 2.6, switched=True)])
-    assert pace == PrefillPace(base_s=pytest.approx(0.1), token_s=pytest.approx(0.005), switch_s=pytest.approx(2.0))
-
-
-def test_short_prompts_say_nothing_of_long_ones() -> None:
-    pace = prefill_pace([turn(8, 0.05), turn(8, 0.07)])
-    assert pace.of(8) == pytest.approx(0.06)
-    assert pace.of(4000) < 1.0, "in proportion it would be 30 s"
-    assert prefill_pace([turn(100, 0.001)]).of(100) == pytest.approx(0.001), "quicker than the default"
-    assert prefill_pace([turn(8, 0.5), turn(800, 0.1)]).token_s == 0.0, "no prompt is quicker for being longer"
-    assert prefill_pace([turn(100, 0.5, switched=True)]).switch_s == 0.0
-
-
 def test_the_outlook_is_that_of_the_slot_with_the_least_to_prefill() -> None:
     node = Node("pbd")
-    assert node.dispatcher.prefill_outlook("i1") == (0.0, PrefillPace().token_s)
+    assert node.dispatcher.prefill_outlook("i1", "IW-N") == (0.0, PrefillPace().token_s)
     for number in range(2):  # both for the same group: they wait on one slot
         node.dispatcher.submit(request(f"r{number}"), "tide")
-    assert node.dispatcher.prefill_outlook("i1") == (0.0, PrefillPace().token_s)
+    assert node.dispatcher.prefill_outlook("i1", "IW-N") == (0.0, PrefillPace().token_s)
     node.slots[1].ready = False
     waits_s = PrefillPace().switch_s + 2 * len(request("r").prompt) * PrefillPace().token_s
-    assert node.dispatcher.prefill_outlook("i1") == (pytest.approx(waits_s), PrefillPace().token_s)
+    assert node.dispatcher.prefill_outlook("i1", "IW-N") == (pytest.approx(waits_s), PrefillPace().token_s)
     node.slots[0].ready = False
-    assert node.dispatcher.prefill_outlook("i1") is None, "a decode slot begins nothing"
+    assert node.dispatcher.prefill_outlook("i1", "IW-N") is None, "a decode slot begins nothing"

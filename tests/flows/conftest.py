@@ -31,11 +31,8 @@ StackMaker = Callable[[Path], AbstractContextManager[LocalStack]]
 
 @contextmanager
 def replay_stack(home: Path, nodes: tuple[LocalNode, ...] = REPLAY_NODES) -> Iterator[LocalStack]:
-    """A running stack whose loops turn quickly, and whose objectives a crowded machine keeps: nobody is refused for
-    what its processes wait for.
-    """
+    """A running stack whose loops turn quickly."""
     quick = {"TIDEPOOL_SCALE_EVERY_S": "1", "TIDEPOOL_EXPIRE_EVERY_S": "2", "TIDEPOOL_NIW_LEASE_S": "6"}
-    quick |= {"TIDEPOOL_SLO_IW_F_TTFT_S": "120", "TIDEPOOL_SLO_IW_N_TTFT_S": "120"}
     lines: list[str] = []
     with LocalStack(home, free_port(), nodes, environment=quick, report=lines.append) as stack:
         yield stack

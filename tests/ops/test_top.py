@@ -35,7 +35,7 @@ LIVE = {
             "load": None,
         },
     ],
-    "queues": [{"model": "tide", "tokens": 5400.0, "due_s": 4600.0}],
+    "queues": [{"model": "tide", "tokens": 5400.0, "due_s": 4600.0, "at_least": False}],
     "objectives": [{"tier": "IW-F", "answers": 200, "kept": 199, "tokens": 1000, "tokens_in_time": 990}],
 }
 
@@ -122,6 +122,7 @@ def test_the_busiest_endpoints_are_shown_and_the_others_counted() -> None:
 
 
 def test_a_deadline_that_has_passed_is_negative() -> None:
-    late = {**LIVE, "queues": [{"model": "tide", "tokens": 1.0, "due_s": 910.0}]}
+    late = {**LIVE, "queues": [{"model": "tide", "tokens": 70.0, "due_s": 910.0, "at_least": True}]}
     text = _shown(Snapshot(at_s=1000.0, url="u", status=None, live=late, ready=None))
     assert "-1 min 30 s" in text
+    assert "70 or more" in text

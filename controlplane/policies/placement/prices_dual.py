@@ -47,12 +47,10 @@ class Ways:
 
     Attributes:
         least: proven least cost of each endpoint, [N].
-        reach: every way that costs less than `least` and this is listed, [N].
         endpoint: whose each way is, [M], with `counts` [M, K] and `pooled` [M].
     """
 
     least: Floats
-    reach: Floats
     endpoint: Ints
     counts: Ints
     pooled: Ints
@@ -82,7 +80,7 @@ def ways_at(
     gpu, host, token = rows.of_places(prices)
     gpu, host = gpu.reshape(tables.capacity.shape), host.reshape(tables.capacity.shape)
     among = np.arange(len(tables.home)) if among is None else among
-    least, reach, found = np.zeros(len(among)), np.zeros(len(among)), []
+    least, found = np.zeros(len(among)), []
     size = CHUNK if spare is None else CHUNK_SPARE
     for start in range(0, len(among), size):
         part = slice(start, start + size)
@@ -100,18 +98,16 @@ def ways_at(
             home_price=tables.home_price[at],
         )
         answer = search(cells, keep=keep, spare=0.0 if spare is None else spare[part], exact=exact)
-        least[part], reach[part] = answer.bound, answer.reach
+        least[part] = answer.bound
         found.append((at[answer.endpoint], answer.counts, np.full(len(answer.endpoint), -1)))
     if tables.pools:
         cost = _pool_costs(tables, gpu, host, token)[among]
-        least, alone = np.minimum(least, cost.min(axis=1)), least
-        reach += alone - least
+        least = np.minimum(least, cost.min(axis=1))
         limit = least + (0.0 if spare is None else spare)
         number, kind = np.nonzero(cost <= limit[:, None])
         found.append((among[number], np.zeros((len(number), tables.capacity.shape[1]), np.int64), kind))
-        reach = np.minimum(reach, limit - least)
     endpoint, counts, pooled = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    return Ways(least=least, reach=reach, endpoint=endpoint, counts=counts, pooled=pooled)
+    return Ways(least=least, endpoint=endpoint, counts=counts, pooled=pooled)
 
 
 def _pool_costs(tables: Tables, gpu: Floats, host: Floats, token: Floats) -> Floats:
@@ -148,7 +144,7 @@ def climb(tables: Tables, dual: Dual, rounds: int, least_gain: float, should_sto
     """Raise the bound, adding columns, for so many rounds at most, or until `PATIENCE` of them raise it by less than
     the share `least_gain`.
     """
-    step = step_of_prices(tables, dual.rows)
+    step = _step_of_prices(tables, dual.rows)
     width, prices, bounds = WIDTH_FIRST, dual.prices, [-np.inf]
     for turn in range(rounds):
         dual = priced_out(tables, dual, prices)
@@ -175,7 +171,7 @@ def priced_out(tables: Tables, dual: Dual, prices: Floats, *, keep: int = 3) -> 
     return replace(dual, columns=columns, rounds=dual.rounds + 1)
 
 
-def step_of_prices(tables: Tables, rows: Rows) -> Floats:
+def _step_of_prices(tables: Tables, rows: Rows) -> Floats:
     """What a price may change by in a round: that of a GPU; of the model's cheapest instance per unit of its demand."""
     instance = np.where(tables.speed > 0, tables.gpu_price * tables.gpus, np.inf).min(axis=1)
     gpus = np.tile(tables.gpu_price, len(tables.regions))

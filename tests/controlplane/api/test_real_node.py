@@ -59,7 +59,7 @@ def test_a_real_node(world: World) -> None:
                     await asyncio.to_thread(check, gateway)
                 await node.until(node.idle, timeout_s=10)
                 [report] = node.agent.reports()
-                assert report.prefill_wait_s == 0.0
+                assert report.prefill_wait_s == report.prefill_urgent_wait_s == 0.0
                 assert report.prefill_token_s is not None
                 assert report.prefill_token_s > 0.0
 

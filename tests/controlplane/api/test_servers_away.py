@@ -1,12 +1,16 @@
 """Postgres or Redis goes away while a gateway serves, and comes back (promise 6)."""
 
 import contextlib
+import os
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import SecretStr
+from sqlalchemy import create_engine, text
 
 import migrations
 from controlplane.settings import Settings
@@ -36,6 +40,22 @@ class Servers:
 
     def stop(self, name: str) -> None:
         self._running.pop(name).close()
+
+    @contextlib.contextmanager
+    def frozen_postgres(self) -> Iterator[None]:
+        """Postgres hangs: its kernel takes connections, and nobody answers."""
+        postmaster = int((self.postgres.data / "postmaster.pid").read_text().split()[0])
+        engine = create_engine(self.postgres.url())
+        with engine.connect() as connection:
+            frozen = [postmaster, *connection.scalars(text("SELECT pid FROM pg_stat_activity"))]
+            for pid in frozen:
+                os.kill(pid, signal.SIGSTOP)
+            try:
+                yield
+            finally:
+                for pid in frozen:
+                    os.kill(pid, signal.SIGCONT)
+        engine.dispose()
 
     def close(self) -> None:
         for name in list(self._running):
@@ -103,3 +123,13 @@ def test_redis_goes_and_comes_back_and_then_postgres(gateway: Gateway, servers: 
     until(lambda: ready(gateway) == (200, "ok", []))
     until(lambda: gateway.http.get("/v1/batches").status_code == 200)
     serves(gateway)
+
+
+def test_many_probes_of_a_postgres_that_hangs_hold_up_nobody(gateway: Gateway, servers: Servers) -> None:
+    serves(gateway)
+    with servers.frozen_postgres():
+        with ThreadPoolExecutor(60) as pool:  # more than there are threads for requests
+            answers = list(pool.map(lambda _: ready(gateway), range(60)))
+        assert answers == [(200, "degraded", ["postgres"])] * 60
+        serves(gateway)
+    until(lambda: ready(gateway) == (200, "ok", []))

@@ -33,37 +33,35 @@ def instance(name: str = "i", *, wait_s: float | None = 0.0, region: str = "east
         "kv_capacity_bytes": 100,
         "remaining_tokens": 0,
         "prefill_wait_s": wait_s,
+        "prefill_urgent_wait_s": wait_s,
         "prefill_token_s": None if wait_s is None else 0.001,
     }
     return InstanceFacts(**(values | changes))
 
 
-def decide(
-    tier: Tier, *instances: InstanceFacts, urgent: bool = False, avoided: frozenset[str] = frozenset()
-) -> Admit | Refuse | Wait:
+def decide(tier: Tier, *instances: InstanceFacts, avoided: frozenset[str] = frozenset()) -> Admit | Refuse | Wait:
     routing = RoutingFacts(
         model="tide", tier=tier, tokens=100, preference=("east", "west"), instances=instances, avoided=avoided
     )
     objective = {Tier.IW_F: FAST, Tier.IW_N: NORMAL}.get(tier)
-    facts = AdmissionFacts(routing=routing, objective=objective, urgent=FAST if urgent else None)
+    facts = AdmissionFacts(routing=routing, objective=objective)
     return choose_admission(facts, 0.0, SETTINGS)
 
 
 ROWS = [
-    # tier, seconds of wait, urgent requests about, admitted
-    (Tier.IW_F, 1.2, False, True),
-    (Tier.IW_F, 1.3, False, False),
-    (Tier.IW_N, 48.0, False, True),
-    (Tier.IW_N, 48.1, False, False),
-    (Tier.IW_N, 0.8, True, True),
-    (Tier.IW_N, 0.9, True, False),
-    (Tier.IW_F, 0.9, True, True),
+    # tier, seconds of wait, of an IW-F request, admitted
+    (Tier.IW_F, 1.2, 1.2, True),
+    (Tier.IW_F, 1.3, 1.3, False),
+    (Tier.IW_F, 40.0, 1.2, True),
+    (Tier.IW_N, 48.0, 0.0, True),
+    (Tier.IW_N, 48.1, 0.0, False),
 ]
 
 
-@pytest.mark.parametrize(("tier", "wait_s", "urgent", "admitted"), ROWS)
-def test_limits(tier: Tier, wait_s: float, urgent: bool, admitted: bool) -> None:
-    assert isinstance(decide(tier, instance(wait_s=wait_s), urgent=urgent), Admit) == admitted
+@pytest.mark.parametrize(("tier", "wait_s", "urgent_wait_s", "admitted"), ROWS)
+def test_limits(tier: Tier, wait_s: float, urgent_wait_s: float, admitted: bool) -> None:
+    reported = instance(wait_s=wait_s, prefill_urgent_wait_s=urgent_wait_s)
+    assert isinstance(decide(tier, reported), Admit) == admitted
 
 
 def test_the_best_instance_counts_and_only_those_that_may_serve() -> None:

@@ -58,23 +58,22 @@ def test_the_view_does_not_age_while_redis_is_away(world: World) -> None:
     async def run() -> None:
         cache = FleetCache(world.database, world.live, quick)
         world.report("n1", "i1", region="us-east", url="http://n1")
-        await cache.start()
-        cache._live = away
-        await anyio.sleep(0.3)
-        before = cache.instances()[0].age_s
-        await anyio.sleep(0.3)
-        assert cache.instances()[0].age_s == before
-        assert cache.missing() == []
-        world.live._redis.flushdb()
-        cache._live = world.live
-        began = time.monotonic()
-        while cache._view_away:  # noqa: ASYNC110  (another task clears it)
-            await anyio.sleep(0.01)
-        assert cache.instances()[0].age_s <= time.monotonic() - began, "its silence begins anew"
-        while cache.instances():  # Redis has forgotten it, and it is not heard again
-            assert cache.instances()[0].age_s <= quick.heartbeat_stale_s + 5
-            await anyio.sleep(0.05)
-        await cache.stop()
+        async with cache.following():
+            cache._live = away
+            await anyio.sleep(0.3)
+            before = cache.instances()[0].age_s
+            await anyio.sleep(0.3)
+            assert cache.instances()[0].age_s == before
+            assert cache.missing() == []
+            world.live._redis.flushdb()
+            cache._live = world.live
+            began = time.monotonic()
+            while cache._view_away:  # noqa: ASYNC110  (another task clears it)
+                await anyio.sleep(0.01)
+            assert cache.instances()[0].age_s <= time.monotonic() - began, "its silence begins anew"
+            while cache.instances():  # Redis has forgotten it, and it is not heard again
+                assert cache.instances()[0].age_s <= quick.heartbeat_stale_s + 5
+                await anyio.sleep(0.05)
 
     anyio.run(run)
     away.close()

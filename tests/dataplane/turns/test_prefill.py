@@ -54,6 +54,29 @@ def test_batch_requests_have_groups_of_their_own() -> None:
     assert drawn(queue) == ["a0 a9", "b1", "z"]
 
 
+@pytest.mark.parametrize(
+    ("order", "tier", "ahead"),
+    [
+        ("edf", "IW-F", ["old"]),  # due in 1 s; the IW-N requests in 2 s and in 50 s, the other IW-F in half a second
+        ("edf", "IW-N", ["aged", "young", "old"]),
+        ("pf", "IW-F", ["old"]),
+        ("fcfs", "IW-F", ["aged", "young", "old"]),
+        ("fcfs", "NIW", ["aged", "young", "old", "batch"]),
+    ],
+)
+def test_whom_a_newcomer_could_not_overtake(order: Order, tier: Tier, ahead: list[str]) -> None:
+    settings = PrefillSettings(order=order)
+    queue = PrefillQueue()
+    for name, of, arrived_s in (
+        ("aged", "IW-N", 42.0),
+        ("young", "IW-N", 90.0),
+        ("old", "IW-F", 99.5),
+        ("batch", "NIW", 1.0),
+    ):
+        queue = queue.join(request(name, name, arrived_s, of), settings)  # type: ignore[arg-type]
+    assert drawn(queue.ahead_of(tier, 100.0, settings)) == ahead
+
+
 def test_removing() -> None:
     queue = queue_of("ab")
     assert queue.remove("nobody") == queue

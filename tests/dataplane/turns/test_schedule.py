@@ -123,7 +123,7 @@ def test_what_a_kind_takes_alone_is_owed_to_nobody() -> None:
 def test_a_near_deadline_behind_the_front_counts() -> None:
     """Order is kept, so that the front group is served sooner for it."""
     facts = slot(prefills(("b", -9.0, "IW-N"), ("c", 0.0, "IW-F")), [batch("a")], "a")
-    turn, _ = choose_turn(facts, decoding("a"), 0.5, SETTINGS)
+    turn, _ = choose_turn(facts, decoding("a"), 0.5, replace(SETTINGS, prefill=PrefillSettings(order="fcfs")))
     assert turn is not None
     assert (turn.kind, turn.model, turn.next_model) == ("prefill", "b", "c")
 

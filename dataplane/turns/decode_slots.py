@@ -1,0 +1,33 @@
+"""On which slot a request decodes, once it is prefilled.
+
+A slot that decodes the model already takes one request more at the cost of a somewhat longer step; any other slot pays
+two switches in each of its rounds for it, and two slots with half of a batch each are slower than one with the whole.
+So requests join their model, unless a slot stands idle, or the model's batch is as large as is good for it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSlot:
+    """A slot that may decode the model, and its requests by model."""
+
+    slot: int
+    requests: Mapping[str, int]
+
+
+def choose_decode_slot(model: str, slots: Iterable[DecodeSlot], *, batch_max: int) -> int:
+    """An idle slot; else one that decodes the model, for fewer than `batch_max` requests; else that with the shortest
+    round: the fewest models, then the fewest requests.
+
+    Raises:
+        ValueError: there are no slots.
+    """
+
+    def cost(each: DecodeSlot) -> tuple[int, int, int, int]:
+        joins = 0 < each.requests.get(model, 0) < batch_max
+        preferred = 0 if not each.requests else 1 if joins else 2
+        return preferred, len({*each.requests, model}), sum(each.requests.values()), each.slot
+
+    return min(slots, key=cost).slot
