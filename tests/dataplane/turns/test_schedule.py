@@ -14,7 +14,7 @@ from dataplane.turns.ordering import Order
 from dataplane.turns.prefill import PrefillQueue, PrefillRequest, PrefillSettings
 from dataplane.turns.schedule import SlotFacts, SlotState, Turn, TurnSettings, choose_turn
 
-SETTINGS = TurnSettings(near_s=0.25, burst_s=1.0)
+SETTINGS = TurnSettings(near_s=0.25, burst_s=1.0, prefill=PrefillSettings(order="fcfs"))
 SWITCH_S, PREFILL_S, STEP_S = 0.5, 0.2, 0.05
 
 
@@ -123,7 +123,7 @@ def test_what_a_kind_takes_alone_is_owed_to_nobody() -> None:
 def test_a_near_deadline_behind_the_front_counts() -> None:
     """Order is kept, so that the front group is served sooner for it."""
     facts = slot(prefills(("b", -9.0, "IW-N"), ("c", 0.0, "IW-F")), [batch("a")], "a")
-    turn, _ = choose_turn(facts, decoding("a"), 0.5, replace(SETTINGS, prefill=PrefillSettings(order="fcfs")))
+    turn, _ = choose_turn(facts, decoding("a"), 0.5, SETTINGS)
     assert turn is not None
     assert (turn.kind, turn.model, turn.next_model) == ("prefill", "b", "c")
 
