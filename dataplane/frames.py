@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from dataplane.engine import EngineOutput, EngineRequest, EngineStats
+from dataplane.engines.pressure import KvPressure
 from dataplane.messages import EngineKind, ModelSpec
 from dataplane.turns.schedule import TurnSettings
 
@@ -38,10 +39,12 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     batch_max: int
     hands_over: bool
     prefetch: bool
+    kv_pressure: KvPressure
     turns: TurnSettings
     profile: str | None
     replay_speed: float
     replay_mean_tokens: int | None
+    vllm_models_max: int
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):

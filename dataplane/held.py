@@ -66,7 +66,8 @@ class HeldInstances:
 
     `in_use` says whether requests of an instance are in flight, `on_change` is called after its state changed. `texts`
     are the tokenizers in use on the node, by path. `slot_gpus`: a pooled instance runs on all of them. Remote
-    checkpoints are fetched as `sources` say; a replay, which invents its tokens, needs no weights.
+    checkpoints are fetched as `sources` say; a replay, which invents its tokens, needs no weights. `refusal` says why
+    the slot cannot hold an instance, None if it can.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class HeldInstances:
         slot_gpus: int,
         sources: Sources,
         load_retry_s: float,
+        refusal: Callable[[DesiredInstance], str | None],
         in_use: Callable[[str], bool],
         on_change: Callable[[str], None],
     ) -> None:
@@ -85,6 +87,7 @@ class HeldInstances:
         self._slot_gpus = slot_gpus
         self._sources = sources
         self._load_retry_s = load_retry_s
+        self._refusal = refusal
         self._in_use = in_use
         self._on_change = on_change
         self._held: dict[str, HeldInstance] = {}
@@ -123,6 +126,10 @@ class HeldInstances:
                 self._load(held)
             else:
                 self._ask_load(held)
+
+    def worker_leaves(self) -> None:
+        """The worker is about to end: ask nothing more of it."""
+        self._send = None
 
     def worker_lost(self, status: int) -> None:
         """The worker is gone. What it was loading may be the cause: the second time it counts as failed."""
@@ -222,6 +229,10 @@ class HeldInstances:
     async def _load_text(self, held: HeldInstance) -> None:
         """Fetch the checkpoint and read the tokenizer, off the loop, then let the worker read the weights."""
         path = held.desired.model.path
+        refusal = self._refusal(held.desired)
+        if refusal is not None:
+            self._fail(held, refusal)
+            return
         try:
             held.folder = await self._local_folder(held)
             text = held.text or self._texts.get(path)

@@ -13,7 +13,9 @@ FinishReason = Literal["stop", "length"]
 InstanceState = Literal["loading", "ready", "draining", "spot", "failed"]
 InstanceKind = Literal["mixed", "IW", "NIW"]
 """Which requests an instance is for: interactive ones, deferred ones, or both. Routing keeps to it, not the node."""
-EngineKind = Literal["torch", "replay"]
+EngineKind = Literal["torch", "vllm", "replay"]
+EngineChoice = Literal["auto", "torch", "vllm"]
+"""Which engine a model's dedicated instances run on; auto: the node decides. Pooled ones always run on torch."""
 STALE_EPOCH = "stale_epoch"
 """Code of the refusal of a claim that is not the newest of its fence."""
 
@@ -103,6 +105,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int
     kv_bytes_per_token: int
     context_tokens: int
+    engine: EngineChoice = "auto"
 
 
 class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True):

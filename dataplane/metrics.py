@@ -26,6 +26,7 @@ class AgentCollector(Collector):
         yield from self._by_node()
         yield from self._by_slot()
         yield from self._memory()
+        yield from self._pressure()
 
     def _by_model(self) -> Iterator[Metric]:
         by_model: dict[str, list[InstanceReport]] = {}
@@ -87,6 +88,27 @@ class AgentCollector(Collector):
                     for state, value in _shape_bytes(shape):
                         kv.add_metric([str(slot.index), memory, shape.shape, state], value)
         yield from (slabs, kv)
+
+    def _pressure(self) -> Iterator[Metric]:
+        given_up = GaugeMetricFamily(
+            "tidepool_given_up_layers", "Layers whose memory KV has", labels=["slot", "model_name"]
+        )
+        relief = CounterMetricFamily("tidepool_kv_relief", "Ways out when KV had no room", labels=["slot", "way"])
+        kept = CounterMetricFamily("tidepool_not_remapped", "Why no layers were given up", labels=["slot", "reason"])
+        moved = CounterMetricFamily("tidepool_moved_layers", "Layers lent and taken back", labels=["slot", "way"])
+        for slot in self._agent.slots:
+            pool = slot.stats.pool
+            if pool is None:
+                continue
+            for family, values in (
+                (given_up, pool.given_up),
+                (relief, pool.relief),
+                (kept, pool.not_remapped),
+                (moved, pool.layers_moved),
+            ):
+                for key, value in sorted(values.items()):
+                    family.add_metric([str(slot.index), key], value)
+        yield from (given_up, relief, kept, moved)
 
 
 def _shape_bytes(shape: KvShapeStats) -> tuple[tuple[str, int], ...]:

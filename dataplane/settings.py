@@ -7,7 +7,11 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dataplane.checkpoints import Sources
+from dataplane.engines.pressure import KvPressure
+from dataplane.engines.vllm.interfaces import check_version
+from dataplane.errors import ModelLoadError
 from dataplane.memory.sources import FetchRules
+from dataplane.messages import EngineKind
 from dataplane.turns.decode import DecodeSettings
 from dataplane.turns.prefill import PrefillSettings
 from dataplane.turns.schedule import TurnSettings
@@ -36,12 +40,16 @@ class AgentSettings(BaseSettings):
     gpu_type: str = Field(min_length=1, max_length=200)
     slots: tuple[SlotSettings, ...] = Field(min_length=1, max_length=64, description="a JSON list")
 
-    engine: Literal["torch", "replay"] = "torch"
+    engine: EngineKind = Field("torch", description="of dedicated instances whose model leaves it open; replay: of all")
+    vllm_models_max: int = Field(
+        1, ge=1, le=64, description="models on a slot that vLLM runs; over 1 they take turns, without CUDA graphs"
+    )
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_share: float = Field(0.5, gt=0, lt=1, description="share of a slot's memory for KV; the rest holds weights")
     batch_max: int = Field(32, ge=1, le=4096, description="sequences in a step batch")
     slab_bytes: int | None = Field(None, ge=256, multiple_of=256, description="none: chosen by the size of the slot")
+    kv_pressure: KvPressure = Field("auto", description="what is done when KV has no room; auto: the cheapest way")
     host_kv_bytes: int | None = Field(None, ge=0, description="host memory for KV of a slot; none: as its own KV")
     cache_dir: Path | None = Field(None, description="folder in memory for models and KV; none: one that ends with us")
     cache_bytes: int = Field(8 * 2**30, ge=1, description="host memory for the models of all slots, less where short")
@@ -95,6 +103,15 @@ class AgentSettings(BaseSettings):
     def _replay_has_profile(self) -> Self:
         if self.engine == "replay" and self.profile is None:
             raise ValueError("profile must be set for the replay engine")
+        return self
+
+    @model_validator(mode="after")
+    def _vllm_is_here(self) -> Self:
+        if self.engine == "vllm":
+            try:
+                check_version()
+            except ModelLoadError as error:
+                raise ValueError(f"engine: {error}") from error
         return self
 
     @model_validator(mode="after")

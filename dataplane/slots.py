@@ -16,11 +16,12 @@ import structlog
 
 from dataplane.checkpoints import ProgressLog
 from dataplane.engine import EngineOutput, EngineStats, InstanceStats
-from dataplane.errors import DataplaneError
+from dataplane.engines.vllm.interfaces import check_version
+from dataplane.errors import DataplaneError, ModelLoadError
 from dataplane.frames import Command, Configure, Loaded, LoadFailed, Outputs, Refused, Report, Stats
 from dataplane.held import HeldInstance, HeldInstances
 from dataplane.host_files import HostFiles
-from dataplane.messages import DesiredInstance
+from dataplane.messages import DesiredInstance, EngineKind
 from dataplane.settings import AgentSettings
 from dataplane.text import Text
 from dataplane.worker_link import WorkerLink
@@ -81,9 +82,11 @@ class Slot:
             slot_gpus=self.gpus,
             sources=settings.sources(),
             load_retry_s=settings.load_retry_s,
+            refusal=self._refusal,
             in_use=owner.in_use,
             on_change=owner.changed,
         )
+        self._engine: EngineKind = settings.engine
         self._link: WorkerLink | None = None
         self._said_hello = False
         self._switches_before = 0
@@ -130,7 +133,17 @@ class Slot:
             self._held.close()
 
     def follow(self, desired: Iterable[DesiredInstance]) -> None:
-        """Make the slot hold these instances and no others."""
+        """Make the slot hold these instances and no others. When none of them runs on the present engine any more, the
+        next worker has theirs.
+        """
+        desired = tuple(desired)
+        asked = [engine_of(instance, self._settings.engine) for instance in desired]
+        wanted = [engine for engine in asked if self._unusable(engine) is None]
+        if wanted and self._engine not in wanted:
+            self._engine = wanted[0]
+            if self._link is not None:
+                self._held.worker_leaves()
+                self._link.hang_up()
         self._held.follow(desired)
 
     def settle(self, instance_id: str) -> None:
@@ -163,10 +176,30 @@ class Slot:
         if self._link is not None:
             self._link.send(command)
 
+    def _refusal(self, instance: DesiredInstance) -> str | None:
+        """Why an instance cannot run on this slot, as things are."""
+        wanted = engine_of(instance, self._settings.engine)
+        unusable = self._unusable(wanted)
+        if unusable is None and wanted != self._engine:
+            return f"slot {self.index} runs {self._engine} for other models; {instance.model.name} wants {wanted}"
+        return unusable
+
+    def _unusable(self, engine: EngineKind) -> str | None:
+        """Why the slot can never run an engine."""
+        if engine != "vllm":
+            return None
+        if self.kind != "both":
+            return f"slot {self.index} is a {self.kind} slot; vLLM needs one that does both"
+        try:
+            check_version()
+        except ModelLoadError as error:
+            return error.message
+        return None
+
     async def _serve_worker(self) -> int:
         """Start a worker and listen to it until it is gone. Its exit status."""
         kv_file = self._files.new_kv_file(self.index) if self.kind == "prefill" else None
-        link = await WorkerLink.start(configure(self._settings, self.index, kv_file, self._files))
+        link = await WorkerLink.start(configure(self._settings, self.index, kv_file, self._files, self._engine))
         self._link, self._said_hello = link, False
         log.info("worker started", slot=self.index, kind=self.kind, pid=link.pid)
         try:
@@ -211,11 +244,24 @@ class Slot:
             self._held.worker_ready(self._link.send)
 
 
-def configure(settings: AgentSettings, index: int, host_kv_file: Path | None, files: HostFiles) -> Configure:
+def engine_of(instance: DesiredInstance, default: EngineKind) -> EngineKind:
+    """The engine that an instance runs on, `default` being the node's. A pooled one, which has no GPUs of its own, is
+    torch's: switching is what that is made for.
+    """
+    if default == "replay":
+        return "replay"
+    if not instance.gpus:
+        return "torch"
+    return default if instance.model.engine == "auto" else instance.model.engine
+
+
+def configure(
+    settings: AgentSettings, index: int, host_kv_file: Path | None, files: HostFiles, engine: EngineKind
+) -> Configure:
     """What a worker of a slot must be."""
     slot = settings.slots[index]
     return Configure(
-        engine=settings.engine,
+        engine=engine,
         device=settings.device_of(index),
         dtype=settings.dtype,
         weights_bytes=settings.weights_bytes(slot),
@@ -226,6 +272,7 @@ def configure(settings: AgentSettings, index: int, host_kv_file: Path | None, fi
         cache_folder=str(files.models),
         cache_bytes=files.cache_bytes,
         host_wait_max_s=settings.host_wait_max_s,
+        kv_pressure=settings.kv_pressure,
         batch_max=settings.batch_max,
         hands_over=settings.kinds()[index] == "prefill",
         prefetch=settings.prefetch,
@@ -233,4 +280,5 @@ def configure(settings: AgentSettings, index: int, host_kv_file: Path | None, fi
         profile=None if settings.profile is None else str(settings.profile),
         replay_speed=settings.replay_speed,
         replay_mean_tokens=settings.replay_mean_tokens,
+        vllm_models_max=settings.vllm_models_max,
     )

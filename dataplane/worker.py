@@ -16,7 +16,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BufferedReader
-from pathlib import Path
 
 from dataplane.engine import Engine, EngineStats
 from dataplane.errors import DataplaneError, ModelLoadError
@@ -40,6 +39,7 @@ from dataplane.frames import (
 )
 from dataplane.memory.model_cache import HostMemoryError
 from dataplane.tracing import RequestSpans, start_tracing
+from dataplane.worker_engine import make_engine
 
 STATS_EVERY_S = 0.25
 PREPARE_AGAIN_S = 0.25
@@ -231,50 +231,6 @@ class Worker:
 def _but_time(stats: EngineStats) -> EngineStats:
     """The stats without the time, which alone is no news."""
     return stats if stats.pool is None else replace(stats, pool=replace(stats.pool, now_s=0.0))
-
-
-def make_engine(configure: Configure) -> Engine:
-    """The engine that an agent asks for. Torch is imported here and nowhere else."""
-    if configure.engine == "torch":
-        from dataplane.engines.torch.engine import TorchEngine  # noqa: PLC0415
-        from dataplane.engines.torch.settings import TorchEngineSettings  # noqa: PLC0415
-
-        return TorchEngine(
-            TorchEngineSettings(
-                device=configure.device,
-                dtype=configure.dtype,
-                weights_bytes=configure.weights_bytes,
-                kv_bytes=configure.kv_bytes,
-                host_kv_bytes=configure.host_kv_bytes,
-                host_kv_file=None if configure.host_kv_file is None else Path(configure.host_kv_file),
-                slab_bytes=configure.slab_bytes,
-                cache_folder=Path(configure.cache_folder),
-                cache_bytes=configure.cache_bytes,
-                host_wait_max_s=configure.host_wait_max_s,
-                batch_max=configure.batch_max,
-                prefetch=configure.prefetch,
-                hands_over=configure.hands_over,
-                turns=configure.turns,
-            ),
-            time.monotonic,
-        )
-    from dataplane.engines.replay import ReplayEngine, ReplaySettings  # noqa: PLC0415
-    from dataplane.profile import load_gpu_profile  # noqa: PLC0415
-
-    assert configure.profile is not None, "a replay needs a profile; the agent's settings check that"
-    settings = ReplaySettings(
-        profile=load_gpu_profile(configure.profile),
-        weights_bytes=configure.weights_bytes,
-        kv_bytes=configure.kv_bytes,
-        host_kv_bytes=configure.host_kv_bytes,
-        batch_max=configure.batch_max,
-        prefetch=configure.prefetch,
-        hands_over=configure.hands_over,
-        speed=configure.replay_speed,
-        mean_tokens=configure.replay_mean_tokens,
-        turns=configure.turns,
-    )
-    return ReplayEngine(settings, time.monotonic, time.sleep)
 
 
 def main() -> None:

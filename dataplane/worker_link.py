@@ -51,6 +51,10 @@ class WorkerLink:
         if not self._writer.is_closing():
             self._writer.write(encode_frame(command))
 
+    def hang_up(self) -> None:
+        """Have the worker end; `reports` then ends too."""
+        self._writer.close()
+
     async def reports(self) -> AsyncIterator[Report]:
         """What the worker says, until it is gone."""
         while True:

@@ -89,16 +89,19 @@ def put_gpu_type(session: Session, *, name: str, memory_bytes: int, cost_per_hou
 
 
 def put_model(session: Session, model: Model) -> Model:
-    """Register a model. The same registration again changes nothing; another checkpoint under the name is refused
-    while instances of it are alive.
+    """Register a model. The same registration again changes nothing; another checkpoint or engine under the name
+    is refused while instances of it are alive.
 
     Raises:
-        ConflictError: instances of the name run from another path.
+        ConflictError: instances of the name run from another path, or on another engine.
     """
     fleet_index(session, lock=True)
     present = session.get(Model, model.name)
-    if present is not None and present.path != model.path and _live_instances(session, Instance.model == model.name):
-        raise ConflictError(f"model '{model.name}' has live instances of {present.path}", param="path")
+    if present is not None and _live_instances(session, Instance.model == model.name):
+        if present.path != model.path:
+            raise ConflictError(f"model '{model.name}' has live instances of {present.path}", param="path")
+        if model.engine not in {None, present.engine}:
+            raise ConflictError(f"model '{model.name}' has live instances on engine {present.engine}", param="engine")
     return _put(session, model)
 
 
@@ -229,9 +232,17 @@ def load_catalog(session: Session) -> Catalog:
     )
 
 
-def touch_node(session: Session, name: str) -> None:
-    """Note that the node was heard of just now. This locks its row, which whoever changes its instances locks first."""
-    session.execute(update(Node).where(Node.name == name).values(last_seen_at=func.now()))
+def touch_node(session: Session, name: str) -> Node:
+    """Note that the node was heard of just now. This locks its row, which whoever changes its instances locks first.
+
+    Raises:
+        NotFoundError: it has not joined.
+    """
+    touched = update(Node).where(Node.name == name).values(last_seen_at=func.now()).returning(Node)
+    node: Node | None = session.scalar(touched)
+    if node is None:
+        raise NotFoundError(f"node '{name}' is not registered", param="node")
+    return node
 
 
 def all_endpoints(session: Session) -> list[EndpointRow]:

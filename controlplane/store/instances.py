@@ -93,17 +93,15 @@ def touch_generations(session: Session, nodes: Sequence[str]) -> None:
 
 def desired_of(session: Session, node: str) -> DesiredInstances:
     """The whole desired state of a node, as it goes over the wire."""
-    generation = session.scalar(select(Node.generation).where(Node.name == node))
-    assert generation is not None, "the caller checked that the node is registered"
-    rows = session.execute(
-        select(Instance, Model).join(Model, Model.name == Instance.model).where(Instance.node == node, LIVE)
-    )
-    leases = active_leases(session, node=node)
+    query = select(Instance, Model).join(Model, Model.name == Instance.model).where(Instance.node == node, LIVE)
+    rows = session.execute(query.order_by(Instance.id)).all()
+    lent = any(instance.desired == Desired.SPOT for instance, _ in rows)
+    leases = active_leases(session, node=node) if lent else {}
     return DesiredInstances(
-        generation=generation,
+        generation=session.get_one(Node, node).generation,
         instances=tuple(
             _wanted(instance, model, leases[instance.id].id if instance.id in leases else None)
-            for instance, model in sorted(rows, key=lambda row: row[0].id)
+            for instance, model in rows
         ),
     )
 
@@ -130,6 +128,7 @@ def model_spec(model: Model) -> ModelSpec:
         weights_bytes=model.weights_bytes,
         kv_bytes_per_token=model.kv_bytes_per_token,
         context_tokens=model.context_tokens,
+        engine=model.engine,
     )
 
 

@@ -24,6 +24,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from controlplane.policies.facts import InstanceKind
 from controlplane.policies.lifecycle import InstanceState
+from dataplane.messages import EngineChoice
 
 Json = dict[str, Any]
 
@@ -147,11 +148,14 @@ class Slot(Base):
 
 class Model(Base):
     """An LLM. `path` is a checkpoint folder that nodes can read. `slo`: `ttft_s` and `tbt_s` by tier, where they differ
-    from the settings.
+    from the settings. `engine`: what its dedicated instances run on; auto: their node decides.
     """
 
     __tablename__ = "models"
-    __table_args__ = (CheckConstraint("weights_bytes > 0 AND context_tokens > 0", name="positive"),)
+    __table_args__ = (
+        CheckConstraint("weights_bytes > 0 AND context_tokens > 0", name="positive"),
+        CheckConstraint("engine IN ('auto', 'torch', 'vllm')", name="engine"),
+    )
     name: Mapped[str] = mapped_column(primary_key=True)
     path: Mapped[str]
     architecture: Mapped[str]
@@ -159,6 +163,7 @@ class Model(Base):
     kv_bytes_per_token: Mapped[int]
     context_tokens: Mapped[int]
     slo: Mapped[Json | None] = mapped_column(JSONB(none_as_null=True))
+    engine: Mapped[EngineChoice] = mapped_column(String, default="auto", server_default=text("'auto'"))
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 

@@ -95,9 +95,9 @@ class RequestTable(Generic[KvT]):
 
     def queue_lost(self) -> None:
         """Queue again what lost its KV because its transfer failed too often."""
-        for model in self._models.values():
-            for sequence in [s for s in model.begun if s.kv.place is Place.NOWHERE]:
-                self.queue(sequence)
+        begun = (sequence for model in self._models.values() if model.begun for sequence in model.begun)
+        for sequence in [sequence for sequence in begun if sequence.kv.place is Place.NOWHERE]:
+            self.queue(sequence)
 
     def take(self, sequence: TokenSequence[KvT], token: int | None) -> EngineOutput:
         """Append a new token to its sequence, and end that where it ends. None: the answer has ended by itself."""

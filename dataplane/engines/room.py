@@ -1,10 +1,11 @@
 """Room for KV on a slot: who makes way, and how. The rules of every engine. Nothing is lost: what leaves goes to host
 memory, or, when that is full, is computed anew.
 
-Where room is short, there make way, in this order:
+Where room is short, the engine's policy is asked for the way out (`Relieve`). There make way, in this order:
 
-1. what is no KV: weights that borrowed room;
-2. sequences that decode, of other models first, the last in the order of service (`choose_victim`), to host memory;
+1. what is no KV: layers that models can do without ("remap"), then weights that borrowed room;
+2. unless who asks is to wait ("refuse"), sequences that decode, of other models first, the last in the order of service
+   (`choose_victim`): to host memory ("swap"), or to be computed anew ("recompute");
 3. sequences in the midst of their prefill that come after the one that asks. They begin again from their first token.
 
 One that finds no room waits; one that holds some, and that nobody makes way for, leaves itself.
@@ -14,9 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from dataplane.engines.kv import KvMemory, KvT, Place
+from dataplane.engines.pressure import Relieve, Shortage, always_swap
 from dataplane.engines.request_table import RequestTable
 from dataplane.engines.sequences import TokenSequence
 from dataplane.engines.served_models import ServedModel
+from dataplane.remapping.relief import Way
 
 
 class Ranked(Protocol):
@@ -49,8 +52,8 @@ def choose_victim(candidates: Iterable[RankedT], requester: RankedT, keep: Itera
 
 class Room(Generic[KvT]):
     """Makes room. `take_back` has weights give back what they borrowed, True if some did: those of any other model than
-    the named one, or, for None, of every model. A slot that `hands_over` never drops what is past its prefill: that
-    leaves by itself.
+    the named one, or, for None, of every model; `relieve` chooses the way out. A slot that `hands_over` never drops
+    what is past its prefill: that leaves by itself.
     """
 
     def __init__(
@@ -61,12 +64,14 @@ class Room(Generic[KvT]):
         *,
         hands_over: bool,
         take_back: Callable[[str | None], bool],
+        relieve: Relieve = always_swap,
     ) -> None:
         self._models = models
         self._kv = kv
         self._requests = requests
         self._hands_over = hands_over
         self._take_back = take_back
+        self._relieve = relieve
         self.preemptions_total = 0
         self.recomputed_total = 0
 
@@ -74,35 +79,58 @@ class Room(Generic[KvT]):
         """Room for the KV of `tokens` tokens of a sequence. False: not now; others leave, or it has left itself.
         Those in `keep` stay.
         """
-        if self._make(lambda: self._kv.grow(sequence.kv, tokens), sequence, keep):
+        made, way = self._make(lambda: self._kv.grow(sequence.kv, tokens), sequence, tokens, keep)
+        if made:
             self._models[sequence.model].begin(sequence)
             return True
         if sequence.prefilled and sequence.kv.place is Place.HERE and not self._kv.leaving:
-            self._yield(sequence)  # nobody comes after it: it is the one to wait
+            self._yield(sequence, way)  # nobody comes after it: it is the one to wait
         return False
 
     def bring(self, sequence: TokenSequence[KvT], keep: Sequence[TokenSequence[KvT]]) -> bool:
         """Send for KV that is AWAY. False: there is no room now."""
-        return self._make(lambda: self._kv.swap_in(sequence.kv), sequence, keep)
+        made, _ = self._make(lambda: self._kv.swap_in(sequence.kv), sequence, sequence.cached, keep)
+        return made
 
-    def _make(self, take: Callable[[], bool], sequence: TokenSequence[KvT], keep: Sequence[TokenSequence[KvT]]) -> bool:
+    def clear(self, in_the_way: Callable[[KvT], bool]) -> None:
+        """Have KV make way for weights. What is on its way already goes on."""
+        for model in self._models.values():
+            for sequence in [s for s in model.begun if s.kv.place is Place.HERE and in_the_way(s.kv)]:
+                if sequence.prefilled:
+                    self._yield(sequence, None)
+                else:
+                    self._drop(sequence)
+
+    def _make(
+        self,
+        take: Callable[[], bool],
+        sequence: TokenSequence[KvT],
+        tokens: int,
+        keep: Sequence[TokenSequence[KvT]],
+    ) -> tuple[bool, Way | None]:
+        """Whether there is room, taken, and else the way that was chosen."""
         while not take():
-            if self._take_back(sequence.model):
-                continue
-            if self._kv.leaving:
-                return False
             decoding = [s for model in self._models.values() for s in model.decoding_here]
             victim = choose_victim(decoding, sequence, keep)
+            way = None
+            if not self._kv.leaving:
+                leaves_itself = sequence.prefilled and sequence.kv.place is Place.HERE
+                who = sequence if victim is None and leaves_itself else victim
+                way = self._relieve(Shortage(sequence=sequence, tokens=tokens, victim=who))
+            if way == "remap" or self._take_back(sequence.model):
+                continue
+            if self._kv.leaving or way == "refuse":
+                return False, way
             if victim is not None:
-                if not self._yield(victim):
-                    return False
+                if not self._yield(victim, way):
+                    return False, way
                 continue
             half = self._half_prefilled_after(sequence, keep, first=not (sequence.prefilled or decoding))
             if half is None:
                 self._take_back(None)  # its own weights come to the reserve in the next step
-                return False
+                return False, way
             self._drop(half)
-        return True
+        return True, None
 
     def _half_prefilled_after(
         self, sequence: TokenSequence[KvT], keep: Sequence[TokenSequence[KvT]], *, first: bool
@@ -114,9 +142,10 @@ class Room(Generic[KvT]):
         half = choose_victim(halves, sequence, keep)
         return half if half is not None and (first or half.key > sequence.key) else None
 
-    def _yield(self, victim: TokenSequence[KvT]) -> bool:
+    def _yield(self, victim: TokenSequence[KvT], way: Way | None) -> bool:
         """Have a sequence make way. False if host memory is full and it is on its way out: it will leave by itself."""
-        if not self._kv.swap_out(victim.kv, victim.cached):
+        drops = way == "recompute" and not self._hands_over
+        if drops or not self._kv.swap_out(victim.kv, victim.cached):
             if self._hands_over:
                 return False
             self._drop(victim)

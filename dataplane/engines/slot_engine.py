@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from dataplane.engine import EngineOutput, EngineRequest, EngineStats, InstanceStats, PoolStats
 from dataplane.engines.kv import KvMemory, KvT
+from dataplane.engines.pressure import Relieve, always_swap
 from dataplane.engines.request_table import RequestTable
 from dataplane.engines.room import Room
 from dataplane.engines.sequences import TokenSequence
@@ -65,13 +66,16 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         kv: KvMemory[KvT],
         *,
         take_back: Callable[[str | None], bool],
+        relieve: Relieve = always_swap,
     ) -> None:
-        """`take_back`: see `Room`."""
+        """`take_back`, `relieve`: see `Room`."""
         self._slot = settings
         self._clock = clock
         self._models: dict[str, ModelT] = {}
         self._requests = RequestTable(self._models, kv, settings.turns.prefill, clock)
-        self._room = Room(self._models, kv, self._requests, hands_over=settings.hands_over, take_back=take_back)
+        self._room = Room(
+            self._models, kv, self._requests, hands_over=settings.hands_over, take_back=take_back, relieve=relieve
+        )
         self._step_batches = StepBatches(
             self._room, kv, batch_max=settings.batch_max, prefill_tokens_max=settings.prefill_tokens_per_step_max
         )

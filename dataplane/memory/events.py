@@ -7,7 +7,8 @@ its memory any more.
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 Item = TypeVar("Item")
@@ -97,6 +98,52 @@ class FlagEvent:
     def error(self) -> BaseException | None:
         """The error that it was finished with."""
         return self._error
+
+
+class Together:
+    """Events that are over when the last of them is."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = tuple(events)
+
+    def done(self) -> bool:
+        """Whether all are."""
+        return all(event.done() for event in self._events)
+
+    def wait(self) -> None:
+        """Wait for each.
+
+        Raises:
+            TransferError: one failed.
+        """
+        for event in self._events:
+            event.wait()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error."""
+        return next((event.error for event in self._events if event.error is not None), None)
+
+
+class Over:
+    """The end of a transfer, well or badly: for who only needs that it touches nothing any more."""
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self._event.done()
+
+    def wait(self) -> None:
+        """Wait for it."""
+        with suppress(TransferError):
+            self._event.wait()
+
+    @property
+    def error(self) -> BaseException | None:
+        """None."""
+        return None
 
 
 class MoveList(Generic[Item]):

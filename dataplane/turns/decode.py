@@ -158,7 +158,7 @@ class RoundState:
 
     def later(self, seconds: float) -> "RoundState":
         """The state after something else took `seconds` of the present turn."""
-        return replace(self, ends_s=self.ends_s + seconds)
+        return replace(self, ends_s=self.ends_s + seconds) if seconds else self
 
     def waited(self, seconds: float) -> "RoundState":
         """The state after the present turn could only wait for `seconds`: it loses no time until its patience ends."""

@@ -119,7 +119,7 @@ def choose_turn(
     decode, round_ = choose_decode_turn(facts.batches, round_, now_s, settings.decode)
     groups = [group for group in facts.prefills.groups if group.model not in facts.unready]
     prefill = choose_group(groups, facts.running_model, state.groups, now_s, settings.prefill)
-    state = _settled(replace(state, round=round_), settings, prefill=prefill is not None, decode=decode is not None)
+    state = _settled(state, round_, settings, prefill=prefill is not None, decode=decode is not None)
     if prefill and (decode is None or _prefill_first(facts, state, prefill, now_s, settings)):
         return _prefill_turn(facts, state, prefill, decode, now_s, settings)
     if decode:
@@ -127,8 +127,8 @@ def choose_turn(
     return None, SlotState()
 
 
-def _settled(state: SlotState, settings: TurnSettings, *, prefill: bool, decode: bool) -> SlotState:
-    """The account of shares brought up to date (rules 2 and 3), knowing which kinds wait."""
+def _settled(state: SlotState, round_: RoundState, settings: TurnSettings, *, prefill: bool, decode: bool) -> SlotState:
+    """The state in this round, the account of shares brought up to date (rules 2 and 3), knowing which kinds wait."""
     share = settings.prefill_share
     over_s = state.over_s + (1 - share) * state.prefill_spent_s - share * state.decode_spent_s
     over_s = over_s if prefill else max(over_s, 0.0)
@@ -138,7 +138,7 @@ def _settled(state: SlotState, settings: TurnSettings, *, prefill: bool, decode:
         owed = None
     if abs(over_s) >= settings.burst_s:
         owed = "decode" if over_s > 0 else "prefill"
-    return replace(state, over_s=over_s, prefill_spent_s=0.0, decode_spent_s=0.0, owed=owed)
+    return SlotState(round=round_, groups=state.groups, turn=state.turn, over_s=over_s, owed=owed)
 
 
 def _prefill_first(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from dataplane.engine import EngineRequest
+from dataplane.engine import Engine, EngineRequest
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
 from ops.bench.checkpoints import VOCABULARY, BenchModel, DtypeName
@@ -39,7 +39,7 @@ def measure_decode(models: list[BenchModel], *, device: str, dtype: DtypeName, r
         rates = medians(
             interleaved(
                 {
-                    "tidepool": _rate_of(_engine_run(engine, models[0], prompts)),
+                    "tidepool": _rate_of(engine_run(engine, models[0], prompts)),
                     "transformers": _rate_of(_transformers_run(models[0], device, dtype, prompts)),
                 },
                 rounds=rounds,
@@ -82,7 +82,8 @@ def _engine(model: BenchModel, device: str, dtype: DtypeName) -> TorchEngine:
     return engine
 
 
-def _engine_run(engine: TorchEngine, model: BenchModel, prompts: Sequence[tuple[int, ...]]) -> Callable[[], Stamps]:
+def engine_run(engine: Engine, model: BenchModel, prompts: Sequence[tuple[int, ...]]) -> Callable[[], Stamps]:
+    """Has an engine, in which the model stands under its own name, answer all prompts at once."""
     numbers = count()
 
     def run() -> Stamps:

@@ -20,7 +20,7 @@ from dataplane.engines.torch.pooled import kv_shape
 from dataplane.engines.torch.runner import run_chunks
 from dataplane.engines.torch.sampler import Draw, choose_tokens
 from dataplane.engines.torch.sequences import Chunk, TokenSequence
-from dataplane.engines.torch.weights import RATE_SAMPLE_BYTES, measured_rate
+from dataplane.engines.torch.wire_rate import RATE_SAMPLE_BYTES, measured_rate
 from dataplane.memory.kv_cache import blocks_for
 from dataplane.turns.fit import DecodePoint, PrefillPoint
 

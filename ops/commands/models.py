@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
+from dataplane.messages import EngineChoice
 from dataplane.profile import ProfileError, load_gpu_profile
 from dataplane.turns.costs import switch_s
 from ops.checkpoints import CheckpointError, describe_checkpoint
@@ -40,6 +41,13 @@ Objectives = Annotated[
     list[str] | None,
     typer.Option(metavar="TIER=TTFT,TBT", help="Objectives in seconds, where they differ. May be repeated."),
 ]
+Engine = Annotated[
+    str,
+    typer.Option(
+        metavar="torch|vllm|auto",
+        help="What dedicated instances run on, where the node has it; auto: what the node prefers. Pooled ones: torch.",
+    ),
+]
 models = typer.Typer(no_args_is_help=True, help="Models: checkpoints in Hugging Face format.")
 
 
@@ -56,6 +64,7 @@ def add_model(
     maximum: Annotated[int, typer.Option("--max", min=0, help="Instances at most in each region.")] = 4,
     latency: LatencyFiles = None,
     slo: Objectives = None,
+    engine: Engine = "auto",
     private_host: Annotated[
         list[str] | None,
         typer.Option(metavar="HOST|NETWORK", help="Read from here though it is not public. May be repeated."),
@@ -70,13 +79,16 @@ def add_model(
       tidepool model add qwen3-8b --path /models/qwen3-8b --tokens-per-s H800=12000 --region us-east --max 8
       tidepool model add qwen3-8b --path /models/qwen3-8b --tokens-per-s H800=12000 --latency ops/profiles/h800.toml
       tidepool model add qwen3-8b --path hf://Qwen/Qwen3-8B --slo IW-F=0.5,0.05
+      tidepool model add qwen3-8b --path /models/qwen3-8b --engine vllm
     """
     rates = dict(_rate(text) for text in tokens_per_s or [])
+    if engine not in get_args(EngineChoice):
+        raise typer.BadParameter(f"--engine must be one of {', '.join(get_args(EngineChoice))}, not '{engine}'")
     if minimum > maximum:
         raise typer.BadParameter(f"--min {minimum} is above --max {maximum}")
     try:
         objectives = dict(_objective(text) for text in slo or [])
-        body = describe_checkpoint(path, tuple(private_host or ())) | {"slo": objectives or None}
+        body = describe_checkpoint(path, tuple(private_host or ())) | {"slo": objectives or None, "engine": engine}
     except CheckpointError as error:
         raise CommandError(str(error)) from error
     latencies = _latencies(latency or [], list(rates), weights_bytes=body["weights_bytes"], gpus=gpus)
@@ -143,6 +155,7 @@ def list_models(context: typer.Context, as_json: AsJson = False) -> None:
         "weights": lambda row: bytes_text(row["weights_bytes"]),
         "KV per token": lambda row: bytes_text(row["kv_bytes_per_token"]),
         "context": "context_tokens",
+        "engine": "engine",
         "path": "path",
     }
     print_table("Models", columns, answer["data"])
@@ -163,7 +176,7 @@ def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> No
     if as_json:
         print_json({"model": model, "profiles": profiles, "endpoints": endpoints})
         return
-    print_fields([("model", name), ("sizes", _words(model)), ("path", model["path"])])
+    print_fields([("model", name), ("sizes", _words(model)), ("path", model["path"]), ("engine", model["engine"])])
     rates: Columns = {
         "GPU": "gpu_type",
         "tokens/s": "tokens_per_s",

@@ -77,6 +77,7 @@ def torch_subject(folder: Path, *, host_kv_tokens: int = KV_TOKENS) -> Subject:
     settings = TorchEngineSettings(
         weights_bytes=max(spec.weights_bytes for spec in specs[:2]) + 8 * slab_bytes,  # each part begins a slab
         kv_bytes=KV_TOKENS * kv_bytes_per_token,
+        kv_pressure="swap",  # the one way out that every engine has
         host_kv_bytes=host_kv_tokens * kv_bytes_per_token,
         slab_bytes=slab_bytes,
         block_tokens=block_tokens,

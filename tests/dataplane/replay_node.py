@@ -18,6 +18,8 @@ from dataplane.settings import AgentSettings, SlotSettings
 
 PROFILE = Path(__file__).parents[2] / "ops" / "profiles" / "h800.toml"
 KEY = "node-key-for-tests"
+PATIENCE_S = 240.0
+"""How long anything may take: a worker that starts again needs minutes where the machine is busy."""
 
 
 def settings(**changes: Any) -> AgentSettings:
@@ -74,7 +76,7 @@ class Node:
         self.agent = agent
         self.client = client
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():  # noqa: ASYNC110  (conditions are about other processes)
                 await asyncio.sleep(0.01)
@@ -120,7 +122,9 @@ async def running_node(agent_settings: AgentSettings | None = None) -> AsyncIter
     port = server.servers[0].sockets[0].getsockname()[1]
     headers = {"authorization": f"Bearer {KEY}"}
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60) as client:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=PATIENCE_S
+        ) as client:
             yield Node(agent, client)
     finally:
         server.should_exit = True

@@ -23,7 +23,7 @@ def request(request_id: str, max_tokens: int = 3, instance_id: str = "i1") -> En
 
 async def start() -> tuple[WorkerLink, AsyncIterator[Report]]:
     ours = settings()
-    link = await WorkerLink.start(configure(ours, 0, None, HostFiles(ours, "boot")))
+    link = await WorkerLink.start(configure(ours, 0, None, HostFiles(ours, "boot"), ours.engine))
     return link, link.reports()
 
 

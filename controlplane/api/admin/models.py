@@ -32,6 +32,7 @@ from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep
 from controlplane.loops.schedule import enqueue
 from controlplane.store import fleet, tables
+from dataplane.messages import EngineChoice
 
 router = APIRouter(tags=["admin: models"], route_class=IdempotentRoute)
 
@@ -56,6 +57,9 @@ class ModelChange(Body):
     slo: dict[Literal["IW-F", "IW-N"], Objective] | None = Field(
         None, description="objectives by tier, where they differ from the settings'"
     )
+    engine: EngineChoice = Field(
+        "auto", description="what its dedicated instances run on; auto: their node decides; pooled ones run on torch"
+    )
 
 
 class Model(Answer):
@@ -68,6 +72,7 @@ class Model(Answer):
     kv_bytes_per_token: int = Field(examples=[147_456])
     context_tokens: int = Field(examples=[40_960])
     slo: dict[str, Objective] | None = Field(examples=[{"IW-F": {"ttft_s": 1.0, "tbt_s": 0.1}}])
+    engine: str = Field(examples=["auto"])
     created_at: datetime
 
 
@@ -116,7 +121,7 @@ class Endpoint(Answer):
 
 @router.put("/models/{name:path}", summary="Register a model")
 def put_model(name: ModelPath, change: ModelChange, session: SessionDep, caller: Operator) -> Model:
-    """Another checkpoint under a name whose instances are alive is refused (409)."""
+    """Another checkpoint or engine under a name whose instances are alive is refused (409)."""
     values = change.model_dump()
     row = put_row(
         session,

@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 
 from dataplane.engine import PoolStats
+from dataplane.engines.pressure import Shortage
 from dataplane.engines.slot_engine import Made, SlotEngine
 from dataplane.engines.torch.host_models import HostModels
 from dataplane.engines.torch.kv import KvStore, SequenceKv
 from dataplane.engines.torch.pooled import Pooled, make_pooled
+from dataplane.engines.torch.relief import KvRelief
 from dataplane.engines.torch.report import pool_stats
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.engines.torch.steps import ModelFailedError, Sampled, Steps, Watch
@@ -25,6 +27,7 @@ from dataplane.memory.events import TransferError
 from dataplane.memory.model_cache import ModelCache
 from dataplane.memory.slabs import SlabArena
 from dataplane.messages import ModelSpec
+from dataplane.remapping.relief import Way
 from dataplane.turns.schedule import Turn
 
 IDLE_S = 0.001
@@ -73,8 +76,19 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
             host_file=settings.host_kv_file,
             make_stream=self._streams.__getitem__,
         )
-        super().__init__(settings, clock, self._kv, take_back=self._take_back)
-        self._steps = Steps(settings, self._weights, self._kv, self._step_batches, clock, watch)
+        super().__init__(settings, clock, self._kv, take_back=self._take_back, relieve=self._relieve)
+        self._relief = KvRelief(
+            settings,
+            self._models,
+            self._weights,
+            self._kv,
+            self._arena,
+            clock,
+            waiting=lambda: self._requests.waiting_models,
+        )
+        self._steps = Steps(
+            settings, self._weights, self._kv, self._step_batches, clock, watch, make_way=self._make_way
+        )
         self._prefetched_s = self._checked_s = float("-inf")
 
     def close(self) -> None:
@@ -114,6 +128,9 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
         self._weights.settle()
         self._kv.settle()
         self._host.yield_room()
+        crowded = self._relief.revert()
+        if crowded and not self._kv.leaving:
+            self._room.clear(lambda kv: any(self._kv.lies_in(kv, place.slabs) for place in crowded))
 
     def _fit_together(self, models: Iterable[Pooled]) -> bool:
         return self._weights.fit_together(pooled.weights for pooled in models)
@@ -137,6 +154,7 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
     def _run(self, turn: Turn, model: Pooled, now_s: float) -> Made[SequenceKv] | None:
         """A model that fails takes no other down; a lost device or wrong books end the worker."""
         model.weights.used_s = now_s
+        self._relief.running = model.name
         made = None
         try:
             made = self._steps.run(turn, model, self._requests.find(turn.group))
@@ -167,7 +185,7 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
             return None
         if pooled is None or not (pooled.begun or name in self._requests.waiting_models):
             return 0
-        if turn is not None and name == turn.model:
+        if turn is not None and name == turn.model and name not in self._weights.given_up:
             return 1
         return None if pooled.weights.fresh else 2
 
@@ -199,6 +217,16 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
         """Have weights give back the slabs of KV that they borrowed; see `Room`."""
         return self._weights.evict_idle_above(self._arena.weights_slabs, keep=keep)
 
+    def _relieve(self, shortage: Shortage) -> Way | None:
+        """See `Room`."""
+        return self._relief.relieve(shortage)
+
+    def _make_way(self, model: Pooled) -> None:
+        """Have KV leave the slabs of the reserve that a model which is to run needs."""
+        slabs = self._weights.guests_in_the_way(model.weights)
+        if slabs:
+            self._room.clear(lambda kv: self._kv.lies_in(kv, slabs))
+
     def _kv_tokens_max(self, model: Pooled) -> int:
         return self._kv.capacity_tokens(model.shape)
 
@@ -219,4 +247,5 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
             prefills=self._requests.prefills,
             log=self._log,
             host_cache_bytes=self._host.cache_bytes,
+            relief=self._relief,
         )

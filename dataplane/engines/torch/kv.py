@@ -8,7 +8,7 @@ Blocks that a transfer reads or writes are not handed out: they are freed when i
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,10 +75,10 @@ class KvStore:
         self._device = KvFile(bytes=buffer, slab_bytes=slab_bytes)
         self._arena = arena
         self.here = KvCache(arena, slab_bytes)
-        host_slabs = HostSlabs(host_bytes // slab_bytes)
-        self.away = KvCache(host_slabs, slab_bytes)
+        self._host_slabs = HostSlabs(host_bytes // slab_bytes)
+        self.away = KvCache(self._host_slabs, slab_bytes)
         self._host_file = host_file
-        memory = _host_memory(host_slabs.slabs * slab_bytes, host_file)
+        memory = _host_memory(self._host_slabs.slabs * slab_bytes, host_file)
         self._host = KvFile(bytes=pinned(memory, buffer.device), slab_bytes=slab_bytes)
         self._in, self._out = make_stream("kv_in"), make_stream("kv_out")
         self._views: dict[tuple[KvShape, torch.dtype], torch.Tensor] = {}
@@ -88,14 +88,24 @@ class KvStore:
         self.swapped_in_total = 0
 
     @property
+    def slab_bytes(self) -> int:
+        """The size of a slab."""
+        return self._device.slab_bytes
+
+    @property
     def moving(self) -> bool:
         """Whether a transfer is under way."""
         return bool(self._moving)
 
     @property
     def leaving(self) -> bool:
-        """Whether one of them makes room in the arena."""
-        return any(kv.place is Place.LEAVING for kv in self._moving)
+        """Whether one of them makes room in the arena, or weights do that lend some."""
+        return self._arena.lent_moving or any(kv.place is Place.LEAVING for kv in self._moving)
+
+    @property
+    def leaving_bytes(self) -> int:
+        """What is on its way to host memory."""
+        return sum(kv.size_bytes for kv in self._moving if kv.place is Place.LEAVING)
 
     def fits(self, kv: SequenceKv, *, spare: int) -> bool:
         """Whether KV that is AWAY has room in the arena, and so many blocks more."""
@@ -104,6 +114,23 @@ class KvStore:
     def free_blocks(self, shape: KvShape) -> int:
         """Blocks of this shape that the arena could hand out now."""
         return self.here.free_blocks(shape) + self._arena.free_kv_slabs * self.here.blocks_per_slab(shape)
+
+    def lacks_bytes(self, kv: SequenceKv, tokens: int) -> int:
+        """Of how many bytes in whole slabs the arena is short for the KV of so many tokens, or for what is AWAY."""
+        wanted = len(kv.host) if kv.place is Place.AWAY else blocks_for(tokens, kv.shape.block_tokens)
+        missing_blocks = wanted - len(kv.blocks) - self.here.free_blocks(kv.shape)
+        missing_slabs = -(-missing_blocks // self.here.blocks_per_slab(kv.shape)) - self._arena.free_kv_slabs
+        return max(missing_slabs, 0) * self._device.slab_bytes
+
+    def host_fits(self, kv: SequenceKv, tokens: int) -> bool:
+        """Whether host memory has room for the KV of so many tokens."""
+        free_blocks = self._host_slabs.free_slabs * self.away.blocks_per_slab(kv.shape)
+        return blocks_for(tokens, kv.shape.block_tokens) <= free_blocks + self.away.free_blocks(kv.shape)
+
+    def lies_in(self, kv: SequenceKv, slabs: Container[int]) -> bool:
+        """Whether one of its blocks in the arena is in one of these slabs."""
+        per_slab = self.here.blocks_per_slab(kv.shape)
+        return any(block // per_slab in slabs for block in kv.blocks)
 
     def view(self, shape: KvShape, dtype: torch.dtype) -> torch.Tensor:
         """The arena as blocks of a shape `[slabs, blocks_per_slab, layers, 2, block_tokens, kv_heads, head_dim]`."""
@@ -123,8 +150,7 @@ class KvStore:
         tokens = self.capacity_blocks(shape) * shape.block_tokens
         if self._host_file is None:
             return tokens
-        host_slabs = self._host.bytes.numel() // self._host.slab_bytes
-        return min(tokens, host_slabs * self.away.blocks_per_slab(shape) * shape.block_tokens)
+        return min(tokens, self._host_slabs.slabs * self.away.blocks_per_slab(shape) * shape.block_tokens)
 
     def check_fits(self, shape: KvShape) -> None:
         """See that the arena could hold KV of this shape.

@@ -2,6 +2,7 @@
 
 from dataplane.engine import KvShapeStats, PoolStats
 from dataplane.engines.torch.kv import KvStore
+from dataplane.engines.torch.relief import KvRelief
 from dataplane.engines.torch.streams import PINS
 from dataplane.engines.torch.weights import WeightStore
 from dataplane.engines.turn_log import TurnLog
@@ -22,6 +23,7 @@ def pool_stats(
     prefills: PrefillQueue,
     log: TurnLog,
     host_cache_bytes: int,
+    relief: KvRelief,
 ) -> PoolStats:
     """The state of the pool right now."""
     kv_slabs, free_slabs, moving_slabs = arena.kv_slabs, arena.free_slabs, arena.moving_slabs
@@ -43,6 +45,10 @@ def pool_stats(
         host_cache_bytes=host_cache_bytes,
         weights_bytes_per_s=weights.bytes_per_s,
         unpinned=PINS.refused,
+        given_up=weights.given_up,
+        relief=dict(relief.ways),
+        not_remapped=dict(relief.refusals),
+        layers_moved=dict(relief.layers),
         turns=tuple(log.turns),
     )
 

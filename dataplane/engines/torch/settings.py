@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from dataplane.engines.pressure import KvPressure
+from dataplane.remapping.settings import RemapSettings
 from dataplane.turns.schedule import TurnSettings
 
 SLAB_BYTES_MIN, SLAB_BYTES_MAX = 2**17, 2**25
@@ -21,7 +23,8 @@ class TorchEngineSettings:
     model that finds no room there for `host_wait_max_s` fails.
     A step runs at most `batch_max` sequences and prefills at most `prefill_tokens_per_step_max` tokens. `prefetch`
     brings the next model early; `layerwise` starts a model while its later layers are on the way; with `hands_over`
-    a request leaves after its first token, to be decoded by another slot.
+    a request leaves after its first token, to be decoded by another slot. `kv_pressure`: what is done when KV has no
+    room; `remap`: which layers models give up then.
     """
 
     device: str = "cpu"
@@ -41,6 +44,8 @@ class TorchEngineSettings:
     layerwise: bool = True
     hands_over: bool = False
     copy_threads: int = 1
+    kv_pressure: KvPressure = "auto"
+    remap: RemapSettings = field(default_factory=RemapSettings)
     turns: TurnSettings = field(default_factory=TurnSettings)
 
     def __post_init__(self) -> None:

@@ -46,7 +46,7 @@ MODEL_TYPES = frozenset(
 """Architectures whose output was compared with transformers' own `generate`; others are refused, not guessed at."""
 
 ADDRESSES_KEPT = 4
-"""Runs of the arena whose views a skeleton remembers."""
+"""Places of the arena where a part was whose views a skeleton remembers."""
 _UNSUPPORTED_ROPE = frozenset(("dynamic", "longrope"))
 
 
@@ -100,6 +100,8 @@ class Skeleton:
     """A model's modules. `places` and `parts` lay its weights out; in host memory they take `size_bytes`.
 
     `await_part` is called before a part is used; whoever brings the weights sets it while they are on their way.
+    `passed_part` is called once a layer, or the output embedding, has been given to the device to compute; whoever has
+    layers take turns in one place sets it.
     """
 
     def __init__(self, model: torch.nn.Module, geometry: Geometry, eos_ids: frozenset[int], dtype: torch.dtype) -> None:
@@ -108,13 +110,18 @@ class Skeleton:
         self.geometry = geometry
         self.eos_ids = eos_ids
         self.await_part: Callable[[int], None] | None = None
-        self._bound: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
-        self._slots = _parameter_slots(model)
+        self.passed_part: Callable[[int], None] | None = None
+        slots = _parameter_slots(model)
         stages = _stages(model)
-        self.places, self.parts = _lay_out(self._slots, stages)
+        self.places, self.parts = _lay_out(slots, stages)
         self.size_bytes = sum(part.size_bytes for part in self.parts)
+        self._views: list[dict[int, list[torch.nn.Parameter]]] = [{} for _ in self.parts]
+        self._slots: list[list[tuple[PlacedTensor, _Slot]]] = [[] for _ in self.parts]
+        for place, slot in zip(self.places, slots, strict=True):
+            self._slots[place.part].append((place, slot))
         for number, stage in enumerate(stages, start=1):
             stage.register_forward_pre_hook(self._gate(number))
+            stage.register_forward_hook(self._passed(number))
         model.register_forward_pre_hook(self._gate(0))
 
     def slabs(self, slab_bytes: int) -> int:
@@ -122,23 +129,32 @@ class Skeleton:
         return sum(-(-part.size_bytes // slab_bytes) for part in self.parts)
 
     def bind(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Make every Parameter a view into the buffer of its part: flat uint8, one for each of `parts`. At addresses
-        where the model was before, the views of then are put back: making them is what costs.
-        """
-        addresses = tuple(buffer.data_ptr() for buffer in buffers)
-        parameters = self._bound.pop(addresses, None)
+        """Make every Parameter a view into the buffer of its part: flat uint8, one for each of `parts`."""
+        for part, buffer in enumerate(buffers):
+            self.bind_part(part, buffer)
+
+    def bind_part(self, part: int, buffer: torch.Tensor) -> None:
+        """The same for one part. Where it was before, the views of then are put back: making them is what costs."""
+        views = self._views[part]
+        address = buffer.data_ptr()
+        parameters = views.pop(address, None)
         if parameters is None:
-            parameters = [_parameter(place, buffers[place.part]) for place in self.places]
-        self._bound[addresses] = parameters
-        for parameter, (meta, owners) in zip(parameters, self._slots, strict=True):
-            assert parameter.shape == meta.shape, (owners[0], meta.shape)
+            parameters = [_parameter(place, buffer) for place, _ in self._slots[part]]
+        views[address] = parameters
+        for parameter, (place, (_, owners)) in zip(parameters, self._slots[part], strict=True):
+            assert parameter.shape == place.shape, (place.names[0], place.shape)
             _replace(owners, parameter)
-        if len(self._bound) > ADDRESSES_KEPT:
-            del self._bound[next(iter(self._bound))]
+        if len(views) > ADDRESSES_KEPT:
+            del views[next(iter(views))]
 
     def unbind(self) -> None:
         """Point nowhere again."""
-        for meta, owners in self._slots:
+        for part in range(len(self.parts)):
+            self.unbind_part(part)
+
+    def unbind_part(self, part: int) -> None:
+        """The same for one part."""
+        for _, (meta, owners) in self._slots[part]:
             _replace(owners, meta)
 
     def _gate(self, part: int) -> Callable[..., None]:
@@ -147,6 +163,13 @@ class Skeleton:
                 self.await_part(part)
 
         return wait
+
+    def _passed(self, part: int) -> Callable[..., None]:
+        def tell(*_: Any) -> None:
+            if self.passed_part is not None:
+                self.passed_part(part)
+
+        return tell
 
 
 _Owner = tuple[str, torch.nn.Module, str]
@@ -177,7 +200,7 @@ def build_skeleton(folder: Path, dtype: torch.dtype, device: torch.device) -> Sk
     model.eval().requires_grad_(False)
     if device.type == "cpu" and dtype == torch.float32:
         speed_up(model)
-    return Skeleton(model, geometry, _eos_ids(folder, described), dtype)
+    return Skeleton(model, geometry, read_eos_ids(folder, described), dtype)
 
 
 def _check_supported(folder: Path, described: dict[str, Any]) -> None:
@@ -209,7 +232,12 @@ def _geometry(config: Any) -> Geometry:
     )
 
 
-def _eos_ids(folder: Path, described: dict[str, Any]) -> frozenset[int]:
+def read_eos_ids(folder: Path, described: dict[str, Any]) -> frozenset[int]:
+    """The tokens that end an answer, by a checkpoint folder and its config.
+
+    Raises:
+        ModelLoadError: they are no token ids.
+    """
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.exists() else None
     if eos is None:

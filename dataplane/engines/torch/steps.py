@@ -38,13 +38,17 @@ class Steps:
         step_batches: StepBatches[SequenceKv],
         clock: Callable[[], float],
         watch: Watch | None = None,
+        *,
+        make_way: Callable[[Pooled], None],
     ) -> None:
+        """`make_way` has KV leave slabs that a model needs to come in."""
         self._settings = settings
         self._weights = weights
         self._kv = kv
         self._step_batches = step_batches
         self._clock = clock
         self._watch = watch
+        self._make_way = make_way
 
     def run(self, turn: Turn, pooled: Pooled, group: Sequence[TokenSequence]) -> Sampled | None:
         """Run a step of the turn; None if it could not run. `group`: what to prefill, in order, in a prefill turn.
@@ -54,6 +58,7 @@ class Steps:
             ModelFailedError: the model's code raised something.
         """
         if not self._weights.bring(pooled.weights, self._clock()):
+            self._make_way(pooled)
             self._weights.await_one()
             return None
         if not self._settings.layerwise:
@@ -75,10 +80,11 @@ class Steps:
         except Exception as error:
             raise ModelFailedError(f"{type(error).__name__}: {error}") from error
         took_s = self._clock() - began_s
+        self._weights.ran(pooled.weights)
         if whole and turn.kind == "prefill":
-            pooled.estimate = pooled.estimate.observe_prefill(took_s, tokens, squared)
+            pooled.observe_prefill(took_s, tokens, squared)
         elif whole:
-            pooled.estimate = pooled.estimate.observe_decode(took_s, context, len(chunks))
+            pooled.observe_decode(took_s, context, len(chunks))
         return made
 
     def _forward(self, pooled: Pooled, chunks: list[Chunk]) -> Sampled:

@@ -6,30 +6,29 @@ waited for when it is used. Leaving costs nothing, for the host keeps a copy of 
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
 from dataplane.engines.torch.host_models import HostModel
-from dataplane.engines.torch.streams import Copy, CopyStream, mark, pinned, unpinned
-from dataplane.memory.events import PASSED, Event, TimedEvent
+from dataplane.engines.torch.remapped import RemappedLayers
+from dataplane.engines.torch.streams import Copy, CopyStream, mark
+from dataplane.engines.torch.wire_rate import WireRate
+from dataplane.memory.events import Event, Together
 from dataplane.memory.residency import ResidencyFacts, ResidentModel, choose_run
-from dataplane.memory.slabs import SlabArena
+from dataplane.memory.slabs import Run, SlabArena
 
 TRIES_MAX = 5
 """How often in a row a part may fail to arrive before its model's requests fail."""
-RATE_SAMPLE_BYTES = 2**25
-RATE_LOAD_BYTES_MIN = 2**24
-"""A load of fewer bytes says little about the rate: starting its copies takes as long as they do."""
-RATE_SHARE = 0.25
-"""What the last load counts in the rate; those before it fade by the rest."""
 POLL_S = 0.0002
 
 
 @dataclass(eq=False, kw_only=True)
 class Resident:
     """A model whose parts are in the arena or on their way. `events`: one for each part, empty once all are there;
-    `began_s` by the engine's clock, `sent_s` by `time.monotonic`, that of the events.
+    `began_s` by the engine's clock, `sent_s` by `time.monotonic`, that of the events. `remapped` once it has given up
+    layers, also when it has them again.
     """
 
     model: HostModel
@@ -38,31 +37,18 @@ class Resident:
     tries: int = 0
     began_s: float = 0.0
     sent_s: float = 0.0
-
-
-class Together:
-    """Events that are over when the last of them is."""
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        self._events = tuple(events)
-
-    def done(self) -> bool:
-        """Whether all are."""
-        return all(event.done() for event in self._events)
-
-    def wait(self) -> None:
-        """Wait for each.
-
-        Raises:
-            TransferError: one failed.
-        """
-        for event in self._events:
-            event.wait()
+    remapped: RemappedLayers | None = None
 
     @property
-    def error(self) -> BaseException | None:
-        """The first error."""
-        return next((event.error for event in self._events if event.error is not None), None)
+    def whole(self) -> bool:
+        """Whether every part is there."""
+        return not self.events and (self.remapped is None or self.remapped.whole)
+
+    @property
+    def flying(self) -> list[Event]:
+        """Copies into its places that are not over."""
+        flying = [event for event in self.events if not event.done()]
+        return flying if self.remapped is None else flying + self.remapped.flying
 
 
 class WeightStore:
@@ -76,13 +62,13 @@ class WeightStore:
         self._residents: dict[str, Resident] = {}
         self._homes: dict[str, int] = {}
         self._used_s: dict[str, float] = {}
-        self._s_per_byte = 1 / measured_rate(buffer)
+        self._rate = WireRate(buffer)
         self.brought_total = 0
 
     @property
     def resident_models(self) -> tuple[str, ...]:
         """Names of the models that are wholly there, in name order."""
-        return tuple(sorted(name for name, resident in list(self._residents.items()) if not resident.events))
+        return tuple(sorted(name for name, resident in list(self._residents.items()) if resident.whole))
 
     @property
     def arriving_models(self) -> tuple[str, ...]:
@@ -90,13 +76,23 @@ class WeightStore:
         return tuple(sorted(name for name, resident in list(self._residents.items()) if resident.events))
 
     @property
+    def given_up(self) -> dict[str, int]:
+        """How many layers' places KV has, by model."""
+        remapped = {name: resident.remapped for name, resident in self._residents.items()}
+        return {name: layers.given_up for name, layers in remapped.items() if layers is not None and layers.given_up}
+
+    @property
     def bytes_per_s(self) -> float:
-        """How fast weights come: first as a plain copy did, then as the loads of whole models do."""
-        return 1 / self._s_per_byte
+        """How fast weights come; see `WireRate`."""
+        return 1 / self._rate.s_per_byte
+
+    def used_s(self, model: HostModel) -> float:
+        """When the model was last brought, by the engine's clock."""
+        return self._used_s[model.name]
 
     def whole_s(self, model: HostModel) -> float:
         """Estimated seconds that all of the model's weights take to come."""
-        return model.skeleton.size_bytes * self._s_per_byte
+        return model.skeleton.size_bytes * self._rate.s_per_byte
 
     def missing_s(self, model: HostModel, *, now_s: float) -> float:
         """Estimated seconds until the model would be wholly there, were it brought now."""
@@ -107,9 +103,9 @@ class WeightStore:
         return max(0.0, resident.began_s + whole_s - now_s) if resident.events else 0.0
 
     def fit_together(self, models: Iterable[HostModel]) -> bool:
-        """Whether all of them can stay in the arena beside the KV that is there."""
+        """Whether all of them can stay in the arena beside the KV that is there, but for what they lent it."""
         needed = sum(model.skeleton.slabs(self._slab_bytes) for model in models)
-        return needed <= self._arena.slabs - self._arena.kv_slabs
+        return needed <= self._arena.slabs - self._arena.stray_kv_slabs
 
     def holds(self, model: HostModel) -> bool:
         """Whether the model is there or arriving."""
@@ -121,9 +117,14 @@ class WeightStore:
         and takes the reserve.
         """
         self._used_s[model.name] = now_s
-        if model.name in self._residents:
+        resident, host = self._residents.get(model.name), model.host
+        if resident is not None and resident.remapped is not None and not resident.remapped.whole:
+            if host is not None:
+                resident.remapped.fill()
+                return True
+            self.evict(model.name)  # nowhere to load the missing layers from
+        elif resident is not None:
             return True
-        host = model.host
         if host is None:
             return False
         choice = choose_run(self._facts(model, keep))
@@ -139,7 +140,7 @@ class WeightStore:
         resident.sent_s = time.monotonic()
         computed = mark(self._buffer.device)  # what ran on these slabs until now
         resident.events = [
-            self._submit(host, resident, number, after=computed) for number in range(len(model.skeleton.parts))
+            self._submit(model, number, buffer, [computed]) for number, buffer in enumerate(resident.buffers)
         ]
         model.skeleton.bind(resident.buffers)
         model.skeleton.await_part = lambda part: self._await(resident, part)
@@ -147,11 +148,60 @@ class WeightStore:
         self.brought_total += 1
         return True
 
+    def layer_slabs(self, model: HostModel) -> int | None:
+        """How many slabs each layer takes; None where they differ, or the model is not settled: gone or arriving."""
+        resident = self._residents.get(model.name)
+        if resident is None or resident.events:
+            return None
+        layers = model.skeleton.parts[1 : model.skeleton.geometry.layers + 1]
+        sizes = {-(-part.size_bytes // self._slab_bytes) for part in layers}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    def remapped(self, model: HostModel) -> RemappedLayers:
+        """The layers of a model that has `layer_slabs`."""
+        resident, count = self._residents[model.name], self.layer_slabs(model)
+        assert count is not None, f"{model.name} cannot give up layers"
+        if resident.remapped is None:
+            first = self._arena.runs[model.name].start + -(-model.skeleton.parts[0].size_bytes // self._slab_bytes)
+            layers = range(model.skeleton.geometry.layers)
+            slabs = [Run(start=first + number * count, count=count) for number in layers]
+            resident.remapped = RemappedLayers(
+                model.name,
+                model.skeleton,
+                self._arena,
+                slabs=slabs,
+                buffers=[self._buffer[run.start * self._slab_bytes : run.end * self._slab_bytes] for run in slabs],
+                send=partial(self._submit, model),
+            )
+            model.skeleton.await_part = resident.remapped.await_part
+            model.skeleton.passed_part = resident.remapped.passed_part
+        return resident.remapped
+
+    def guests_in_the_way(self, model: HostModel) -> frozenset[int]:
+        """KV below the reserve that keeps the model, which is to run now, from coming in: it has to leave. Who lent it
+        the room is evicted, so that no other takes its place. None where something else is in the way.
+        """
+        facts = self._facts(model, None)
+        choice = choose_run(replace(facts, blocked=facts.blocked - self._arena.guests))
+        if self.holds(model) or choice is None:
+            return frozenset()
+        for name in choice.evictions:
+            self.evict(name)
+        return self._arena.guests.intersection(range(choice.start, choice.start + facts.slabs_needed))
+
+    def ran(self, model: HostModel) -> None:
+        """Note that a step of the model came to its end."""
+        resident = self._residents[model.name]
+        if not resident.events:
+            resident.tries = 0
+            model.copies = [event for event in model.copies if not event.done()]
+
     def settle(self) -> None:
         """Note what has arrived whole, and how long it took."""
         for resident in self._residents.values():
             if resident.events and all(event.done() and event.error is None for event in resident.events):
-                self._learn_rate(resident)
+                if not resident.tries:
+                    self._rate.learn(resident.model.skeleton.size_bytes, resident.sent_s, resident.events)
                 resident.events = []
                 resident.tries = 0
                 resident.model.skeleton.await_part = None
@@ -173,7 +223,7 @@ class WeightStore:
             return False
         for number, event in enumerate(resident.events):
             if event.done() and event.error is not None:
-                resident.events[number] = self._submit(host, resident, number)
+                resident.events[number] = self._submit(model, number, resident.buffers[number])
         return True
 
     def evict(self, name: str) -> None:
@@ -182,9 +232,9 @@ class WeightStore:
         """
         resident = self._residents.pop(name, None)
         if resident is not None:
-            resident.model.skeleton.await_part = None
+            resident.model.skeleton.await_part = resident.model.skeleton.passed_part = None
             resident.model.skeleton.unbind()
-            self._arena.free_run(name, Together(resident.events))
+            self._arena.free_run(name, Together(resident.flying))
 
     def evict_idle_above(self, slab: int, *, keep: str | None) -> bool:
         """Evict the model that was used longest ago of those that lie above `slab`; False when there is none."""
@@ -192,7 +242,7 @@ class WeightStore:
         idle = [
             name
             for name, resident in self._residents.items()
-            if name != keep and not _flying(resident) and runs[name].end > slab
+            if name != keep and not resident.flying and runs[name].end > slab
         ]
         if not idle:
             return False
@@ -201,28 +251,19 @@ class WeightStore:
 
     def await_one(self) -> None:
         """Wait until a part that is on its way has arrived, if there is one."""
-        flying = [event for resident in self._residents.values() for event in resident.events if not event.done()]
+        flying = [event for resident in self._residents.values() for event in resident.flying]
         time.sleep(POLL_S)
         while flying and not any(event.done() for event in flying):
             time.sleep(POLL_S)
-
-    def _learn_rate(self, resident: Resident) -> None:
-        """Let a whole load that went well correct the estimate."""
-        size_bytes = resident.model.skeleton.size_bytes
-        if size_bytes < RATE_LOAD_BYTES_MIN or resident.tries:
-            return
-        ends_s = [event.ended_s for event in resident.events if isinstance(event, TimedEvent)]
-        took_s = max((end_s for end_s in ends_s if end_s is not None), default=time.monotonic()) - resident.sent_s
-        self._s_per_byte += RATE_SHARE * (took_s / size_bytes - self._s_per_byte)
 
     def _await(self, resident: Resident, part: int) -> None:
         if resident.events:
             resident.events[part].wait()
 
-    def _submit(self, host: torch.Tensor, resident: Resident, number: int, *, after: Event = PASSED) -> Event:
-        source = resident.model.skeleton.parts[number].of(host)
-        event = self._stream.submit([Copy(source=source, target=resident.buffers[number])], [after])
-        resident.model.copies.append(event)
+    def _submit(self, model: HostModel, part: int, target: torch.Tensor, after: Sequence[Event] = ()) -> Event:
+        assert model.host is not None, f"{model.name} has no copy in host memory"
+        event = self._stream.submit([Copy(source=model.skeleton.parts[part].of(model.host), target=target)], after)
+        model.copies.append(event)
         return event
 
     def _part_buffers(self, model: HostModel, start: int) -> tuple[torch.Tensor, ...]:
@@ -246,7 +287,7 @@ class WeightStore:
                 start=run.start,
                 count=run.count,
                 used_s=self._used_s[name],
-                pinned=name == keep or _flying(self._residents[name]),
+                pinned=name == keep or bool(self._residents[name].flying),
             )
             for name, run in self._arena.runs.items()
         )
@@ -259,24 +300,3 @@ class WeightStore:
             blocked=self._arena.blocked,
             weights_slabs=self._arena.weights_slabs,
         )
-
-
-def _flying(resident: Resident) -> bool:
-    return any(not event.done() for event in resident.events)
-
-
-def measured_rate(buffer: torch.Tensor) -> float:
-    """Bytes per second of a plain copy into `buffer`, whose content is lost, from host memory such as models have:
-    written before, and pinned where CUDA allows it. The best of three; the first one takes the pages of `buffer`.
-    """
-    target = buffer[:RATE_SAMPLE_BYTES]
-    source = pinned(torch.ones(target.shape, dtype=torch.uint8), buffer.device)
-    times_s = []
-    for _ in range(3):
-        began_s = time.perf_counter()
-        target.copy_(source)
-        if buffer.is_cuda:
-            torch.cuda.synchronize(buffer.device)
-        times_s.append(time.perf_counter() - began_s)
-    unpinned(source, buffer.device)
-    return source.nbytes / min(times_s)

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from dataplane.engines.kv import Place
+from dataplane.engines.pressure import Shortage
 from dataplane.engines.replay_memory import ReplayKvMemory
 from dataplane.engines.replay_models import ReplayModel, ReplaySequence, replayed
 from dataplane.engines.request_table import RequestTable
 from dataplane.engines.room import Room
 from dataplane.messages import Tier
+from dataplane.remapping.relief import Way
 from dataplane.turns.prefill import PrefillSettings
 from tests.dataplane.engines.replayed import PROFILE, FakeTime, request, spec
 
@@ -21,12 +23,25 @@ class Slot:
     host_bytes: int = 10_000
     hands_over: bool = False
     taken_back: list[str | None] = field(default_factory=list)
+    way: Way | None = "swap"
+    shortages: list[Shortage] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.models: dict[str, ReplayModel] = {name: replayed(spec(name), PROFILE, 1, 1.0) for name in "ab"}
         self.kv = ReplayKvMemory(1000, self.host_bytes, FakeTime().clock)
         self.requests = RequestTable(self.models, self.kv, PrefillSettings(), FakeTime().clock)
-        self.room = Room(self.models, self.kv, self.requests, hands_over=self.hands_over, take_back=self._note)
+        self.room = Room(
+            self.models,
+            self.kv,
+            self.requests,
+            hands_over=self.hands_over,
+            take_back=self._note,
+            relieve=self._relieve,
+        )
+
+    def _relieve(self, shortage: Shortage) -> Way | None:
+        self.shortages.append(shortage)
+        return self.way
 
     def _note(self, keep: str | None) -> bool:
         self.taken_back.append(keep)
@@ -107,3 +122,50 @@ def test_weights_give_back_what_they_borrowed_before_anyone_makes_way_and_the_mo
     wanted = slot.waiting("wanted", "a", "NIW")
     assert not slot.room.grow(wanted, 41)
     assert slot.taken_back == ["a", None]
+
+
+@pytest.mark.parametrize(
+    ("way", "has_room", "place"),
+    [("swap", False, Place.LEAVING), ("recompute", True, Place.NOWHERE), ("refuse", False, Place.HERE)],
+)
+def test_the_policy_says_how_room_is_made(way: Way, has_room: bool, place: Place) -> None:
+    slot = Slot(way=way)
+    held = [slot.decoding(name, "a", "NIW") for name in ("one", "two")]
+    wanted = slot.waiting("wanted", "b", "IW-F")
+    assert slot.room.grow(wanted, 41) is has_room
+    assert [sequence.kv.place for sequence in held] == [Place.HERE, place]
+    (shortage,) = slot.shortages
+    assert (shortage.sequence, shortage.tokens, shortage.victim) == (wanted, 41, held[1])
+
+
+def test_nobody_makes_way_where_the_policy_found_room_elsewhere() -> None:
+    slot = Slot()
+    held = [slot.decoding(name, "a", "NIW") for name in ("one", "two")]
+
+    def lend(shortage: Shortage) -> Way | None:
+        slot.kv._capacity_bytes += 500
+        return "remap"
+
+    slot.room._relieve = lend
+    assert slot.room.grow(slot.waiting("wanted", "b", "IW-F"), 41)
+    assert [sequence.kv.place for sequence in held] == [Place.HERE, Place.HERE]
+    assert slot.taken_back == []
+
+
+@pytest.mark.parametrize(("way", "place"), [("swap", Place.LEAVING), ("recompute", Place.NOWHERE)])
+def test_the_last_in_order_makes_way_itself_as_the_policy_says(way: Way, place: Place) -> None:
+    slot = Slot(way=way)
+    first, last = slot.decoding("first", "a", "IW-F"), slot.decoding("last", "a", "NIW")
+    assert not slot.room.grow(last, 61)
+    assert (first.kv.place, last.kv.place) == (Place.HERE, place)
+    assert slot.shortages[0].victim is last
+
+
+def test_kv_that_is_in_the_way_leaves_whatever_it_is_doing() -> None:
+    slot = Slot()
+    decoding, half = slot.decoding("decoding", "a", "IW-F"), slot.half_prefilled("half", "b", "IW-F")
+    slot.room.clear(lambda kv: kv is decoding.kv)
+    assert (decoding.kv.place, half.kv.place) == (Place.LEAVING, Place.HERE)
+    slot.room.clear(lambda kv: True)
+    assert (decoding.kv.place, half.kv.place, half.cached) == (Place.LEAVING, Place.NOWHERE, 0)
+    assert slot.room.recomputed_total == 1

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from dataplane.memory.events import PASSED, Event, FlagEvent, MoveList, TransferError
+from dataplane.memory.events import PASSED, Event, FlagEvent, MoveList, Over, Together, TransferError
 
 
 def finished(error: BaseException | None = None) -> FlagEvent:
@@ -67,3 +67,27 @@ def test_a_move_list_gives_back_what_is_over_in_any_order() -> None:
     assert list(moves) == ["a", "c"]
     assert moves.take_done() == ["a", "c"]
     assert moves.take_done() == []
+
+
+def test_together_is_over_with_the_last_and_fails_with_the_first_that_failed() -> None:
+    events = [FlagEvent(), FlagEvent()]
+    together = Together(events)
+    error = OSError("lost")
+    events[1].finish(error)
+    assert not together.done()
+    events[0].finish()
+    assert together.done()
+    assert together.error is error
+    with pytest.raises(TransferError, match="lost"):
+        together.wait()
+    assert Together([]).done()
+
+
+def test_over_says_when_and_not_how() -> None:
+    event = FlagEvent()
+    over = Over(event)
+    assert not over.done()
+    event.finish(OSError("lost"))
+    over.wait()
+    assert over.done()
+    assert over.error is None

@@ -1,3 +1,5 @@
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -63,6 +65,59 @@ def test_the_kv_queue_does_not_grow_with_weights_that_come_and_go() -> None:
     assert len(arena._kv_queue) == 6
 
 
+def test_lent_slabs_are_kvs_last_resort_and_come_back_empty_only() -> None:
+    arena = SlabArena(6, weights_slabs=4)
+    arena.take_run("a", 1, 4)
+    copied = FlagEvent()
+    arena.lend("a", [4])
+    arena.lend("a", [2, 3], copied)
+    assert (arena.free_kv_slabs, arena.moving_slabs, arena.lent_slabs) == (2, 2, 3)
+    assert [arena.take_kv() for _ in range(3)] == [5, 4, None]
+    copied.finish()
+    arena.settle()
+    assert [arena.take_kv(), arena.guests] == [3, {3}]
+    assert not arena.take_back("a", [2, 3]), "KV has one of them"
+    assert arena.take_back("a", [2])
+    assert arena.take_kv() is None
+    arena.free_kv(3)
+    assert arena.take_back("a", [3])
+    assert (arena.free_kv_slabs, arena.lent_slabs, arena.guests) == (0, 1, frozenset())
+    arena.check()
+
+
+def test_what_a_model_lent_is_kvs_until_kv_leaves_it_though_the_model_is_gone() -> None:
+    arena = SlabArena(4, weights_slabs=3)
+    arena.take_run("a", 0, 3)
+    arena.lend("a", [0, 1])
+    assert [arena.take_kv(), arena.take_kv()] == [3, 1]
+    with pytest.raises(ValueError, match="not free"):
+        arena.take_run("b", 0, 1)
+    arena.free_run("a")
+    assert (arena.free_slabs, arena.free_kv_slabs, arena.guests) == (2, 0, {1})
+    assert arena.take_kv() is None, "slab 0 is for weights again"
+    arena.take_run("b", 0, 1)
+    arena.free_kv(1)
+    arena.take_run("c", 1, 2)
+    arena.check()
+
+
+def test_wrong_loans_raise_and_change_nothing() -> None:
+    arena = SlabArena(4, weights_slabs=4)
+    arena.take_run("a", 0, 2)
+    arena.lend("a", [0])
+    for wrong in (
+        lambda: arena.lend("a", [0]),
+        lambda: arena.lend("a", [1, 2]),
+        lambda: arena.take_back("a", [0, 1]),
+    ):
+        with pytest.raises(ValueError, match="are not all"):
+            wrong()
+    with pytest.raises(KeyError):
+        arena.lend("b", [3])
+    arena.check()
+    assert (arena.lent_slabs, arena.free_slabs) == (1, 3)
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -71,6 +126,7 @@ def test_the_kv_queue_does_not_grow_with_weights_that_come_and_go() -> None:
         lambda arena: arena._runs.update(b=Run(start=2, count=2)),  # overlaps a
         lambda arena: arena._kv.add(arena._free.pop()),  # KV among the weights
         lambda arena: (arena._kv_queue.clear(), arena._queued.clear()),  # free, but KV never finds it
+        lambda arena: arena._lent.add(5),  # lent by nobody
     ],
 )
 def test_the_check_sees_what_is_wrong(spoil) -> None:  # type: ignore[no-untyped-def]
@@ -93,16 +149,27 @@ class ArenaMachine(RuleBasedStateMachine):
         self.arena = SlabArena(self.SLABS, weights_slabs=self.WEIGHTS_SLABS)
         self.state = ["free"] * self.SLABS
         self.runs: dict[str, range] = {}
-        self.events: list[tuple[FlagEvent, range]] = []
+        self.lent: set[int] = set()
+        self.events: list[tuple[FlagEvent, list[int]]] = []
 
-    def fill(self, slabs: range, state: str) -> None:
+    def fill(self, slabs: Iterable[int], state: str) -> None:
         for slab in slabs:
             self.state[slab] = state
+
+    def given(self, slabs: list[int], in_flight: bool) -> FlagEvent:
+        event = FlagEvent()
+        if in_flight:
+            self.events.append((event, slabs))
+        else:
+            event.finish()
+        self.fill(slabs, "moving" if in_flight else "free")
+        return event
 
     @rule(owner=st.sampled_from("abcd"), start=st.integers(0, 11), count=st.integers(1, 6))
     def take_run(self, owner: str, start: int, count: int) -> None:
         slabs = range(start, start + count)
-        if owner in self.runs or slabs.stop > self.SLABS or any(self.state[slab] != "free" for slab in slabs):
+        free = slabs.stop <= self.SLABS and all(self.state[slab] == "free" and slab not in self.lent for slab in slabs)
+        if owner in self.runs or not free:
             with pytest.raises(ValueError, match=r"already|not free"):
                 self.arena.take_run(owner, start, count)
             return
@@ -114,19 +181,36 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(data=st.data(), in_flight=st.booleans())
     def free_run(self, data: st.DataObject, in_flight: bool) -> None:
         owner = data.draw(st.sampled_from(sorted(self.runs)))
-        slabs, event = self.runs.pop(owner), FlagEvent()
-        if in_flight:
-            self.events.append((event, slabs))
-        else:
-            event.finish()
-        self.fill(slabs, "moving" if in_flight else "free")
-        self.arena.free_run(owner, event)
+        slabs = self.runs.pop(owner)
+        own = [slab for slab in slabs if slab not in self.lent]
+        self.lent.difference_update(slabs)
+        self.arena.free_run(owner, self.given(own, in_flight))
+
+    @precondition(lambda self: self.runs)
+    @rule(data=st.data(), in_flight=st.booleans())
+    def lend(self, data: st.DataObject, in_flight: bool) -> None:
+        owner = data.draw(st.sampled_from(sorted(self.runs)))
+        slabs = [slab for slab in self.runs[owner] if slab not in self.lent and data.draw(st.booleans())]
+        self.lent.update(slabs)
+        self.arena.lend(owner, slabs, self.given(slabs, in_flight))
+
+    @precondition(lambda self: self.lent)
+    @rule(data=st.data())
+    def take_back(self, data: st.DataObject) -> None:
+        slab = data.draw(st.sampled_from(sorted(self.lent)))
+        owner = next(owner for owner, slabs in self.runs.items() if slab in slabs)
+        is_free = self.state[slab] == "free"
+        assert self.arena.take_back(owner, [slab]) is is_free
+        if is_free:
+            self.lent.remove(slab)
+            self.state[slab] = "weights"
 
     @rule()
     def take_kv(self) -> None:
-        free = [slab for slab in range(self.WEIGHTS_SLABS, self.SLABS) if self.state[slab] == "free"]
+        allowed = self.lent.union(range(self.WEIGHTS_SLABS, self.SLABS))
+        free = [slab for slab in allowed if self.state[slab] == "free"]
         slab = self.arena.take_kv()
-        assert slab == max(free, default=None)
+        assert slab == max(free, key=lambda slab: (slab not in self.lent, slab), default=None)
         if slab is not None:
             self.state[slab] = "kv"
 
@@ -156,6 +240,7 @@ class ArenaMachine(RuleBasedStateMachine):
         counted = [self.state.count(state) for state in ("free", "kv", "moving")]
         assert [self.arena.free_slabs, self.arena.kv_slabs, self.arena.moving_slabs] == counted
         assert {owner: run.slabs for owner, run in self.arena.runs.items()} == self.runs
+        assert self.arena.lent_slabs == len(self.lent)
         assert self.arena.blocked == {slab for slab in range(self.SLABS) if self.state[slab] in {"kv", "moving"}}
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane.engines.torch import weights
+from dataplane.engines.torch import wire_rate
 from dataplane.engines.torch.host_models import HostModel
 from dataplane.engines.torch.streams import Copy
-from dataplane.engines.torch.weights import RATE_SHARE, WeightStore, measured_rate
+from dataplane.engines.torch.weights import WeightStore
+from dataplane.engines.torch.wire_rate import RATE_SHARE, measured_rate
 from dataplane.memory.events import Event, TransferError
 from dataplane.memory.slabs import SlabArena
 
@@ -69,9 +70,9 @@ class Store:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr(weights, "measured_rate", lambda buffer: 1000.0)
-        monkeypatch.setattr(weights, "RATE_LOAD_BYTES_MIN", PARTS * SLAB_BYTES)
-        monkeypatch.setattr(weights.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(wire_rate, "measured_rate", lambda buffer: 1000.0)
+        monkeypatch.setattr(wire_rate, "RATE_LOAD_BYTES_MIN", PARTS * SLAB_BYTES)
+        monkeypatch.setattr(wire_rate.time, "monotonic", lambda: self.now_s)
         self.stream = HandStream()
         buffer = torch.zeros(4 * PARTS * SLAB_BYTES, dtype=torch.uint8)
         self.weights = WeightStore(SlabArena(4 * PARTS, weights_slabs=4 * PARTS), buffer, SLAB_BYTES, self.stream)
@@ -132,7 +133,7 @@ def test_the_first_rate_is_that_of_written_memory(monkeypatch: pytest.MonkeyPatc
         sources.append(host)
         return host
 
-    monkeypatch.setattr(weights, "pinned", note)
+    monkeypatch.setattr(wire_rate, "pinned", note)
     assert measured_rate(torch.zeros(5000, dtype=torch.uint8)) > 0
     (source,) = sources
     assert source.min() == 1, "pages that nobody wrote are one page of zeros, which the cache holds"

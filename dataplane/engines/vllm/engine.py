@@ -1,0 +1,221 @@
+"""The vLLM engine: models of vLLM in one process, which take turns by our policy.
+
+A turn's step is one step of vLLM's engine of that model: it prefills and decodes together, and finds room for KV by
+itself (what it preempts, it prefills again). Where the next model does not fit beside those that are awake, the one
+that was not used for longest leaves. Its requests stay with it and go on after their tokens were prefilled again.
+
+The process is this slot's alone: `interfaces.prepare_process` comes before this module is imported.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from dataplane.engine import EngineStats, KvShapeStats, PoolStats
+from dataplane.engines.slot_engine import Made, SlotEngine
+from dataplane.engines.torch.checkpoint import read_json
+from dataplane.engines.torch.skeleton import read_eos_ids
+from dataplane.engines.vllm.interfaces import check_version
+from dataplane.engines.vllm.models import VllmKv, VllmKvMemory, VllmModel, VllmSequence
+from dataplane.engines.vllm.runner import Runner, stored_bytes
+from dataplane.engines.vllm.sampling import sampling_params
+from dataplane.engines.vllm.settings import VllmEngineSettings
+from dataplane.errors import ModelLoadError
+from dataplane.memory.model_cache import ModelCache
+from dataplane.messages import ModelSpec
+from dataplane.turns.costs import CostEstimate, LatencyModel
+from dataplane.turns.schedule import Turn
+from dataplane.turns.tiers import TIER_RANKS
+
+_BYTES_PER_S = {"cpu": 1e9, "cuda": 1e10}
+"""How fast weights come, and are read by a step, until that was seen."""
+
+
+class VllmEngine(SlotEngine[VllmModel, VllmKv]):
+    """Meets `dataplane.engine.Engine`. `load` builds a model on the owner's thread: others of the slot wait for it."""
+
+    def __init__(self, settings: VllmEngineSettings, clock: Callable[[], float]) -> None:
+        """Build an empty slot.
+
+        Raises:
+            ModelLoadError: vLLM is not installed, or in a version that was not tested.
+        """
+        check_version()
+        self._settings = settings
+        self._cache = None if settings.cache_folder is None else ModelCache(settings.cache_folder, settings.cache_bytes)
+        self._preemptions_before = 0
+        super().__init__(settings, clock, VllmKvMemory(), take_back=lambda _: False)
+
+    def close(self) -> None:
+        """End vLLM's engines. The engine is of no use then."""
+        for model in self._models.values():
+            model.runner.close()
+        self._models.clear()
+
+    def prepare(self, model: ModelSpec) -> None:
+        """Check that the checkpoint is there and fits; vLLM reads it in `load`.
+
+        Raises:
+            ModelLoadError: it cannot be read, or its weights exceed the slot's memory.
+        """
+        size_bytes = stored_bytes(Path(model.path), self._settings.dtype)
+        limit = self._settings.weights_bytes
+        if size_bytes > limit:
+            raise ModelLoadError(f"weights_bytes of {model.name} is {size_bytes}; this slot has {limit}")
+
+    def _new_model(self, spec: ModelSpec, gpus: int) -> VllmModel:
+        folder, settings = Path(spec.path), self._settings
+        if len(self._models) >= settings.models_max:
+            here = ", ".join(sorted(self._models))
+            raise ModelLoadError(f"{spec.name}: models_max={settings.models_max}, and this slot has {here}")
+        size_bytes = stored_bytes(folder, settings.dtype)
+        self._make_room(size_bytes, keep=None)
+        runner = Runner(spec.name, folder, settings, self._cache)
+        try:
+            if settings.models_max > 1:
+                runner.keep_host_copy()
+            eos_ids = read_eos_ids(folder, read_json(folder / "config.json"))
+        except BaseException:
+            runner.close()
+            raise
+        guess_s = size_bytes / _BYTES_PER_S[settings.device.partition(":")[0]]
+        return VllmModel(
+            name=spec.name,
+            context_tokens=min(spec.context_tokens, runner.context_tokens),
+            vocabulary=runner.vocabulary,
+            estimate=_first_estimate(guess_s / 100),
+            runner=runner,
+            stored_bytes=size_bytes,
+            kv_bytes=settings.pool_bytes,
+            kv_tokens=runner.context_tokens,
+            eos_ids=tuple(sorted(eos_ids)),
+            switch_s=guess_s,
+            used_s=self._clock(),
+        )
+
+    def _forget_model(self, model: VllmModel) -> None:
+        self._preemptions_before += model.runner.preemptions_total
+        model.runner.close()
+
+    def _settle(self) -> None:
+        """Nothing moves between steps."""
+
+    def _awake(self) -> list[VllmModel]:
+        return [model for model in self._models.values() if model.runner.awake]
+
+    def _make_room(self, needed_bytes: int, *, keep: VllmModel | None) -> None:
+        """Let models leave, those not used for longest first, until one more of that size fits."""
+        staying = sorted((m for m in self._awake() if m is not keep), key=lambda model: model.used_s)
+        while staying and not self._fits((*(m.stored_bytes for m in staying), needed_bytes)):
+            staying.pop(0).runner.sleep()
+
+    def _fits(self, sizes: Iterable[int]) -> bool:
+        sizes = tuple(sizes)
+        return len(sizes) <= self._settings.awake_max and sum(sizes) <= self._settings.weights_bytes
+
+    def _fit_together(self, models: Iterable[VllmModel]) -> bool:
+        return self._fits(model.stored_bytes for model in models)
+
+    def _switch_s(self, model: VllmModel) -> float:
+        return model.switch_s
+
+    def _missing_s(self, model: VllmModel, now_s: float) -> float:
+        return 0.0 if model.runner.awake else model.switch_s
+
+    def _is_ready(self, model: VllmModel) -> bool:
+        return True  # its host copy was made when it was loaded
+
+    def _run(self, turn: Turn, model: VllmModel, now_s: float) -> Made[VllmKv] | None:
+        try:
+            self._bring(model, now_s)
+            return self._step_of(model)
+        except Exception as error:  # a model that fails takes no other down
+            mine = [sequence for sequence in self._requests if sequence.model == model.name]
+            self._requests.end_all(mine, f"model {model.name} failed: {type(error).__name__}: {error}")
+            return []
+
+    def _bring(self, model: VllmModel, now_s: float) -> None:
+        model.used_s = now_s
+        if not model.runner.awake:
+            self._make_room(model.stored_bytes, keep=model)
+            model.runner.wake()
+            model.switch_s = self._clock() - now_s
+
+    def _step_of(self, model: VllmModel) -> Made[VllmKv]:
+        """Hand vLLM what is new, let it step, and see which answers have ended by themselves."""
+        mine = {str(sequence.order): sequence for sequence in self._requests if sequence.model == model.name}
+        for name, sequence in mine.items():
+            if sequence.kv.vllm_id is None:
+                self._hand_in(name, sequence, model)
+        decoding = [sequence for sequence in mine.values() if sequence.prefilled]
+        began_s = self._clock()
+        tokens = model.runner.step()
+        took_s = self._clock() - began_s
+        if took_s > 0 and len(decoding) == len(tokens) == len(mine):
+            context = sum(sequence.cached for sequence in decoding)
+            model.estimate = model.estimate.observe_decode(took_s, context, len(decoding))
+        made: Made[VllmKv] = []
+        for name, token in tokens.items():
+            sequence = mine[name]
+            sequence.cached = len(sequence.tokens)
+            model.begin(sequence)
+            ended = token in model.eos_ids and not sequence.request.ignore_eos
+            made.append((sequence, None if ended else token))
+        return made
+
+    def _hand_in(self, name: str, sequence: VllmSequence, model: VllmModel) -> None:
+        request = sequence.request
+        params = sampling_params(request, model.eos_ids, left=request.max_tokens - sequence.generated)
+        priority = TIER_RANKS[request.tier]
+        sequence.kv.vllm_id = model.runner.add(name, list(sequence.tokens), params, priority=priority)
+
+    def _wait(self, now_s: float) -> None:
+        """Whatever waits can run."""
+
+    def _kv_tokens_max(self, model: VllmModel) -> int:
+        return model.kv_tokens
+
+    def _kv_free_bytes(self, model: VllmModel) -> int:
+        return int(model.kv_bytes * (1 - model.runner.kv_usage))
+
+    def _resident_models(self, now_s: float) -> tuple[str, ...]:
+        return tuple(model.name for model in self._awake())
+
+    def stats(self) -> EngineStats:
+        """The load right now; preemptions are vLLM's."""
+        stats = super().stats()
+        total = self._preemptions_before + sum(m.runner.preemptions_total for m in self._models.values())
+        return replace(stats, extra={**stats.extra, "preemptions": float(total), "recomputed": float(total)})
+
+    def _pool_stats(self, now_s: float) -> PoolStats:
+        turn, settings = self._state.turn, self._settings
+        awake = self._awake()
+        weights = sum(model.stored_bytes for model in awake)
+        used = {model.name: int(model.kv_bytes * model.runner.kv_usage) for model in awake}
+        free = settings.weights_bytes - weights + settings.kv_bytes - sum(used.values())
+        return PoolStats(
+            now_s=now_s,
+            running_model=turn.model if turn else None,
+            next_model=turn.next_model if turn else None,
+            load=self.load_alpha,
+            prefills_waiting=sum(len(group.waiting) for group in self._requests.prefills.groups),
+            slabs={"weights": weights, "kv": sum(used.values()), "free": free},
+            kv=tuple(
+                KvShapeStats(shape=f"vLLM: {name}", used_bytes=size, held_bytes=settings.pool_bytes, moving_bytes=0)
+                for name, size in used.items()
+            ),
+            turns=tuple(self._log.turns),
+        )
+
+
+def _first_estimate(step_s: float) -> CostEstimate:
+    """What steps cost before any was timed."""
+    latency = LatencyModel(
+        prefill_base_s=step_s,
+        prefill_per_token_s=step_s / 100,
+        prefill_per_token2_s=0.0,
+        decode_base_s=step_s,
+        decode_per_context_token_s=0.0,
+        decode_per_sequence_s=0.0,
+    )
+    return CostEstimate(latency=latency)

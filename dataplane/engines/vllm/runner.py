@@ -1,0 +1,195 @@
+"""One model in one vLLM engine in our process: what it runs, and how it leaves the device and comes back."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import EngineArgs, LLMEngine, SamplingParams
+
+from dataplane.engines.vllm import interfaces, sleep
+from dataplane.engines.vllm.settings import VllmEngineSettings
+from dataplane.errors import ModelLoadError
+from dataplane.memory.model_cache import CachedModel, ModelCache
+from dataplane.memory.safetensors_file import list_tensors, read_json
+
+_SAMPLING = "dataplane.engines.vllm.sampling:SeededSampling"
+
+
+@dataclass(eq=False, kw_only=True)
+class HostCopy:
+    """Weights in host memory: flat uint8, the sizes of the storages they come from, and the file that they are in."""
+
+    host: torch.Tensor
+    sizes: list[int]
+    cached: CachedModel | None
+
+
+class Runner:
+    """A model that is awake: on its device, with its KV. `kv_bytes`: the size of its KV blocks."""
+
+    def __init__(self, name: str, folder: Path, settings: VllmEngineSettings, cache: ModelCache | None) -> None:
+        """Build it, which takes seconds.
+
+        Raises:
+            ModelLoadError: vLLM cannot run the checkpoint, or its KV memory holds no token.
+        """
+        self._name = name
+        self._folder = folder
+        self._settings = settings
+        self._cache = cache
+        self._copy: HostCopy | None = None
+        self._kv_sizes: list[int] | None = None
+        self._preempted: dict[str, int] = {}
+        self._preemptions_ended = 0
+        self._engine = _build(name, folder, settings)
+        interfaces.check_interfaces(self._engine)
+        self.context_tokens: int = self._engine.vllm_config.model_config.max_model_len
+        self.vocabulary: int = self._engine.vllm_config.model_config.get_vocab_size()
+
+    @property
+    def awake(self) -> bool:
+        """Whether it is on its device."""
+        return self._kv_sizes is None
+
+    @property
+    def kv_usage(self) -> float:
+        """The share of its KV blocks that are in use; none while it sleeps."""
+        return interfaces.kv_usage(self._engine) if self.awake else 0.0
+
+    @property
+    def preemptions_total(self) -> int:
+        """How often a request lost its KV for want of blocks or because the model had to leave."""
+        return self._preemptions_ended + sum(self._preempted.values())
+
+    def add(self, name: str, tokens: list[int], params: SamplingParams, *, priority: int) -> str:
+        """Queue a request, whether awake or not: vLLM's own id of it. `step` will call it `name`."""
+        vllm_id = self._engine.add_request(name, {"prompt_token_ids": tokens}, params, priority=priority)
+        self._preempted[vllm_id] = 0
+        return str(vllm_id)
+
+    def end(self, vllm_id: str) -> None:
+        """Forget a request and free its KV. One that has ended by itself is forgotten too."""
+        self._preemptions_ended += self._preempted.pop(vllm_id, 0)
+        self._engine.abort_request([vllm_id], internal=True)
+
+    def computed_tokens(self, vllm_id: str) -> int:
+        """Tokens of a request that have KV here."""
+        return interfaces.computed_tokens(self._engine, vllm_id) if self.awake else 0
+
+    def step(self) -> dict[str, int]:
+        """Run one step: by name, the token that a request got."""
+        assert self.awake
+        made = {}
+        for output in self._engine.step():
+            (answer,) = output.outputs
+            if answer.token_ids:
+                (made[output.request_id],) = answer.token_ids
+        self._note_preemptions()
+        return made
+
+    def keep_host_copy(self) -> None:
+        """Copy the weights to host memory, once, so that the model may leave.
+
+        Raises:
+            dataplane.memory.model_cache.HostMemoryError: there is no room for them.
+        """
+        if self._copy is not None:
+            return
+        (sizes,) = self._engine.collective_rpc(sleep.weight_sizes)
+
+        def fill(view: memoryview) -> None:
+            self._engine.collective_rpc(sleep.copy_weights, args=(torch.frombuffer(view, dtype=torch.uint8),))
+
+        if self._cache is None:
+            private = torch.empty(sum(sizes), dtype=torch.uint8)
+            self._engine.collective_rpc(sleep.copy_weights, args=(private,))
+            self._copy = HostCopy(host=private, sizes=sizes, cached=None)
+            return
+        cached = self._cache.acquire(_cache_key(self._folder, self._settings, sizes), sum(sizes), fill)
+        host = torch.frombuffer(cached.view, dtype=torch.uint8)
+        self._copy = HostCopy(host=host, sizes=sizes, cached=cached)
+
+    def sleep(self) -> None:
+        """Leave the device. Requests stay: their tokens are prefilled again after `wake`."""
+        assert self._copy is not None, "keep_host_copy comes first"
+        assert self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._note_preemptions()
+        (self._kv_sizes,) = self._engine.collective_rpc(sleep.put_away)
+
+    def wake(self) -> None:
+        """Come back to the device."""
+        assert self._copy is not None
+        self._engine.collective_rpc(sleep.bring_back, args=(self._copy.host, self._copy.sizes, self._kv_sizes))
+        self._kv_sizes = None
+
+    def close(self) -> None:
+        """Free everything. The runner is of no use then."""
+        interfaces.end_engine(self._engine)
+        copy, self._copy = self._copy, None
+        if copy is not None and copy.cached is not None:
+            del copy.host
+            copy.cached.release()
+
+    def _note_preemptions(self) -> None:
+        for vllm_id, before in self._preempted.items():
+            self._preempted[vllm_id] = max(before, interfaces.preemptions(self._engine, vllm_id))
+
+
+def stored_bytes(folder: Path, dtype: str) -> int:
+    """What the tensors of a checkpoint take in a dtype.
+
+    Raises:
+        ModelLoadError: no safetensors there, or a header that does not describe its file.
+    """
+    item_bytes = 4 if dtype == "float32" else 2
+    shapes = (stored.shape for stored in list_tensors(folder).values())
+    return sum(torch.Size(shape).numel() * item_bytes for shape in shapes)
+
+
+def _build(name: str, folder: Path, settings: VllmEngineSettings) -> Any:
+    interfaces.check_version()
+    if settings.device == "cpu":
+        torch.cpu._init_amx()  # noqa: SLF001 - or the first matrix product in bfloat16 is an illegal instruction
+        if settings.models_max > 1:
+            interfaces.keep_weights_in_torch()
+    for architecture in _architectures(folder):
+        interfaces.import_model_class(architecture)
+    arguments = EngineArgs(
+        model=str(folder),
+        served_model_name=name,
+        skip_tokenizer_init=True,
+        generation_config="vllm",  # what a request leaves open is ours to choose
+        trust_remote_code=False,
+        dtype=settings.dtype,
+        max_model_len=-1,  # as much as fits the KV memory
+        max_num_seqs=settings.batch_max,
+        max_num_batched_tokens=max(settings.prefill_tokens_per_step_max, settings.batch_max),
+        kv_cache_memory_bytes=settings.pool_bytes,
+        block_size=settings.block_tokens,
+        enable_prefix_caching=False,
+        enforce_eager=settings.eager,
+        scheduling_policy="priority",
+        async_scheduling=False,  # what a step made must be known when it ends
+        logits_processors=[_SAMPLING],
+        disable_log_stats=True,
+    )
+    try:
+        return LLMEngine.from_engine_args(arguments)
+    except Exception as error:  # whatever vLLM dislikes, the slot's other models go on
+        raise ModelLoadError(f"{name}: vLLM cannot run it: {type(error).__name__}: {error}") from error
+
+
+def _architectures(folder: Path) -> Iterable[str]:
+    named = read_json(folder / "config.json").get("architectures")
+    return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+
+
+def _cache_key(folder: Path, settings: VllmEngineSettings, sizes: list[int]) -> str:
+    """What the bytes hang on: the files as they are now, vLLM's version, and how it laid them out."""
+    files = sorted({stored.file for stored in list_tensors(folder).values()})
+    state = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    described = repr((interfaces.installed_version(), settings.device.partition(":")[0], settings.dtype, state, sizes))
+    return f"{folder.name}-vllm-{hashlib.blake2b(described.encode(), digest_size=12).hexdigest()}"

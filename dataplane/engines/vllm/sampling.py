@@ -1,0 +1,72 @@
+"""Our way to choose tokens, inside vLLM: what is drawn at a position depends on (seed, position) and the logits alone.
+
+vLLM draws from a generator that walks through a request, so that one continued elsewhere would draw anew. Here it is
+always asked for the greatest logit, and a logits processor leaves only the token that `choose_tokens` chose.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+from dataplane.engine import EngineRequest
+from dataplane.engines.torch.sampler import Draw, choose_tokens
+
+_KEY = "tidepool"
+
+
+def sampling_params(request: EngineRequest, eos_ids: Sequence[int], *, left: int) -> SamplingParams:
+    """How vLLM shall answer a request with `left` tokens to go. One that ends an answer is the last it tells of."""
+    chosen_by_us = {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "seed": request.seed,
+        "banned": tuple(eos_ids) if request.ignore_eos else (),
+    }
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=left,
+        ignore_eos=True,
+        stop_token_ids=[] if request.ignore_eos else list(eos_ids),
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={_KEY: chosen_by_us} if request.temperature > 0 or chosen_by_us["banned"] else None,
+    )
+
+
+class SeededSampling(AdapterLogitsProcessor):  # type: ignore[misc]
+    """Leaves one token to requests that sample, and takes those that end an answer from requests that ignore them."""
+
+    def is_argmax_invariant(self) -> bool:
+        """It decides which logit is the greatest."""
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> "_Chooser | None":
+        """What the requests of `sampling_params` need; the greedy ones need nothing."""
+        chosen_by_us = (params.extra_args or {}).get(_KEY)
+        return None if chosen_by_us is None else _Chooser(**chosen_by_us)
+
+
+class _Chooser:
+    def __init__(self, *, temperature: float, top_p: float, seed: int, banned: tuple[int, ...]) -> None:
+        self._temperature = temperature
+        self._top_p = top_p
+        self._seed = seed
+        self._banned = banned
+
+    def __call__(self, prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        draw = Draw(
+            temperature=self._temperature,
+            top_p=self._top_p,
+            seed=self._seed,
+            position=len(prompt) + len(output),
+            banned=self._banned,
+        )
+        (token,) = choose_tokens(logits.unsqueeze(0).clone(), [draw])
+        if token is None:  # not numbers: vLLM gets them as they are
+            return logits
+        logits.fill_(float("-inf"))
+        logits[token] = 0.0
+        return logits

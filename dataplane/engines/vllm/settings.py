@@ -1,0 +1,57 @@
+"""The vLLM engine's settings: one frozen record per slot, checked when it is made."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from dataplane.turns.schedule import TurnSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmEngineSettings:
+    """What a slot gives its engine.
+
+    Weights of the models that are awake take at most `weights_bytes`. `kv_bytes` are cut into `awake_max` equal pools,
+    one for each model that may be awake at once. `models_max` 1: the slot is one model's alone, which vLLM may compile
+    and capture. More: they take turns, without CUDA graphs, which bake addresses; the weights of those that sleep are
+    in `cache_folder`, the node's model cache of `cache_bytes`, or without one in private memory. A step runs at most
+    `batch_max` sequences and prefills at most `prefill_tokens_per_step_max` tokens. `block_tokens` None: vLLM's choice.
+    """
+
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    weights_bytes: int
+    kv_bytes: int
+    models_max: int = 1
+    awake_max: int = 1
+    cache_folder: Path | None = None
+    cache_bytes: int = 2**40
+    block_tokens: int | None = None
+    prefill_tokens_per_step_max: int = 2048
+    batch_max: int = 32
+    turns: TurnSettings = field(default_factory=TurnSettings)
+    prefetch: Literal[False] = False
+    hands_over: Literal[False] = False
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot work.
+
+        Raises:
+            ValueError: names the field.
+        """
+        sizes = ("weights_bytes", "kv_bytes", "models_max", "awake_max", "prefill_tokens_per_step_max", "batch_max")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.awake_max > self.models_max:
+            raise ValueError(f"awake_max must be at most models_max={self.models_max}, got {self.awake_max}")
+
+    @property
+    def pool_bytes(self) -> int:
+        """KV of one model."""
+        return self.kv_bytes // self.awake_max
+
+    @property
+    def eager(self) -> bool:
+        """Whether vLLM must neither compile nor capture: where memory moves, and on a CPU (it may lack a compiler)."""
+        return self.models_max > 1 or self.device == "cpu"

@@ -1,0 +1,75 @@
+"""A model leaves its device and comes back: functions that run in vLLM's worker, over its tensors' storages.
+
+Weights are copied once, as vLLM laid them out; leaving then only frees their storages. KV is freed too: vLLM preempts
+its requests before, and prefills their tokens anew. Buffers stay, since models of a process share some of them. Where
+storages come back they may have other addresses: no CUDA graph may know the old ones.
+
+Tested on CPU. On CUDA it should do the same, and has not been tried.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from dataplane.engines.vllm.interfaces import kv_tensors
+
+
+def weights_bytes(worker: Any) -> int:
+    """The size of a model's weights, each storage counted once."""
+    return sum(storage.nbytes() for storage in _weights(worker))
+
+
+def copy_weights(worker: Any, host: torch.Tensor) -> None:
+    """Write the weights, one after the other, to `host`, flat uint8 of `weights_bytes`."""
+    start = 0
+    for storage in _weights(worker):
+        end = start + storage.nbytes()
+        host[start:end].copy_(_bytes_of(storage))
+        start = end
+
+
+def put_away(worker: Any) -> list[int]:
+    """Free weights and KV. The sizes of the KV's storages, which `bring_back` wants."""
+    _synchronize(worker)
+    kv_sizes = [storage.nbytes() for storage in _unique(kv_tensors(worker))]
+    for storage in (*_weights(worker), *_unique(kv_tensors(worker))):
+        storage.resize_(0)
+    return kv_sizes
+
+
+def bring_back(worker: Any, host: torch.Tensor, weight_sizes: list[int], kv_sizes: list[int]) -> None:
+    """Undo `put_away`: weights come from `host`, KV is empty."""
+    start = 0
+    for storage, size in zip(_weights(worker), weight_sizes, strict=True):
+        storage.resize_(size)
+        _bytes_of(storage).copy_(host[start : start + size], non_blocking=True)
+        start += size
+    for storage, size in zip(_unique(kv_tensors(worker)), kv_sizes, strict=True):
+        storage.resize_(size)
+        _bytes_of(storage).zero_()
+    _synchronize(worker)
+
+
+def weight_sizes(worker: Any) -> list[int]:
+    """The sizes of the weights' storages, in their order."""
+    return [storage.nbytes() for storage in _weights(worker)]
+
+
+def _weights(worker: Any) -> list[torch.UntypedStorage]:
+    return _unique(parameter.data for parameter in worker.get_model().parameters())
+
+
+def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """The storages under tensors, each once, in a stable order: a storage keeps its identity when it is resized."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return list({storage._cdata: storage for storage in storages}.values())  # noqa: SLF001
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _synchronize(worker: Any) -> None:
+    if worker.device.type == "cuda":
+        torch.cuda.synchronize(worker.device)

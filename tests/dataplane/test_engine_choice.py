@@ -1,0 +1,95 @@
+"""Which engine an instance runs on, and what a node says when it cannot."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from pydantic import ValidationError
+
+from dataplane import settings as settings_module
+from dataplane import slots
+from dataplane.engines.vllm import interfaces
+from dataplane.engines.vllm.settings import VllmEngineSettings
+from dataplane.errors import ModelLoadError
+from dataplane.messages import DesiredInstance, EngineChoice, EngineKind
+from dataplane.node import Agent
+from dataplane.slots import engine_of
+from tests.dataplane.replay_node import desired, instance, settings
+
+
+def asking(engine: EngineChoice, instance_id: str = "i1", **changes: Any) -> DesiredInstance:
+    return instance(instance_id, name=f"model-{instance_id}", engine=engine, **changes)
+
+
+@pytest.mark.parametrize(
+    ("node", "model", "dedicated", "pooled"),
+    [
+        ("torch", "auto", "torch", "torch"),
+        ("torch", "vllm", "vllm", "torch"),
+        ("vllm", "auto", "vllm", "torch"),
+        ("vllm", "torch", "torch", "torch"),
+        ("replay", "vllm", "replay", "replay"),
+    ],
+)
+def test_the_model_decides_then_the_node_and_pools_run_on_torch(
+    node: EngineKind, model: EngineChoice, dedicated: EngineKind, pooled: EngineKind
+) -> None:
+    assert engine_of(asking(model), node) == dedicated
+    assert engine_of(msgspec.structs.replace(asking(model), gpus=0), node) == pooled
+
+
+def errors_of(*instances: DesiredInstance, **changes: Any) -> dict[str, str | None]:
+    """What a node whose workers never start says of instances, of which the first comes before the others."""
+
+    async def scenario() -> dict[str, str | None]:
+        agent = Agent(settings(engine="torch", profile=None, **changes), boot_id="boot")
+        agent.apply(desired(1, instances[0]))
+        agent.apply(desired(2, *instances))
+        async with asyncio.timeout(60):
+            while not all(report.error for report in agent.reports()):  # noqa: ASYNC110  (loads have no event)
+                await asyncio.sleep(0.001)
+        return {report.instance_id: report.error for report in agent.reports()}
+
+    return asyncio.run(scenario())
+
+
+def test_a_node_without_vllm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "installed_version", lambda: None)
+    assert "vLLM is not installed on this node" in str(errors_of(asking("vllm"))["i1"])
+    with pytest.raises(ValidationError, match="vLLM is not installed"):
+        settings(engine="vllm", profile=None)
+
+
+def test_a_version_that_was_not_tested_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "installed_version", lambda: "0.99.0")
+    assert "vLLM 0.99.0 is installed, tested are 0.32.0" in str(errors_of(asking("vllm"))["i1"])
+    with pytest.raises(ValidationError, match=r"vLLM 0\.99\.0 is installed"):
+        settings(engine="vllm", profile=None)
+
+
+def test_a_slot_runs_one_engine_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (slots, settings_module):
+        monkeypatch.setattr(module, "check_version", lambda: None)
+    said = errors_of(asking("vllm"), asking("torch", "i2"))
+    assert "/nowhere" in str(said["i1"]), "it got as far as its checkpoint"
+    assert said["i2"] == "slot 0 runs vllm for other models; model-i2 wants torch"
+
+
+def test_a_gpu_is_named_as_the_process_sees_it() -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "4,GPU-7"}
+    interfaces.prepare_process("cuda:1", environment)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-7"
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert interfaces.visible_gpu(3, {}) == "3"
+    with pytest.raises(ModelLoadError, match="cuda:2 is not among CUDA_VISIBLE_DEVICES=4,5"):
+        interfaces.visible_gpu(2, {"CUDA_VISIBLE_DEVICES": "4,5"})
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="awake_max must be at most models_max=1, got 2"):
+        VllmEngineSettings(weights_bytes=1, kv_bytes=1, awake_max=2)
+    with pytest.raises(ValueError, match="kv_bytes must be at least 1"):
+        VllmEngineSettings(weights_bytes=1, kv_bytes=0)
+    assert VllmEngineSettings(weights_bytes=1, kv_bytes=1, device="cuda").eager is False
+    assert VllmEngineSettings(weights_bytes=1, kv_bytes=1, device="cuda", models_max=2).eager is True

@@ -1,0 +1,119 @@
+"""Greedy tokens are those of transformers and of the torch engine; sampled ones those of the torch engine."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataplane.engines.torch.engine import TorchEngine
+from dataplane.engines.torch.settings import TorchEngineSettings
+from tests.dataplane.engines.torch.drive import drain, request
+from tests.dataplane.engines.torch.test_greedy import prompts
+from tests.dataplane.engines.torch.tiny import VOCABULARY, greedy_tokens, spec_of
+from tests.vllm.conftest import SHAPES
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
+MAX_TOKENS = 16
+Checkpoint = Callable[[str], Path]
+
+
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_the_same_tokens_as_transformers_and_the_torch_engine(
+    architecture: str, checkpoint: Checkpoint, make_engine: Callable[..., Any]
+) -> None:
+    folder = checkpoint(architecture)
+    given = prompts(VOCABULARY)
+    greedy = [request(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in given.items()]
+    sampled = [
+        request(f"s{name}", prompt, max_tokens=MAX_TOKENS, temperature=0.9, top_p=0.95, seed=seed, ignore_eos=True)
+        for seed, (name, prompt) in enumerate(given.items())
+    ]
+    ours = TorchEngine(TorchEngineSettings(weights_bytes=2**24, kv_bytes=2**22), time.monotonic)
+    ours.load("a", spec_of("model", folder))
+    later = {0: greedy[:2], 3: greedy[2:], 6: sampled}
+    expected = drain(ours, later=later)
+    ours.close()
+
+    engine = make_engine(prefill_tokens_per_step_max=7)
+    engine.load("a", spec_of("model", folder))
+    made = drain(engine, later=later)
+    assert made.errors == {}
+    assert made.tokens == expected.tokens
+    assert made.finished == expected.finished
+    for name, prompt in given.items():
+        assert made.tokens[name] == greedy_tokens(folder, prompt, MAX_TOKENS)
+    assert len(set(made.tokens.values())) > len(given)
+    assert engine.stats().instances[0].kv_used_bytes == 0
+
+
+def test_tokens_come_one_by_one_and_stop_when_cancelled(
+    checkpoint: Checkpoint, make_engine: Callable[..., Any]
+) -> None:
+    engine = make_engine()
+    engine.load("a", spec_of("model", checkpoint("llama")))
+    given = prompts(VOCABULARY, (6, 9))
+    for name, prompt in given.items():
+        engine.add(request(name, prompt, max_tokens=40, ignore_eos=True))
+    heard: list[str] = []
+    while heard.count("r9") < 5:
+        outputs = engine.step()
+        assert all(len(output.token_ids) == 1 for output in outputs)
+        heard += [output.request_id for output in outputs]
+    engine.cancel("r9")
+    rest = drain(engine)
+    assert set(rest.tokens) == {"r6"}
+    assert heard.count("r6") + len(rest.tokens["r6"]) == 40
+
+
+def test_the_end_of_sequence_stops_and_is_not_told(checkpoint: Checkpoint, make_engine: Callable[..., Any]) -> None:
+    folder = checkpoint("llama")
+    starts = ([start, start + 1, start + 2] for start in range(3, 90))
+    stopping = next(prompt for prompt in starts if len(greedy_tokens(folder, prompt, 24)) < 24)
+    engine = make_engine()
+    engine.load("a", spec_of("model", folder))
+    engine.add(request("stops", stopping, max_tokens=24))
+    engine.add(request("goes-on", stopping, max_tokens=24, ignore_eos=True))
+    gathered = drain(engine)
+    assert gathered.tokens["stops"] == greedy_tokens(folder, stopping, 24)
+    assert gathered.finished == {"stops": "stop", "goes-on": "length"}
+    assert 2 not in gathered.tokens["goes-on"]
+
+
+def test_preempted_requests_make_the_tokens_they_make_alone(
+    checkpoint: Checkpoint, make_engine: Callable[..., Any]
+) -> None:
+    folder = checkpoint("llama")
+    given = prompts(VOCABULARY, (28, 30, 33, 60))
+    bytes_per_token = 2 * 3 * 2 * 32 * 4
+    engine = make_engine(kv_bytes=7 * 32 * bytes_per_token)  # a null block, and six of 32 tokens
+    engine.load("a", spec_of("model", folder))
+    for name, prompt in given.items():
+        engine.add(request(name, prompt, max_tokens=50, ignore_eos=True))
+    together = drain(engine).tokens
+    assert engine.stats().extra["preemptions"] >= 1
+    for name, prompt in given.items():
+        engine.add(request(name, prompt, max_tokens=50, ignore_eos=True))
+        assert drain(engine).tokens[name] == together[name]
+
+
+def test_what_fails_in_a_step_fails_alone(
+    checkpoint: Checkpoint, make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(models_max=2, awake_max=2)
+    for name in ("llama", "qwen3"):
+        engine.load(name, spec_of(name, checkpoint(name)))
+        engine.add(request(name, [5, 6, 7], instance_id=name))
+
+    def break_down() -> None:
+        raise RuntimeError("kernel exploded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._models["llama"].runner, "step", break_down)
+        gathered = drain(engine)
+    assert "kernel exploded" in gathered.errors["llama"]
+    assert gathered.tokens["qwen3"] == greedy_tokens(checkpoint("qwen3"), [5, 6, 7], 8)
+    engine.add(request("again", [5, 6, 7], instance_id="llama"))
+    assert drain(engine).tokens["again"] == greedy_tokens(checkpoint("llama"), [5, 6, 7], 8)
