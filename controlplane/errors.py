@@ -2,18 +2,30 @@
 
 
 class TidepoolError(Exception):
-    """Something the caller must hear. `param` names the field at fault, where there is one."""
+    """Something the caller must hear. `param` names the field at fault, where there is one. `retry_helps`: whether the
+    same request may fare better in a while; None: its status says as much.
+    """
 
     status = 500
     code = "internal_error"
     retry_after_s: int | None = None
+    retry_helps: bool | None = None
 
-    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+        retry_helps: bool | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         if retry_after_s is not None:
             self.retry_after_s = retry_after_s
+        if retry_helps is not None:
+            self.retry_helps = retry_helps
 
 
 class InvalidValueError(TidepoolError):
@@ -61,6 +73,7 @@ class ConflictError(TidepoolError):
 
     status = 409
     code = "conflict"
+    retry_helps = False
 
 
 class StaleIndexError(ConflictError):
@@ -96,6 +109,7 @@ class CapacityError(TidepoolError):
     status = 503
     code = "no_capacity"
     retry_after_s = 1
+    retry_helps = True
 
 
 class BusyError(TidepoolError):
@@ -103,6 +117,7 @@ class BusyError(TidepoolError):
 
     status = 429
     code = "busy"
+    retry_helps = True
 
 
 class NoSpareCapacityError(TidepoolError):
@@ -111,6 +126,7 @@ class NoSpareCapacityError(TidepoolError):
     status = 429
     code = "resource_unavailable"
     retry_after_s = 5
+    retry_helps = True
 
 
 class RateLimitError(TidepoolError):
@@ -118,6 +134,7 @@ class RateLimitError(TidepoolError):
 
     status = 429
     code = "rate_limit_exceeded"
+    retry_helps = True
 
 
 class UnavailableError(TidepoolError):
@@ -126,6 +143,7 @@ class UnavailableError(TidepoolError):
     status = 503
     code = "unavailable"
     retry_after_s = 2
+    retry_helps = True
 
 
 class NodeError(TidepoolError):

@@ -15,6 +15,9 @@ class Settings(BaseSettings):
     database_url: SecretStr = Field(SecretStr("postgresql+psycopg://postgres@127.0.0.1:5432/tidepool"))
     redis_url: SecretStr = Field(SecretStr("redis://127.0.0.1:6379/0"))
     home: Path = Field(Path("~/.tidepool"), description="where uploaded files and keys.json live")
+    files_url: str | None = Field(
+        None, pattern=r"^s3://[^/?#]+(/[^?#]*)?$", description="s3://BUCKET[/PREFIX] for files, instead of home/files"
+    )
     region: str | None = Field(None, description="region this gateway stands in; default: the first by preference")
     node_key: SecretStr = Field(SecretStr(""), description="what we show to node agents")
     host: str = "127.0.0.1"
@@ -64,7 +67,7 @@ class Settings(BaseSettings):
     niw_left_priority: float = Field(0.25, gt=0, lt=1, description="... and those with this share of their window left")
     niw_lease_s: int = Field(120, ge=5)
     niw_attempts_max: int = Field(5, ge=1, description="claims in which a node may have had it, or a dispatcher died")
-    dispatcher_concurrency_max: int = Field(64, ge=1)
+    dispatcher_concurrency_max: int = Field(256, ge=1)
 
     slo_iw_f_ttft_s: float = Field(1.0, gt=0, description="first token of tier IW-F; models may have their own")
     slo_iw_f_tbt_s: float = Field(0.1, gt=0, description="... each token after it")

@@ -22,7 +22,7 @@ from controlplane.serving.demand import DemandCounter
 from controlplane.serving.fleet import FleetCache
 from controlplane.serving.send import Sender
 from controlplane.settings import Settings
-from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs import open_blobs
 from controlplane.store.key_tables import KeyScope
 from controlplane.store.limits import LimitStore
 from controlplane.store.live import LiveStore
@@ -51,7 +51,7 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None) -> FastAP
             settings=settings,
             database=database,
             live=live,
-            blobs=BlobStore(settings.with_home() / "files"),
+            blobs=open_blobs(settings),
             keys=KeyCache(database, settings),
             fleet=fleet,
             sender=sender,

@@ -79,9 +79,7 @@ def create(body: NewBatch, session: SessionDep, caller: Client) -> dict[str, Any
 def list_batches(
     session: SessionDep, caller: Client, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> dict[str, Any]:
-    """The newest first. A page may hold fewer than asked for while `has_more` is true: of unfinished batches only so
-    many are counted at once.
-    """
+    """The newest first, each with its counts right now."""
     page = batches.list_batches(session, tenant=caller.tenant, after=after, limit=limit)
     counts = batches.counts_of(session, page.rows)
     return listing([_batch(batch, counts[batch.id]) for batch in page.rows], has_more=page.has_more)

@@ -59,8 +59,8 @@ def error_response(request: Request, error: TidepoolError) -> JSONResponse:
         HTTPStatus.SERVICE_UNAVAILABLE,
     }:
         headers["Retry-After"] = str(error.retry_after_s or _RETRY_AFTER_S)
-    if error.status == HTTPStatus.CONFLICT:
-        headers["x-should-retry"] = "false"  # OpenAI's clients would try again, in vain
+    if error.retry_helps is not None:
+        headers["x-should-retry"] = str(error.retry_helps).lower()  # OpenAI's clients obey it
     if error.status == HTTPStatus.REQUEST_TIMEOUT:
         headers["Connection"] = "close"  # the rest of its body is not waited for
     if error.status == HTTPStatus.UNAUTHORIZED:

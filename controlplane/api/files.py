@@ -1,6 +1,7 @@
 """The Files API: upload, list, look at, fetch and delete. Files belong to the key's tenant."""
 
-from datetime import UTC, datetime, timedelta
+import contextlib
+from datetime import timedelta
 from typing import Annotated, Any, BinaryIO, Literal
 
 import msgspec
@@ -43,7 +44,7 @@ def upload(
         filename=(file.filename or "batch.jsonl")[:255],
         purpose=purpose,
         size_bytes=size_bytes,
-        expires_at=datetime.now(UTC) + kept,
+        keep=kept,
     )
     session.refresh(row)
     return _file(row)
@@ -73,17 +74,19 @@ def get_file(file_id: str, session: SessionDep, caller: Client) -> dict[str, Any
 
 @router.delete("/{file_id}", summary="Delete a file")
 def delete_file(file_id: str, state: StateDep, caller: Client) -> dict[str, Any]:
-    """Its bytes go at once; batches that were validated keep their requests."""
+    """Its bytes go at once, or with the next sweep; batches that were validated keep their requests."""
     with state.database.transaction() as session:
         files.delete_file(session, file_id, tenant=caller.tenant)
-    state.blobs.delete(file_id)
+    with contextlib.suppress(UnavailableError):
+        state.blobs.delete(file_id)
     return {"id": file_id, "object": "file", "deleted": True}
 
 
 @router.get("/{file_id}/content", summary="Fetch a file's content", response_class=StreamingResponse)
-def content(file_id: str, state: StateDep, session: SessionDep, caller: Client) -> StreamingResponse:
+def content(file_id: str, state: StateDep, caller: Client) -> StreamingResponse:
     """The bytes, streamed."""
-    row = files.get_file(session, file_id, tenant=caller.tenant)
+    with state.database.transaction() as session:
+        row = files.get_file(session, file_id, tenant=caller.tenant)
     stream = state.blobs.open(file_id)
     headers = {"Content-Length": str(row.bytes), "Content-Disposition": "attachment"}
     return StreamingResponse(state.blobs.chunks(stream), media_type="application/jsonl", headers=headers)
@@ -99,7 +102,7 @@ def _store(state: State, file_id: str, source: BinaryIO) -> int:
     """Copy an upload to its place while checking its lines; returns its size in bytes."""
     settings = state.settings
     if state.blobs.free_bytes() < settings.file_bytes_max + _DISK_RESERVE_BYTES:
-        raise UnavailableError("the disk for files is nearly full", retry_after_s=60)
+        raise UnavailableError("the disk for files is nearly full", retry_after_s=60, retry_helps=False)
     size_bytes = requests = 0
     line_bytes_max = settings.request_body_bytes_max
     with state.blobs.writing(file_id) as target:

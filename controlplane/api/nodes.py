@@ -17,10 +17,10 @@ from controlplane.api.keys import Caller
 from controlplane.api.state import State, StateDep
 from controlplane.errors import InvalidValueError, PermissionDeniedError, UnavailableError
 from controlplane.loops.schedule import enqueue
-from controlplane.store.fleet import join_node, require, touch_node
+from controlplane.store.fleet import join_node, touch_node
 from controlplane.store.instances import desired_of, observe
 from controlplane.store.keys import record, snapshot
-from controlplane.store.live import of_instances
+from controlplane.store.live import NodeView, of_instances
 from controlplane.store.tables import Node, Role
 from dataplane.messages import DesiredInstances, Heartbeat, Join
 
@@ -47,14 +47,17 @@ async def heartbeat(request: Request, state: StateDep, caller: NodeCaller) -> Re
     """
     message = _decoded(await request.body(), Heartbeat)
     _check_own(caller, message.node, state)
+    renewed = None
     with contextlib.suppress(UnavailableError):
-        await anyio.to_thread.run_sync(state.live.renew_heartbeat, message, limiter=state.beats.redis)
+        renewed = await anyio.to_thread.run_sync(state.live.renew_heartbeat, message, limiter=state.beats.redis)
     writing = state.beats.writing
     if message.node in writing:
         raise UnavailableError(f"the last heartbeat of node '{message.node}' still waits for the database")
     writing.add(message.node)
     try:
-        return _encoded(await anyio.to_thread.run_sync(_heartbeat, state, message, limiter=state.beats.postgres))
+        return _encoded(
+            await anyio.to_thread.run_sync(_heartbeat, state, message, renewed, limiter=state.beats.postgres)
+        )
     finally:
         writing.remove(message.node)
 
@@ -109,17 +112,16 @@ def _join(state: State, message: Join, actor: str) -> DesiredInstances:
     return desired
 
 
-def _heartbeat(state: State, message: Heartbeat) -> DesiredInstances:
+def _heartbeat(state: State, message: Heartbeat, renewed: NodeView | None) -> DesiredInstances:
     """The view gets what the node reports of its own instances; of others nobody may send it requests."""
     with state.database.transaction() as session:
-        touch_node(session, message.node)
-        node = require(session, Node, message.node, param="node")
+        node = touch_node(session, message.node)
         observe(session, message)
         desired = desired_of(session, message.node)
         place = {"region": node.region, "gpu_type": node.gpu_type, "url": node.url}
     own = {(instance.instance_id, instance.model.name) for instance in desired.instances}
     with contextlib.suppress(UnavailableError):
-        state.live.write_heartbeat(of_instances(message, own), **place)
+        state.live.write_heartbeat(of_instances(message, own), **place, renewed=renewed)
     return desired
 
 

@@ -1,6 +1,6 @@
 """Ending a batch: its results become an output file and an error file, and its state the last one."""
 
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -71,7 +71,6 @@ def _keep(
     if size_bytes == 0:
         blobs.delete(file_id)
         return None
-    keep = timedelta(days=settings.file_keep_days)
     row = add_file(
         session,
         file_id=file_id,
@@ -79,7 +78,7 @@ def _keep(
         filename=f"{batch.id}_{kind}.jsonl",
         purpose="batch_output",
         size_bytes=size_bytes,
-        expires_at=datetime.now(UTC) + (timedelta(seconds=batch.output_keep_s) if batch.output_keep_s else keep),
+        keep=timedelta(seconds=batch.output_keep_s) if batch.output_keep_s else timedelta(days=settings.file_keep_days),
     )
     return row.id
 

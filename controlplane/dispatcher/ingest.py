@@ -9,7 +9,7 @@ from sqlalchemy.exc import DataError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from controlplane.dispatcher.aside import Aside
-from controlplane.errors import InvalidValueError, NotFoundError, TidepoolError
+from controlplane.errors import InvalidValueError, NotFoundError, TidepoolError, UnavailableError
 from controlplane.policies.lifecycle import BatchState
 from controlplane.serving.openai_requests import AnyRequest, check_context, parse_json
 from controlplane.settings import Settings
@@ -139,7 +139,7 @@ def ingest_one(session: Session, blobs: BlobStore, settings: Settings, aside: As
     """Validate one batch that waits for it; returns its id. One that Postgres or the disk keeps from it is put `aside`.
 
     Raises:
-        SQLAlchemyError, OSError: it is tried again later.
+        SQLAlchemyError, OSError, UnavailableError: it is tried again later.
     """
     batch = claim_validating(session, besides=aside.ids())
     if batch is None:
@@ -163,8 +163,8 @@ def _errors_of(session: Session, batch: Batch, blobs: BlobStore, settings: Setti
     except NotFoundError as error:
         return [_entry("file_not_found", error.message, "input_file_id", None)]
     except Exception as error:
-        if isinstance(error, SQLAlchemyError | OSError) and not isinstance(error, DataError):
-            raise  # the trouble of Postgres or of the disk is not the batch's: it waits
+        if isinstance(error, SQLAlchemyError | OSError | UnavailableError) and not isinstance(error, DataError):
+            raise  # the trouble of Postgres, of the disk or of the bucket is not the batch's: it waits
         log.exception("a batch cannot be validated", batch=batch.id)  # a defect of ours blocks no other batch
         return [_entry("internal_error", "the batch could not be validated; nothing of it ran", None, None)]
 

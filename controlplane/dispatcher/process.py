@@ -20,7 +20,7 @@ from controlplane.serving.demand import DemandCounter
 from controlplane.serving.fleet import FleetCache
 from controlplane.serving.send import Sender
 from controlplane.settings import Settings
-from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs import BlobStore, open_blobs
 from controlplane.store.live import LiveStore
 from controlplane.store.session import Database, make_engine
 
@@ -60,7 +60,7 @@ class Dispatcher:
         try:
             async with fleet.following(), demand.flushing():
                 try:
-                    yield database, BlobStore(settings.with_home() / "files"), releaser
+                    yield database, open_blobs(settings), releaser
                 finally:
                     await releaser.stop()
         finally:

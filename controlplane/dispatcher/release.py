@@ -19,7 +19,7 @@ from controlplane.policies.release import ReleaseSettings, choose_backoff, choos
 from controlplane.serving.demand import DemandCounter
 from controlplane.serving.fleet import FleetCache
 from controlplane.serving.openai_answers import AnswerHead, collect, openai_error
-from controlplane.serving.openai_requests import parse_body, served_as, to_outgoing
+from controlplane.serving.openai_requests import parse_json, served_as, to_outgoing
 from controlplane.serving.send import Sender
 from controlplane.serving.tracing import tracer
 from controlplane.settings import Settings
@@ -139,12 +139,9 @@ class Releaser:
         return frozenset(name for name, node in view.nodes.items() if node.received_s >= oldest_s)
 
     def _claim(self, releases: Sequence[Release], room: int) -> list[tuple[Endpoint, Claim]]:
-        """Lease what was decided, in one transaction for all endpoints that may signal now."""
-        signals = {
-            endpoint: self._live.take_signal(endpoint, every_s=self._settings.release_signal_s)
-            for endpoint in dict.fromkeys(release.endpoint for release in releases)
-        }
-        granted = [release for release in releases if signals[release.endpoint]]
+        """Lease what was decided, in one transaction for all endpoints and slots that may signal now."""
+        signals = functools.cache(functools.partial(self._live.take_signal, every_s=self._settings.release_signal_s))
+        granted = [r for r in releases if signals(r.endpoint) and (r.slot is None or signals(r.slot))]
         wanted: Counter[tuple[int, str]] = Counter()
         for release in granted:
             count = min(release.count, room - wanted.total())
@@ -199,7 +196,7 @@ class Releaser:
             )
 
     async def _answer(self, held: Claim, endpoint: Endpoint) -> Outcome:
-        request = parse_body(held.endpoint, held.body)
+        request = parse_json(held.endpoint, held.body.encode())
         model = await self._fleet.model(request.model)
         outgoing = to_outgoing(
             request,

@@ -14,6 +14,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from sqlalchemy.orm import Session
 
 from controlplane.loops.forecast import forecast_one, make_forecast, series_to_forecast
+from controlplane.policies.demand import demand_to_plan
 from controlplane.policies.facts import Endpoint
 from controlplane.settings import Settings
 from controlplane.store.demand import IW, NIW, last_forecasts, mean_demand, peak_demand, read_forecasts
@@ -93,20 +94,9 @@ def expected_demand(
     with database.transaction() as session:
         series = (*known, *made, *_stand_ins(session, lacking, at_s=at_s))
         deferred = mean_demand(session, kind=NIW, since_s=at_s - _HOUR_S, until_s=at_s)
-    return Expected(
-        origin_s=at_s, quantile=settings.forecast_quantile, series=series, demand=_demand(series, deferred, settings)
-    )
-
-
-def _demand(
-    series: Sequence[ExpectedSeries], deferred: dict[Endpoint, float], settings: Settings
-) -> dict[Endpoint, tuple[float, ...]]:
-    windows = max((len(each.path) for each in series), default=1)
-    demand = {each.endpoint: each.path if len(each.path) == windows else each.path * windows for each in series}
-    for endpoint, tokens_per_s in deferred.items():
-        path = demand.get(endpoint, (0.0,) * windows)
-        demand[endpoint] = tuple(value + settings.niw_demand_share * tokens_per_s for value in path)
-    return demand
+    paths = {each.endpoint: each.path for each in series}
+    demand = demand_to_plan(paths, deferred, niw_share=settings.niw_demand_share)
+    return Expected(origin_s=at_s, quantile=settings.forecast_quantile, series=series, demand=demand)
 
 
 def _made_here(

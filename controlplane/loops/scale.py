@@ -1,6 +1,5 @@
 """Scaling: the plan and the live view become desired instances on slots, which nodes then follow; spot and leases."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -16,10 +15,10 @@ from controlplane.loops.scale_facts import (
     slot_rooms,
 )
 from controlplane.loops.scale_pools import release_steps
-from controlplane.policies.facts import Endpoint, InstanceKind, ModelGpu
+from controlplane.policies.facts import InstanceKind, ModelGpu
 from controlplane.policies.scaling.choose import choose_scaling
 from controlplane.policies.scaling.facts import ScaleStep, ScalingSettings
-from controlplane.policies.slots.choose import choose_slots
+from controlplane.policies.slots.choose import choose_slots, moved_endpoints
 from controlplane.policies.slots.facts import (
     InstanceChange,
     SlotDecision,
@@ -188,15 +187,8 @@ def _give_notice(session: Session, changes: Iterable[InstanceChange], settings: 
 
 
 def _note_scaled(session: Session, steps: Iterable[ScaleStep], unplaced: Iterable[Unplaced], *, now_s: float) -> None:
-    """When endpoints were scaled. One of which nothing found a place was not: it keeps its time, so that what does not
-    come up is tried elsewhere in the end.
-    """
-    asked: Counter[Endpoint] = Counter()
-    for step in steps:
-        asked[step.endpoint] += abs(step.delta)
-    for each in unplaced:
-        asked[each.endpoint] -= each.count
-    for endpoint in (endpoint for endpoint, moved in asked.items() if moved > 0):
+    """When endpoints were scaled."""
+    for endpoint in moved_endpoints(steps, unplaced):
         row = session.get_one(EndpointRow, (endpoint.model, endpoint.region))
         row.last_scaled_at = datetime.fromtimestamp(now_s, UTC)
 

@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 
 from controlplane.errors import UnavailableError
 from controlplane.loops.scale_pools import PlanPools, pool_slot_facts, pools_of
+from controlplane.policies.demand import forecast_at
 from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, InstanceKind, ModelGpu
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.policies.placement.facts import StartTimes
@@ -20,7 +21,6 @@ from controlplane.policies.slots.facts import PlacedInstance, SlotRoom, SpotFact
 from controlplane.policies.slots.pools import PoolSlotFacts
 from controlplane.settings import Settings
 from controlplane.store.demand import IW, read_demand, read_forecasts
-from controlplane.store.demand_tables import Forecast
 from controlplane.store.endpoint_summary import Backlog, backlogs
 from controlplane.store.fleet import Census, take_census
 from controlplane.store.live import EMPTY_VIEW, FleetView, LiveStore, instance_facts
@@ -31,7 +31,6 @@ from controlplane.store.tables import Desired, EndpointRow, Instance, SpotLease
 
 _OBSERVED_S = 300
 _MINUTE_S = 60
-_HOUR_S = 3600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,17 +290,10 @@ def _observed(session: Session, now_s: float) -> dict[Endpoint, float]:
 def _forecast(session: Session, window_start_s: int, now_s: float) -> dict[Endpoint, float]:
     """What was forecast for this moment by the newest forecast from before the window."""
     rows = read_forecasts(session, origin_s=None, until_s=window_start_s)
-    values = {Endpoint(model=row.model, region=row.region): _value_at(row, now_s) for row in rows}
+    values = {
+        Endpoint(model=row.model, region=row.region): forecast_at(
+            row.path, peak_q50=row.peak_q50, peak_upper=row.peak_upper, late_s=now_s - row.origin_s
+        )
+        for row in rows
+    }
     return {endpoint: value for endpoint, value in values.items() if value is not None}
-
-
-def _value_at(row: Forecast, now_s: float) -> float | None:
-    """The median path at a moment: the path that is stored is the upper one, with the same shape. The forecast made
-    shortly before the hour holds for all of it.
-    """
-    width_s = _HOUR_S / max(1, len(row.path))
-    late = now_s - row.origin_s
-    if not row.path or not 0 <= late < 2 * _HOUR_S or row.peak_upper <= 0:
-        return None
-    upper = float(row.path[min(len(row.path) - 1, int(late / width_s))])
-    return upper * row.peak_q50 / row.peak_upper

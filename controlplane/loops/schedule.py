@@ -21,7 +21,7 @@ from controlplane.loops.plan import plan_hour
 from controlplane.loops.scale import scale
 from controlplane.policies.facts import Endpoint
 from controlplane.settings import Settings
-from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs import BlobStore, open_blobs
 from controlplane.store.live import LiveStore
 from controlplane.store.session import Database, make_engine
 
@@ -97,7 +97,7 @@ def parts() -> Parts:
         settings=settings,
         database=Database(make_engine(settings)),
         live=LiveStore(settings),
-        blobs=BlobStore(settings.with_home() / "files"),
+        blobs=open_blobs(settings),
     )
 
 

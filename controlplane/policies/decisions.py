@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from controlplane.policies.facts import Endpoint
+from controlplane.policies.facts import Endpoint, SlotId
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,12 @@ class Refuse:
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """Let `count` NIW requests of a batch of this tenant go to an endpoint."""
+    """Let `count` NIW requests of a batch of this tenant go to an endpoint. `slot`: whose room they take; None: they
+    take what there is.
+    """
 
     endpoint: Endpoint
     batch: int
     tenant: str
     count: int
+    slot: SlotId | None = None

@@ -1,15 +1,16 @@
 """How many deferred requests (NIW) go where, when endpoints signal room (SageServe 6.2), and whose they are.
 
 Room first: releases follow fresh reports alone, and an endpoint that shows a sign of trouble gets nothing for a while,
-longer each time. Then order: urgent requests (old, or near their deadline) before others, tenants in turn, and of a
-tenant the nearest deadline.
+longer each time. Models that share a slot share its room. Then order: urgent requests (old, or near their deadline)
+before others, tenants in turn, and of a tenant the nearest deadline.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from controlplane.policies.decisions import Release
-from controlplane.policies.facts import Backoff, Endpoint, InstanceFacts, LotFacts, ReleaseFacts, Tier
+from controlplane.policies.facts import Backoff, Endpoint, InstanceFacts, LotFacts, ReleaseFacts, SlotId, Tier
 from controlplane.policies.routing import is_usable, utilization_of
 
 
@@ -39,23 +40,29 @@ class ReleaseSettings:
 
 
 def choose_releases(facts: ReleaseFacts, now_s: float, settings: ReleaseSettings) -> tuple[Release, ...]:
-    """At most two requests an endpoint and signal, the emptiest endpoint first. Endpoints that no fresh report
-    vouches for, that pause, or whose model has not the turn on its slots, get none.
+    """At most two requests an endpoint, a slot and a signal: first where something urgent waits, then the emptiest
+    endpoint. Endpoints that no fresh report vouches for, that pause, or whose model has not the turn on its slots, get
+    none.
     """
     endpoints = _endpoints(facts.instances, settings)
     load = {endpoint: utilization_of(instances) for endpoint, instances in endpoints.items()}
     queues = _Queues(facts, settings)
     in_turn = _in_turn(endpoints, queues, now_s, settings)
+    taken: Counter[SlotId] = Counter()
     releases: list[Release] = []
-    for endpoint in sorted(load, key=lambda e: (load[e], e)):
+    for endpoint in sorted(load, key=lambda e: (not queues.hurries(e.model), not in_turn[e], load[e], e)):
         if facts.backoffs.get(endpoint, Backoff()).until_s > now_s:
             continue
-        normal = _room(load[endpoint], settings) if endpoint in in_turn else 0
-        urgent = int(load[endpoint] < settings.urgent_utilization_max)
-        for place in range(max(normal, urgent)):
-            lot = queues.take(endpoint.model, urgent_only=place >= normal)
-            if lot is not None:
-                releases.append(Release(endpoint=endpoint, batch=lot.batch, tenant=lot.tenant, count=1))
+        normal = _room(load[endpoint], settings) if in_turn[endpoint] else 0
+        room = max(normal, int(load[endpoint] < settings.urgent_utilization_max))
+        slots = in_turn[endpoint] or set(map(_slot, endpoints[endpoint]))
+        for place in range(room):
+            slot = min(slots, key=lambda s: (taken[s], s))
+            lot = queues.take(endpoint.model, urgent_only=place >= normal) if taken[slot] < room else None
+            if lot is None:
+                break
+            taken[slot] += 1
+            releases.append(Release(endpoint=endpoint, batch=lot.batch, tenant=lot.tenant, count=1, slot=slot))
     return _merged(releases)
 
 
@@ -98,6 +105,10 @@ def _endpoints(instances: Iterable[InstanceFacts], settings: ReleaseSettings) ->
     return endpoints
 
 
+def _slot(instance: InstanceFacts) -> SlotId:
+    return SlotId(node_id=instance.node_id, number=instance.slot)
+
+
 def _room(utilization: float, settings: ReleaseSettings) -> int:
     if utilization < settings.below_two:
         return 2
@@ -106,21 +117,20 @@ def _room(utilization: float, settings: ReleaseSettings) -> int:
 
 def _in_turn(
     endpoints: Mapping[Endpoint, list[InstanceFacts]], queues: "_Queues", now_s: float, settings: ReleaseSettings
-) -> set[Endpoint]:
-    """Endpoints with an instance on a slot where no other model has the turn. Only models with something waiting take
-    turns; who has it follows from the time alone, so that all dispatchers agree.
+) -> dict[Endpoint, set[SlotId]]:
+    """The slots of each endpoint where no other model has the turn. Only models with something waiting take turns; who
+    has it follows from the time alone, so that all dispatchers agree.
     """
-    slots: dict[tuple[str, int], set[str]] = {}
+    slots: dict[SlotId, set[str]] = {}
     for endpoint, instances in endpoints.items():
         if queues.waits(endpoint.model):
             for instance in instances:
-                slots.setdefault((instance.node_id, instance.slot), set()).add(endpoint.model)
+                slots.setdefault(_slot(instance), set()).add(endpoint.model)
     turn = int(now_s / settings.turn_s)
     favoured = {slot: sorted(models)[turn % len(models)] for slot, models in slots.items()}
     return {
-        endpoint
+        endpoint: {slot for slot in map(_slot, instances) if favoured.get(slot, endpoint.model) == endpoint.model}
         for endpoint, instances in endpoints.items()
-        if any(favoured.get((i.node_id, i.slot), endpoint.model) == endpoint.model for i in instances)
     }
 
 
@@ -138,6 +148,11 @@ class _Queues:
     def waits(self, model: str) -> bool:
         """Whether something of the model waits."""
         return any(self._left[lot.batch, model] for lot in self._lots.get(model, ()))
+
+    def hurries(self, model: str) -> bool:
+        """Whether something urgent of the model waits."""
+        lots = [(lot.batch, model) for lot in self._lots.get(model, ())]
+        return any(lot in self._urgent and self._left[lot] for lot in lots)
 
     def take(self, model: str, *, urgent_only: bool) -> LotFacts | None:
         """The lot to take the next request from."""
@@ -159,9 +174,6 @@ def _is_urgent(lot: LotFacts, settings: ReleaseSettings) -> bool:
 
 
 def _merged(releases: list[Release]) -> tuple[Release, ...]:
-    """Releases of one batch to one endpoint as one."""
-    merged: dict[tuple[Endpoint, int], Release] = {}
-    for release in releases:
-        before = merged.get((release.endpoint, release.batch))
-        merged[release.endpoint, release.batch] = release if before is None else replace(before, count=before.count + 1)
-    return tuple(merged.values())
+    """Releases of one batch to one endpoint, of one slot's room, as one."""
+    counts = Counter(releases)
+    return tuple(replace(release, count=count) for release, count in counts.items())

@@ -1,6 +1,7 @@
 """What a gateway or dispatcher knows of the fleet without asking Postgres or Redis: the live view and the catalog.
 
-Both are refreshed in the background, and the last good copy serves on while its source is away.
+Both are refreshed in the background, and the last good copy serves on while its source is away. A process that starts
+without Redis takes its first view from Postgres.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import msgspec
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from controlplane.errors import TidepoolError, UnknownModelError
+from controlplane.errors import TidepoolError, UnavailableError, UnknownModelError
 from controlplane.policies.facts import InstanceFacts, Objective, Tier
 from controlplane.policies.objectives import choose_objective
 from controlplane.policies.routing import choose_preference
@@ -25,6 +26,7 @@ from controlplane.settings import Settings
 from controlplane.store.fleet import Catalog, load_catalog
 from controlplane.store.live import EMPTY_VIEW, FleetView, LiveStore, instance_facts
 from controlplane.store.session import Database
+from controlplane.store.stored_view import stored_view
 from controlplane.store.tables import Model
 
 log = structlog.get_logger()
@@ -141,9 +143,18 @@ class FleetCache:
         return missing if self._has_catalog else [*missing, "catalog"]
 
     def _read_view(self) -> None:
-        view = _merged(
-            self._view, self._live.read_view(), was_away=self._view_away, keep_s=self._settings.heartbeat_stale_s
-        )
+        """A first view may come from Postgres while Redis is away; UnavailableError is raised all the same."""
+        keep_s = self._settings.heartbeat_stale_s
+        try:
+            view = _merged(self._view, self._live.read_view(), was_away=self._view_away, keep_s=keep_s)
+        except UnavailableError:
+            if not self._view.nodes:
+                with self._database.transaction() as session:
+                    self._take_view(stored_view(session, heard_s=keep_s))
+            raise
+        self._take_view(view)
+
+    def _take_view(self, view: FleetView) -> None:
         self._view, self._view_at, self._has_view = view, time.monotonic(), True
 
     async def _look_up(self) -> None:

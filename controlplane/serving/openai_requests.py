@@ -180,20 +180,12 @@ def served_as(tier: Tier) -> str:
     return _SERVED_AS[tier]
 
 
-def parse_body(endpoint: str, body: dict[str, Any]) -> AnyRequest:
-    """A batch line's body as the endpoint's request.
+def parse_json(endpoint: str, body: bytes) -> AnyRequest:
+    """A batch line's body, JSON that was not decoded, as the endpoint's request.
 
     Raises:
         InvalidValueError: it is not one; the message names the field.
     """
-    try:
-        return REQUESTS[endpoint].model_validate(body)
-    except ValidationError as error:
-        raise first_fault(error.errors()[0]) from error
-
-
-def parse_json(endpoint: str, body: bytes) -> AnyRequest:
-    """The same from JSON that was not decoded; raises as `parse_body` does."""
     try:
         return REQUESTS[endpoint].model_validate_json(body)
     except ValidationError as error:

@@ -25,7 +25,7 @@ _ENDED = ", ".join(f"'{state.value}'" for state in sorted(terminal_states(BATCH_
 
 
 class File(Base):
-    """An uploaded or produced file. Its bytes are on disk under its id."""
+    """An uploaded or produced file. Its bytes are a blob of its id."""
 
     __tablename__ = "files"
     __table_args__ = (
@@ -102,11 +102,26 @@ class BatchRequest(Base):
     body: Mapped[Json] = mapped_column(JSON)
 
 
+class BatchCount(Base):
+    """How a batch's requests ended so far, and the tokens of them, in parts to be added up. Every statement that writes
+    results adds to its connection's part, so dispatchers seldom wait for each other, and nothing counts results.
+    """
+
+    __tablename__ = "batch_counts"
+    batch_number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    part: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    completed: Mapped[int]
+    failed: Mapped[int]
+    input_tokens: Mapped[int]
+    output_tokens: Mapped[int]
+
+
 class QueuedRequest(Base):
-    """A deferred request (NIW) without a result. It is leased until `lease_until`, or waits. `epoch` counts the claims
-    and is the fence: who writes for a request, or commands a node, names the epoch of its claim, and an older one is
-    refused. `attempts` counts those claims in which a node may have had it. `tokens`: prompt and completion that it may
-    take, guessed; its tenant's limit counts them for as long as the row is here.
+    """A deferred request (NIW) without a result. It is leased until `lease_until`, or waits. `epoch` rises with each
+    claim, and when one is over without a result; it is the fence: who writes for a request names the epoch of its
+    claim, and any other is refused; who commands a node does too, and is refused if the node has seen a newer one.
+    `attempts` counts those claims in which a node may have had it. `tokens`: prompt and completion that it may take,
+    guessed; its tenant's limit counts them for as long as the row is here.
     """
 
     __tablename__ = "queued_requests"

@@ -1,11 +1,9 @@
-"""Rows of the Batch API. States move as `policies.lifecycle.BATCH` says; counts are counted until a batch has ended."""
+"""Rows of the Batch API. States move as `policies.lifecycle.BATCH` says; counts are written with what they count."""
 
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,12 +15,11 @@ from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, NotFoundError
 from controlplane.policies.lifecycle import BATCH, BatchRequestState, BatchState, can_move, is_terminal, require_move
-from controlplane.store.batch_tables import Batch, BatchModel, BatchRequest, BatchResult, QueuedRequest
+from controlplane.store.batch_tables import Batch, BatchCount, BatchModel, BatchRequest, BatchResult, QueuedRequest
 from controlplane.store.paging import Page, page
 
 _BYTES_PER_TOKEN = 4
 _COUNTED = ("completed", "failed", "input_tokens", "output_tokens")
-_COUNTED_MAX = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,32 +108,22 @@ def get_batch(session: Session, batch_id: str, *, tenant: str) -> Batch:
 
 
 def list_batches(session: Session, *, tenant: str, after: str | None, limit: int) -> Page[Batch]:
-    """One page of a tenant's batches, the newest first. It ends early, with more to follow, where the results of its
-    unfinished batches would be too many to count at once.
-    """
+    """One page of a tenant's batches, the newest first."""
     query = select(Batch).where(Batch.tenant == tenant)
-    found = page(session, query, Batch.id, after=after, limit=limit, newest_first=True)
-    lines = list(accumulate(batch.total if batch.ended_at is None else 0 for batch in found.rows))
-    count = max(1, bisect_right(lines, _COUNTED_MAX))
-    return Page(rows=found.rows[:count], has_more=found.has_more or count < len(found.rows))
+    return page(session, query, Batch.id, after=after, limit=limit, newest_first=True)
 
 
 def counts_of(session: Session, batches: Sequence[Batch]) -> dict[str, BatchCounts]:
-    """The counts of batches by id: the last ones of those that ended, and of the others what is true now."""
-    rows = session.execute(
-        select(
-            BatchResult.batch_number,
-            func.count().filter(BatchResult.state == BatchRequestState.COMPLETED),
-            func.count().filter(BatchResult.state != BatchRequestState.COMPLETED),
-            func.sum(BatchResult.input_tokens),
-            func.sum(BatchResult.output_tokens),
-        )
-        .where(BatchResult.batch_number.in_([batch.number for batch in batches if batch.ended_at is None]))
-        .group_by(BatchResult.batch_number)
-    )
-    counted = {number: dict(zip(_COUNTED, map(int, counts), strict=True)) for number, *counts in rows}
-    counted |= {each.number: {name: getattr(each, name) for name in _COUNTED} for each in batches if each.ended_at}
-    return {batch.id: BatchCounts(total=batch.total, **counted.get(batch.number, {})) for batch in batches}
+    """The counts of batches by id: the last ones of those that have ended, be it meanwhile, and of the others what is
+    true now.
+    """
+    columns = [func.coalesce(func.sum(getattr(BatchCount, name)), getattr(Batch, name)) for name in _COUNTED]
+    query = select(Batch.id, Batch.total, *columns).outerjoin(BatchCount, BatchCount.batch_number == Batch.number)
+    rows = session.execute(query.where(Batch.id.in_([batch.id for batch in batches])).group_by(Batch.id))
+    return {
+        batch_id: BatchCounts(total=total, **dict(zip(_COUNTED, map(int, counts), strict=True)))
+        for batch_id, total, *counts in rows
+    }
 
 
 def move_batch(session: Session, batch: Batch, state: BatchState) -> None:
@@ -194,11 +181,26 @@ _END_ERRORS: Mapping[BatchRequestState, Mapping[str, str]] = {
         "message": "The batch was cancelled before this request ran.",
     },
 }
-_END = """
-    WITH ended AS (DELETE FROM queued_requests WHERE {which} RETURNING batch_number, line)
-    INSERT INTO batch_results (batch_number, line, state, error, upstream_id)
-    SELECT batch_number, line, :state, CAST(:error AS jsonb), '' FROM ended RETURNING line
+COUNT_WRITTEN = """
+    INSERT INTO batch_counts AS counts (batch_number, part, completed, failed, input_tokens, output_tokens)
+    SELECT batch_number, pg_backend_pid() % 16, count(*) FILTER (WHERE state = 'completed'),
+           count(*) FILTER (WHERE state <> 'completed'), sum(input_tokens), sum(output_tokens)
+    FROM written GROUP BY batch_number ORDER BY batch_number
+    ON CONFLICT (batch_number, part) DO UPDATE
+    SET completed = counts.completed + excluded.completed, failed = counts.failed + excluded.failed,
+        input_tokens = counts.input_tokens + excluded.input_tokens,
+        output_tokens = counts.output_tokens + excluded.output_tokens
 """
+"""Counts the rows of `written`, which are results. All rows that it waits for come in the order of their keys."""
+
+_END = f"""
+    WITH ended AS (DELETE FROM queued_requests WHERE {{which}} RETURNING batch_number, line), written AS (
+        INSERT INTO batch_results (batch_number, line, state, error, upstream_id)
+        SELECT batch_number, line, :state, CAST(:error AS jsonb), '' FROM ended
+        RETURNING batch_number, line, state, input_tokens, output_tokens
+    ), counted AS ({COUNT_WRITTEN})
+    SELECT line FROM written
+"""  # noqa: S608 - of constants
 
 
 def end_requests(session: Session, keys: Sequence[tuple[int, int]], *, state: BatchRequestState) -> int:
@@ -309,5 +311,5 @@ def result_lines(session: Session, batch: Batch) -> Iterator[ResultLine]:
 
 def forget_requests(session: Session, batch: Batch) -> None:
     """Drop the requests and results of a batch whose output is written: the files hold them from here on."""
-    for table in (BatchRequest, BatchResult, BatchModel):
+    for table in (BatchRequest, BatchResult, BatchCount, BatchModel):
         session.execute(delete(table).where(table.batch_number == batch.number))

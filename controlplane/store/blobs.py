@@ -1,21 +1,59 @@
-"""Bytes of files, on a disk that every API and dispatcher process shares. A file appears whole or not at all."""
+"""Bytes of files, shared by every API and dispatcher process. A file appears whole or not at all."""
 
 import os
 import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO
 
-from controlplane.errors import NotFoundError
+from controlplane.errors import InvalidValueError, NotFoundError
+from controlplane.settings import Settings
 
 CHUNK_BYTES = 1 << 20
 _DRAFT = ".part"
 
 
-class BlobStore:
-    """One folder; a blob's name is its file id."""
+class BlobStore(ABC):
+    """Where blobs lie; a blob's name is its file id. Every call may raise UnavailableError (where they lie in a bucket)
+    or OSError (on a disk).
+    """
+
+    @abstractmethod
+    def writing(self, file_id: str) -> AbstractContextManager[IO[bytes]]:
+        """A stream to write a new blob to. It gets its name when the block ends well, and is dropped otherwise."""
+
+    @abstractmethod
+    def open(self, file_id: str) -> IO[bytes]:
+        """The blob, to read. What is read may come in pieces from afar.
+
+        Raises:
+            NotFoundError: its bytes are gone.
+        """
+
+    @abstractmethod
+    def delete(self, file_id: str) -> None:
+        """Forget a blob; one that is gone already is no error."""
+
+    @abstractmethod
+    def older_than(self, age_s: float) -> set[str]:
+        """Names of blobs, half-written ones too, that were last written `age_s` seconds ago or earlier."""
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Room left on the disk, for blobs or for drafts of them."""
+
+    def chunks(self, stream: IO[bytes]) -> Iterator[bytes]:
+        """The rest of an open blob in pieces of a mebibyte; closes it."""
+        with stream:
+            while chunk := stream.read(CHUNK_BYTES):
+                yield chunk
+
+
+class FolderBlobs(BlobStore):
+    """One folder, on a disk that all of them reach."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -23,7 +61,7 @@ class BlobStore:
 
     @contextmanager
     def writing(self, file_id: str) -> Iterator[IO[bytes]]:
-        """A stream to write a new blob to. It gets its name when the block ends well, and is dropped otherwise."""
+        """A draft beside the others, renamed when it is whole."""
         target = self._path(file_id)
         draft = target.with_suffix(_DRAFT)
         try:
@@ -37,35 +75,51 @@ class BlobStore:
             raise
 
     def open(self, file_id: str) -> IO[bytes]:
-        """The blob, to read.
-
-        Raises:
-            NotFoundError: its bytes are gone.
-        """
+        """The file itself."""
         try:
             return self._path(file_id).open("rb")
         except FileNotFoundError:
-            raise NotFoundError(f"the content of file '{file_id}' is gone", param="file_id") from None
-
-    def chunks(self, stream: IO[bytes]) -> Iterator[bytes]:
-        """The rest of an open blob in pieces of a mebibyte; closes it."""
-        with stream:
-            while chunk := stream.read(CHUNK_BYTES):
-                yield chunk
+            raise gone(file_id) from None
 
     def delete(self, file_id: str) -> None:
-        """Forget a blob; one that is gone already is no error."""
+        """Unlink it."""
         self._path(file_id).unlink(missing_ok=True)
 
     def older_than(self, age_s: float) -> set[str]:
-        """Names of blobs, half-written ones too, that were last written `age_s` seconds ago or earlier."""
+        """By the time of modification."""
         before_s = time.time() - age_s
         return {entry.name for entry in os.scandir(self._folder) if entry.stat().st_mtime < before_s}
 
     def free_bytes(self) -> int:
-        """Room left on the disk."""
+        """Of the folder's disk."""
         return shutil.disk_usage(self._folder).free
 
     def _path(self, file_id: str) -> Path:
-        assert file_id.removesuffix(_DRAFT).replace("-", "").isalnum(), "file ids are ours"
-        return self._folder / file_id
+        return self._folder / checked(file_id)
+
+
+def open_blobs(settings: Settings) -> BlobStore:
+    """The folder `files` in our home, or the bucket of `files_url`.
+
+    Raises:
+        InvalidValueError: `files_url` is set, but the extra `s3` is not installed.
+    """
+    if settings.files_url is None:
+        return FolderBlobs(settings.with_home() / "files")
+    try:
+        from controlplane.store.bucket import BucketBlobs  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        message = "files_url is set, which needs the extra: pip install tidepool[s3]"
+        raise InvalidValueError(message, param="files_url") from error
+    return BucketBlobs(settings.files_url, drafts=settings.with_home() / "drafts")
+
+
+def checked(name: str) -> str:
+    """A blob's name, which leads nowhere else."""
+    assert name.removesuffix(_DRAFT).replace("-", "").isalnum(), "file ids are ours"
+    return name
+
+
+def gone(file_id: str) -> NotFoundError:
+    """There are no bytes of that name."""
+    return NotFoundError(f"the content of file '{file_id}' is gone", param="file_id")

@@ -1,10 +1,10 @@
 """Rows of the Files API. A file belongs to a tenant; nobody else sees it."""
 
 from collections.abc import Collection
-from datetime import datetime
+from datetime import timedelta
 
 import uuid_utils
-from sqlalchemy import func, or_, select
+from sqlalchemy import ARRAY, String, any_, func, literal, or_, select
 from sqlalchemy.orm import Session
 
 from controlplane.errors import NotFoundError
@@ -20,10 +20,11 @@ def new_file_id() -> str:
 
 
 def add_file(
-    session: Session, *, file_id: str, tenant: str, filename: str, purpose: str, size_bytes: int, expires_at: datetime
+    session: Session, *, file_id: str, tenant: str, filename: str, purpose: str, size_bytes: int, keep: timedelta
 ) -> File:
-    """Write down a file whose bytes are stored."""
-    row = File(id=file_id, tenant=tenant, filename=filename, purpose=purpose, bytes=size_bytes, expires_at=expires_at)
+    """Write down a file whose bytes are stored, and that they are kept for so long, by Postgres's clock."""
+    row = File(id=file_id, tenant=tenant, filename=filename, purpose=purpose, bytes=size_bytes)
+    row.expires_at = func.now() + keep
     session.add(row)
     session.flush()
     return row
@@ -57,8 +58,9 @@ def delete_file(session: Session, file_id: str, *, tenant: str) -> None:
 
 
 def known_files(session: Session, file_ids: Collection[str]) -> set[str]:
-    """Which of these ids have a row that is not deleted."""
-    return set(session.scalars(select(File.id).where(File.id.in_(file_ids), File.deleted_at.is_(None))))
+    """Which of these ids, however many, have a row that is not deleted."""
+    asked = any_(literal(list(file_ids), ARRAY(String)))
+    return set(session.scalars(select(File.id).where(File.id == asked, File.deleted_at.is_(None))))
 
 
 def expire_files(session: Session) -> list[str]:

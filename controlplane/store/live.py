@@ -83,24 +83,33 @@ class LiveStore:
         with _translated():
             self._redis.ping()
 
-    def write_heartbeat(self, heartbeat: Heartbeat, *, region: str, gpu_type: str, url: str) -> None:
-        """Replace what is known of a node."""
+    def write_heartbeat(
+        self, heartbeat: Heartbeat, *, region: str, gpu_type: str, url: str, renewed: NodeView | None = None
+    ) -> None:
+        """Replace what is known of a node, unless just that was `renewed`."""
         with _translated():
-            view = NodeView(region=region, gpu_type=gpu_type, url=url, received_s=self._now_s(), heartbeat=heartbeat)
-            self._redis.hset(_VIEW, heartbeat.node, msgspec.json.encode(view))
+            received_s = self._now_s() if renewed is None else renewed.received_s
+            view = NodeView(region=region, gpu_type=gpu_type, url=url, received_s=received_s, heartbeat=heartbeat)
+            if view != renewed:
+                self._redis.hset(_VIEW, heartbeat.node, msgspec.json.encode(view))
 
-    def renew_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Replace the last heartbeat of a node that is in the view already; its place stays what it was, and what it
-        reports beside the instances that the view has there does not count.
+    def renew_heartbeat(self, heartbeat: Heartbeat) -> NodeView | None:
+        """Replace the last heartbeat of a node that is in the view already, and return that; its place stays what it
+        was, and what it reports beside the instances that the view has there does not count.
         """
         with _translated():
-            raw = self._redis.hget(_VIEW, heartbeat.node)
+            pipe = self._redis.pipeline(transaction=False)
+            pipe.hget(_VIEW, heartbeat.node)
+            pipe.time()
+            raw, (seconds, micros) = pipe.execute()
             known = _node_view(str(raw)) if raw is not None else None
-            if known is not None:
-                there = {(report.instance_id, report.model) for report in known.heartbeat.instances}
-                renewed = of_instances(heartbeat, there)
-                view = msgspec.structs.replace(known, received_s=self._now_s(), heartbeat=renewed)
-                self._redis.hset(_VIEW, heartbeat.node, msgspec.json.encode(view))
+            if known is None:
+                return None
+            there = {(report.instance_id, report.model) for report in known.heartbeat.instances}
+            renewed = of_instances(heartbeat, there)
+            view = msgspec.structs.replace(known, received_s=float(seconds + micros / 1e6), heartbeat=renewed)
+            self._redis.hset(_VIEW, heartbeat.node, msgspec.json.encode(view))
+            return view
 
     def read_view(self) -> FleetView:
         """All nodes heard of in the last ten minutes; those silent for longer are forgotten."""

@@ -21,10 +21,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from ops.bench.gateway_load import Seen, load, request_bytes
-from ops.bench.gateway_stack import gateway_process, served_by
+from ops.bench.gateway_stack import fill_one_node, gateway_process, served_by
 from ops.ports import free_port
 
 TARGET_SHARE = 0.6
@@ -124,8 +125,9 @@ def hops(options: argparse.Namespace) -> Iterator[dict[str, tuple[Hop, Hop]]]:
                 served_by([sys.executable, "-m", "ops.bench.gateway_hop", str(port), url], port, core=0)
             )
             found.setdefault("bare hop", []).append(Hop(name="bare hop", port=port, path=_CHAT, key="x", pid=bare))
-            port, pid, key = stack.enter_context(gateway_process(home / kind, url, core=0))
-            found.setdefault("tidepool", []).append(Hop(name="tidepool", port=port, path=_CHAT, key=key, pid=pid))
+            ours = stack.enter_context(gateway_process(home / kind, partial(fill_one_node, upstream=url), core=0))
+            hop = Hop(name="tidepool", port=ours.port, path=_CHAT, key=ours.filled, pid=ours.pid)
+            found.setdefault("tidepool", []).append(hop)
             if options.litellm is not None:
                 port = free_port()
                 key = f"sk-{secrets.token_hex(32)}"

@@ -7,8 +7,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from pydantic import SecretStr
 
@@ -28,6 +30,7 @@ from ops.supervisor import Supervisor
 _START_TIMEOUT_S = 240.0
 _STOP_TIMEOUT_S = 30.0
 _STALE_S = 86_400.0
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -65,23 +68,31 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
     raise RuntimeError(f"{process.args!r} did not listen on {port} within {_START_TIMEOUT_S:g} s")
 
 
+@dataclass(frozen=True, kw_only=True)
+class GatewayProcess(Generic[T]):
+    """A running `tidepool api`; process ids of it and of its servers, and what `fill` returned."""
+
+    port: int
+    pid: int
+    servers: Mapping[str, int]
+    filled: T
+
+
 @contextlib.contextmanager
-def gateway_process(home: Path, upstream: str, *, core: int) -> Iterator[tuple[int, int, str]]:
-    """A whole `tidepool api` with Postgres and Valkey of its own before one node at `upstream`; port, process id and a
-    client's key.
-    """
+def gateway_process(home: Path, fill: Callable[[Settings], T], *, core: int) -> Iterator[GatewayProcess[T]]:
+    """A whole `tidepool api` with Postgres and Valkey of its own, whose database `fill` has filled."""
     postgres = EmbeddedPostgres(home / "postgres", free_port(), fsync=False)
     valkey = EmbeddedValkey(home / "valkey", free_port())
     for server in (postgres, valkey):
         server.prepare()
-    with Supervisor([postgres.child(), valkey.child()]):
+    with Supervisor([postgres.child(), valkey.child()]) as servers:
         port = free_port()
         settings = Settings(
             database_url=SecretStr(postgres.url()), redis_url=SecretStr(valkey.url()), home=home, port=port,
             heartbeat_stale_s=_STALE_S, key_cache_s=3600.0,
         )  # fmt: skip
         migrations.upgrade(settings.database_url.get_secret_value())
-        key = _fill(settings, upstream)
+        filled = fill(settings)
         environment = {
             "TIDEPOOL_DATABASE_URL": settings.database_url.get_secret_value(),
             "TIDEPOOL_REDIS_URL": settings.redis_url.get_secret_value(),
@@ -89,13 +100,15 @@ def gateway_process(home: Path, upstream: str, *, core: int) -> Iterator[tuple[i
             "TIDEPOOL_PORT": str(port),
             "TIDEPOOL_HEARTBEAT_STALE_S": str(_STALE_S),
             "TIDEPOOL_KEY_CACHE_S": "3600",
+            "TIDEPOOL_NODE_KEYS_UNBOUND": "true",
         }
         command = [sys.executable, "-c", "from ops.cli import main; main()", "api"]
         with served_by(command, port, core=core, environment=environment) as pid:
-            yield port, pid, key
+            yield GatewayProcess(port=port, pid=pid, servers=servers.pids(), filled=filled)
 
 
-def _fill(settings: Settings, upstream: str) -> str:
+def fill_one_node(settings: Settings, upstream: str) -> str:
+    """One model on one node, at `upstream`; a client's key."""
     database, live = Database(make_engine(settings)), LiveStore(settings)
     with database.transaction() as session:
         fleet.put_region(session, name="here", position=None)

@@ -1,14 +1,15 @@
 """The NIW queue: claims and results a second, by how much waits, beside two Postgres queues; and the ingest of a batch.
 
-All queues share one embedded Postgres (fsync on) and run four processes. Ours does what a dispatcher does at each look:
-`waiting_lots`, one `claim` for all that endpoints may take, one `finish` for the results. The others run their own
-workers, with an empty task, and are measured only if they can be imported; neither is a dependency.
+Each queue has an embedded Postgres like the others' (fsync on) and four processes. Ours does what a dispatcher does:
+`waiting_lots` and one `claim` for all that endpoints may take, beside its writer of results. The others run their own
+workers, with an empty task, and are measured only if they can be imported; neither is a dependency. A crowded machine
+changes what is done a second; the CPU time of a request (`cpu_us`) hardly.
 """
 
 import importlib.util
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -17,7 +18,7 @@ from typing import Annotated
 import typer
 
 import migrations
-from ops.bench.queue_load import drain, fill, measure_counts_s, measure_ingest
+from ops.bench.queue_load import Server, Speed, drain, fill, measure_counts_s, measure_ingest
 from ops.bench.queue_peers import PEERS
 from ops.commands.screen import AsJson, Columns, notes, print_json, print_table
 from ops.embedded import EmbeddedPostgres
@@ -25,15 +26,19 @@ from ops.ports import free_port
 from ops.supervisor import Supervisor
 
 PROCESSES = 4
+Measure = Callable[[Server, int, int, float], Speed]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """One queue at one length: requests claimed and completed a second, the median of its rounds."""
+    """One queue at one length: requests claimed and completed a second, and the CPU time of each in Postgres and its
+    clients (microseconds); medians of the rounds.
+    """
 
     queue: str
     waiting: int
     per_s: float
+    cpu_us: float
     rounds: tuple[float, ...]
 
 
@@ -55,30 +60,24 @@ def main(
       python -m ops.bench.queue
       python -m ops.bench.queue --waiting 10000 --waiting 10000000 --json
     """
-    rates: list[Rate] = []
-    for size in sorted(waiting):
-        notes().print(f"tidepool, {size} rows")
-        with _database() as url:
-            migrations.upgrade(url)
-            fill(url, size)
-            found = []
-            for _ in range(rounds):
-                found.append(drain(url, PROCESSES, seconds))
-                if size < 100_000:
-                    fill(url, size)
-            rates.append(Rate(queue="tidepool", waiting=size, per_s=median(found), rounds=tuple(found)))
+    queues: dict[str, Measure] = {"tidepool": _tidepool}
     for name, peer in PEERS.items():
-        if importlib.util.find_spec(name) is None:
+        if importlib.util.find_spec(name) is not None:
+            queues[name] = peer
+        else:
             notes().print(f"{name} cannot be imported and is left out (pip install it, or set PYTHONPATH)")
-            continue
-        for size in sorted(peers_waiting):
-            notes().print(f"{name}, {size} rows")
-            with _database() as url:
-                found = [peer(url, size, PROCESSES, seconds) for _ in range(rounds)]
-            rates.append(Rate(queue=name, waiting=size, per_s=median(found), rounds=tuple(found)))
+    rates: list[Rate] = []
+    for size in sorted({*waiting, *peers_waiting}):
+        with ExitStack() as stack:
+            servers = {
+                name: stack.enter_context(_database())
+                for name in queues
+                if size in (waiting if name == "tidepool" else peers_waiting)
+            }
+            rates += _compare({name: (queues[name], server) for name, server in servers.items()}, size, rounds, seconds)
     notes().print(f"ingest of {ingest_lines} lines")
-    with _database() as url, tempfile.TemporaryDirectory(prefix="tidepool-bench-") as folder:
-        migrations.upgrade(url)
+    with _database() as server, tempfile.TemporaryDirectory(prefix="tidepool-bench-") as folder:
+        url = server.url
         found_ingest = [measure_ingest(url, Path(folder), ingest_lines) for _ in range(rounds)]
         ingest, ingest_cpu = (median(each) for each in zip(*found_ingest, strict=True))
         counts_s = measure_counts_s(url)
@@ -86,20 +85,44 @@ def main(
         figures = {"ingest_lines_per_s": ingest, "ingest_lines_per_cpu_s": ingest_cpu, "counts_s": counts_s}
         print_json({"rates": [asdict(rate) for rate in rates], **figures})
         return
-    columns: Columns = {"queue": "queue", "waiting": "waiting", "completed/s": lambda row: f"{row['per_s']:,.0f}"}
+    columns: Columns = {
+        "queue": "queue",
+        "waiting": "waiting",
+        "completed/s": lambda row: f"{row['per_s']:,.0f}",
+        "CPU us": lambda row: f"{row['cpu_us']:,.0f}",
+    }
     print_table("Claim and complete, 4 processes", columns, [asdict(rate) for rate in rates])
     notes().print(f"ingest: {ingest:,.0f} lines/s, {ingest_cpu:,.0f} a second of its CPU time")
     notes().print(f"counts of a batch of {ingest_lines} results: {counts_s * 1000:.1f} ms")
 
 
+def _compare(queues: Mapping[str, tuple[Measure, Server]], waiting: int, rounds: int, seconds: float) -> Iterator[Rate]:
+    """Each round goes through all queues, so that whatever else the machine does meets them alike."""
+    found: dict[str, list[Speed]] = {name: [] for name in queues}
+    for number in range(rounds):
+        for name, (measure, server) in queues.items():
+            notes().print(f"{name}, {waiting} rows, round {number + 1}")
+            found[name].append(measure(server, waiting, PROCESSES, seconds))
+    for name, speeds in found.items():
+        rates = tuple(speed.per_s for speed in speeds)
+        cpu_us = median(speed.cpu_us for speed in speeds)
+        yield Rate(queue=name, waiting=waiting, per_s=median(rates), cpu_us=cpu_us, rounds=rates)
+
+
+def _tidepool(server: Server, waiting: int, processes: int, seconds: float) -> Speed:
+    fill(server.url, waiting)
+    return drain(server, processes, seconds)
+
+
 @contextmanager
-def _database() -> Iterator[str]:
-    """A Postgres of its own; its address."""
+def _database() -> Iterator[Server]:
+    """A Postgres of its own, with our tables."""
     with tempfile.TemporaryDirectory(prefix="tidepool-bench-") as folder:
         server = EmbeddedPostgres(Path(folder), free_port())
         server.prepare()
-        with Supervisor([server.child()], report=lambda _: None):
-            yield server.url()
+        with Supervisor([server.child()], report=lambda _: None) as supervisor:
+            migrations.upgrade(server.url())
+            yield Server(url=server.url(), pid=supervisor.pids()[server.name])
 
 
 if __name__ == "__main__":

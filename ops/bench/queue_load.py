@@ -1,11 +1,17 @@
 """What the queue's benchmark runs: rows that wait, processes that take them as dispatchers do, a batch to ingest."""
 
+import asyncio
+import os
 import time
-from datetime import UTC, datetime, timedelta
+from collections import Counter, deque
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import cycle, islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 import msgspec
 from pydantic import SecretStr
 from sqlalchemy import select, text
@@ -13,22 +19,24 @@ from sqlalchemy.orm import Session
 
 from controlplane.dispatcher.aside import Aside
 from controlplane.dispatcher.ingest import ingest_one
-from controlplane.policies.lifecycle import BatchState
+from controlplane.dispatcher.results import ResultWriter
+from controlplane.policies.facts import LotFacts
+from controlplane.policies.lifecycle import BatchRequestState, BatchState
 from controlplane.settings import Settings
 from controlplane.store import fleet, queue
 from controlplane.store.batch_tables import Batch
-from controlplane.store.batches import add_batch, counts_of
-from controlplane.store.blobs import BlobStore
+from controlplane.store.batches import add_batch, counts_of, end_batch_requests
+from controlplane.store.blobs import FolderBlobs
 from controlplane.store.files import add_file, new_file_id
-from controlplane.store.queue import Outcome
+from controlplane.store.queue import Claim, Outcome
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Model
 
 BATCH_LINES = 50_000
 MODELS, TENANTS = 20, 8
-TOGETHER = 64
+TOGETHER = 256
 """Requests that one process has at once: `dispatcher_concurrency_max`."""
-_BODY = {"messages": [{"role": "user", "content": "What is the tide at noon? " * 8}], "max_tokens": 128}
+BODY = {"messages": [{"role": "user", "content": "What is the tide at noon? " * 8}], "max_tokens": 128}
 _ANSWER = {
     "object": "chat.completion",
     "choices": [{"index": 0, "message": {"role": "assistant", "content": "High. " * 40}, "finish_reason": "stop"}],
@@ -41,23 +49,30 @@ def fill(url: str, rows: int) -> None:
     database = _open(url)
     with database.transaction() as session:
         session.execute(text("SET LOCAL statement_timeout = 0"))
-        for table in ("queued_requests", "batch_requests", "batch_results", "batch_models"):
+        for table in ("queued_requests", "batch_requests", "batch_results", "batch_counts", "batch_models"):
             session.execute(text(f"TRUNCATE {table}"))
         session.execute(text("UPDATE batches SET state = 'failed', ended_at = now()"))
         batches = max(MODELS, rows // BATCH_LINES)
         for number in range(batches):
             lines = rows // batches + (number < rows % batches)
             _fill_batch(session, f"tenant-{number % TENANTS}", f"model-{number % MODELS}", lines)
+    database.close()
+    settle(url)
+
+
+def settle(url: str) -> None:
+    """Let Postgres know its tables, and have nothing left to do, before it is measured."""
+    database = _open(url)
     with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.execute(text("SET statement_timeout = 0"))
-        connection.execute(text("VACUUM ANALYZE queued_requests, batch_requests, batch_results"))
+        connection.execute(text("VACUUM ANALYZE"))
         connection.execute(text("CHECKPOINT"))
     database.close()
 
 
 def _fill_batch(session: Session, tenant: str, model: str, lines: int) -> None:
     batch = _new_batch(session, tenant)
-    values = {"number": batch.number, "model": model, "lines": lines, "body": msgspec.json.encode(_BODY).decode()}
+    values = {"number": batch.number, "model": model, "lines": lines, "body": msgspec.json.encode(BODY).decode()}
     queued = "SELECT :number, n, :model FROM generate_series(1, :lines) n"
     asked = "SELECT :number, n, 'c' || n, CAST(:body AS json) FROM generate_series(1, :lines) n"
     for statement in (
@@ -79,7 +94,7 @@ def _new_batch(session: Session, tenant: str) -> Batch:
         filename="in.jsonl",
         purpose="batch",
         size_bytes=1,
-        expires_at=datetime.now(UTC) + timedelta(days=1),
+        keep=timedelta(days=1),
     )
     return add_batch(
         session,
@@ -92,62 +107,118 @@ def _new_batch(session: Session, tenant: str) -> Batch:
     )
 
 
-def drain(url: str, processes: int, seconds: float) -> float:
-    """Requests that the processes together claim and complete a second, for so many seconds or until nothing waits."""
-    return rate_of(_drain_one, url, processes, seconds)
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A Postgres to measure: its address, and its first process."""
+
+    url: str
+    pid: int
+
+    def cpu_s(self) -> float:
+        """CPU time of all its processes so far, those that ended too."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        ticks = sum(sum(_ticks(pid)[:2]) for pid in children) + sum(_ticks(self.pid))
+        return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def rate_of(work: Any, url: str, processes: int, seconds: float) -> float:
-    """What `work(url, start, seconds, results)` does a second, in processes that begin together. Each puts how many it
-    did, and when it began and ended.
+def _ticks(pid: str | int) -> list[int]:
+    """A process's time: user, system, and both of its children that ended. Nothing if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return []
+    return [int(field) for field in stat.rpartition(")")[2].split()[11:15]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Requests completed a second, and the CPU time of each: of all workers and of Postgres."""
+
+    per_s: float
+    cpu_us: float
+
+
+def drain(server: Server, processes: int, seconds: float) -> Speed:
+    """What the processes together claim and complete, in so many seconds or until nothing waits."""
+    return speed_of(_drain_one, server, processes, seconds)
+
+
+def speed_of(work: Any, server: Server, processes: int, seconds: float) -> Speed:
+    """What `work(url, start, seconds, results)` does in processes that begin together. Each puts how many it did, when
+    it began and ended, and the CPU time that it took.
     """
     context = get_context("spawn")
-    start, results = context.Barrier(processes), context.Queue()
-    children = [context.Process(target=work, args=(url, start, seconds, results)) for _ in range(processes)]
+    start, results = context.Barrier(processes + 1), context.Queue()
+    children = [context.Process(target=work, args=(server.url, start, seconds, results)) for _ in range(processes)]
     for child in children:
         child.start()
+    start.wait()
+    cpu_s = -server.cpu_s()
     told = [results.get(timeout=seconds + 300) for _ in children]
+    cpu_s += server.cpu_s() + sum(each for *_, each in told)
     for child in children:
         child.join()
-    elapsed_s = max(end for _, _, end in told) - min(begin for _, begin, _ in told)
-    return float(sum(done for done, _, _ in told) / elapsed_s)
+    elapsed_s = max(end for _, _, end, _ in told) - min(begin for _, begin, _, _ in told)
+    done = sum(done for done, *_ in told)
+    return Speed(per_s=done / elapsed_s, cpu_us=cpu_s / done * 1e6)
 
 
 def _drain_one(url: str, start: Any, seconds: float, results: Any) -> None:
-    database = _open(url)
+    """As a dispatcher does: claims and results side by side. It looks again when half of its room is free."""
+
+    async def run() -> None:
+        database, done, last = _open(url), 0, 0.0
+        writer, running, room = ResultWriter(database), set[asyncio.Task[None]](), asyncio.Event()
+
+        async def complete(claim: Claim) -> None:
+            nonlocal done, last
+            outcome = Outcome(claim=claim, status_code=200, body=_ANSWER, upstream_id=claim.fence)
+            written = await writer.write(outcome)
+            done, last = done + written, time.time()
+
+        def ended(task: asyncio.Task[None]) -> None:
+            running.remove(task)
+            if len(running) <= TOGETHER // 2:
+                room.set()
+
+        await anyio.to_thread.run_sync(_lots, database)
+        start.wait()
+        begin, cpu_s = time.time(), time.process_time()
+        last = begin
+        while last < begin + seconds:
+            claims = await anyio.to_thread.run_sync(_claim, database, TOGETHER - len(running), done)
+            if not claims:
+                break
+            for claim in claims:
+                task = asyncio.create_task(complete(claim))
+                running.add(task)
+                task.add_done_callback(ended)
+            room.clear()
+            if len(running) > TOGETHER // 2:
+                await room.wait()
+        await asyncio.gather(*running)
+        results.put((done, begin, last, time.process_time() - cpu_s))
+        database.close()
+
+    asyncio.run(run())
+
+
+def _lots(database: Database) -> tuple[LotFacts, ...]:
     with database.transaction() as session:
-        queue.waiting_lots(session)
-    start.wait()
-    begin = last = time.time()
-    done = 0
-    while last < begin + seconds:
-        with database.transaction() as session:
-            lots = queue.waiting_lots(session)
-        if not lots:
-            break
-        with database.transaction() as session:
-            claims = queue.claim(session, _wanted(lots, done), lease_s=120)
-        outcomes = [Outcome(claim=claim, status_code=200, body=_ANSWER, upstream_id=claim.fence) for claim in claims]
-        if outcomes:
-            with database.transaction() as session:
-                done += len(queue.finish(session, outcomes))
-            last = time.time()
-    results.put((done, begin, last))
-    database.close()
+        return queue.waiting_lots(session)
 
 
-def _wanted(lots: Any, turn: int) -> dict[tuple[int, str], int]:
-    """Two requests from each of 32 lots, others each time."""
-    wanted = {}
-    for place in range(min(TOGETHER // 2, len(lots))):
-        lot = lots[(turn + place) % len(lots)]
-        wanted[lot.batch, lot.model] = max(2, TOGETHER // len(lots))
-    return wanted
+def _claim(database: Database, room: int, turn: int) -> list[Claim]:
+    """As many as there is room for, evenly of all lots; where they are too many, of others each time."""
+    lots = deque((lot.batch, lot.model) for lot in _lots(database))
+    lots.rotate(-turn)
+    with database.transaction() as session:
+        return queue.claim(session, Counter(islice(cycle(lots), room)), lease_s=120)
 
 
 def measure_ingest(url: str, folder: Path, lines: int) -> tuple[float, float]:
     """Lines of one batch that are validated and stored a second; and a second of this process's own CPU time."""
-    database, blobs = _open(url), BlobStore(folder)
+    database, blobs = _open(url), FolderBlobs(folder)
     with database.transaction() as session:
         model = Model(
             name="model-0", path="/x", architecture="Llama", weights_bytes=1, kv_bytes_per_token=1, context_tokens=8192
@@ -157,7 +228,7 @@ def measure_ingest(url: str, folder: Path, lines: int) -> tuple[float, float]:
     with blobs.writing(batch.input_file_id) as stream:
         for number in range(lines):
             line = {"custom_id": f"request-{number}", "method": "POST", "url": batch.endpoint}
-            stream.write(msgspec.json.encode({**line, "body": {"model": "model-0", **_BODY}}) + b"\n")
+            stream.write(msgspec.json.encode({**line, "body": {"model": "model-0", **BODY}}) + b"\n")
     began_s, cpu_s = time.perf_counter(), time.process_time()
     with database.transaction() as session:
         assert ingest_one(session, blobs, _settings(url), Aside()) == batch.id
@@ -175,19 +246,13 @@ def measure_counts_s(url: str) -> float:
     with database.transaction() as session:
         session.execute(text("SET LOCAL statement_timeout = 0"))
         batch = session.scalars(select(Batch).where(Batch.total > 0).limit(1)).one()
-        session.execute(
-            text(
-                "INSERT INTO batch_results (batch_number, line, state, status_code, body, upstream_id)"
-                " SELECT batch_number, line, 'completed', 200, CAST(:body AS json), 'u' FROM batch_requests"
-                " WHERE batch_number = :number"
-            ),
-            {"number": batch.number, "body": msgspec.json.encode(_ANSWER).decode()},
-        )
+        ended = end_batch_requests(session, batch.number, state=BatchRequestState.FAILED)
     with database.transaction() as session:
         began_s = time.perf_counter()
         for _ in range(10):
-            counts_of(session, [batch])
+            counts = counts_of(session, [batch])
         elapsed_s = time.perf_counter() - began_s
+    assert counts[batch.id].failed == ended > 0
     database.close()
     return elapsed_s / 10
 

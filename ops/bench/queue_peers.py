@@ -8,18 +8,22 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 from sqlalchemy import make_url
 
-from ops.bench.queue_load import rate_of
+from ops.bench.queue_load import BODY, Server, Speed, settle, speed_of
 
 CONCURRENCY = 64
+"""Jobs that a worker has at once; pgqueuer takes and writes as many together. It is slower with 256."""
+_PAYLOAD = msgspec.json.encode(BODY)
 _CHUNK = 10_000
 
 
-def procrastinate(url: str, rows: int, processes: int, seconds: float) -> float:
+def procrastinate(server: Server, rows: int, processes: int, seconds: float) -> Speed:
     """Jobs of procrastinate that are fetched and finished a second."""
-    asyncio.run(_fill_procrastinate(url, rows))
-    return rate_of(_run_procrastinate, url, processes, seconds)
+    asyncio.run(_fill_procrastinate(server.url, rows))
+    settle(server.url)
+    return speed_of(_run_procrastinate, server, processes, seconds)
 
 
 def _procrastinate_app(url: str) -> Any:
@@ -27,7 +31,7 @@ def _procrastinate_app(url: str) -> Any:
     app = library.App(connector=library.PsycopgConnector(conninfo=_plain(url), min_size=2, max_size=8))
 
     @app.task(name="nothing")  # type: ignore[untyped-decorator, unused-ignore]
-    async def nothing(number: int) -> None:
+    async def nothing(body: str) -> None:
         app.done += 1
         app.last = time.time()
 
@@ -42,8 +46,8 @@ async def _fill_procrastinate(url: str, rows: int) -> None:
             await app.schema_manager.apply_schema_async()
         await app.connector.execute_query_async("TRUNCATE procrastinate_jobs CASCADE")
         for first in range(0, rows, _CHUNK):
-            numbers = range(first, min(first + _CHUNK, rows))
-            await app.tasks["nothing"].batch_defer_async(*({"number": number} for number in numbers))
+            count = min(_CHUNK, rows - first)
+            await app.tasks["nothing"].batch_defer_async(*({"body": _PAYLOAD.decode()} for _ in range(count)))
 
 
 def _run_procrastinate(url: str, start: Any, seconds: float, results: Any) -> None:
@@ -52,18 +56,20 @@ def _run_procrastinate(url: str, start: Any, seconds: float, results: Any) -> No
         async with app.open_async():
             start.wait()
             app.last = begin = time.time()
+            cpu_s = time.process_time()
             worker = app.run_worker_async(concurrency=CONCURRENCY, wait=False, install_signal_handlers=False)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(worker, seconds)
-            results.put((app.done, begin, app.last))
+            results.put((app.done, begin, app.last, time.process_time() - cpu_s))
 
     asyncio.run(run())
 
 
-def pgqueuer(url: str, rows: int, processes: int, seconds: float) -> float:
+def pgqueuer(server: Server, rows: int, processes: int, seconds: float) -> Speed:
     """Jobs of pgqueuer that are dequeued and logged as done a second."""
-    asyncio.run(_fill_pgqueuer(url, rows))
-    return rate_of(_run_pgqueuer, url, processes, seconds)
+    asyncio.run(_fill_pgqueuer(server.url, rows))
+    settle(server.url)
+    return speed_of(_run_pgqueuer, server, processes, seconds)
 
 
 async def _connect(url: str) -> Any:
@@ -79,7 +85,7 @@ async def _fill_pgqueuer(url: str, rows: int) -> None:
     await queries.clear_queue()
     for first in range(0, rows, _CHUNK):
         count = min(_CHUNK, rows - first)
-        await queries.enqueue(["nothing"] * count, [b"x"] * count, [0] * count)
+        await queries.enqueue(["nothing"] * count, [_PAYLOAD] * count, [0] * count)
     await connection.close()
 
 
@@ -98,10 +104,11 @@ def _run_pgqueuer(url: str, start: Any, seconds: float, results: Any) -> None:
 
         start.wait()
         begin = last = time.time()
+        cpu_s = time.process_time()
         running = worker.run(dequeue_timeout=timedelta(seconds=1), batch_size=CONCURRENCY, mode=modes.drain)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(running, seconds)
-        results.put((done, begin, last))
+        results.put((done, begin, last, time.process_time() - cpu_s))
         await connection.close()
 
     asyncio.run(run())
@@ -112,4 +119,4 @@ def _plain(url: str) -> str:
     return make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
 
 
-PEERS: dict[str, Callable[[str, int, int, float], float]] = {"procrastinate": procrastinate, "pgqueuer": pgqueuer}
+PEERS: dict[str, Callable[[Server, int, int, float], Speed]] = {"procrastinate": procrastinate, "pgqueuer": pgqueuer}

@@ -43,8 +43,8 @@ def run_faults(
     """
     from ops.faults.run import Plan, print_progress, report_text  # noqa: PLC0415 - heavy
     from ops.faults.run import run_faults as run  # noqa: PLC0415 - heavy
-    from ops.faults.stack import Fleet  # noqa: PLC0415 - heavy
     from ops.faults.wrecker import Kind  # noqa: PLC0415 - heavy
+    from ops.replay_stack import Fleet  # noqa: PLC0415 - heavy
 
     try:
         kinds = tuple(Kind(kind.strip()) for kind in only.split(",")) if only else tuple(Kind)

@@ -190,6 +190,7 @@ def _explained() -> Iterator[None]:
     from pydantic import ValidationError  # noqa: PLC0415 - heavy
     from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - heavy
 
+    from controlplane.errors import InvalidValueError  # noqa: PLC0415 - heavy
     from dataplane.tracing import TracingError  # noqa: PLC0415 - heavy
     from ops.home import EmbeddedError  # noqa: PLC0415 - heavy
     from ops.supervisor import SupervisorError  # noqa: PLC0415 - heavy
@@ -199,7 +200,7 @@ def _explained() -> Iterator[None]:
     except ValidationError as error:
         first = error.errors()[0]
         raise CommandError(f"setting {'.'.join(map(str, first['loc'])) or '?'}: {first['msg']}") from error
-    except (EmbeddedError, SupervisorError, TracingError, OSError) as error:
+    except (EmbeddedError, SupervisorError, TracingError, InvalidValueError, OSError) as error:
         raise CommandError(str(error)) from error
     except SQLAlchemyError as error:
         raise CommandError(f"the database: {str(error).splitlines()[0]}") from error

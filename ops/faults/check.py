@@ -15,8 +15,8 @@ from sqlalchemy import create_engine, text
 from controlplane.settings import Settings
 from ops.faults.load import SLO_FIRST_TOKEN_S, Sent, Streamed, Uploaded
 from ops.faults.stack import FaultStack
-from ops.faults.waiting import wait_until
 from ops.faults.wrecker import children_of
+from ops.waiting import wait_until
 
 ENDED = frozenset({"completed", "expired", "cancelled", "failed"})
 ENDED_TIMEOUT_S = 300.0

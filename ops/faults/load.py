@@ -169,7 +169,7 @@ class Load:
         raise failure
 
     async def _stream(self, model: str, prompt: int, tier: str) -> Streamed:
-        reading = _Reading()
+        reading = Reading()
         started_s, attempts = time.monotonic(), 0
         outcome: Outcome = "unreachable"
         body = {**body_of(model, prompt, STREAM_TOKENS), "stream": True, "service_tier": tier}
@@ -190,7 +190,7 @@ class Load:
             text="".join(reading.texts),
         )
 
-    async def _attempt(self, url: str, body: dict[str, Any], reading: "_Reading") -> Outcome:
+    async def _attempt(self, url: str, body: dict[str, Any], reading: "Reading") -> Outcome:
         try:
             async with self._http.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
                 if answer.status_code != httpx.codes.OK:
@@ -216,7 +216,7 @@ class Load:
 
 
 @dataclass(kw_only=True)
-class _Reading:
+class Reading:
     """What came of a stream so far. `final`: a refusal that no retry mends."""
 
     texts: list[str] = field(default_factory=list)

@@ -12,9 +12,10 @@ from typing import Any
 
 from ops.faults.check import FINDINGS_MAX, BatchCheck, attainment, leak_findings, marked, outcomes, stream_findings
 from ops.faults.load import Load, Streamed
-from ops.faults.stack import SKEWS_S, FaultStack, Fleet
-from ops.faults.waiting import wait_until
+from ops.faults.stack import SKEWS_S, FaultStack
 from ops.faults.wrecker import Kind, Wrecker
+from ops.replay_stack import Fleet
+from ops.waiting import wait_until
 
 PROGRESS_EVERY_S = 10.0
 GONE_TIMEOUT_S = 30.0

@@ -1,6 +1,7 @@
 """`python -m ops.faults.skewed SECONDS COMMAND`: a process of Tidepool whose clock is wrong.
 
-Only `time.time` is shifted, by which policies and loops are told the time; leases go by Postgres's clock.
+Only `time.time` is shifted, by which policies and loops are told the time; whatever lasts or ends (leases, deadlines,
+files) goes by Postgres's clock.
 """
 
 import sys

@@ -13,7 +13,7 @@ from sqlalchemy import URL, create_engine, make_url, pool
 
 import migrations
 from controlplane.settings import Settings
-from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs import BlobStore, open_blobs
 from controlplane.store.live import LiveStore
 from controlplane.store.session import Database, make_engine
 from tests.controlplane.world import World
@@ -90,7 +90,7 @@ def live(settings: Settings) -> Iterator[LiveStore]:
 @pytest.fixture
 def blobs(settings: Settings) -> BlobStore:
     """The folder of files that the API and the dispatcher share."""
-    return BlobStore(settings.with_home() / "files")
+    return open_blobs(settings)
 
 
 @pytest.fixture

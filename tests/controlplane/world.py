@@ -5,7 +5,7 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -214,7 +214,7 @@ class World:
                     filename="in.jsonl",
                     purpose="batch",
                     size_bytes=1,
-                    expires_at=datetime.now(UTC) + timedelta(days=1),
+                    keep=timedelta(days=1),
                 )
             batch = add_batch(
                 session,

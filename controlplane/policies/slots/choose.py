@@ -7,8 +7,10 @@ of leased ones of others. New instances spread over nodes, so that one lost node
 are never given twice.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
+from controlplane.policies.facts import Endpoint
 from controlplane.policies.scaling.facts import KindStep, ScaleStep
 from controlplane.policies.slots.facts import (
     InstanceChange,
@@ -57,6 +59,18 @@ def choose_slots(facts: SlotFacts, now_s: float, settings: SlotSettings) -> Slot
             for step, count in starts.missing.items()
         ),
     )
+
+
+def moved_endpoints(steps: Iterable[ScaleStep], unplaced: Iterable[Unplaced]) -> tuple[Endpoint, ...]:
+    """Endpoints that were scaled, ordered. One of which nothing found a place was not: it keeps the time at which it
+    was scaled last, so that what does not come up is tried elsewhere in the end.
+    """
+    asked: Counter[Endpoint] = Counter()
+    for step in steps:
+        asked[step.endpoint] += abs(step.delta)
+    for each in unplaced:
+        asked[each.endpoint] -= each.count
+    return tuple(sorted(endpoint for endpoint, moved in asked.items() if moved > 0))
 
 
 class _Starts:

@@ -2,14 +2,15 @@
 
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 import httpx2 as httpx
 import openai
 import pytest
 
 from tests.controlplane.api.gateway import Gateway, assert_error, running_gateway
-from tests.controlplane.world import World
+from tests.controlplane.store.s3_server import Bucket
+from tests.controlplane.world import World, served, until
 
 LINE = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "tide", "prompt": "x"}}\n'
 
@@ -120,3 +121,35 @@ def test_an_upload_without_a_key_is_refused_before_its_body_is_read(gateway: Gat
         with socket.create_connection((address.host, address.port), timeout=10) as connection:
             connection.sendall(head + key + b"\r\n" + b"--x\r\n")
             assert b" 401 " in connection.recv(4096).split(b"\r\n", 1)[0]
+
+
+def test_no_connection_to_postgres_waits_for_the_store(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, really = upload(gateway), gateway.state.blobs.open
+
+    def opened(file_id: str) -> IO[bytes]:
+        until(lambda: gateway.state.database.engine.pool.checkedout() == 0, timeout_s=10)
+        return really(file_id)
+
+    monkeypatch.setattr(gateway.state.blobs, "open", opened)
+    assert gateway.client.files.content(made.id).read() == LINE
+
+
+def test_a_bucket_that_is_away_is_no_defect(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = Bucket()
+    for name, value in (("ACCESS_KEY_ID", "k"), ("SECRET_ACCESS_KEY", "s")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with served(bucket.app()) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        with running_gateway(world, files_url="s3://tide") as gateway:
+            made = upload(gateway)
+            assert gateway.client.files.content(made.id).read() == LINE
+            bucket.failing = 403
+            for call in (lambda: upload(gateway), lambda: gateway.client.files.content(made.id)):
+                with pytest.raises(openai.InternalServerError) as caught:
+                    call()
+                assert caught.value.status_code == 503
+                assert assert_error(caught.value.response)["code"] == "unavailable"
+            assert [file.id for file in gateway.client.files.list()] == [made.id]
+            assert gateway.client.files.delete(made.id).deleted, "its bytes are left to the sweep"
+            assert set(bucket.written) == {made.id}

@@ -87,6 +87,19 @@ def test_without_redis_the_node_is_told_all_the_same(state: State, ask: Ask, mon
     assert _used_bytes(state) == 1
 
 
+def test_the_view_is_written_once_a_beat(state: State, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    real = state.live._redis.hset
+
+    def hset(key: str, node: str, view: bytes) -> object:
+        written.append(node)
+        return real(key, node, view)
+
+    monkeypatch.setattr(state.live._redis, "hset", hset)
+    _beat(ask, used_bytes=2)
+    assert (written, _used_bytes(state)) == (["node-1"], 2)
+
+
 def test_a_node_that_the_view_does_not_know_is_not_made_up(
     state: State, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """Tenants are apart: what is another's looks like nothing at all, to every role."""
 
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import httpx2 as httpx
@@ -32,7 +32,6 @@ def owned(gateway: Gateway, world: World) -> dict[str, str]:
     batch = gateway.http.post("/v1/batches", json=BATCH | {"input_file_id": uploaded["id"]}).json()
     with world.database.transaction() as session:
         output = new_file_id()
-        ends = datetime.now(UTC) + timedelta(days=1)
         add_file(
             session,
             file_id=output,
@@ -40,7 +39,7 @@ def owned(gateway: Gateway, world: World) -> dict[str, str]:
             filename="out",
             purpose="batch_output",
             size_bytes=3,
-            expires_at=ends,
+            keep=timedelta(days=1),
         )
         session.get_one(Batch, batch["id"]).output_file_id = output
     with gateway.state.blobs.writing(output) as stream:

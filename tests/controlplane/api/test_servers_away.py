@@ -125,6 +125,18 @@ def test_redis_goes_and_comes_back_and_then_postgres(gateway: Gateway, servers: 
     serves(gateway)
 
 
+def test_a_gateway_that_starts_without_redis_asks_postgres_who_is_there(gateway: Gateway, servers: Servers) -> None:
+    with gateway.world.database.transaction() as session:
+        session.execute(text("UPDATE instances SET observed = 'ready'"))
+    servers.stop("redis")
+    with running_gateway(gateway.world) as late:
+        until(lambda: ready(late) == (200, "degraded", ["redis"]))
+        serves(late)
+        servers.start("redis")
+        until(lambda: ready(late) == (200, "ok", []))
+        serves(late)
+
+
 def test_many_probes_of_a_postgres_that_hangs_hold_up_nobody(gateway: Gateway, servers: Servers) -> None:
     serves(gateway)
     with servers.frozen_postgres():

@@ -44,6 +44,8 @@ from tests.controlplane.world import World
 LINES = 4
 ATTEMPTS_MAX = 3
 NEVER = 10_000
+COUNTED = "SELECT coalesce(sum(completed), 0), coalesce(sum(failed), 0) FROM batch_counts"
+RESULTS = "SELECT count(*) FILTER (WHERE state = 'completed'), count(nullif(state, 'completed')) FROM batch_results"
 Death = tuple[int, bool] | None
 """After so many statements and commits; and whether a commit takes effect first."""
 
@@ -231,6 +233,8 @@ class CrashPoints(RuleBasedStateMachine):
         assert both == 0
         assert open_ + ended == asked
         assert asked in {0, LINES}
+        with self.world.database.transaction() as session:
+            assert session.execute(text(COUNTED)).one() == session.execute(text(RESULTS)).one(), "counts are kept"
 
     def teardown(self) -> None:
         """Everyone has died; a healthy dispatcher sees it through."""
@@ -248,7 +252,7 @@ class CrashPoints(RuleBasedStateMachine):
         for dispatcher in self.dispatchers:
             dispatcher.database.close()
         with self.world.database.transaction() as session:
-            for table in ("queued_requests", "batch_requests", "batch_results", "batch_models"):
+            for table in ("queued_requests", "batch_requests", "batch_results", "batch_counts", "batch_models"):
                 assert session.execute(text(f"SELECT count(*) FROM {table}")).scalar_one() == 0, table
 
     def _check_files(self) -> None:

@@ -11,9 +11,10 @@ from sqlalchemy.exc import OperationalError
 
 from controlplane.dispatcher.aside import Aside
 from controlplane.dispatcher.ingest import ingest_one
+from controlplane.errors import UnavailableError
 from controlplane.store import queue
 from controlplane.store.batch_tables import BatchModel, BatchRequest, QueuedRequest
-from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs import BlobStore, FolderBlobs
 from tests.controlplane.world import World
 
 
@@ -157,10 +158,11 @@ def test_a_defect_of_ours_fails_its_batch_and_blocks_no_other(
     assert ingest(world, blobs, line("b")).state == "in_progress"
 
 
-class Interrupted(BlobStore):
+class Interrupted(FolderBlobs):
     """A disk that gives one line, and then has `trouble`."""
 
     def __init__(self, blobs: BlobStore, trouble: Callable[[], None]) -> None:
+        assert isinstance(blobs, FolderBlobs)
         super().__init__(blobs._folder)
         self._trouble = trouble
 
@@ -174,11 +176,13 @@ class Interrupted(BlobStore):
         yield lines()
 
 
-@pytest.mark.parametrize("where", ["disk", "Postgres"])
+@pytest.mark.parametrize("where", ["disk", "bucket", "Postgres"])
 def test_trouble_on_the_way_is_not_the_batchs_fault(world: World, blobs: BlobStore, where: str) -> None:
     def trouble() -> None:
         if where == "disk":
             raise OSError("the disk is gone")
+        if where == "bucket":
+            raise UnavailableError("the bucket is gone")
         with world.database.transaction() as session:
             copying = "query LIKE 'COPY%' AND datname = current_database()"
             assert session.scalars(text(f"SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE {copying}")).all()
@@ -188,7 +192,7 @@ def test_trouble_on_the_way_is_not_the_batchs_fault(world: World, blobs: BlobSto
         with blobs.writing(world.batch(batch_id).input_file_id) as stream:
             stream.write(line())
     aside = Aside()
-    expected = OSError if where == "disk" else OperationalError
+    expected = {"disk": OSError, "bucket": UnavailableError, "Postgres": OperationalError}[where]
     with pytest.raises(expected), world.database.transaction() as session:
         ingest_one(session, Interrupted(blobs, trouble), world.settings, aside)
     assert (world.batch(first).state, world.batch(first).errors, requests_of(world)) == ("validating", None, [])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.policies.facts import Backoff, Endpoint, InstanceFacts, InstanceKind, LotFacts, ReleaseFacts
+from controlplane.policies.facts import Backoff, Endpoint, InstanceFacts, InstanceKind, LotFacts, ReleaseFacts, SlotId
 from controlplane.policies.release import ReleaseSettings, choose_backoff, choose_releases
 
 SETTINGS = ReleaseSettings()
@@ -156,9 +156,39 @@ def test_models_of_one_slot_take_turns_so_that_it_switches_less() -> None:
     assert [[model for model, _, _ in look] for look in looks] == [["x"], ["x"], ["y"], ["z"], ["x"]]
     assert by_endpoint(facts(pool, lots[1:2])) == [("y", "east", 2)], "what has nothing waiting takes no turn"
     urgent = [lots[0], old(1, batch=7, model="z")]
-    assert by_endpoint(facts(pool, urgent)) == [("x", "east", 2), ("z", "east", 1)], "what is urgent waits for no turn"
+    assert by_endpoint(facts(pool, urgent)) == [("z", "east", 1), ("x", "east", 1)], "what is urgent waits for no turn"
     apart = [instance("p", 10, model="x"), instance("p", 10, model="y", slot=1)]
     assert len(by_endpoint(facts(apart, lots))) == 2
+
+
+def test_models_of_one_slot_share_its_room() -> None:
+    names = [f"m{n:02}" for n in range(20)]
+    pool = [instance("p", 10, model=name) for name in names]
+    waiting = [lot(99, batch=n, model=name) for n, name in enumerate(names)]
+    urgent = [old(99, batch=n, model=name) for n, name in enumerate(names)]
+    for lots in (waiting, urgent):
+        decided = choose_releases(facts(pool, lots), 0.0, SETTINGS)
+        assert [(r.slot, r.count) for r in decided] == [(SlotId(node_id="p", number=0), 2)]
+    full = [replace(each, kv_used_bytes=65) for each in pool]
+    served = {choose_releases(facts(full, urgent), 30.0 * n, SETTINGS)[0].endpoint.model for n in range(20)}
+    assert served == set(names), "in turns"
+
+
+def test_an_endpoint_in_two_slots_takes_of_each_and_leaves_the_rest_to_the_others() -> None:
+    both = [instance("p", 0, model="x"), instance("p", 0, model="x", slot=1)]
+    lots = [lot(9, batch=1, model="x"), old(9, batch=2, model="y")]
+    decided = choose_releases(facts([*both, instance("p", 30, model="y")], lots), 30.0, SETTINGS)
+    assert [(r.endpoint.model, r.slot.number, r.count) for r in decided if r.slot] == [("y", 0, 2), ("x", 1, 2)]
+
+
+def test_an_endpoint_takes_no_room_of_a_slot_where_another_model_has_the_turn() -> None:
+    fleet = [instance("p", 52, model="x"), instance("p", 52, model="x", slot=1), instance("p", 55, model="y")]
+    lots = [lot(9, batch=1, model="x"), lot(9, batch=2, model="y")]
+    looks = [choose_releases(facts(fleet, lots), now_s, SETTINGS) for now_s in (0.0, 30.0)]
+    assert [[(r.endpoint.model, r.slot.number) for r in look if r.slot] for look in looks] == [
+        [("x", 0)],
+        [("x", 1), ("y", 0)],
+    ]
 
 
 EAST = Endpoint(model="tide", region="east")
@@ -245,7 +275,11 @@ def test_never_more_than_waits_nor_than_there_is_room_for(
         endpoints[release.endpoint] += release.count
         taken[release.batch, release.endpoint.model] += release.count
     assert all(count <= waiting[lot] for lot, count in taken.items())
-    assert len({(r.endpoint, r.batch) for r in decided}) == len(decided)
+    assert len({(r.endpoint, r.batch, r.slot) for r in decided}) == len(decided)
+    slots = Counter({r.slot: 0 for r in decided})
+    for release in decided:
+        slots[release.slot] += release.count
+    assert all(count <= 2 for count in slots.values())
     for endpoint, count in endpoints.items():
         fresh = [i for i in instances if i.endpoint == endpoint and i.accepting and i.age_s <= 5]
         used = sum(i.kv_used_bytes for i in fresh) / (100 * len(fresh))

@@ -7,7 +7,7 @@ from sqlalchemy.orm import Session
 from controlplane.errors import ConflictError, NotFoundError
 from controlplane.policies.lifecycle import BatchState
 from controlplane.store import queue
-from controlplane.store.batch_tables import Batch, BatchModel, BatchRequest, BatchResult, QueuedRequest
+from controlplane.store.batch_tables import Batch, BatchCount, BatchModel, BatchRequest, BatchResult, QueuedRequest
 from controlplane.store.batches import (
     BatchCounts,
     NewRequest,
@@ -17,7 +17,6 @@ from controlplane.store.batches import (
     claim_validating,
     counts_of,
     forget_requests,
-    list_batches,
     move_batch,
     result_lines,
 )
@@ -119,26 +118,23 @@ def test_the_counts_of_an_ended_batch_are_its_last_ones(world: World) -> None:
         move_batch(session, batch, BatchState.FINALIZING)
         move_batch(session, batch, BatchState.COMPLETED)
         assert counts_of(session, [batch])[batch_id] == BatchCounts(total=2, completed=2, input_tokens=14)
-        for table in (BatchModel, BatchRequest, BatchResult, QueuedRequest):
+        for table in (BatchCount, BatchModel, BatchRequest, BatchResult, QueuedRequest):
             assert session.scalar(select(func.count()).select_from(table)) == 0, "the files hold them"
 
 
-def test_a_page_holds_no_more_than_can_be_counted_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controlplane.store.batches._COUNTED_MAX", 5)
-    ids = [world.add_batch(lines=lines) for lines in (1, 9, 2, 2, 1, 0)]
-    ended = world.add_batch(lines=9)
-    with world.database.transaction() as session:
-        cancel_batch(session, ended, tenant="acme")
-        move_batch(session, session.get_one(Batch, ended), BatchState.CANCELLED)
-    pages, after, more = [], None, True
-    with world.database.transaction() as session:
-        while more:
-            page = list_batches(session, tenant="acme", after=after, limit=100)
-            pages.append([batch.total for batch in page.rows])
-            after, more = page.rows[-1].id, page.has_more
-        assert pages == [[9, 0, 1, 2, 2], [9], [1]], "the first has ended; all come, each once"
-        page = list_batches(session, tenant="acme", after=None, limit=2)
-        assert ([batch.id for batch in page.rows], page.has_more) == ([ended, ids[-1]], True)
+def test_a_batch_that_ends_while_it_is_looked_at_keeps_its_counts(world: World) -> None:
+    batch_id = world.add_batch(lines=1)
+    with world.database.transaction() as reader:
+        seen = reader.get_one(Batch, batch_id)
+        with world.database.transaction() as session:
+            [held] = claim(session, 1)
+            finish(session, held)
+            batch = session.get_one(Batch, batch_id)
+            batch.completed = 1
+            forget_requests(session, batch)
+            move_batch(session, batch, BatchState.FINALIZING)
+            move_batch(session, batch, BatchState.COMPLETED)
+        assert counts_of(reader, [seen])[batch_id] == BatchCounts(total=1, completed=1)
 
 
 def test_all_lines_or_none(world: World) -> None:

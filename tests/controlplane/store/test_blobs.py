@@ -1,15 +1,50 @@
-"""A blob is there whole or not at all."""
+"""A blob is there whole or not at all, in a folder as in a bucket."""
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from controlplane.errors import NotFoundError
-from controlplane.store.blobs import BlobStore
+from controlplane.errors import InvalidValueError, NotFoundError, UnavailableError
+from controlplane.settings import Settings
+from controlplane.store.blobs import BlobStore, open_blobs
+from controlplane.store.bucket import PART_BYTES
+from controlplane.store.files import new_file_id
+from tests.controlplane.store.s3_server import Bucket
+from tests.controlplane.world import served
 
 
-def test_a_half_written_blob_is_never_seen(tmp_path: Path) -> None:
-    blobs = BlobStore(tmp_path / "files")
+@pytest.fixture
+def bucket() -> Bucket:
+    return Bucket()
+
+
+@pytest.fixture
+def in_bucket(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BlobStore]:
+    with served(bucket.app()) as url:
+        for name, value in (("ENDPOINT_URL", url), ("ACCESS_KEY_ID", "k"), ("SECRET_ACCESS_KEY", "s")):
+            monkeypatch.setenv(f"AWS_{name}", value)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield open_blobs(Settings(home=tmp_path, files_url=f"s3://{bucket.name}/some/where"))
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
+    if request.param == "folder":
+        return open_blobs(Settings(home=tmp_path))
+    found: BlobStore = request.getfixturevalue("in_bucket")
+    return found
+
+
+def write(blobs: BlobStore, content: bytes) -> str:
+    name = new_file_id()
+    with blobs.writing(name) as stream:
+        stream.write(content)
+    return name
+
+
+def test_a_half_written_blob_is_never_seen(blobs: BlobStore) -> None:
     with blobs.writing("file-1") as stream:
         stream.write(b"half")
         stream.flush()
@@ -20,9 +55,7 @@ def test_a_half_written_blob_is_never_seen(tmp_path: Path) -> None:
         assert stored.read() == b"half and half"
 
 
-def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
-    blobs = BlobStore(tmp_path / "files")
-
+def test_a_failed_write_leaves_nothing(blobs: BlobStore, tmp_path: Path) -> None:
     def fail() -> None:
         with blobs.writing("file-1") as stream:
             stream.write(b"x")
@@ -30,21 +63,84 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         fail()
-    assert list((tmp_path / "files").iterdir()) == []
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert blobs.older_than(-60) == set()
 
 
-def test_chunks_and_deleting(tmp_path: Path) -> None:
-    blobs = BlobStore(tmp_path / "files")
-    content = b"x" * (3 << 20)
-    with blobs.writing("file-1") as stream:
-        stream.write(content)
-    stored = blobs.open("file-1")
-    assert b"".join(blobs.chunks(stored)) == content
+def test_lines_and_chunks_and_deleting(blobs: BlobStore) -> None:
+    line = b"x" * 999_999 + b"\n"
+    name = write(blobs, line * 10)
+    with blobs.open(name) as stored:
+        assert list(stored) == [line] * 10
+    stored = blobs.open(name)
+    assert stored.readline() == line
+    assert b"".join(blobs.chunks(stored)) == line * 9
     assert stored.closed
     for _ in range(2):
-        blobs.delete("file-1")
+        blobs.delete(name)
     with pytest.raises(NotFoundError):
-        blobs.open("file-1")
+        blobs.open(name)
     assert blobs.free_bytes() > 0
     with pytest.raises(AssertionError):
         blobs.open("../keys.json")
+
+
+def test_what_is_old_is_found(blobs: BlobStore) -> None:
+    name, empty = write(blobs, b"x"), write(blobs, b"")
+    assert blobs.older_than(-60) == {name, empty}
+    with blobs.open(empty) as stored:
+        assert stored.read() == b""
+
+
+def test_a_large_blob_goes_up_in_parts_and_comes_down_in_ranges(bucket: Bucket, in_bucket: BlobStore) -> None:
+    content = bytes(2 * PART_BYTES + 5)
+    name = write(in_bucket, content)
+    assert bucket.written[f"some/where/{name}"][0] == content
+    assert bucket.body_max == PART_BYTES
+    with in_bucket.open(name) as stored:
+        assert stored.read(5) == content[:5]
+        assert [method for method, _ in bucket.asked].count("GET") == 1, "only what was asked for has come"
+        assert stored.read() == content[5:]
+    assert [method for method, _ in bucket.asked].count("GET") >= 3
+
+
+def test_what_others_keep_in_the_bucket_is_left_alone(bucket: Bucket, in_bucket: BlobStore) -> None:
+    bucket.written |= {f"some/where/{name}": (b"x", 0.0) for name in ("report.csv", "a/file-1", "file-mine")}
+    bucket.written[new_file_id()] = (b"x", 0.0)
+    name = write(in_bucket, b"x")
+    assert in_bucket.older_than(-60) == {name}
+
+
+@pytest.mark.parametrize("trouble", ["refuses", "breaks", "has no bucket"])
+def test_a_bucket_that_is_away_says_try_again(bucket: Bucket, in_bucket: BlobStore, trouble: str) -> None:
+    name = write(in_bucket, b"x")
+    stored = in_bucket.open(name)
+    if trouble == "has no bucket":
+        bucket.name = "elsewhere"
+    bucket.failing = {"refuses": 403, "breaks": 500}.get(trouble)
+    for call in (
+        lambda: write(in_bucket, b"y"),
+        stored.read,
+        lambda: in_bucket.open(name),
+        lambda: in_bucket.delete(name),
+        lambda: in_bucket.older_than(0),
+    ):
+        with pytest.raises(UnavailableError) as caught:
+            call()
+        assert (caught.value.status, caught.value.retry_after_s) == (503, 5)
+        assert "127.0.0.1" not in caught.value.message, "the log says where it is, a tenant need not know"
+    bucket.failing, bucket.name = None, "tide"
+    with in_bucket.open(name) as again:
+        assert again.read() == b"x"
+
+
+@pytest.mark.parametrize("url", ["s3://", "http://bucket/x", "s3://bucket?x=1", "bucket"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="files_url"):
+        Settings(files_url=url)
+
+
+def test_a_bucket_without_its_extra_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "controlplane.store.bucket", None)
+    with pytest.raises(InvalidValueError, match=r"files_url .*tidepool\[s3\]"):
+        open_blobs(Settings(home=tmp_path, files_url="s3://tide"))

@@ -7,7 +7,7 @@ import pytest
 from pydantic import SecretStr
 
 from controlplane.errors import UnavailableError
-from controlplane.policies.facts import Endpoint
+from controlplane.policies.facts import Endpoint, SlotId
 from controlplane.settings import Settings
 from controlplane.store.live import EMPTY_VIEW, LiveStore, instance_facts
 from controlplane.store.tables import Model
@@ -72,6 +72,8 @@ def test_an_endpoint_signals_once_in_an_interval(world: World) -> None:
     assert not world.live.take_signal(EAST, every_s=60)
     assert world.live.take_signal(west, every_s=0.05)
     until(lambda: world.live.take_signal(west, every_s=60))
+    slots = [SlotId(node_id="n1", number=0), SlotId(node_id="n1", number=1)]
+    assert [world.live.take_signal(slot, every_s=60) for slot in [*slots, *slots]] == [True, True, False, False]
 
 
 def test_an_absent_redis_is_said_quickly(settings: Settings) -> None:

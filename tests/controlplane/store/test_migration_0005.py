@@ -87,7 +87,7 @@ def test_old_batches_end_as_they_should(world: World, blobs: BlobStore, database
         assert expire_leases(session, attempts_max=5) == 1, "who had it is of the old schema"
         session.execute(text("UPDATE queued_requests SET not_before = NULL"))
         held = claim(session, {(rows[1].number, "tide"): 5, (rows[2].number, "tide"): 5}, lease_s=60)
-        assert [(each.batch_id, each.line, each.epoch) for each in held] == [("batch_2", 2, 1), ("batch_3", 1, 2)]
+        assert [(each.batch_id, each.line, each.epoch) for each in held] == [("batch_2", 2, 1), ("batch_3", 1, 3)]
         assert len(finish(session, [Outcome(claim=each, status_code=200, body={"n": 2}) for each in held])) == 2
     for _ in range(5):
         with world.database.transaction() as session:

@@ -21,6 +21,7 @@ CHOICES = {
     ("files", "purpose"): "batch",
     ("batches", "state"): "validating",
     ("batch_results", "state"): "completed",
+    ("models", "engine"): "vllm",
     ("instances", "desired"): "spot",
     ("instances", "observed"): "pending",
     ("instances", "kind"): "mixed",

@@ -1,6 +1,8 @@
 """The NIW queue on real Postgres: no request to two, nothing written by an older claim, one result a request."""
 
+import json
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +12,7 @@ from sqlalchemy.exc import IntegrityError
 
 from controlplane.store import queue
 from controlplane.store.batch_tables import BatchResult, QueuedRequest
-from controlplane.store.batches import cancel_batch
+from controlplane.store.batches import cancel_batch, counts_of
 from controlplane.store.endpoint_summary import backlogs
 from controlplane.store.queue import Claim, Outcome
 from tests.controlplane.world import MODEL, World
@@ -60,7 +62,7 @@ def test_a_claim_has_all_that_is_needed(world: World) -> None:
     batch_id = world.add_batch(lines=2, tenant="acme")
     [held] = claim(world)
     assert (held.batch_id, held.line, held.endpoint, held.fence) == (batch_id, 1, "/v1/completions", f"{batch_id}/1")
-    assert (held.model, held.body["prompt"], held.epoch, held.attempts) == (MODEL, "line 1", 1, 1)
+    assert (held.model, json.loads(held.body)["prompt"], held.epoch, held.attempts) == (MODEL, "line 1", 1, 1)
     assert open_rows(world) == [(1, True, 1, 1), (2, False, 0, 0)]
 
 
@@ -124,7 +126,7 @@ def test_nothing_is_written_by_a_claim_that_is_over(world: World, loss: str) -> 
     if loss == "taken by another":
         run(world, "UPDATE queued_requests SET not_before = NULL")
         [other] = claim(world)
-        assert (other.epoch, other.attempts) == (2, 2)
+        assert (other.epoch, other.attempts) == (3, 2)
     before, made = open_rows(world), len(results(world))
     assert finish(world, held) == 0
     assert not give_back(world, held)
@@ -139,7 +141,7 @@ def test_a_request_that_waits_again_is_not_ours_to_finish(world: World) -> None:
     [held] = claim(world)
     assert give_back(world, held)
     assert finish(world, held) == 0
-    assert open_rows(world) == [(1, False, 1, 1)]
+    assert open_rows(world) == [(1, False, 2, 1)]
 
 
 def test_of_many_results_each_is_written_once_and_the_late_ones_are_not(world: World) -> None:
@@ -193,9 +195,9 @@ def test_giving_back_waits_and_counts_only_real_attempts(world: World) -> None:
     [held] = claim(world)
     assert give_back(world, held, tried=False)
     [held] = claim(world)
-    assert (held.epoch, held.attempts) == (2, 1)
+    assert (held.epoch, held.attempts) == (3, 1)
     assert give_back(world, held, delay_s=60)
-    assert open_rows(world) == [(1, False, 2, 1)]
+    assert open_rows(world) == [(1, False, 4, 1)]
     assert claim(world) == []
     with world.database.transaction() as session:
         assert queue.waiting_lots(session) == ()
@@ -234,7 +236,7 @@ def test_a_request_that_ends_its_dispatchers_ends_itself(world: World) -> None:
         give_back(world, held[1], tried=False)
         run(world, "UPDATE queued_requests SET lease_until = now() - interval '1 s' WHERE lease_until IS NOT NULL")
         assert expire_leases(world, attempts_max=3) == 1
-    assert open_rows(world) == [(2, False, 3, 0)]
+    assert open_rows(world) == [(2, False, 6, 0)]
     [poison] = results(world)
     assert (poison.line, poison.state, poison.status_code) == (1, "failed", None)
     assert poison.error["code"] == "attempts_exhausted"
@@ -280,7 +282,11 @@ def test_cancelling_and_finishing_at_once_wait_for_no_one_for_ever(world: World)
         thread.join()
     assert failures == []
     assert open_rows(world) == []
-    assert len(results(world)) == 200
+    ended = Counter(result.state == "completed" for result in results(world))
+    with world.database.transaction() as session:
+        counts = counts_of(session, [world.batch(batch_id)])[batch_id]
+    assert (counts.completed, counts.failed) == (ended[True], ended[False])
+    assert ended.total() == 200
 
 
 def test_backlogs(world: World) -> None:

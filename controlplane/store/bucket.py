@@ -1,0 +1,128 @@
+"""Bytes of files in a bucket of any S3-compatible server, for installations without a shared disk (extra `s3`).
+
+Credentials, region and endpoint come from the usual AWS_* variables, or from the machine's role.
+"""
+
+import io
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING
+
+import obstore
+import structlog
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
+
+from controlplane.errors import UnavailableError
+from controlplane.store.blobs import BlobStore, checked, gone
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+log = structlog.get_logger()
+PART_BYTES = 8 << 20
+"""What goes up or comes down in one request; two at once go up."""
+_OURS = re.compile(r"file-[0-9a-f]{32}")
+_RETRY_AFTER_S = 5
+
+
+class BucketBlobs(BlobStore):
+    """`url`: s3://BUCKET[/PREFIX]. A draft lies in the folder `drafts` and goes up when it is whole, so what is refused
+    on the way never reaches the bucket; what broke off while it went up is a multipart upload, for which buckets have
+    a lifecycle rule.
+    """
+
+    def __init__(self, url: str, *, drafts: Path) -> None:
+        self._drafts = drafts
+        drafts.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._store = S3Store.from_url(
+            url,
+            config={"disable_bulk_delete": True},  # not every server knows it
+            client_options={"allow_http": True, "connect_timeout": "5s", "timeout": "30s"},  # http if the endpoint is
+            retry_config={"max_retries": 3, "retry_timeout": timedelta(seconds=15)},
+        )
+
+    @contextmanager
+    def writing(self, file_id: str) -> Iterator[IO[bytes]]:
+        """A draft without a name, then a put, in parts if it is large."""
+        with TemporaryFile(dir=self._drafts) as draft:
+            yield draft
+            draft.seek(0)
+            with _translated():
+                obstore.put(self._store, checked(file_id), draft, chunk_size=PART_BYTES, max_concurrency=2)
+
+    def open(self, file_id: str) -> IO[bytes]:
+        """A stream that asks for a part whenever it has none left."""
+        with _translated():
+            size = self._size(checked(file_id))
+        if size is None:
+            raise gone(file_id)
+        return io.BufferedReader(_Ranges(self._store, file_id, size), PART_BYTES)
+
+    def delete(self, file_id: str) -> None:
+        """One request; no server minds if it is gone."""
+        with _translated():
+            obstore.delete(self._store, checked(file_id))
+
+    def older_than(self, age_s: float) -> set[str]:
+        """By the server's time of the put. What else lies in the bucket is none of ours."""
+        before = datetime.now(UTC) - timedelta(seconds=age_s)
+        with _translated():
+            return {
+                entry["path"]
+                for page in obstore.list(self._store)
+                for entry in page
+                if entry["last_modified"] < before and _OURS.fullmatch(entry["path"])
+            }
+
+    def free_bytes(self) -> int:
+        """Of the disk for drafts."""
+        return shutil.disk_usage(self._drafts).free
+
+    def _size(self, name: str) -> int | None:
+        """In bytes; None: there is no such object."""
+        try:
+            return obstore.head(self._store, name)["size"]
+        except FileNotFoundError:
+            next(obstore.list(self._store, name), None)  # fails if it is the bucket that is not there
+            return None
+
+
+class _Ranges(io.RawIOBase):
+    """An object of `size` bytes, read by ranges: no connection is held while nobody reads."""
+
+    def __init__(self, store: S3Store, name: str, size: int) -> None:
+        self._store = store
+        self._name = name
+        self._size = size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "WriteableBuffer", /) -> int:
+        view = memoryview(buffer).cast("B")
+        count = min(len(view), self._size - self._at)
+        if count:
+            with _translated():
+                view[:count] = memoryview(obstore.get_range(self._store, self._name, start=self._at, length=count))
+        self._at += count
+        return count
+
+    def readall(self) -> bytes:
+        return b"".join(iter(lambda: self.read(PART_BYTES) or b"", b""))
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Turns the server's errors into ours; what it said may name its address, so the log alone has it."""
+    try:
+        yield
+    except (BaseError, FileNotFoundError) as error:
+        log.warning("the bucket for files refuses, or does not answer", error=str(error).partition("\n\n")[0])
+        raise UnavailableError("the store for files does not answer", retry_after_s=_RETRY_AFTER_S) from error

@@ -1,0 +1,43 @@
+"""The live view as far as Postgres knows it, for a gateway that starts while Redis is away."""
+
+from datetime import timedelta
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from controlplane.policies.facts import InstanceKind
+from controlplane.policies.lifecycle import InstanceState
+from controlplane.store.live import FleetView, NodeView
+from controlplane.store.tables import Desired, Instance, Node
+from dataplane.messages import Heartbeat, InstanceReport
+
+
+def stored_view(session: Session, *, heard_s: float) -> FleetView:
+    """Nodes heard of in the last `heard_s` seconds, and what is ready there. How busy it is only Redis would know: it
+    counts as full and its waits as unknown, so interactive requests go there and deferred ones do not.
+    """
+    heard = Node.last_seen_at > func.now() - timedelta(seconds=heard_s)
+    ready = (Instance.desired == Desired.RUNNING) & (Instance.observed == InstanceState.READY)
+    query = select(Node, Instance).join(Instance, Instance.node == Node.name).where(heard, ready)
+    found: dict[str, tuple[Node, list[InstanceReport]]] = {}
+    for node, instance in session.execute(query):
+        report = InstanceReport(
+            instance_id=instance.id,
+            model=instance.model,
+            slot=instance.slot,
+            state="ready",
+            kind=InstanceKind(instance.kind).value,
+        )
+        found.setdefault(node.name, (node, []))[1].append(report)
+    now_s = float(session.scalar(select(func.extract("epoch", func.now()))) or 0)
+    views = {
+        name: NodeView(
+            region=node.region,
+            gpu_type=node.gpu_type,
+            url=node.url,
+            received_s=now_s,
+            heartbeat=Heartbeat(node=name, boot_id="", generation=node.generation, instances=tuple(reports)),
+        )
+        for name, (node, reports) in found.items()
+    }
+    return FleetView(read_s=now_s, nodes=views)

@@ -1,0 +1,61 @@
+"""`x-should-retry`, as the official client obeys it: it tries again where that may help, and only there."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+
+from tests.controlplane.api.gateway import Gateway, running_gateway
+from tests.controlplane.world import FakeAgent, World
+
+
+@contextmanager
+def insistent(gateway: Gateway) -> Iterator[tuple[openai.OpenAI, list[httpx.Response]]]:
+    """A client that tries once more, and all answers that it gets."""
+    answers: list[httpx.Response] = []
+    http = openai.DefaultHttpxClient(event_hooks={"response": [answers.append]})
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=gateway.secret, max_retries=1, http_client=http) as client:
+        yield client, answers
+
+
+def ask(client: openai.OpenAI) -> Any:
+    return client.chat.completions.create(model="tide", messages=[{"role": "user", "content": "hi"}])
+
+
+def hand_in(client: openai.OpenAI) -> Any:
+    return client.files.create(file=("in.jsonl", b'{"custom_id": "a"}\n'), purpose="batch")
+
+
+@pytest.mark.parametrize(
+    ("call", "statuses", "helps"),
+    [(ask, [503, 503], "true"), (hand_in, [503], "false")],
+    ids=["no instance now", "the disk is full"],
+)
+def test_what_a_retry_may_mend_is_asked_again(
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    call: Callable[[openai.OpenAI], Any],
+    statuses: list[int],
+    helps: str,
+) -> None:
+    with running_gateway(world) as gateway, insistent(gateway) as (client, answers):
+        monkeypatch.setattr(gateway.state.blobs, "free_bytes", lambda: 0)
+        with pytest.raises(openai.InternalServerError):
+            call(client)
+        assert [answer.status_code for answer in answers] == statuses
+        assert {answer.headers["x-should-retry"] for answer in answers} == {helps}
+
+
+def test_a_limit_is_worth_another_try(world: World) -> None:
+    with (
+        running_gateway(world, FakeAgent(), tenant_requests_per_minute=20) as gateway,
+        insistent(gateway) as (client, answers),
+    ):
+        while 429 not in [answer.status_code for answer in answers]:
+            ask(client)
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert refused.headers["x-should-retry"] == "true"
+        assert answers[-1].status_code == 200
