@@ -41,7 +41,6 @@ app = typer.Typer(
 )
 processes.register(app)
 app.command("status")(fleet.show_status)
-app.command("simulate")(simulate.simulate)
 app.command("top")(top.show_top)
 fleet.regions.command("latency")(latencies.set_latency)
 fleet.regions.command("latencies")(latencies.list_latencies)
@@ -69,6 +68,7 @@ for name, group in (
     ("key", keys.keys),
     ("tenant", tenants.tenants),
     ("faults", faults.faults),
+    ("simulate", simulate.simulations),
 ):
     app.add_typer(group, name=name)
 

@@ -7,17 +7,17 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from forecasts.importers.lines import CsvFile, DemandFileError, Told, not_told, open_csv
+from forecasts.importers.lines import CsvFile, DemandFileError, Line, Told, not_told, open_csv
 from forecasts.importers.requests import CODING, azure_requests
 from forecasts.importers.settings import MINUTE_S, ImportSettings
 from forecasts.series import DemandRow
 
 AZURE_CODING_INPUT_TOKENS = 2560.0
 AZURE_BUCKET_S = 10.0
-_DEMAND = ("start_s", "region", "model", "tokens_per_s")
+DEMAND = ("start_s", "region", "model", "tokens_per_s")
 _SAGESERVE = ("minute", "model", "workload", "prompt_tokens_per_min")
-_SERVEGEN = ("model", "t_s", "rps_all_clients", "rps_clients_with_length_data", "input_tps_covered")
-_SERVEGEN_CLIENTS = ("client_chunk", "timestamp_s", "rate_rps")
+SERVEGEN = ("model", "t_s", "rps_all_clients", "rps_clients_with_length_data", "input_tps_covered")
+SERVEGEN_CLIENTS = ("client_chunk", "timestamp_s", "rate_rps")
 _DEFAULTS = ImportSettings()
 
 
@@ -28,13 +28,17 @@ def read_demand_csv(path: Path, _: ImportSettings = _DEFAULTS, told: Told = not_
         DemandFileError: a column is missing, or a value is no number, negative or empty where it must not be.
     """
     with open_csv(path, told) as file:
-        for line in file.lines(_DEMAND):
-            yield DemandRow(
-                start_s=line.unix_time_s("start_s"),
-                region=line.word("region"),
-                model=line.word("model"),
-                tokens_per_s=line.amount_or_gap("tokens_per_s"),
-            )
+        yield from map(demand_row, file.lines(DEMAND))
+
+
+def demand_row(line: Line) -> DemandRow:
+    """What a line with the columns of `DEMAND` says."""
+    return DemandRow(
+        start_s=line.unix_time_s("start_s"),
+        region=line.word("region"),
+        model=line.word("model"),
+        tokens_per_s=line.amount_or_gap("tokens_per_s"),
+    )
 
 
 def read_sageserve_week(path: Path, settings: ImportSettings = _DEFAULTS, told: Told = not_told) -> Iterator[DemandRow]:
@@ -47,19 +51,28 @@ def read_sageserve_week(path: Path, settings: ImportSettings = _DEFAULTS, told: 
     """
     found: set[str] = set()
     with open_csv(path, told) as file:
-        for line in file.lines(_SAGESERVE):
-            found.add(line.word("workload"))
-            if line.word("workload") == settings.workload:
-                tokens = line.amount_or_gap("prompt_tokens_per_min")
-                yield DemandRow(
-                    start_s=line.time_after_s(settings.start_s, "minute", MINUTE_S),
-                    region=settings.region,
-                    model=line.word("model"),
-                    tokens_per_s=None if tokens is None else tokens / MINUTE_S,
-                )
+        for workload, row in sageserve_rows(file, settings):
+            found.add(workload)
+            if workload == settings.workload:
+                yield row
     if found and settings.workload not in found:
         known = ", ".join(sorted(found)[:10])
         raise DemandFileError(f"{path}: column workload: no row says {settings.workload!r}; found: {known}")
+
+
+def sageserve_rows(file: CsvFile, settings: ImportSettings) -> Iterator[tuple[str, DemandRow]]:
+    """Each line's workload, and the demand of a minute."""
+    for line in file.lines(_SAGESERVE):
+        tokens = line.amount_or_gap("prompt_tokens_per_min")
+        yield (
+            line.word("workload"),
+            DemandRow(
+                start_s=line.time_after_s(settings.start_s, "minute", MINUTE_S),
+                region=settings.region,
+                model=line.word("model"),
+                tokens_per_s=None if tokens is None else tokens / MINUTE_S,
+            ),
+        )
 
 
 def read_azure_week(path: Path, settings: ImportSettings = _DEFAULTS, told: Told = not_told) -> Iterator[DemandRow]:
@@ -72,20 +85,25 @@ def read_azure_week(path: Path, settings: ImportSettings = _DEFAULTS, told: Told
         DemandFileError: as for `read_demand_csv`.
     """
     with open_csv(path, told) as file:
-        yield from (_azure_counts if "Time" in file.header else azure_requests)(file, settings)
+        yield from (_azure_minutes if "Time" in file.header else azure_requests)(file, settings)
 
 
-def _azure_counts(file: CsvFile, settings: ImportSettings) -> Iterator[DemandRow]:
+def _azure_minutes(file: CsvFile, settings: ImportSettings) -> Iterator[DemandRow]:
     tokens_per_request = settings.tokens_per_request or AZURE_CODING_INPUT_TOKENS
     requests: dict[float, list[float]] = {}
-    for line in file.lines(("Time", "TIMESTAMP")):
-        minute = requests.setdefault(line.date_time_s("Time") // MINUTE_S * MINUTE_S, [])
-        count = line.amount_or_gap("TIMESTAMP")
+    for start_s, count in azure_counts(file):
+        minute = requests.setdefault(start_s // MINUTE_S * MINUTE_S, [])
         if count is not None:
             minute.append(count)
     for start_s, counts in sorted(requests.items()):
         rate = sum(counts) / (AZURE_BUCKET_S * len(counts)) * tokens_per_request if counts else None
         yield DemandRow(start_s=start_s, region=settings.region, model=settings.model or CODING, tokens_per_s=rate)
+
+
+def azure_counts(file: CsvFile) -> Iterator[tuple[float, float | None]]:
+    """Unix times, and how many requests came in the `AZURE_BUCKET_S` from then on; None = a gap."""
+    for line in file.lines(("Time", "TIMESTAMP")):
+        yield line.date_time_s("Time"), line.amount_or_gap("TIMESTAMP")
 
 
 def read_servegen(path: Path, settings: ImportSettings = _DEFAULTS, told: Told = not_told) -> Iterator[DemandRow]:
@@ -113,7 +131,7 @@ def read_servegen(path: Path, settings: ImportSettings = _DEFAULTS, told: Told =
 def _servegen_models(file: CsvFile, settings: ImportSettings) -> Iterator[DemandRow]:
     found: list[tuple[float, str, float]] = []
     tokens, requests = defaultdict[str, float](float), defaultdict[str, float](float)
-    for line in file.lines(_SERVEGEN):
+    for line in file.lines(SERVEGEN):
         model = line.word("model")
         start_s = line.time_after_s(settings.start_s, "t_s", 1.0)
         found.append((start_s, model, line.amount("rps_all_clients")))
@@ -133,7 +151,7 @@ def _servegen_clients(file: CsvFile, settings: ImportSettings, tokens_per_reques
     regions = settings.regions
     places: dict[str, int] = {}
     rates: defaultdict[float, list[float]] = defaultdict(lambda: [0.0] * len(regions))
-    for line in file.lines(_SERVEGEN_CLIENTS):
+    for line in file.lines(SERVEGEN_CLIENTS):
         place = places.setdefault(line.word("client_chunk"), len(places) % len(regions))
         start_s = line.time_after_s(settings.start_s, "timestamp_s", 1.0)
         rates[start_s][place] += line.amount("rate_rps")

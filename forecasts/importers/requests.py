@@ -6,10 +6,11 @@ trace's last. The first and the last minute may be covered in part only.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from forecasts.importers.lines import CsvFile, Line, Told, json_lines, not_told, open_csv
+from forecasts.importers.lines import CsvFile, Line, Told, not_told
+from forecasts.importers.listings import AZURE, BURSTGPT, MOONCAKE, Listing
 from forecasts.importers.settings import MINUTE_S, ImportSettings
 from forecasts.series import DemandRow
 
@@ -17,9 +18,6 @@ SPAN_S_MAX = 3 * 366 * 86_400.0
 """Most time between a trace's first and last request: a stray time must not become millions of empty minutes."""
 
 CODING = "coding"
-_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_BURSTGPT = ("Timestamp", "Model", "Request tokens")
-_MOONCAKE = ("timestamp", "input_length")
 _DEFAULTS = ImportSettings()
 
 
@@ -29,16 +27,12 @@ def read_azure_requests(path: Path, settings: ImportSettings = _DEFAULTS, told: 
     Raises:
         DemandFileError: the file cannot be read, or spans more than `SPAN_S_MAX`.
     """
-    with open_csv(path, told) as file:
-        yield from azure_requests(file, settings)
+    yield from _read(path, AZURE, settings, CODING, told)
 
 
 def azure_requests(file: CsvFile, settings: ImportSettings) -> Iterator[DemandRow]:
     """As `read_azure_requests`, of a file that is open."""
-    minutes = _Minutes()
-    for line in file.lines(_AZURE):
-        minutes.add(settings.model or CODING, line.date_time_s("TIMESTAMP"), line, "TIMESTAMP", "ContextTokens")
-    yield from minutes.rows(settings.region)
+    return _summed(file.lines(AZURE.demand_columns), AZURE, settings, CODING)
 
 
 def read_burstgpt(path: Path, settings: ImportSettings = _DEFAULTS, told: Told = not_told) -> Iterator[DemandRow]:
@@ -49,12 +43,7 @@ def read_burstgpt(path: Path, settings: ImportSettings = _DEFAULTS, told: Told =
     Raises:
         DemandFileError: as `read_azure_requests`.
     """
-    minutes = _Minutes()
-    with open_csv(path, told) as file:
-        for line in file.lines(_BURSTGPT):
-            time_s = line.time_after_s(settings.start_s, "Timestamp", 1.0)
-            minutes.add(line.word("Model"), time_s, line, "Timestamp", "Request tokens")
-    yield from minutes.rows(settings.region)
+    yield from _read(path, BURSTGPT, settings, "", told)
 
 
 def read_mooncake(path: Path, settings: ImportSettings = _DEFAULTS, told: Told = not_told) -> Iterator[DemandRow]:
@@ -63,10 +52,21 @@ def read_mooncake(path: Path, settings: ImportSettings = _DEFAULTS, told: Told =
     Raises:
         DemandFileError: as `read_azure_requests`.
     """
+    yield from _read(path, MOONCAKE, settings, "mooncake", told)
+
+
+def _read(path: Path, listing: Listing, settings: ImportSettings, model: str, told: Told) -> Iterator[DemandRow]:
+    with listing.open(path, told) as lines:
+        yield from _summed(lines(listing.demand_columns), listing, settings, model)
+
+
+def _summed(lines: Iterable[Line], listing: Listing, settings: ImportSettings, model: str) -> Iterator[DemandRow]:
+    """`model`: its name where neither the file nor the user names one."""
     minutes = _Minutes()
-    for line in json_lines(path, _MOONCAKE, told):
-        time_s = line.time_after_s(settings.start_s, "timestamp", 0.001)
-        minutes.add(settings.model or "mooncake", time_s, line, "timestamp", "input_length")
+    for line in lines:
+        name = line.word(listing.model) if listing.model else settings.model or model
+        time_s = listing.time_s(line, settings.start_s)
+        minutes.add(name, time_s, line, listing.time, listing.input_tokens)
     yield from minutes.rows(settings.region)
 
 

@@ -5,7 +5,6 @@ from a prefill slot), or prefills as well.
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -140,17 +139,6 @@ def measure_pool(
             flight.token_times_s += [time.now_s] * len(output.token_ids)
             flight.promises_s += [promise_s] * len(output.token_ids)
     return _figures(load, engine.stats(), list(flights.values()), alpha_s / busy_s)
-
-
-def sweep_pool(
-    rates_per_s: Sequence[float], *, profile: GpuProfile, seeds: Sequence[int] = (1,), prefetch: bool = True
-) -> list[PoolFigures]:
-    """Figures of several rates and seeds: attainment against alpha, for a table or a plot."""
-    return [
-        measure_pool(PoolLoad(rate_per_s=rate_per_s, seed=seed), profile=profile, prefetch=prefetch)
-        for rate_per_s in rates_per_s
-        for seed in seeds
-    ]
 
 
 def _figures(load: PoolLoad, stats: EngineStats, flights: list[_Flight], alpha: float) -> PoolFigures:

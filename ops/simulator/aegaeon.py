@@ -1,25 +1,19 @@
-"""Models at 90 % service attainment on 16 GPUs: `python -m ops.simulator.aegaeon WORKLOADS`.
+"""Aegaeon's testbed and workloads as scenarios: 16 GPUs, ShareGPT lengths, Poisson arrivals, models of 7B to 13B.
 
-Aegaeon's Figure 11, on the workloads of its artifact (ShareGPT lengths, Poisson arrivals, 120 s at rate 0.1).
-Published: 70 models (paper, H800), 72 (the artifact's simulator, H100), 44 for request-level switching
-(ServerlessLLM). In all of them six GPUs prefill and ten decode, unless asked for otherwise.
-Token k is due 10 s + k * 0.1 s after its request came. Step times: the artifact's H100 profiles, a switch takes
+Token k is due 10 s + k * 0.1 s after its request came. Step times: the artifact's H100 profiles, where a switch takes
 bytes / 16 GB/s, as its simulator assumes; or any other profile.
 """
 
-import json
 import re
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, cast, get_args
+from typing import Any, Literal
 
-import typer
-
-from forecasts.importers.lines import DemandFileError, open_csv
-from ops.simulator.run import attainment, simulate
-from ops.simulator.scenario import AegaeonPart, DecodeSlot, FleetPart, ModelPart, PolicyPart, Scenario, TargetPart
+from forecasts.importers.lines import open_csv
+from ops.simulator.run import simulate
+from ops.simulator.scenario import FleetPart, ModelPart, PolicyPart, Scenario, TargetPart
+from ops.simulator.traffic_parts import AegaeonPart
 
 REGION = "one"
 ARTIFACT_PROFILE = Path(__file__).parents[1] / "scenarios" / "h100-artifact.toml"
@@ -30,123 +24,198 @@ MODELS = (
     + [ModelPart(name=f"13B-{n}", weights_bytes=26_031_728_640, kv_bytes_per_token=819_200) for n in range(2)]
 )
 """Model i of a workload is the one at place i modulo 10: Qwen2.5-7B, Yi-1.5-9B, Llama-2-13B, two bytes a parameter."""
-SLOT_WEIGHTS_BYTES = 53 * 10**9
+LARGEST_BYTES = MODELS[-1].weights_bytes
+TWO_MODELS_BYTES = 53 * 10**9
 """Two of the largest, so that one can come while the other runs."""
 GPU_BYTES = 76 * 10**9
 """Of 80 GiB; the rest is the engine's."""
 
-Serving = Literal["pooled", "request-level"]
+System = Literal[
+    "pooled",
+    "pooled-both",
+    "request-level",
+    "request-level-sjf",
+    "request-level-line",
+    "request-level-split",
+    "static",
+    "dedicated",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemPlan:
+    """How a system uses the GPUs. `weights_bytes`: of a GPU's memory; the rest is for KV. `fleet` by prefill slots."""
+
+    what: str
+    weights_bytes: int
+    fleet: Callable[[int], Mapping[str, Any]]
+    policy: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _split(prefill_slots: int) -> Mapping[str, Any]:
+    return {"prefill_slots": prefill_slots, "decode_slots": GPUS - prefill_slots}
+
+
+def _gpus(_: int) -> Mapping[str, Any]:
+    return {"gpus": GPUS}
+
+
+SYSTEMS: Mapping[System, SystemPlan] = {
+    "pooled": SystemPlan(
+        what="Tidepool's pools, slots that prefill and slots that decode", weights_bytes=TWO_MODELS_BYTES, fleet=_split
+    ),
+    "pooled-both": SystemPlan(
+        what="Tidepool's pools, every slot does both",
+        weights_bytes=TWO_MODELS_BYTES,
+        fleet=lambda _: {"both_slots": GPUS},
+    ),
+    "request-level": SystemPlan(
+        what="GPUs that switch when idle (ServerlessLLM), one line for all", weights_bytes=LARGEST_BYTES, fleet=_gpus
+    ),
+    "request-level-sjf": SystemPlan(
+        what="the same, shortest job first (ServerlessLLM+)",
+        weights_bytes=LARGEST_BYTES,
+        fleet=_gpus,
+        policy={"switching": "shortest-first"},
+    ),
+    "request-level-line": SystemPlan(
+        what="the same, a line at each GPU, as the artifact has it",
+        weights_bytes=LARGEST_BYTES,
+        fleet=_gpus,
+        policy={"switching": "line-per-gpu"},
+    ),
+    "request-level-split": SystemPlan(
+        what="one line, GPUs that prefill and GPUs that decode", weights_bytes=LARGEST_BYTES, fleet=_split
+    ),
+    "static": SystemPlan(what="two models a GPU for good (MuxServe)", weights_bytes=TWO_MODELS_BYTES, fleet=_gpus),
+    "dedicated": SystemPlan(
+        what="a GPU for each model", weights_bytes=LARGEST_BYTES, fleet=lambda _: {"gpus": GPUS, "models_per_gpu": 1}
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What the 16 GPUs are and how they are used. `slo_scale`: of both targets (Figure 13)."""
+    """What serves a workload. `slo_scale`: of both targets (Figure 13). `policy`: other than the defaults."""
 
-    workloads: Path
+    system: System = "pooled"
     profile: Path = ARTIFACT_PROFILE
     prefill_slots: int = 6
-    decode_slot: DecodeSlot = "live"
     slo_scale: float = 1.0
+    policy: Mapping[str, Any] = field(default_factory=dict)
 
 
-def scenario_of(setup: Setup, workload: str, serving: Serving) -> Scenario:
-    """One workload. Where requests switch, a GPU has one model, and its KV the rest of its memory."""
-    kv_bytes = GPU_BYTES - (SLOT_WEIGHTS_BYTES if serving == "pooled" else MODELS[-1].weights_bytes)
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What came of a workload. `models` at `rate` requests per second each; `unserved`: requests no GPU could take."""
+
+    system: System
+    models: int
+    rate: str
+    slo_scale: float
+    prefill_slots: int
+    requests: int
+    unserved: int
+    service_attainment: float
+    token_attainment: float
+    switches: int
+    busy_share: float
+    seconds: float
+    event_log_hash: str
+
+    @property
+    def kept(self) -> bool:
+        """Whether all were served, and 90 % of the service was in time."""
+        return not self.unserved and self.service_attainment >= 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One of a file, with unscaled lengths. `rate`: requests per second and model."""
+
+    path: Path
+    name: str
+    models: int
+    rate: str
+
+
+def scenario_of(setup: Setup, workload: Workload) -> Scenario:
+    """One workload on the testbed."""
+    plan = SYSTEMS[setup.system]
+    serving = "static" if setup.system == "dedicated" else setup.system.partition("-")[0]
     return Scenario(
-        name=f"{workload}, {serving}",
+        name=f"{workload.name}, {setup.system}",
         regions=[REGION],
         targets={"IW-F": TargetPart(ttft_s=10.0 * setup.slo_scale, tbt_s=0.1 * setup.slo_scale)},
-        traffic=AegaeonPart(kind="aegaeon", path=setup.workloads, workload=workload, origin=REGION),
+        traffic=AegaeonPart(kind="aegaeon", path=workload.path, workload=workload.name),
         models=MODELS,
-        fleet=FleetPart(
-            serving=serving,
-            profile=str(setup.profile),
-            kv_bytes=kv_bytes,
-            weights_bytes=SLOT_WEIGHTS_BYTES,
-            prefill_slots=setup.prefill_slots,
-            decode_slots=GPUS - setup.prefill_slots,
+        fleet=FleetPart.model_validate(
+            {
+                "serving": "request-level" if serving == "request" else serving,
+                "profile": str(setup.profile),
+                "kv_bytes": GPU_BYTES - plan.weights_bytes,
+                "weights_bytes": plan.weights_bytes,
+                **plan.fleet(setup.prefill_slots),
+            }
         ),
-        policy=PolicyPart(decode_slot=setup.decode_slot),
+        policy=PolicyPart.model_validate({**plan.policy, **setup.policy}),
     )
 
 
-def sizes_at(workloads: Path, rate: str) -> list[tuple[int, str]]:
-    """Numbers of models and names of the workloads at a rate with unscaled lengths, in order of size."""
-    pattern = re.compile(rf"synth-(\d+)-{re.escape(rate)}-1\.0-1\.0")
-    with open_csv(workloads) as file:
-        names = {line.word("workload") for line in file.lines(("workload",))}
-    return sorted((int(found[1]), name) for name in names if (found := pattern.fullmatch(name)))
+def workloads_of(path: Path) -> list[Workload]:
+    """Those of a file with unscaled lengths, by number of models, then by rate.
 
-
-def sweep(setup: Setup, sizes: list[tuple[int, str]], serving: Serving) -> Iterator[dict[str, float | int | str]]:
-    """A row for each workload."""
-    for models, workload in sizes:
-        outcome = simulate(scenario_of(setup, workload, serving))
-        service, token = attainment(outcome.world)
-        yield {
-            "models": models,
-            "serving": serving,
-            "requests": outcome.world.arrived,
-            "service_attainment": service,
-            "token_attainment": token,
-            "switches": sum(server.switches for server in outcome.world.servers),
-            "seconds": outcome.seconds,
-            "event_log_hash": outcome.world.log.digest,
-        }
-
-
-def main(
-    workloads: Annotated[Path, typer.Argument(help="Aegaeon's workloads: workloads.csv.gz.", dir_okay=False)],
-    rate: Annotated[str, typer.Option(help="Requests per second and model, as in the workloads' names.")] = "0.1",
-    least: Annotated[int, typer.Option(min=1, help="Models at least.")] = 36,
-    most: Annotated[int, typer.Option(min=1, help="Models at most.")] = 80,
-    every: Annotated[int, typer.Option(min=1, help="Take only every so many workloads.")] = 1,
-    serving: Annotated[str, typer.Option(help="pooled, request-level, or both.")] = "both",
-    prefill_slots: Annotated[int, typer.Option(min=1, max=GPUS - 1, help="Of the 16; the others decode.")] = 6,
-    profile: Annotated[Path, typer.Option(help="A GPU profile.", dir_okay=False)] = ARTIFACT_PROFILE,
-    decode_slot: Annotated[str, typer.Option(help="live, or join: our change of policy on trial.")] = "live",
-    slo_scale: Annotated[float, typer.Option(min=0.01, help="Of both targets, 10 s and 0.1 s.")] = 1.0,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write all rows here.", dir_okay=False)] = None,
-) -> None:
-    """Service and token attainment by the number of models on 16 GPUs, pooled and switched by requests.
-
-    \b
-    Example:
-      python -m ops.simulator.aegaeon workloads.csv.gz --every 4 --json table.json
+    Raises:
+        forecasts.importers.lines.DemandFileError: it cannot be read.
     """
-    kinds: list[Serving] = ["pooled", "request-level"]
-    chosen = [kind for kind in kinds if serving in ("both", kind)]
-    if not chosen:
-        raise typer.BadParameter("pooled, request-level, or both", param_hint="--serving")
-    try:
-        sizes = [size for size in sizes_at(workloads, rate) if least <= size[0] <= most][::every]
-    except DemandFileError as error:
-        raise typer.BadParameter(str(error), param_hint="WORKLOADS") from error
-    if not sizes:
-        raise typer.BadParameter(f"{workloads} has no workload of {least} to {most} models at rate {rate}")
-    if decode_slot not in get_args(DecodeSlot):
-        raise typer.BadParameter("live or join", param_hint="--decode-slot")
-    setup = Setup(
-        workloads=workloads,
-        profile=profile,
-        prefill_slots=prefill_slots,
-        decode_slot=cast("DecodeSlot", decode_slot),
-        slo_scale=slo_scale,
-    )
+    pattern = re.compile(r"synth-(\d+)-([0-9.]+)-1\.0-1\.0")
+    with open_csv(path) as file:
+        names = {line.word("workload") for line in file.lines(("workload",))}
+    matches = (pattern.fullmatch(name) for name in names)
+    found = [Workload(path=path, name=one[0], models=int(one[1]), rate=one[2]) for one in matches if one]
+    return sorted(found, key=lambda one: (one.models, float(one.rate)))
+
+
+def merged(first: Workload, second: Workload, folder: Path) -> Workload:
+    """Two workloads of one file as one, the models of the second after those of the first; written to `folder`.
+
+    Raises:
+        forecasts.importers.lines.DemandFileError: the file cannot be read.
+    """
+    assert first.path == second.path
+    shifts = {first.name: 0, second.name: first.models}
+    models = first.models + second.models
+    name = f"synth-{models}-{first.rate}-1.0-1.0"
+    columns = ("workload", "request_time", "model_name", "input_len", "output_len")
     rows = []
-    for kind in chosen:
-        best = 0
-        for row in sweep(setup, sizes, kind):
-            rows.append(row)
-            line = f"{row['serving']:>14} {row['models']:>3} models: service {row['service_attainment']:.2%}"
-            print(f"{line}, token {row['token_attainment']:.2%}, {row['switches']} switches")
-            sys.stderr.write(f"{row['requests']} requests in {row['seconds']:.1f} s\n")
-            if float(row["service_attainment"]) >= 0.9:
-                best = max(best, int(row["models"]))
-        print(f"{kind:>14}: {best} models at 90 % service attainment")
-    if json_out:
-        json_out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    with open_csv(first.path) as file:
+        for line in file.lines(columns):
+            if line.word("workload") in shifts:
+                model = int(line.word("model_name").rpartition("_")[2]) + shifts[line.word("workload")]
+                rest = [line.word("input_len"), line.word("output_len")]
+                rows.append([line.word("request_time"), f"synth_model_{model:02d}", *rest])
+    path = folder / f"{name}.csv"
+    lines = [",".join(columns), *(",".join([name, *row]) for row in sorted(rows))]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return Workload(path=path, name=name, models=models, rate=first.rate)
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def measure(setup: Setup, workload: Workload) -> Row:
+    """Serve a workload to its end."""
+    outcome = simulate(scenario_of(setup, workload))
+    result = outcome.result
+    return Row(
+        system=setup.system,
+        models=workload.models,
+        rate=workload.rate,
+        slo_scale=setup.slo_scale,
+        prefill_slots=setup.prefill_slots,
+        requests=result.requests,
+        unserved=sum(result.failures.values()),
+        service_attainment=result.service_attainment,
+        token_attainment=result.token_attainment,
+        switches=sum(server.switches for server in outcome.world.servers),
+        busy_share=result.busy_share,
+        seconds=result.seconds,
+        event_log_hash=result.event_log_hash,
+    )

@@ -14,6 +14,7 @@ While prompts wait on the slot it goes step by step, since the turn policy weigh
 from collections.abc import Callable
 from dataclasses import replace
 
+from dataplane.engine import EngineStats, PoolStats
 from dataplane.engines.replay import ReplayEngine, ReplaySettings
 from dataplane.engines.replay_memory import SequenceKv
 from dataplane.engines.replay_models import Answers, ReplayModel, ReplaySequence
@@ -55,6 +56,13 @@ class LeapEngine(ReplayEngine):
     def switches_total(self) -> int:
         """Switches since the start."""
         return self._log.switches_total
+
+    @property
+    def turns_stats(self) -> EngineStats:
+        """Of its stats what a dispatcher reads: whose turn it is, and the last turns."""
+        turn = self._state.turn
+        pool = PoolStats(now_s=self._clock(), running_model=turn.model if turn else None, turns=tuple(self._log.turns))
+        return EngineStats(pool=pool)
 
     @property
     def kv_used_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ops.simulator.requests import Request, Served
@@ -17,20 +18,27 @@ class Histogram:
         self.count = 0
         self.sum_s = 0.0
         self.max_s = 0.0
-        self._bins: Counter[int] = Counter()
+        self.bins: Counter[int] = Counter()
 
     def add(self, time_s: float) -> None:
         """Count a time that is not negative."""
         self.count += 1
         self.sum_s += time_s
         self.max_s = max(self.max_s, time_s)
-        self._bins[math.floor(math.log(time_s / _SMALLEST_S) / _GROWTH) if time_s > _SMALLEST_S else 0] += 1
+        self.bins[math.floor(math.log(time_s / _SMALLEST_S) / _GROWTH) if time_s > _SMALLEST_S else 0] += 1
+
+    def join(self, other: "Histogram") -> None:
+        """Count what another has counted."""
+        self.count += other.count
+        self.sum_s += other.sum_s
+        self.max_s = max(self.max_s, other.max_s)
+        self.bins += other.bins
 
     def quantile(self, share: float) -> float:
         """The least time that this share of all does not exceed, to 1 %; NaN without any."""
         rank, seen = share * self.count, 0
-        for place in sorted(self._bins):
-            seen += self._bins[place]
+        for place in sorted(self.bins):
+            seen += self.bins[place]
             if seen >= rank:
                 return min(_SMALLEST_S * math.exp((place + 0.5) * _GROWTH), self.max_s)
         return math.nan
@@ -51,6 +59,18 @@ class Tally:
     service: Histogram = field(default_factory=Histogram)
     token_gap: Histogram = field(default_factory=Histogram)
     """The mean time between the tokens of a request."""
+
+    @classmethod
+    def of(cls, tallies: Iterable["Tally"]) -> "Tally":
+        """All of them as one."""
+        whole = cls()
+        for tally in tallies:
+            for name, value in vars(tally).items():
+                if isinstance(value, Histogram):
+                    getattr(whole, name).join(value)
+                else:
+                    setattr(whole, name, getattr(whole, name) + value)
+        return whole
 
     def add(self, served: Served) -> None:
         """A request was served to its end."""

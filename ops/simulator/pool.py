@@ -20,17 +20,6 @@ from ops.simulator.requests import Request, Served
 from ops.simulator.slot_process import SlotProcess
 
 
-class JoiningDispatcher(Dispatcher):
-    """A change of policy on trial: a decode goes to a slot that decodes its model already, so that the model switches
-    on one slot only and its batch is large; to the slot the live dispatcher would take, where none does.
-    """
-
-    def _choose_decode(self, flight: Flight, able: dict[int, Slot]) -> int:
-        own = {other.slot for other in self._flights.values() if other.model == flight.model and other is not flight}
-        joined = {index: slot for index, slot in able.items() if index in own}
-        return super()._choose_decode(flight, joined or able)
-
-
 class PoolServer:
     """Meets `world.Server`. All models are on all slots."""
 
@@ -44,7 +33,6 @@ class PoolServer:
         *,
         events: Events,
         ended: Callable[[Served], None],
-        dispatcher: type[Dispatcher] = Dispatcher,
     ) -> None:
         self.slots = len(kinds)
         self._name = name
@@ -59,8 +47,8 @@ class PoolServer:
         for process in self._processes:
             process.load(list(models))
         slots = cast("Sequence[Slot]", self._processes)
-        self._dispatcher = dispatcher(slots, settings.turns.prefill, losses_max=0, clock=lambda: events.now_s)
-        self._flights: dict[str, Served] = {}
+        self._dispatcher = Dispatcher(slots, settings.turns.prefill, losses_max=0, clock=lambda: events.now_s)
+        self._flights: dict[str, tuple[Served, Flight]] = {}
         self._left_tokens = dict.fromkeys(self._models, 0)
 
     @property
@@ -72,6 +60,11 @@ class PoolServer:
     def switches(self) -> int:
         """Switches of all slots."""
         return sum(process.engine.switches_total for process in self._processes)
+
+    @property
+    def active_models(self) -> int:
+        """Models with a request in service."""
+        return sum(tokens > 0 for tokens in self._left_tokens.values())
 
     def fits(self, request: Request) -> bool:
         """Whether a slot's KV memory could hold the request."""
@@ -89,9 +82,8 @@ class PoolServer:
             prompt=(0,) * request.prompt_tokens,
             max_tokens=request.output_tokens,
         )
-        self._flights[sent.request_id] = served
         self._left_tokens[request.model] += request.prompt_tokens + request.output_tokens
-        self._dispatcher.submit(sent, request.model)
+        self._flights[sent.request_id] = served, self._dispatcher.submit(sent, request.model)
 
     def reports(self) -> Iterable[InstanceFacts]:
         """Each model on the pool; they share its memory and its prefill slots."""
@@ -120,13 +112,16 @@ class PoolServer:
             )
 
     def _heard(self, slot: SlotProcess, outputs: list[EngineOutput], leap: Leap | None) -> None:
+        """Most outputs change nothing for the dispatcher, and nobody reads their tokens: they are not passed on."""
         for output in outputs:
             assert output.error is None, output.error
-            served = self._flights[output.request_id]
+            served, flight = self._flights[output.request_id]
             if output.token_ids:
                 self._count(served, leap, slot.now_s)
-            self._dispatcher.hear(cast("Slot", slot), output)
-            if output.finish_reason is not None:
+            ends = output.finish_reason is not None
+            if ends or output.kv is not None or flight.holder is not None or flight.queued_at is not None:
+                self._dispatcher.hear(cast("Slot", slot), output)
+            if ends:
                 del self._flights[output.request_id]
                 self._ended(served)
 

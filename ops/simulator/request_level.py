@@ -1,12 +1,14 @@
-"""The baseline of request-level auto-scaling (ServerlessLLM, first come, first served): GPUs that switch when idle.
+"""The baseline of request-level auto-scaling (ServerlessLLM): GPUs that switch when nothing of their model is left.
 
-A GPU serves one model until nothing of it is left. A request goes to the GPU that serves its model, as long as its KV
-memory may hold it; else it waits for a GPU to become idle, in the order of arrival over all models. A switch takes
-what the weights take. GPUs do both kinds of work, or some prefill and the others decode, each switching by itself.
+A GPU serves one model until nothing of it is left; a switch takes what the weights take. Whom it serves then, see
+`Switching`. GPUs do both kinds of work, or some prefill and the others decode, each switching by itself.
 """
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from itertools import takewhile
+from typing import Literal
 
 from controlplane.policies.facts import Endpoint, InstanceFacts
 from ops.simulator.costs import InstanceSettings, ModelCosts
@@ -15,6 +17,13 @@ from ops.simulator.events import Events, Kind
 from ops.simulator.requests import Request, Served
 
 Ended = Callable[[Served], None]
+Switching = Literal["first-come", "shortest-first", "line-per-gpu"]
+"""A request goes to the GPU that serves its model, as long as its KV memory may hold it; else it waits for an idle one
+in one line over all models, the first or (its length known beforehand: Aegaeon's ServerlessLLM+) the shortest first.
+`line-per-gpu`: it stands in line at a GPU from the beginning, as in the simulator of Aegaeon's artifact.
+"""
+LINE_MAX = 4
+"""Requests of one model in a row at a GPU, from which on another GPU is to take some."""
 
 
 class RequestLevelCluster:
@@ -31,6 +40,7 @@ class RequestLevelCluster:
         gpu_type: str,
         events: Events,
         ended: Ended,
+        switching: Switching = "first-come",
     ) -> None:
         self.slots = gpus
         self.switches = 0
@@ -41,8 +51,9 @@ class RequestLevelCluster:
         self._gpu_type = gpu_type
         self._events = events
         self._tell_ended = ended
+        self._switching = switching
         self._gpus: list[_Gpu] = [_Gpu() for _ in range(gpus)]
-        self._waiting: deque[Served] = deque()
+        self._waiting: list[Served] = []
         self._switching_s = 0.0
         self._retired_s = 0.0
 
@@ -59,7 +70,12 @@ class RequestLevelCluster:
 
     def submit(self, served: Served) -> None:
         """Take in a request."""
-        self._waiting.append(served)
+        if self._switching == "line-per-gpu":
+            self._choose_line(served).line.append(served)
+        elif self._switching == "shortest-first":
+            insort(self._waiting, served, key=self._takes_s)
+        else:
+            self._waiting.append(served)
         self._assign()
 
     def reports(self) -> Iterable[InstanceFacts]:
@@ -81,39 +97,57 @@ class RequestLevelCluster:
 
     def _assign(self) -> None:
         """Send on who finds a GPU with its model, or an idle one; the others keep their places."""
-        left: deque[Served] = deque()
-        while self._waiting:
-            served = self._waiting.popleft()
-            if not self._join(served) and not self._switch(served):
-                left.append(served)
-        self._waiting = left
+        self._waiting = [one for one in self._waiting if not self._join(one) and not self._switch(one)]
+        for gpu in self._gpus:
+            while gpu.line and (self._take(gpu, gpu.line[0]) or self._turn(gpu, gpu.line[0])):
+                gpu.line.popleft()
+
+    def _choose_line(self, served: Served) -> "_Gpu":
+        """A GPU that serves the model last of all in its line, for fewer than `LINE_MAX`; else that which has been
+        without work for longest.
+        """
+        own = [gpu for gpu in self._gpus if gpu.last_model == served.request.model]
+        if sum(max(0, LINE_MAX - gpu.last_run) for gpu in own) >= 1 or len(own) == len(self._gpus):
+            return min(own, key=lambda gpu: gpu.last_run)
+        return min((gpu for gpu in self._gpus if gpu not in own), key=lambda gpu: (gpu.works, gpu.idle_since_s))
+
+    def _takes_s(self, served: Served) -> float:
+        """How long what is left of a request would take, alone."""
+        latency, tokens = self._models[served.request.model].latency, served.request.prompt_tokens
+        prefill_s = 0.0 if served.made else latency.prefill_s(tokens, tokens**2)
+        return prefill_s + served.left * latency.decode_s(tokens, 1)
 
     def _join(self, served: Served) -> bool:
+        return any(self._take(gpu, served) for gpu in self._gpus)
+
+    def _take(self, gpu: "_Gpu", served: Served) -> bool:
+        """Let a GPU of the request's model serve it, if there is room."""
         tokens = served.request.prompt_tokens + served.request.output_tokens
-        for gpu in self._gpus:
-            if (
-                gpu.model == served.request.model
-                and (gpu.promised_tokens + tokens) * gpu.token_bytes <= self._settings.kv_bytes
-            ):
-                gpu.promised_tokens += tokens
-                gpu.requests[served.request.number] = served
-                if gpu.instance:
-                    _give(gpu.instance, served)
-                return True
-        return False
+        if gpu.model != served.request.model:
+            return False
+        if (gpu.promised_tokens + tokens) * gpu.token_bytes > self._settings.kv_bytes:
+            return False
+        gpu.promised_tokens += tokens
+        gpu.requests[served.request.number] = served
+        if gpu.instance:
+            _give(gpu.instance, served)
+        return True
 
     def _switch(self, served: Served) -> bool:
         idle = [gpu for gpu in self._gpus if not gpu.requests]
-        if not idle:
+        return bool(idle) and self._turn(next((one for one in idle if one.model is None), idle[0]), served)
+
+    def _turn(self, gpu: "_Gpu", served: Served) -> bool:
+        """Let an idle GPU turn to the request's model."""
+        if gpu.requests:
             return False
         model = self._models[served.request.model]
-        gpu = next((one for one in idle if one.model is None), idle[0])
         if gpu.instance:
             self._retired_s += gpu.instance.busy_s
         gpu.model, gpu.instance, gpu.token_bytes = model.name, None, model.kv_bytes_per_token
         self.switches += 1
         self._switching_s += model.switch_s
-        self._join(served)
+        self._take(gpu, served)
         self._events.at(self._events.now_s + model.switch_s, Kind.END, lambda: self._start(gpu, model))
         return True
 
@@ -125,6 +159,7 @@ class RequestLevelCluster:
     def _ended(self, gpu: "_Gpu", served: Served) -> None:
         del gpu.requests[served.request.number]
         gpu.promised_tokens -= served.request.prompt_tokens + served.request.output_tokens
+        gpu.idle_since_s = self._events.now_s
         self._tell_ended(served)
         # Its instance is in the midst of a step: whoever comes next does so at this moment, but after it.
         self._events.at(self._events.now_s, Kind.END, self._assign)
@@ -177,3 +212,22 @@ class _Gpu:
         self.token_bytes = 0
         self.promised_tokens = 0
         self.requests: dict[int, Served] = {}
+        self.line: deque[Served] = deque()
+        self.idle_since_s = -1.0
+
+    @property
+    def works(self) -> bool:
+        """Whether it has anything to do."""
+        return bool(self.requests or self.line)
+
+    @property
+    def last_model(self) -> str | None:
+        """That of the last request in its line, or the one it serves."""
+        return self.line[-1].request.model if self.line else self.model
+
+    @property
+    def last_run(self) -> int:
+        """How many in a row it serves of that in the end."""
+        model = self.last_model
+        count = sum(1 for _ in takewhile(lambda served: served.request.model == model, reversed(self.line)))
+        return count + (len(self.requests) if count == len(self.line) and model == self.model else 0)

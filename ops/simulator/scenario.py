@@ -1,102 +1,47 @@
 """A scenario: a TOML file that says what comes, on what it runs, and by which policies. Errors name the key."""
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from controlplane.policies.facts import InstanceKind
 from dataplane.messages import Tier
 from dataplane.turns.ordering import Order
+from ops.simulator.changes import ChangeError, with_settings, with_trace
 from ops.simulator.costs import Batching
+from ops.simulator.request_level import Switching
+from ops.simulator.scenario_planning import (
+    FailurePart,
+    NodesPart,
+    PlanningPart,
+    ProvisioningPart,
+    ScalingPart,
+    Strategy,
+)
+from ops.simulator.scenario_values import Count, Part, Positive, Share
+from ops.simulator.traffic_parts import TrafficPart
 
 PROFILES = Path(__file__).parents[1] / "profiles"
-
-DecodeSlot = Literal["live", "join"]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
-Shares = Annotated[dict[str, Share], Field(min_length=1)]
 
 
 class ScenarioError(ValueError):
     """A scenario that cannot be run; the message names the file and the key."""
 
 
-class Part(BaseModel):
-    """A table of the file. Unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class LengthsPart(Part):
-    """Lognormal token counts: their median, the standard deviation of the logarithm, and the most."""
-
-    median: Positive
-    spread: Share = 1.0
-    most: Count = 8192
-
-
-class BurstPart(Part):
-    """For a while the rate is `factor` times as high."""
-
-    start_s: Share
-    duration_s: Positive
-    factor: Share
-
-
-class GeneratedPart(Part):
-    """Made-up traffic; see `traffic.Generated`. `zipf`: the models' popularity falls with their place in the file."""
-
-    kind: Literal["generated"]
-    rate_per_s: Positive
-    duration_s: Positive
-    cv: Positive = 1.0
-    zipf: Share = 0.0
-    day_swing: Annotated[float, Field(ge=0, le=1)] = 0.0
-    peak_hour: Annotated[float, Field(ge=0, lt=24)] = 14.0
-    bursts: list[BurstPart] = []
-    origins: Shares
-    tiers: Annotated[dict[Tier, Share], Field(min_length=1)]
-    prompt_tokens: LengthsPart
-    output_tokens: LengthsPart
-
-    @model_validator(mode="after")
-    def _somebody(self) -> "GeneratedPart":
-        for name in ("origins", "tiers"):
-            if not sum(getattr(self, name).values()) > 0:
-                raise ValueError(f"{name}: at least one share must be over 0")
-        return self
-
-
-class AegaeonPart(Part):
-    """A workload of Aegaeon's artifact; its models take the scenario's by turns: see `[[models]]`."""
-
-    kind: Literal["aegaeon"]
-    path: Path
-    workload: str
-    origin: str
-    tier: Tier = "IW-F"
-
-
-class AzurePart(Part):
-    """A line for each request, as Azure published them in 2023; all for one model."""
-
-    kind: Literal["azure-2023"]
-    path: Path
-    model: str
-    origin: str
-    tier: Tier = "IW-N"
-
-
 class ModelPart(Part):
-    """A model. Its step times are those of the profile's model nearest in size."""
+    """A model. Its step times are those of the profile's model nearest in size. Where it is scaled, `tokens_per_s` is
+    what the planner takes one instance to serve within its objectives, in input tokens (theta), on `gpus` of a slot.
+    """
 
     name: str
     weights_bytes: Count
     kv_bytes_per_token: Count
     context_tokens: Count = 32_768
+    tokens_per_s: Positive | None = None
+    gpus: Count = 1
 
 
 class InstancePart(Part):
@@ -110,19 +55,23 @@ class InstancePart(Part):
 
 class FleetPart(Part):
     """What serves. `dedicated` has `instances`; `pooled` has slots in each region, of which `both_slots` prefill and
-    decode; `request-level` has `gpus` in each region that do both, or prefill and decode slots. `kv_bytes` and, for
-    pools, `weights_bytes` beside it are per GPU.
+    decode; `request-level` has `gpus` in each region that do both, or prefill and decode slots; `static` has
+    `gpus` in each region, each with `models_per_gpu` for good. `kv_bytes` and, for
+    pools, `weights_bytes` beside it are per GPU. Where dedicated instances are scaled, `instances` are those there at
+    the beginning, and `nodes` take them.
     """
 
-    serving: Literal["dedicated", "pooled", "request-level"]
+    serving: Literal["dedicated", "pooled", "request-level", "static"]
     profile: str
     kv_bytes: Count
     weights_bytes: Count | None = None
-    instances: list[InstancePart] = []
+    instances: list[InstancePart] = Field(default_factory=list)
+    nodes: list[NodesPart] = Field(default_factory=list)
     prefill_slots: Annotated[int, Field(ge=0)] = 0
     decode_slots: Annotated[int, Field(ge=0)] = 0
     both_slots: Annotated[int, Field(ge=0)] = 0
     gpus: Annotated[int, Field(ge=0)] = 0
+    models_per_gpu: Count = 2
 
     @model_validator(mode="after")
     def _complete(self) -> "FleetPart":
@@ -131,19 +80,24 @@ class FleetPart(Part):
             "dedicated": ("instances", bool(self.instances)),
             "pooled": ("prefill_slots and decode_slots, or both_slots", bool(slots[2] or (slots[0] and slots[1]))),
             "request-level": ("gpus, or prefill_slots and decode_slots", bool(self.gpus or (slots[0] and slots[1]))),
+            "static": ("gpus", bool(self.gpus)),
         }
         name, there = needs[self.serving]
         if not there:
             raise ValueError(f"serving = {self.serving!r} needs {name}")
-        if self.serving == "pooled" and self.weights_bytes is None:
-            raise ValueError("serving = 'pooled' needs weights_bytes")
+        if self.serving in ("pooled", "static") and self.weights_bytes is None:
+            raise ValueError(f"serving = {self.serving!r} needs weights_bytes")
         return self
 
 
 class PolicyPart(Part):
-    """What the policies are told besides their own defaults. `decode_slot` = "join" tries `pool.JoiningDispatcher`."""
+    """What the policies are told besides their own defaults. `switching`: of request-level serving.
+    `admission`: whether requests that no instance would begin in time are refused. `view_s`: how often instances report
+    and deferred requests are released.
+    """
 
     order: Order = "edf"
+    switching: Switching = "first-come"
     batching: Batching = "turns"
     batch_max: Count = 64
     prefill_tokens_per_step_max: Count = 2048
@@ -151,7 +105,8 @@ class PolicyPart(Part):
     group_requests_max: Count = 8
     region_utilization_max: Positive = 0.7
     prefetch: bool = True
-    decode_slot: DecodeSlot = "live"
+    admission: bool = False
+    view_s: Positive = 1.0
 
 
 class TargetPart(Part):
@@ -167,12 +122,16 @@ class Scenario(Part):
     name: str
     seed: Annotated[int, Field(ge=0)] = 1
     regions: Annotated[list[str], Field(min_length=1)]
-    latencies_ms: dict[str, Share] = {}
-    targets: dict[Tier, TargetPart] = {}
-    traffic: Annotated[GeneratedPart | AegaeonPart | AzurePart, Field(discriminator="kind")]
+    latencies_ms: dict[str, Share] = Field(default_factory=dict)
+    targets: dict[Tier, TargetPart] = Field(default_factory=dict)
+    traffic: TrafficPart
     models: Annotated[list[ModelPart], Field(min_length=1)]
     fleet: FleetPart
     policy: PolicyPart = PolicyPart()
+    scaling: ScalingPart | None = None
+    planning: PlanningPart = PlanningPart()
+    provisioning: ProvisioningPart = ProvisioningPart()
+    failures: list[FailurePart] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _names(self) -> "Scenario":
@@ -180,23 +139,60 @@ class Scenario(Part):
         models, regions = [model.name for model in self.models], set(self.regions)
         if len(set(models)) < len(models):
             raise ValueError("models: a name is there twice")
+        if len(regions) < len(self.regions):
+            raise ValueError("regions: a name is there twice")
         for index, instance in enumerate(self.fleet.instances):
             if instance.model not in models:
                 raise ValueError(f"fleet.instances.{index}.model: no model {instance.model!r}")
             if instance.region not in regions:
                 raise ValueError(f"fleet.instances.{index}.region: no region {instance.region!r}")
-        if isinstance(self.traffic, AzurePart) and self.traffic.model not in models:
-            raise ValueError(f"traffic.model: no model {self.traffic.model!r}")
+        for model in getattr(self.traffic, "models", None) or ():
+            if model not in models:
+                raise ValueError(f"traffic.models.{model}: no such model")
         for key in self.latencies_ms:
             if not set(self.ends(key)) <= regions | self.origins or len(self.ends(key)) != 2:
                 raise ValueError(f"latencies_ms.{key}: must be 'origin > destination'")
         return self
 
+    @model_validator(mode="after")
+    def _scaled(self) -> "Scenario":
+        """What comes and goes can."""
+        regions, models = set(self.regions), {model.name for model in self.models}
+        named = [(f"fleet.nodes.{i}.region", node.region, regions) for i, node in enumerate(self.fleet.nodes)]
+        named += [(f"failures.{i}.region", one.region, regions) for i, one in enumerate(self.failures)]
+        for model, places in self.provisioning.weights.items():
+            named.append(("provisioning.weights", model, models))
+            named += [(f"provisioning.weights.{model}", region, regions) for region in places]
+        for key, name, known in named:
+            if name not in known:
+                raise ValueError(f"{key}: {name!r} is none of {', '.join(sorted(known))}")
+        if self.scaling is None:
+            if self.failures:
+                raise ValueError("failures: need [scaling], which replaces what they take")
+            return self
+        if self.fleet.serving != "dedicated" or not self.fleet.nodes:
+            raise ValueError("scaling: needs fleet.serving = 'dedicated' and fleet.nodes")
+        for index, each in enumerate(self.models):
+            if each.tokens_per_s is None:
+                raise ValueError(f"models.{index}.tokens_per_s: is needed where [scaling] is")
+        return self
+
+    def with_strategy(self, strategy: str) -> "Scenario":
+        """The same under another scaling strategy.
+
+        Raises:
+            ScenarioError: nothing is scaled in it, or there is no such strategy.
+        """
+        if self.scaling is None:
+            raise ScenarioError(f"{self.name}: scaling: is needed for a strategy")
+        if strategy not in get_args(Strategy):
+            raise ScenarioError(f"strategy {strategy!r} is none of {', '.join(get_args(Strategy))}")
+        return self.model_copy(update={"scaling": self.scaling.model_copy(update={"strategy": strategy})})
+
     @property
     def origins(self) -> set[str]:
         """Where requests come from."""
-        traffic = self.traffic
-        return set(traffic.origins) if isinstance(traffic, GeneratedPart) else {traffic.origin}
+        return set(self.traffic.origins or self.regions)
 
     @staticmethod
     def ends(key: str) -> tuple[str, ...]:
@@ -204,8 +200,13 @@ class Scenario(Part):
         return tuple(end.strip() for end in key.split(">"))
 
 
-def load_scenario(path: Path) -> Scenario:
+def load_scenario(path: Path, *, trace: str | None = None, settings: Sequence[str] = ()) -> Scenario:
     """The scenario in a file. Paths in it are relative to the file; a profile may be one of `ops/profiles` by name.
+
+    Args:
+        path: the file.
+        trace: a recording in the place of its traffic; see `changes.with_trace`.
+        settings: keys to set; see `changes.with_settings`.
 
     Raises:
         ScenarioError: the file cannot be read, or a key is missing, unknown or out of range.
@@ -217,18 +218,29 @@ def load_scenario(path: Path) -> Scenario:
     except tomllib.TOMLDecodeError as error:
         raise ScenarioError(f"{path}: is not TOML: {error}") from error
     try:
-        return Scenario.model_validate(_located(document, path.parent))
+        traced = document if trace is None else with_trace(document, trace)
+        return Scenario.model_validate(_located(with_settings(traced, settings), path.parent))
+    except ChangeError as error:
+        raise ScenarioError(f"{path}: {error}") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise ScenarioError(f"{path}: {key + ': ' if key else ''}{first['msg']}") from error
+        key = _key(first["loc"])
+        said = first["msg"].removeprefix("Value error, ")
+        raise ScenarioError(f"{path}: {key + ': ' if key else ''}{said}") from error
+
+
+def _key(places: tuple[int | str, ...]) -> str:
+    """Where an error lies, as the file has it: below `traffic` its kind is no table of its own."""
+    table, *rest = places or ("",)
+    return ".".join(map(str, (table, *(rest[1:] if table == "traffic" else rest))))
 
 
 def _located(document: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The document with its files where they are."""
     traffic, fleet = document.get("traffic"), document.get("fleet")
-    if isinstance(traffic, dict) and isinstance(traffic.get("path"), str):
-        document["traffic"] = traffic | {"path": folder / traffic["path"]}
+    if isinstance(traffic, dict):
+        files = {key: folder / traffic[key] for key in ("path", "lengths") if isinstance(traffic.get(key), str)}
+        document["traffic"] = traffic | files
     if isinstance(fleet, dict) and isinstance(fleet.get("profile"), str):
         own = folder / fleet["profile"]
         document["fleet"] = fleet | {"profile": str(own if own.exists() else PROFILES / fleet["profile"])}

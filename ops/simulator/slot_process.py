@@ -69,9 +69,9 @@ class SlotProcess:
 
     @property
     def stats(self) -> EngineStats:
-        """What it told last."""
+        """What it told last, as far as a dispatcher reads it."""
         if self._events.now_s >= self._stats_s + STATS_S:
-            self._stats, self._stats_s = self.engine.stats(), self._events.now_s
+            self._stats, self._stats_s = self.engine.turns_stats, self._events.now_s
         return self._stats
 
     def send(self, command: Command) -> None:

@@ -22,6 +22,7 @@ _STEP_S = 60.0
 _CHUNK = 4096
 
 NameT = TypeVar("NameT")
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,22 @@ class Lengths:
     median: float
     spread: float
     most: int
+
+    @property
+    def mean(self) -> float:
+        """Their mean after the cut, but for the rounding to whole tokens."""
+        log_median = math.log(self.median)
+        below, above = math.log(self.most) - log_median, -log_median
+        if not self.spread:
+            return min(max(self.median, 1.0), self.most)
+        between = _normal(below / self.spread - self.spread) - _normal(above / self.spread - self.spread)
+        uncut = self.median * math.exp(self.spread**2 / 2) * between
+        return uncut + self.most * _normal(-below / self.spread) + _normal(above / self.spread)
+
+    def draw(self, rng: np.random.Generator, count: int) -> IntArray:
+        """So many of them."""
+        drawn = rng.lognormal(math.log(self.median), self.spread, count)
+        return np.clip(np.rint(drawn), 1, self.most).astype(np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,21 +135,21 @@ def _intervals(cv: float, rng: np.random.Generator) -> Iterator[float]:
 def _drawn(traffic: Generated, rng: np.random.Generator) -> Iterator[tuple[str, str, Tier, int, int]]:
     while True:
         yield from zip(
-            _choices(traffic.models, rng),
-            _choices(traffic.origins, rng),
-            _choices(traffic.tiers, rng),
-            _lengths(traffic.prompt, rng),
-            _lengths(traffic.output, rng),
+            draw_names(traffic.models, rng, _CHUNK).tolist(),
+            draw_names(traffic.origins, rng, _CHUNK).tolist(),
+            draw_names(traffic.tiers, rng, _CHUNK).tolist(),
+            traffic.prompt.draw(rng, _CHUNK).tolist(),
+            traffic.output.draw(rng, _CHUNK).tolist(),
             strict=True,
         )
 
 
-def _choices(shares: Mapping[NameT, float], rng: np.random.Generator) -> list[NameT]:
-    names, weights = list(shares), np.array(list(shares.values()))
-    return [names[index] for index in rng.choice(len(names), _CHUNK, p=weights / weights.sum())]
+def draw_names(shares: Mapping[NameT, float], rng: np.random.Generator, count: int) -> npt.NDArray[np.object_]:
+    """So many of the names, by their shares."""
+    names, weights = np.array(list(shares), dtype=object), np.array(list(shares.values()))
+    return names[rng.choice(len(names), count, p=weights / weights.sum())]
 
 
-def _lengths(lengths: Lengths, rng: np.random.Generator) -> list[int]:
-    drawn: npt.NDArray[np.float64] = rng.lognormal(math.log(lengths.median), lengths.spread, _CHUNK)
-    whole: list[int] = np.clip(np.rint(drawn), 1, lengths.most).astype(int).tolist()
-    return whole
+def _normal(deviations: float) -> float:
+    """The share of a normal distribution that lies below."""
+    return math.erfc(-deviations / math.sqrt(2)) / 2

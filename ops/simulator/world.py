@@ -1,30 +1,40 @@
 """The world: requests come from regions, go where the live service's own policies send them, and are counted.
 
-    request --> choose_route on a view --> over the network --> a server --> back over the network
-       |                                                           ^
-       +-- NIW --> queue --> choose_releases at each signal -------+
+    request --> choose_admission --> choose_route on a view --> over the network --> a server --> back over the network
+       |                                  ^                          |
+       |                                  +------ it is gone --------+
+       +-- NIW --> queue --> choose_releases at each signal ---> (the same way)
 
-A view of all instances is taken every `view_s` and is up to that old when it is used, but for what was sent since.
+A view of all instances is up to `view_s` old when it is used, but for what was sent since.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
-from controlplane.policies.decisions import NoRoute
-from controlplane.policies.facts import InstanceFacts, RoutingFacts
+from controlplane.policies.admission import AdmissionSettings, choose_admission
+from controlplane.policies.decisions import NoRoute, Refuse
+from controlplane.policies.facts import AdmissionFacts, Endpoint, InstanceFacts, Objective, RoutingFacts
 from controlplane.policies.facts import Tier as PolicyTier
 from controlplane.policies.release import ReleaseSettings
 from controlplane.policies.routing import RoutingSettings, choose_preference, choose_route
 from dataplane.messages import Tier
 from dataplane.turns.tiers import TIER_TARGETS
 from ops.simulator.deferred import Deferred
+from ops.simulator.demand import Demand
 from ops.simulator.events import EventLog, Events, Kind
 from ops.simulator.measures import Tally
+from ops.simulator.recorder import STEP_S, Recorder
 from ops.simulator.requests import Request, Served, Target
+from ops.simulator.usage import Usage
 
-ARRIVED, ROUTED, ENDED, FAILED, RELEASED = range(5)
+ARRIVED, ROUTED, ENDED, FAILED, RELEASED, INTERRUPTED = range(6)
 """Codes of the event log."""
+
+_ATTEMPTS_MAX = 3
+_TOLD_EVERY = 1024
+_TIERS = {tier.value: tier for tier in PolicyTier}
 
 
 class Server(Protocol):
@@ -52,7 +62,9 @@ class Server(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class WorldSettings:
-    """`latencies_ms`: one way, by origin and destination; what is not there, and within a region, takes no time."""
+    """`latencies_ms`: one way, by origin and destination; what is not there, and within a region, takes no time.
+    `learn_s`: requests before this moment are counted as demand, not served. `admission` None: all are let in.
+    """
 
     regions: tuple[str, ...]
     latencies_ms: Mapping[tuple[str, str], float] = field(default_factory=dict)
@@ -60,97 +72,147 @@ class WorldSettings:
         default_factory=lambda: {t: Target(ttft_s=x.ttft_s, tbt_s=x.tbt_s) for t, x in TIER_TARGETS.items()}
     )
     view_s: float = 1.0
+    learn_s: float = 0.0
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     release: ReleaseSettings = field(default_factory=ReleaseSettings)
+    admission: AdmissionSettings | None = None
 
 
 class World:
-    """Runs traffic through servers. `servers` are by instance id; one may stand under several."""
+    """Runs traffic through servers. `servers`: each one that ever stood in it, once. `endpoints`: those recorded."""
 
-    def __init__(self, settings: WorldSettings, events: Events, traffic: Iterator[Request]) -> None:
+    def __init__(
+        self, settings: WorldSettings, events: Events, traffic: Iterator[Request], endpoints: Iterable[Endpoint] = ()
+    ) -> None:
         self.settings = settings
         self.events = events
         self.log = EventLog()
+        self.demand = Demand()
+        self.usage = Usage()
+        self.recorder = Recorder(endpoints, self.usage, self.demand)
+        self.deferred = Deferred(settings.release, settings.targets["NIW"].ttft_s)
+        self.servers: dict[Server, None] = {}
         self.tallies: dict[tuple[str, Tier], Tally] = {}
         self.failures: dict[str, int] = {}
         self.in_flight = 0
         self.arrived = 0
         self.request_seconds = 0.0
         """The time-integral of the requests in the system."""
-        self._counted_s = 0.0
+        self._counted_s = settings.learn_s
         self._traffic = traffic
         self._coming: Request | None = None
-        self._servers: dict[str, Server] = {}
+        self._present: dict[str, Server] = {}
+        self._of_model: dict[str, dict[Server, None]] = {}
         self._places: dict[str, int] = {}
         self._views: dict[str, dict[str, InstanceFacts]] = {}
-        self._deferred = Deferred(settings.release, settings.targets["NIW"].ttft_s)
         self._preferences: dict[str, tuple[str, ...]] = {}
 
-    @property
-    def servers(self) -> list[Server]:
-        """Each of them once."""
-        return list({id(server): server for server in self._servers.values()}.values())
+    # Servers come and go.
 
     def place(self, server: Server) -> None:
         """Put a server into the world, under the ids of its instances."""
+        self.servers[server] = None
         for report in server.reports():
-            assert report.instance_id not in self._servers
-            self._servers[report.instance_id] = server
-            self._places[report.instance_id] = len(self._places)
+            assert report.instance_id not in self._present
+            self._present[report.instance_id] = server
+            self._of_model.setdefault(report.endpoint.model, {})[server] = None
+            self._places.setdefault(report.instance_id, len(self._places))
+
+    def withdraw(self, server: Server) -> None:
+        """Send it nothing more; it may have been withdrawn before. What is on the way there is sent elsewhere."""
+        for report in server.reports():
+            self._present.pop(report.instance_id, None)
+            self._of_model.get(report.endpoint.model, {}).pop(server, None)
+
+    # Time passes.
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing comes any more and nothing is in the system."""
+        return self._coming is None and not self.in_flight
 
     def run(self) -> Iterator[float]:
-        """Run until all that came is over; now and then the time is told."""
-        self._read()
-        self.events.at(0.0, Kind.TICK, self._tick)
-        self._take_view()
-        while self.events.run_next():
-            if self.events.count % 1024 == 0:
+        """Learn, then serve until all that came is over; now and then the time is told."""
+        yield from self._learn()
+        begins_s = self.events.now_s = self.settings.learn_s
+        self.usage.begin(begins_s)
+        self.recorder.begin(begins_s)
+        self.events.at(begins_s, Kind.TICK, self._tick)
+        self.events.at(begins_s + STEP_S, Kind.TICK, self._close_step)
+        while not self.over:
+            self.events.run_next()
+            if self.events.count % _TOLD_EVERY == 0:
                 yield self.events.now_s
-        assert not self.in_flight
         self._count(0)
 
-    def ended(self, served: Served) -> None:
-        """The last token of a request is out."""
-        self.log.note(self.events.now_s, ENDED, served.request.number, served.in_time)
-        self._count(-1)
-        self._tally(served.request).add(served)
+    def _learn(self) -> Iterator[float]:
+        """Count the demand of the past, up to the first request that is served."""
+        for number, request in enumerate(self._traffic):
+            if request.arrived_s >= self.settings.learn_s:
+                self._expect(request)
+                return
+            if request.tier != "NIW":
+                self.demand.count(request)
+            if number % _TOLD_EVERY == 0:
+                yield request.arrived_s
 
-    def _read(self) -> None:
-        """Ask for the next arrival."""
-        request = self._coming = next(self._traffic, None)
+    def _tick(self) -> None:
+        """Instances report, and deferred requests go where there is room."""
+        self._views.clear()
+        now_s = self.events.now_s
+        for request in self.deferred.expire(now_s):
+            self._fail(request, "its deadline passed while it waited")
+        if any(waits for waits, _ in self.deferred.waiting(now_s).values()):
+            instances = tuple(one for model in self._of_model for one in self.view(model).values())
+            for request, region in self.deferred.release(instances, now_s):
+                self.log.note(now_s, RELEASED, request.number)
+                self.demand.count_deferred(request, region, now_s)
+                self._send(request, region)
+        self.events.at(now_s + self.settings.view_s, Kind.TICK, self._tick)
+
+    def _close_step(self) -> None:
+        now_s = self.events.now_s
+        views = {model: self.view(model) for model in self._of_model}
+        self.recorder.close(now_s, views, self.deferred.waiting(now_s))
+        self.events.at(now_s + STEP_S, Kind.TICK, self._close_step)
+
+    # A request, from its arrival to its end.
+
+    def _expect(self, request: Request | None) -> None:
+        self._coming = request
         if request is not None:
-            self.events.at(request.arrived_s, Kind.ARRIVAL, lambda: self._arrive(request))
+            self.events.at(request.arrived_s, Kind.ARRIVAL, partial(self._arrive, request))
 
     def _arrive(self, request: Request) -> None:
         self.log.note(self.events.now_s, ARRIVED, request.number)
         self.arrived += 1
         self._count(1)
         if request.tier == "NIW":
-            self._deferred.add(request)
+            self.deferred.add(request)
         else:
-            self._route(request, self._preference(request.origin))
-        self._read()
+            self.demand.count(request)
+            self._admit(request)
+        self._expect(next(self._traffic, None))
 
-    def _route(self, request: Request, preference: tuple[str, ...], within: str | None = None) -> None:
-        """Send a request where the policy says. `within`: only there, in this region."""
-        view = self._views.get(request.model, {})
-        target = self.settings.targets[request.tier]
-        facts = RoutingFacts(
-            model=request.model,
-            tier=PolicyTier(request.tier),
-            tokens=request.prompt_tokens + request.output_tokens,
-            preference=preference,
-            instances=tuple(one for one in view.values() if within is None or one.endpoint.region == within),
-            ttft_s=target.ttft_s,
-        )
+    def _admit(self, request: Request) -> None:
+        """Let an interactive request in, or refuse it."""
+        settings, target = self.settings.admission, self.settings.targets[request.tier]
+        if settings is not None:
+            objective = Objective(ttft_s=target.ttft_s, tbt_s=target.tbt_s)
+            facts = AdmissionFacts(routing=self._facts(request), objective=objective)
+            if isinstance(choose_admission(facts, self.events.now_s, settings), Refuse):
+                self._fail(request, "refused: no instance would have begun it in time")
+                return
+        self._send(request)
+
+    def _send(self, request: Request, within: str | None = None, tried: frozenset[str] = frozenset()) -> None:
+        """Send a request where the policy says. `within`: only there, in this region. `tried`: not there again."""
+        facts = self._facts(request, within, tried)
         route = choose_route(facts, self.events.now_s, self.settings.routing)
         if isinstance(route, NoRoute):
             self._fail(request, route.reason)
             return
-        server = self._servers[route.instance_id]
-        if not server.fits(request):
-            self._fail(request, "longer than an instance's KV memory")
-            return
+        view = self._views[request.model]
         one = view[route.instance_id]
         view[route.instance_id] = replace(
             one,
@@ -158,28 +220,42 @@ class World:
             sent_input_tokens=one.sent_input_tokens + request.prompt_tokens,
         )
         self.log.note(self.events.now_s, ROUTED, request.number, self._places[route.instance_id])
-        there_s = self._travel_s(request.origin, route.region)
-        served = Served(request=request, target=target, back_s=self._travel_s(route.region, request.origin))
-        if there_s:
-            self.events.at(self.events.now_s + there_s, Kind.ARRIVAL, lambda: server.submit(served))
+        target, back_s = self.settings.targets[request.tier], self._travel_s(route.region, request.origin)
+        served = Served(request=request, target=target, back_s=back_s)
+        deliver = partial(self._deliver, served, route.instance_id, within, tried)
+        if there_s := self._travel_s(request.origin, route.region):
+            self.events.at(self.events.now_s + there_s, Kind.ARRIVAL, deliver)
+        else:
+            deliver()
+
+    def _deliver(self, served: Served, instance_id: str, within: str | None, tried: frozenset[str]) -> None:
+        """A request is at its instance, which takes it in unless it is gone since the view was taken."""
+        request, server = served.request, self._present.get(instance_id)
+        tried |= {instance_id}
+        if server is None and len(tried) < _ATTEMPTS_MAX:
+            self._send(request, within, tried)
+        elif server is None:
+            self._fail(request, f"{_ATTEMPTS_MAX} instances were gone when it came there")
+        elif not server.fits(request):
+            self._fail(request, "longer than an instance's KV memory")
         else:
             server.submit(served)
 
-    def _tick(self) -> None:
-        """Take a view, and let deferred requests go where there is room."""
-        self._take_view()
-        instances = tuple(one for view in self._views.values() for one in view.values())
-        for request, region in self._deferred.release(instances, self.events.now_s):
-            self.log.note(self.events.now_s, RELEASED, request.number)
-            self._route(request, (region,), within=region)
-        if self._coming or self.in_flight:
-            self.events.at(self.events.now_s + self.settings.view_s, Kind.TICK, self._tick)
+    def ended(self, served: Served) -> None:
+        """The last token of a request is out."""
+        self.log.note(self.events.now_s, ENDED, served.request.number, served.in_time)
+        self._count(-1)
+        self._tally(served.request).add(served)
+        self.recorder.ended(served)
 
-    def _take_view(self) -> None:
-        self._views.clear()
-        for server in self.servers:
-            for report in server.reports():
-                self._views.setdefault(report.endpoint.model, {})[report.instance_id] = report
+    def begin_anew(self, served: Served) -> None:
+        """A request has lost its instance, and what it had made there."""
+        request = served.request
+        self.log.note(self.events.now_s, INTERRUPTED, request.number)
+        if request.tier == "NIW":
+            self.deferred.put_back(request)
+        else:
+            self._send(request)
 
     def _fail(self, request: Request, reason: str) -> None:
         self.log.note(self.events.now_s, FAILED, request.number)
@@ -187,13 +263,27 @@ class World:
         self._tally(request).fail(request)
         self.failures[reason] = self.failures.get(reason, 0) + 1
 
-    def _tally(self, request: Request) -> Tally:
-        return self.tallies.setdefault((request.model, request.tier), Tally())
+    # What is known, and what is counted.
 
-    def _count(self, change: int) -> None:
-        now_s = self.events.now_s
-        self.request_seconds += self.in_flight * (now_s - self._counted_s)
-        self.in_flight, self._counted_s = self.in_flight + change, now_s
+    def view(self, model: str) -> dict[str, InstanceFacts]:
+        """The instances of a model, by id, as of the first look since the last tick."""
+        if model not in self._views:
+            servers = self._of_model.get(model, {})
+            reports = (report for server in servers for report in server.reports() if report.endpoint.model == model)
+            self._views[model] = {report.instance_id: report for report in reports}
+        return self._views[model]
+
+    def _facts(self, request: Request, within: str | None = None, tried: frozenset[str] = frozenset()) -> RoutingFacts:
+        view = self.view(request.model).values()
+        return RoutingFacts(
+            model=request.model,
+            tier=_TIERS[request.tier],
+            tokens=request.prompt_tokens + request.output_tokens,
+            preference=self._preference(request.origin) if within is None else (within,),
+            instances=tuple(one for one in view if within is None or one.endpoint.region == within),
+            excluded=tried,
+            ttft_s=self.settings.targets[request.tier].ttft_s,
+        )
 
     def _preference(self, origin: str) -> tuple[str, ...]:
         if origin not in self._preferences:
@@ -203,3 +293,11 @@ class World:
 
     def _travel_s(self, origin: str, destination: str) -> float:
         return self.settings.latencies_ms.get((origin, destination), 0.0) / 1000
+
+    def _tally(self, request: Request) -> Tally:
+        return self.tallies.setdefault((request.model, request.tier), Tally())
+
+    def _count(self, change: int) -> None:
+        now_s = self.events.now_s
+        self.request_seconds += self.in_flight * (now_s - self._counted_s)
+        self.in_flight, self._counted_s = self.in_flight + change, now_s

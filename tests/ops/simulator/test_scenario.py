@@ -1,6 +1,5 @@
 """Scenario files, the traffic they make, and the command."""
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from forecasts.importers.lines import DemandFileError
 from ops.cli import app
 from ops.commands.api import CommandError
 from ops.simulator.measures import Histogram
 from ops.simulator.scenario import ScenarioError, load_scenario
-from ops.simulator.traces import read_aegaeon, read_azure
 from ops.simulator.traffic import Burst, Generated, Lengths, generate, zipf
 
 SMALL = Path(__file__).parents[3] / "ops" / "scenarios" / "simulate-small.toml"
@@ -40,7 +37,7 @@ def test_the_example_is_one() -> None:
     ("before", "after", "said"),
     [
         ("seed = 1 ", "sed = 1 ", "sed: Extra inputs are not permitted"),
-        ("rate_per_s = 8.0", "rate_per_s = -1", "traffic.generated.rate_per_s: Input should be greater than 0"),
+        ("rate_per_s = 8.0", "rate_per_s = -1", "traffic.rate_per_s: Input should be greater than 0"),
         ('kind = "generated"', 'kind = "made-up"', "traffic: Input tag 'made-up'"),
         (
             'model = "large", region = "eu-west"',
@@ -48,8 +45,18 @@ def test_the_example_is_one() -> None:
             "fleet.instances.1.model: no model",
         ),
         ('"us-east > eu-west"', '"us-east to eu-west"', "latencies_ms.us-east to eu-west: must be"),
-        ('serving = "dedicated"', 'serving = "pooled"', "fleet: Value error, serving = 'pooled' needs prefill_slots"),
+        ('serving = "dedicated"', 'serving = "pooled"', "fleet: serving = 'pooled' needs prefill_slots"),
         ("{ us-east = 2, eu-west = 1 }", "{ us-east = 0 }", "origins: at least one share must be over 0"),
+        (
+            'regions = ["us-east", "eu-west"]',
+            'regions = ["us-east", "eu-west", "eu-west"]',
+            "regions: a name is there twice",
+        ),
+        ("duration_s = 600", "duration_s = 1e300", "traffic.duration_s: Input should be less than"),
+        ("cv = 1.5", "cv = 1e200", "traffic.cv: Input should be less than"),
+        ("cv = 1.5", "cv = 1e-200", "traffic.cv: Input should be greater than"),
+        ("spread = 1.0", "spread = 60", "_tokens.spread: Input should be less than"),
+        ("eu-west = 1 }", "eu-west = 1e308 }", "traffic.origins.eu-west: Input should be less than"),
         ("[fleet]", "[fleet", "is not TOML"),
     ],
 )
@@ -100,32 +107,6 @@ def test_a_burst_multiplies_the_rate() -> None:
     assert np.sum(times_s < 1000) == pytest.approx(2000, rel=0.1)
 
 
-def test_recordings_are_read_as_requests(tmp_path: Path) -> None:
-    azure = tmp_path / "azure.csv.gz"
-    azure.write_bytes(
-        gzip.compress(
-            b"TIMESTAMP,ContextTokens,GeneratedTokens\n"
-            b"2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:05.4799600,3180,0\n"
-        )
-    )
-    first, second = read_azure(azure, model="m", origin="r", tier="IW-N")
-    assert (first.arrived_s, first.prompt_tokens, first.output_tokens) == (0.0, 4808, 10)
-    assert second.arrived_s == pytest.approx(1.5)
-    assert second.output_tokens == 1
-    aegaeon = tmp_path / "workloads.csv"
-    aegaeon.write_text(
-        "workload,request_time,model_name,input_len,output_len\n"
-        "one,00:00:00.418,synth_model_08,168,416\ntwo,00:01:03.071,synth_model_01,619,503\n"
-    )
-    (request,) = read_aegaeon(aegaeon, "two", origin="r", tier="IW-F")
-    assert (request.number, request.arrived_s, request.model) == (0, 63.071, "synth_model_01")
-    with pytest.raises(DemandFileError, match="has no workload three"):
-        list(read_aegaeon(aegaeon, "three", origin="r", tier="IW-F"))
-    azure.write_bytes(gzip.compress(b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,1,1\n2023-11-15,1,1\n"))
-    with pytest.raises(DemandFileError, match="line 3: column TIMESTAMP lies before"):
-        list(read_azure(azure, model="m", origin="r", tier="IW-N"))
-
-
 def test_quantiles_are_right_to_one_percent() -> None:
     times_s = np.random.default_rng(1).lognormal(0.0, 2.0, 5000)
     histogram = Histogram()
@@ -154,3 +135,23 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert "none.toml" in str(result.exception)
     with pytest.raises(ScenarioError, match="cannot be read"):
         load_scenario(tmp_path / "nothing.toml")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--json", "nowhere/out.json"], "nowhere/out.json: cannot be written"),
+        (["--report", "nowhere/out.html"], "nowhere/out.html: cannot be written"),
+        (["--save", "saved.toml"], "need --from-live"),
+        (["--set", "planning.learn_s=3600"], "no request came"),
+        (["--trace", "aegaeon:trace.csv", "--set", "traffic.workload=w"], "models of aegaeon need fleet.serving"),
+    ],
+)
+def test_what_cannot_come_to_anything_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("trace.csv").write_text("workload,request_time,model_name,input_len,output_len\nw,00:00:01.0,m_1,5,5\n")
+    result = CliRunner().invoke(app, ["simulate", str(SMALL), *asked])
+    assert isinstance(result.exception, CommandError)
+    assert said in str(result.exception)

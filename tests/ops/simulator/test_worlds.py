@@ -16,9 +16,18 @@ from hypothesis import strategies as st
 import controlplane.policies
 import dataplane.turns
 import ops.simulator
+from controlplane.loops import expected as live_expected
+from controlplane.loops import forecast as live_forecast
+from controlplane.loops import plan as live_plan
+from controlplane.loops import scale as live_scale
+from controlplane.loops import scale_facts as live_scale_facts
+from ops.simulator import loops as sim_loops
+from ops.simulator import planning as sim_planning
 from ops.simulator import world as world_module
-from ops.simulator.run import simulate, traffic_of
+from ops.simulator.formats import traffic_of
+from ops.simulator.run import simulate
 from ops.simulator.scenario import Scenario
+from tests.ops.simulator.scaled import scaled
 
 SMALL = Path(__file__).parents[3] / "ops" / "scenarios" / "simulate-small.toml"
 
@@ -98,17 +107,15 @@ def test_the_same_seed_gives_the_same_log_and_another_seed_another(serving: str)
     assert one.world.log.digest == same.world.log.digest
     assert one.world.log.digest != other.world.log.digest
     volatile = {"seconds", "requests_per_s"}
-    assert {k: v for k, v in one.document().items() if k not in volatile} == {
-        k: v for k, v in same.document().items() if k not in volatile
-    }
+    assert one.result.model_dump(exclude=volatile) == same.result.model_dump(exclude=volatile)
 
 
 def test_what_fits_nowhere_fails_and_is_counted() -> None:
     scenario = scenario_of("dedicated", kv_bytes=200_000 * 400)
     outcome = simulate(scenario)
-    document = outcome.document()
-    assert document["failures"] == {"longer than an instance's KV memory": sum(r["failed"] for r in document["rows"])}
-    assert 0 < sum(r["failed"] for r in document["rows"]) < document["requests"]
+    failed = sum(row.failed for row in outcome.result.rows)
+    assert outcome.result.failures == {"longer than an instance's KV memory": failed}
+    assert 0 < failed < outcome.result.requests
 
 
 def modules_of(package: ModuleType) -> list[ModuleType]:
@@ -120,6 +127,21 @@ def defined(module: ModuleType) -> set[str]:
     tree = ast.parse(inspect.getsource(module))
     kinds = (ast.FunctionDef, ast.ClassDef)
     return {node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")}
+
+
+def test_what_decides_in_the_loops_is_the_live_loops_own() -> None:
+    """Each function of the policies that a live loop calls under this name is the very one the simulator calls."""
+    pairs = [
+        (live_scale, sim_loops, ("choose_scaling", "choose_slots", "moved_endpoints")),
+        (live_scale_facts, sim_loops, ("kind_for", "utilization_of")),
+        (live_scale_facts, sim_planning, ("forecast_at",)),
+        (live_expected, sim_planning, ("demand_to_plan",)),
+        (live_plan, sim_planning, ("choose_placement",)),
+        (live_forecast, sim_planning, ("forecast_peak",)),
+    ]
+    for live, simulated, names in pairs:
+        for name in names:
+            assert getattr(live, name) is getattr(simulated, name), name
 
 
 def test_no_policy_is_written_twice() -> None:
@@ -134,8 +156,8 @@ def test_no_policy_is_written_twice() -> None:
             if name.startswith("choose_") and name in policies:
                 assert any(value is policy for policy in policies[name]), f"{module.__name__}.{name}"
                 used.add(name)
-    routing = {"choose_route", "choose_preference", "choose_releases", "choose_backoff"}
-    assert used >= routing | {"choose_turn", "choose_group"}
+    routing = {"choose_route", "choose_preference", "choose_releases", "choose_backoff", "choose_admission"}
+    assert used >= routing | {"choose_turn", "choose_group"} | {"choose_scaling", "choose_slots", "choose_placement"}
 
 
 @pytest.mark.parametrize(
@@ -144,6 +166,16 @@ def test_no_policy_is_written_twice() -> None:
         ("dedicated", "ops.simulator.world.choose_route"),
         ("dedicated", "ops.simulator.deferred.choose_releases"),
         ("dedicated", "ops.simulator.dedicated.choose_turn"),
+        ("scaled", "ops.simulator.world.choose_admission"),
+        ("scaled", "ops.simulator.loops.choose_scaling"),
+        ("scaled", "ops.simulator.loops.choose_slots"),
+        ("scaled", "ops.simulator.loops.kind_for"),
+        ("scaled", "ops.simulator.loops.utilization_of"),
+        ("scaled", "ops.simulator.loops.moved_endpoints"),
+        ("scaled", "ops.simulator.planning.choose_placement"),
+        ("scaled", "ops.simulator.planning.demand_to_plan"),
+        ("scaled", "ops.simulator.planning.forecast_at"),
+        ("scaled", "ops.simulator.planning.forecast_peak"),
         ("pooled", "ops.simulator.world.choose_route"),
         ("pooled", "dataplane.engines.slot_engine.choose_turn"),
         ("pooled", "dataplane.dispatch.choose_prefill_slot"),
@@ -157,8 +189,9 @@ def test_the_policies_decide(serving: str, where: str, monkeypatch: pytest.Monke
         raise AskedError
 
     monkeypatch.setattr(where, ask)
+    scenario = scaled(policy={"admission": True}) if serving == "scaled" else scenario_of(serving, seconds=10.0)
     with pytest.raises(AskedError):
-        simulate(scenario_of(serving, seconds=10.0))
+        simulate(scenario)
 
 
 def test_a_view_counts_what_was_sent_since(monkeypatch: pytest.MonkeyPatch) -> None:

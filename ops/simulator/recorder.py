@@ -1,0 +1,123 @@
+"""The series of a run: one value a step for each endpoint, queue and tier, in memory that grows with the steps only."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from controlplane.policies.facts import Endpoint, InstanceFacts
+from controlplane.policies.routing import utilization_of
+from ops.simulator.demand import Demand
+from ops.simulator.measures import Histogram
+from ops.simulator.requests import Served
+from ops.simulator.results import EndpointSeries, QueueSeries, Series, State, TierSeries
+from ops.simulator.usage import Usage, Use
+
+STEP_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What the plan in force says of an endpoint: the demand it counts on at its peak, and instances."""
+
+    forecast: float
+    instances: int
+
+
+@dataclass(kw_only=True)
+class _Endpoint:
+    """An endpoint's lists. `counts`: by state, and by kind where it serves; short where nothing came later."""
+
+    demand: list[float] = field(default_factory=list)
+    forecast: list[float | None] = field(default_factory=list)
+    planned: list[int | None] = field(default_factory=list)
+    counts: dict[tuple[State, str], list[float]] = field(default_factory=dict)
+    utilization: list[float | None] = field(default_factory=list)
+
+
+class Recorder:
+    """Closes a step at a time. `endpoints`: those that are told, from the beginning."""
+
+    def __init__(self, endpoints: Iterable[Endpoint], usage: Usage, demand: Demand) -> None:
+        self.planned: Callable[[], Mapping[Endpoint, Planned]] = dict
+        self._start_s = 0.0
+        self._steps = 0
+        self._usage = usage
+        self._demand = demand
+        self._endpoints = {endpoint: _Endpoint() for endpoint in sorted(endpoints)}
+        self._queues: dict[str, list[tuple[int, float]]] = {}
+        self._tiers: dict[str, list[tuple[int, float | None]]] = {}
+        self._first_tokens: dict[str, Histogram] = {}
+        self._before: Mapping[Use, float] = {}
+
+    def begin(self, now_s: float) -> None:
+        """The first step begins, at a whole minute."""
+        self._start_s = now_s
+
+    def ended(self, served: Served) -> None:
+        """A request was served."""
+        self._first_tokens.setdefault(served.request.tier, Histogram()).add(served.ttft_s)
+
+    def close(
+        self, now_s: float, views: Mapping[str, Mapping[str, InstanceFacts]], queues: Mapping[str, tuple[int, float]]
+    ) -> None:
+        """A step is over. `queues`: by model, how many wait and the age of the oldest."""
+        seconds = self._usage.seconds(now_s)
+        planned = self.planned()
+        for endpoint, lists in self._endpoints.items():
+            here = [one for one in views.get(endpoint.model, {}).values() if one.endpoint == endpoint]
+            plan = planned.get(endpoint)
+            lists.demand.append(self._demand.mean(endpoint, since_s=now_s - STEP_S, until_s=now_s))
+            lists.forecast.append(None if plan is None else plan.forecast)
+            lists.planned.append(None if plan is None else plan.instances)
+            lists.utilization.append(utilization_of(here) if here else None)
+        for use, total_s in seconds.items():
+            key = use.state, use.kind.value if use.state == "serving" else ""
+            column = self._endpoints[use.endpoint].counts.setdefault(key, [])
+            column += [0.0] * (self._steps + 1 - len(column))
+            column[-1] += (total_s - self._before.get(use, 0.0)) / STEP_S
+        for model in {*self._queues, *queues}:
+            lines = self._queues.setdefault(model, [(0, 0.0)] * self._steps)
+            lines.append(queues.get(model, (0, 0.0)))
+        for tier in {*self._tiers, *self._first_tokens}:
+            histogram = self._first_tokens.get(tier, Histogram())
+            p95_s = histogram.quantile(0.95)
+            rows = self._tiers.setdefault(tier, [(0, None)] * self._steps)
+            rows.append((histogram.count, None if math.isnan(p95_s) else p95_s))
+        self._first_tokens.clear()
+        self._before = seconds
+        self._steps += 1
+
+    def series(self) -> Series:
+        """All steps that are over."""
+        return Series(
+            start_s=self._start_s,
+            step_s=STEP_S,
+            endpoints=[self._endpoint(endpoint, lists) for endpoint, lists in self._endpoints.items()],
+            queues=[
+                QueueSeries(model=model, waiting=[waits for waits, _ in lines], age_s=[age_s for _, age_s in lines])
+                for model, lines in sorted(self._queues.items())
+            ],
+            tiers=[
+                TierSeries(tier=tier, ended=[count for count, _ in rows], ttft_p95_s=[p95_s for _, p95_s in rows])
+                for tier, rows in sorted(self._tiers.items())
+            ],
+        )
+
+    def _endpoint(self, endpoint: Endpoint, lists: _Endpoint) -> EndpointSeries:
+        def counts(state: State, kind: str = "") -> list[float]:
+            column = lists.counts.get((state, kind), [])
+            return [*column, *[0.0] * (self._steps - len(column))]
+
+        kinds = sorted(kind for state, kind in lists.counts if state == "serving")
+        return EndpointSeries(
+            model=endpoint.model,
+            region=endpoint.region,
+            demand=lists.demand,
+            forecast=lists.forecast,
+            planned=lists.planned,
+            serving={kind: counts("serving", kind) for kind in kinds},
+            warming=counts("warming"),
+            draining=counts("draining"),
+            spot=counts("spot"),
+            utilization=lists.utilization,
+        )

@@ -1,0 +1,171 @@
+"""What serves in a scenario: the costs of its models, and the servers that stand from beginning to end."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from dataplane.engines.replay import ReplaySettings
+from dataplane.messages import ModelSpec
+from dataplane.profile import GpuProfile, load_gpu_profile
+from dataplane.settings import SlotKind
+from dataplane.turns.decode import DecodeSettings
+from dataplane.turns.prefill import PrefillSettings
+from dataplane.turns.schedule import TurnSettings
+from ops.simulator.costs import InstanceSettings, ModelCosts
+from ops.simulator.multiplexed import multiplexed_gpus
+from ops.simulator.pool import PoolServer
+from ops.simulator.request_level import RequestLevelCluster, SplitCluster
+from ops.simulator.requests import Served
+from ops.simulator.scenario import ModelPart, Scenario
+from ops.simulator.servers import DedicatedServer
+from ops.simulator.world import Server, World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Means:
+    """What instances are made from: the GPU type, what each model costs on it, and how an instance is set up."""
+
+    profile: GpuProfile
+    costs: Mapping[str, ModelCosts]
+    instance: InstanceSettings
+
+
+def means_of(scenario: Scenario, models: Mapping[str, ModelPart]) -> Means:
+    """Read the profile.
+
+    Raises:
+        dataplane.profile.ProfileError: it cannot be used.
+    """
+    fleet, policy = scenario.fleet, scenario.policy
+    profile = load_gpu_profile(fleet.profile)
+    instance = InstanceSettings(
+        kv_bytes=fleet.kv_bytes,
+        batch_max=policy.batch_max,
+        prefill_tokens_per_step_max=policy.prefill_tokens_per_step_max,
+        batching=policy.batching,
+        turns=TurnSettings(
+            prefill=PrefillSettings(order=policy.order, group_requests_max=policy.group_requests_max),
+            decode=DecodeSettings(quota_max_s=policy.quota_max_s),
+        ),
+    )
+    costs = {name: model_costs(name, model, profile) for name, model in models.items()}
+    return Means(profile=profile, costs=costs, instance=instance)
+
+
+def fixed_servers(scenario: Scenario, models: Mapping[str, ModelPart], means: Means, world: World) -> Iterator[Server]:
+    """The servers of a scenario without scaling."""
+    fleet = scenario.fleet
+    profile, costs, instance = means.profile, means.costs, means.instance
+    if fleet.serving == "dedicated":
+        for part in fleet.instances:
+            for number in range(part.count):
+                yield DedicatedServer(
+                    f"{part.region}/{part.model}/{part.kind}/{number}",
+                    part.region,
+                    costs[part.model],
+                    instance,
+                    gpu_type=profile.gpu_type,
+                    events=world.events,
+                    ended=world.ended,
+                    kind=part.kind,
+                )
+        return
+    for region in scenario.regions:
+        if fleet.serving == "request-level":
+            yield _request_level(scenario, region, costs, instance, profile.gpu_type, world)
+        else:
+            replay = _replay(scenario, means)
+            specs = [_spec(name, model) for name, model in models.items()]
+            if fleet.serving == "static":
+                yield from multiplexed_gpus(
+                    region,
+                    fleet.gpus,
+                    specs,
+                    replay,
+                    models_max=fleet.models_per_gpu,
+                    events=world.events,
+                    ended=world.ended,
+                )
+                continue
+            kinds: list[SlotKind] = ["prefill"] * fleet.prefill_slots
+            kinds += ["decode"] * fleet.decode_slots
+            kinds += ["both"] * fleet.both_slots
+            yield PoolServer(
+                f"{region}/pool",
+                region,
+                kinds,
+                specs,
+                replay,
+                events=world.events,
+                ended=world.ended,
+            )
+
+
+def _replay(scenario: Scenario, means: Means) -> ReplaySettings:
+    fleet, policy = scenario.fleet, scenario.policy
+    assert fleet.weights_bytes is not None
+    return ReplaySettings(
+        profile=means.profile,
+        weights_bytes=fleet.weights_bytes,
+        kv_bytes=fleet.kv_bytes,
+        batch_max=policy.batch_max,
+        prefill_tokens_per_step_max=policy.prefill_tokens_per_step_max,
+        prefetch=policy.prefetch,
+        turns=means.instance.turns,
+    )
+
+
+def _request_level(
+    scenario: Scenario,
+    region: str,
+    costs: Mapping[str, ModelCosts],
+    settings: InstanceSettings,
+    gpu_type: str,
+    world: World,
+) -> Server:
+    fleet = scenario.fleet
+
+    def cluster(name: str, gpus: int, ended: Callable[[Served], None], *, hands_over: bool) -> RequestLevelCluster:
+        return RequestLevelCluster(
+            f"{region}/{name}",
+            region,
+            gpus,
+            costs,
+            replace(settings, hands_over=hands_over),
+            gpu_type=gpu_type,
+            events=world.events,
+            ended=ended,
+            switching=scenario.policy.switching,
+        )
+
+    if fleet.gpus:
+        return cluster("gpus", fleet.gpus, world.ended, hands_over=False)
+    decode = cluster("decode", fleet.decode_slots, world.ended, hands_over=False)
+
+    def prefilled(served: Served) -> None:
+        if served.left:
+            decode.submit(served)
+        else:
+            world.ended(served)
+
+    return SplitCluster(cluster("prefill", fleet.prefill_slots, prefilled, hands_over=True), decode)
+
+
+def model_costs(name: str, model: ModelPart, profile: GpuProfile) -> ModelCosts:
+    """What a model costs on a GPU type."""
+    return ModelCosts(
+        name=name,
+        latency=profile.nearest_model(model.weights_bytes).latency,
+        weights_bytes=model.weights_bytes,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        bytes_per_s=profile.pcie_bytes_per_s * profile.transfer_efficiency,
+    )
+
+
+def _spec(name: str, model: ModelPart) -> ModelSpec:
+    return ModelSpec(
+        name=name,
+        path="-",
+        weights_bytes=model.weights_bytes,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        context_tokens=model.context_tokens,
+    )

@@ -1,0 +1,46 @@
+"""Small scenarios whose instances come and go."""
+
+from pathlib import Path
+from typing import Any
+
+from ops.simulator.scenario import Scenario
+
+PROFILE = Path(__file__).parents[3] / "ops" / "profiles" / "h800.toml"
+REGIONS = ["east", "west"]
+
+
+def scaled(strategy: str = "lt-i", **changes: Any) -> Scenario:
+    """Two models in two regions. `changes`: tables, or keys of tables."""
+    document: dict[str, Any] = {
+        "name": "scaled",
+        "regions": REGIONS,
+        "latencies_ms": {"east > west": 30, "west > east": 50},
+        "traffic": {
+            "kind": "generated",
+            "rate_per_s": 1.0,
+            "duration_s": 900.0,
+            "cv": 2.0,
+            "origins": {"east": 2, "west": 1},
+            "tiers": {"IW-F": 2, "IW-N": 1, "NIW": 1},
+            "prompt_tokens": {"median": 600, "most": 2000},
+            "output_tokens": {"median": 150, "most": 300},
+        },
+        "models": [
+            {"name": name, "weights_bytes": 15 * 10**9, "kv_bytes_per_token": 800_000, "tokens_per_s": rate}
+            for name, rate in (("a", 400.0), ("b", 600.0))
+        ],
+        "fleet": {
+            "serving": "dedicated",
+            "profile": str(PROFILE),
+            "kv_bytes": 3 * 10**9,
+            "instances": [{"model": model, "region": region, "count": 1} for model in ("a", "b") for region in REGIONS],
+            "nodes": [{"region": region, "count": 2, "slots": 3} for region in REGIONS],
+        },
+        "policy": {"batching": "prefill-first"},
+        "scaling": {"strategy": strategy, "instances_min": 1, "instances_max": 4, "cooldown_s": 15},
+        "planning": {"learn_s": 300, "forecasters": ["last hour's maximum"]},
+        "provisioning": {"spot_same_s": 20, "spot_other_s": 60, "local_s": 60, "remote_s": 300},
+    }
+    for table, keys in changes.items():
+        document[table] = {**document[table], **keys} if isinstance(keys, dict) and table in document else keys
+    return Scenario.model_validate(document)

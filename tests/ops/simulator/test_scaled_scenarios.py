@@ -1,0 +1,100 @@
+"""Scenarios with [scaling]: the example, errors that name the key, and what is written of a run."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from ops.cli import app
+from ops.commands.api import CommandError
+from ops.simulator.results import ResultError, read_result
+from ops.simulator.run import simulate
+from ops.simulator.scenario import ScenarioError, load_scenario
+from tests.ops.simulator.scaled import scaled
+
+SCENARIOS = Path(__file__).parents[3] / "ops" / "scenarios"
+EXAMPLE = SCENARIOS / "simulate-scaled.toml"
+
+
+def changed(tmp_path: Path, *changes: tuple[str, str]) -> Path:
+    text = EXAMPLE.read_text()
+    for before, after in changes:
+        assert before in text
+        text = text.replace(before, after)
+    path = tmp_path / "scenario.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", ["simulate-scaled.toml", "strategies.toml"])
+def test_the_examples_are_some(name: str) -> None:
+    scenario = load_scenario(SCENARIOS / name)
+    assert scenario.scaling is not None
+    assert scenario.with_strategy("chiron").scaling.strategy == "chiron"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ('strategy = "lt-i"', 'strategy = "lt-x"', "scaling.strategy: Input should be 'lt-i'"),
+        ("instances_max = 6", "instances_max = 1", "scaling: instances_min 2 is above instances_max 1"),
+        ("instances_max = 6", "out_above = 0.2", "scaling: need 0 <= in_below < out_above <= 1"),
+        ('"ARIMA", "Theta"', '"ARIMAX"', "planning: forecasters: 'ARIMAX' is none of"),
+        ("learn_s = 14_400 ", "learn_s = 14_401 ", "planning.learn_s: Input should be a multiple of 60"),
+        ("local_s = 600", "local_s = -1", "provisioning.local_s: Input should be greater than or equal to 0"),
+        ("remote_s = 7200", "weights = { huge = [] }", "provisioning.weights: 'huge' is none of large"),
+        ("remote_s = 7200", 'weights = { large = ["x"] }', "provisioning.weights.large: 'x' is none of us-central"),
+        ("tokens_per_s = 700 ", "gpus = 1 ", "models.0.tokens_per_s: is needed where [scaling] is"),
+        ('{ region = "us-west", count = 2, slots = 4 }', '{ region = "us-wst" }', "fleet.nodes.2.region: 'us-wst' is"),
+        (
+            "at_s = 21_600",
+            "rate_per_day = 1\nat_s = 1",
+            "failures.0: exactly one of at_s and rate_per_day",
+        ),
+        ("at_s = 21_600", "", "failures.0: exactly one of at_s and rate_per_day"),
+    ],
+)
+def test_errors_name_the_key(tmp_path: Path, before: str, after: str, said: str) -> None:
+    with pytest.raises(ScenarioError) as caught:
+        load_scenario(changed(tmp_path, (before, after)))
+    assert said in str(caught.value)
+
+
+def test_instances_and_nodes_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    crowded = load_scenario(changed(tmp_path, ('region = "us-east", count = 3', 'region = "us-east", count = 9')))
+    with pytest.raises(ScenarioError, match=r"fleet.instances: 1 of large: GPUs full in us-east: 0 of 8"):
+        simulate(crowded)
+    with pytest.raises(ScenarioError, match=r"failures.0.node: us-east has 2 nodes"):
+        simulate(load_scenario(changed(tmp_path, ("node = 0", "node = 2"))))
+    with pytest.raises(ValidationError, match=r"needs fleet\.serving = 'dedicated' and fleet\.nodes"):
+        scaled(fleet={"nodes": []})
+    with pytest.raises(ValidationError, match=r"failures: need \[scaling\]"):
+        scaled(scaling=None, failures=[{"region": "east", "at_s": 1.0, "down_s": 1.0}])
+
+
+def test_the_command_takes_a_policy_and_writes_what_can_be_read(tmp_path: Path) -> None:
+    path = changed(tmp_path, ("duration_s = 25_200 ", "duration_s = 900 "), ("learn_s = 14_400 ", "learn_s = 600 "))
+    out = tmp_path / "out.json"
+    result = CliRunner().invoke(app, ["simulate", str(path), "--policy", "reactive", "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    read = read_result(out)
+    assert read.strategy == "reactive"
+    assert read.event_log_hash in result.stdout
+    assert read.totals.starts["present"] == 7
+    assert len(read.series.endpoints) == 3
+    out.write_text(out.read_text().replace('"slots"', '"slot"', 1))
+    with pytest.raises(ResultError, match=r"out.json: slots?: "):
+        read_result(out)
+    out.write_text("no")
+    with pytest.raises(ResultError, match="Invalid JSON"):
+        read_result(out)
+
+
+def test_a_policy_needs_scaling_and_a_name() -> None:
+    small = CliRunner().invoke(app, ["simulate", str(SCENARIOS / "simulate-small.toml"), "--policy", "lt-u"])
+    assert isinstance(small.exception, CommandError)
+    assert "scaling: is needed" in str(small.exception)
+    wrong = CliRunner().invoke(app, ["simulate", str(EXAMPLE), "--policy", "best"])
+    assert isinstance(wrong.exception, CommandError)
+    assert "'best' is none of lt-i, lt-u" in str(wrong.exception)

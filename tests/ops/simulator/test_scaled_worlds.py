@@ -1,0 +1,209 @@
+"""Worlds whose instances come and go: what must hold under every strategy and while nodes fail."""
+
+from collections import Counter
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ops.simulator import planning
+from ops.simulator.fleet import Fleet
+from ops.simulator.formats import traffic_of
+from ops.simulator.run import build_world, simulate
+from ops.simulator.scenario import Scenario
+from ops.simulator.scenario_planning import Strategy
+from ops.simulator.servers import DedicatedServer
+from ops.simulator.world import World
+from tests.ops.simulator.scaled import REGIONS, scaled
+
+STRATEGIES = list(get_args(Strategy))
+BURST = {"bursts": [{"start_s": 450, "duration_s": 100, "factor": 4}]}
+FAILURES = [
+    {"region": "east", "node": 0, "at_s": 500, "down_s": 150, "noticed_s": 40},
+    {"region": "west", "rate_per_day": 200, "down_s": 100, "noticed_s": 40},
+]
+
+
+def served_of(scenario: Scenario, seed: int) -> Counter[tuple[str, str]]:
+    learn_s = scenario.planning.learn_s
+    return Counter((one.model, one.tier) for one in traffic_of(scenario, seed) if one.arrived_s >= learn_s)
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    strategy=st.sampled_from(STRATEGIES),
+    seed=st.integers(0, 1000),
+    failures=st.sampled_from([[], FAILURES]),
+    admission=st.booleans(),
+)
+def test_each_request_ends_once_and_no_gpu_is_held_twice(
+    strategy: str, seed: int, failures: list[Any], admission: bool
+) -> None:
+    scenario = scaled(strategy, traffic=BURST, failures=failures, policy={"admission": admission})
+    world, fleet, _ = build_world(scenario, seed)
+    assert fleet is not None
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        run_counted(world, fleet, monkeypatch)
+    assert {key: tally.requests for key, tally in world.tallies.items()} == served_of(scenario, seed)
+    assert world.in_flight == 0
+    assert sum(tally.failed for tally in world.tallies.values()) == sum(world.failures.values())
+    for tally in world.tallies.values():
+        assert tally.ttft.max_s <= tally.service.max_s
+    held_s = sum(use.gpus * total_s for use, total_s in world.usage.seconds(world.events.now_s).items())
+    gpus = sum(node.slots * node.gpus for node in fleet.nodes.values())
+    assert 0 < held_s <= gpus * (world.events.now_s - scenario.planning.learn_s) * (1 + 1e-9)
+
+
+def run_counted(world: World, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the world; at every event time goes on, and the fleet's GPUs are counted after it."""
+    run_next, seen_s = world.events.run_next, [0.0]
+
+    def counted() -> bool:
+        ran: bool = run_next()
+        assert world.events.now_s >= seen_s[0]
+        seen_s[0] = world.events.now_s
+        held = Counter[tuple[str, int]]()
+        for one in fleet.held.values():
+            held[one.node.name, one.slot] += one.gpus
+        assert all(count <= fleet.nodes[node].gpus for (node, _), count in held.items())
+        return ran
+
+    monkeypatch.setattr(world.events, "run_next", counted)
+    assert list(world.run())
+
+
+def test_the_same_seed_gives_the_same_log_and_result() -> None:
+    scenario = scaled("lt-ua", traffic=BURST, failures=FAILURES)
+    one, same, other = (simulate(scenario, seed=seed).result for seed in (1, 1, 2))
+    volatile = {"seconds", "requests_per_s"}
+    assert one.model_dump(exclude=volatile) == same.model_dump(exclude=volatile)
+    assert one.event_log_hash != other.event_log_hash
+
+
+def test_no_request_is_sent_to_what_warms_up_drains_or_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: set[str] = set()
+    real = DedicatedServer.submit
+
+    def watch(self: DedicatedServer, served: Any) -> None:
+        [held] = [one for one in fleets[0].held.values() if one.server is self]
+        states.add(held.state)
+        assert held.node.name not in fleets[0].down
+        real(self, served)
+
+    fleets: list[Fleet] = []
+    real_init = Fleet.__init__
+
+    def init(self: Fleet, *args: Any, **kwargs: Any) -> None:
+        fleets.append(self)
+        real_init(self, *args, **kwargs)
+
+    monkeypatch.setattr(Fleet, "__init__", init)
+    monkeypatch.setattr(DedicatedServer, "submit", watch)
+    totals = simulate(scaled("reactive", traffic=BURST, failures=FAILURES)).result.totals
+    assert states == {"serving"}
+    assert totals.node_failures > 0
+    assert totals.interrupted > 0
+    assert totals.scale_outs > 0
+
+
+def test_instances_are_ready_when_their_start_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh with weights, without, from spot of its own, and in the place of another's spot."""
+    waits: dict[str, set[float]] = {}
+    real = Fleet._warm
+
+    def watch(self: Fleet, held: Any, start: str, takes_s: float, kind: Any) -> None:
+        real(self, held, start, takes_s, kind)
+        waits.setdefault(start, set()).add(takes_s)
+
+    monkeypatch.setattr(Fleet, "_warm", watch)
+    scenario = scaled(
+        "reactive",
+        traffic=BURST | {"zipf": 1.5},
+        provisioning={"weights": {"a": ["east"]}},
+        fleet={"nodes": [{"region": region, "count": 1, "slots": 3} for region in REGIONS]},
+        scaling={"out_above": 0.4, "in_below": 0.2},
+    )
+    result = simulate(scenario).result
+    allowed = {"present": 0.0, "spot_same": 20.0, "spot_other": 60.0, "local": 60.0, "remote": 300.0}
+    assert waits.keys() >= {"present", "local"}
+    assert all(times == {allowed[start]} for start, times in waits.items())
+    assert result.totals.gpu_hours["warming"] > 0
+
+
+def test_forecasts_see_nothing_of_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[float, float]] = []
+    real = planning.forecast_peak
+    world_now = [0.0]
+    real_forecast = planning.Planner.forecast
+
+    def forecast(self: planning.Planner, now_s: float) -> None:
+        world_now[0] = now_s
+        real_forecast(self, now_s)
+
+    def watch(series: Any, *rest: Any) -> Any:
+        asked.append((world_now[0], series.end_s))
+        return real(series, *rest)
+
+    monkeypatch.setattr(planning.Planner, "forecast", forecast)
+    monkeypatch.setattr(planning, "forecast_peak", watch)
+    outcome = simulate(scaled("lt-i", traffic={"duration_s": 3900.0, "rate_per_s": 0.3}))
+    assert len({now_s for now_s, _ in asked}) >= 2
+    assert all(end_s <= now_s for now_s, end_s in asked)
+    east = next(one for one in outcome.result.series.endpoints if (one.model, one.region) == ("a", "east"))
+    assert east.planned[-1] is not None
+    assert east.forecast[0] is not None
+
+
+def test_what_was_learnt_is_not_served() -> None:
+    scenario = scaled("lt-i")
+    outcome = simulate(scenario)
+    assert outcome.result.requests == sum(served_of(scenario, scenario.seed).values())
+    assert outcome.result.series.start_s == 300
+    assert outcome.world.demand.mean(next(iter(outcome.world.demand.endpoints)), since_s=0, until_s=300) > 0
+
+
+def test_nothing_may_come_after_what_was_learnt() -> None:
+    result = simulate(scaled("lt-i", planning={"learn_s": 960})).result
+    assert (result.requests, result.simulated_s, result.totals.cost) == (0, 0.0, 0.0)
+
+
+def test_the_oracle_plans_for_what_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("an oracle does not forecast")
+
+    monkeypatch.setattr(planning, "forecast_peak", never)
+    result = simulate(scaled("oracle")).result
+    for endpoint in result.series.endpoints:
+        assert all(peak is not None for peak in endpoint.forecast)
+
+
+def test_deferred_requests_expire_where_nothing_serves_them() -> None:
+    fleet = {"instances": [{"model": "a", "region": "east", "count": 1, "kind": "IW"}]}
+    scenario = scaled(
+        "siloed",
+        traffic={"tiers": {"IW-N": 1, "NIW": 1}, "duration_s": 600.0, "zipf": 8.0},
+        fleet=fleet,
+        scaling={"instances_min": 1, "instances_max": 2},
+        targets={"NIW": {"ttft_s": 30.0, "tbt_s": 1.0}},
+        provisioning={"local_s": 5000},
+    )
+    result = simulate(scenario).result
+    expired = result.failures["its deadline passed while it waited"]
+    queue = next(queue for queue in result.series.queues if queue.model == "a")
+    assert 0 < expired <= sum(row.failed for row in result.rows if row.tier == "NIW")
+    assert max(queue.waiting) > 0
+    assert max(queue.age_s) <= 31.0
+
+
+def test_time_is_all_accounted_for() -> None:
+    """The series add up to the totals, but for the step that is not over."""
+    result = simulate(scaled("lt-u", traffic=BURST)).result
+    hours = sum(
+        sum(map(sum, one.serving.values())) + sum(one.warming) + sum(one.draining) + sum(one.spot)
+        for one in result.series.endpoints
+    ) * (result.series.step_s / 3600)
+    total = sum(result.totals.gpu_hours.values())
+    steps_s = len(result.series.tiers[0].ended) * result.series.step_s
+    assert hours <= total
+    assert total - hours <= (result.simulated_s - steps_s) / 3600 * result.slots

@@ -1,0 +1,105 @@
+"""`tidepool simulate --from-live` against a running API: what it gathers, the scenario that it writes, and its run."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from controlplane.settings import Settings
+from controlplane.store.fleet import join_node, touch_node
+from controlplane.store.instances import add_instance
+from controlplane.store.session import Database
+from dataplane.messages import Join, SlotSpec
+from ops.simulator.live import LiveError, cut_demand
+from tests.ops.test_checkpoints import write_checkpoint
+from tests.ops.test_cli import Run, database, run, served
+
+__all__ = ["database", "run", "served"]
+
+HOUR_S = 3600
+GIB = 1 << 30
+
+
+@pytest.fixture
+def settings(settings: Settings) -> Settings:
+    """A node heard of once stays alive, however slow the machine is."""
+    return settings.model_copy(update={"heartbeat_stale_s": 3600.0})
+
+
+@pytest.fixture
+def fleet(served: Run, database: Database, tmp_path: Path) -> Run:
+    """Two regions with a node each, a model in both with two hours of demand, and a model that nobody asks for."""
+    for region in ("east", "west"):
+        served("region", "add", region)
+    served("region", "latency", "east", "west", "60")
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2)
+    for name in ("org/m", "idle"):
+        checkpoint = write_checkpoint(tmp_path / "tiny")
+        added = served("model", "add", name, "--path", checkpoint, "--tokens-per-s", "H800=2500", "--region", "east")
+        assert added.status == 0, added.err
+    served("endpoint", "set", "org/m", "west", "--min", 1, "--max", 3)
+    with database.transaction() as session:
+        for region in ("east", "west"):
+            join_node(
+                session,
+                Join(
+                    node=f"{region}-1",
+                    region=region,
+                    gpu_type="H800",
+                    url="http://10.0.0.1:1",
+                    slots=tuple(SlotSpec(gpus=1, memory_bytes=80 * GIB) for _ in range(4)),
+                    engine="replay",
+                ),
+            )
+            touch_node(session, f"{region}-1")
+            add_instance(session, model="org/m", region=region, gpu_type="H800", node=f"{region}-1", slot=0, gpus=1)
+    rows = [f"{start_s},{region},org/m,{rate}\n" for region, rate in (("east", 900), ("west", 300))
+            for start_s in range(10 * HOUR_S, 12 * HOUR_S, 60)]  # fmt: skip
+    demand = tmp_path / "demand.csv"
+    demand.write_text("start_s,region,model,tokens_per_s\n" + "".join(rows))
+    assert served("demand", "import", demand).status == 0
+    return served
+
+
+def test_the_running_fleet_becomes_a_scenario_and_is_simulated(fleet: Run, tmp_path: Path) -> None:
+    saved, out = tmp_path / "live.toml", tmp_path / "out.json"
+    outcome = fleet("simulate", "--from-live", "--hours", "1", "--save", saved, "--json", out)
+    assert outcome.status == 0, outcome.err
+    assert "Models without demand or without a profile on H800 are left out: idle" in outcome.err
+    scenario = tomllib.loads(saved.read_text())
+    assert scenario["latencies_ms"]["east > west"] == 30
+    assert scenario["fleet"]["instances"] == [
+        {"model": "org/m", "region": region, "count": 1} for region in ("east", "west")
+    ]
+    assert scenario["fleet"]["nodes"][0] == {"region": "east", "count": 1, "slots": 4, "gpus": 1}
+    assert scenario["planning"]["learn_s"] == HOUR_S
+    assert [model["name"] for model in scenario["models"]] == ["org/m"]
+    result = json.loads(out.read_text())
+    assert result["strategy"] == "lt-i"
+    arrived = sum(row["input_tokens"] for row in result["rows"])
+    assert arrived == pytest.approx(1200 * HOUR_S, rel=0.1)
+    again = fleet("simulate", saved, "--policy", "reactive", "--json", tmp_path / "reactive.json")
+    assert again.status == 0, again.err
+    compared = fleet("simulate", "compare", out, tmp_path / "reactive.json", "--json").json
+    assert {line["name"] for line in compared["figures"]} >= {"cost", "service attainment", "GPU hours serving"}
+
+
+def test_what_cannot_be_meant_is_said(fleet: Run, tmp_path: Path) -> None:
+    assert "either a scenario or --from-live" in fleet("simulate", "run").err
+    assert "either a scenario or --from-live" in fleet("simulate", "x.toml", "--from-live").err
+    assert "--gpu-type A100: nodes have H800" in fleet("simulate", "--from-live", "--gpu-type", "A100").err
+    nowhere = tmp_path / "none" / "x.toml"
+    assert "cannot be written" in fleet("simulate", "--from-live", "--save", nowhere).err
+
+
+def test_demand_is_cut_at_a_whole_hour() -> None:
+    rows = [(start_s, "r", "m", 1.0, "") for start_s in range(1800, 4 * HOUR_S, 60)]
+    demand = cut_demand(rows, simulated_s=2 * HOUR_S, learn_s_max=HOUR_S)
+    assert (demand.rows[0][0], demand.learn_s, demand.simulated_s) == (HOUR_S, HOUR_S, 2 * HOUR_S)
+    short = cut_demand(rows, simulated_s=9 * HOUR_S, learn_s_max=HOUR_S)
+    assert (short.rows[0][0], short.learn_s, short.simulated_s) == (HOUR_S, 0, 3 * HOUR_S)
+    with pytest.raises(LiveError, match="30 minutes of demand are known"):
+        cut_demand(rows[:30], simulated_s=HOUR_S, learn_s_max=0)
+    with pytest.raises(LiveError, match="no demand is known"):
+        cut_demand([], simulated_s=HOUR_S, learn_s_max=0)
