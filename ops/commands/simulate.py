@@ -41,7 +41,10 @@ FromLive = Annotated[
 Save = Annotated[
     Path | None, typer.Option(dir_okay=False, help="With --from-live: keep the scenario here, to edit and run again.")
 ]
-Hours = Annotated[int, typer.Option(min=1, max=168, help="With --from-live: how much of its demand comes again.")]
+Hours = Annotated[
+    int | None,
+    typer.Option(min=1, max=168, help="With --from-live: how much of its demand comes again, 24 if not said."),
+]
 
 
 @simulations.command("run")
@@ -50,7 +53,7 @@ def simulate(
     scenario: Annotated[Path | None, typer.Argument(help="A scenario, as TOML.", dir_okay=False)] = None,
     from_live: FromLive = False,
     save: Save = None,
-    hours: Hours = 24,
+    hours: Hours = None,
     gpu_type: Annotated[str | None, typer.Option(help="With --from-live: which one, if the fleet has several.")] = None,
     trace: Trace = None,
     settings: Settings = None,
@@ -86,8 +89,8 @@ def simulate(
     """
     if from_live == (scenario is not None):
         raise CommandError("give either a scenario or --from-live")
-    if not from_live and (save or gpu_type):
-        raise CommandError("--save and --gpu-type need --from-live")
+    if not from_live and (save or hours or gpu_type):
+        raise CommandError("--save, --hours and --gpu-type need --from-live")
     source = _scenario_file(context, scenario or save, hours=hours, gpu_type=gpu_type, from_live=from_live)
     for path in filter(None, (save, json_out, report)):
         if not path.absolute().parent.is_dir():
@@ -135,13 +138,13 @@ def _simulated(
 
 @contextmanager
 def _scenario_file(
-    context: typer.Context, path: Path | None, *, hours: int, gpu_type: str | None, from_live: bool
+    context: typer.Context, path: Path | None, *, hours: int | None, gpu_type: str | None, from_live: bool
 ) -> Iterator[Path]:
     """The scenario, made of the live fleet where that is wanted; it then lies in `path`, or nowhere for long."""
     with TemporaryDirectory() as folder:
         chosen = path or Path(folder) / "live.toml"
         if from_live:
-            write_live_scenario(context, chosen, hours=hours, gpu_type=gpu_type)
+            write_live_scenario(context, chosen, hours=hours or 24, gpu_type=gpu_type)
         yield chosen
 
 

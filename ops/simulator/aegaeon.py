@@ -16,7 +16,7 @@ from ops.simulator.scenario import FleetPart, ModelPart, PolicyPart, Scenario, T
 from ops.simulator.traffic_parts import AegaeonPart
 
 REGION = "one"
-ARTIFACT_PROFILE = Path(__file__).parents[1] / "scenarios" / "h100-artifact.toml"
+ARTIFACT_PROFILE = Path(__file__).parents[1] / "profiles" / "h100-artifact.toml"
 GPUS = 16
 MODELS = (
     [ModelPart(name=f"7B-{n}", weights_bytes=15_231_233_024, kv_bytes_per_token=57_344) for n in range(6)]
