@@ -86,12 +86,12 @@ class PrefillQueue:
 
     def remove(self, request_id: str) -> "PrefillQueue":
         """The queue without the request (it was served, or cancelled). Unknown ids are ignored; empty groups vanish."""
-        groups = []
-        for group in self.groups:
+        for index, group in enumerate(self.groups):
             waiting = tuple(request for request in group.waiting if request.request_id != request_id)
-            if waiting:
-                groups.append(group if len(waiting) == len(group.waiting) else replace(group, waiting=waiting))
-        return PrefillQueue(groups=tuple(groups))
+            if len(waiting) < len(group.waiting):
+                rest = (replace(group, waiting=waiting),) if waiting else ()
+                return PrefillQueue(groups=(*self.groups[:index], *rest, *self.groups[index + 1 :]))
+        return self
 
     def ahead_of(self, tier: Tier, now_s: float, settings: PrefillSettings) -> "PrefillQueue":
         """The groups that a request of the tier which came now could not overtake."""
