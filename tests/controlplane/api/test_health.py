@@ -24,19 +24,20 @@ def test_ready(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("away", "missing"),
-    [("redis_url", ["live view"]), ("database_url", ["catalog", "keys"])],
+    ("away", "status", "missing"),
+    [("redis_url", 200, []), ("database_url", 503, ["catalog", "keys"])],
 )
-def test_a_gateway_that_never_had_them_is_not_ready(world: World, away: str, missing: list[str]) -> None:
+def test_a_gateway_that_starts_alone_says_what_it_lacks(
+    world: World, away: str, status: int, missing: list[str]
+) -> None:
+    """Postgres has a first view where Redis is away; nothing stands in for Postgres."""
     scheme = {"redis_url": "redis", "database_url": "postgresql+psycopg"}[away]
-    changes: dict[str, Any] = {away: SecretStr(f"{scheme}://127.0.0.1:{free_port()}/0"), "heartbeat_stale_s": 1.5}
+    changes: dict[str, Any] = {away: SecretStr(f"{scheme}://127.0.0.1:{free_port()}/0")}
     with running_gateway(world, **changes) as gateway:
-        time.sleep(1.5 if away == "redis_url" else 0)
         began = time.monotonic()
         answer = gateway.http.get("/readyz")
         took = time.monotonic() - began
-        assert (answer.status_code, answer.json()["missing"]) == (503, missing)
-        assert answer.json()["away"] == [{"redis_url": "redis", "database_url": "postgres"}[away]]
+        assert (answer.status_code, answer.json()["missing"]) == (status, missing)
         assert took < 5, "it says so before an orchestrator gives up"
         assert gateway.http.get("/livez").json() == {"status": "ok"}
         if away == "database_url":
