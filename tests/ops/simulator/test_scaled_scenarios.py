@@ -11,25 +11,13 @@ from ops.commands.api import CommandError
 from ops.simulator.results import ResultError, read_result
 from ops.simulator.run import simulate
 from ops.simulator.scenario import ScenarioError, load_scenario
+from tests.ops.simulator.examples import EXAMPLES, SCALED, SMALL, changed
 from tests.ops.simulator.scaled import scaled
-
-SCENARIOS = Path(__file__).parents[3] / "ops" / "scenarios"
-EXAMPLE = SCENARIOS / "simulate-scaled.toml"
-
-
-def changed(tmp_path: Path, *changes: tuple[str, str]) -> Path:
-    text = EXAMPLE.read_text()
-    for before, after in changes:
-        assert before in text
-        text = text.replace(before, after)
-    path = tmp_path / "scenario.toml"
-    path.write_text(text)
-    return path
 
 
 @pytest.mark.parametrize("name", ["simulate-scaled.toml", "strategies.toml"])
 def test_the_examples_are_some(name: str) -> None:
-    scenario = load_scenario(SCENARIOS / name)
+    scenario = load_scenario(EXAMPLES / name)
     assert scenario.scaling is not None
     assert scenario.with_strategy("chiron").scaling.strategy == "chiron"  # type: ignore[union-attr]
 
@@ -57,16 +45,18 @@ def test_the_examples_are_some(name: str) -> None:
 )
 def test_errors_name_the_key(tmp_path: Path, before: str, after: str, said: str) -> None:
     with pytest.raises(ScenarioError) as caught:
-        load_scenario(changed(tmp_path, (before, after)))
+        load_scenario(changed(SCALED, tmp_path, (before, after)))
     assert said in str(caught.value)
 
 
 def test_instances_and_nodes_that_are_not_there_are_refused(tmp_path: Path) -> None:
-    crowded = load_scenario(changed(tmp_path, ('region = "us-east", count = 3', 'region = "us-east", count = 9')))
+    crowded = load_scenario(
+        changed(SCALED, tmp_path, ('region = "us-east", count = 3', 'region = "us-east", count = 9'))
+    )
     with pytest.raises(ScenarioError, match=r"fleet.instances: 1 of large: GPUs full in us-east: 0 of 8"):
         simulate(crowded)
     with pytest.raises(ScenarioError, match=r"failures.0.node: us-east has 2 nodes"):
-        simulate(load_scenario(changed(tmp_path, ("node = 0", "node = 2"))))
+        simulate(load_scenario(changed(SCALED, tmp_path, ("node = 0", "node = 2"))))
     with pytest.raises(ValidationError, match=r"needs fleet\.serving = 'dedicated' and fleet\.nodes"):
         scaled(fleet={"nodes": []})
     with pytest.raises(ValidationError, match=r"failures: need \[scaling\]"):
@@ -74,7 +64,9 @@ def test_instances_and_nodes_that_are_not_there_are_refused(tmp_path: Path) -> N
 
 
 def test_the_command_takes_a_policy_and_writes_what_can_be_read(tmp_path: Path) -> None:
-    path = changed(tmp_path, ("duration_s = 25_200 ", "duration_s = 900 "), ("learn_s = 14_400 ", "learn_s = 600 "))
+    path = changed(
+        SCALED, tmp_path, ("duration_s = 25_200 ", "duration_s = 900 "), ("learn_s = 14_400 ", "learn_s = 600 ")
+    )
     out = tmp_path / "out.json"
     result = CliRunner().invoke(app, ["simulate", str(path), "--policy", "reactive", "--json", str(out)])
     assert result.exit_code == 0, result.output
@@ -92,9 +84,9 @@ def test_the_command_takes_a_policy_and_writes_what_can_be_read(tmp_path: Path) 
 
 
 def test_a_policy_needs_scaling_and_a_name() -> None:
-    small = CliRunner().invoke(app, ["simulate", str(SCENARIOS / "simulate-small.toml"), "--policy", "lt-u"])
+    small = CliRunner().invoke(app, ["simulate", str(SMALL), "--policy", "lt-u"])
     assert isinstance(small.exception, CommandError)
     assert "scaling: is needed" in str(small.exception)
-    wrong = CliRunner().invoke(app, ["simulate", str(EXAMPLE), "--policy", "best"])
+    wrong = CliRunner().invoke(app, ["simulate", str(SCALED), "--policy", "best"])
     assert isinstance(wrong.exception, CommandError)
     assert "'best' is none of lt-i, lt-u" in str(wrong.exception)

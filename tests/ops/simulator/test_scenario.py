@@ -13,18 +13,7 @@ from ops.commands.api import CommandError
 from ops.simulator.measures import Histogram
 from ops.simulator.scenario import ScenarioError, load_scenario
 from ops.simulator.traffic import Burst, Generated, Lengths, generate, zipf
-
-SMALL = Path(__file__).parents[3] / "ops" / "scenarios" / "simulate-small.toml"
-
-
-def changed(tmp_path: Path, *changes: tuple[str, str]) -> Path:
-    text = SMALL.read_text()
-    for before, after in changes:
-        assert before in text
-        text = text.replace(before, after)
-    path = tmp_path / "scenario.toml"
-    path.write_text(text)
-    return path
+from tests.ops.simulator.examples import SMALL, changed
 
 
 def test_the_example_is_one() -> None:
@@ -62,7 +51,7 @@ def test_the_example_is_one() -> None:
 )
 def test_errors_name_the_key(tmp_path: Path, before: str, after: str, said: str) -> None:
     with pytest.raises(ScenarioError) as caught:
-        load_scenario(changed(tmp_path, (before, after)))
+        load_scenario(changed(SMALL, tmp_path, (before, after)))
     assert str(tmp_path) in str(caught.value)
     assert said in str(caught.value)
 
@@ -119,7 +108,7 @@ def test_quantiles_are_right_to_one_percent() -> None:
 
 
 def test_the_command_shows_a_report_and_writes_its_figures(tmp_path: Path) -> None:
-    path = changed(tmp_path, ("duration_s = 600 ", "duration_s = 15 "))
+    path = changed(SMALL, tmp_path, ("duration_s = 600 ", "duration_s = 15 "))
     out = tmp_path / "out.json"
     result = CliRunner().invoke(app, ["simulate", str(path), "--seed", "7", "--json", str(out)])
     assert result.exit_code == 0, result.output
@@ -130,7 +119,7 @@ def test_the_command_shows_a_report_and_writes_its_figures(tmp_path: Path) -> No
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["simulate", str(changed(tmp_path, ("h800.toml", "none.toml")))])
+    result = CliRunner().invoke(app, ["simulate", str(changed(SMALL, tmp_path, ("h800.toml", "none.toml")))])
     assert isinstance(result.exception, CommandError)
     assert "none.toml" in str(result.exception)
     with pytest.raises(ScenarioError, match="cannot be read"):
