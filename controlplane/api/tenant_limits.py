@@ -198,6 +198,7 @@ class LimitKeeper:
         if self._is_away:
             log.info("limits are counted across gateways again")
         self._is_away = False
+        self._away_until_s = 0.0
         self._local.clear()
         self.metrics.limits_local.set(0)
 

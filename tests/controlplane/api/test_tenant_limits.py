@@ -12,6 +12,7 @@ from pydantic import SecretStr
 
 from controlplane.api.metrics import Metrics
 from controlplane.api.tenant_limits import LimitKeeper
+from controlplane.errors import UnavailableError
 from controlplane.policies.limits import TenantLimits
 from controlplane.store.key_tables import Tenant
 from controlplane.store.limits import Charge, LimitStore
@@ -147,6 +148,17 @@ def test_without_redis_a_gateway_keeps_its_share(world: World, capfd: Any) -> No
     logged = capfd.readouterr().err
     assert logged.count("limits are counted by each gateway alone") == 1
     assert logged.count("limits are counted across gateways again") == 1
+
+
+def test_a_renewal_that_succeeds_ends_counting_alone_at_once(world: World) -> None:
+    limit(world, requests_per_minute=4)
+    with running_gateway(world, FakeAgent(), limit_timeout_s=20.0) as gateway:
+        keeper = gateway.state.limits
+        keeper._note_away(UnavailableError("Redis does not answer"))
+        keeper._away_until_s += 600.0
+        until(lambda: "tidepool_limits_local 0.0" in gateway.http.get("/metrics").text)
+        keeper._gateways = 4
+        assert gateway.chat().headers["x-ratelimit-limit-requests"] == "4", "all of it, not a quarter"
 
 
 def test_a_tenant_is_shown_set_and_reset(ask: Ask) -> None:
