@@ -68,10 +68,10 @@ lock: ## resolve the dependencies anew into the lock (needs uv)
 	uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --no-header --no-annotate --no-emit-package setuptools --no-emit-package torch \
 	  | grep -vE '^(nvidia|cuda|triton)' > $(LOCK).new && mv $(LOCK).new $(LOCK)
 
-audit: $(READY) ## look the pinned dependencies up in the advisory database (needs the network)
+audit: $(READY) ## look the pinned dependencies up in the advisory database (needs the network; what cannot be looked up fails)
 	$(PYTHON) -m venv $(VENV)/audit
 	$(VENV)/audit/bin/python -m pip install --disable-pip-version-check --quiet pip-audit
-	$(VENV)/audit/bin/pip-audit --no-deps --disable-pip --requirement $(LOCK) $(ARGS)
+	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip --requirement $(LOCK) $(ARGS)
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
