@@ -35,8 +35,10 @@ SAFETY = 0.95
 """The share of the gap that is aimed at: the fleet that it is a share of is not known yet."""
 LEAST_GAIN = 1e-6
 LEAST_TAU = 1e-3
-LEAST_PROMISE = 0.2
-"""A region this much of the gap above its bound is worth an integer program for a better one."""
+LEAST_PROMISE, NEARNESS = 0.05, 0.01
+"""A region this share of the gap above its bound is worth an integer program for a better one, solved to this share of
+what it is above: what is left open in each region adds up over all of them.
+"""
 SPARE, FEW = 0.08, 20
 """Columns are near that cost at most this share of what an endpoint costs on average above its best; less where fewer
 than `FEW` of each endpoint are kept.
@@ -54,7 +56,7 @@ class PriceSettings:
             gap to which it is solved; one after the other, until the gap is reached.
         near_max: near columns in all, about; `near_each_most` and `near_each_least` for each endpoint.
         region_cells_max: cells of a region whose bound may be raised by an integer program.
-        nodes_max: of branch and bound in each integer program.
+        nodes_max: of branch and bound in each choice; `region_nodes_max` where a region's bound is raised.
         moves_max: of single instances after a choice, per model and region at a time.
     """
 
@@ -67,6 +69,7 @@ class PriceSettings:
     near_each_least: int = 4
     region_cells_max: int = 400
     nodes_max: int = 20
+    region_nodes_max: int = 200
     moves_max: int = 50
 
 
@@ -272,8 +275,8 @@ class _Choices:
                 tables,
                 j,
                 self._token,
-                gap_abs=excess[j] / 10,
-                nodes_max=limits.nodes_max,
+                gap_abs=NEARNESS * excess[j],
+                nodes_max=limits.region_nodes_max,
                 should_stop=self._should_stop,
             )
             gain = max(0.0, bound - float(self._low[j]))
