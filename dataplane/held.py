@@ -105,11 +105,13 @@ class HeldInstances:
         return {held.instance_id: held.fetch for held in self._held.values() if held.fetch is not None}
 
     def follow(self, desired: Iterable[DesiredInstance]) -> None:
-        """Hold these instances and no others. One whose model changed is unloaded and loaded anew."""
+        """Hold these instances and no others. One whose model changed is unloaded and loaded anew. One that is to run
+        on another engine is let go where the slot refuses that, and tried again where it does no longer.
+        """
         wanted = {instance.instance_id: instance for instance in desired}
         for held in list(self._held.values()):
             replacement = wanted.get(held.instance_id)
-            if replacement is None or replacement.model != held.desired.model:
+            if replacement is None or not replacement.model.is_same(held.desired.model):
                 self._remove(held)
         for instance in wanted.values():
             held_before = self._held.get(instance.instance_id)
@@ -127,9 +129,15 @@ class HeldInstances:
             else:
                 self._ask_load(held)
 
-    def worker_leaves(self) -> None:
-        """The worker is about to end: ask nothing more of it."""
+    def engine_changed(self) -> None:
+        """The worker makes way for another engine: ask nothing more of it, and blame nothing for its end. What failed
+        may have been refused for the engine.
+        """
         self._send = None
+        for held in self._held.values():
+            held.asked = None
+            if held.state == "failed" and not held.drained:
+                self._load(held)
 
     def worker_lost(self, status: int) -> None:
         """The worker is gone. What it was loading may be the cause: the second time it counts as failed."""
@@ -196,7 +204,10 @@ class HeldInstances:
 
     def _update(self, held: HeldInstance, desired: DesiredInstance) -> None:
         changed = held.desired.draining != desired.draining
+        elsewhere = held.desired.model.engine != desired.model.engine
         held.desired = desired
+        if elsewhere and not held.drained:
+            self._try_engine(held)
         if not changed:
             return
         if held.drained:
@@ -204,6 +215,15 @@ class HeldInstances:
         elif held.state in ("ready", "draining"):
             held.state = "draining" if desired.draining else "ready"
         self._on_change(held.instance_id)
+
+    def _try_engine(self, held: HeldInstance) -> None:
+        """Another engine is wanted. Where it takes a new worker, that one loads the instance as any new worker does."""
+        refusal = self._refusal(held.desired)
+        if refusal is not None:
+            self._release(held)
+            self._fail(held, refusal)
+        elif held.state == "failed":
+            self._load(held)
 
     def _remove(self, held: HeldInstance) -> None:
         del self._held[held.instance_id]

@@ -107,6 +107,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int
     engine: EngineChoice = "auto"
 
+    def is_same(self, other: "ModelSpec") -> bool:
+        """Whether it is the same model, on whatever engine: requests may go on from their tokens."""
+        return msgspec.structs.replace(self, engine=other.engine) == other
+
 
 class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True):
     """One instance a node shall hold. `draining`: finish what runs, accept nothing new, then unload.

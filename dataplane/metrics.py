@@ -48,6 +48,7 @@ class AgentCollector(Collector):
         counts = (
             ("vllm:num_preemptions", "Requests preempted", sum(slot.preemptions_total for slot in slots)),
             ("tidepool_switches", "Model switches", self._agent.switches_total),
+            ("tidepool_load_seconds", "Requests held up by another model's load", sum(slot.load_s for slot in slots)),
             ("tidepool_worker_restarts", "Worker processes replaced", sum(slot.restarts_total for slot in slots)),
             (
                 "tidepool_handovers",

@@ -54,10 +54,12 @@ class Pool:
         self._wait_ends: asyncio.TimerHandle | None = None
 
     def follow(self, desired: Iterable[DesiredInstance]) -> None:
-        """Make the pool hold these instances and no others. One whose model changed is loaded anew."""
+        """Make the pool hold these instances and no others. One whose model changed is loaded anew; where another
+        engine takes over, requests go on from their tokens.
+        """
         wanted = {instance.instance_id: instance for instance in desired}
         for instance_id, before in self._desired.items():
-            if instance_id not in wanted or wanted[instance_id].model != before.model:
+            if instance_id not in wanted or not wanted[instance_id].model.is_same(before.model):
                 gone = UnknownInstanceError(f"instance {instance_id} was taken off this node", param="instance_id")
                 self.dispatcher.end_instance(instance_id, gone)
         self._desired = wanted
@@ -153,9 +155,9 @@ class Pool:
         self.dispatcher.end(request_id, error)
         self._settle()
 
-    def lost(self, slot: Slot) -> None:
+    def lost(self, slot: Slot, *, died: bool) -> None:
         """A worker is gone, with all it had."""
-        self.dispatcher.lose(slot)
+        self.dispatcher.lose(slot, died=died)
         self._limit_waiting()
         self._settle()
         self._on_change()

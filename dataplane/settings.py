@@ -1,14 +1,14 @@
 """One frozen, validated settings object of an agent. Every name can be set as `TIDEPOOL_AGENT_<NAME>`."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dataplane.checkpoints import Sources
 from dataplane.engines.pressure import KvPressure
-from dataplane.engines.vllm.interfaces import check_version
+from dataplane.engines.vllm.interfaces import TESTED, check_version, installed_version
 from dataplane.errors import ModelLoadError
 from dataplane.memory.sources import FetchRules
 from dataplane.messages import EngineKind
@@ -30,6 +30,15 @@ class SlotSettings(BaseModel):
     kind: Literal["auto", SlotKind] = Field("auto", description="auto: by the agent's split and prefill_ratio")
 
 
+def _engine_for(values: dict[str, Any]) -> EngineKind:
+    """vLLM where GPUs have it in a version that was tested: whoever installed it wants it. On a CPU it is slower, and
+    prefill and decode slots are the torch engine's.
+    """
+    split = values.get("split") or any(slot.kind in {"prefill", "decode"} for slot in values.get("slots", ()))
+    usable = values.get("device", "cpu") != "cpu" and not split and installed_version() in TESTED
+    return "vllm" if usable else "torch"
+
+
 class AgentSettings(BaseSettings):
     """Settings of one node's agent. Limits and timeouts are here and nowhere else."""
 
@@ -40,10 +49,6 @@ class AgentSettings(BaseSettings):
     gpu_type: str = Field(min_length=1, max_length=200)
     slots: tuple[SlotSettings, ...] = Field(min_length=1, max_length=64, description="a JSON list")
 
-    engine: EngineKind = Field("torch", description="of dedicated instances whose model leaves it open; replay: of all")
-    vllm_models_max: int = Field(
-        1, ge=1, le=64, description="models on a slot that vLLM runs; over 1 they take turns, without CUDA graphs"
-    )
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_share: float = Field(0.5, gt=0, lt=1, description="share of a slot's memory for KV; the rest holds weights")
@@ -66,6 +71,14 @@ class AgentSettings(BaseSettings):
 
     split: bool = Field(False, description="split the slots of a TP size into prefill and decode slots")
     prefill_ratio: float = Field(0.5, gt=0, lt=1, description="share of the slots of a TP size that prefill")
+    engine: EngineKind = Field(
+        default_factory=_engine_for,
+        description="of dedicated instances whose model leaves it open, by default vLLM on a GPU where it is installed,"
+        " else torch; replay: of all",
+    )
+    vllm_models_max: int = Field(
+        1, ge=1, le=64, description="models on a slot that vLLM runs; over 1 they take turns, without CUDA graphs"
+    )
     order: Literal["fcfs", "edf", "pf", "dpa"] = Field("edf", description="which prefill goes first")
     group_requests_max: int = Field(8, ge=1, description="prefills of one model before another's turn")
     quota_max_s: float = Field(4.0, gt=0, description="longest decode turn while others wait")

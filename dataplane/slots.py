@@ -52,8 +52,8 @@ class SlotOwner(Protocol):
     def refused(self, request_id: str, error: DataplaneError) -> None:
         """A worker did not take a request."""
 
-    def lost(self, slot: "Slot") -> None:
-        """A worker is gone, with all it had."""
+    def lost(self, slot: "Slot", *, died: bool) -> None:
+        """A worker is gone, with all it had: it died, or made way for another engine."""
 
 
 class Slot:
@@ -89,8 +89,15 @@ class Slot:
         self._engine: EngineKind = settings.engine
         self._link: WorkerLink | None = None
         self._said_hello = False
+        self._makes_way = False
         self._switches_before = 0
         self._preemptions_before = 0.0
+        self._load_before_s = 0.0
+
+    @property
+    def engine(self) -> EngineKind:
+        """What its worker runs, or the next one will."""
+        return self._engine
 
     @property
     def pid(self) -> int | None:
@@ -108,6 +115,11 @@ class Slot:
         return self._preemptions_before + self.stats.extra.get("preemptions", 0.0)
 
     @property
+    def load_s(self) -> float:
+        """How long requests stood still since models were loaded beside theirs, of all workers this slot has had."""
+        return self._load_before_s + self.stats.extra.get("load_s", 0.0)
+
+    @property
     def load(self) -> float:
         """How busy its decodes keep it (Aegaeon eq. 3, alpha); above 1 it cannot keep up."""
         return 0.0 if self.stats.pool is None else self.stats.pool.load
@@ -123,7 +135,7 @@ class Slot:
             while True:
                 started_s = time.monotonic()
                 status = await self._serve_worker()
-                failures = 0 if self._said_hello else failures + 1
+                failures = 0 if self._said_hello or self._makes_way else failures + 1
                 self._worker_lost(status, failures)
                 backoff_s = BACKOFF_MIN_S if time.monotonic() - started_s > STEADY_S else backoff_s
                 await asyncio.sleep(backoff_s)
@@ -141,8 +153,9 @@ class Slot:
         wanted = [engine for engine in asked if self._unusable(engine) is None]
         if wanted and self._engine not in wanted:
             self._engine = wanted[0]
+            self._held.engine_changed()
             if self._link is not None:
-                self._held.worker_leaves()
+                self._makes_way = True
                 self._link.hang_up()
         self._held.follow(desired)
 
@@ -199,9 +212,12 @@ class Slot:
     async def _serve_worker(self) -> int:
         """Start a worker and listen to it until it is gone. Its exit status."""
         kv_file = self._files.new_kv_file(self.index) if self.kind == "prefill" else None
-        link = await WorkerLink.start(configure(self._settings, self.index, kv_file, self._files, self._engine))
-        self._link, self._said_hello = link, False
-        log.info("worker started", slot=self.index, kind=self.kind, pid=link.pid)
+        engine = self._engine
+        link = await WorkerLink.start(configure(self._settings, self.index, kv_file, self._files, engine))
+        self._link, self._said_hello, self._makes_way = link, False, engine != self._engine
+        log.info("worker started", slot=self.index, kind=self.kind, engine=engine, pid=link.pid)
+        if self._makes_way:
+            link.hang_up()
         try:
             async for report in link.reports():
                 self._hear(report)
@@ -213,13 +229,17 @@ class Slot:
         return status
 
     def _worker_lost(self, status: int, failures: int) -> None:
-        log.warning("worker lost", slot=self.index, status=status)
+        if self._makes_way:
+            log.info("worker made way", slot=self.index, engine=self._engine)
+        else:
+            log.warning("worker lost", slot=self.index, status=status)
         self._switches_before, self._preemptions_before = self.switches_total, self.preemptions_total
+        self._load_before_s = self.load_s
         self.stats = EngineStats()
         self._held.worker_lost(status)
         if failures >= START_FAILURES_MAX:
             self._held.fail_all(f"{failures} worker processes ended at their start, the last with status {status}")
-        self._owner.lost(self)
+        self._owner.lost(self, died=not self._makes_way)
 
     def _hear(self, report: Report) -> None:
         match report:
@@ -239,7 +259,7 @@ class Slot:
 
     def _hear_hello(self) -> None:
         """The first stats of a worker say that its engine is up."""
-        if not self._said_hello and self._link is not None:
+        if not self._said_hello and not self._makes_way and self._link is not None:
             self._said_hello = True
             self._held.worker_ready(self._link.send)
 

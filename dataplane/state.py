@@ -35,6 +35,7 @@ def _slot_state(slot: Slot, pool: Pool, now_s: float) -> dict[str, Any]:
     return {
         "slot": slot.index,
         "kind": slot.kind,
+        "engine": slot.engine,
         "gpus": slot.gpus,
         "pid": slot.pid,
         "restarts_total": slot.restarts_total,

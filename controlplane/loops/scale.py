@@ -1,4 +1,4 @@
-"""Scaling: the plan and the live view become desired instances on slots, which nodes then follow; spot and leases."""
+"""Scaling: the plan and the live view become desired instances on slots, with their engines; spot and leases."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 
 from sqlalchemy.orm import Session
 
+from controlplane.loops.engines import settle_engines
 from controlplane.loops.scale_facts import (
     Fleet,
     gather_fleet,
@@ -50,6 +51,7 @@ class Scaled:
     drained: int = 0
     donated: int = 0
     stopped: int = 0
+    moved: int = 0
     leases_ended: int = 0
     leases_noticed: int = 0
     unplaced: tuple[str, ...] = ()
@@ -80,6 +82,7 @@ def scale(session: Session, live: LiveStore, settings: Settings, *, now_s: float
     kinds = {change.instance_id: change.kind for change in decision.changed_kinds}
     kinds = {each.instance_id: each.kind for each in slots.instances if each.serving} | kinds
     _apply(session, fleet, decision, kinds)
+    moved = settle_engines(session, fleet.census, actor=ACTOR, now_s=now_s, steady_s=settings.heartbeat_stale_s)
     noticed = _give_notice(session, decision.notices, settings)
     _note_scaled(session, scaling.steps, decision.unplaced, now_s=now_s)
     return Scaled(
@@ -90,6 +93,7 @@ def scale(session: Session, live: LiveStore, settings: Settings, *, now_s: float
         drained=len(decision.drains),
         donated=len(decision.donates),
         stopped=len(decision.stops),
+        moved=moved,
         leases_ended=ended,
         leases_noticed=noticed,
         unplaced=tuple(f"{u.count} x {u.endpoint.model} in {u.endpoint.region}: {u.reason}" for u in decision.unplaced),

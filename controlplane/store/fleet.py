@@ -89,19 +89,16 @@ def put_gpu_type(session: Session, *, name: str, memory_bytes: int, cost_per_hou
 
 
 def put_model(session: Session, model: Model) -> Model:
-    """Register a model. The same registration again changes nothing; another checkpoint or engine under the name
-    is refused while instances of it are alive.
+    """Register a model. The same registration again changes nothing; another checkpoint under the name is refused while
+    instances of it are alive. To another engine they move one after the other, see `policies.engines`.
 
     Raises:
-        ConflictError: instances of the name run from another path, or on another engine.
+        ConflictError: instances of the name run from another path.
     """
     fleet_index(session, lock=True)
     present = session.get(Model, model.name)
-    if present is not None and _live_instances(session, Instance.model == model.name):
-        if present.path != model.path:
-            raise ConflictError(f"model '{model.name}' has live instances of {present.path}", param="path")
-        if model.engine not in {None, present.engine}:
-            raise ConflictError(f"model '{model.name}' has live instances on engine {present.engine}", param="engine")
+    if present is not None and present.path != model.path and _live_instances(session, Instance.model == model.name):
+        raise ConflictError(f"model '{model.name}' has live instances of {present.path}", param="path")
     return _put(session, model)
 
 

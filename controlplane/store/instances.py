@@ -17,7 +17,7 @@ from controlplane.store.fleet import fleet_index
 from controlplane.store.paging import Page, page
 from controlplane.store.spot import active_leases, end_leases
 from controlplane.store.tables import Desired, Instance, LeaseEnd, Model, Node
-from dataplane.messages import DesiredInstance, DesiredInstances, Heartbeat, InstanceReport, ModelSpec
+from dataplane.messages import DesiredInstance, DesiredInstances, EngineChoice, Heartbeat, InstanceReport, ModelSpec
 
 LIVE = Instance.desired != Desired.STOPPED
 
@@ -112,7 +112,7 @@ def _wanted(instance: Instance, model: Model, lease_id: str | None) -> DesiredIn
         instance_id=instance.id,
         slot=instance.slot,
         gpus=instance.gpus,
-        model=model_spec(model),
+        model=model_spec(model, instance.engine),
         draining=instance.desired == Desired.DRAINING and not spot,
         spot=spot,
         lease_id=lease_id,
@@ -120,15 +120,15 @@ def _wanted(instance: Instance, model: Model, lease_id: str | None) -> DesiredIn
     )
 
 
-def model_spec(model: Model) -> ModelSpec:
-    """A model as a node knows it."""
+def model_spec(model: Model, engine: EngineChoice) -> ModelSpec:
+    """A model as a node knows it, on the engine of one instance."""
     return ModelSpec(
         name=model.name,
         path=model.path,
         weights_bytes=model.weights_bytes,
         kv_bytes_per_token=model.kv_bytes_per_token,
         context_tokens=model.context_tokens,
-        engine=model.engine,
+        engine=engine,
     )
 
 

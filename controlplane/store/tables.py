@@ -24,7 +24,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from controlplane.policies.facts import InstanceKind
 from controlplane.policies.lifecycle import InstanceState
-from dataplane.messages import EngineChoice
+from dataplane.messages import EngineChoice, EngineKind
 
 Json = dict[str, Any]
 
@@ -127,7 +127,7 @@ class Node(Base):
     region: Mapped[str] = mapped_column(ForeignKey("regions.name"))
     gpu_type: Mapped[str] = mapped_column(ForeignKey("gpu_types.name"))
     url: Mapped[str]
-    engine: Mapped[str]
+    engine: Mapped[EngineKind] = mapped_column(String)
     host_bytes: Mapped[int | None]
     draining: Mapped[bool] = mapped_column(server_default=text("false"))
     generation: Mapped[int] = mapped_column(server_default=text("0"))
@@ -148,7 +148,7 @@ class Slot(Base):
 
 class Model(Base):
     """An LLM. `path` is a checkpoint folder that nodes can read. `slo`: `ttft_s` and `tbt_s` by tier, where they differ
-    from the settings. `engine`: what its dedicated instances run on; auto: their node decides.
+    from the settings. `engine`: what its dedicated instances run on; auto: `policies.engines` decides.
     """
 
     __tablename__ = "models"
@@ -170,6 +170,7 @@ class Model(Base):
 class Profile(Base):
     """A model on a GPU type: input tokens/s of one instance at its SLO, its GPUs, and its load time in the region.
     `latency`: its step and switch times, named as in `policies.placement.pools.PoolLoad`; None: not known.
+    `engine_rates`: tokens/s measured of both engines, by their names; None: not measured.
     """
 
     __tablename__ = "profiles"
@@ -180,6 +181,7 @@ class Profile(Base):
     gpus: Mapped[int]
     load_time_s: Mapped[float]
     latency: Mapped[Json | None] = mapped_column(JSONB(none_as_null=True))
+    engine_rates: Mapped[Json | None] = mapped_column(JSONB(none_as_null=True))
 
 
 class EndpointRow(Base):
@@ -199,7 +201,7 @@ class Instance(Base):
 
     `kind`: which requests it is for. `donate`: when it has drained it becomes a spot instance instead of being
     stopped; `spot_at`: since when it is one. `pooled`: it shares the GPUs of its slot with others and has none of its
-    own.
+    own. `engine`: what it is told to run on, and why; auto: its node decides.
     """
 
     __tablename__ = "instances"
@@ -207,6 +209,7 @@ class Instance(Base):
         one_of("desired", Desired),
         one_of("observed", InstanceState),
         one_of("kind", InstanceKind),
+        CheckConstraint("engine IN ('auto', 'torch', 'vllm')", name="engine_known"),
         CheckConstraint("(desired = 'spot') = (spot_at IS NOT NULL)", name="spot_since"),
         CheckConstraint("NOT donate OR desired = 'draining'", name="donate_while_draining"),
         CheckConstraint("gpus >= 0 AND pooled = (gpus = 0)", name="pooled_takes_no_gpus"),
@@ -226,6 +229,8 @@ class Instance(Base):
     desired: Mapped[str]
     observed: Mapped[str]
     kind: Mapped[str] = mapped_column(server_default=text("'mixed'"))
+    engine: Mapped[EngineChoice] = mapped_column(String, default="auto", server_default=text("'auto'"))
+    engine_reason: Mapped[str | None]
     donate: Mapped[bool] = mapped_column(server_default=text("false"))
     error: Mapped[str | None]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())

@@ -21,6 +21,7 @@ _INSTANCE = {
     "node": "node",
     "slot": "slot",
     "pooled": "pooled",
+    "engine": "engine",
     "wanted": "desired",
     "observed": "observed",
     "error": "error",

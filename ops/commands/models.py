@@ -12,6 +12,7 @@ from dataplane.profile import ProfileError, load_gpu_profile
 from dataplane.turns.costs import switch_s
 from ops.checkpoints import CheckpointError, describe_checkpoint
 from ops.commands.api import Api, CommandError, connected
+from ops.commands.model_options import parse_engine_rates, parse_objective, parse_rate
 from ops.commands.screen import AsJson, Columns, bytes_text, print_fields, print_json, print_table
 
 LatencyFiles = Annotated[
@@ -45,7 +46,16 @@ Engine = Annotated[
     str,
     typer.Option(
         metavar="torch|vllm|auto",
-        help="What dedicated instances run on, where the node has it; auto: what the node prefers. Pooled ones: torch.",
+        help="What dedicated instances run on, where the node has it; auto: by --engine-rates, else what the node"
+        " prefers. Pooled ones: torch.",
+    ),
+]
+EngineRates = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="GPU=TORCH,VLLM",
+        help="Tokens/s of the torch engine and of vLLM on a GPU type, measured side by side (`python -m"
+        " ops.bench.engines`). May be repeated.",
     ),
 ]
 models = typer.Typer(no_args_is_help=True, help="Models: checkpoints in Hugging Face format.")
@@ -65,6 +75,7 @@ def add_model(
     latency: LatencyFiles = None,
     slo: Objectives = None,
     engine: Engine = "auto",
+    engine_rates: EngineRates = None,
     private_host: Annotated[
         list[str] | None,
         typer.Option(metavar="HOST|NETWORK", help="Read from here though it is not public. May be repeated."),
@@ -81,13 +92,14 @@ def add_model(
       tidepool model add qwen3-8b --path hf://Qwen/Qwen3-8B --slo IW-F=0.5,0.05
       tidepool model add qwen3-8b --path /models/qwen3-8b --engine vllm
     """
-    rates = dict(_rate(text) for text in tokens_per_s or [])
+    rates = dict(parse_rate(text) for text in tokens_per_s or [])
+    measured = parse_engine_rates(engine_rates or [], list(rates))
     if engine not in get_args(EngineChoice):
         raise typer.BadParameter(f"--engine must be one of {', '.join(get_args(EngineChoice))}, not '{engine}'")
     if minimum > maximum:
         raise typer.BadParameter(f"--min {minimum} is above --max {maximum}")
     try:
-        objectives = dict(_objective(text) for text in slo or [])
+        objectives = dict(parse_objective(text) for text in slo or [])
         body = describe_checkpoint(path, tuple(private_host or ())) | {"slo": objectives or None, "engine": engine}
     except CheckpointError as error:
         raise CommandError(str(error)) from error
@@ -95,7 +107,7 @@ def add_model(
     with connected(context) as api:
         _require_known(api, gpu_types=list(rates), regions=region or [])
         made: dict[str, Any] = {"model": api.put(f"/admin/models/{name}", body)}
-        made["profiles"] = _put_profiles(api, name, rates, latencies, gpus=gpus, load_time_s=load_time_s)
+        made["profiles"] = _put_profiles(api, name, rates, latencies, measured, gpus=gpus, load_time_s=load_time_s)
         endpoint = {"model": name, "instances_min": minimum, "instances_max": maximum}
         made["endpoints"] = [api.put("/admin/endpoints", endpoint | {"region": place}) for place in region or []]
     if as_json:
@@ -113,6 +125,7 @@ def set_profile(
     gpus: Gpus = 1,
     load_time_s: LoadTime = 60.0,
     latency: LatencyFiles = None,
+    engine_rates: EngineRates = None,
     as_json: AsJson = False,
 ) -> None:
     """Say anew what a model does on GPU types. All of their profiles are replaced; other GPU types keep theirs.
@@ -120,20 +133,23 @@ def set_profile(
     \b
     Example:
       tidepool model profile qwen3-8b --tokens-per-s H800=12000 --latency ops/profiles/h800.toml
+      tidepool model profile qwen3-8b --tokens-per-s H800=15000 --engine-rates H800=9000,15000
     """
-    rates = dict(_rate(text) for text in tokens_per_s or [])
+    rates = dict(parse_rate(text) for text in tokens_per_s or [])
     if not rates:
         raise typer.BadParameter("--tokens-per-s must name at least one GPU type")
+    measured = parse_engine_rates(engine_rates or [], list(rates))
     with connected(context) as api:
         weights_bytes = api.get(f"/admin/models/{name}")["weights_bytes"]
         latencies = _latencies(latency or [], list(rates), weights_bytes=weights_bytes, gpus=gpus)
         _require_known(api, gpu_types=list(rates), regions=[])
-        made = _put_profiles(api, name, rates, latencies, gpus=gpus, load_time_s=load_time_s)
+        made = _put_profiles(api, name, rates, latencies, measured, gpus=gpus, load_time_s=load_time_s)
     if as_json:
         print_json(made)
         return
     for row in made:
-        typer.echo(f"{name} on {row['gpu_type']}: {row['tokens_per_s']:g} tokens/s; latency: {_latency_words(row)}")
+        rate = f"{row['tokens_per_s']:g} tokens/s; latency: {_latency_words(row)}; engines: {_engine_words(row)}"
+        typer.echo(f"{name} on {row['gpu_type']}: {rate}")
 
 
 @models.command("list")
@@ -163,7 +179,7 @@ def list_models(context: typer.Context, as_json: AsJson = False) -> None:
 
 @models.command("show")
 def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> None:
-    """Show a model, what it does on GPU types, and where it is offered.
+    """Show a model, what it does on GPU types, where it is offered, and which engine its instances run on and why.
 
     \b
     Example:
@@ -173,8 +189,9 @@ def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> No
         model = api.get(f"/admin/models/{name}")
         profiles = [row for row in api.pages("/admin/profiles")["data"] if row["model"] == name]
         endpoints = [row for row in api.pages("/admin/endpoints")["data"] if row["model"] == name]
+        instances = [row for row in api.pages("/admin/instances")["data"] if row["model"] == name]
     if as_json:
-        print_json({"model": model, "profiles": profiles, "endpoints": endpoints})
+        print_json({"model": model, "profiles": profiles, "endpoints": endpoints, "instances": instances})
         return
     print_fields([("model", name), ("sizes", _words(model)), ("path", model["path"]), ("engine", model["engine"])])
     rates: Columns = {
@@ -183,9 +200,12 @@ def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> No
         "GPUs": "gpus",
         "load time (s)": "load_time_s",
         "latency": _latency_words,
+        "engines": _engine_words,
     }
     print_table("Profiles", rates, profiles)
     print_table("Endpoints", {"region": "region", "min": "instances_min", "max": "instances_max"}, endpoints)
+    columns: Columns = {"node": "node", "slot": "slot", "observed": "observed", "engine": "engine"}
+    print_table("Instances", {**columns, "why": "engine_reason"}, instances)
 
 
 def _put_profiles(
@@ -193,18 +213,19 @@ def _put_profiles(
     name: str,
     rates: dict[str, float],
     latencies: dict[str, dict[str, Any]],
+    measured: dict[str, dict[str, float]],
     *,
     gpus: int,
     load_time_s: float,
 ) -> list[dict[str, Any]]:
     profile = {"model": name, "gpus": gpus, "load_time_s": load_time_s}
-    return [
-        api.put(
-            "/admin/profiles",
-            profile | {"gpu_type": gpu_type, "tokens_per_s": rate, "latency": latencies.get(gpu_type)},
-        )
+    profiles = [
+        profile
+        | {"gpu_type": gpu_type, "tokens_per_s": rate}
+        | {"latency": latencies.get(gpu_type), "engine_rates": measured.get(gpu_type)}
         for gpu_type, rate in rates.items()
     ]
+    return [api.put("/admin/profiles", body) for body in profiles]
 
 
 def _latencies(files: list[Path], gpu_types: list[str], *, weights_bytes: int, gpus: int) -> dict[str, dict[str, Any]]:
@@ -233,35 +254,16 @@ def _latency_words(profile: Mapping[str, Any]) -> str:
     return f"{latency['source']}; switch {latency['switch_s']:.2f} s"
 
 
+def _engine_words(profile: Mapping[str, Any]) -> str:
+    rates = profile["engine_rates"]
+    return "not measured" if rates is None else f"torch {rates['torch']:g}, vLLM {rates['vllm']:g} tokens/s"
+
+
 def _words(model: dict[str, Any]) -> str:
     return (
         f"{model['architecture']}, weights {bytes_text(model['weights_bytes'])},"
         f" KV {bytes_text(model['kv_bytes_per_token'])} a token, context {model['context_tokens']} tokens"
     )
-
-
-def _objective(text: str) -> tuple[str, dict[str, float]]:
-    tier, _, seconds = text.partition("=")
-    try:
-        ttft_s, tbt_s = (float(part) for part in seconds.split(","))
-    except ValueError:
-        ttft_s = tbt_s = 0.0
-    if tier not in {"IW-F", "IW-N"} or not ttft_s > 0 or not tbt_s > 0:
-        raise typer.BadParameter(
-            f"--slo takes IW-F or IW-N, then =TTFT,TBT in seconds, such as IW-F=0.5,0.1, not '{text}'"
-        )
-    return tier, {"ttft_s": ttft_s, "tbt_s": tbt_s}
-
-
-def _rate(text: str) -> tuple[str, float]:
-    gpu_type, equals, number = text.rpartition("=")
-    try:
-        rate = float(number)
-    except ValueError:
-        rate = 0.0
-    if not equals or not gpu_type or not rate > 0:
-        raise typer.BadParameter(f"--tokens-per-s takes GPU=NUMBER above 0, such as H800=12000, not '{text}'")
-    return gpu_type, rate
 
 
 def _require_known(api: Api, *, gpu_types: list[str], regions: list[str]) -> None:

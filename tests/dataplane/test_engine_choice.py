@@ -14,6 +14,7 @@ from dataplane.engines.vllm.settings import VllmEngineSettings
 from dataplane.errors import ModelLoadError
 from dataplane.messages import DesiredInstance, EngineChoice, EngineKind
 from dataplane.node import Agent
+from dataplane.settings import AgentSettings
 from dataplane.slots import engine_of
 from tests.dataplane.replay_node import desired, instance, settings
 
@@ -76,11 +77,50 @@ def test_a_slot_runs_one_engine_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     assert said["i2"] == "slot 0 runs vllm for other models; model-i2 wants torch"
 
 
+def test_an_instance_follows_its_engine_where_the_slot_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (slots, settings_module):
+        monkeypatch.setattr(module, "check_version", lambda: None)
+
+    async def scenario() -> None:
+        agent = Agent(settings(engine="torch", profile=None), boot_id="boot")
+        (slot,) = agent.slots
+
+        async def errors(generation: int, first: EngineChoice, second: EngineChoice) -> list[str]:
+            agent.apply(desired(generation, asking(first), asking(second, "i2")))
+            async with asyncio.timeout(60):
+                while not all(report.error for report in agent.reports()):  # noqa: ASYNC110  (loads have no event)
+                    await asyncio.sleep(0.001)
+            return [str(report.error) for report in agent.reports()]
+
+        assert all("/nowhere" in error for error in await errors(1, "auto", "torch"))
+        moved, stayed = await errors(2, "vllm", "torch")
+        assert moved == "slot 0 runs torch for other models; model-i1 wants vllm"
+        assert "/nowhere" in stayed
+        assert all("/nowhere" in error for error in await errors(3, "vllm", "vllm"))
+        assert slot.engine == "vllm"
+
+    asyncio.run(scenario())
+
+
+def test_vllm_is_preferred_where_gpus_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def preferred(**changes: Any) -> EngineKind:
+        values = settings().model_dump(include={"node", "region", "gpu_type", "slots", "node_key"})
+        return AgentSettings(**values | changes).engine
+
+    assert preferred(device="cuda") == "torch", "it is not installed here"
+    for module in (interfaces, settings_module):
+        monkeypatch.setattr(module, "installed_version", lambda: "0.32.0")
+    assert [preferred(device=device) for device in ("cpu", "cuda", "cuda:1")] == ["torch", "vllm", "vllm"]
+    assert preferred(device="cuda", engine="torch") == "torch"
+    assert preferred(device="cuda", split=True) == "torch", "prefill and decode slots are the torch engine's"
+
+
 def test_a_gpu_is_named_as_the_process_sees_it() -> None:
     environment = {"CUDA_VISIBLE_DEVICES": "4,GPU-7"}
     interfaces.prepare_process("cuda:1", environment)
     assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-7"
     assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0", "it refuses our logits processor"
     assert interfaces.visible_gpu(3, {}) == "3"
     with pytest.raises(ModelLoadError, match="cuda:2 is not among CUDA_VISIBLE_DEVICES=4,5"):
         interfaces.visible_gpu(2, {"CUDA_VISIBLE_DEVICES": "4,5"})

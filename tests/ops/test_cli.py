@@ -169,6 +169,17 @@ def test_latency_comes_from_gpu_profiles(served: Run, tmp_path: Path) -> None:
     assert "models[0]: decode_base_s must be at least 0" in broken.err
 
 
+def test_engine_rates_are_kept_with_the_profile(served: Run, tmp_path: Path) -> None:
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
+    folder, rate = write_checkpoint(tmp_path / "m"), ("--tokens-per-s", "H800=1200")
+    assert served("model", "add", "m", "--path", folder, *rate, "--engine-rates", "H800=9000,15000").status == 0
+    assert "torch 9000, vLLM 15000 tokens/s" in served("model", "show", "m").out
+    assert "engines: not measured" in served("model", "profile", "m", *rate).out
+    for wrong in ("H800", "H800=1", "H800=1,2,3", "H800=1,0", "H20=1,2"):
+        refused = served("model", "profile", "m", *rate, "--engine-rates", wrong)
+        assert (refused.status, "--engine-rates" in refused.err) == (2, True), wrong
+
+
 def test_a_fleet_is_registered_and_listed(served: Run, tmp_path: Path, database: Database) -> None:
     assert served("region", "add", "us-east").status == 0
     assert served("region", "add", "us-west", "--json").json["position"] == 1

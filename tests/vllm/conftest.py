@@ -17,6 +17,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False, "hidden_size": 4 * HEAD_DIM},
     "qwen3": {},
     "mistral": {},
+    "mixtral": {"hidden_size": 4 * HEAD_DIM},
     "phi3": {},
     "gemma2": {},
     "granite": {},

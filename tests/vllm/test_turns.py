@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dataplane.engines.vllm import interfaces
 from dataplane.errors import ModelLoadError
 from dataplane.turns.decode import DecodeSettings
 from dataplane.turns.schedule import TurnSettings
@@ -15,7 +16,8 @@ from tests.dataplane.engines.torch.tiny import VOCABULARY, greedy_tokens, spec_o
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-MODELS = ("llama", "qwen3", "mistral")
+MODELS = ("llama", "qwen3", "mixtral")
+"""One with experts comes after those without."""
 QUICK = TurnSettings(decode=DecodeSettings(quota_max_s=0.01, quota_min_s=0.01))
 """Turns so short that they change after every few steps on any machine."""
 Checkpoint = Callable[[str], Path]
@@ -45,8 +47,10 @@ def test_three_models_in_turns(
             assert made == greedy_tokens(checkpoint(model), prompt, 12)
 
 
-def test_what_sleeps_holds_no_memory_of_the_slot(checkpoint: Checkpoint, make_engine: Callable[..., Any]) -> None:
-    engine = make_engine(models_max=2)
+def test_what_sleeps_holds_no_memory_of_the_slot(
+    checkpoint: Checkpoint, make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(models_max=3)
     for model in MODELS[:2]:
         engine.load(model, spec_of(model, checkpoint(model)))
     asleep, awake = (engine._models[model].runner for model in MODELS[:2])
@@ -58,6 +62,13 @@ def test_what_sleeps_holds_no_memory_of_the_slot(checkpoint: Checkpoint, make_en
     assert sizes[asleep] == 0
     assert sizes[awake] > 2**21
     assert engine.stats().resident_models == (MODELS[1],)
+    awake._scratch = object()
+    awake.step()
+    assert interfaces.scratch() is awake._scratch, "of the process there is one: each has its own put there"
+    monkeypatch.setattr(interfaces, "keeps_kv_addresses", lambda _: True)
+    with pytest.raises(ModelLoadError, match="its KV cannot move"):
+        engine.load("unmoved", spec_of(MODELS[2], checkpoint(MODELS[2])))
+    assert [stats.instance_id for stats in engine.stats().instances] == list(MODELS[:2])
 
 
 def test_requests_of_a_sleeping_model_are_cancelled_and_unloaded_too(
@@ -69,7 +80,9 @@ def test_requests_of_a_sleeping_model_are_cancelled_and_unloaded_too(
         engine.add(request(name, [5, 6, 7], max_tokens=30, ignore_eos=True))
     for _ in range(3):
         engine.step()
+    assert engine.stats().extra["load_s"] == 0, "nobody waited for the first"
     engine.load("b", spec_of("qwen3", checkpoint("qwen3")))
+    assert engine.stats().extra["load_s"] > 0
     assert engine.stats().resident_models == ("qwen3",)
     engine.cancel("gone")
     assert {o.request_id for o in engine.step()} <= {"ended", "stays"}

@@ -27,6 +27,8 @@ class Instance(Answer):
     pooled: bool = Field(description="it takes turns with others on all GPUs of its slot")
     desired: str = Field(description="running, draining, spot or stopped", examples=["running"])
     observed: str = Field(description="what its node last said", examples=["ready"])
+    engine: str = Field(description="what it is told to run on; auto: its node decides", examples=["torch"])
+    engine_reason: str | None = Field(examples=["chosen for the model"])
     error: str | None
     created_at: datetime
     changed_at: datetime

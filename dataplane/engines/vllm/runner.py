@@ -16,6 +16,9 @@ from dataplane.memory.model_cache import CachedModel, ModelCache
 from dataplane.memory.safetensors_file import list_tensors, read_json
 
 _SAMPLING = "dataplane.engines.vllm.sampling:SeededSampling"
+_FREE_SHARE_MIN = 0.01
+"""Of a GPU's memory, when a model comes. vLLM would want nearly all of it, whatever is there already."""
+_READ_BYTES = 2**24
 
 
 @dataclass(eq=False, kw_only=True)
@@ -46,6 +49,7 @@ class Runner:
         self._preemptions_ended = 0
         self._engine = _build(name, folder, settings)
         interfaces.check_interfaces(self._engine)
+        self._scratch = interfaces.scratch()
         self.context_tokens: int = self._engine.vllm_config.model_config.max_model_len
         self.vocabulary: int = self._engine.vllm_config.model_config.get_vocab_size()
 
@@ -82,6 +86,7 @@ class Runner:
     def step(self) -> dict[str, int]:
         """Run one step: by name, the token that a request got."""
         assert self.awake
+        interfaces.use_scratch(self._scratch)
         made = {}
         for output in self._engine.step():
             (answer,) = output.outputs
@@ -94,10 +99,13 @@ class Runner:
         """Copy the weights to host memory, once, so that the model may leave.
 
         Raises:
+            ModelLoadError: the model cannot leave.
             dataplane.memory.model_cache.HostMemoryError: there is no room for them.
         """
         if self._copy is not None:
             return
+        if interfaces.keeps_kv_addresses(self._engine):
+            raise ModelLoadError(f"{self._name}: its KV cannot move, so it takes no turns; models_max must be 1 for it")
         (sizes,) = self._engine.collective_rpc(sleep.weight_sizes)
 
         def fill(view: memoryview) -> None:
@@ -149,14 +157,24 @@ def stored_bytes(folder: Path, dtype: str) -> int:
     return sum(torch.Size(shape).numel() * item_bytes for shape in shapes)
 
 
+def read_ahead(folder: Path) -> None:
+    """All of a load that may run beside steps: import the model's class, and have the system read the files."""
+    for architecture in _architectures(folder):
+        interfaces.import_model_class(architecture)
+    buffer = bytearray(_READ_BYTES)
+    for file in sorted({stored.file for stored in list_tensors(folder).values()}):
+        with file.open("rb", buffering=0) as stream:
+            while stream.readinto(buffer):
+                pass
+
+
 def _build(name: str, folder: Path, settings: VllmEngineSettings) -> Any:
     interfaces.check_version()
     if settings.device == "cpu":
         torch.cpu._init_amx()  # noqa: SLF001 - or the first matrix product in bfloat16 is an illegal instruction
         if settings.models_max > 1:
             interfaces.keep_weights_in_torch()
-    for architecture in _architectures(folder):
-        interfaces.import_model_class(architecture)
+    interfaces.make_expert_group()
     arguments = EngineArgs(
         model=str(folder),
         served_model_name=name,
@@ -168,6 +186,7 @@ def _build(name: str, folder: Path, settings: VllmEngineSettings) -> Any:
         max_num_seqs=settings.batch_max,
         max_num_batched_tokens=max(settings.prefill_tokens_per_step_max, settings.batch_max),
         kv_cache_memory_bytes=settings.pool_bytes,
+        gpu_memory_utilization=_FREE_SHARE_MIN,
         block_size=settings.block_tokens,
         enable_prefix_caching=False,
         enforce_eager=settings.eager,

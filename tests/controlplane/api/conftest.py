@@ -79,5 +79,6 @@ PROFILE = {
     "gpus": 1,
     "load_time_s": 30,
     "latency": None,
+    "engine_rates": None,
 }
 ENDPOINT = {"model": "llama", "region": "us-east", "instances_min": 0, "instances_max": 4}

@@ -140,20 +140,6 @@ def test_a_model_with_live_instances_keeps_its_path(world: World) -> None:
         fleet.put_model(session, moved)
 
 
-def test_a_model_with_live_instances_keeps_its_engine(world: World) -> None:
-    with world.database.transaction() as session:
-        tide = session.get_one(Model, "tide")
-        assert tide.engine == "auto"
-        sizes = {name: getattr(tide, name) for name in ("weights_bytes", "kv_bytes_per_token", "context_tokens")}
-        about = {"name": "tide", "path": tide.path, "architecture": tide.architecture, **sizes}
-    with world.database.transaction() as session:
-        assert fleet.put_model(session, Model(**about, engine="vllm")).engine == "vllm"
-    join(world, 1)
-    world.place("n1")
-    with pytest.raises(ConflictError, match="on engine vllm"), world.database.transaction() as session:
-        fleet.put_model(session, Model(**about, engine="torch"))
-
-
 def test_limits_of_an_endpoint(world: World) -> None:
     with pytest.raises(InvalidValueError) as caught, world.database.transaction() as session:
         fleet.put_endpoint(session, model="tide", region="us-east", minimum=3, maximum=2)

@@ -25,6 +25,7 @@ CHOICES = {
     ("instances", "desired"): "spot",
     ("instances", "observed"): "pending",
     ("instances", "kind"): "mixed",
+    ("instances", "engine"): "vllm",
     ("spot_leases", "end_reason"): "returned",
     ("demand_buckets", "kind"): "IW",
     ("api_keys", "role"): "node",

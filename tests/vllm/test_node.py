@@ -1,0 +1,62 @@
+"""A node that moves a model from one engine to another while requests of it are in flight: none is lost or changed."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dataplane.messages import DesiredInstance, EngineChoice, Failed, Finished, Generate, Sampling
+from tests.dataplane.replay_node import Node, desired, generate, running_node
+from tests.dataplane.streams import read, token_ids
+from tests.dataplane.test_torch_node import checkpoint, torch_settings
+from tests.vllm.conftest import HEAD_DIM
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
+PROMPT_TOKENS = 14
+MAX_TOKENS = 230
+TEMPERATURES = (0.0, 0.8)
+
+
+def asked(name: str, temperature: float) -> Generate:
+    sampling = Sampling(max_tokens=MAX_TOKENS, temperature=temperature, seed=5, ignore_eos=True)
+    return generate(f"{name}-{temperature}", sampling=sampling)
+
+
+async def tokens(node: Node, name: str) -> list[list[int]]:
+    """What a greedy request and one that samples are told when they come together, whole."""
+    streams = await asyncio.gather(*(read(node, asked(name, temperature)) for temperature in TEMPERATURES))
+    end = Finished(finish_reason="length", prompt_tokens=PROMPT_TOKENS, completion_tokens=MAX_TOKENS)
+    assert [events[-1] for events in streams] == [end] * len(TEMPERATURES)
+    return [token_ids(events) for events in streams]
+
+
+def test_a_model_moves_between_engines_in_the_midst_of_its_requests(tmp_path: Path) -> None:
+    spec = checkpoint(tmp_path, head_dim=HEAD_DIM)
+
+    def on(engine: EngineChoice) -> DesiredInstance:
+        model = msgspec.structs.replace(spec, engine=engine)
+        return DesiredInstance(instance_id="i1", slot=0, gpus=1, model=model)
+
+    async def scenario() -> None:
+        async with running_node(torch_settings(1, worker_losses_max=0)) as node:
+            (slot,), (pool,) = node.agent.slots, node.agent.pools
+            await node.hold(1, on("torch"))
+            calm = await tokens(node, "calm")
+            moves: tuple[EngineChoice, ...] = ("vllm", "torch")
+            for generation, engine in enumerate(moves, start=2):
+                heard = slot.stats.tokens_total
+                moving = asyncio.create_task(tokens(node, f"to-{engine}"))
+                await node.until(lambda: slot.stats.tokens_total > heard)  # noqa: B023  (ends within the round)
+                node.agent.apply(desired(generation, on(engine)))
+                await node.until(lambda: pool.dispatcher.count(None) == len(TEMPERATURES))
+                (refused,) = await read(node, asked("meanwhile", 0.0))
+                assert isinstance(refused, Failed)
+                assert refused.retryable, "another instance may take it"
+                assert await moving == calm
+                assert slot.engine == engine
+                assert await tokens(node, f"on-{engine}") == calm
+            await node.until(node.idle)
+
+    asyncio.run(scenario())
