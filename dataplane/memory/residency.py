@@ -1,6 +1,6 @@
 """Where the weights of a model go when they must come in, and whose leave for them.
 
-Pure: facts go in, a decision comes out. Least recently used first; Oneiros' priorities take this place later.
+Pure: facts go in, a decision comes out. Least recently used first.
 """
 
 from bisect import bisect_left

@@ -87,11 +87,6 @@ class SlabArena:
         return sum(map(len, self._moves))
 
     @property
-    def lent_slabs(self) -> int:
-        """Slabs of runs that are KV's now, whether it has taken them or not."""
-        return len(self._lent)
-
-    @property
     def lent_moving(self) -> bool:
         """Whether KV gets a lent slab soon, that a transfer still touches."""
         return any(not self._lent.isdisjoint(slabs) for slabs in self._moves)

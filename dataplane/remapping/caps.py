@@ -10,9 +10,9 @@ from typing import Literal
 from dataplane.remapping.circle import Circle, Rotation, choose_rotation, deepest, is_hidden, least_waiting, step_s
 from dataplane.remapping.settings import RemapSettings
 
-Reason = Literal["unmeasured", "not hidden", "share_max", "layers"]
-"""What keeps a model from giving up more: its times are not known, its loads would not be hidden, the setting, or that
-of one layer's frame at least must stay.
+Reason = Literal["unmeasured", "not hidden", "share_max", "layers", "switching"]
+"""What keeps a model from giving up more: its times are not known, its loads would not be hidden, the setting, that of
+one layer's frame at least must stay, or that its place is kept for another model, which is to come in.
 """
 
 
@@ -23,7 +23,8 @@ class ModelFacts:
     `given_up`: of how many layers KV has the memory now (alpha). `active`: it decodes now: the running model where
     models take turns, every model with requests where they share the slot. `compute_s`: measured time in its layers, of
     a decode step with the batch it has now if active, else of a usual prefill; None when not known. `priority`: the
-    lower ones give up first. `used_s`: when it was last made active, on any clock that only grows.
+    lower ones give up first. `used_s`: when it was last made active, on any clock that only grows. `kept`: it is to
+    give up no more, since another model may need its whole place.
     """
 
     model: str
@@ -35,6 +36,7 @@ class ModelFacts:
     given_up: int = 0
     priority: int = 0
     used_s: float = 0.0
+    kept: bool = False
 
     def __post_init__(self) -> None:
         """Hold that something of the model is there."""
@@ -87,6 +89,8 @@ def choose_cap(facts: ModelFacts, settings: RemapSettings) -> Cap:
     }
     if settings.capped:
         limits["not hidden"] = deepest(circle, frames_min=settings.frames_min, frames_max=settings.frames_max)
+    if facts.kept and facts.given_up < min(limits.values()):
+        return Cap(layers=facts.given_up, reason="switching")
     reason = min(limits, key=lambda reason: (limits[reason], reason))
     return Cap(layers=max(limits[reason], 0), reason=reason)
 

@@ -141,6 +141,7 @@ RUN_COLUMNS: Columns = {
     "rival": "rival",
     "tok/s": lambda row: f"{row['tokens_per_s']:.0f}",
     "TBT p50/p99 ms": lambda row: f"{1000 * row['tbt_p50_s']:.1f} / {1000 * row['tbt_p99_s']:.0f}",
+    "step p99 ms": lambda row: f"{1000 * row['step_p99_s']:.0f}",
     "TPOT p50/p99 ms": lambda row: f"{1000 * row['tpot_p50_s']:.1f} / {1000 * row['tpot_p99_s']:.0f}",
     "TTFT p50/p99 s": lambda row: f"{row['ttft_p50_s']:.2f} / {row['ttft_p99_s']:.1f}",
     "batch": lambda row: f"{row['batch_mean']:.1f} / {row['batch_peak']}",

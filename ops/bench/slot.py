@@ -10,6 +10,7 @@ import torch
 from dataplane.engines.torch.host_models import HostModel, HostModels
 from dataplane.engines.torch.streams import Copy, CopyStream, make_stream
 from dataplane.engines.torch.weights import WeightStore
+from dataplane.engines.torch.wire_rate import wire_rates
 from dataplane.memory.events import PASSED, Event
 from dataplane.memory.slabs import SlabArena
 from ops.bench.checkpoints import BenchModel, DtypeName
@@ -65,7 +66,8 @@ def open_slot(
         known = tuple(host_models.prepare(model.name, model.folder, slabs_max=sys.maxsize) for model in models)
         slabs = residents * max(model.skeleton.slabs(SLAB_BYTES) for model in known)
         buffer = torch.zeros(slabs * SLAB_BYTES, dtype=torch.uint8, device=place)
-        weights = WeightStore(SlabArena(slabs, weights_slabs=slabs), buffer, SLAB_BYTES, stream)
+        arena = SlabArena(slabs, weights_slabs=slabs)
+        weights = WeightStore(arena, buffer, SLAB_BYTES, stream, wire_rates(buffer).weights)
         yield BenchSlot(device=place, buffer=buffer, weights=weights, models=known)
     finally:
         stream.close()

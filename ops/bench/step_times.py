@@ -20,7 +20,7 @@ from dataplane.engines.torch.pooled import kv_shape
 from dataplane.engines.torch.runner import run_chunks
 from dataplane.engines.torch.sampler import Draw, choose_tokens
 from dataplane.engines.torch.sequences import Chunk, TokenSequence
-from dataplane.engines.torch.wire_rate import RATE_SAMPLE_BYTES, measured_rate
+from dataplane.engines.torch.wire_rate import RATE_SAMPLE_BYTES, measured_rates
 from dataplane.memory.kv_cache import blocks_for
 from dataplane.turns.fit import DecodePoint, PrefillPoint
 
@@ -108,7 +108,7 @@ class _Bench:
         blocks = blocks_for(settings.tokens_max, BLOCK_TOKENS) + 2 * max(BATCHES)
         sizes = (blocks, 1, geometry.layers, 2, BLOCK_TOKENS, geometry.kv_heads, geometry.head_dim)
         self._cache = torch.zeros(sizes, dtype=dtype, device=device)
-        self.rate_bytes_per_s = measured_rate(torch.empty(RATE_SAMPLE_BYTES, dtype=torch.uint8, device=device))
+        self.rate_bytes_per_s, _ = measured_rates(torch.empty(RATE_SAMPLE_BYTES, dtype=torch.uint8, device=device))
 
     def points(self, kind: Kind, tell: Told) -> Iterator[tuple[int, int, float]]:
         """(length, batch, seconds) of the steps of the grid, until time is up."""

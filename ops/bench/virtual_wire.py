@@ -5,7 +5,7 @@ nothing; their event passes when a wire of that rate would be done. One thread c
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dataplane.engines.torch.streams import Copy, flat_bytes
@@ -16,10 +16,11 @@ POLL_S = 0.0002
 
 
 class VirtualTime:
-    """A clock that only its own thread's work and waits move."""
+    """A clock that only its own thread's work and waits move. `waited_s`: the waits together."""
 
     def __init__(self) -> None:
         self._ahead_s = 0.0
+        self.waited_s = 0.0
 
     def now_s(self) -> float:
         """Seconds since some moment."""
@@ -31,7 +32,9 @@ class VirtualTime:
 
     def wait_until(self, due_s: float) -> None:
         """Let it be `due_s`, if it is not later already."""
-        self._ahead_s += max(0.0, due_s - self.now_s())
+        waits_s = max(0.0, due_s - self.now_s())
+        self._ahead_s += waits_s
+        self.waited_s += waits_s
 
 
 @dataclass(eq=False, kw_only=True)
@@ -73,3 +76,9 @@ class VirtualWire:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def virtual_wires(time: VirtualTime, bytes_per_s: float) -> Callable[[str], VirtualWire]:
+    """An engine's copy streams by name: what comes in shares one way of the wire, KV that goes out has the other."""
+    into, out = VirtualWire(time, bytes_per_s), VirtualWire(time, bytes_per_s)
+    return lambda name: out if name == "kv_out" else into

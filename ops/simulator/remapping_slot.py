@@ -23,16 +23,15 @@ from ops.simulator.remapping_tenants import Ask, Tenant
 
 
 class SharedSlot:
-    """Serves to the end. `tenants` hold what came of it. `batch_s`: requests that decoded times seconds, of `decode_s`
-    seconds of decoding.
+    """Serves to the end. `tenants` hold what came of it. `steps_s`: how long each decode step took, with its waits, and
+    how many tokens it made.
     """
 
     def __init__(self, models: Sequence[SharedModel], settings: SharedSettings) -> None:
         self.tenants = [Tenant(model=m, load_s=m.layer_bytes / settings.wire.bytes_per_s) for m in models]
         self.now_s = 0.0
         self.batch_peak = 0
-        self.batch_s = 0.0
-        self.decode_s = 0.0
+        self.steps_s: list[tuple[float, int]] = []
         self._settings = settings
         self._memory = SharedMemory(self.tenants, settings, self._is_active)
         self._by_name = {tenant.model.name: tenant for tenant in self.tenants}
@@ -125,8 +124,7 @@ class SharedSlot:
         ends_s = room_s + max(self.now_s + busy * (compute_s + waited_s), last_layer_s)
         if not asks:
             self.batch_peak = max(self.batch_peak, len(tenant.batch))
-            self.batch_s += len(tenant.batch) * (ends_s - self.now_s)
-            self.decode_s += ends_s - self.now_s
+            self.steps_s.append((ends_s - self.now_s, len(tenant.batch)))
         self._run(tenant, asks, ends_s)
         return True
 

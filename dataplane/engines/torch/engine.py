@@ -22,6 +22,7 @@ from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.engines.torch.steps import ModelFailedError, Sampled, Steps, Watch
 from dataplane.engines.torch.streams import CopyStream, make_stream
 from dataplane.engines.torch.weights import WeightStore
+from dataplane.engines.torch.wire_rate import wire_rates
 from dataplane.errors import ModelLoadError
 from dataplane.memory.events import TransferError
 from dataplane.memory.model_cache import ModelCache
@@ -67,7 +68,8 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
             in_use=lambda name: name in self._models,
             host_wait_max_s=settings.host_wait_max_s,
         )
-        self._weights = WeightStore(self._arena, buffer, slab_bytes, self._streams["weights"])
+        rates = wire_rates(buffer, settings.wire_bytes_per_s)
+        self._weights = WeightStore(self._arena, buffer, slab_bytes, self._streams["weights"], rates.weights)
         self._kv = KvStore(
             self._arena,
             buffer,
@@ -75,6 +77,7 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
             host_bytes=settings.host_kv_bytes,
             host_file=settings.host_kv_file,
             make_stream=self._streams.__getitem__,
+            rates=rates,
         )
         super().__init__(settings, clock, self._kv, take_back=self._take_back, relieve=self._relieve)
         self._relief = KvRelief(
@@ -84,7 +87,8 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
             self._kv,
             self._arena,
             clock,
-            waiting=lambda: self._requests.waiting_models,
+            requests=self._requests,
+            turns=lambda: self._state,
         )
         self._steps = Steps(
             settings, self._weights, self._kv, self._step_batches, clock, watch, make_way=self._make_way
@@ -131,6 +135,7 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
         crowded = self._relief.revert()
         if crowded and not self._kv.leaving:
             self._room.clear(lambda kv: any(self._kv.lies_in(kv, place.slabs) for place in crowded))
+        self._requests.queue_lost()
 
     def _fit_together(self, models: Iterable[Pooled]) -> bool:
         return self._weights.fit_together(pooled.weights for pooled in models)
@@ -154,7 +159,6 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
     def _run(self, turn: Turn, model: Pooled, now_s: float) -> Made[SequenceKv] | None:
         """A model that fails takes no other down; a lost device or wrong books end the worker."""
         model.weights.used_s = now_s
-        self._relief.running = model.name
         made = None
         try:
             made = self._steps.run(turn, model, self._requests.find(turn.group))

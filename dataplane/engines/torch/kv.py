@@ -5,8 +5,6 @@ way has an event that must pass first (`settle`). The next transfer of a sequenc
 Blocks that a transfer reads or writes are not handed out: they are freed when it has passed, or with its event.
 """
 
-import mmap
-import os
 import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +14,9 @@ import torch
 
 from dataplane.engine import KvHandle
 from dataplane.engines.kv import Place
+from dataplane.engines.torch.kv_file import KvFile, host_memory
 from dataplane.engines.torch.streams import Copy, CopyStream, mark, pinned
+from dataplane.engines.torch.wire_rate import WireRates
 from dataplane.memory.events import PASSED, Event
 from dataplane.memory.kv_cache import HostSlabs, KvCache, KvShape, OutOfBlocksError, blocks_for
 from dataplane.memory.slabs import SlabArena
@@ -35,28 +35,15 @@ class SequenceKv:
     place: Place = Place.NOWHERE
     blocks: list[int] = field(default_factory=list)
     host: list[int] = field(default_factory=list)
-    file: "KvFile | None" = None
+    file: KvFile | None = None
     event: Event = PASSED
+    sent_s: float = 0.0
     tries: int = 0
 
     @property
     def size_bytes(self) -> int:
         """What it takes, on the side where it takes more."""
         return max(len(self.blocks), len(self.host)) * self.shape.block_bytes
-
-
-@dataclass(eq=False, kw_only=True)
-class KvFile:
-    """Host KV of a slot: flat uint8, cut into slabs."""
-
-    bytes: torch.Tensor
-    slab_bytes: int
-
-    def block(self, shape: KvShape, block: int) -> torch.Tensor:
-        """The bytes of a block."""
-        slab, index = divmod(block, self.slab_bytes // shape.block_bytes)
-        start = slab * self.slab_bytes + index * shape.block_bytes
-        return self.bytes[start : start + shape.block_bytes]
 
 
 class KvStore:
@@ -71,6 +58,7 @@ class KvStore:
         host_bytes: int,
         host_file: Path | None,
         make_stream: Callable[[str], CopyStream],
+        rates: WireRates,
     ) -> None:
         self._device = KvFile(bytes=buffer, slab_bytes=slab_bytes)
         self._arena = arena
@@ -78,9 +66,10 @@ class KvStore:
         self._host_slabs = HostSlabs(host_bytes // slab_bytes)
         self.away = KvCache(self._host_slabs, slab_bytes)
         self._host_file = host_file
-        memory = _host_memory(self._host_slabs.slabs * slab_bytes, host_file)
+        memory = host_memory(self._host_slabs.slabs * slab_bytes, host_file)
         self._host = KvFile(bytes=pinned(memory, buffer.device), slab_bytes=slab_bytes)
         self._in, self._out = make_stream("kv_in"), make_stream("kv_out")
+        self._rates = rates
         self._views: dict[tuple[KvShape, torch.dtype], torch.Tensor] = {}
         self._files: dict[str, KvFile] = {}
         self._moving: list[SequenceKv] = []
@@ -103,9 +92,20 @@ class KvStore:
         return self._arena.lent_moving or any(kv.place is Place.LEAVING for kv in self._moving)
 
     @property
-    def leaving_bytes(self) -> int:
-        """What is on its way to host memory."""
-        return sum(kv.size_bytes for kv in self._moving if kv.place is Place.LEAVING)
+    def in_bytes_per_s(self) -> float:
+        """How fast KV comes from host memory; see `WireRate`."""
+        return self._rates.kv_in.bytes_per_s
+
+    @property
+    def out_bytes_per_s(self) -> float:
+        """How fast it goes there."""
+        return self._rates.kv_out.bytes_per_s
+
+    @property
+    def leaving_s(self) -> float:
+        """Estimated seconds until what is on its way to host memory is there."""
+        leaving_bytes = sum(kv.size_bytes for kv in self._moving if kv.place is Place.LEAVING)
+        return leaving_bytes / self.out_bytes_per_s
 
     def fits(self, kv: SequenceKv, *, spare: int) -> bool:
         """Whether KV that is AWAY has room in the arena, and so many blocks more."""
@@ -273,6 +273,7 @@ class KvStore:
             for block, away in zip(kv.blocks, kv.host, strict=True)
         ]
         after = [mark(self._device.bytes.device)]  # what was computed on these blocks until now
+        kv.sent_s = time.monotonic()
         if kv.place is Place.LEAVING:
             kv.event = self._out.submit([Copy(source=here, target=away) for here, away in pairs], after)
             self.swapped_out_total += 1
@@ -282,6 +283,8 @@ class KvStore:
         self._moving.append(kv)
 
     def _moved(self, kv: SequenceKv) -> None:
+        rate = self._rates.kv_out if kv.place is Place.LEAVING else self._rates.kv_in
+        rate.learn(kv.size_bytes, kv.sent_s, [kv.event])
         if kv.place is Place.LEAVING:
             self.here.free(kv.shape, kv.blocks)
             kv.blocks, kv.place = [], Place.AWAY
@@ -294,7 +297,7 @@ class KvStore:
     def _open(self, handle: KvHandle) -> KvFile | None:
         if handle.file not in self._files:
             try:
-                memory = _host_memory(0, Path(handle.file))
+                memory = host_memory(0, Path(handle.file))
             except (OSError, ValueError):
                 return None
             gone = [file for file in self._files if not Path(file).exists()]
@@ -302,13 +305,3 @@ class KvStore:
                 del self._files[file]
             self._files[handle.file] = KvFile(bytes=memory, slab_bytes=handle.slab_bytes)
         return self._files[handle.file]
-
-
-def _host_memory(size_bytes: int, file: Path | None) -> torch.Tensor:
-    """Flat uint8: private, or that of a file, which is made when a size is given and mapped as it is otherwise."""
-    if file is None:
-        return torch.empty(size_bytes, dtype=torch.uint8)
-    with file.open("r+b" if size_bytes == 0 else "x+b") as opened:
-        if size_bytes:
-            os.posix_fallocate(opened.fileno(), 0, size_bytes)  # a full file system must say so now
-        return torch.frombuffer(mmap.mmap(opened.fileno(), 0), dtype=torch.uint8)

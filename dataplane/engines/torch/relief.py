@@ -4,7 +4,7 @@ Called between the forward passes of a step only: no layer is in use when its pl
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from math import inf
 
 from dataplane.engines.kv import Place
@@ -18,12 +18,15 @@ from dataplane.memory.slabs import Run, SlabArena
 from dataplane.remapping.caps import ModelFacts, rotation_of, wait_s
 from dataplane.remapping.control import RemapDecision, RemapFacts, RemapState, choose_remap
 from dataplane.remapping.relief import ReliefFacts, ReliefSettings, Victim, Way, choose_relief
+from dataplane.turns.decode import idle_s
+from dataplane.turns.schedule import SlotState
+from dataplane.turns.tiers import TIER_RANKS
 
 
 class KvRelief:
-    """Relieves the KV of one slot. `models` are the slot's, by name; `waiting()` names those with requests that wait
-    for their prefill. `running`: whose turn it is. How often each of the `ways` was taken, the `refusals` of remapping
-    by reason, and the `layers` lent and taken back are counted from the start.
+    """Relieves the KV of one slot. `models` are the slot's, by name; `requests` those that run or wait; `turns()` is
+    what the turn policy remembers. How often each of the `ways` was taken, the `refusals` of remapping by reason, and
+    the `layers` lent and taken back are counted from the start.
     """
 
     def __init__(
@@ -35,7 +38,8 @@ class KvRelief:
         arena: SlabArena,
         clock: Callable[[], float],
         *,
-        waiting: Callable[[], frozenset[str]],
+        requests: Iterable[TokenSequence],
+        turns: Callable[[], SlotState],
     ) -> None:
         self._settings = settings
         self._models = models
@@ -43,10 +47,10 @@ class KvRelief:
         self._kv = kv
         self._arena = arena
         self._clock = clock
-        self._waiting = waiting
+        self._requests = requests
+        self._turns = turns
         self._relief = ReliefSettings(forced=None if settings.kv_pressure == "auto" else settings.kv_pressure)
         self._state = RemapState()
-        self.running: str | None = None
         self.ways: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         self.layers: Counter[str] = Counter()
@@ -77,11 +81,6 @@ class KvRelief:
         """What would be given up, and for how long a step of an active model would wait then; None: too little."""
         if self._settings.kv_pressure not in ("auto", "remap"):
             return None, None
-        waiting = self._waiting()
-        busy = (model for name, model in self._models.items() if model.begun or name in waiting)
-        if not all(self._weights.holds(model.weights) for model in busy):
-            self.refusals["switching"] += 1  # a model is to come in: KV in the reserve would have to leave at once
-            return None, None
         models = self._model_facts()
         lacks_bytes = self._kv.lacks_bytes(shortage.sequence.kv, shortage.tokens)
         facts = RemapFacts(models=models, short_bytes=lacks_bytes)
@@ -93,14 +92,21 @@ class KvRelief:
         return decision, max((wait_s(model, decision.rotations[model.model]) for model in giving), default=0.0)
 
     def _model_facts(self) -> tuple[ModelFacts, ...]:
-        """Of the models that are there, whole or not, and whose layers are alike. Active: it runs or decodes."""
-        given_up = self._weights.given_up
+        """Of the models that are there, whole or not, and whose layers are alike.
+
+        Active: it runs or decodes, also while another has its turn, for its own turn will be one of decoding: where
+        models take turns token by token, temporal sharing is as spatial sharing to it. The others are inactive.
+        Priority: by the most urgent of its requests, and the next to run above its equals; without any, the least.
+        """
+        given_up, turn, ranks = self._weights.given_up, self._turns().turn, self._ranks()
+        kept = self._kept(ranks)
         facts = []
         for name, pooled in self._models.items():
             slabs = self._weights.layer_slabs(pooled.weights)
             if slabs is None:
                 continue
-            active = name == self.running or bool(pooled.decoding)
+            active = bool(pooled.decoding) or (turn is not None and name == turn.model)
+            is_next = turn is not None and name == turn.next_model
             layer_bytes = pooled.weights.skeleton.parts[1].size_bytes
             facts.append(
                 ModelFacts(
@@ -113,14 +119,42 @@ class KvRelief:
                     ),
                     active=active,
                     given_up=given_up.get(name, 0),
+                    priority=2 * (len(TIER_RANKS) - ranks[name]) + is_next if name in ranks else 0,
+                    kept=name in kept,
                     used_s=self._weights.used_s(pooled.weights),
                 )
             )
         return tuple(facts)
 
+    def _ranks(self) -> dict[str, int]:
+        """Of each model with requests, the rank of the most urgent one's tier."""
+        ranks: dict[str, int] = {}
+        for sequence in self._requests:
+            rank = TIER_RANKS[sequence.request.tier]
+            ranks[sequence.model] = min(rank, ranks.get(sequence.model, rank))
+        return ranks
+
+    def _kept(self, busy: Collection[str]) -> frozenset[str]:
+        """Models that give up no more, while one that has requests is away: those without requests, which make room for
+        it; and those beside which, were they to stay for the KV in their layers, it had no place while another runs.
+        """
+        here = [name for name in busy if self._weights.holds(self._models[name].weights)]
+        away = [self._models[name].weights for name in busy if name not in here]
+        if not away:
+            return frozenset()
+        kept = set(self._models).difference(here)
+        stay = set(self._weights.given_up)
+        for name in here:
+            if all(self._weights.has_place(model, beside={*stay, name, runs}) for model in away for runs in here):
+                stay.add(name)
+            else:
+                kept.add(name)
+        return frozenset(kept)
+
     def _relief_facts(self, shortage: Shortage, wait_s: float | None) -> ReliefFacts:
         asking = self._models[shortage.sequence.model]
-        running = self._models.get(self.running or "", asking)
+        turn = self._turns().turn
+        running = asking if turn is None else self._models.get(turn.model, asking)
         batch = running.decoding[: self._settings.batch_max]
         step_s = running.estimate.decode_s(sum(sequence.cached for sequence in batch), max(len(batch), 1))
         ends = [sequence.remaining_tokens for model in self._models.values() for sequence in model.decoding]
@@ -131,9 +165,9 @@ class KvRelief:
             running=len(batch),
             step_s=step_s,
             room_s=min(ends) * step_s if ends else inf,
-            out_bytes_per_s=self._weights.bytes_per_s,
-            in_bytes_per_s=self._weights.bytes_per_s,
-            wire_wait_s=self._kv.leaving_bytes / self._weights.bytes_per_s,
+            out_bytes_per_s=self._kv.out_bytes_per_s,
+            in_bytes_per_s=self._kv.in_bytes_per_s,
+            wire_wait_s=self._kv.leaving_s,
         )
 
     def _may_refuse(self, shortage: Shortage) -> bool:
@@ -147,6 +181,7 @@ class KvRelief:
         steps = -(-cached // self._settings.prefill_tokens_per_step_max)
         return Victim(
             kv_bytes=sequence.kv.size_bytes,
+            idle_s=idle_s(self._turns().round, sequence.model, self._clock()),
             recompute_s=steps * pooled.estimate.prefill_s(cached // steps, cached**2 // steps) if steps else 0.0,
             host_room=self._kv.host_fits(sequence.kv, cached),
         )

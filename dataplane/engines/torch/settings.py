@@ -23,8 +23,9 @@ class TorchEngineSettings:
     model that finds no room there for `host_wait_max_s` fails.
     A step runs at most `batch_max` sequences and prefills at most `prefill_tokens_per_step_max` tokens. `prefetch`
     brings the next model early; `layerwise` starts a model while its later layers are on the way; with `hands_over`
-    a request leaves after its first token, to be decoded by another slot. `kv_pressure`: what is done when KV has no
-    room; `remap`: which layers models give up then.
+    a request leaves after its first token, to be decoded by another slot. `wire_bytes_per_s`: between host memory and
+    the device, each way, where that is known; None: measured. `kv_pressure`: what is done when KV has no room; `remap`:
+    which layers models give up then.
     """
 
     device: str = "cpu"
@@ -44,6 +45,7 @@ class TorchEngineSettings:
     layerwise: bool = True
     hands_over: bool = False
     copy_threads: int = 1
+    wire_bytes_per_s: float | None = None
     kv_pressure: KvPressure = "auto"
     remap: RemapSettings = field(default_factory=RemapSettings)
     turns: TurnSettings = field(default_factory=TurnSettings)
@@ -66,6 +68,8 @@ class TorchEngineSettings:
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.wire_bytes_per_s is not None and not self.wire_bytes_per_s > 0:
+            raise ValueError(f"wire_bytes_per_s must be over 0, got {self.wire_bytes_per_s}")
         if self.host_kv_bytes < 0:
             raise ValueError(f"host_kv_bytes must be at least 0, got {self.host_kv_bytes}")
         if self.slab_bytes is not None and (self.slab_bytes < 256 or self.slab_bytes % 256):

@@ -5,7 +5,7 @@ waited for when it is used. Leaving costs nothing, for the host keeps a copy of 
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -54,7 +54,9 @@ class Resident:
 class WeightStore:
     """The weights in one arena, whose bytes are `buffer`. Called by one thread."""
 
-    def __init__(self, arena: SlabArena, buffer: torch.Tensor, slab_bytes: int, stream: CopyStream) -> None:
+    def __init__(
+        self, arena: SlabArena, buffer: torch.Tensor, slab_bytes: int, stream: CopyStream, rate: WireRate
+    ) -> None:
         self._arena = arena
         self._buffer = buffer
         self._slab_bytes = slab_bytes
@@ -62,7 +64,7 @@ class WeightStore:
         self._residents: dict[str, Resident] = {}
         self._homes: dict[str, int] = {}
         self._used_s: dict[str, float] = {}
-        self._rate = WireRate(buffer)
+        self._rate = rate
         self.brought_total = 0
 
     @property
@@ -84,7 +86,7 @@ class WeightStore:
     @property
     def bytes_per_s(self) -> float:
         """How fast weights come; see `WireRate`."""
-        return 1 / self._rate.s_per_byte
+        return self._rate.bytes_per_s
 
     def used_s(self, model: HostModel) -> float:
         """When the model was last brought, by the engine's clock."""
@@ -110,6 +112,12 @@ class WeightStore:
     def holds(self, model: HostModel) -> bool:
         """Whether the model is there or arriving."""
         return model.name in self._residents
+
+    def has_place(self, model: HostModel, *, beside: Collection[str]) -> bool:
+        """Whether a model that is away could come into the reserve, to run, while these and all KV stay."""
+        facts = self._facts(model, None)
+        residents = tuple(replace(resident, pinned=resident.model in beside) for resident in facts.residents)
+        return choose_run(replace(facts, residents=residents)) is not None
 
     def bring(self, model: HostModel, now_s: float, *, keep: str | None = None) -> bool:
         """See to it that the model is there or arriving, evicting others; False if there is no room now, or its host

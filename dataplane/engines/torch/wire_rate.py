@@ -1,7 +1,9 @@
-"""How fast weights come to the device: first as a plain copy did, then as the loads of whole models do."""
+"""How fast bytes move between host memory and the device: as a plain copy did at first, then as real transfers do."""
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
 
 import torch
 
@@ -9,39 +11,73 @@ from dataplane.engines.torch.streams import pinned, unpinned
 from dataplane.memory.events import Event, TimedEvent
 
 RATE_SAMPLE_BYTES = 2**25
-RATE_LOAD_BYTES_MIN = 2**24
-"""A load of fewer bytes says little about the rate: starting its copies takes as long as they do."""
+RATE_BYTES_MIN = 2**24
+"""A transfer of fewer bytes says little about the rate: starting its copies takes as long as they do."""
 RATE_SHARE = 0.25
-"""What the last load counts in the rate; those before it fade by the rest."""
+"""What the last transfer counts in the rate; those before it fade by the rest."""
 
 
 class WireRate:
-    """The rate of one wire."""
+    """The rate of one kind of transfers, which come one after another. `known`: it is told, and nothing changes it."""
 
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.s_per_byte = 1 / measured_rate(buffer)
+    def __init__(self, bytes_per_s: float, *, known: bool = False) -> None:
+        self.s_per_byte = 1 / bytes_per_s
+        self._known = known
+        self._ended_s = -inf
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes a second."""
+        return 1 / self.s_per_byte
 
     def learn(self, size_bytes: int, sent_s: float, events: Iterable[Event]) -> None:
-        """Let a load that was sent at `sent_s` by `time.monotonic`, and is over, correct the estimate."""
-        if size_bytes < RATE_LOAD_BYTES_MIN:
-            return
+        """Let a transfer that was sent at `sent_s` by `time.monotonic`, and is over, correct the estimate. What it
+        waited for the one before it does not count.
+        """
         ends_s = [event.ended_s for event in events if isinstance(event, TimedEvent)]
-        took_s = max((end_s for end_s in ends_s if end_s is not None), default=time.monotonic()) - sent_s
-        self.s_per_byte += RATE_SHARE * (took_s / size_bytes - self.s_per_byte)
+        ended_s = max((end_s for end_s in ends_s if end_s is not None), default=time.monotonic())
+        took_s = ended_s - max(sent_s, self._ended_s)
+        self._ended_s = max(ended_s, self._ended_s)
+        if size_bytes >= RATE_BYTES_MIN and took_s > 0 and not self._known:
+            self.s_per_byte += RATE_SHARE * (took_s / size_bytes - self.s_per_byte)
 
 
-def measured_rate(buffer: torch.Tensor) -> float:
-    """Bytes per second of a plain copy into `buffer`, whose content is lost, from host memory such as models have:
-    written before, and pinned where CUDA allows it. The best of three; the first one takes the pages of `buffer`.
+@dataclass(frozen=True, kw_only=True)
+class WireRates:
+    """Of a slot: `weights` and `kv_in` to the device, `kv_out` from it."""
+
+    weights: WireRate
+    kv_in: WireRate
+    kv_out: WireRate
+
+
+def wire_rates(buffer: torch.Tensor, known_bytes_per_s: float | None = None) -> WireRates:
+    """Those of the wire to `buffer`, whose content is lost: as a plain copy each way does, or as is `known`."""
+    if known_bytes_per_s is not None:
+        told = [WireRate(known_bytes_per_s, known=True) for _ in range(3)]
+        return WireRates(weights=told[0], kv_in=told[1], kv_out=told[2])
+    in_bytes_per_s, out_bytes_per_s = measured_rates(buffer)
+    return WireRates(weights=WireRate(in_bytes_per_s), kv_in=WireRate(in_bytes_per_s), kv_out=WireRate(out_bytes_per_s))
+
+
+def measured_rates(buffer: torch.Tensor) -> tuple[float, float]:
+    """Bytes per second of a plain copy into `buffer`, whose content is lost, and out of it. The host memory is such as
+    models have: written before, and pinned where CUDA allows it.
     """
-    target = buffer[:RATE_SAMPLE_BYTES]
-    source = pinned(torch.ones(target.shape, dtype=torch.uint8), buffer.device)
+    device = buffer[:RATE_SAMPLE_BYTES]
+    host = pinned(torch.ones(device.shape, dtype=torch.uint8), buffer.device)
+    rates = _copy_rate(host, device), _copy_rate(device, host)
+    unpinned(host, buffer.device)
+    return rates
+
+
+def _copy_rate(source: torch.Tensor, target: torch.Tensor) -> float:
+    """The best of three; the first one takes the pages of `target`."""
     times_s = []
     for _ in range(3):
         began_s = time.perf_counter()
         target.copy_(source)
-        if buffer.is_cuda:
-            torch.cuda.synchronize(buffer.device)
+        if source.is_cuda or target.is_cuda:
+            torch.cuda.synchronize()
         times_s.append(time.perf_counter() - began_s)
-    unpinned(source, buffer.device)
     return source.nbytes / min(times_s)

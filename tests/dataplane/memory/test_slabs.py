@@ -71,7 +71,7 @@ def test_lent_slabs_are_kvs_last_resort_and_come_back_empty_only() -> None:
     copied = FlagEvent()
     arena.lend("a", [4])
     arena.lend("a", [2, 3], copied)
-    assert (arena.free_kv_slabs, arena.moving_slabs, arena.lent_slabs) == (2, 2, 3)
+    assert (arena.free_kv_slabs, arena.moving_slabs) == (2, 2)
     assert [arena.take_kv() for _ in range(3)] == [5, 4, None]
     copied.finish()
     arena.settle()
@@ -81,7 +81,7 @@ def test_lent_slabs_are_kvs_last_resort_and_come_back_empty_only() -> None:
     assert arena.take_kv() is None
     arena.free_kv(3)
     assert arena.take_back("a", [3])
-    assert (arena.free_kv_slabs, arena.lent_slabs, arena.guests) == (0, 1, frozenset())
+    assert (arena.free_kv_slabs, arena.guests) == (0, frozenset())
     arena.check()
 
 
@@ -115,7 +115,7 @@ def test_wrong_loans_raise_and_change_nothing() -> None:
     with pytest.raises(KeyError):
         arena.lend("b", [3])
     arena.check()
-    assert (arena.lent_slabs, arena.free_slabs) == (1, 3)
+    assert (arena.free_kv_slabs, arena.free_slabs) == (1, 3)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,8 @@ class ArenaMachine(RuleBasedStateMachine):
         counted = [self.state.count(state) for state in ("free", "kv", "moving")]
         assert [self.arena.free_slabs, self.arena.kv_slabs, self.arena.moving_slabs] == counted
         assert {owner: run.slabs for owner, run in self.arena.runs.items()} == self.runs
-        assert self.arena.lent_slabs == len(self.lent)
+        for_kv = self.lent.union(range(self.WEIGHTS_SLABS, self.SLABS))
+        assert self.arena.free_kv_slabs == sum(self.state[slab] == "free" for slab in for_kv)
         assert self.arena.blocked == {slab for slab in range(self.SLABS) if self.state[slab] in {"kv", "moving"}}
 
 

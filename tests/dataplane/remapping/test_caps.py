@@ -35,6 +35,14 @@ def test_caps(compute_s: float | None, settings: RemapSettings, expected: Cap) -
     assert choose_cap(model(compute_s), settings) == expected
 
 
+@pytest.mark.parametrize(
+    ("given_up", "cap"),
+    [(3, Cap(layers=3, reason="switching")), (12, Cap(layers=11, reason="not hidden"))],
+)
+def test_a_model_whose_place_is_kept_gives_up_no_more_and_gets_back_what_is_not_hidden(given_up: int, cap: Cap) -> None:
+    assert choose_cap(model(0.0134, given_up=given_up, kept=True), PLAIN) == cap
+
+
 def test_a_step_waits_for_what_is_not_hidden() -> None:
     """One frame, two layers: each of 1 ms is loaded while 19 layers run for 0.5 ms, twice a round."""
     slow = model(0.020 * 0.5)

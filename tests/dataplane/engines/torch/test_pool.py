@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from dataplane.engine import EngineOutput, EngineRequest
 from dataplane.engines.torch.engine import TorchEngine
@@ -215,7 +216,7 @@ def test_a_prefill_slot_hands_over_and_a_decode_slot_goes_on(checkpoint: Checkpo
         assert output.kv is not None
         wanted = by_id[output.request_id]
         kv = output.kv if output.request_id != "llama-0" else replace(output.kv, file=str(tmp_path / "gone"))
-        second.add(replace(wanted, generated=begun.tokens[output.request_id], kv=kv))
+        second.add(structs.replace(wanted, generated=begun.tokens[output.request_id], kv=kv))
     assert second._requests.prefills.groups[0].waiting[0].request_id == "llama-0", "what cannot be read is prefilled"
     assert sum(len(group.waiting) for group in second._requests.prefills.groups) == 1
     rest = drain(second, steps_max=50_000)

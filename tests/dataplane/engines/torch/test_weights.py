@@ -12,7 +12,7 @@ from dataplane.engines.torch import wire_rate
 from dataplane.engines.torch.host_models import HostModel
 from dataplane.engines.torch.streams import Copy
 from dataplane.engines.torch.weights import WeightStore
-from dataplane.engines.torch.wire_rate import RATE_SHARE, measured_rate
+from dataplane.engines.torch.wire_rate import RATE_SHARE, WireRate
 from dataplane.memory.events import Event, TransferError
 from dataplane.memory.slabs import SlabArena
 
@@ -70,12 +70,12 @@ class Store:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr(wire_rate, "measured_rate", lambda buffer: 1000.0)
-        monkeypatch.setattr(wire_rate, "RATE_LOAD_BYTES_MIN", PARTS * SLAB_BYTES)
+        monkeypatch.setattr(wire_rate, "RATE_BYTES_MIN", PARTS * SLAB_BYTES)
         monkeypatch.setattr(wire_rate.time, "monotonic", lambda: self.now_s)
         self.stream = HandStream()
         buffer = torch.zeros(4 * PARTS * SLAB_BYTES, dtype=torch.uint8)
-        self.weights = WeightStore(SlabArena(4 * PARTS, weights_slabs=4 * PARTS), buffer, SLAB_BYTES, self.stream)
+        arena = SlabArena(4 * PARTS, weights_slabs=4 * PARTS)
+        self.weights = WeightStore(arena, buffer, SLAB_BYTES, self.stream, WireRate(1000.0))
 
     def load(self, wanted: HostModel, took_s: Sequence[float]) -> None:
         """Bring a model whose parts take so long each; it is noticed late."""
@@ -124,16 +124,3 @@ def test_copies_of_an_evicted_model_stay_known_until_they_are_over(monkeypatch: 
     store.stream.arrivals[0].ended_s = store.now_s
     assert store.weights.bring(one, now_s=0.0)
     assert [event.done() for event in one.copies] == [False] * (PARTS - 1 + PARTS)
-
-
-def test_the_first_rate_is_that_of_written_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    sources: list[torch.Tensor] = []
-
-    def note(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        sources.append(host)
-        return host
-
-    monkeypatch.setattr(wire_rate, "pinned", note)
-    assert measured_rate(torch.zeros(5000, dtype=torch.uint8)) > 0
-    (source,) = sources
-    assert source.min() == 1, "pages that nobody wrote are one page of zeros, which the cache holds"

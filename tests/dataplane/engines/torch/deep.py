@@ -1,0 +1,107 @@
+"""Slots whose layers lend their memory: small models of several layers, little KV, and what they say undisturbed."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dataplane.engine import EngineRequest, PoolStats
+from dataplane.engines.torch.engine import TorchEngine
+from dataplane.engines.torch.settings import TorchEngineSettings
+from dataplane.engines.torch.streams import CopyStream
+from dataplane.remapping.settings import RemapSettings
+from dataplane.turns.decode import DecodeSettings
+from dataplane.turns.schedule import TurnSettings
+from tests.dataplane.engines.torch.drive import Gathered, request
+from tests.dataplane.engines.torch.slots import slot_for_one
+from tests.dataplane.engines.torch.tiny import VOCABULARY, spec_of
+
+LAYERS = 7
+SLAB_BYTES = 2**13
+KV_SLABS = 12
+QUICK = TurnSettings(decode=DecodeSettings(quota_min_s=0.001, quota_max_s=0.005))
+EAGER = RemapSettings(capped=False, settle_s=0.0, spare_layers=0.0)
+"""Gives up layers whether or not that can be hidden, and takes them back at once."""
+Deep = Callable[[str], Path]
+"""The folder of an architecture's checkpoint with `LAYERS` layers."""
+Undisturbed = Callable[[Sequence[EngineRequest]], dict[str, tuple[int, ...]]]
+"""Tokens by request: one request at a time on a slot that is large enough."""
+
+
+def slot(deep: Deep, names: Sequence[str], *, models_there: int, **changes: Any) -> TorchEngineSettings:
+    """Weights for so many of the models, and little KV."""
+    given: dict[str, Any] = {
+        "slab_bytes": SLAB_BYTES,
+        "block_tokens": 4,
+        "host_kv_bytes": 2**22,
+        "turns": QUICK,
+        "kv_pressure": "remap",
+        "remap": EAGER,
+        **changes,
+    }
+    one = slot_for_one([deep(name) for name in names], kv_bytes=KV_SLABS * SLAB_BYTES, slab_bytes=SLAB_BYTES)
+    return TorchEngineSettings(weights_bytes=models_there * one.weights_bytes, kv_bytes=KV_SLABS * SLAB_BYTES, **given)
+
+
+def loaded(
+    deep: Deep,
+    names: Sequence[str],
+    settings: TorchEngineSettings,
+    make_stream: Callable[[str], CopyStream] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> TorchEngine:
+    engine = TorchEngine(settings, clock, make_stream)
+    for name in names:
+        engine.load(name, spec_of(name, deep(name)))
+    return engine
+
+
+def wants(names: Sequence[str], each: int, *, max_tokens: int = 8) -> list[EngineRequest]:
+    chance = random.Random(1)
+    return [
+        request(
+            f"{name}-{number}",
+            [chance.randrange(3, VOCABULARY) for _ in range(5 + 4 * (number % 5))],
+            instance_id=name,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+        )
+        for number in range(each)
+        for name in names
+    ]
+
+
+def pool_of(engine: TorchEngine) -> PoolStats:
+    pool = engine.stats().pool
+    assert pool is not None
+    return pool
+
+
+def run_dry(engine: TorchEngine, gathered: Gathered, *, steps_max: int = 20_000) -> int:
+    """Step to the end, and look through the books on the way; how many layers were given up at most."""
+    most = 0
+    for number in range(steps_max):
+        if not engine.has_work():
+            engine.check()
+            return most
+        gathered.take(engine.step())
+        most = max(most, sum(engine._weights.given_up.values()))
+        if number % 4 == 0:
+            engine.check()
+    raise AssertionError(f"not done after {steps_max} steps")
+
+
+def steps_until(engine: TorchEngine, gathered: Gathered, reached: Callable[[], bool]) -> None:
+    for _ in range(5000):
+        gathered.take(engine.step())
+        if reached():
+            return
+    raise AssertionError("never reached")
+
+
+def drain_outputs(engine: TorchEngine) -> list[Any]:
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    return outputs

@@ -1,0 +1,228 @@
+"""KV has no room: which way out is taken, whose layers go, and what it costs."""
+
+import pytest
+
+from dataplane.engines.pressure import KvPressure, Shortage
+from dataplane.engines.torch import wire_rate
+from dataplane.engines.torch.engine import TorchEngine
+from dataplane.engines.torch.sequences import TokenSequence
+from dataplane.messages import Tier
+from dataplane.remapping.settings import RemapSettings
+from dataplane.turns.decode import idle_s
+from tests.dataplane.engines.torch.deep import (
+    Deep,
+    Undisturbed,
+    drain_outputs,
+    loaded,
+    pool_of,
+    run_dry,
+    slot,
+    steps_until,
+    wants,
+)
+from tests.dataplane.engines.torch.drive import Gathered, request
+
+
+def test_more_requests_run_together_than_without(deep: Deep) -> None:
+    running = {}
+    for way in ("remap", "swap"):
+        engine = loaded(deep, ["llama"], slot(deep, ["llama"], models_there=1, kv_pressure=way))
+        for wanted in wants(["llama"], 8):
+            engine.add(wanted)
+        most = 0
+        while engine.has_work():
+            engine.step()
+            most = max(most, len(engine._models["llama"].decoding_here))
+        running[way] = most
+        engine.close()
+    assert running["remap"] > running["swap"]
+
+
+@pytest.mark.parametrize("way", ["swap", "recompute", "refuse"])
+def test_each_way_out_can_be_forced(deep: Deep, undisturbed: Undisturbed, way: KvPressure) -> None:
+    requests = wants(["llama"], 6)
+    engine = loaded(deep, ["llama"], slot(deep, ["llama"], models_there=1, kv_pressure=way))
+    for wanted in requests:
+        engine.add(wanted)
+    gathered = Gathered()
+    assert run_dry(engine, gathered) == 0
+    assert gathered.tokens == undisturbed(requests)
+    extra, pool = engine.stats().extra, pool_of(engine)
+    assert pool.relief[way] > 0
+    assert (extra["recomputed"] > 0) is (way == "recompute")
+    engine.close()
+
+
+def test_what_cannot_be_hidden_is_not_given_up_and_the_reason_is_told(deep: Deep, undisturbed: Undisturbed) -> None:
+    requests = wants(["llama"], 6)
+    slow = slot(deep, ["llama"], models_there=1, kv_pressure="auto", remap=RemapSettings(), wire_bytes_per_s=1.0)
+    engine = loaded(deep, ["llama"], slow)
+    for wanted in requests:
+        engine.add(wanted)
+    gathered = Gathered()
+    assert run_dry(engine, gathered) == 0
+    assert gathered.tokens == undisturbed(requests)
+    assert pool_of(engine).not_remapped["not hidden"] > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("way", ["auto", "refuse"])
+def test_who_asks_waits_only_where_nobody_has_to_make_way_or_where_that_is_forced(deep: Deep, way: KvPressure) -> None:
+    names = ["llama", "qwen2"]
+    slow = slot(deep, names, models_there=2, kv_pressure=way, remap=RemapSettings(), wire_bytes_per_s=1.0)
+    engine = loaded(deep, names, slow)
+    for wanted in wants(["llama"], 2):
+        engine.add(wanted)
+    steps_until(engine, Gathered(), lambda: len(engine._models["llama"].decoding_here) == 2)
+    engine.add(wants(["qwen2"], 1)[0])
+    asks = next(sequence for sequence in engine._requests if sequence.model == "qwen2")
+    victim = engine._models["llama"].decoding_here[1]
+    may_leave = engine._relief.relieve(Shortage(sequence=asks, tokens=200, victim=victim))
+    assert (may_leave == "refuse") is (way == "refuse")
+    assert engine._relief.relieve(Shortage(sequence=asks, tokens=200, victim=None)) == "refuse"
+    engine.close()
+
+
+def test_kv_leaves_the_layers_that_an_active_model_must_wait_for(deep: Deep, undisturbed: Undisturbed) -> None:
+    """Loads that were quick take an hour all at once."""
+    requests = wants(["llama"], 6)
+    hidden = RemapSettings(settle_s=0.0)
+    quick = slot(deep, ["llama"], models_there=1, kv_pressure="auto", remap=hidden, wire_bytes_per_s=1e15)
+    engine = loaded(deep, ["llama"], quick)
+    for wanted in requests:
+        engine.add(wanted)
+    gathered = Gathered()
+    steps_until(engine, gathered, lambda: sum(engine._weights.given_up.values()) >= 2)
+    engine._weights._rate.s_per_byte = 1.0
+    steps_until(engine, gathered, lambda: not engine._weights.given_up)
+    assert engine.has_work(), "before the requests had ended by themselves"
+    run_dry(engine, gathered)
+    assert gathered.tokens == undisturbed(requests)
+    engine.close()
+
+
+TIERS: tuple[Tier, ...] = ("IW-F", "IW-N", "NIW")
+
+
+def decoding(engine: TorchEngine, name: str) -> TokenSequence:
+    """The model's first sequence that is past its prefill; all of the model's weights are there."""
+
+    def is_there() -> bool:
+        return bool(engine._models[name].decoding_here) and name in engine._weights.resident_models
+
+    if not is_there():
+        steps_until(engine, Gathered(), is_there)
+    return engine._models[name].decoding_here[0]
+
+
+def test_a_victim_that_would_wait_for_its_turn_anyway_is_known_to(deep: Deep) -> None:
+    names = ["llama", "qwen2"]
+    engine = loaded(deep, names, slot(deep, names, models_there=2, kv_pressure="swap"), clock=lambda: 100.0)
+    for wanted in wants(names, 1, max_tokens=30):
+        engine.add(wanted)
+    steps_until(engine, Gathered(), lambda: all(engine._models[name].decoding_here for name in names))
+    engine.step()
+    running = engine._state.round.model
+    assert running is not None
+    other = next(name for name in names if name != running)
+    asks = decoding(engine, running)
+    idle = {
+        name: engine._relief._relief_facts(
+            Shortage(sequence=asks, tokens=90, victim=decoding(engine, name)), None
+        ).victim
+        for name in names
+    }
+    assert idle[running] is not None
+    assert idle[running].idle_s == 0.0
+    assert idle[other] is not None
+    assert idle[other].idle_s == idle_s(engine._state.round, other, 100.0) > 0
+    engine.close()
+
+
+def test_each_direction_of_the_wire_has_its_own_price(deep: Deep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_rate, "measured_rates", lambda buffer: (1e6, 1e3))
+    engine = loaded(deep, ["llama"], slot(deep, ["llama"], models_there=1))
+    engine.add(wants(["llama"], 1)[0])
+    sequence = decoding(engine, "llama")
+    facts = engine._relief._relief_facts(Shortage(sequence=sequence, tokens=90, victim=sequence), None)
+    assert (facts.in_bytes_per_s, facts.out_bytes_per_s) == (pytest.approx(1e6), pytest.approx(1e3))
+    engine.close()
+
+
+def test_models_with_less_urgent_requests_give_up_first(deep: Deep) -> None:
+    """Without requests, gemma3, the most recently used, would go before qwen2."""
+    names = ["qwen2", "gemma3_text", "llama"]
+    engine = loaded(deep, names, slot(deep, names, models_there=3))
+    for wanted in wants(names[:2], 1):
+        engine.add(wanted)
+        drain_outputs(engine)
+    engine.add(wants(["llama"], 1, max_tokens=30)[0])
+    asks = decoding(engine, "llama")
+
+    def priorities() -> dict[str, int]:
+        return {model.model: model.priority for model in engine._relief._model_facts()}
+
+    by_tier = []
+    for tier in TIERS:
+        engine.add(request("late", [5, 6, 7], instance_id="gemma3_text", tier=tier))
+        by_tier.append(priorities()["gemma3_text"])
+        assert priorities()["qwen2"] == 0
+        engine.cancel("late")
+    assert 0 < by_tier[2] < by_tier[1] < by_tier[0]
+    assert priorities()["gemma3_text"] == 0
+    engine.add(request("late", [5, 6, 7], instance_id="gemma3_text", tier="NIW"))
+    assert engine._relief.relieve(Shortage(sequence=asks, tokens=120, victim=None)) == "remap"
+    assert set(engine._weights.given_up) == {"qwen2"}
+    engine.close()
+
+
+def test_models_that_are_active_both_give_up_in_turn(deep: Deep) -> None:
+    """Spatial sharing, once steps of both were timed."""
+    names = ["llama", "qwen2"]
+    engine = loaded(deep, names, slot(deep, names, models_there=2))
+    for max_tokens in (2, 30):
+        drain_outputs(engine)
+        for wanted in wants(names, 1, max_tokens=max_tokens):
+            engine.add(wanted)
+    sequences = [decoding(engine, name) for name in names]
+    assert all(sequence in engine._models[sequence.model].decoding_here for sequence in sequences)
+    assert engine._relief.relieve(Shortage(sequence=sequences[0], tokens=150, victim=None)) == "remap"
+    given_up = engine._weights.given_up
+    assert given_up.keys() == set(names)
+    assert abs(given_up["llama"] - given_up["qwen2"]) <= 1
+    engine.close()
+
+
+def test_a_busy_model_that_is_away_finds_a_place_beside_layers_that_were_given_up(
+    deep: Deep, undisturbed: Undisturbed
+) -> None:
+    """Room for two: gemma3, which has nothing to do, keeps its place for qwen2, so that llama itself lends."""
+    names = ["gemma3_text", "llama", "qwen2"]
+    engine = loaded(deep, names, slot(deep, names, models_there=2))
+    gathered = Gathered()
+    first, burst, late = wants(names[:1], 1), wants(["llama"], 6), wants(["qwen2"], 1)
+    for wanted in first:
+        engine.add(wanted)
+    gathered.take(drain_outputs(engine))
+    engine.add(burst[0])
+    steps_until(engine, gathered, lambda: bool(engine._models["llama"].decoding_here))
+    for wanted in [*burst[1:], *late]:
+        engine.add(wanted)
+    steps_until(engine, gathered, lambda: "qwen2" in engine._weights.resident_models and bool(pool_of(engine).given_up))
+    assert set(engine._weights.given_up) == {"llama"}
+    run_dry(engine, gathered)
+    assert gathered.tokens == undisturbed([*first, *burst, *late])
+    engine.close()
+
+
+def test_a_slot_of_one_place_keeps_it_for_the_next_model(deep: Deep) -> None:
+    names = ["llama", "qwen2"]
+    engine = loaded(deep, names, slot(deep, names, models_there=1))
+    engine.add(wants(["llama"], 1, max_tokens=30)[0])
+    shortage = Shortage(sequence=decoding(engine, "llama"), tokens=120, victim=None)
+    engine.add(wants(["qwen2"], 1)[0])
+    assert engine._relief.relieve(shortage) != "remap"
+    assert pool_of(engine).not_remapped == {"switching": 1}
+    engine.cancel("qwen2-0")
+    assert engine._relief.relieve(shortage) == "remap"
+    engine.close()
