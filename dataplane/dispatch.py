@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from dataplane.engine import EngineOutput, EngineRequest, EngineStats
+from dataplane.engine import EngineOutput, EngineRequest, TurnRecord
 from dataplane.errors import BadRequestError, DataplaneError, WorkerLostError
 from dataplane.flights import Flight
 from dataplane.frames import Add, Cancel, Release
@@ -42,8 +42,12 @@ class Dispatcher:
         self._losses_max = losses_max
         self._clock = clock
         self._flights: dict[str, Flight] = {}
-        self._queues = {slot.index: PrefillQueue() for slot in slots if slot.kind != "decode"}
-        self._paces: dict[int, tuple[EngineStats, PrefillPace]] = {}
+        self._on: dict[int, Counter[str]] = {slot.index: Counter() for slot in slots}
+        """By slot, the requests in flight of each model; no zeros."""
+        self._prefilling = [slot for slot in slots if slot.kind != "decode"]
+        self._decoding = [slot for slot in slots if slot.kind != "prefill"]
+        self._queues = {slot.index: PrefillQueue() for slot in self._prefilling}
+        self._paces: dict[int, tuple[tuple[TurnRecord, ...], PrefillPace]] = {}
         self.handovers_total = 0
 
     def __len__(self) -> int:
@@ -61,7 +65,9 @@ class Dispatcher:
 
     def count(self, slot: int | None) -> int:
         """Requests on a slot; those that wait for one for None."""
-        return sum(flight.slot == slot for flight in self._flights.values())
+        if slot is None:
+            return len(self._flights) - sum(sum(requests.values()) for requests in self._on.values())
+        return sum(self._on[slot].values())
 
     def prefill_outlook(self, instance_id: str, tier: Tier) -> tuple[float, float] | None:
         """Seconds until a slot with the instance would begin a request of the tier that came now, and its pace in
@@ -69,8 +75,11 @@ class Dispatcher:
         """
         now_s = self._clock()
         outlooks = [
-            (self._load_s(queue.ahead_of(tier, now_s, self._settings), slot), self._pace(slot).token_s)
-            for slot, queue in ((self._slots[index], queue) for index, queue in self._queues.items())
+            (
+                self._load_s(self._queues[slot.index].ahead_of(tier, now_s, self._settings), slot),
+                self._pace(slot).token_s,
+            )
+            for slot in self._prefilling
             if slot.is_ready(instance_id)
         ]
         return min(outlooks, default=None)
@@ -113,6 +122,7 @@ class Dispatcher:
         self._leave_queue(flight)
         self._release_kv(flight)
         if output.finish_reason is not None or output.error is not None:
+            self._move(flight, None)
             del self._flights[flight.request_id]
         elif output.kv is not None:
             flight.kv, flight.holder = output.kv, slot.index
@@ -142,18 +152,18 @@ class Dispatcher:
             if flight.slot is None:
                 self._place(flight)
 
-    def lose(self, slot: Slot) -> None:
+    def lose(self, slot: Slot, *, died: bool) -> None:
         """A worker is gone, with what it ran and held: the requests go on elsewhere.
 
-        Those that lost too many workers end: one of them may be the cause.
+        Those over which too many workers died end: one of them may be the cause.
         """
         for flight in self._flights.values():
             if flight.holder == slot.index:
                 flight.kv = flight.holder = None
         for flight in [flight for flight in self._flights.values() if flight.slot == slot.index]:
             self._leave_queue(flight)
-            flight.slot = None
-            flight.losses += 1
+            self._move(flight, None)
+            flight.losses += died
             if flight.losses > self._losses_max:
                 error = WorkerLostError(f"{flight.losses} workers were lost while they ran this request")
                 self.end(flight.request_id, error)
@@ -169,33 +179,42 @@ class Dispatcher:
 
     def _place(self, flight: Flight) -> None:
         """Send a request to the slot that shall run it. It waits when none is ready, see `end_waiting`."""
-        flight.slot = None
-        unable = "decode" if flight.kv is None else "prefill"
-        able = {i: s for i, s in self._slots.items() if s.kind != unable and s.is_ready(flight.request.instance_id)}
+        self._move(flight, None)
+        instance_id = flight.request.instance_id
+        slots = self._prefilling if flight.kv is None else self._decoding
+        able = [slot for slot in slots if slot.is_ready(instance_id)]
         if not able:
             if flight.waits_since_s is None:
                 flight.waits_since_s = self._clock()
             return
         flight.waits_since_s = None
-        flight.slot = self._choose_prefill(flight, able) if flight.kv is None else self._choose_decode(flight, able)
-        able[flight.slot].send(Add(request=flight.continued()))
+        chosen = self._choose_prefill(flight, able) if flight.kv is None else self._choose_decode(flight, able)
+        self._move(flight, chosen)
+        self._slots[chosen].send(Add(request=flight.continued()))
 
-    def _choose_prefill(self, flight: Flight, able: dict[int, Slot]) -> int:
+    def _move(self, flight: Flight, slot: int | None) -> None:
+        """Note which slot runs a request, None for none."""
+        if flight.slot is not None:
+            requests = self._on[flight.slot]
+            requests[flight.model] -= 1
+            if not requests[flight.model]:
+                del requests[flight.model]
+        if slot is not None:
+            self._on[slot][flight.model] += 1
+        flight.slot = slot
+
+    def _choose_prefill(self, flight: Flight, able: Sequence[Slot]) -> int:
         """Join the queue of a slot, by Aegaeon's algorithm 1."""
         request = flight.prefill()
-        queues = {index: self._queues[index] for index in able}
-        loads_s = {index: self._load_s(queue, able[index]) for index, queue in queues.items()}
+        queues = {slot.index: self._queues[slot.index] for slot in able}
+        loads_s = {slot.index: self._load_s(queues[slot.index], slot) for slot in able}
         chosen = choose_prefill_slot(request, queues, loads_s, self._settings).slot
         self._queues[chosen] = self._queues[chosen].join(request, self._settings)
         flight.queued_at = chosen
         return chosen
 
-    def _choose_decode(self, flight: Flight, able: dict[int, Slot]) -> int:
-        requests: dict[int, Counter[str]] = {index: Counter() for index in able}
-        for other in self._flights.values():
-            if other is not flight and other.slot in requests:
-                requests[other.slot][other.model] += 1
-        slots = [DecodeSlot(slot=index, requests=models) for index, models in requests.items()]
+    def _choose_decode(self, flight: Flight, able: Sequence[Slot]) -> int:
+        slots = [DecodeSlot(slot=slot.index, requests=self._on[slot.index]) for slot in able]
         return choose_decode_slot(flight.model, slots, batch_max=_JOINED_MAX)
 
     def _forget(self, flight: Flight) -> None:
@@ -203,6 +222,7 @@ class Dispatcher:
         self._leave_queue(flight)
         if flight.slot is not None:
             self._slots[flight.slot].send(Cancel(request_id=flight.request_id))
+            self._move(flight, None)
         self._release_kv(flight)
 
     def _leave_queue(self, flight: Flight) -> None:
@@ -221,14 +241,18 @@ class Dispatcher:
 
     def _load_s(self, queue: PrefillQueue, slot: Slot) -> float:
         """Seconds that a slot's prefill queue takes."""
-        pool, pace = slot.stats.pool, self._pace(slot)
+        pool = slot.stats.pool
+        if not queue.groups:
+            return 0.0
+        pace = self._pace(slot)
         running_model = None if pool is None else pool.running_model
         return queue.load_s(lambda request: pace.of(request.tokens), lambda model: pace.switch_s, running_model)
 
     def _pace(self, slot: Slot) -> PrefillPace:
-        """As its last report shows, worked out once for each."""
-        stats = slot.stats
+        """As the turns of its last report show, worked out once for each."""
+        pool = slot.stats.pool
+        turns = () if pool is None else pool.turns
         seen = self._paces.get(slot.index)
-        if seen is None or seen[0] is not stats:
-            seen = self._paces[slot.index] = stats, prefill_pace(() if stats.pool is None else stats.pool.turns)
+        if seen is None or seen[0] is not turns:
+            seen = self._paces[slot.index] = turns, prefill_pace(turns)
         return seen[1]

@@ -8,6 +8,8 @@ is; the engine asks the pure policies in `dataplane.turns` which one that is.
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from msgspec import Struct
+
 from dataplane.messages import FinishReason, ModelSpec, Tier
 
 
@@ -25,8 +27,7 @@ class KvHandle:
     tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineRequest:
+class EngineRequest(Struct, frozen=True, kw_only=True):
     """A tokenized request. `generated` are tokens made before (elsewhere, or before a worker was lost): the engine
     continues after them, and `max_tokens` counts them. Sampling at position p depends on (seed, p) alone, so a
     request continued anywhere gives the same tokens. `kv` spares their prefill where it can still be read. `trace`: the
@@ -47,8 +48,7 @@ class EngineRequest:
     trace: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineOutput:
+class EngineOutput(Struct, frozen=True, kw_only=True):
     """New tokens of one request. A last output has `finish_reason` or `error`; nothing follows it.
     The end-of-sequence token itself is never in `token_ids`. With `kv` the request is handed over: it left this engine
     to go on elsewhere, and its KV stays until `Engine.release`.
@@ -76,8 +76,7 @@ class InstanceStats:
     waiting: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class TurnRecord:
+class TurnRecord(Struct, frozen=True, kw_only=True):
     """A turn that ended: what ran, from when to when (engine clock), and whether it began by a switch."""
 
     kind: Literal["prefill", "decode"]

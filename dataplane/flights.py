@@ -2,7 +2,9 @@
 
 import asyncio
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from dataplane.engine import EngineOutput, EngineRequest, KvHandle
 from dataplane.errors import DataplaneError
@@ -37,6 +39,8 @@ class Flight:
 
     def continued(self) -> EngineRequest:
         """The request as another worker must get it."""
+        if not self.made and self.kv is self.request.kv:
+            return self.request
         return replace(self.request, generated=self.request.generated + tuple(self.made), kv=self.kv)
 
     def prefill(self) -> PrefillRequest:

@@ -48,7 +48,7 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
                 raise ModelLoadError(f"{name} of {model.name} is {value}; it must be 1 to {limit} here", param=name)
 
     def _new_model(self, spec: ModelSpec, gpus: int) -> ReplayModel:
-        return replayed(spec, self._settings.profile, gpus, self._settings.speed)
+        return replayed(ReplayModel, spec, self._settings.profile, gpus, self._settings.speed)
 
     def _forget_model(self, model: ReplayModel) -> None:
         self._weights.evict(model.name)

@@ -147,7 +147,7 @@ class ReplayKvMemory:
     @property
     def next_move_s(self) -> float | None:
         """When the next transfer is over; None when there is none."""
-        return min((kv.moved_s for kv in self._moving), default=None)
+        return min([kv.moved_s for kv in self._moving]) if self._moving else None
 
     def fits(self, kv: SequenceKv, *, spare: int) -> bool:
         """Whether KV that is AWAY has room on the slot beside `spare` more of its tokens."""
@@ -155,12 +155,18 @@ class ReplayKvMemory:
 
     def grow(self, kv: SequenceKv, tokens: int) -> bool:
         """Room for `tokens` tokens of KV that is HERE or NOWHERE; False when there is too little."""
-        size_bytes = max(kv.here_bytes, tokens * kv.bytes_per_token)
-        if size_bytes - kv.here_bytes > self.free_bytes:
+        more_bytes = tokens * kv.bytes_per_token - kv.here_bytes
+        if more_bytes > self._capacity_bytes - self.used_bytes:
             return False
-        self._hold(kv, here_bytes=size_bytes)
+        if more_bytes > 0:
+            self._hold(kv, here_bytes=kv.here_bytes + more_bytes)
         kv.place = Place.HERE
         return True
+
+    def grow_unseen(self, size_bytes: int) -> None:
+        """Room for KV, of which there is enough, whose owner writes down later which sequences took it."""
+        self.used_bytes += size_bytes
+        assert self.free_bytes >= 0
 
     def swap_out(self, kv: SequenceKv, tokens: int) -> bool:
         """Send the KV of `tokens` tokens to host memory; False when that is full."""
@@ -206,6 +212,8 @@ class ReplayKvMemory:
 
     def settle(self) -> None:
         """Take note of the transfers that are over."""
+        if not self._moving:
+            return
         now_s = self._clock()
         for kv in [kv for kv in self._moving if kv.moved_s <= now_s]:
             self._moving.remove(kv)

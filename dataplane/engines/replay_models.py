@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from dataplane.engine import EngineRequest
@@ -38,12 +39,15 @@ class ReplayModel(ServedModel[SequenceKv]):
         return SequenceKv(bytes_per_token=self.kv_bytes_per_token, bytes_per_s=self.bytes_per_s)
 
 
-def replayed(spec: ModelSpec, profile: GpuProfile, gpus: int, speed: float) -> ReplayModel:
+ReplayModelT = TypeVar("ReplayModelT", bound=ReplayModel)
+
+
+def replayed(kind: type[ReplayModelT], spec: ModelSpec, profile: GpuProfile, gpus: int, speed: float) -> ReplayModelT:
     """A model as it runs on so many GPUs of a type, every time divided by `speed`."""
     latency = profile.nearest_model(spec.weights_bytes, gpus).latency
     faster = LatencyModel(**{name: value / speed for name, value in asdict(latency).items()})
     bytes_per_s = profile.pcie_bytes_per_s * profile.transfer_efficiency * gpus * speed
-    return ReplayModel(
+    return kind(
         name=spec.name,
         context_tokens=spec.context_tokens,
         vocabulary=None,

@@ -42,13 +42,11 @@ class ReplaySteps:
         """Run a step of the turn: the sequences that get a token from it; none while the weights were arriving. None:
         it could not run for want of KV or of room for it. `group`: what to prefill, in order, in a prefill turn.
         """
-        there_s = self._weights.bring(model.weights, now_s)
-        assert there_s is not None, "no model is loaded that exceeds the slot"
-        self._prefetch(turn, now_s)
+        there_s = self.bring(turn, model, now_s)
         batches = self._step_batches
         chunks = batches.prefill(group, model) if turn.kind == "prefill" else batches.decode(model)
         if there_s > now_s:
-            self._sleep_until(there_s)
+            self.sleep_until(there_s)
             return []
         if not chunks:
             self.wait(now_s)
@@ -59,21 +57,28 @@ class ReplaySteps:
             chunk.sequence.cached += chunk.count
         return makers
 
+    def bring(self, turn: Turn, model: ReplayModel, now_s: float) -> float:
+        """Send for the turn's weights, and for those of the next turn; when the former are there."""
+        there_s = self._weights.bring(model.weights, now_s)
+        assert there_s is not None, "no model is loaded that exceeds the slot"
+        self._prefetch(turn, now_s)
+        return there_s
+
     def wait(self, now_s: float) -> None:
         """Wait until the next transfer is over, or for a moment."""
         next_move_s = self._kv.next_move_s
-        self._sleep_until(now_s + IDLE_S if next_move_s is None else next_move_s)
+        self.sleep_until(now_s + IDLE_S if next_move_s is None else next_move_s)
 
     def _spend(self, turn: Turn, model: ReplayModel, chunks: list[Chunk[SequenceKv]], now_s: float) -> None:
         """Let the time of a step pass, and learn from what it really was."""
         if turn.kind == "prefill":
             tokens = sum(chunk.count for chunk in chunks)
             squared = sum(chunk.squared_tokens for chunk in chunks)
-            self._sleep_until(now_s + model.latency.prefill_s(tokens, squared))
+            self.sleep_until(now_s + model.latency.prefill_s(tokens, squared))
             model.estimate = model.estimate.observe_prefill(self._clock() - now_s, tokens, squared)
         else:
             context = sum(chunk.sequence.cached for chunk in chunks)
-            self._sleep_until(now_s + model.latency.decode_s(context, len(chunks)))
+            self.sleep_until(now_s + model.latency.decode_s(context, len(chunks)))
             model.estimate = model.estimate.observe_decode(self._clock() - now_s, context, len(chunks))
 
     def _prefetch(self, turn: Turn, now_s: float) -> None:
@@ -84,5 +89,6 @@ class ReplaySteps:
         if self._weights.bring(following.weights, now_s, keep=turn.model) is not None:
             self._prefetched_s = turn.started_s
 
-    def _sleep_until(self, until_s: float) -> None:
+    def sleep_until(self, until_s: float) -> None:
+        """Wait until a moment."""
         self._sleep(max(0.0, until_s - self._clock()))

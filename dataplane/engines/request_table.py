@@ -51,6 +51,11 @@ class RequestTable(Generic[KvT]):
         """Models of the requests that wait for their prefill."""
         return frozenset(group.model for group in self.prefills.groups)
 
+    def next_prefills_s(self, prefills: PrefillQueue) -> dict[str, float]:
+        """By model, the estimate for the next request of its front group in a queue."""
+        first = {group.model: group.waiting[0].tokens for group in reversed(prefills.groups)}
+        return {name: self._models[name].estimate.prefill_s(tokens, tokens**2) for name, tokens in first.items()}
+
     def find(self, request_ids: Iterable[str]) -> list[TokenSequence[KvT]]:
         """Requests by their ids, in that order."""
         return [self._sequences[request_id] for request_id in request_ids]
@@ -103,7 +108,7 @@ class RequestTable(Generic[KvT]):
         """Append a new token to its sequence, and end that where it ends. None: the answer has ended by itself."""
         request = sequence.request
         if not sequence.prefilled:
-            sequence.prefilled = True
+            self._models[sequence.model].end_prefill(sequence)
             self.prefills = self.prefills.remove(request.request_id)
         if token is None:
             self.forget(request.request_id)
@@ -116,7 +121,7 @@ class RequestTable(Generic[KvT]):
 
     def hand_over(self) -> None:
         """Send the KV of requests past their prefill to host memory, and let those go whose KV is there."""
-        for model in self._models.values():
+        for model in [model for model in self._models.values() if model.begun]:
             for sequence in model.decoding:
                 if sequence.kv.place is Place.HERE:
                     self._kv.swap_out(sequence.kv, sequence.cached)
@@ -160,6 +165,8 @@ class RequestTable(Generic[KvT]):
 
     def tell_ended(self) -> list[EngineOutput]:
         """Last outputs that come out of no step."""
+        if not self._ended:
+            return []
         outputs = list(self._ended.values())
         self._ended.clear()
         return outputs

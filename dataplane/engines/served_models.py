@@ -24,6 +24,7 @@ class ServedModel(ABC, Generic[KvT]):
     estimate: CostEstimate
     instances: set[str] = field(default_factory=set)
     begun: list[TokenSequence[KvT]] = field(default_factory=list)
+    _decoding: list[TokenSequence[KvT]] | None = field(default=None, init=False)
 
     @property
     @abstractmethod
@@ -36,8 +37,10 @@ class ServedModel(ABC, Generic[KvT]):
 
     @property
     def decoding(self) -> list[TokenSequence[KvT]]:
-        """Those past their prefill, in the order of service."""
-        return [sequence for sequence in self.begun if sequence.prefilled]
+        """Those past their prefill, in the order of service. Another list when they are others."""
+        if self._decoding is None:
+            self._decoding = [sequence for sequence in self.begun if sequence.prefilled]
+        return self._decoding
 
     @property
     def decoding_here(self) -> list[TokenSequence[KvT]]:
@@ -53,19 +56,26 @@ class ServedModel(ABC, Generic[KvT]):
         """Take a sequence in that has KV now. Harmless when done twice."""
         if sequence not in self.begun:
             insort(self.begun, sequence, key=lambda s: s.key)
+            self._decoding = None
+
+    def end_prefill(self, sequence: TokenSequence[KvT]) -> None:
+        """Let a sequence decode that has its first token."""
+        sequence.prefilled = True
+        self._decoding = None
 
     def leave(self, sequence: TokenSequence[KvT]) -> None:
         """Take a sequence out, if it is there."""
         if sequence in self.begun:
             self.begun.remove(sequence)
+            self._decoding = None
 
     def batch_facts(
-        self, *, now_s: float, switch_s: float, prefetched: bool, ready: bool, batch_max: int
-    ) -> BatchFacts | None:
-        """What the decode turns must know of it; None when nothing decodes."""
+        self, *, now_s: float | None, switch_s: float, prefetched: bool, ready: bool, batch_max: int
+    ) -> BatchFacts:
+        """What the decode turns must know of it, at least one sequence of which decodes. `now_s` None: nobody asks for
+        its slack.
+        """
         batch = self.decoding[:batch_max]
-        if not batch:
-            return None
         return BatchFacts(
             model=self.name,
             sequences=len(batch),
@@ -73,6 +83,6 @@ class ServedModel(ABC, Generic[KvT]):
             tbt_s=min(TIER_TARGETS[sequence.request.tier].tbt_s for sequence in batch),
             switch_s=switch_s,
             prefetched=prefetched,
-            slack_s=min(sequence.deadline_s for sequence in batch) - now_s,
+            slack_s=0.0 if now_s is None else min(sequence.deadline_s for sequence in batch) - now_s,
             ready=ready,
         )

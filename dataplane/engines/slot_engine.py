@@ -15,7 +15,6 @@ from dataplane.engines.request_table import RequestTable
 from dataplane.engines.room import Room
 from dataplane.engines.sequences import TokenSequence
 from dataplane.engines.served_models import ServedModel
-from dataplane.engines.slot_facts import Switches, slot_facts
 from dataplane.engines.step_batches import StepBatches
 from dataplane.engines.turn_log import TurnLog
 from dataplane.errors import ModelLoadError, UnknownInstanceError
@@ -72,6 +71,8 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         self._slot = settings
         self._clock = clock
         self._models: dict[str, ModelT] = {}
+        self._model_of: dict[str, ModelT] = {}
+        """By instance."""
         self._requests = RequestTable(self._models, kv, settings.turns.prefill, clock)
         self._room = Room(
             self._models, kv, self._requests, hands_over=settings.hands_over, take_back=take_back, relieve=relieve
@@ -101,7 +102,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
 
     @abstractmethod
     def _settle(self) -> None:
-        """Note what arrived and left."""
+        """Note what arrived and left, and queue again what got lost on the way."""
 
     @abstractmethod
     def _fit_together(self, models: Iterable[ModelT]) -> bool:
@@ -149,18 +150,19 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         Raises:
             ModelLoadError: the model cannot be used or does not fit, or the id is taken; nothing is kept of it.
         """
-        if self._model_of(instance_id) is not None:
+        if instance_id in self._model_of:
             raise ModelLoadError(f"instance {instance_id} is loaded already", param="instance_id")
         self.prepare(model)
         if model.name not in self._models:
             self._models[model.name] = self._new_model(model, gpus)
-        self._models[model.name].instances.add(instance_id)
+        loaded = self._model_of[instance_id] = self._models[model.name]
+        loaded.instances.add(instance_id)
 
     def unload(self, instance_id: str) -> None:
         """Forget an instance; with the last one of its model go the weights. Its requests end with an error at the next
         step. Unknown ids are ignored.
         """
-        model = self._model_of(instance_id)
+        model = self._model_of.pop(instance_id, None)
         if model is None:
             return
         self._requests.end_all(self._requests.of_instance(instance_id), f"instance {instance_id} was unloaded")
@@ -177,7 +179,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             ContextLengthError: prompt + max_tokens exceed the context or the slot's whole KV memory.
             BadRequestError: an id in use, an empty prompt, no token wanted, or a token the model does not know.
         """
-        model = self._model_of(request.instance_id)
+        model = self._model_of.get(request.instance_id)
         if model is None:
             raise UnknownInstanceError(f"instance {request.instance_id} is not loaded", param="instance_id")
         self._requests.add(request, model, kv_tokens_max=self._kv_tokens_max(model))
@@ -197,7 +199,6 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
     def step(self) -> list[EngineOutput]:
         """Run one step of the turn that `choose_turn` names, and say what came of it."""
         self._settle()
-        self._requests.queue_lost()
         if self._slot.hands_over:
             self._requests.hand_over()
         now_s = self._clock()
@@ -211,6 +212,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             self._wait(now_s)
             return outputs
         self._last_model = turn.model
+        tokens_before = self._log.tokens_total
         made = self._run(turn, self._models[turn.model], now_s)
         if made is None:
             # Where room is on its way, the prefill waits for it: a decode in between would bring back what left.
@@ -221,35 +223,47 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         took_s = self._clock() - now_s
         self._state = self._state.spent(turn.kind, took_s, ran=made is not None)
         if facts.batches:
-            self._share = self._share.observe(took_s, decoded=turn.kind == "decode" and bool(made))
+            decoded = turn.kind == "decode" and self._log.tokens_total > tokens_before
+            self._share = self._share.observe(took_s, decoded=decoded)
         return outputs + self._requests.tell_ended()
 
     def _facts(self, now_s: float) -> SlotFacts:
         """What the turn policy must know. A prefill that found no room for its KV is held back for a step."""
-        waiting = self._requests.waiting_models
+        requests = self._requests
+        waiting = requests.waiting_models if requests.prefills.groups else ()
         busy = [model for model in self._models.values() if model.begun or model.name in waiting]
-        return slot_facts(
-            busy,
-            self._switches(busy, now_s),
-            PrefillQueue() if self._held else self._requests.prefills,
+        prefills = PrefillQueue() if self._held else requests.prefills
+        unready = frozenset([model.name for model in busy if not self._is_ready(model)])
+        return SlotFacts(
+            prefills=prefills,
+            prefill_s=requests.next_prefills_s(prefills),
+            switch_s={model.name: self._missing_s(model, now_s) for model in busy},
+            batches=() if self._slot.hands_over else self._batch_facts(busy, unready, prefills, now_s),
             running_model=self._last_model,
-            now_s=now_s,
-            decode_batch_max=0 if self._slot.hands_over else self._slot.batch_max,
+            unready=unready,
         )
 
-    def _switches(self, busy: Sequence[ModelT], now_s: float) -> Switches:
+    def _batch_facts(
+        self, busy: Sequence[ModelT], unready: frozenset[str], prefills: PrefillQueue, now_s: float
+    ) -> tuple[BatchFacts, ...]:
         """A round pays for the switches to all models that decode, unless they stay on the slot together; where there
         is room for any two, one may come while another decodes.
         """
         decoding = [model for model in busy if model.decoding]
-        stay = self._fit_together(decoding)
+        stay = len(decoding) < 2 or self._fit_together(decoding)
         widest = sorted(decoding, key=lambda model: model.weights_bytes)[-2:]
-        return Switches(
-            missing_s={model.name: self._missing_s(model, now_s) for model in busy},
-            round_s={model.name: 0.0 if stay else self._switch_s(model) for model in busy},
-            prefetched=self._slot.prefetch and self._fit_together(widest),
-            unready=frozenset(model.name for model in busy if not self._is_ready(model)),
-        )
+        prefetched = self._slot.prefetch and (stay or self._fit_together(widest))
+        batches = [
+            model.batch_facts(
+                now_s=now_s if prefills.groups else None,
+                switch_s=0.0 if stay else self._switch_s(model),
+                prefetched=prefetched,
+                ready=model.name not in unready,
+                batch_max=self._slot.batch_max,
+            )
+            for model in decoding
+        ]
+        return tuple(batches)
 
     @property
     def load_alpha(self) -> float:
@@ -292,6 +306,3 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             running=running,
             waiting=len(mine) - running,
         )
-
-    def _model_of(self, instance_id: str) -> ModelT | None:
-        return next((model for model in self._models.values() if instance_id in model.instances), None)

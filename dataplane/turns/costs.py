@@ -4,7 +4,10 @@ The paper's decode form ignores the batch size; measured profiles do not, so it 
 """
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +65,7 @@ OUTLIER_RATIO = 2.0
 OBSERVATION_WEIGHT = 0.1
 
 
-@dataclass(frozen=True, kw_only=True)
-class CostEstimate:
+class CostEstimate(Struct, frozen=True, kw_only=True):
     """A fitted model with what the observed times correct it by: one factor per kind of step."""
 
     latency: LatencyModel

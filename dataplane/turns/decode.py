@@ -8,11 +8,13 @@ nothing to run gives up its turn, and joins again when it has; a model alone goe
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchFacts:
+class BatchFacts(Struct, frozen=True, kw_only=True):
     """What one model has to decode. Batches of one model that take turns step by step count as one, `step_s` the sum.
 
     `tbt_s`: the tightest target in it. `switch_s`: how long its weights take to arrive in each round (0 if they stay
@@ -61,16 +63,14 @@ class DecodeSettings:
             raise ValueError(f"alpha_min must be over 0, not {self.alpha_min}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Quota:
+class Quota(Struct, frozen=True, kw_only=True):
     """How long a model decodes in its turn, its switch not counted."""
 
     model: str
     quota_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Round:
+class Round(Struct, frozen=True, kw_only=True):
     """`alpha` is the reciprocal of the estimated attainment: min(1, 1 / alpha) of the tokens come in time."""
 
     quotas: tuple[Quota, ...]
@@ -93,22 +93,22 @@ def plan_round(batches: Sequence[BatchFacts], settings: DecodeSettings) -> Round
     switches = [
         Switch(time_s=batch.switch_s, hidden_share=shares[index - 1] if batch.prefetched and len(batches) > 1 else 0.0)
         for index, batch in enumerate(batches)
+        if batch.switch_s
     ]
     lasting_max_s = min(n) * settings.quota_max_s
     alpha = max(exposed_s(switches, lasting_max_s) / lasting_max_s + sum(shares), settings.alpha_min)
-    floor_s = max(n_k * max(batch.step_s, settings.quota_min_s) for n_k, batch in zip(n, batches, strict=True))
+    floor_s = max([n_k * max(batch.step_s, settings.quota_min_s) for n_k, batch in zip(n, batches, strict=True)])
     lasting_s = min(max(least_lasting_s(switches, alpha - sum(shares)), floor_s), lasting_max_s)
     quotas_s = [max(lasting_s * share, batch.step_s) for share, batch in zip(shares, batches, strict=True)]
     round_s = exposed_s(switches, lasting_s) + sum(quotas_s)
-    shortest_s = min(n_k * quota_s for n_k, quota_s in zip(n, quotas_s, strict=True))
+    shortest_s = min([n_k * quota_s for n_k, quota_s in zip(n, quotas_s, strict=True)])
     return Round(
-        quotas=tuple(Quota(model=b.model, quota_s=q) for b, q in zip(batches, quotas_s, strict=True)),
+        quotas=tuple([Quota(model=b.model, quota_s=q) for b, q in zip(batches, quotas_s, strict=True)]),
         alpha=max(alpha, round_s / shortest_s),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Switch:
+class Switch(Struct, frozen=True, kw_only=True):
     """A switch of a round. It is hidden for `hidden_share` of B, the turn before it; 0 if it is not prefetched."""
 
     time_s: float
@@ -137,8 +137,7 @@ def least_lasting_s(switches: Sequence[Switch], spare: float) -> float:
         lasting_s = total_s / share
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundState:
+class RoundState(Struct, frozen=True, kw_only=True):
     """A round on its way: the turns that were, at `position` the present one, and those to come.
 
     `ends_s`: when the present turn's quota is used up. `patience_s`: how long its waits are still forgiven. `alpha`:
@@ -166,8 +165,21 @@ class RoundState:
         return replace(self.later(forgiven_s), patience_s=self.patience_s - forgiven_s)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeTurn:
+def idle_s(state: RoundState, model: str, now_s: float) -> float:
+    """For how long a model has no turn, by the quotas alone: prefills and switches come on top. 0 while it is its turn,
+    and for one that is in no round: who joins gets the next turn.
+    """
+    names = [quota.model for quota in state.quotas]
+    if model not in names or model == state.model:
+        return 0.0
+    at = names.index(model)
+    until = state.quotas[state.position + 1 :] + state.quotas[:at]
+    if at > state.position:
+        until = state.quotas[state.position + 1 : at]
+    return max(state.ends_s - now_s, 0.0) + sum(quota.quota_s for quota in until)
+
+
+class DecodeTurn(Struct, frozen=True, kw_only=True):
     """Decode this model until `ends_s` (infinite while it is alone); `next_model` then follows, None if none does."""
 
     model: str
@@ -186,16 +198,17 @@ def choose_decode_turn(
     runnable = {batch.model: batch for batch in batches if batch.can_run}
     if not runnable:
         return None, RoundState()
-    reason = "its turn is not over"
-    if state.model not in runnable or now_s >= state.ends_s:
-        before, state = state, _advance(runnable, state, now_s, settings)
-        reason = "its turn comes" if state.model != before.model else "its turn comes again"
-    assert state.model is not None
+    reason, model = "its turn is not over", state.model
+    if model not in runnable or now_s >= state.ends_s:
+        before, state = model, _advance(runnable, state, now_s, settings)
+        model = state.model
+        reason = "its turn comes" if model != before else "its turn comes again"
+    assert model is not None
     alone = len(runnable) == 1
     turn = DecodeTurn(
-        model=state.model,
+        model=model,
         ends_s=math.inf if alone else state.ends_s,
-        next_model=None if alone else _coming(runnable, state)[0],
+        next_model=None if alone else _next_model(runnable, state),
         alpha=state.alpha,
         reason="the only model to decode" if alone else reason,
     )
@@ -262,12 +275,12 @@ def _turn_at(
     )
 
 
-def _coming(runnable: Mapping[str, BatchFacts], state: RoundState) -> list[str]:
-    """Models in the order of their next turns, the present one left out: those that join, the rest of the round, the
-    next round.
+def _next_model(runnable: Mapping[str, BatchFacts], state: RoundState) -> str:
+    """Whose turn comes after the present one: that of a model that joins, else the next of the round, else of the next
+    round.
     """
     in_round = [quota.model for quota in state.quotas]
     joining = [model for model in runnable if model not in in_round]
-    rest = in_round[state.position + 1 :]
-    again = in_round[: state.position]
-    return [model for model in (*joining, *rest, *again) if model in runnable and model != state.model]
+    after = (*joining, *in_round[state.position + 1 :], *in_round[: state.position])
+    present = in_round[state.position]
+    return next(model for model in after if model in runnable and model != present)

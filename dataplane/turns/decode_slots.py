@@ -6,11 +6,11 @@ So requests join their model, unless a slot stands idle, or the model's batch is
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeSlot:
+class DecodeSlot(Struct, frozen=True, kw_only=True):
     """A slot that may decode the model, and its requests by model."""
 
     slot: int
@@ -26,8 +26,8 @@ def choose_decode_slot(model: str, slots: Iterable[DecodeSlot], *, batch_max: in
     """
 
     def cost(each: DecodeSlot) -> tuple[int, int, int, int]:
-        joins = 0 < each.requests.get(model, 0) < batch_max
-        preferred = 0 if not each.requests else 1 if joins else 2
-        return preferred, len({*each.requests, model}), sum(each.requests.values()), each.slot
+        mine = each.requests.get(model, 0)
+        preferred = 0 if not each.requests else 1 if 0 < mine < batch_max else 2
+        return preferred, len(each.requests) + (not mine), sum(each.requests.values()), each.slot
 
     return min(slots, key=cost).slot

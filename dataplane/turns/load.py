@@ -8,7 +8,8 @@ round over B, is sum 1/n over the share.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from dataplane.turns.decode import BatchFacts
 
@@ -17,8 +18,7 @@ MEMORY_S = 10.0
 SHARE_MIN = 0.01
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeShare:
+class DecodeShare(Struct, frozen=True, kw_only=True):
     """The share of the time in which decode steps ran, while there was something to decode."""
 
     share: float = 1.0

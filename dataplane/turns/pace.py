@@ -1,8 +1,11 @@
 """How fast a slot prefills, as its last turns show. Pure."""
 
-import statistics
+import math
+import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.engine import TurnRecord
 
@@ -12,8 +15,7 @@ as much as the default. Prompts of nearly one length show next to nothing: any h
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrefillPace:
+class PrefillPace(Struct, frozen=True, kw_only=True):
     """Seconds a prompt, a token, and a switch on top. The defaults stand until seen."""
 
     base_s: float = 0.0
@@ -25,6 +27,9 @@ class PrefillPace:
         return self.base_s + tokens * self.token_s
 
 
+_UNSEEN = PrefillPace()
+
+
 def prefill_pace(turns: Iterable[TurnRecord]) -> PrefillPace:
     """The pace seen in the last turns: a line by least squares, its slope drawn to the default where the prompts'
     lengths say little of it (ridge regression around a prior); and what a switch took beyond it.
@@ -33,14 +38,18 @@ def prefill_pace(turns: Iterable[TurnRecord]) -> PrefillPace:
     plain = [turn for turn in prefills if not turn.switched] or prefills
     switched = [turn for turn in prefills if turn.switched]
     if not plain:
-        return PrefillPace()
-    tokens = [float(turn.tokens) for turn in plain]
+        return _UNSEEN
+    tokens = [turn.tokens for turn in plain]
     took_s = [turn.ended_s - turn.started_s for turn in plain]
-    mean_tokens, mean_s = statistics.fmean(tokens), statistics.fmean(took_s)
-    spread = sum((count - mean_tokens) ** 2 for count in tokens)
-    together = sum((count - mean_tokens) * (s - mean_s) for count, s in zip(tokens, took_s, strict=True))
-    slope_s = (together + _LENGTHS_KNOWN * PrefillPace.token_s) / (spread + _LENGTHS_KNOWN)
+    mean_tokens, mean_s = sum(tokens) / len(plain), math.fsum(took_s) / len(plain)
+    off = [count - mean_tokens for count in tokens]
+    spread = sum(map(operator.mul, off, off))
+    together = sum(map(operator.mul, off, [s - mean_s for s in took_s]))
+    slope_s = (together + _LENGTHS_KNOWN * _UNSEEN.token_s) / (spread + _LENGTHS_KNOWN)
     token_s = min(max(slope_s, 0.0), mean_s / mean_tokens)
     pace = PrefillPace(base_s=mean_s - token_s * mean_tokens, token_s=token_s)
-    extra_s = sum(turn.ended_s - turn.started_s - pace.of(turn.tokens) for turn in switched)
-    return replace(pace, switch_s=max(0.0, extra_s) / len(switched)) if switched else pace
+    if not switched:
+        return pace
+    base_s = pace.base_s
+    extra_s = sum([turn.ended_s - turn.started_s - (base_s + turn.tokens * token_s) for turn in switched])
+    return replace(pace, switch_s=max(0.0, extra_s) / len(switched))

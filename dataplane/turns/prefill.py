@@ -6,7 +6,11 @@ can get ahead of an earlier one of another model. Batch requests have groups of 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from operator import itemgetter
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.messages import Tier
 from dataplane.turns.ordering import OrderKey, OrderSettings, order_key
@@ -20,8 +24,7 @@ class PrefillSettings(OrderSettings):
     group_requests_max: int = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrefillRequest:
+class PrefillRequest(Struct, frozen=True, kw_only=True):
     """A request whose `tokens` (prompt, and what was generated before) have no keys and values yet."""
 
     request_id: str
@@ -41,8 +44,7 @@ class PrefillRequest:
         return self.tier == "NIW"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrefillGroup:
+class PrefillGroup(Struct, frozen=True, kw_only=True):
     """Requests of one model that are served in a row. `group_id` is the id of the request that opened it, `admitted`
     counts those it took over its life, `waiting` (in order of arrival) is never empty.
     """
@@ -62,15 +64,14 @@ class PrefillGroup:
 
     def key(self, now_s: float, settings: PrefillSettings) -> OrderKey:
         """That of its most urgent request."""
-        return min(order_key(request, now_s, settings) for request in self.waiting)
+        return min([order_key(request, now_s, settings) for request in self.waiting])
 
     def in_order(self, now_s: float, settings: PrefillSettings) -> tuple[PrefillRequest, ...]:
         """Its requests as they are to be served."""
         return tuple(sorted(self.waiting, key=lambda request: order_key(request, now_s, settings)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrefillQueue:
+class PrefillQueue(Struct, frozen=True, kw_only=True):
     """The groups of one slot, in the order they were opened."""
 
     groups: tuple[PrefillGroup, ...] = ()
@@ -87,7 +88,7 @@ class PrefillQueue:
     def remove(self, request_id: str) -> "PrefillQueue":
         """The queue without the request (it was served, or cancelled). Unknown ids are ignored; empty groups vanish."""
         for index, group in enumerate(self.groups):
-            waiting = tuple(request for request in group.waiting if request.request_id != request_id)
+            waiting = tuple([request for request in group.waiting if request.request_id != request_id])
             if len(waiting) < len(group.waiting):
                 rest = (replace(group, waiting=waiting),) if waiting else ()
                 return PrefillQueue(groups=(*self.groups[:index], *rest, *self.groups[index + 1 :]))
@@ -95,9 +96,11 @@ class PrefillQueue:
 
     def ahead_of(self, tier: Tier, now_s: float, settings: PrefillSettings) -> "PrefillQueue":
         """The groups that a request of the tier which came now could not overtake."""
+        if not self.groups:
+            return self
         newcomer = PrefillRequest(request_id="", model="", tokens=0, tier=tier, arrived_s=now_s)
         key = order_key(newcomer, now_s, settings)
-        return PrefillQueue(groups=tuple(group for group in self.groups if group.key(now_s, settings) <= key))
+        return PrefillQueue(groups=tuple([group for group in self.groups if group.key(now_s, settings) <= key]))
 
     def load_s(
         self,
@@ -115,8 +118,7 @@ class PrefillQueue:
         return total_s
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrefillPlacement:
+class PrefillPlacement(Struct, frozen=True, kw_only=True):
     """Which slot a request goes to, and whether it `joins` a group there or opens one."""
 
     slot: int
@@ -142,16 +144,14 @@ def choose_prefill_slot(
     return PrefillPlacement(slot=slot, joins=False, reason=f"least loaded, {loads_s[slot]:.3f} s")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupState:
+class GroupState(Struct, frozen=True, kw_only=True):
     """`serving`: the group that was begun, by id. `overtaken`: the front group that another one was put before."""
 
     serving: str | None = None
     overtaken: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupChoice:
+class GroupChoice(Struct, frozen=True, kw_only=True):
     """Serve `group` now, and `following` after it. `state` holds once that is begun."""
 
     group: PrefillGroup
@@ -175,7 +175,7 @@ def choose_group(
     """
     if not groups:
         return None
-    keyed = sorted(((group.key(now_s, settings), group) for group in groups), key=lambda pair: pair[0])
+    keyed = sorted([(group.key(now_s, settings), group) for group in groups], key=itemgetter(0))
     ordered = [group for _, group in keyed]
     peers = [group for key, group in keyed if key[0] == keyed[0][0][0]]
     front = ordered[0]

@@ -10,8 +10,12 @@ Where both do:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from typing import Literal
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from dataplane.turns.decode import (
     BatchFacts,
@@ -26,8 +30,7 @@ from dataplane.turns.prefill import GroupChoice, GroupState, PrefillQueue, Prefi
 Kind = Literal["prefill", "decode"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlotFacts:
+class SlotFacts(Struct, frozen=True, kw_only=True):
     """All that waits on a slot. `prefill_s`: estimate for the next request of a model's front group; `switch_s`: to the
     model from now, 0 when resident (absent: 0); `unready`: models whose weights are not in host memory yet.
     """
@@ -46,8 +49,8 @@ class TurnSettings:
     be done is nearly due. `burst_s`: how far over its share a kind may go.
     """
 
-    prefill: PrefillSettings = field(default_factory=PrefillSettings)
-    decode: DecodeSettings = field(default_factory=DecodeSettings)
+    prefill: PrefillSettings = dataclass_field(default_factory=PrefillSettings)
+    decode: DecodeSettings = dataclass_field(default_factory=DecodeSettings)
     prefill_share: float = 0.5
     near_s: float = 0.25
     burst_s: float = 1.0
@@ -66,8 +69,7 @@ class TurnSettings:
             raise ValueError(f"burst_s must be over 0, not {self.burst_s}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Turn:
+class Turn(Struct, frozen=True, kw_only=True):
     """Run this. `group`: for a prefill, ids of the group's requests in order; a step takes as many as suit it.
 
     `started_s` moves when the kind or the model changes. `next_model`: what to prefetch, None if nothing follows.
@@ -83,8 +85,7 @@ class Turn:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlotState:
+class SlotState(Struct, frozen=True, kw_only=True):
     """What a slot remembers from one choice to the next. `over_s`: what prefill has taken beyond its share, negative
     when it was decode; `owed`: who is to catch up; the times spent are those since the last choice.
     """
@@ -104,8 +105,10 @@ class SlotState:
         assert seconds >= 0
         if kind == "prefill":
             return replace(self, prefill_spent_s=self.prefill_spent_s + seconds, round=self.round.later(seconds))
-        round_ = self.round if ran else self.round.waited(seconds)
-        return replace(self, decode_spent_s=self.decode_spent_s + seconds, round=round_)
+        decode_spent_s = self.decode_spent_s + seconds
+        if ran:
+            return replace(self, decode_spent_s=decode_spent_s)
+        return replace(self, decode_spent_s=decode_spent_s, round=self.round.waited(seconds))
 
 
 def choose_turn(
@@ -117,8 +120,10 @@ def choose_turn(
     if last and last.kind == "prefill":
         round_ = let_in(facts.batches, round_, last.model, now_s, settings.decode)
     decode, round_ = choose_decode_turn(facts.batches, round_, now_s, settings.decode)
-    groups = [group for group in facts.prefills.groups if group.model not in facts.unready]
-    prefill = choose_group(groups, facts.running_model, state.groups, now_s, settings.prefill)
+    groups = facts.prefills.groups
+    if facts.unready:
+        groups = tuple([group for group in groups if group.model not in facts.unready])
+    prefill = choose_group(groups, facts.running_model, state.groups, now_s, settings.prefill) if groups else None
     state = _settled(state, round_, settings, prefill=prefill is not None, decode=decode is not None)
     if prefill and (decode is None or _prefill_first(facts, state, prefill, now_s, settings)):
         return _prefill_turn(facts, state, prefill, decode, now_s, settings)
@@ -128,17 +133,44 @@ def choose_turn(
 
 
 def _settled(state: SlotState, round_: RoundState, settings: TurnSettings, *, prefill: bool, decode: bool) -> SlotState:
-    """The state in this round, the account of shares brought up to date (rules 2 and 3), knowing which kinds wait."""
+    """The state in this round, the account of shares brought up to date, knowing which kinds wait."""
+    over_s, owed = settle_shares(
+        state.over_s,
+        state.owed,
+        prefill_spent_s=state.prefill_spent_s,
+        decode_spent_s=state.decode_spent_s,
+        prefill=prefill,
+        decode=decode,
+        settings=settings,
+    )
+    return SlotState(round=round_, groups=state.groups, turn=state.turn, over_s=over_s, owed=owed)
+
+
+def settle_shares(
+    over_s: float,
+    owed: Kind | None,
+    *,
+    prefill_spent_s: float,
+    decode_spent_s: float,
+    prefill: bool,
+    decode: bool,
+    settings: TurnSettings,
+) -> tuple[float, Kind | None]:
+    """The account of shares after what was spent since it was settled last, and who is owed by it (rules 2 and 3).
+    `prefill`, `decode`: which kinds wait. Where no model needs a switch, this alone says which kind goes first:
+    decode, if it is owed.
+    """
     share = settings.prefill_share
-    over_s = state.over_s + (1 - share) * state.prefill_spent_s - share * state.decode_spent_s
-    over_s = over_s if prefill else max(over_s, 0.0)
-    over_s = over_s if decode else min(over_s, 0.0)
-    owed = state.owed
+    over_s = over_s + (1 - share) * prefill_spent_s - share * decode_spent_s
+    if not prefill:
+        over_s = max(over_s, 0.0)
+    if not decode:
+        over_s = min(over_s, 0.0)
     if (owed == "decode" and over_s <= 0) or (owed == "prefill" and over_s >= 0):
         owed = None
     if abs(over_s) >= settings.burst_s:
         owed = "decode" if over_s > 0 else "prefill"
-    return SlotState(round=round_, groups=state.groups, turn=state.turn, over_s=over_s, owed=owed)
+    return over_s, owed
 
 
 def _prefill_first(

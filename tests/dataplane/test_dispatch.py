@@ -48,11 +48,11 @@ class Node:
         told: Any = self.slots[slot]
         self.dispatcher.hear(told, EngineOutput(request_id=request_id, token_ids=token_ids, **changes))
 
-    def lose(self, slot: int) -> None:
+    def lose(self, slot: int, *, died: bool = True) -> None:
         lost: Any = self.slots[slot]
         lost.ready = False
         lost.take()
-        self.dispatcher.lose(lost)
+        self.dispatcher.lose(lost, died=died)
 
     def told(self) -> list[list[Command]]:
         """What each slot was told since the last look."""
@@ -173,11 +173,12 @@ def test_what_waits_with_kv_is_prefilled_again_when_the_kv_is_lost() -> None:
     assert node.told() == [[continued(7)], []]
 
 
-def test_a_request_that_loses_too_many_workers_ends() -> None:
+def test_a_request_over_which_too_many_workers_died_ends() -> None:
     node = Node("b", losses_max=1)
     flight = node.dispatcher.submit(request(), "tide")
-    for _ in range(2):
-        node.lose(0)
+    for died in (True, False, False, True):
+        assert flight.outputs.empty(), "one that makes way is nobody's fault"
+        node.lose(0, died=died)
         node.slots[0].ready = True
         node.dispatcher.place_waiting("i1")
     assert isinstance(flight.outputs.get_nowait(), WorkerLostError)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from dataplane.engine import EngineOutput
 from dataplane.errors import BadRequestError, ContextLengthError, ModelLoadError, UnknownInstanceError
@@ -15,10 +16,10 @@ from tests.dataplane.engines.replayed import SETTINGS, drain, engine_with, reque
 def test_tokens_hang_on_model_prompt_and_seed_alone() -> None:
     first = tokens(run_one(request()))
     assert len(first) == 5
-    assert first == tokens(run_one(replace(request(), request_id="other")))
-    assert first == tokens(run_one(replace(request(), seed=7))), "greedy answers do not hang on the seed"
-    sampled = replace(request(), temperature=1.0)
-    assert tokens(run_one(replace(sampled, seed=1))) != tokens(run_one(replace(sampled, seed=2)))
+    assert first == tokens(run_one(structs.replace(request(), request_id="other")))
+    assert first == tokens(run_one(structs.replace(request(), seed=7))), "greedy answers do not hang on the seed"
+    sampled = structs.replace(request(), temperature=1.0)
+    assert tokens(run_one(structs.replace(sampled, seed=1))) != tokens(run_one(structs.replace(sampled, seed=2)))
     assert first != tokens(run_one(request(prompt=11)))
     assert all(0 <= token_id < SETTINGS.vocabulary_size for token_id in first)
 
@@ -26,9 +27,9 @@ def test_tokens_hang_on_model_prompt_and_seed_alone() -> None:
 @given(made=st.integers(0, 20), seed=st.integers(0, 2**31), temperature=st.sampled_from([0.0, 1.0]))
 @settings(max_examples=30, deadline=None)
 def test_a_continued_request_gives_the_same_tokens(made: int, seed: int, temperature: float) -> None:
-    asked = replace(request(max_tokens=20), seed=seed, temperature=temperature)
+    asked = structs.replace(request(max_tokens=20), seed=seed, temperature=temperature)
     whole = tokens(run_one(asked))
-    rest = run_one(replace(asked, generated=tuple(whole[:made])))
+    rest = run_one(structs.replace(asked, generated=tuple(whole[:made])))
     assert whole[:made] + tokens(rest) == whole
     assert rest[-1].finish_reason == "length"
 
@@ -193,9 +194,9 @@ def test_answers_may_end_by_themselves() -> None:
     assert outputs[-1].finish_reason == "stop"
     assert outputs[-1].token_ids == ()
     assert len(tokens(outputs)) < 90
-    assert len(tokens(run_one(replace(asked, ignore_eos=True), ending))) == 90
+    assert len(tokens(run_one(structs.replace(asked, ignore_eos=True), ending))) == 90
 
 
 def test_a_request_that_has_all_its_tokens_ends() -> None:
-    outputs = run_one(replace(request(max_tokens=3), generated=(1, 2, 3)))
+    outputs = run_one(structs.replace(request(max_tokens=3), generated=(1, 2, 3)))
     assert outputs == [EngineOutput(request_id="r", finish_reason="length")]

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from dataplane.engine import EngineOutput, PoolStats
 from dataplane.engines.kv import Place
@@ -145,7 +146,7 @@ def test_a_prefill_slot_hands_over_and_holds_the_kv_until_release() -> None:
     assert time.now_s == pytest.approx(100 + 1.0 + 0.03 + 20 * 10 / 500), "switch, prefill, transfer"
     assert [shape.used_bytes for shape in pool_of(prefiller).host_kv] == [200]
     decoder, decoder_time = engine_with()
-    decoder.add(replace(asked, generated=first.token_ids, kv=gone.kv))
+    decoder.add(structs.replace(asked, generated=first.token_ids, kv=gone.kv))
     rest = drain(decoder)["r"]
     assert tokens([first, *rest]) == tokens(run_one(asked))
     steps_s = sum(0.021 + 0.0001 * context for context in range(20, 25))
@@ -162,7 +163,7 @@ def test_a_lost_handle_is_prefilled_again() -> None:
     assert gone.kv is not None
     for kv in (replace(gone.kv, file="/nowhere"), replace(gone.kv, tokens=19), None):
         engine, time = engine_with()
-        engine.add(replace(asked, generated=first.token_ids, kv=kv))
+        engine.add(structs.replace(asked, generated=first.token_ids, kv=kv))
         assert tokens([first, *drain(engine)["r"]]) == tokens(run_one(asked))
         assert time.now_s > 101 + 0.01 + 21 * 0.001, "a prefill of prompt and token"
 

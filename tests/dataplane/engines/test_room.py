@@ -27,7 +27,9 @@ class Slot:
     shortages: list[Shortage] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.models: dict[str, ReplayModel] = {name: replayed(spec(name), PROFILE, 1, 1.0) for name in "ab"}
+        self.models: dict[str, ReplayModel] = {
+            name: replayed(ReplayModel, spec(name), PROFILE, 1, 1.0) for name in "ab"
+        }
         self.kv = ReplayKvMemory(1000, self.host_bytes, FakeTime().clock)
         self.requests = RequestTable(self.models, self.kv, PrefillSettings(), FakeTime().clock)
         self.room = Room(

@@ -1,11 +1,11 @@
 """Decode turns: equations 2 and 3 by hand, what they promise when a round is run step by step, and the edges."""
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from dataplane.turns.decode import (
     BatchFacts,

@@ -12,7 +12,7 @@ from dataplane.messages import Tier
 from dataplane.turns.decode import BatchFacts, DecodeSettings
 from dataplane.turns.ordering import Order
 from dataplane.turns.prefill import PrefillQueue, PrefillRequest, PrefillSettings
-from dataplane.turns.schedule import SlotFacts, SlotState, Turn, TurnSettings, choose_turn
+from dataplane.turns.schedule import SlotFacts, SlotState, Turn, TurnSettings, choose_turn, settle_shares
 
 SETTINGS = TurnSettings(near_s=0.25, burst_s=1.0, prefill=PrefillSettings(order="fcfs"))
 SWITCH_S, PREFILL_S, STEP_S = 0.5, 0.2, 0.05
@@ -338,3 +338,30 @@ def test_all_are_served_and_none_waits_long(arrivals: list[tuple[str, Tier, int]
     turn_s = decode.quota_max_s + SWITCH_S + STEP_S
     bound_s = 12 * turn_s / (1 - share) + SETTINGS.burst_s / (1 - share) + SWITCH_S + PREFILL_S
     assert max(node.gap_s.values()) < bound_s
+
+
+seconds = st.floats(0.0, 2.0)
+waiting = st.sampled_from([(True, True), (True, False), (False, True)])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(seconds, seconds, waiting), max_size=12))
+def test_with_one_model_that_needs_no_switch_the_account_of_shares_alone_decides(
+    looks: list[tuple[float, float, tuple[bool, bool]]],
+) -> None:
+    state, over_s, owed = SlotState(), 0.0, None
+    for number, (prefill_s, decode_s, (waits, decodes)) in enumerate(looks):
+        queue = prefills(("a", float(number), "IW-F")) if waits else PrefillQueue()
+        state = state.spent("prefill", prefill_s).spent("decode", decode_s)
+        turn, state = choose_turn(slot(queue, [batch("a")] if decodes else [], "a"), state, float(number), SETTINGS)
+        over_s, owed = settle_shares(
+            over_s,
+            owed,
+            prefill_spent_s=prefill_s,
+            decode_spent_s=decode_s,
+            prefill=waits,
+            decode=decodes,
+            settings=SETTINGS,
+        )
+        assert turn is not None
+        assert (turn.kind == "prefill") == (waits and not (decodes and owed == "decode"))
