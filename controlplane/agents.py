@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from http import HTTPStatus
 
-import httpx2 as httpx
+import aiohttp
 import msgspec
 
 from controlplane.errors import NodeError
@@ -13,30 +14,35 @@ from dataplane.messages import Failed, Finished, Generate, Started, StreamEvent,
 
 _CONNECT_TIMEOUT_S = 2.0
 """To reach a node, and to wait for one of our own connections where all are in use."""
+_CONNECTIONS_MAX = 2000
+_IDLE_CONNECTION_S = 4.0
+"""A connection is kept for less long than nodes keep it (5 s): else one might be closing as it is used."""
 _END_TIMEOUT_S = 2.0
 _REQUEST_AT_FAULT = frozenset({400, 413})
 _STATUS_FOR_CLIENTS = {400: 400, 409: 503, 413: 413, 429: 429, 503: 503}
 
 
 class AgentClient:
-    """Keeps connections to agents open between requests."""
+    """Keeps connections to agents open between requests. It is made where the event loop runs."""
 
-    def __init__(self, settings: Settings, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._first_token_s = settings.first_token_timeout_s
         self._idle_s = settings.stream_idle_timeout_s
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(
-                max(self._first_token_s, self._idle_s), connect=_CONNECT_TIMEOUT_S, pool=_CONNECT_TIMEOUT_S
+        self._room = asyncio.Semaphore(_CONNECTIONS_MAX)
+        key = settings.node_key.get_secret_value()
+        self._session = aiohttp.ClientSession(  # nodes are ours: no proxy stands between, and no cookie is kept
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_CONNECTION_S),
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=max(self._first_token_s, self._idle_s)
             ),
-            limits=httpx.Limits(max_connections=2000, max_keepalive_connections=200),
-            headers={"Authorization": f"Bearer {key}"} if (key := settings.node_key.get_secret_value()) else {},
-            transport=transport,
-            trust_env=False,  # nodes are ours: no proxy stands between
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
         )
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._client.aclose()
+        await self._session.close()
 
     async def generate(
         self, url: str, request: Generate, headers: Mapping[str, str] | None = None
@@ -48,23 +54,42 @@ class AgentClient:
             NodeError: the node refused, broke off, or cannot be reached; `retryable` says whether another may do. Its
                 code is `gateway_busy` where all our connections are in use: that is no fault of the node's.
         """
-        body = msgspec.json.encode(request)
         try:
-            async with self._client.stream("POST", f"{url}/generate", content=body, headers=headers) as response:
-                if response.status_code != httpx.codes.OK:
-                    raise _refusal(await response.aread(), response.status_code)
-                async for events in self._events(response.aiter_raw()):
+            async with self._connection(), self._post(f"{url}/generate", request, headers) as (status, chunks):
+                if status != HTTPStatus.OK:
+                    raise _refusal(b"".join([chunk async for chunk in chunks]), status)
+                async for events in self._events(chunks):
                     yield events
+        except aiohttp.ClientError as error:
+            raise NodeError(f"the node at {url} broke off: {error or type(error).__name__}") from error
         except TimeoutError as error:
             raise NodeError(f"the node at {url} was silent for too long") from error
-        except httpx.PoolTimeout as error:
+        except msgspec.DecodeError as error:
+            raise NodeError(f"the node at {url} speaks another protocol: {error}") from error
+
+    @contextlib.asynccontextmanager
+    async def _connection(self) -> AsyncGenerator[None, None]:
+        """One of those that we may have open."""
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                await self._room.acquire()
+        except TimeoutError as error:
             raise NodeError(
                 "this gateway has no connection left; try again", status=429, code="gateway_busy"
             ) from error
-        except httpx.HTTPError as error:
-            raise NodeError(f"the node at {url} broke off: {error or type(error).__name__}") from error
-        except msgspec.DecodeError as error:
-            raise NodeError(f"the node at {url} speaks another protocol: {error}") from error
+        try:
+            yield
+        finally:
+            self._room.release()
+
+    @contextlib.asynccontextmanager
+    async def _post(
+        self, url: str, request: Generate, headers: Mapping[str, str] | None
+    ) -> AsyncGenerator[tuple[int, AsyncIterator[bytes]], None]:
+        """The status of the node's answer, and its body as it comes."""
+        body = msgspec.json.encode(request)
+        async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
+            yield response.status, response.content.iter_any()
 
     async def _events(self, chunks: AsyncIterator[bytes]) -> AsyncGenerator[list[StreamEvent], None]:
         """Started, tokens, Finished: a stream that begins or ends otherwise has failed."""
@@ -88,7 +113,7 @@ class AgentClient:
                 raise _error_of(failed)
             last = events[-1]
             yield events
-        with contextlib.suppress(TimeoutError, httpx.HTTPError):  # a read to the end lets the connection be used again
+        with contextlib.suppress(TimeoutError, aiohttp.ClientError):  # read to the end, it is used again
             async with asyncio.timeout(_END_TIMEOUT_S):
                 await anext(chunks, None)
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import anyio.to_thread
 import structlog
+import uvloop
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
@@ -115,4 +116,4 @@ def serve(settings: Settings) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
-    asyncio.run(main())
+    uvloop.run(main())

@@ -129,7 +129,7 @@ class Releaser:
         return self._backoffs
 
     def _lots(self) -> tuple[LotFacts, ...]:
-        with self._database.transaction() as session:
+        with self._database.statement() as session:
             return queue.waiting_lots(session)
 
     def _heard(self) -> frozenset[str]:
@@ -148,7 +148,7 @@ class Releaser:
             wanted[release.batch, release.endpoint.model] += count
         if not (wanted := +wanted):
             return []
-        with self._database.transaction() as session:
+        with self._database.statement() as session:
             claims = queue.claim(session, wanted, lease_s=self._settings.niw_lease_s)
         self._turns |= {release.endpoint.model: release.tenant for release in granted}
         return _placed(granted, claims)

@@ -72,7 +72,7 @@ class ResultWriter:
         return _TOGETHER_MAX
 
     def _commit(self, outcomes: list[Outcome]) -> set[tuple[int, int]]:
-        with self._database.transaction() as session:
+        with self._database.statement() as session:
             return queue.finish(session, outcomes)
 
 

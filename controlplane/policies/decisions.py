@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from controlplane.policies.facts import Endpoint, SlotId
 
 
-@dataclass(frozen=True, kw_only=True)
-class Route:
+class Route(Struct, frozen=True, kw_only=True):
     """Where a request goes. `utilization` is the chosen endpoint's, as a share of 1."""
 
     instance_id: str

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from msgspec import Struct
+
 
 class Tier(StrEnum):
     """Tiers of requests (SageServe 2). IW-F: TTFT under 1 s; IW-N: under 60 s; NIW: a deadline, 24 h by default."""
@@ -66,8 +68,7 @@ class ModelGpu:
     gpu_type: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class InstanceFacts:
+class InstanceFacts(Struct, frozen=True, kw_only=True):
     """One instance as the live view knows it. `age_s`: seconds since its node's last heartbeat.
 
     `sent_tokens` is what this very process sent there since that heartbeat, `sent_input_tokens` the prompts of it; the
@@ -97,8 +98,7 @@ class InstanceFacts:
     load: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoutingFacts:
+class RoutingFacts(Struct, frozen=True, kw_only=True):
     """A request to place. `preference`: regions in the order this origin prefers them, its own first. `excluded`:
     instances that failed it; `avoided`: instances and nodes that keep failing, taken only where there are no others.
     `ttft_s`: when its first token is due; instances that would keep it waiting for longer come last.
@@ -130,8 +130,7 @@ class AdmissionFacts:
     objective: Objective | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class LotFacts:
+class LotFacts(Struct, frozen=True, kw_only=True):
     """The waiting requests of one model in one batch: they share its tenant, age and deadline (`left_s` to go)."""
 
     batch: int

@@ -7,7 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from controlplane.policies.decisions import NoRoute, Route
-from controlplane.policies.facts import InstanceFacts, RoutingFacts, Tier
+from controlplane.policies.facts import InstanceFacts, InstanceKind, RoutingFacts, Tier
+
+_MIXED = InstanceKind.MIXED
+_IW_F = Tier.IW_F
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,7 @@ def predicted_wait_s(instance: InstanceFacts, tier: Tier) -> float | None:
     """Until an instance begins what is sent to it now: what waits there and is not overtaken, and what this process
     just sent. None: its node has not said. The prompt's own time does not count: load makes none of it.
     """
-    wait_s = instance.prefill_urgent_wait_s if tier == Tier.IW_F else instance.prefill_wait_s
+    wait_s = instance.prefill_urgent_wait_s if tier is _IW_F else instance.prefill_wait_s
     if wait_s is None or instance.prefill_token_s is None:
         return None
     return wait_s + instance.sent_input_tokens * instance.prefill_token_s
@@ -46,23 +49,26 @@ def predicted_wait_s(instance: InstanceFacts, tier: Tier) -> float | None:
 
 def _in_time(instances: list[InstanceFacts], facts: RoutingFacts) -> list[InstanceFacts]:
     """Those that would begin in time, as far as is known; all where none would."""
-    if facts.ttft_s is None:
+    tier, ttft_s = facts.tier, facts.ttft_s
+    if ttft_s is None:
         return instances
-    return [i for i in instances if (predicted_wait_s(i, facts.tier) or 0.0) <= facts.ttft_s] or instances
+    return [i for i in instances if (predicted_wait_s(i, tier) or 0.0) <= ttft_s] or instances
 
 
 def takers(facts: RoutingFacts, stale_s: float) -> list[InstanceFacts]:
     """Instances that may take the request: those that are well or, if none is, all usable ones."""
+    model, tier, excluded, avoided = facts.model, facts.tier, facts.excluded, facts.avoided
     usable = [
         instance
         for instance in facts.instances
-        if instance.endpoint.model == facts.model
-        and instance.kind.serves(facts.tier)
-        and instance.instance_id not in facts.excluded
+        if instance.endpoint.model == model
+        and (instance.kind is _MIXED or instance.kind.serves(tier))
+        and instance.instance_id not in excluded
         and is_usable(instance, stale_s)
     ]
-    well = [i for i in usable if i.instance_id not in facts.avoided and i.node_id not in facts.avoided]
-    return well or usable
+    if not avoided:
+        return usable
+    return [i for i in usable if i.instance_id not in avoided and i.node_id not in avoided] or usable
 
 
 def choose_route(facts: RoutingFacts, now_s: float, settings: RoutingSettings) -> Route | NoRoute:
@@ -75,13 +81,25 @@ def choose_route(facts: RoutingFacts, now_s: float, settings: RoutingSettings) -
     by_region: dict[str, list[InstanceFacts]] = {}
     for instance in _in_time(candidates, facts):
         by_region.setdefault(instance.endpoint.region, []).append(instance)
-    rank = {region: place for place, region in enumerate(facts.preference)}
-    regions = sorted(by_region, key=lambda region: (rank.get(region, len(rank)), region))
-    load = {region: utilization_of(by_region[region]) for region in regions}
-    below = [region for region in regions if load[region] < settings.utilization_max]
-    region = below[0] if below else min(regions, key=lambda name: load[name])
+    region, utilization = _choose_region(by_region, facts.preference, settings.utilization_max)
     chosen = min(by_region[region], key=lambda i: (i.remaining_tokens + i.sent_tokens, i.instance_id))
-    return Route(instance_id=chosen.instance_id, node_id=chosen.node_id, region=region, utilization=load[region])
+    return Route(instance_id=chosen.instance_id, node_id=chosen.node_id, region=region, utilization=utilization)
+
+
+def _choose_region(
+    by_region: Mapping[str, Iterable[InstanceFacts]], preference: tuple[str, ...], utilization_max: float
+) -> tuple[str, float]:
+    """A region, and its utilization. Those that nobody prefers come last, by name."""
+    order = [region for region in preference if region in by_region]
+    if len(order) < len(by_region):
+        order += sorted(by_region.keys() - set(order))
+    load: dict[str, float] = {}
+    for region in order:
+        load[region] = utilization_of(by_region[region])
+        if load[region] < utilization_max:
+            return region, load[region]
+    region = min(load, key=load.__getitem__)
+    return region, load[region]
 
 
 def choose_preference(

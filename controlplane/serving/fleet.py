@@ -34,6 +34,8 @@ _CATALOG_REFRESH_S = 2.0
 _LOOK_UP_EVERY_S = 1.0
 """At most this often the catalog is read for names that it does not have: anybody can make up names."""
 _VIEW_KEEP_S = 600.0
+_AGE_STEP_S = 0.5
+"""Ages of instances are right to within this."""
 
 
 class FleetCache:
@@ -53,7 +55,8 @@ class FleetCache:
         self._catalog_asked_s = -math.inf
         self._view_threads, self._catalog_threads = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
         self._sent = SentTokens()
-        self._sent_since: FleetView | None = None
+        self._facts: dict[str, dict[str, InstanceFacts]] = {}
+        self._facts_of: tuple[FleetView, Catalog, float] = (EMPTY_VIEW, self._catalog, 0.0)
         self._objectives = {
             Tier.IW_F: Objective(ttft_s=settings.slo_iw_f_ttft_s, tbt_s=settings.slo_iw_f_tbt_s),
             Tier.IW_N: Objective(ttft_s=settings.slo_iw_n_ttft_s, tbt_s=settings.slo_iw_n_tbt_s),
@@ -98,14 +101,31 @@ class FleetCache:
 
     def instances(self, model: str | None = None) -> tuple[InstanceFacts, ...]:
         """Every instance of the view (of one model, if that is named), aged by the time since it was read, with what
-        was sent since it reported. While Redis is away nobody can know better, so the view does not age for its first
-        ten minutes; which instances are gone is found out by trying.
+        was sent since it reported. Those of a model are made once for a view: a request costs little, however many
+        there are. While Redis is away nobody can know better, so the view does not age for its first ten minutes; which
+        instances are gone is found out by trying.
         """
-        view = FleetView(read_s=self._view.read_s + self._aged_s(), nodes=self._view.nodes)
-        if self._sent_since is not self._view:
-            self._sent_since = self._view
+        self._drop_old_facts()
+        if model is None:
+            return self._make_facts(None)
+        facts = self._facts.get(model)
+        if facts is None:
+            facts = self._facts[model] = {each.instance_id: each for each in self._make_facts(model)}
+        return tuple(facts.values())
+
+    def _make_facts(self, model: str | None) -> tuple[InstanceFacts, ...]:
+        view, catalog, aged_s = self._facts_of
+        aged = FleetView(read_s=view.read_s + aged_s, nodes=view.nodes)
+        return instance_facts(aged, models=catalog.models, sent=self._sent.of, model=model)
+
+    def _drop_old_facts(self) -> None:
+        """Facts are of the view and catalog of now, and as old as these are."""
+        view, catalog, aged_s = self._facts_of
+        now_aged_s = self._aged_s()
+        if view is not self._view:
             self._sent.forget(self._heard_at_s())
-        return instance_facts(view, models=self._catalog.models, sent=self._sent.of, model=model)
+        if view is not self._view or catalog is not self._catalog or abs(now_aged_s - aged_s) > _AGE_STEP_S:
+            self._facts, self._facts_of = {}, (self._view, self._catalog, now_aged_s)
 
     def objective(self, model: Model, tier: Tier) -> Objective | None:
         """What a tier promises of a model; None for deferred requests."""
@@ -115,11 +135,22 @@ class FleetCache:
         """Count what is on its way to an instance (`tokens`, and the prompt's part of them) until its next heartbeat
         shows it.
         """
-        return self._sent.add(instance_id, tokens, input_tokens)
+        sending = self._sent.add(instance_id, tokens, input_tokens)
+        self._show_sent(instance_id)
+        return sending
 
     def note_refused(self, instance_id: str, sending: Sending) -> None:
         """Count it no more: the instance did not take it."""
         self._sent.take_back(instance_id, sending)
+        self._show_sent(instance_id)
+
+    def _show_sent(self, instance_id: str) -> None:
+        """Bring the one instance's facts up to date."""
+        tokens, input_tokens = self._sent.of(instance_id)
+        for facts in list(self._facts.values()):
+            if instance_id in facts:
+                shown = msgspec.structs.replace(facts[instance_id], sent_tokens=tokens, sent_input_tokens=input_tokens)
+                facts[instance_id] = shown
 
     def _heard_at_s(self) -> dict[str, float]:
         """When each instance's last heartbeat came, on this process's monotonic clock."""

@@ -47,14 +47,14 @@ def make_key(
     name: str,
     role: Role,
     tenant: str,
-    expires_at: datetime | None = None,
+    lasts: timedelta | None = None,
     secret: str | None = None,
     scopes: Sequence[KeyScope] | None = None,
     models: Sequence[str] | None = None,
     node: str | None = None,
 ) -> NewKey:
-    """Make a key. A given `secret` (the bootstrap's) is taken as it is. `scopes`, `models`: None is all; `node`: the
-    only node that it may act for.
+    """Make a key, which `lasts` from now, on the database's clock; None: until it is revoked. A given `secret` (the
+    bootstrap's) is taken as it is. `scopes`, `models`: None is all; `node`: the only node that it may act for.
     """
     secret = secret or _new_secret(role)
     row = ApiKey(
@@ -64,7 +64,7 @@ def make_key(
         role=role,
         secret_hash=hash_secret(secret),
         prefix=secret[:_PREFIX_CHARS],
-        expires_at=expires_at,
+        expires_at=None if lasts is None else func.now() + lasts,
         scopes=None if scopes is None else [scope.value for scope in scopes],
         models=None if models is None else list(models),
         node=node,

@@ -6,6 +6,7 @@ tidepool:signal:<model>|<region>      set while an endpoint may not signal room 
 tidepool:revoked               zset   hash of a secret -> when it was revoked, kept 10 minutes
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -221,28 +222,34 @@ def instance_facts(
     per token. `sent`: the tokens that this process itself just sent to an instance, and the input tokens of them.
     """
     kv_bytes = {name: known.kv_bytes_per_token for name, known in (models or {}).items()}
-    return tuple(
-        InstanceFacts(
-            instance_id=report.instance_id,
-            node_id=name,
-            endpoint=Endpoint(model=report.model, region=node.region),
-            gpu_type=node.gpu_type,
-            accepting=report.state == "ready",
-            age_s=max(0.0, view.read_s - node.received_s),
-            kv_used_bytes=report.kv_used_bytes,
-            kv_capacity_bytes=report.kv_capacity_bytes,
-            remaining_tokens=report.remaining_tokens,
-            sent_tokens=sent(report.instance_id)[0],
-            sent_input_tokens=sent(report.instance_id)[1],
-            kv_bytes_per_token=kv_bytes.get(report.model, 0),
-            kind=InstanceKind(report.kind),
-            prefill_wait_s=report.prefill_wait_s,
-            prefill_urgent_wait_s=report.prefill_urgent_wait_s,
-            prefill_token_s=report.prefill_token_s,
-            slot=report.slot,
-            load=node.heartbeat.load,
-        )
-        for name, node in view.nodes.items()
-        for report in node.heartbeat.instances
-        if model is None or report.model == model
-    )
+    endpoint_of = functools.cache(lambda model, region: Endpoint(model=model, region=region))
+    facts = []
+    for name, node in view.nodes.items():
+        age_s = max(0.0, view.read_s - node.received_s)
+        for report in node.heartbeat.instances:
+            if model is not None and report.model != model:
+                continue
+            sent_tokens, sent_input_tokens = sent(report.instance_id)
+            facts.append(
+                InstanceFacts(
+                    instance_id=report.instance_id,
+                    node_id=name,
+                    endpoint=endpoint_of(report.model, node.region),
+                    gpu_type=node.gpu_type,
+                    accepting=report.state == "ready",
+                    age_s=age_s,
+                    kv_used_bytes=report.kv_used_bytes,
+                    kv_capacity_bytes=report.kv_capacity_bytes,
+                    remaining_tokens=report.remaining_tokens,
+                    sent_tokens=sent_tokens,
+                    sent_input_tokens=sent_input_tokens,
+                    kv_bytes_per_token=kv_bytes.get(report.model, 0),
+                    kind=InstanceKind(report.kind),
+                    prefill_wait_s=report.prefill_wait_s,
+                    prefill_urgent_wait_s=report.prefill_urgent_wait_s,
+                    prefill_token_s=report.prefill_token_s,
+                    slot=report.slot,
+                    load=node.heartbeat.load,
+                )
+            )
+    return tuple(facts)

@@ -7,6 +7,7 @@ changes what is done a second; the CPU time of a request (`cpu_us`) hardly.
 """
 
 import importlib.util
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,7 @@ from typing import Annotated
 import typer
 
 import migrations
-from ops.bench.queue_load import Server, Speed, drain, fill, measure_counts_s, measure_ingest
+from ops.bench.queue_load import ROW_BYTES, Server, Speed, drain, fill, measure_counts_s, measure_ingest
 from ops.bench.queue_peers import PEERS
 from ops.commands.screen import AsJson, Columns, notes, print_json, print_table
 from ops.embedded import EmbeddedPostgres
@@ -58,8 +59,9 @@ def main(
     \b
     Examples:
       python -m ops.bench.queue
-      python -m ops.bench.queue --waiting 10000 --waiting 10000000 --json
+      python -m ops.bench.queue --waiting 10000 --waiting 10000000 --rounds 2 --json
     """
+    _require_disk(max(waiting))
     queues: dict[str, Measure] = {"tidepool": _tidepool}
     for name, peer in PEERS.items():
         if importlib.util.find_spec(name) is not None:
@@ -107,6 +109,15 @@ def _compare(queues: Mapping[str, tuple[Measure, Server]], waiting: int, rounds:
         rates = tuple(speed.per_s for speed in speeds)
         cpu_us = median(speed.cpu_us for speed in speeds)
         yield Rate(queue=name, waiting=waiting, per_s=median(rates), cpu_us=cpu_us, rounds=rates)
+
+
+def _require_disk(rows: int) -> None:
+    """Say what so many rows take while they are measured; a usage error where there is not so much."""
+    folder, needed_gb = tempfile.gettempdir(), rows * ROW_BYTES / 1e9
+    free_gb = shutil.disk_usage(folder).free / 1e9
+    if needed_gb > free_gb:
+        raise typer.BadParameter(f"{rows} rows take {needed_gb:.0f} GB, and {folder} has {free_gb:.0f} GB (see TMPDIR)")
+    notes().print(f"up to {needed_gb:.1f} GB of {folder} are used, and given back at the end")
 
 
 def _tidepool(server: Server, waiting: int, processes: int, seconds: float) -> Speed:

@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio.to_thread
 import msgspec
+import uvloop
 from pydantic import SecretStr
 from sqlalchemy import select, text
 from sqlalchemy.orm import Session
@@ -36,6 +37,9 @@ BATCH_LINES = 50_000
 MODELS, TENANTS = 20, 8
 TOGETHER = 256
 """Requests that one process has at once: `dispatcher_concurrency_max`."""
+ROW_BYTES = 800
+"""Disk of a waiting row, with its indexes, the log and the results of a few rounds."""
+_LEFT_ENOUGH = 0.95
 BODY = {"messages": [{"role": "user", "content": "What is the tide at noon? " * 8}], "max_tokens": 128}
 _ANSWER = {
     "object": "chat.completion",
@@ -45,19 +49,27 @@ _ANSWER = {
 
 
 def fill(url: str, rows: int) -> None:
-    """Let so many rows wait, in batches of 50,000 at most, of a few models and tenants."""
+    """Let so many rows wait, in batches of 50,000 at most, of a few models and tenants. Where nearly as many are left
+    from before, these do.
+    """
     database = _open(url)
     with database.transaction() as session:
         session.execute(text("SET LOCAL statement_timeout = 0"))
-        for table in ("queued_requests", "batch_requests", "batch_results", "batch_counts", "batch_models"):
-            session.execute(text(f"TRUNCATE {table}"))
-        session.execute(text("UPDATE batches SET state = 'failed', ended_at = now()"))
-        batches = max(MODELS, rows // BATCH_LINES)
-        for number in range(batches):
-            lines = rows // batches + (number < rows % batches)
-            _fill_batch(session, f"tenant-{number % TENANTS}", f"model-{number % MODELS}", lines)
+        left = session.execute(text("SELECT count(*) FROM queued_requests")).scalar_one()
+        if not _LEFT_ENOUGH * rows <= left <= rows:
+            _fill_anew(session, rows)
     database.close()
     settle(url)
+
+
+def _fill_anew(session: Session, rows: int) -> None:
+    for table in ("queued_requests", "batch_requests", "batch_results", "batch_counts", "batch_models"):
+        session.execute(text(f"TRUNCATE {table}"))
+    session.execute(text("UPDATE batches SET state = 'failed', ended_at = now()"))
+    batches = max(MODELS, rows // BATCH_LINES)
+    for number in range(batches):
+        lines = rows // batches + (number < rows % batches)
+        _fill_batch(session, f"tenant-{number % TENANTS}", f"model-{number % MODELS}", lines)
 
 
 def settle(url: str) -> None:
@@ -200,20 +212,23 @@ def _drain_one(url: str, start: Any, seconds: float, results: Any) -> None:
         results.put((done, begin, last, time.process_time() - cpu_s))
         database.close()
 
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 def _lots(database: Database) -> tuple[LotFacts, ...]:
-    with database.transaction() as session:
+    with database.statement() as session:
         return queue.waiting_lots(session)
 
 
 def _claim(database: Database, room: int, turn: int) -> list[Claim]:
-    """As many as there is room for, evenly of all lots; where they are too many, of others each time."""
-    lots = deque((lot.batch, lot.model) for lot in _lots(database))
+    """As many as there is room for, evenly of all models and, as a release does, of one batch for each of them; of
+    others the next time.
+    """
+    lots = deque((lot.model, lot.batch) for lot in _lots(database))
     lots.rotate(-turn)
-    with database.transaction() as session:
-        return queue.claim(session, Counter(islice(cycle(lots), room)), lease_s=120)
+    chosen = [(batch, model) for model, batch in dict(lots).items()]
+    with database.statement() as session:
+        return queue.claim(session, Counter(islice(cycle(chosen), room)), lease_s=120)
 
 
 def measure_ingest(url: str, folder: Path, lines: int) -> tuple[float, float]:

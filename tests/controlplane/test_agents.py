@@ -1,9 +1,11 @@
 """The client to nodes: odd streams, and a limit that is its own."""
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 
 import anyio
-import httpx2 as httpx
+import msgspec
 import pytest
 
 from controlplane.agents import AgentClient
@@ -13,6 +15,7 @@ from controlplane.policies.health import CircuitSettings
 from controlplane.serving.circuits import Circuits
 from controlplane.settings import Settings
 from dataplane.messages import Finished, Generate, Sampling, Started, StreamEvent, Token, encode_line
+from ops.ports import free_port
 
 EVENTS: list[StreamEvent] = [
     Started(prompt_tokens=1),
@@ -22,29 +25,29 @@ EVENTS: list[StreamEvent] = [
 REQUEST = Generate(request_id="r", instance_id="i", model="m", tier="IW-N", prompt="x", sampling=Sampling())
 
 
-class Node(httpx.AsyncBaseTransport):
-    """A node whose stream comes in these chunks."""
+class Node(AgentClient):
+    """To a node whose stream comes in these chunks."""
 
     def __init__(self, chunks: Callable[[], AsyncIterator[bytes]]) -> None:
+        super().__init__(Settings())
         self._chunks = chunks
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, content=self._chunks())
+    @asynccontextmanager
+    async def _post(
+        self, url: str, request: Generate, headers: Mapping[str, str] | None
+    ) -> AsyncGenerator[tuple[int, AsyncIterator[bytes]], None]:
+        yield 200, self._chunks()
 
 
-class NoConnectionLeft(httpx.AsyncBaseTransport):
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        raise httpx.PoolTimeout("all are in use")
-
-
-def ask(transport: httpx.AsyncBaseTransport) -> list[StreamEvent]:
+def ask(client: Callable[[], AgentClient]) -> list[StreamEvent]:
     """The events of one request."""
 
     async def run() -> list[StreamEvent]:
-        client = AgentClient(Settings(), transport=transport)
-        events = [event async for events in client.generate("http://n1", REQUEST) for event in events]
-        await client.close()
-        return events
+        agents = client()
+        try:
+            return [event async for events in agents.generate("http://n1", REQUEST) for event in events]
+        finally:
+            await agents.close()
 
     return anyio.run(run)
 
@@ -58,14 +61,64 @@ def test_blank_lines_are_nothing(blank: bytes, before: int) -> None:
                 yield blank
             yield encode_line(event)
 
-    assert ask(Node(chunks)) == EVENTS
+    assert ask(lambda: Node(chunks)) == EVENTS
 
 
-def test_a_limit_of_our_own_is_no_fault_of_the_nodes() -> None:
+def test_a_limit_of_our_own_is_no_fault_of_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controlplane.agents._CONNECTIONS_MAX", 0)
+    monkeypatch.setattr("controlplane.agents._CONNECT_TIMEOUT_S", 0.01)
     with pytest.raises(NodeError) as caught:
-        ask(NoConnectionLeft())
+        ask(lambda: AgentClient(Settings()))
     assert (caught.value.status, caught.value.code, caught.value.retryable) == (429, "gateway_busy", True)
     circuits = Circuits(CircuitSettings())
     for _ in range(20):
         circuits.note_end(Route(instance_id="i", node_id="n", region="east", utilization=0.0), caught.value)
     assert not circuits.avoided()
+
+
+def test_a_node_that_is_not_there_is_lost_and_another_may_do() -> None:
+    async def run() -> None:
+        client = AgentClient(Settings())
+        with pytest.raises(NodeError, match="broke off") as caught:
+            _ = [events async for events in client.generate(f"http://127.0.0.1:{free_port()}", REQUEST)]
+        assert caught.value.retryable
+        await client.close()
+
+    anyio.run(run)
+
+
+def test_whoever_leaves_early_drops_the_request_and_a_whole_stream_keeps_its_connection() -> None:
+    """The node sees the end of the connection in the first case, and the next request on the same one in the second."""
+    connections, ended = [], anyio.Event()
+
+    async def node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            size_bytes = int(head.lower().partition(b"content-length: ")[2].split()[0])
+            asked = msgspec.json.decode(await reader.readexactly(size_bytes), type=Generate)
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            for event in EVENTS[:2] if asked.model == "endless" else EVENTS:
+                line = encode_line(event)
+                writer.write(b"%x\r\n%b\r\n" % (len(line), line))
+            if asked.model == "endless":
+                assert await reader.read() == b""
+                break
+            writer.write(b"0\r\n\r\n")
+        writer.close()
+        ended.set()
+
+    async def run() -> None:
+        client = AgentClient(Settings())
+        async with await asyncio.start_server(node, "127.0.0.1", port := free_port()):
+            for _ in range(3):
+                events = [events async for events in client.generate(f"http://127.0.0.1:{port}", REQUEST)]
+                assert [event for together in events for event in together] == EVENTS
+            assert len(connections) == 1
+            endless = client.generate(f"http://127.0.0.1:{port}", msgspec.structs.replace(REQUEST, model="endless"))
+            async with aclosing(endless):
+                await anext(endless)
+            with anyio.fail_after(30):
+                await ended.wait()
+            await client.close()
+
+    anyio.run(run)

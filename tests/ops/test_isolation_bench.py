@@ -1,8 +1,8 @@
 """The isolation bench: its load is the same in every arm, its figures are what they say, and ungated means at once."""
 
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from controlplane.policies.facts import Endpoint, InstanceFacts, LotFacts, ReleaseFacts
@@ -36,7 +36,7 @@ def test_arrivals_are_drawn_once_for_all_arms() -> None:
 def test_a_full_endpoint_gets_everything_while_the_flag_is_there(tmp_path: Path) -> None:
     flag = tmp_path / "ungated"
     policy = switched(choose_releases, flag)
-    facts = ReleaseFacts(lots=(LOT, replace(LOT, batch=2, model="ebb")), instances=(FULL,))
+    facts = ReleaseFacts(lots=(LOT, msgspec.structs.replace(LOT, batch=2, model="ebb")), instances=(FULL,))
     assert policy(facts, 0.0, ReleaseSettings()) == ()
     flag.touch()
     released = policy(facts, 0.0, ReleaseSettings())

@@ -1,7 +1,7 @@
 """API keys and the audit."""
 
 import contextlib
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 from fastapi import APIRouter, BackgroundTasks, Query
@@ -124,7 +124,7 @@ def create_key(request: KeyRequest, session: SessionDep, state: StateDep, caller
         name=request.name,
         role=request.role,
         tenant=request.tenant,
-        expires_at=None if days is None else datetime.now(UTC) + timedelta(days=days),
+        lasts=None if days is None else timedelta(days=days),
         scopes=request.scopes,
         models=request.models,
         node=request.node,

@@ -77,8 +77,8 @@ class Dispatcher:
             raise Killed
 
     @contextmanager
-    def session(self) -> Iterator[Session]:
-        with self.database.transaction() as session:
+    def session(self, *, alone: bool) -> Iterator[Session]:
+        with self.database.statement() if alone else self.database.transaction() as session:
             yield session
 
 
@@ -127,12 +127,14 @@ class CrashPoints(RuleBasedStateMachine):
                 line = {"custom_id": f"c{number}", "method": "POST", "url": "/v1/completions"}
                 stream.write(msgspec.json.encode({**line, "body": {"model": "tide", "prompt": "x"}}) + b"\n")
 
-    def _do(self, who: int, step: Callable[[Session], Any], death: Death = None) -> Any:
-        """One transaction of a dispatcher; None if it died in it. Then another one starts in its place."""
+    def _do(self, who: int, step: Callable[[Session], Any], death: Death = None, *, alone: bool = False) -> Any:
+        """One transaction of a dispatcher, or (`alone`) statements that each are one; None if it died in it. Then
+        another one starts in its place.
+        """
         dispatcher = self.dispatchers[who]
         dispatcher.left, dispatcher.after_commit = death or (NEVER, False)
         try:
-            with dispatcher.session() as session:
+            with dispatcher.session(alone=alone) as session:
                 return step(session)
         except Killed:
             type(self).deaths += 1
@@ -150,7 +152,7 @@ class CrashPoints(RuleBasedStateMachine):
             wanted = {(lot.batch, lot.model): count for lot in queue.waiting_lots(session)}
             return queue.claim(session, wanted, lease_s=600) if wanted else []
 
-        claims = self._do(who, step, death) or []
+        claims = self._do(who, step, death, alone=True) or []
         for claim in claims:
             self.node.start(claim)
         return who, claims
@@ -175,7 +177,7 @@ class CrashPoints(RuleBasedStateMachine):
             Outcome(claim=claim, status_code=200 if good else 400, body={"epoch": claim.epoch}) for claim in claims
         ]
         if outcomes:
-            self._do(who, lambda session: self._finish(session, outcomes), death)
+            self._do(who, lambda session: self._finish(session, outcomes), death, alone=True)
 
     @staticmethod
     def _finish(session: Session, outcomes: list[Outcome]) -> None:

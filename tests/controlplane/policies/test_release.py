@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,7 +125,7 @@ def served(lots: list[LotFacts], looks: int, utilization: int = 55) -> list[tupl
         [release] = choose_releases(given, 0.0, SETTINGS)
         turns = {"tide": release.tenant}
         order.append((release.tenant, release.batch))
-        lots = [replace(each, waiting=each.waiting - (each.batch == release.batch)) for each in lots]
+        lots = [msgspec.structs.replace(each, waiting=each.waiting - (each.batch == release.batch)) for each in lots]
     return order
 
 
@@ -169,7 +170,7 @@ def test_models_of_one_slot_share_its_room() -> None:
     for lots in (waiting, urgent):
         decided = choose_releases(facts(pool, lots), 0.0, SETTINGS)
         assert [(r.slot, r.count) for r in decided] == [(SlotId(node_id="p", number=0), 2)]
-    full = [replace(each, kv_used_bytes=65) for each in pool]
+    full = [msgspec.structs.replace(each, kv_used_bytes=65) for each in pool]
     served = {choose_releases(facts(full, urgent), 30.0 * n, SETTINGS)[0].endpoint.model for n in range(20)}
     assert served == set(names), "in turns"
 

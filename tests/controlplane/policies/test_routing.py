@@ -1,11 +1,11 @@
 """Routing: region by preference and utilization, then the shortest queue (SageServe 6.1, 6.2)."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from controlplane.policies.decisions import NoRoute, Route
 from controlplane.policies.facts import Endpoint, InstanceFacts, RoutingFacts, Tier
@@ -157,6 +157,7 @@ INSTANCES = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(instances=INSTANCES, excluded=st.integers(0, 3))
 def test_safety_and_liveness(instances: list[InstanceFacts], excluded: int) -> None:
     """Never to what is not usable; always somewhere if anything is."""

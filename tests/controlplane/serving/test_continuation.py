@@ -1,11 +1,11 @@
 """A stream whose node is lost at any token goes on elsewhere, and is what it would have been."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-import httpx2 as httpx
+import aiohttp
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
@@ -46,20 +46,24 @@ class ByteText:
         return None
 
 
-class Nodes(httpx.AsyncBaseTransport):
+class Nodes(AgentClient):
     """Two nodes that make the tokens of BYTES through the agent's own answers. The first one's streams break off after
     `lines` lines, in the middle of the next one; `ends` is how: by a broken connection, a `Failed`, a newer claim.
     """
 
     def __init__(self, lines: int, *, ends: str = "broken", end: str = "length") -> None:
+        super().__init__(settings())
         self.lines, self.ends, self.end = lines, ends, end
         self.asked: list[Generate] = []
         self.lost: set[str] = {"n1"}
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        generate = msgspec.json.decode(await request.aread(), type=Generate)
+    @asynccontextmanager
+    async def _post(
+        self, url: str, request: Generate, headers: Mapping[str, str] | None
+    ) -> AsyncGenerator[tuple[int, AsyncIterator[bytes]], None]:
+        generate = msgspec.json.decode(msgspec.json.encode(request), type=Generate)
         self.asked.append(generate)
-        return httpx.Response(200, content=self._stream(generate, str(request.url.host)))
+        yield 200, self._stream(generate, url.split("/")[2])
 
     async def _stream(self, generate: Generate, node: str) -> AsyncIterator[bytes]:
         sent = 0
@@ -72,7 +76,7 @@ class Nodes(httpx.AsyncBaseTransport):
                     yield encode_line(Failed(status=503, code="worker_lost", message="lost", retryable=True))
                     return
                 yield line[: len(line) // 2]
-                raise httpx.ReadError("the node is gone")
+                raise aiohttp.ClientPayloadError("the node is gone")
             sent += 1
             yield line
 
@@ -142,21 +146,22 @@ def settings(**changes: Any) -> Settings:
 
 async def ask(nodes: Nodes, *, fleet: Fleet | None = None, **changes: Any) -> tuple[str, list[int], Finished, int]:
     """Text, token ids, end and number of placements of one stream."""
-    client = AgentClient(settings(), transport=nodes)
-    sender = Sender(fleet or Fleet(), client, settings(**changes))
+    sender = Sender(fleet or Fleet(), nodes, settings(**changes))
     outgoing = Outgoing(
         request_id="q", model=MODEL, tier=Tier.IW_N, origin=None, sampling=Sampling(stop=("STOP",)), prompt="x"
     )
     text, token_ids, end, placed = "", [], None, 0
-    async with aclosing(sender.send(outgoing)) as sent:
-        async for events in sent:
-            for event in events:
-                if isinstance(event, Token):
-                    text += event.text
-                    token_ids += event.token_ids
-                placed += isinstance(event, Placed)
-                end = event if isinstance(event, Finished) else end
-    await client.close()
+    try:
+        async with aclosing(sender.send(outgoing)) as sent:
+            async for events in sent:
+                for event in events:
+                    if isinstance(event, Token):
+                        text += event.text
+                        token_ids += event.token_ids
+                    placed += isinstance(event, Placed)
+                    end = event if isinstance(event, Finished) else end
+    finally:
+        await nodes.close()
     assert end is not None
     return text, token_ids, end, placed
 
@@ -186,10 +191,13 @@ def test_a_node_lost_at_any_line_changes_nothing(
 
 @pytest.mark.parametrize("lines", [0, 3])
 def test_a_claim_that_is_no_longer_the_newest_goes_nowhere_else(lines: int) -> None:
-    nodes = Nodes(lines, ends="stale")
-    with pytest.raises(NodeError, match="older"):
-        asyncio.run(ask(nodes))
-    assert len(nodes.asked) == 1
+    async def run() -> None:
+        nodes = Nodes(lines, ends="stale")
+        with pytest.raises(NodeError, match="older"):
+            await ask(nodes)
+        assert len(nodes.asked) == 1
+
+    asyncio.run(run())
 
 
 def test_the_number_of_continuations_is_bounded() -> None:
@@ -205,24 +213,26 @@ def test_the_number_of_continuations_is_bounded() -> None:
 
 def test_a_broken_stream_waits_for_an_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     """The only node failed: as soon as it is back, the stream goes on there."""
-    looks = 0
+    looks, fleet = 0, Fleet()
+    fleet.gone = {"n2"}
 
     async def look_again(_s: float) -> None:
         nonlocal looks
         looks += 1
         fleet.gone.add("n1")
         if looks == 3:
-            nodes.lost.clear()
+            lost.clear()
             fleet.gone.discard("n1")
 
     async def run() -> None:
+        nodes = Nodes(7)
+        nodes.lost = lost
         monkeypatch.setattr("controlplane.serving.send.asyncio.sleep", look_again)
         text, _, finished, placed = await ask(nodes, fleet=fleet)
         assert (text, placed, looks) == ("tide 🌊 naïve «STO» 海 ", 2, 3)
         assert finished.finish_reason == "stop"
 
-    nodes, fleet = Nodes(7), Fleet()
-    fleet.gone = {"n2"}
+    lost = {"n1"}
     asyncio.run(run())
 
 

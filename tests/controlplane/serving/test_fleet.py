@@ -51,6 +51,25 @@ def test_what_an_instance_refused_counts_no_more(world: World) -> None:
     cache.note_refused("gone", refused)
 
 
+def test_facts_of_a_model_are_made_once_for_a_view(world: World) -> None:
+    cache = FleetCache(world.database, world.live, world.settings)
+    for number in (1, 2):
+        world.report(f"n{number}", f"i{number}", region="us-east", url="http://n1")
+    cache._read_view()
+    model = cache.instances()[0].endpoint.model
+    before = {each.instance_id: each for each in cache.instances(model)}
+    sending = cache.note_sent("i1", 7, 3)
+    now = {each.instance_id: each for each in cache.instances(model)}
+    assert now["i2"] is before["i2"]
+    assert (now["i1"].sent_tokens, now["i1"].sent_input_tokens) == (7, 3)
+    cache.note_refused("i1", sending)
+    assert {each.instance_id: each for each in cache.instances(model)} == before
+    world.report("n2", "i2", region="us-east", url="http://n1", used=0.5)
+    cache._read_view()
+    assert {each.instance_id: each.kv_used_bytes for each in cache.instances(model)}["i2"] > 0
+    assert cache.instances("another") == ()
+
+
 def test_the_view_does_not_age_while_redis_is_away(world: World) -> None:
     quick = world.settings.model_copy(update={"view_refresh_s": 0.05, "heartbeat_stale_s": 2.0})
     away = LiveStore(world.settings.model_copy(update={"redis_url": SecretStr(f"redis://127.0.0.1:{free_port()}/0")}))
