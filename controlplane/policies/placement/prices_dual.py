@@ -25,9 +25,9 @@ CHUNK, CHUNK_SPARE = 4096, 512
 """Endpoints searched at a time: it bounds the memory."""
 WIDTH_FIRST, WIDTH_GROWTH = 1.0, 1.5
 """The box around the best prices, in their scale: it grows with each step that raised the bound, else it halves."""
-TAU_FIRST, TAU_LAST, TAU_FALL = 0.1, 0.001, 0.6
+TAU_FIRST, TAU_LAST, TAU_FALL = 0.1, 0.001, 0.7
 """In dearest prices of a GPU per hour."""
-CLIMB_STEPS, PATIENCE = 200, 4
+CLIMB_STEPS, PATIENCE = 400, 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
