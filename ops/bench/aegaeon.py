@@ -67,6 +67,7 @@ File = Annotated[Path, typer.Argument(metavar="WORKLOADS", help="Aegaeon's workl
 Profile = Annotated[Path, typer.Option(help="A GPU profile: step times and the wire.", dir_okay=False)]
 Systems = Annotated[list[str] | None, typer.Option("--system", help=f"Of {', '.join(SYSTEMS)}; all if not given.")]
 Prefill = Annotated[int, typer.Option(min=1, max=GPUS - 1, help="GPUs that prefill, of 16; the others decode.")]
+Scales = Annotated[list[float] | None, typer.Option(min=0.01, help="Of both targets, 10 s and 0.1 s.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw it here: .png, .svg or .pdf.", dir_okay=False)]
 Least = Annotated[int, typer.Option(min=2, help="Models at least.")]
 Most = Annotated[int, typer.Option(min=2, help="Models at most; for more than 80 two workloads are merged.")]
@@ -82,21 +83,17 @@ def models(
     system: Systems = None,
     profile: Profile = ARTIFACT_PROFILE,
     prefill_slots: Prefill = 6,
-    slo_scale: Annotated[list[float] | None, typer.Option(min=0.01, help="Of both targets, 10 s and 0.1 s.")] = None,
+    slo_scale: Scales = None,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
     """Attainment by the number of models at rate 0.1, and how many keep 90 % (Figures 11a and 13)."""
-    setups = [
-        Setup(system=one, profile=profile, prefill_slots=prefill_slots, slo_scale=scale)
-        for scale in slo_scale or [1.0]
-        for one in _systems(system)
-    ]
+    setups = _setups(system, profile, prefill_slots, slo_scale)
     found = _climb(workloads, (least, most, every), setups, plot)
     _show([{**asdict(row), "change": ""} for _, rows in found for row in rows], as_json)
     for setup, rows in found:
-        _tell_best(f"{setup.system}, SLO x {setup.slo_scale:g}", rows, setup)
-    _draw("models", [(f"{setup.system} x{setup.slo_scale:g}", rows) for setup, rows in found], plot)
+        _tell_best(_named(setup), rows, setup)
+    _draw("models", [(_named(setup), rows) for setup, rows in found], plot)
 
 
 @app.command()
@@ -105,16 +102,17 @@ def rates(
     system: Systems = None,
     profile: Profile = ARTIFACT_PROFILE,
     prefill_slots: Prefill = 6,
+    slo_scale: Scales = None,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
     """40 models at rates from 0.05 to 0.7 each (Figure 11c)."""
     _check(plot)
     sizes = [each for each in _read(workloads) if each.models == 40]
-    setups = [Setup(system=one, profile=profile, prefill_slots=prefill_slots) for one in _systems(system)]
+    setups = _setups(system, profile, prefill_slots, slo_scale)
     found = [(setup, [_measured(setup, each) for each in sizes]) for setup in setups]
     _show([{**asdict(row), "change": ""} for _, rows in found for row in rows], as_json)
-    _draw("rate", [(setup.system, rows) for setup, rows in found], plot)
+    _draw("rate", [(_named(setup), rows) for setup, rows in found], plot)
 
 
 @app.command()
@@ -213,6 +211,18 @@ def _systems(names: list[str] | None) -> list[System]:
         if name not in SYSTEMS:
             raise typer.BadParameter(f"{name}: must be one of {', '.join(SYSTEMS)}", param_hint="--system")
     return [cast("System", name) for name in names or SYSTEMS]
+
+
+def _setups(systems: list[str] | None, profile: Path, prefill_slots: int, scales: list[float] | None) -> list[Setup]:
+    return [
+        Setup(system=one, profile=profile, prefill_slots=prefill_slots, slo_scale=scale)
+        for scale in scales or [1.0]
+        for one in _systems(systems)
+    ]
+
+
+def _named(setup: Setup) -> str:
+    return f"{setup.system}, SLO x {setup.slo_scale:g}"
 
 
 def _check(plot: Path | None) -> None:

@@ -3,7 +3,8 @@
 Made-up traffic (Poisson, prompts around 400 tokens, answers around 120) on eight GPUs that it keeps busy: dedicated
 instances of four models, or a pool of three slots that prefill and five that decode. Each run has a process of its own.
 Beside: splitwise-sim about 2,300 requests/s, the Aegaeon artifact's simulator 10 to 60/s, on such a machine. Goal:
-25,000/s for dedicated instances, 5,000/s for pools, memory that does not grow with the requests.
+25,000/s for dedicated instances, 5,000/s for pools, memory that does not grow with the requests. A Python built
+without profile-guided optimization takes about 1.3 times as long.
 """
 
 import multiprocessing

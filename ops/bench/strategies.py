@@ -1,161 +1,213 @@
-"""Scaling strategies side by side on one fleet and one traffic: `python -m ops.bench.strategies SCENARIO`.
+"""Scaling strategies side by side on one fleet: `python -m ops.bench.strategies --help`.
 
-The figures of SageServe 7.2: instance hours, what scaling up wastes, TTFT, and how long a burst is felt. Each strategy
-begins with the same instances and sees the same requests.
+The figures of SageServe 7.2: instance hours and what they were for, what scaling up wastes, TTFT, and how long a burst
+is felt. In a case each strategy begins with the same instances and sees the same requests.
 """
 
-import csv
+import hashlib
 import json
-import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, get_args
+from statistics import fmean
+from typing import Annotated, Any
 
 import typer
 
 from dataplane.profile import ProfileError
-from forecasts.importers.lines import DemandFileError, open_csv
-from ops.simulator.results import Result
+from forecasts.importers.lines import DemandFileError
+from ops.bench.strategies_cases import CASES, SCENARIO, VARIANTS, case_scenario
+from ops.bench.strategies_figures import figures_of
+from ops.commands.screen import AsJson, Columns, notes, print_json, print_table
 from ops.simulator.run import simulate
-from ops.simulator.scenario import Scenario, ScenarioError, load_scenario
-from ops.simulator.scenario_planning import Strategy
+from ops.simulator.scenario import Scenario, ScenarioError
 
-HIGH = 0.7
-"""Above this effective memory utilization an endpoint is short of room."""
+PUBLISHED: Mapping[str, float] = {
+    "siloed": 1 / (1 - 0.345) - 1,
+    "lt-i": 274.5 / 362.25 - 1,
+    "lt-u": 291 / 362.25 - 1,
+    "lt-ua": 277.5 / 362.25 - 1,
+    "chiron": 1146 / 362.25 - 1,
+}
+"""Instance hours against Reactive: SageServe 4 (Siloed, a day in one region) and Figure 11 (a day, Llama-2)."""
+
+_TELL_EVERY_S = 10.0
+_PARTS = ("demand", "peak", "headroom", "minimum", "rounding", "beside")
+
+
+class Progress:
+    """Tells on standard error which run it is, how far it is, and when all are likely to be over."""
+
+    def __init__(self, runs: int) -> None:
+        self._runs, self._done = runs, 0
+        self._began_s = self._told_s = time.monotonic()
+
+    def tell(self, name: str, share: float) -> None:
+        """So much of a run is done; it is said now and then."""
+        now_s = time.monotonic()
+        if now_s - self._told_s >= _TELL_EVERY_S:
+            self._told_s, passed_s, done = now_s, now_s - self._began_s, self._done + share
+            left = f", about {passed_s / done * (self._runs - done) / 60:,.0f} min left" if done else ""
+            notes().print(f"{name}: {share:.0%}; {self._done} of {self._runs} runs done{left}")
+
+    def over(self) -> None:
+        """A run is over."""
+        self._done += 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategyFigures:
-    """One strategy's run.
+class Run:
+    """A case under a variant of a strategy. `path`: where its figures are kept."""
 
-    Attributes:
-        instance_hours: serving, warming and draining; spot ones are somebody else's.
-        warming_hours: of those, what starts took.
-        ttft_p95_s, late: of IW-F requests; `late` is the share whose first token was.
-        iw_failed, niw_failed: shares of the requests that ended without an answer.
-        high_minutes: minutes in which an endpoint was above `HIGH`, over all endpoints.
-        high_longest: the longest that one was, in minutes.
-        cpu_s: what the simulation took.
-    """
+    case: str
+    variant: str
+    seed: int
+    scenario: Scenario
+    path: Path
 
-    strategy: str
-    requests: int
-    instance_hours: float
-    warming_hours: float
-    spot_hours: float
-    scale_outs: int
-    ttft_p95_s: float
-    late: float
-    iw_failed: float
-    niw_failed: float
-    high_minutes: int
-    high_longest: int
-    cpu_s: float
-    event_log_hash: str
+    def figures(self) -> dict[str, Any] | None:
+        """Those that are kept, if they are of the same scenario."""
+        if not self.path.exists():
+            return None
+        found: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
+        return found if found["digest"] == digest_of(self.scenario) else None
 
+    def measure(self, progress: Progress) -> None:
+        """Simulate, and keep the figures."""
+        scenario, name = self.scenario, self.path.stem
+        until_s, learn_s = getattr(scenario.traffic, "duration_s", None), scenario.planning.learn_s
+        assert until_s is not None
+        assert scenario.scaling is not None
+        began_s = time.process_time()
 
-def figures_of(result: Result, cpu_s: float) -> StrategyFigures:
-    """What a table says of a run."""
-    hours = result.totals.gpu_hours
-    tiers = {row.tier: row for row in result.tiers}
-    urgent = tiers.get("IW-F")
-    high = [[(value or 0.0) > HIGH for value in one.utilization] for one in result.series.endpoints]
-    interactive = [row for row in result.tiers if row.tier != "NIW"]
-    return StrategyFigures(
-        strategy=result.strategy or "none",
-        requests=result.requests,
-        instance_hours=sum(hours.get(state, 0.0) for state in ("serving", "warming", "draining")),
-        warming_hours=hours.get("warming", 0.0),
-        spot_hours=hours.get("spot", 0.0),
-        scale_outs=result.totals.scale_outs,
-        ttft_p95_s=urgent.ttft_s.p95 if urgent and urgent.ttft_s else float("nan"),
-        late=urgent.ttft_violations if urgent else 0.0,
-        iw_failed=sum(row.failed for row in interactive) / max(1, sum(row.requests for row in interactive)),
-        niw_failed=tiers["NIW"].failed / tiers["NIW"].requests if "NIW" in tiers else 0.0,
-        high_minutes=sum(map(sum, high)),
-        high_longest=max(map(_longest, high), default=0),
-        cpu_s=cpu_s,
-        event_log_hash=result.event_log_hash,
-    )
+        def told(now_s: float, _: int) -> None:
+            progress.tell(name, min(1.0, max(0.0, now_s - learn_s) / (until_s - learn_s)))
+
+        result = simulate(scenario, seed=self.seed, told=told).result
+        thetas = {model.name: model.tokens_per_s or 0.0 for model in scenario.models}
+        figures = figures_of(result, thetas, scenario.scaling.instances_min, time.process_time() - began_s)
+        document = {"digest": digest_of(scenario), **asdict(figures)}
+        self.path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def _longest(flags: list[bool]) -> int:
-    longest = run = 0
-    for flag in flags:
-        run = run + 1 if flag else 0
-        longest = max(longest, run)
-    return longest
+def digest_of(scenario: Scenario) -> str:
+    """What tells a scenario from another, wherever its recording lies."""
+    document = scenario.model_dump(mode="json")
+    document["traffic"].pop("path", None)
+    document["fleet"]["profile"] = Path(document["fleet"]["profile"]).name
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def compare(scenario: Scenario, strategy: str, seed: int | None) -> StrategyFigures:
-    """Run a strategy."""
-    began_s = time.process_time()
-    result = simulate(scenario.with_strategy(strategy), seed=seed).result
-    return figures_of(result, time.process_time() - began_s)
-
-
-def only_model(trace: str, model: str, folder: Path) -> str:
-    """A recording (FORMAT:PATH) that holds one of its models only, by its column `model`.
-
-    Raises:
-        DemandFileError: the file cannot be read, or has no such model.
-    """
-    kind, _, path = trace.partition(":")
-    out, found = folder / "one-model.csv", 0
-    with open_csv(Path(path)) as file, out.open("w", newline="", encoding="utf-8") as written:
-        writer = csv.writer(written)
-        writer.writerow(file.header)
-        for line in file.lines(("model", *file.header)):
-            if line.word("model") == model:
-                writer.writerow([line.text(column) for column in file.header])
-                found += 1
-    if not found:
-        raise DemandFileError(f"{path}: column model: no row says {model!r}")
-    return f"{kind}:{out}"
+def row_of(case: str, variant: str, runs: Sequence[Mapping[str, Any]], reactive: float | None) -> dict[str, Any]:
+    """A line of the table: means over seeds. `reactive`: its instance hours in the same case."""
+    keys = [key for key, value in runs[0].items() if isinstance(value, int | float)]
+    hours = [one["instance_hours"] for one in runs]
+    means = {key: fmean(one[key] for one in runs) for key in keys}
+    return means | {
+        "case": case,
+        "strategy": variant,
+        "seeds": len(runs),
+        "instance_hours_range": [min(hours), max(hours)],
+        "to_reactive": None if reactive is None else means["instance_hours"] / reactive - 1,
+        "published": PUBLISHED.get(variant),
+        "parts": {part: fmean(one["parts"][part] for one in runs) for part in _PARTS},
+    }
 
 
 def main(
-    scenario: Annotated[Path, typer.Argument(help="A scenario with [scaling].", dir_okay=False, exists=True)],
-    trace: Annotated[str | None, typer.Option(help="A recording as FORMAT:PATH, in place of its traffic.")] = None,
-    model: Annotated[str | None, typer.Option(help="Of the recording, this model only.")] = None,
-    setting: Annotated[list[str] | None, typer.Option("--set", help="A key, as planning.learn_s=86400.")] = None,
-    strategy: Annotated[list[str] | None, typer.Option(help="Only these; by default all.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Instead of the scenario's own.")] = None,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write all figures here.", dir_okay=False)] = None,
+    data: Annotated[Path, typer.Option(help="Folder of the recordings.", file_okay=False, exists=True)],
+    runs: Annotated[Path, typer.Option(help="Finished runs are kept here and not repeated.", file_okay=False)],
+    case: Annotated[list[str] | None, typer.Option(help=f"By default all: {', '.join(CASES)}.")] = None,
+    strategy: Annotated[list[str] | None, typer.Option(help=f"By default all: {', '.join(VARIANTS)}.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(min=0, help="By default 1.")] = None,
+    scenario: Annotated[Path, typer.Option(help="The fleet.", dir_okay=False, exists=True)] = SCENARIO,
+    setting: Annotated[list[str] | None, typer.Option("--set", help="A key, as planning.epsilon=1.")] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Instance hours, wasted starts and TTFT of scaling strategies.
+    """Instance hours, wasted starts and TTFT of scaling strategies, on days and weeks of recordings and on a burst.
+
+    A run that was broken off begins anew, those that were finished are kept. Several of these commands can share the
+    work and the folder of the runs, each with cases or strategies of its own.
 
     \b
     Example:
-      python -m ops.bench.strategies ops/scenarios/strategies.toml --trace sageserve:WEEK.csv.gz --model A
+      python -m ops.bench.strategies --data DATA --runs RUNS --case a-day --case c-day --seed 1 --seed 2
     """
-    if model is not None and trace is None:
-        raise typer.BadParameter("needs --trace", param_hint="--model")
-    rows: list[StrategyFigures] = []
+    cases, variants = _chosen(case, CASES, "--case"), _chosen(strategy, VARIANTS, "--strategy")
+    runs.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(prefix="tidepool-bench-") as folder:
-            chosen = only_model(trace, model, Path(folder)) if trace is not None and model is not None else trace
-            loaded = load_scenario(scenario, trace=chosen, settings=setting or ())
-            for name in strategy or get_args(Strategy):
-                rows.append(compare(loaded, name, seed))
-                show(rows[-1])
+            wanted = [
+                Run(
+                    case=name,
+                    variant=variant,
+                    seed=number,
+                    scenario=loaded,
+                    path=runs / f"{name}-{variant}-{number}.json",
+                )
+                for name in cases
+                for variant in variants
+                for loaded in [case_scenario(CASES[name], variant, data, Path(folder), scenario, setting or ())]
+                for number in seed or [1]
+            ]
+            missing = [one for one in wanted if one.figures() is None]
+            progress = Progress(len(missing))
+            for one in missing:
+                one.measure(progress)
+                progress.over()
     except (ScenarioError, ProfileError, DemandFileError) as error:
         raise typer.BadParameter(str(error)) from error
-    if json_out:
-        json_out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    rows = [row for name in cases for row in _rows(name, [one for one in wanted if one.case == name])]
+    if as_json:
+        print_json(rows)
+    else:
+        show(rows)
 
 
-def show(row: StrategyFigures) -> None:
-    """A line as soon as it is known."""
-    print(
-        f"{row.strategy:>8}: {row.instance_hours:6.1f} instance-h, {row.warming_hours:5.2f} warming,"
-        f" {row.scale_outs:4} outs, TTFT p95 {row.ttft_p95_s:6.2f} s, {row.late:5.1%} late, failed {row.iw_failed:.2%}"
-        f" IW {row.niw_failed:.2%} NIW, {row.high_minutes:4} min over 70 % ({row.high_longest} at once),"
-        f" {row.cpu_s:.0f} CPU s"
-    )
-    sys.stdout.flush()
+def _rows(case: str, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for one in runs:
+        found.setdefault(one.variant, []).append(one.figures() or {})
+    reactive = fmean(one["instance_hours"] for one in found["reactive"]) if "reactive" in found else None
+    for variant, ones in found.items():
+        yield row_of(case, variant, ones, reactive)
+
+
+def _chosen(names: list[str] | None, known: Mapping[str, object], option: str) -> list[str]:
+    for name in names or ():
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint=option)
+    return names or list(known)
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Two tables: what it comes to, and what the hours were for."""
+    first: Columns = {"case": "case", "strategy": "strategy", "seeds": "seeds"}
+    figures: Columns = {
+        "instance-h": lambda row: f"{row['instance_hours']:.1f}",
+        "to Reactive": lambda row: _percent(row["to_reactive"]),
+        "published": lambda row: _percent(row["published"]),
+        "warming h": lambda row: f"{row['warming_hours']:.2f}",
+        "outs": lambda row: f"{row['scale_outs']:.0f}",
+        "TTFT p95, p99": lambda row: f"{row['ttft_p95_s']:.2f}, {row['ttft_p99_s']:.2f} s",
+        "late": lambda row: f"{row['late']:.1%}",
+        "slow min": lambda row: f"{row['slow_minutes']:.0f} ({row['slow_longest']:.0f} on end)",
+        "over 70 %": lambda row: f"{row['high_minutes']:.0f} ({row['high_longest']:.0f} on end)",
+        "failed IW, NIW": lambda row: f"{row['iw_failed']:.1%}, {row['niw_failed']:.1%}",
+    }
+    print_table("Strategies; late and TTFT of IW-F", {**first, **figures}, rows)
+    parts: Columns = {part: _part(part) for part in _PARTS}
+    print_table("What the instance hours were for", {**first, **parts}, rows)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:+.1%}"
+
+
+def _part(name: str) -> Any:
+    return lambda row: f"{row['parts'][name]:.1f}"
 
 
 if __name__ == "__main__":

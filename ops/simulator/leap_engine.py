@@ -1,26 +1,33 @@
 """The live slot's replay engine, taking many decode steps at once where nothing could change in between.
 
-Everything a slot does (turns, switches, prefetching, KV in and out, preemption) is the engine's own. After one decode
-step as ever, the same sequences go on in a leap until the first of:
+Everything a slot does (turns, switches, prefetching, KV in and out, preemption) is the engine's own. The sequences of a
+turn go on in a leap until the first of:
 
 - a sequence's last token, or KV memory running out: then the engine must look again;
 - the end of the model's turn, unless it is alone: live, a lone turn is renewed whenever its short quota is used up, and
   who comes waits for the rest of it. Here nobody waits, unless `renews` asks for that, at the price of short leaps;
 - a transfer that is over, or somebody from outside: the leap ends with the step that runs then.
 
-While prompts wait on the slot it goes step by step, since the turn policy weighs them before each.
+While prompts wait on the slot it goes step by step, since the turn policy weighs them before each. Sequences that have
+made a token here ride (`leap_models`); whenever there might be too little room for KV, all get off, and the live rules
+of who makes way are asked.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import replace
 
-from dataplane.engine import EngineStats, PoolStats
+from msgspec.structs import replace
+
+from dataplane.engine import EngineStats, PoolStats, TurnRecord
+from dataplane.engines.kv import Place
 from dataplane.engines.replay import ReplayEngine, ReplaySettings
 from dataplane.engines.replay_memory import SequenceKv
-from dataplane.engines.replay_models import Answers, ReplayModel, ReplaySequence
+from dataplane.engines.replay_models import Answers, ReplayModel, ReplaySequence, replayed
 from dataplane.engines.slot_engine import Made
+from dataplane.messages import ModelSpec
 from dataplane.turns.prefill import PrefillQueue
 from dataplane.turns.schedule import SlotFacts, Turn, choose_turn
+from ops.simulator.leap_models import LeapModel, ServedOf
 from ops.simulator.leaps import Leap, decode_pace
 
 
@@ -33,8 +40,9 @@ class _Silent(Answers):
 
 
 class LeapEngine(ReplayEngine):
-    """`leap` waits for the steps of a leap and says how many it was. `leaped`: all decode steps of the last `step`;
-    None if it made no tokens that way.
+    """`leap` waits for the steps of a leap and says how many it was. After a `step`, `leaped` are its decode steps,
+    None if it made no tokens that way. `ridden_tokens` are those of riders: they are written down in `served`, and of
+    each rider only the last one comes as an output.
     """
 
     def __init__(
@@ -43,14 +51,19 @@ class LeapEngine(ReplayEngine):
         clock: Callable[[], float],
         sleep: Callable[[float], None],
         leap: Callable[[Leap], int],
+        served: ServedOf,
         *,
         renews: bool = False,
     ) -> None:
         super().__init__(settings, clock, sleep)
         self._answers = _Silent(settings.vocabulary_size, None)
         self._leap = leap
+        self._served = served
         self._renews = renews
+        self._ridden: dict[str, LeapModel] = {}
+        self._turns: tuple[TurnRecord, ...] = ()
         self.leaped: Leap | None = None
+        self.ridden_tokens = 0
 
     @property
     def switches_total(self) -> int:
@@ -60,8 +73,10 @@ class LeapEngine(ReplayEngine):
     @property
     def turns_stats(self) -> EngineStats:
         """Of its stats what a dispatcher reads: whose turn it is, and the last turns."""
-        turn = self._state.turn
-        pool = PoolStats(now_s=self._clock(), running_model=turn.model if turn else None, turns=tuple(self._log.turns))
+        turn, turns = self._state.turn, self._log.turns
+        if turns and not (self._turns and self._turns[-1] is turns[-1]):
+            self._turns = tuple(turns)
+        pool = PoolStats(now_s=self._clock(), running_model=turn.model if turn else None, turns=self._turns)
         return EngineStats(pool=pool)
 
     @property
@@ -81,12 +96,17 @@ class LeapEngine(ReplayEngine):
 
     @property
     def _alone(self) -> bool:
-        return sum(batch.can_run for batch in self._batches) <= 1
+        return sum([batch.can_run for batch in self._batches]) <= 1
+
+    def _new_model(self, spec: ModelSpec, gpus: int) -> LeapModel:
+        return replayed(LeapModel, spec, self._settings.profile, gpus, self._settings.speed)
 
     def _facts(self, now_s: float) -> SlotFacts:
         """The turn policy is asked before every step. Where prompts came in the last step of a leap, it is asked now
         for those before, so that it knows for how long there were none.
         """
+        if self._requests.prefills.groups:
+            self._get_off_all()
         facts, leap = super()._facts(now_s), self.leaped
         if leap and leap.steps > 1 and facts.prefills.groups:
             last_s = leap.pace.seconds(leap.steps) - leap.pace.seconds(leap.steps - 1)
@@ -97,44 +117,81 @@ class LeapEngine(ReplayEngine):
         return facts
 
     def _run(self, turn: Turn, model: ReplayModel, now_s: float) -> Made[SequenceKv] | None:
-        self.leaped = None
-        made = super()._run(turn, model, now_s)
-        if turn.kind == "prefill" or not made:
-            return made
-        context_tokens = sum(sequence.cached - 1 for sequence, _ in made)
-        pace = decode_pace(model.latency, context_tokens, len(made))
-        more = self._steps_more(made, now_s, Leap(now_s, pace, 1))
-        if more:
-            self._weights.bring(model.weights, self._clock())  # each step uses them; those longest unused give way
-            after = decode_pace(model.latency, context_tokens + len(made), len(made))
-            more = self._leap(Leap(self._clock(), after, more))
-        self._take_steps(made, more, model)
-        self.leaped = Leap(now_s, pace, 1 + more)
-        return made
+        assert isinstance(model, LeapModel)
+        self.leaped, self.ridden_tokens = None, 0
+        if turn.kind == "prefill":
+            return super()._run(turn, model, now_s)
+        there_s = self._steps.bring(turn, model, now_s)
+        singles = self._ready(model)
+        if there_s > now_s:
+            self._steps.sleep_until(there_s)
+            return []
+        if not singles and not model.riders:
+            self._steps.wait(now_s)
+            return None
+        return self._decode(model, singles, now_s)
 
-    def _steps_more(self, made: Made[SequenceKv], now_s: float, first: Leap) -> int:
-        """How many steps may follow the first one unasked."""
-        if self._requests.prefills.groups:
-            return 0
-        tokens_bytes = sum(sequence.kv.bytes_per_token for sequence, _ in made)
-        more = min(sequence.request.max_tokens - sequence.generated - 1 for sequence, _ in made)
-        more = min(more, self._kv.free_bytes // tokens_bytes)
-        ends_s = [] if self._alone and not self._renews else [self._state.round.ends_s]
-        if self._kv.next_move_s is not None:
-            ends_s.append(self._kv.next_move_s)
-        if ends_s:
-            left_s = min(ends_s) - now_s
-            more = min(more, first.pace.steps_to(left_s) - 1)
-        return max(0, more)
+    def _ready(self, model: LeapModel) -> list[ReplaySequence]:
+        """See to the KV of those that decode, for one step. Returns those with room for it that do not ride."""
+        model.look()
+        if len(model.decoding) > self._slot.batch_max or model.kv_needed_bytes() > self._kv.free_bytes:
+            self._get_off_all()
+            return [chunk.sequence for chunk in self._step_batches.decode(model)]
+        if not model.roomy:
+            self._kv.grow_unseen(len(model.riders) * model.kv_bytes_per_token)
+            model.roomy = True
+        singles = []
+        for sequence in model.standing:
+            if sequence.kv.place is Place.AWAY:
+                self._kv.swap_in(sequence.kv)
+            elif sequence.kv.place is Place.HERE:
+                self._kv.grow(sequence.kv, len(sequence.tokens))
+                if sequence.generated > len(sequence.request.generated):
+                    model.get_on(sequence, self._served(sequence.request.request_id))
+                    self._ridden[model.name] = model
+                else:
+                    singles.append(sequence)
+        return singles
 
-    def _take_steps(self, made: Made[SequenceKv], more: int, model: ReplayModel) -> None:
-        """Write down the tokens of the leap; the engine takes the last one itself."""
-        if not more:
-            return
-        for sequence, _ in made:
-            sequence.tokens.extend([0] * more)
-            sequence.cached += more
+    def _decode(self, model: LeapModel, singles: list[ReplaySequence], now_s: float) -> Made[SequenceKv]:
+        """Let all that are ready take a leap."""
+        riders = len(model.riders)
+        batch = riders + len(singles)
+        pace = decode_pace(model.latency, model.riding_tokens + sum([one.cached for one in singles]), batch)
+        most = self._steps_max(model, singles, batch, Leap(now_s, pace, 1))
+        if most > 1:
+            self._weights.bring(model.weights, now_s)  # each step uses them; those longest unused give way
+        steps = self._leap(Leap(now_s, pace, most))
+        self.leaped = Leap(now_s, pace, steps)
+        self.ridden_tokens = riders * steps
+        self._kv.grow_unseen(riders * (steps - 1) * model.kv_bytes_per_token)
+        over = model.ride(self.leaped) if riders else []
+        for sequence in singles:
+            sequence.cached += steps
+            sequence.tokens.extend([0] * (steps - 1))
             grown = self._kv.grow(sequence.kv, len(sequence.tokens))
             assert grown, "there is room for the leap"
-        self._log.steps_total += more
-        self._log.tokens_total += more * len(made)
+        told = singles + over
+        if len(told) > 1:
+            told.sort(key=lambda sequence: sequence.key)
+        self._log.steps_total += steps - 1
+        self._log.tokens_total += steps * batch - len(told)
+        return [(sequence, 0) for sequence in told]
+
+    def _steps_max(self, model: LeapModel, singles: list[ReplaySequence], batch: int, first: Leap) -> int:
+        """How many steps may be taken unasked."""
+        if self._requests.prefills.groups:
+            return 1
+        steps = min(model.steps_max(), 1 + self._kv.free_bytes // (batch * model.kv_bytes_per_token))
+        for one in singles:
+            steps = min(steps, one.request.max_tokens - one.generated)
+        ends_s = math.inf if self._alone and not self._renews else self._state.round.ends_s
+        move_s = self._kv.next_move_s
+        if move_s is not None and move_s < ends_s:
+            ends_s = move_s
+        return steps if ends_s == math.inf else min(steps, first.pace.steps_to(ends_s - first.started_s))
+
+    def _get_off_all(self) -> None:
+        for model in self._ridden.values():
+            model.get_off_all()
+        self._ridden.clear()

@@ -4,13 +4,13 @@ the time of k steps is a quadratic in k, and how many steps fit into a time is i
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from dataplane.turns.costs import LatencyModel
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(Struct, frozen=True, gc=False):
     """Steps of one unchanged batch: the first takes `first_s`, each one after it `growth_s` longer."""
 
     first_s: float
@@ -35,8 +35,15 @@ class Pace:
 
     def steps_to(self, seconds: float) -> int:
         """The fewest steps, at least one, that are not over before then."""
-        steps = self.steps_within(seconds)
-        return max(1, steps if self.seconds(steps) >= seconds else steps + 1)
+        if seconds <= self.first_s:
+            return 1
+        half = self.first_s - self.growth_s / 2
+        steps = 1 + int(2 * seconds / (half + math.sqrt(half * half + 2 * self.growth_s * seconds)))
+        while self.seconds(steps) < seconds:
+            steps += 1
+        while self.seconds(steps - 1) >= seconds:
+            steps -= 1
+        return steps
 
 
 def decode_pace(latency: LatencyModel, context_tokens: int, batch: int) -> Pace:
@@ -45,8 +52,7 @@ def decode_pace(latency: LatencyModel, context_tokens: int, batch: int) -> Pace:
     return Pace(first_s, latency.decode_s(context_tokens + batch, batch) - first_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Leap:
+class Leap(Struct, frozen=True, gc=False):
     """Steps that ran from `started_s` on: step k, from 1, ended at `started_s` + the time of k steps."""
 
     started_s: float

@@ -1,10 +1,13 @@
 """What a run amounts to, in bounded memory: sums, and times in a histogram of bins that grow by 2 %."""
 
 import math
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from dataplane.messages import Tier
 from ops.simulator.requests import Request, Served
 
 _GROWTH = math.log(1.02)
@@ -20,12 +23,15 @@ class Histogram:
         self.max_s = 0.0
         self.bins: Counter[int] = Counter()
 
-    def add(self, time_s: float) -> None:
-        """Count a time that is not negative."""
-        self.count += 1
-        self.sum_s += time_s
-        self.max_s = max(self.max_s, time_s)
-        self.bins[math.floor(math.log(time_s / _SMALLEST_S) / _GROWTH) if time_s > _SMALLEST_S else 0] += 1
+    def add(self, times_s: Sequence[float]) -> None:
+        """Count times that are not negative."""
+        if not times_s:
+            return
+        self.count += len(times_s)
+        self.sum_s += sum(times_s)
+        self.max_s = max(self.max_s, *times_s)
+        places = np.floor(np.log(np.maximum(times_s, _SMALLEST_S) / _SMALLEST_S) / _GROWTH).astype(int)
+        self.bins.update(dict(zip(*map(np.ndarray.tolist, np.unique(places, return_counts=True)), strict=True)))
 
     def join(self, other: "Histogram") -> None:
         """Count what another has counted."""
@@ -72,19 +78,18 @@ class Tally:
                     setattr(whole, name, getattr(whole, name) + value)
         return whole
 
-    def add(self, served: Served) -> None:
-        """A request was served to its end."""
-        assert not served.left
-        self.ended += 1
-        self.share_sum += served.share
-        self.tokens += served.made
-        self.tokens_in_time += served.in_time
-        self.input_tokens += served.request.prompt_tokens
-        self.ttft_violations += served.ttft_s > served.target.ttft_s
-        self.ttft.add(served.ttft_s)
-        self.service.add(served.service_s)
-        if served.made > 1:
-            self.token_gap.add((served.last_s - served.first_s) / (served.made - 1))
+    def add(self, served: Sequence[Served]) -> None:
+        """Requests were served to their ends."""
+        first_s = [one.ttft_s for one in served]
+        self.ended += len(served)
+        self.share_sum += sum([one.share for one in served])
+        self.tokens += sum([one.made for one in served])
+        self.tokens_in_time += sum([one.in_time for one in served])
+        self.input_tokens += sum([one.request.prompt_tokens for one in served])
+        self.ttft_violations += sum([ttft_s > one.target.ttft_s for one, ttft_s in zip(served, first_s, strict=True)])
+        self.ttft.add(first_s)
+        self.service.add([one.service_s for one in served])
+        self.token_gap.add([(one.last_s - one.first_s) / (one.made - 1) for one in served if one.made > 1])
 
     def fail(self, request: Request) -> None:
         """A request ended without an answer."""
@@ -105,3 +110,11 @@ class Tally:
     def token_attainment(self) -> float:
         """The share of all tokens that were out in time; 1 without any."""
         return self.tokens_in_time / self.tokens if self.tokens else 1.0
+
+
+def by_model_and_tier(served: Iterable[Served]) -> Mapping[tuple[str, Tier], list[Served]]:
+    """Requests, each kind for itself."""
+    found: defaultdict[tuple[str, Tier], list[Served]] = defaultdict(list)
+    for one in served:
+        found[one.request.model, one.request.tier].append(one)
+    return found

@@ -86,9 +86,10 @@ class Planner:
         paths = self._paths(window_start_s)
         if not paths:
             return
-        since_s = max(0.0, now_s // MINUTE_S * MINUTE_S - HOUR_S)
+        until_s = now_s // MINUTE_S * MINUTE_S
+        since_s = max(0.0, until_s - HOUR_S)
         deferred = {
-            endpoint: self._demand.mean(endpoint, since_s=since_s, until_s=since_s + HOUR_S, deferred=True)
+            endpoint: self._demand.mean(endpoint, since_s=since_s, until_s=until_s, deferred=True)
             for endpoint in self._settings.limits
         }
         demand = demand_to_plan(paths, deferred, niw_share=self._settings.niw_share)

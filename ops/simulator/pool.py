@@ -41,13 +41,13 @@ class PoolServer:
         self._settings = settings
         self._ended = ended
         self._processes = [
-            SlotProcess(index, kind, replace(settings, hands_over=kind == "prefill"), events, self._heard)
+            SlotProcess(index, kind, replace(settings, hands_over=kind == "prefill"), events, self._heard, self._served)
             for index, kind in enumerate(kinds)
         ]
         for process in self._processes:
             process.load(list(models))
-        slots = cast("Sequence[Slot]", self._processes)
-        self._dispatcher = Dispatcher(slots, settings.turns.prefill, losses_max=0, clock=lambda: events.now_s)
+        self._slots = cast("Sequence[Slot]", self._processes)
+        self._dispatcher = Dispatcher(self._slots, settings.turns.prefill, losses_max=0, clock=lambda: events.now_s)
         self._flights: dict[str, tuple[Served, Flight]] = {}
         self._left_tokens = dict.fromkeys(self._models, 0)
 
@@ -85,7 +85,7 @@ class PoolServer:
         self._left_tokens[request.model] += request.prompt_tokens + request.output_tokens
         self._flights[sent.request_id] = served, self._dispatcher.submit(sent, request.model)
 
-    def reports(self) -> Iterable[InstanceFacts]:
+    def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
         """Each model on the pool; they share its memory and its prefill slots."""
         decoding = [process for process in self._processes if process.kind != "prefill"]
         used_bytes = sum(process.engine.kv_used_bytes for process in decoding)
@@ -93,7 +93,7 @@ class PoolServer:
         any_model = next(iter(self._models))
         wait_s, token_s = self._dispatcher.prefill_outlook(any_model, "IW-N") or (None, None)
         urgent_wait_s, _ = self._dispatcher.prefill_outlook(any_model, "IW-F") or (None, None)
-        for name, model in self._models.items():
+        for name in self._models if model is None else [model]:
             yield InstanceFacts(
                 instance_id=f"{self._name}/{name}",
                 node_id=self._name,
@@ -104,7 +104,7 @@ class PoolServer:
                 kv_used_bytes=used_bytes,
                 kv_capacity_bytes=len(decoding) * self._settings.kv_bytes,
                 remaining_tokens=self._left_tokens[name],
-                kv_bytes_per_token=model.kv_bytes_per_token,
+                kv_bytes_per_token=self._models[name].kv_bytes_per_token,
                 prefill_wait_s=wait_s,
                 prefill_urgent_wait_s=urgent_wait_s,
                 prefill_token_s=token_s,
@@ -113,17 +113,24 @@ class PoolServer:
 
     def _heard(self, slot: SlotProcess, outputs: list[EngineOutput], leap: Leap | None) -> None:
         """Most outputs change nothing for the dispatcher, and nobody reads their tokens: they are not passed on."""
+        if slot.engine.ridden_tokens:
+            model = slot.engine.present_model
+            assert model is not None
+            self._left_tokens[model] -= slot.engine.ridden_tokens
         for output in outputs:
             assert output.error is None, output.error
             served, flight = self._flights[output.request_id]
-            if output.token_ids:
+            if output.token_ids and served.left:  # a rider's tokens are written down already
                 self._count(served, leap, slot.now_s)
             ends = output.finish_reason is not None
             if ends or output.kv is not None or flight.holder is not None or flight.queued_at is not None:
-                self._dispatcher.hear(cast("Slot", slot), output)
+                self._dispatcher.hear(self._slots[slot.index], output)
             if ends:
                 del self._flights[output.request_id]
                 self._ended(served)
+
+    def _served(self, request_id: str) -> Served:
+        return self._flights[request_id][0]
 
     def _count(self, served: Served, leap: Leap | None, now_s: float) -> None:
         """Write down the tokens of a step."""

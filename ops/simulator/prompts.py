@@ -1,6 +1,11 @@
-"""The prompts that wait on an instance, in the live slot's own queue and order."""
+"""The prompts that wait on an instance, in the live slot's own queue and order.
 
-from collections.abc import Iterable, Iterator
+One that waits alone is first in any order: nobody is asked, and it is queued when a second one comes.
+"""
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
 
 from dataplane.turns.prefill import GroupState, PrefillQueue, PrefillRequest, PrefillSettings, choose_group
 from ops.simulator.batch import Sequence
@@ -8,65 +13,81 @@ from ops.simulator.costs import ModelCosts
 
 
 class Prompts:
-    """Those that came since the last step, and the queue, where all of one model stand in groups."""
+    """Those that wait, in groups where all of one model stand. `new`: those that came since the last step."""
 
     def __init__(self, model: ModelCosts, settings: PrefillSettings) -> None:
-        self.queue = PrefillQueue()
         self._model = model
         self._settings = settings
-        self._new: list[Sequence] = []
-        self._waiting: dict[str, Sequence] = {}
+        self.new: list[Sequence] = []
+        self.waiting: dict[int, Sequence] = {}
+        """By their order of arrival."""
+        self._alone: tuple[Sequence, float] | None = None
+        """Who waits but is not queued, and since when."""
+        self._began = 0
+        """Who was the last to go first without being queued."""
+        self._queue = PrefillQueue()
         self._groups = GroupState()
 
     @property
-    def has_new(self) -> bool:
-        """Whether some came since the last step."""
-        return bool(self._new)
-
-    @property
     def load_s(self) -> float:
-        """Seconds that those in the queue will take."""
-        return self.queue.load_s(self._prefill_s, lambda _: 0.0, self._model.name)
+        """Seconds that those that wait will take."""
+        if not self.waiting:
+            return 0.0
+        self._queue_alone()
+        return self._queue.load_s(self._prefill_s, lambda _: 0.0, self._model.name)
 
     @property
-    def begun(self) -> tuple[str, ...]:
+    def begun(self) -> list[Sequence]:
         """Those that hold their room already: while the first in order finds none, they go on."""
-        return tuple(request_id for request_id, sequence in self._waiting.items() if sequence.cached)
+        return [sequence for sequence in self.waiting.values() if sequence.cached]
 
-    def add(self, sequence: Sequence) -> None:
-        """One came."""
-        self._new.append(sequence)
-
-    def queue_new(self, now_s: float) -> None:
-        """Queue those that came, as between two steps."""
-        for sequence in self._new:
-            request = PrefillRequest(
-                request_id=str(sequence.order),
-                model=self._model.name,
-                tokens=sequence.served.request.prompt_tokens,
-                tier=sequence.served.request.tier,
-                arrived_s=now_s,
-            )
-            self._waiting[request.request_id] = sequence
-            self.queue = self.queue.join(request, self._settings)
-        self._new.clear()
-
-    def find(self, request_ids: Iterable[str]) -> Iterator[Sequence]:
-        """Those of these ids, in that order."""
-        return map(self._waiting.__getitem__, request_ids)
+    def take_in(self, now_s: float) -> None:
+        """Let those wait that came, as between two steps."""
+        for sequence in self.new:
+            if self.waiting:
+                self._queue_alone()
+                self._join(sequence, now_s)
+            else:
+                self._alone = sequence, now_s
+            self.waiting[sequence.order] = sequence
+        self.new.clear()
 
     def remove(self, sequence: Sequence) -> None:
         """One is past its prefill."""
-        request_id = str(sequence.order)
-        del self._waiting[request_id]
-        self.queue = self.queue.remove(request_id)
+        del self.waiting[sequence.order]
+        if self._alone:
+            self._alone = None
+        else:
+            self._queue = self._queue.remove(str(sequence.order))
 
-    def first_group(self, now_s: float) -> tuple[str, ...]:
+    def first_group(self, now_s: float) -> Iterable[Sequence]:
         """The group that goes first, in order; there is one."""
-        choice = choose_group(self.queue.groups, self._model.name, self._groups, now_s, self._settings)
+        if self._alone:
+            first, _ = self._alone
+            self._began = first.order
+            return (first,)
+        choice = choose_group(self._queue.groups, self._model.name, self._groups, now_s, self._settings)
         assert choice is not None
         self._groups = choice.state
-        return tuple(request.request_id for request in choice.group.in_order(now_s, self._settings))
+        return [self.waiting[int(one.request_id)] for one in choice.group.in_order(now_s, self._settings)]
+
+    def _queue_alone(self) -> None:
+        """Queue who waits alone, as its group's only one, and as the group that is served if it has gone first."""
+        if self._alone:
+            self._join(*self._alone)
+            if self._began == self._alone[0].order:
+                self._groups = replace(self._groups, serving=str(self._began))
+            self._alone = None
+
+    def _join(self, sequence: Sequence, came_s: float) -> None:
+        request = PrefillRequest(
+            request_id=str(sequence.order),
+            model=self._model.name,
+            tokens=sequence.served.request.prompt_tokens,
+            tier=sequence.served.request.tier,
+            arrived_s=came_s,
+        )
+        self._queue = self._queue.join(request, self._settings)
 
     def _prefill_s(self, request: PrefillRequest) -> float:
         return self._model.latency.prefill_s(request.tokens, request.tokens**2)

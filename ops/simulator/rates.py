@@ -168,8 +168,9 @@ def csv_buckets(file: CsvFile, given: Open) -> Iterator[Bucket]:
     """Input tokens per second by region and model, as `forecast import` and `simulate --from-live` write them.
 
     Time 0 is the first row's; a bucket is as long as the least time between two rows. A column `tier`, where there is
-    one and it is not empty, says of which tier all requests of a row are. Where a region is none of the scenario's,
-    such as "all", its requests come from the regions that the scenario says.
+    one and it is not empty, says of which tier all requests of a row are. Requests come from the region of their row
+    where that is one of the traffic's origins (by default the scenario's regions); else, as for "all", from the
+    origins by their shares.
     """
     tiered = "tier" in file.header
     rows: defaultdict[float, list[tuple[Sender, str, float]]] = defaultdict(list)

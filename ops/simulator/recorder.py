@@ -1,6 +1,7 @@
 """The series of a run: one value a step for each endpoint, queue and tier, in memory that grows with the steps only."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -46,16 +47,16 @@ class Recorder:
         self._endpoints = {endpoint: _Endpoint() for endpoint in sorted(endpoints)}
         self._queues: dict[str, list[tuple[int, float]]] = {}
         self._tiers: dict[str, list[tuple[int, float | None]]] = {}
-        self._first_tokens: dict[str, Histogram] = {}
+        self._first_tokens: defaultdict[str, Histogram] = defaultdict(Histogram)
         self._before: Mapping[Use, float] = {}
 
     def begin(self, now_s: float) -> None:
         """The first step begins, at a whole minute."""
         self._start_s = now_s
 
-    def ended(self, served: Served) -> None:
-        """A request was served."""
-        self._first_tokens.setdefault(served.request.tier, Histogram()).add(served.ttft_s)
+    def ended(self, tier: str, served: Iterable[Served]) -> None:
+        """Requests of a tier were served."""
+        self._first_tokens[tier].add([one.ttft_s for one in served])
 
     def close(
         self, now_s: float, views: Mapping[str, Mapping[str, InstanceFacts]], queues: Mapping[str, tuple[int, float]]

@@ -78,11 +78,11 @@ class RequestLevelCluster:
             self._waiting.append(served)
         self._assign()
 
-    def reports(self) -> Iterable[InstanceFacts]:
+    def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
         """Every model, on the cluster as a whole: it queues by itself."""
         waiting = sum(served.request.prompt_tokens + served.left for served in self._waiting)
         used_bytes = sum(gpu.instance.kv_tokens * gpu.token_bytes for gpu in self._gpus if gpu.instance)
-        for name in self._models:
+        for name in self._models if model is None else [model]:
             yield InstanceFacts(
                 instance_id=f"{self._name}/{name}",
                 node_id=self._name,
@@ -191,9 +191,9 @@ class SplitCluster:
         """Take in a request."""
         self._prefill.submit(served)
 
-    def reports(self) -> Iterable[InstanceFacts]:
+    def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
         """Every model, as the prefill cluster tells it."""
-        return self._prefill.reports()
+        return self._prefill.reports(model)
 
 
 def _give(instance: Instance, served: Served) -> None:

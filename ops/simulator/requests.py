@@ -1,14 +1,14 @@
 """A request, and how well it was served."""
 
 import math
-from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 from dataplane.messages import Tier
 from ops.simulator.leaps import Leap
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(Struct, frozen=True, gc=False):
     """What comes in. `number`: from 0, in the order of arrival. `origin`: the region it comes from."""
 
     number: int
@@ -20,16 +20,14 @@ class Request:
     output_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Target(Struct, frozen=True, kw_only=True):
     """Token k, from 0, is due `ttft_s` + k * `tbt_s` after the request came."""
 
     ttft_s: float
     tbt_s: float
 
 
-@dataclass(slots=True, kw_only=True)
-class Served:
+class Served(Struct, eq=False, kw_only=True):
     """A request on its way. `back_s`: how long its tokens travel to where it came from; all times are at the instance.
 
     `late_s` is the most that any token was late by the fixed schedule. A deadline that restarts from each late token
@@ -44,7 +42,7 @@ class Served:
     late_s: float = -math.inf
     first_s: float = math.nan
     last_s: float = math.nan
-    due_s: float = field(init=False)
+    due_s: float = math.nan
     """When the first token must leave."""
 
     def __post_init__(self) -> None:
@@ -98,4 +96,4 @@ class Served:
     @property
     def share(self) -> float:
         """Share of its service in which no token was overdue: `dataplane.turns.attainment.service_share` of it."""
-        return 1.0 - max(self.late_s, 0.0) / self.service_s if self.service_s > 0 else 1.0
+        return 1.0 - self.late_s / self.service_s if self.late_s > 0 else 1.0

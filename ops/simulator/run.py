@@ -64,16 +64,21 @@ def simulate(scenario: Scenario, *, seed: int | None = None, told: Told = lambda
 def build_world(scenario: Scenario, seed: int) -> tuple[World, Fleet | None, float]:
     """The world of a scenario at its beginning, its fleet if it is scaled, and the price of a GPU hour."""
     models = {model.name: model for model in scenario.models}
+    traffic = traffic_of(scenario, seed)
     if isinstance(scenario.traffic, AegaeonPart):
         if scenario.fleet.serving == "dedicated":
             raise ScenarioError(
                 f"{scenario.name}: traffic.kind: models of aegaeon need fleet.serving other than dedicated"
             )
-        recorded = sorted({request.model for request in traffic_of(scenario, seed)})
-        models = {name: scenario.models[number_of(name) % len(scenario.models)] for name in recorded}
+        requests = list(traffic)  # some thousands at most
+        models = {
+            name: scenario.models[number_of(name) % len(scenario.models)]
+            for name in sorted({request.model for request in requests})
+        }
+        traffic = iter(requests)
     means = means_of(scenario, models)
     endpoints = [Endpoint(model=model, region=region) for model in models for region in scenario.regions]
-    world = World(_world_settings(scenario), Events(), traffic_of(scenario, seed), endpoints)
+    world = World(_world_settings(scenario), Events(), traffic, endpoints)
     if scenario.scaling is not None:
         fleet = operate(scenario, scenario.scaling, means, world, seed)
         return world, fleet, means.profile.cost_per_hour

@@ -62,7 +62,8 @@ class ScalingPart(Part):
 
 class PlanningPart(Part):
     """How each hour is planned. Requests of the first `learn_s` seconds are not served, only counted: forecasts learn
-    from them. `quantile`: of the hour's peak. `niw_share`: beta of SageServe 6.3. `epsilon`: share served at home.
+    from them. `quantile`: of the hour's peak. `origins_max`: past hours on which the first forecast tries itself; few
+    make its upper quantile a guess. `niw_share`: beta of SageServe 6.3. `epsilon`: share served at home.
     """
 
     learn_s: Annotated[float, Field(ge=0, multiple_of=60, allow_inf_nan=False)] = 0.0

@@ -64,7 +64,7 @@ class DedicatedServer:
         self._flights[served.request.number] = served
         self._instance.submit(served)
 
-    def reports(self) -> Iterable[InstanceFacts]:
+    def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
         """The instance as of its last event."""
         instance = self._instance
         token_bytes = instance.model.kv_bytes_per_token

@@ -5,7 +5,6 @@ and comes back when the time has passed.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 
@@ -16,6 +15,7 @@ from dataplane.messages import ModelSpec
 from dataplane.settings import SlotKind
 from ops.simulator.events import Events, Kind
 from ops.simulator.leap_engine import LeapEngine
+from ops.simulator.leap_models import ServedOf
 from ops.simulator.leaps import Leap
 
 STATS_S = 0.25
@@ -35,14 +35,15 @@ class SlotProcess:
         settings: ReplaySettings,
         events: Events,
         heard: Heard,
+        served: ServedOf,
         *,
         renews: bool = False,
     ) -> None:
-        """`renews`: see `LeapEngine`."""
+        """`served`, `renews`: see `LeapEngine`."""
         self.index = index
         self.kind = kind
         self.busy_s = 0.0
-        self.engine = LeapEngine(settings, lambda: events.now_s, self._sleep, self._sleep_leap, renews=renews)
+        self.engine = LeapEngine(settings, lambda: events.now_s, self._sleep, self._sleep_leap, served, renews=renews)
         self._events = events
         self._heard = heard
         self._inbox: list[Add] = []
@@ -104,7 +105,7 @@ class SlotProcess:
                 began_s = self._events.now_s
                 outputs = self.engine.step()
                 self.busy_s += self._events.now_s - began_s
-                if outputs:
+                if outputs or self.engine.ridden_tokens:
                     self._heard(self, outputs, self.engine.leaped)
             else:
                 self._parked = True
@@ -112,12 +113,10 @@ class SlotProcess:
 
     def _sleep(self, time_s: float) -> None:
         self._sleep_number += 1
-        self._events.at(self._events.now_s + time_s, Kind.END, partial(self._wake, self._sleep_number))
+        self._events.at(self._events.now_s + time_s, Kind.END, self._wake, self._sleep_number)
         getcurrent().parent.switch()
 
     def _sleep_leap(self, leap: Leap) -> int:
-        if any(map(self._concerned, self._inbox)):
-            return 0
         self._begin_leap(leap)
         getcurrent().parent.switch()
         slept = self._leap
@@ -130,7 +129,7 @@ class SlotProcess:
         self._leap = leap
         self._sleep_number += 1
         ends_s = max(self._events.now_s, leap.ended_s(leap.steps))
-        self._events.at(ends_s, Kind.END, partial(self._wake, self._sleep_number))
+        self._events.at(ends_s, Kind.END, self._wake, self._sleep_number)
 
     def _wake(self, number: int) -> None:
         if number == self._sleep_number:

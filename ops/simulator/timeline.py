@@ -5,23 +5,22 @@ of d it is late by t(g) - g d, plus what hangs on the request alone. The largest
 all of them: it is kept by a falling stack. Within a leap lateness is convex, so its first and last step suffice.
 """
 
+import math
 from bisect import bisect_left
 
 from ops.simulator.leaps import Leap
 
 
 class Timeline:
-    """Steps from 1; `step` is the last one."""
+    """Steps from 1; `step` is the last one, and was over at `over_s`."""
 
     def __init__(self) -> None:
         self.step = 0
+        self.over_s = math.nan
+        self.leaps: list[Leap] = []
+        """Those that are remembered."""
         self._firsts: list[int] = []
-        self._leaps: list[Leap] = []
         self._peaks: dict[float, tuple[list[int], list[float]]] = {}
-
-    def __len__(self) -> int:
-        """Leaps that are remembered."""
-        return len(self._leaps)
 
     def expect(self, tbt_s: float) -> None:
         """Somebody with this TBT joins."""
@@ -30,17 +29,22 @@ class Timeline:
 
     def add(self, leap: Leap) -> None:
         """Steps that follow those before."""
-        self._firsts.append(self.step + 1)
-        self._leaps.append(leap)
-        for step in (1, leap.steps):
-            for tbt_s, (steps, lates_s) in self._peaks.items():
-                late_s = leap.ended_s(step) - (self.step + step) * tbt_s
-                while lates_s and lates_s[-1] <= late_s:
-                    lates_s.pop()
-                    steps.pop()
-                steps.append(self.step + step)
-                lates_s.append(late_s)
-        self.step += leap.steps
+        first, last = self.step + 1, self.step + leap.steps
+        first_over_s, over_s = leap.started_s + leap.pace.first_s, leap.started_s + leap.pace.seconds(leap.steps)
+        self._firsts.append(first)
+        self.leaps.append(leap)
+        for tbt_s, (steps, lates_s) in self._peaks.items():
+            first_late_s, late_s = first_over_s - first * tbt_s, over_s - last * tbt_s
+            highest_s = first_late_s if first_late_s > late_s else late_s
+            while lates_s and lates_s[-1] <= highest_s:
+                lates_s.pop()
+                steps.pop()
+            if first_late_s > late_s:
+                steps.append(first)
+                lates_s.append(first_late_s)
+            steps.append(last)
+            lates_s.append(late_s)
+        self.step, self.over_s = last, over_s
 
     def late_s(self, first: int, due_s: float, tbt_s: float) -> float:
         """The most that a step from `first` on was late: that one is due at `due_s`, each later one a TBT after."""
@@ -52,13 +56,13 @@ class Timeline:
         place = bisect_left(self._firsts, first)
         return sum(
             leap.in_time(due_s + (began - first) * tbt_s, tbt_s)
-            for began, leap in zip(self._firsts[place:], self._leaps[place:], strict=True)
+            for began, leap in zip(self._firsts[place:], self.leaps[place:], strict=True)
         )
 
     def forget(self, first: int) -> None:
         """Nobody asks any more about steps before `first`, with which a leap begins."""
         place = bisect_left(self._firsts, first)
-        del self._firsts[:place], self._leaps[:place]
+        del self._firsts[:place], self.leaps[:place]
         for steps, lates_s in self._peaks.values():
             place = bisect_left(steps, first)
             del steps[:place], lates_s[:place]

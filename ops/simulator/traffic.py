@@ -4,10 +4,10 @@ Arrivals are a renewal process (gamma intervals; Poisson where cv is 1) in opera
 arrivals: it runs faster while the rate is higher. The rate hangs on the hour by a cosine and is multiplied in bursts.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -96,17 +96,19 @@ def zipf(names: list[str], exponent: float) -> dict[str, float]:
 def generate(traffic: Generated, seed: int) -> Iterator[Request]:
     """All requests."""
     rng = np.random.default_rng(seed)
-    drawn = _drawn(traffic, rng)
-    for number, arrived_s in enumerate(_arrivals(traffic, rng)):
-        model, origin, tier, prompt, output = next(drawn)
-        yield Request(
-            number=number,
-            arrived_s=arrived_s,
-            model=model,
-            origin=origin,
-            tier=tier,
-            prompt_tokens=prompt,
-            output_tokens=output,
+    arrivals = _arrivals(traffic, rng)
+    for first in itertools.count(0, _CHUNK):
+        if not (times_s := list(itertools.islice(arrivals, _CHUNK))):
+            return
+        yield from map(
+            Request,
+            range(first, first + len(times_s)),
+            times_s,
+            draw_names(traffic.models, rng, _CHUNK).tolist(),
+            draw_names(traffic.origins, rng, _CHUNK).tolist(),
+            draw_names(traffic.tiers, rng, _CHUNK).tolist(),
+            traffic.prompt.draw(rng, _CHUNK).tolist(),
+            traffic.output.draw(rng, _CHUNK).tolist(),
         )
 
 
@@ -117,7 +119,7 @@ def _arrivals(traffic: Generated, rng: np.random.Generator) -> Iterator[float]:
         edges_s |= {burst.start_s, burst.start_s + burst.duration_s}
     due = next(intervals)
     passed = 0.0
-    for begin_s, end_s in pairwise(sorted(edge_s for edge_s in edges_s if 0 <= edge_s <= traffic.duration_s)):
+    for begin_s, end_s in itertools.pairwise(sorted(edge_s for edge_s in edges_s if 0 <= edge_s <= traffic.duration_s)):
         rate_per_s = traffic.rate_at(begin_s)
         expected = (end_s - begin_s) * rate_per_s
         while due <= passed + expected:
@@ -130,18 +132,6 @@ def _intervals(cv: float, rng: np.random.Generator) -> Iterator[float]:
     shape = 1 / cv**2
     while True:
         yield from rng.gamma(shape, 1 / shape, _CHUNK).tolist()
-
-
-def _drawn(traffic: Generated, rng: np.random.Generator) -> Iterator[tuple[str, str, Tier, int, int]]:
-    while True:
-        yield from zip(
-            draw_names(traffic.models, rng, _CHUNK).tolist(),
-            draw_names(traffic.origins, rng, _CHUNK).tolist(),
-            draw_names(traffic.tiers, rng, _CHUNK).tolist(),
-            traffic.prompt.draw(rng, _CHUNK).tolist(),
-            traffic.output.draw(rng, _CHUNK).tolist(),
-            strict=True,
-        )
 
 
 def draw_names(shares: Mapping[NameT, float], rng: np.random.Generator, count: int) -> npt.NDArray[np.object_]:

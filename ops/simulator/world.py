@@ -8,23 +8,26 @@
 A view of all instances is up to `view_s` old when it is used, but for what was sent since.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from controlplane.policies.admission import AdmissionSettings, choose_admission
 from controlplane.policies.decisions import NoRoute, Refuse
 from controlplane.policies.facts import AdmissionFacts, Endpoint, InstanceFacts, Objective, RoutingFacts
 from controlplane.policies.facts import Tier as PolicyTier
 from controlplane.policies.release import ReleaseSettings
-from controlplane.policies.routing import RoutingSettings, choose_preference, choose_route
+from controlplane.policies.routing import RoutingSettings, choose_route
 from dataplane.messages import Tier
 from dataplane.turns.tiers import TIER_TARGETS
 from ops.simulator.deferred import Deferred
 from ops.simulator.demand import Demand
-from ops.simulator.events import EventLog, Events, Kind
-from ops.simulator.measures import Tally
+from ops.simulator.events import ARRIVAL, TICK, EventLog, Events
+from ops.simulator.measures import Tally, by_model_and_tier
+from ops.simulator.network import Network
 from ops.simulator.recorder import STEP_S, Recorder
 from ops.simulator.requests import Request, Served, Target
 from ops.simulator.usage import Usage
@@ -34,6 +37,8 @@ ARRIVED, ROUTED, ENDED, FAILED, RELEASED, INTERRUPTED = range(6)
 
 _ATTEMPTS_MAX = 3
 _TOLD_EVERY = 1024
+_BLOCK = 1024
+"""So many requests are counted at once when they are over."""
 _TIERS = {tier.value: tier for tier in PolicyTier}
 
 
@@ -56,8 +61,8 @@ class Server(Protocol):
     def submit(self, served: Served) -> None:
         """Take in a request that fits."""
 
-    def reports(self) -> Iterable[InstanceFacts]:
-        """Its instances as of now."""
+    def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
+        """Its instances as of now; if a model is named, that of the model, which is one of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,20 +97,22 @@ class World:
         self.recorder = Recorder(endpoints, self.usage, self.demand)
         self.deferred = Deferred(settings.release, settings.targets["NIW"].ttft_s)
         self.servers: dict[Server, None] = {}
-        self.tallies: dict[tuple[str, Tier], Tally] = {}
+        self.tallies: defaultdict[tuple[str, Tier], Tally] = defaultdict(Tally)
+        """What came of requests, by model and tier: complete when the world is over."""
         self.failures: dict[str, int] = {}
         self.in_flight = 0
         self.arrived = 0
         self.request_seconds = 0.0
         """The time-integral of the requests in the system."""
         self._counted_s = settings.learn_s
+        self._served: list[Served] = []
         self._traffic = traffic
         self._coming: Request | None = None
         self._present: dict[str, Server] = {}
         self._of_model: dict[str, dict[Server, None]] = {}
         self._places: dict[str, int] = {}
         self._views: dict[str, dict[str, InstanceFacts]] = {}
-        self._preferences: dict[str, tuple[str, ...]] = {}
+        self._network = Network(settings.regions, settings.latencies_ms)
 
     # Servers come and go.
 
@@ -137,13 +144,13 @@ class World:
         begins_s = self.events.now_s = self.settings.learn_s
         self.usage.begin(begins_s)
         self.recorder.begin(begins_s)
-        self.events.at(begins_s, Kind.TICK, self._tick)
-        self.events.at(begins_s + STEP_S, Kind.TICK, self._close_step)
-        while not self.over:
-            self.events.run_next()
-            if self.events.count % _TOLD_EVERY == 0:
-                yield self.events.now_s
+        self.events.at(begins_s, TICK, self._tick)
+        self.events.at(begins_s + STEP_S, TICK, self._close_step)
+        self.events.stopped = self.over
+        while self.events.run(_TOLD_EVERY):
+            yield self.events.now_s
         self._count(0)
+        self._take_in_served()
 
     def _learn(self) -> Iterator[float]:
         """Count the demand of the past, up to the first request that is served."""
@@ -168,20 +175,22 @@ class World:
                 self.log.note(now_s, RELEASED, request.number)
                 self.demand.count_deferred(request, region, now_s)
                 self._send(request, region)
-        self.events.at(now_s + self.settings.view_s, Kind.TICK, self._tick)
+        self.events.at(now_s + self.settings.view_s, TICK, self._tick)
 
     def _close_step(self) -> None:
         now_s = self.events.now_s
         views = {model: self.view(model) for model in self._of_model}
+        self._take_in_served()
         self.recorder.close(now_s, views, self.deferred.waiting(now_s))
-        self.events.at(now_s + STEP_S, Kind.TICK, self._close_step)
+        self.events.at(now_s + STEP_S, TICK, self._close_step)
 
     # A request, from its arrival to its end.
 
     def _expect(self, request: Request | None) -> None:
         self._coming = request
         if request is not None:
-            self.events.at(request.arrived_s, Kind.ARRIVAL, partial(self._arrive, request))
+            self.events.at(request.arrived_s, ARRIVAL, self._arrive, request)
+        self.events.stopped = self.over
 
     def _arrive(self, request: Request) -> None:
         self.log.note(self.events.now_s, ARRIVED, request.number)
@@ -220,22 +229,23 @@ class World:
             sent_input_tokens=one.sent_input_tokens + request.prompt_tokens,
         )
         self.log.note(self.events.now_s, ROUTED, request.number, self._places[route.instance_id])
-        target, back_s = self.settings.targets[request.tier], self._travel_s(route.region, request.origin)
+        target, back_s = self.settings.targets[request.tier], self._network.travel_s(route.region, request.origin)
         served = Served(request=request, target=target, back_s=back_s)
-        deliver = partial(self._deliver, served, route.instance_id, within, tried)
-        if there_s := self._travel_s(request.origin, route.region):
-            self.events.at(self.events.now_s + there_s, Kind.ARRIVAL, deliver)
+        if there_s := self._network.travel_s(request.origin, route.region):
+            arrives_s = self.events.now_s + there_s
+            self.events.at(arrives_s, ARRIVAL, self._deliver, served, route.instance_id, within, tried)
         else:
-            deliver()
+            self._deliver(served, route.instance_id, within, tried)
 
     def _deliver(self, served: Served, instance_id: str, within: str | None, tried: frozenset[str]) -> None:
         """A request is at its instance, which takes it in unless it is gone since the view was taken."""
         request, server = served.request, self._present.get(instance_id)
-        tried |= {instance_id}
-        if server is None and len(tried) < _ATTEMPTS_MAX:
-            self._send(request, within, tried)
-        elif server is None:
-            self._fail(request, f"{_ATTEMPTS_MAX} instances were gone when it came there")
+        if server is None:
+            tried |= {instance_id}
+            if len(tried) < _ATTEMPTS_MAX:
+                self._send(request, within, tried)
+            else:
+                self._fail(request, f"{_ATTEMPTS_MAX} instances were gone when it came there")
         elif not server.fits(request):
             self._fail(request, "longer than an instance's KV memory")
         else:
@@ -245,8 +255,9 @@ class World:
         """The last token of a request is out."""
         self.log.note(self.events.now_s, ENDED, served.request.number, served.in_time)
         self._count(-1)
-        self._tally(served.request).add(served)
-        self.recorder.ended(served)
+        self._served.append(served)
+        if len(self._served) == _BLOCK:
+            self._take_in_served()
 
     def begin_anew(self, served: Served) -> None:
         """A request has lost its instance, and what it had made there."""
@@ -260,7 +271,7 @@ class World:
     def _fail(self, request: Request, reason: str) -> None:
         self.log.note(self.events.now_s, FAILED, request.number)
         self._count(-1)
-        self._tally(request).fail(request)
+        self.tallies[request.model, request.tier].fail(request)
         self.failures[reason] = self.failures.get(reason, 0) + 1
 
     # What is known, and what is counted.
@@ -269,35 +280,35 @@ class World:
         """The instances of a model, by id, as of the first look since the last tick."""
         if model not in self._views:
             servers = self._of_model.get(model, {})
-            reports = (report for server in servers for report in server.reports() if report.endpoint.model == model)
+            reports = [report for server in servers for report in server.reports(model)]
             self._views[model] = {report.instance_id: report for report in reports}
         return self._views[model]
 
     def _facts(self, request: Request, within: str | None = None, tried: frozenset[str] = frozenset()) -> RoutingFacts:
-        view = self.view(request.model).values()
+        instances = tuple(self.view(request.model).values())
+        if within is not None:
+            instances = tuple(one for one in instances if one.endpoint.region == within)
         return RoutingFacts(
             model=request.model,
             tier=_TIERS[request.tier],
             tokens=request.prompt_tokens + request.output_tokens,
-            preference=self._preference(request.origin) if within is None else (within,),
-            instances=tuple(one for one in view if within is None or one.endpoint.region == within),
+            preference=self._network.preference(request.origin) if within is None else (within,),
+            instances=instances,
             excluded=tried,
             ttft_s=self.settings.targets[request.tier].ttft_s,
         )
 
-    def _preference(self, origin: str) -> tuple[str, ...]:
-        if origin not in self._preferences:
-            regions, latencies_ms = self.settings.regions, self.settings.latencies_ms
-            self._preferences[origin] = choose_preference(regions, origin, latencies_ms)
-        return self._preferences[origin]
-
-    def _travel_s(self, origin: str, destination: str) -> float:
-        return self.settings.latencies_ms.get((origin, destination), 0.0) / 1000
-
-    def _tally(self, request: Request) -> Tally:
-        return self.tallies.setdefault((request.model, request.tier), Tally())
-
     def _count(self, change: int) -> None:
         now_s = self.events.now_s
         self.request_seconds += self.in_flight * (now_s - self._counted_s)
-        self.in_flight, self._counted_s = self.in_flight + change, now_s
+        self.in_flight += change
+        self._counted_s = now_s
+        if not self.in_flight:
+            self.events.stopped = self.over
+
+    def _take_in_served(self) -> None:
+        """Count those that were served since the last time."""
+        for (model, tier), some in by_model_and_tier(self._served).items():
+            self.tallies[model, tier].add(some)
+            self.recorder.ended(tier, some)
+        self._served.clear()

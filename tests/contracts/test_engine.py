@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from dataplane.engine import Engine, EngineRequest, KvHandle
 from dataplane.errors import BadRequestError, ContextLengthError, ModelLoadError, UnknownInstanceError
@@ -251,7 +252,7 @@ def hand_over(subject: Subject, asked: list[EngineRequest]) -> dict[str, EngineR
                 handles[output.request_id] = output.kv
     assert all(len(first) == 1 for first in firsts.values())
     return {
-        one.request_id: replace(one, generated=firsts[one.request_id], kv=handles[one.request_id])
+        one.request_id: structs.replace(one, generated=firsts[one.request_id], kv=handles[one.request_id])
         for one in asked
         if one.request_id in handles
     }
@@ -299,7 +300,7 @@ def test_a_request_whose_handed_over_kv_is_lost_makes_the_same_tokens(engine: En
     expected = drain(engine).tokens["r"]
     handed = hand_over(subject, [ask("r")])["r"]
     assert handed.kv is not None
-    engine.add(replace(handed, kv=replace(handed.kv, file="/nowhere/kv")))
+    engine.add(structs.replace(handed, kv=replace(handed.kv, file="/nowhere/kv")))
     assert handed.generated + drain(engine).tokens["r"] == expected
 
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from dataplane.engine import Engine, EngineRequest
 from dataplane.messages import Tier

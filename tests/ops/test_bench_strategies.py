@@ -1,37 +1,125 @@
-"""The comparison of scaling strategies, on a run of minutes."""
+"""The comparison of scaling strategies, on a run of minutes, and what instance hours are said to be for."""
 
 import gzip
 import json
+from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
+import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from ops.bench.strategies import main
+from ops.bench import strategies
+from ops.bench.strategies_cases import CASES, SCENARIO, VARIANTS, case_scenario
+from ops.bench.strategies_figures import parts_of
+from ops.simulator.results import EndpointSeries
 
-SCENARIO = Path(__file__).parents[2] / "ops" / "scenarios" / "strategies.toml"
-QUICK = ["--set", "traffic.until_s=1800", "--set", "planning.learn_s=1200", "--set", "traffic.scale=1.0"]
-
-
-def app() -> Typer:
-    commands = Typer()
-    commands.command()(main)
-    return commands
+RECORDING = "sageserve/nov2024_week_prompt_tokens_per_min.csv.gz"
+QUICK = ["traffic.until_s=1800", "planning.learn_s=1200", "traffic.scale=1.0"]
 
 
-def test_strategies_run_on_one_model_of_a_recording(tmp_path: Path) -> None:
-    week, out = tmp_path / "week.csv.gz", tmp_path / "out.json"
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    week = tmp_path / RECORDING
+    week.parent.mkdir()
     lines = ["minute,model,workload,prompt_tokens_per_min"]
     lines += [f"{minute},{model},prod,60000" for minute in range(40) for model in ("A", "B")]
     week.write_bytes(gzip.compress("\n".join(lines).encode()))
-    trace = ["--trace", f"sageserve:{week}", "--model", "A"]
-    chosen = ["--strategy", "reactive", "--strategy", "lt-ua"]
-    result = CliRunner().invoke(app(), [str(SCENARIO), *trace, *QUICK, *chosen, "--json", str(out)])
+    return tmp_path
+
+
+def rows_of(data: Path, *more: str) -> list[dict[str, Any]]:
+    commands = Typer()
+    commands.command()(strategies.main)
+    quick = [word for setting in QUICK for word in ("--set", setting)]
+    arguments = ["--data", str(data), "--runs", str(data / "runs"), "--case", "a-day", *quick, "--json", *more]
+    result = CliRunner().invoke(commands, arguments)
     assert result.exit_code == 0, result.output
-    reactive, planned = json.loads(out.read_text())
+    rows: list[dict[str, Any]] = json.loads(result.stdout)
+    return rows
+
+
+def test_strategies_are_compared_on_one_model_of_a_recording_and_runs_are_kept(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_of(data, "--strategy", "reactive", "--strategy", "lt-ua")
+    reactive, planned = rows
     assert (reactive["strategy"], planned["strategy"]) == ("reactive", "lt-ua")
     assert reactive["requests"] == planned["requests"] > 100
-    assert reactive["instance_hours"] > reactive["warming_hours"] >= 0
-    assert "reactive:" in result.output
-    wrong = CliRunner().invoke(app(), [str(SCENARIO), "--trace", f"sageserve:{week}", "--model", "C"])
-    assert wrong.exit_code == 2
+    assert reactive["to_reactive"] == 0
+    assert planned["to_reactive"] == pytest.approx(planned["instance_hours"] / reactive["instance_hours"] - 1)
+    assert planned["published"] == pytest.approx(-0.234, abs=1e-3)
+
+    simulated: list[int] = []
+    simulate = strategies.simulate
+    monkeypatch.setattr(strategies, "simulate", lambda *a, **k: simulated.append(k["seed"]) or simulate(*a, **k))
+    assert rows_of(data, "--strategy", "reactive") == [reactive]
+    assert not simulated
+    assert rows_of(data, "--strategy", "reactive", "--seed", "1", "--seed", "2")[0]["seeds"] == 2
+    assert simulated == [2]
+    rows_of(data, "--strategy", "reactive", "--set", "scaling.cooldown_s=30")
+    assert simulated == [2, 1], "a run of another scenario was taken for this one"
+
+
+def test_names_that_are_none_are_refused(data: Path) -> None:
+    commands = Typer()
+    commands.command()(strategies.main)
+    given = ["--data", str(data), "--runs", str(data)]
+    for option in ("--case", "--strategy"):
+        assert CliRunner().invoke(commands, [*given, option, "none"]).exit_code == 2
+    (data / RECORDING).write_bytes(gzip.compress(b"minute,model,workload,prompt_tokens_per_min\n0,B,prod,1"))
+    assert CliRunner().invoke(commands, [*given, "--case", "a-day"]).exit_code == 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_is_learnt_before_it_is_served(name: str, data: Path) -> None:
+    text = gzip.decompress((data / RECORDING).read_bytes()).decode().replace(",B,", ",C,")
+    (data / RECORDING).write_bytes(gzip.compress(text.encode()))
+    scenario = case_scenario(CASES[name], "lt-i", data, data, SCENARIO, ())
+    served_s = scenario.traffic.duration_s - scenario.planning.learn_s  # type: ignore[union-attr, operator]
+    assert scenario.planning.learn_s >= 86_400
+    assert served_s in {3 * 3600, 86_400, 6 * 86_400, 7 * 86_400}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_is_a_scenario(variant: str, data: Path) -> None:
+    scenario = case_scenario(CASES["burst"], variant, data, data, SCENARIO, ())
+    assert scenario.scaling is not None
+    assert scenario.scaling.strategy == VARIANTS[variant][0]
+
+
+def series(demand: float, forecast: float | None, planned: int | None, minutes: int = 60) -> EndpointSeries:
+    """An hour in which the first minute alone asks for more: 5 times `demand`."""
+    nothing = [0.0] * minutes
+    return EndpointSeries(
+        model="m",
+        region="east",
+        demand=[5 * demand, *[demand] * (minutes - 1)],
+        forecast=[forecast] * minutes,
+        planned=[planned] * minutes,
+        serving={},
+        warming=nothing,
+        draining=nothing,
+        spot=nothing,
+        utilization=[None] * minutes,
+    )
+
+
+def test_instance_hours_are_told_apart() -> None:
+    endpoints = [series(300, 800, 9), series(0, 10, 2)]
+    parts = parts_of(endpoints, {"m": 100.0}, 2, 10.0)
+    assert parts.demand == pytest.approx(3 * 64 / 60)
+    assert parts.demand + parts.peak == pytest.approx(3 * 9 / 5), "the mean of the fullest five minutes"
+    assert parts.demand + parts.peak + parts.headroom == pytest.approx(8.1)
+    assert parts.minimum == pytest.approx(2 - 0.1)
+    assert parts.rounding == pytest.approx(11 - 10.0)
+    assert parts.beside == pytest.approx(10.0 - 11)
+    assert sum(astuple(parts)) == pytest.approx(10.0)
+
+
+def test_without_a_plan_only_demand_and_minimum_are_told_apart() -> None:
+    parts = parts_of([series(100, None, None)], {"m": 100.0}, 2, 4.0)
+    assert (parts.peak, parts.headroom, parts.rounding) == (0, 0, 0)
+    assert parts.demand + parts.minimum == pytest.approx((5 + 59 * 2) / 60)
+    assert sum(astuple(parts)) == pytest.approx(4.0)

@@ -6,6 +6,7 @@ import pytest
 from dataplane.engines.replay import ReplaySettings
 from dataplane.frames import Add
 from ops.simulator.events import Events, Kind
+from ops.simulator.leaps import Leap
 from ops.simulator.requests import Request, Served, Target
 from ops.simulator.slot_process import SlotProcess
 from tests.ops.simulator.replayed import LATENCY, engine_request, profile_of, replay, spec_of
@@ -14,9 +15,12 @@ GIB = 2**30
 MODELS = [spec_of(f"m{n}", weights_bytes=4 * GIB) for n in range(5)]
 
 
-def settings_of(kv_tokens: int = 10**6) -> ReplaySettings:
+def settings_of(kv_tokens: int, batch_max: int) -> ReplaySettings:
     return ReplaySettings(
-        profile=profile_of(LATENCY, bytes_per_s=16 * GIB), weights_bytes=9 * GIB, kv_bytes=kv_tokens * 1000
+        profile=profile_of(LATENCY, bytes_per_s=16 * GIB),
+        weights_bytes=9 * GIB,
+        kv_bytes=kv_tokens * 1000,
+        batch_max=batch_max,
     )
 
 
@@ -38,36 +42,47 @@ def traffic(count: int, rate_per_s: float, seed: int) -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    ("rate_per_s", "kv_tokens", "prefilled"),
-    [(1.0, 10**6, False), (4.0, 10**6, False), (4.0, 3000, False), (1.0, 10**6, True), (4.0, 3000, True)],
+    ("rate_per_s", "kv_tokens", "batch_max", "prefilled"),
+    [
+        (1.0, 10**6, 64, False),
+        (4.0, 10**6, 64, False),
+        (4.0, 3000, 64, False),
+        (1.0, 10**6, 64, True),
+        (4.0, 10**6, 2, True),
+        (4.0, 3000, 64, True),
+    ],
 )
 def test_a_slot_makes_the_tokens_of_the_live_engine_when_it_does(
-    rate_per_s: float, kv_tokens: int, prefilled: bool
+    rate_per_s: float, kv_tokens: int, batch_max: int, prefilled: bool
 ) -> None:
+    settings = settings_of(kv_tokens, batch_max)
     requests = traffic(40, rate_per_s, seed=2)
     events = Events()
     made: dict[int, Served] = {}
+    first_s: dict[int, float] = {}
     busy: list[float] = []
 
-    def heard(slot: SlotProcess, outputs: list, leap: object) -> None:  # type: ignore[type-arg]
+    def heard(slot: SlotProcess, outputs: list, leap: Leap | None) -> None:  # type: ignore[type-arg]
         for output in outputs:
             if output.token_ids:
-                served = made[int(output.request_id)]
-                served.leap(leap) if leap else served.token(events.now_s)
+                number = int(output.request_id)
+                first_s.setdefault(number, leap.ended_s(1) if leap else events.now_s)
+                if made[number].left:
+                    made[number].leap(leap) if leap else made[number].token(events.now_s)
 
-    slot = SlotProcess(0, "both", settings_of(kv_tokens), events, heard, renews=True)
+    slot = SlotProcess(0, "both", settings, events, heard, lambda request_id: made[int(request_id)], renews=True)
     slot.load(MODELS)
 
     def come(request: Request) -> None:
-        made[request.number] = Served(request=request, target=Target(ttft_s=10.0, tbt_s=0.1))
+        made[request.number] = Served(request=request, target=Target(ttft_s=10.0, tbt_s=0.1), made=int(prefilled))
         slot.send(Add(request=engine_request(request, prefilled=prefilled)))
 
     for request in requests:
         events.at(request.arrived_s, Kind.ARRIVAL, lambda request=request: come(request))
     while events.run_next():
         busy.append(slot.busy_s)
-    live = replay(requests, settings_of(kv_tokens), MODELS, prefilled=prefilled)
-    assert all(served.left == prefilled for served in made.values())
+    live = replay(requests, settings, MODELS, prefilled=prefilled)
+    assert not any(served.left for served in made.values())
     for number, times_s in live.items():
-        assert made[number].first_s == pytest.approx(times_s[0], abs=1e-6)
+        assert first_s[number] == pytest.approx(times_s[0], abs=1e-6)
         assert made[number].last_s == pytest.approx(times_s[-1], abs=1e-6)

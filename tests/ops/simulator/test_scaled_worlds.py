@@ -135,17 +135,30 @@ def test_forecasts_see_nothing_of_the_future(monkeypatch: pytest.MonkeyPatch) ->
     asked: list[tuple[float, float]] = []
     real = planning.forecast_peak
     world_now = [0.0]
-    real_forecast = planning.Planner.forecast
+    real_forecast, real_make, real_mean = planning.Planner.forecast, planning.Planner.make, planning.Demand.mean
 
     def forecast(self: planning.Planner, now_s: float) -> None:
         world_now[0] = now_s
         real_forecast(self, now_s)
+
+    def make(self: planning.Planner, now_s: float, fleet: Any) -> None:
+        world_now[0] = now_s
+        real_make(self, now_s, fleet)
+
+    def mean(
+        self: planning.Demand, endpoint: Any, *, until_s: float, deferred: bool = False, **since_s: float
+    ) -> float:
+        if deferred:
+            asked.append((world_now[0], until_s))
+        return real_mean(self, endpoint, until_s=until_s, deferred=deferred, **since_s)
 
     def watch(series: Any, *rest: Any) -> Any:
         asked.append((world_now[0], series.end_s))
         return real(series, *rest)
 
     monkeypatch.setattr(planning.Planner, "forecast", forecast)
+    monkeypatch.setattr(planning.Planner, "make", make)
+    monkeypatch.setattr(planning.Demand, "mean", mean)
     monkeypatch.setattr(planning, "forecast_peak", watch)
     outcome = simulate(scaled("lt-i", traffic={"duration_s": 3900.0, "rate_per_s": 0.3}))
     assert len({now_s for now_s, _ in asked}) >= 2

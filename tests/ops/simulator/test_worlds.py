@@ -165,7 +165,8 @@ def test_no_policy_is_written_twice() -> None:
     [
         ("dedicated", "ops.simulator.world.choose_route"),
         ("dedicated", "ops.simulator.deferred.choose_releases"),
-        ("dedicated", "ops.simulator.dedicated.choose_turn"),
+        ("dedicated", "ops.simulator.dedicated.settle_shares"),
+        ("dedicated", "ops.simulator.prompts.choose_group"),
         ("scaled", "ops.simulator.world.choose_admission"),
         ("scaled", "ops.simulator.loops.choose_scaling"),
         ("scaled", "ops.simulator.loops.choose_slots"),
@@ -189,7 +190,8 @@ def test_the_policies_decide(serving: str, where: str, monkeypatch: pytest.Monke
         raise AskedError
 
     monkeypatch.setattr(where, ask)
-    scenario = scaled(policy={"admission": True}) if serving == "scaled" else scenario_of(serving, seconds=10.0)
+    busy = {"seconds": 10.0, "rate_per_s": 20.0}
+    scenario = scaled(policy={"admission": True}) if serving == "scaled" else scenario_of(serving, **busy)
     with pytest.raises(AskedError):
         simulate(scenario)
 
