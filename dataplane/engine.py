@@ -77,13 +77,16 @@ class InstanceStats:
 
 
 class TurnRecord(Struct, frozen=True, kw_only=True):
-    """A turn that ended: what ran, from when to when (engine clock), and whether it began by a switch."""
+    """A turn that ended: what ran, from when to when (engine clock), and whether it began by a switch. `tokens`: made
+    in it, one for each prompt that a prefill ended; `prompt_tokens`: of those prompts.
+    """
 
     kind: Literal["prefill", "decode"]
     model: str
     started_s: float
     ended_s: float
     tokens: int
+    prompt_tokens: int
     switched: bool
 
 

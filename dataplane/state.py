@@ -79,6 +79,7 @@ def _switching_state(pool: PoolStats, heard_age_s: float) -> dict[str, Any]:
                 "started_age_s": engine_now_s - turn.started_s,
                 "ended_age_s": engine_now_s - turn.ended_s,
                 "tokens": turn.tokens,
+                "prompt_tokens": turn.prompt_tokens,
                 "switched": turn.switched,
             }
             for turn in pool.turns

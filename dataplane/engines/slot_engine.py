@@ -218,7 +218,8 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             # Where room is on its way, the prefill waits for it: a decode in between would bring back what left.
             self._held = turn.kind == "prefill" and not self._memory.leaving
         else:
-            self._log.step(len(made))
+            prompts = made if turn.kind == "prefill" else ()
+            self._log.step(len(made), prompt_tokens=sum([sequence.cached for sequence, _token in prompts]))
             outputs += [self._requests.take(sequence, token) for sequence, token in made]
         took_s = self._clock() - now_s
         self._state = self._state.spent(turn.kind, took_s, ran=made is not None)

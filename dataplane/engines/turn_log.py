@@ -20,6 +20,7 @@ class TurnLog:
         self._switched = False
         self._model: str | None = None
         self._tokens_before = 0
+        self._prompt_tokens = 0
 
     def turn(self, turn: Turn | None, now_s: float) -> None:
         """Note whose turn it is now, None when nobody's. A turn ends when the kind or the model changes."""
@@ -33,6 +34,7 @@ class TurnLog:
                 started_s=present.started_s,
                 ended_s=now_s,
                 tokens=self.tokens_total - self._tokens_before,
+                prompt_tokens=self._prompt_tokens,
                 switched=self._switched,
             )
             self.turns.append(record)
@@ -42,8 +44,10 @@ class TurnLog:
             self.switches_total += self._switched
             self._model = turn.model
             self._tokens_before = self.tokens_total
+            self._prompt_tokens = 0
 
-    def step(self, tokens: int) -> None:
-        """Note a step that ran, and how many tokens it made."""
+    def step(self, tokens: int, *, prompt_tokens: int) -> None:
+        """Note a step that ran, how many tokens it made, and of how many tokens the prompts were that it ended."""
         self.steps_total += 1
         self.tokens_total += tokens
+        self._prompt_tokens += prompt_tokens

@@ -39,8 +39,8 @@ def prefill_pace(turns: Iterable[TurnRecord]) -> PrefillPace:
     switched = [turn for turn in prefills if turn.switched]
     if not plain:
         return _UNSEEN
-    tokens = [turn.tokens for turn in plain]
-    took_s = [turn.ended_s - turn.started_s for turn in plain]
+    tokens = [turn.prompt_tokens / turn.tokens for turn in plain]
+    took_s = [(turn.ended_s - turn.started_s) / turn.tokens for turn in plain]
     mean_tokens, mean_s = sum(tokens) / len(plain), math.fsum(took_s) / len(plain)
     off = [count - mean_tokens for count in tokens]
     spread = sum(map(operator.mul, off, off))
@@ -51,5 +51,5 @@ def prefill_pace(turns: Iterable[TurnRecord]) -> PrefillPace:
     if not switched:
         return pace
     base_s = pace.base_s
-    extra_s = sum([turn.ended_s - turn.started_s - (base_s + turn.tokens * token_s) for turn in switched])
+    extra_s = sum([t.ended_s - t.started_s - (t.tokens * base_s + t.prompt_tokens * token_s) for t in switched])
     return replace(pace, switch_s=max(0.0, extra_s) / len(switched))

@@ -179,3 +179,6 @@ def test_the_turn_log_is_complete() -> None:
     assert pool.load == 0
     assert sum(turn.tokens for turn in pool.turns) == len(tokens(outputs)) == 60
     assert sum(turn.switched for turn in pool.turns) == engine.stats().switches_total
+    prompts = {turn.model: (turn.tokens, turn.prompt_tokens) for turn in pool.turns if turn.kind == "prefill"}
+    assert prompts == {name: (1, len(request(name, name).prompt)) for name in "abc"}
+    assert all(turn.prompt_tokens == 0 for turn in pool.turns if turn.kind == "decode")

@@ -9,8 +9,16 @@ from dataplane.engine import TurnRecord
 from dataplane.turns.pace import PrefillPace, prefill_pace
 
 
-def turn(tokens: int, seconds: float, *, switched: bool = False, kind: Any = "prefill") -> TurnRecord:
-    return TurnRecord(kind=kind, model="tide", started_s=1.0, ended_s=1.0 + seconds, tokens=tokens, switched=switched)
+def turn(tokens: int, seconds: float, *, switched: bool = False, kind: Any = "prefill", prompts: int = 1) -> TurnRecord:
+    return TurnRecord(
+        kind=kind,
+        model="tide",
+        started_s=1.0,
+        ended_s=1.0 + seconds,
+        tokens=prompts,
+        prompt_tokens=tokens,
+        switched=switched,
+    )
 
 
 def test_it_is_what_the_turns_took() -> None:
@@ -19,6 +27,15 @@ def test_it_is_what_the_turns_took() -> None:
     assert pace.token_s == pytest.approx(0.005, rel=0.01)
     assert pace.base_s == pytest.approx(0.1, abs=0.05)
     assert pace.switch_s == pytest.approx(2.0, abs=0.05)
+
+
+def test_a_turn_of_several_prompts_says_what_each_takes() -> None:
+    pace = prefill_pace(
+        [turn(200, 1.2, prompts=2), turn(24_300, 121.8, prompts=3), turn(200, 3.2, prompts=2, switched=True)]
+    )
+    assert pace.token_s == pytest.approx(0.005, rel=0.01)
+    assert pace.base_s == pytest.approx(0.1, abs=0.05)
+    assert pace.switch_s == pytest.approx(2.0, abs=0.1)
 
 
 def test_short_prompts_say_nothing_of_long_ones() -> None:
