@@ -8,7 +8,8 @@ Where room is short, the engine's policy is asked for the way out (`Relieve`). T
    (`choose_victim`): to host memory ("swap"), or to be computed anew ("recompute");
 3. sequences in the midst of their prefill that come after the one that asks. They begin again from their first token.
 
-One that finds no room waits; one that holds some, and that nobody makes way for, leaves itself.
+Who comes back makes a token before it leaves again, so that two that never fit together both come to an end. One that
+finds no room waits; one that holds some, and that nobody makes way for, leaves itself.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -90,6 +91,8 @@ class Room(Generic[KvT]):
     def bring(self, sequence: TokenSequence[KvT], keep: Sequence[TokenSequence[KvT]]) -> bool:
         """Send for KV that is AWAY. False: there is no room now."""
         made, _ = self._make(lambda: self._kv.swap_in(sequence.kv), sequence, sequence.cached, keep)
+        if made:
+            sequence.came_back_at = len(sequence.tokens)
         return made
 
     def clear(self, in_the_way: Callable[[KvT], bool]) -> None:
@@ -111,7 +114,7 @@ class Room(Generic[KvT]):
         """Whether there is room, taken, and else the way that was chosen."""
         while not take():
             decoding = [s for model in self._models.values() for s in model.decoding_here]
-            victim = choose_victim(decoding, sequence, keep)
+            victim = choose_victim([s for s in decoding if not s.just_came_back], sequence, keep)
             way = None
             if not self._kv.leaving:
                 leaves_itself = sequence.prefilled and sequence.kv.place is Place.HERE

@@ -32,6 +32,7 @@ class TokenSequence(Generic[KvT]):
     tokens: list[int] = field(init=False)
     cached: int = 0
     prefilled: bool = False
+    came_back_at: int = 0
 
     def __post_init__(self) -> None:
         """Start after what was generated before."""
@@ -41,6 +42,11 @@ class TokenSequence(Generic[KvT]):
     def key(self) -> tuple[int, int]:
         """The order of service: by tier, then first come, first served."""
         return TIER_TARGETS[self.request.tier].rank, self.order
+
+    @property
+    def just_came_back(self) -> bool:
+        """Whether it made no token since its KV came back (`came_back_at`: its tokens then)."""
+        return self.came_back_at == len(self.tokens)
 
     @property
     def pending(self) -> int:

@@ -1,4 +1,4 @@
-"""The bare hop that the gateway is held against: Starlette and httpx2, bytes in, bytes out, nothing looked at.
+"""The bare hop that the gateway is held against: Starlette and aiohttp, bytes in, bytes out, nothing looked at.
 
 python -m ops.bench.gateway_hop PORT UPSTREAM_URL
 """
@@ -7,7 +7,7 @@ import contextlib
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 
-import httpx2 as httpx
+import aiohttp
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -17,25 +17,24 @@ from starlette.routing import Route
 
 def make_app(upstream: str) -> Starlette:
     """Any POST goes to `upstream`/generate and its answer comes back."""
-    client = httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=2000, max_keepalive_connections=200))
+    clients: list[aiohttp.ClientSession] = []
 
     async def forward(request: Request) -> StreamingResponse:
-        asking = client.build_request("POST", f"{upstream}/generate", content=await request.body())
-        answer = await client.send(asking, stream=True)
+        answer = await clients[0].post(f"{upstream}/generate", data=await request.body())
 
         async def body() -> AsyncGenerator[bytes, None]:
-            try:
-                async for data in answer.aiter_raw():
+            async with answer:
+                async for data in answer.content.iter_any():
                     yield data
-            finally:
-                await answer.aclose()
 
         return StreamingResponse(body(), media_type=answer.headers["content-type"])
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        yield
-        await client.aclose()
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=60, sock_read=60)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=2000), timeout=timeout) as client:
+            clients.append(client)
+            yield
 
     return Starlette(routes=[Route("/{path:path}", forward, methods=["POST"])], lifespan=lifespan)
 

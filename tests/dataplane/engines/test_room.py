@@ -78,6 +78,19 @@ def test_what_decodes_makes_way_before_what_is_half_prefilled(tier: Tier) -> Non
     assert (slot.room.preemptions_total, slot.room.recomputed_total) == (1, 0)
 
 
+def test_who_came_back_makes_a_token_before_it_leaves_again() -> None:
+    """Else it and one that finds no room even without it would go round for ever, and neither make a token."""
+    slot = Slot()
+    back = slot.decoding("back", "a", "NIW")
+    back.came_back_at = len(back.tokens)
+    wanted = slot.waiting("wanted", "b", "IW-F")
+    assert not slot.room.grow(wanted, 90), "not now"
+    assert back.kv.place is Place.HERE
+    slot.requests.take(back, 7)
+    assert not slot.room.grow(wanted, 90), "not before it has left"
+    assert back.kv.place is Place.LEAVING
+
+
 def test_half_prefilled_ones_make_way_for_those_before_them_and_begin_again() -> None:
     slot = Slot()
     first, last = slot.half_prefilled("first", "a", "NIW"), slot.half_prefilled("last", "a", "NIW")
