@@ -28,13 +28,12 @@ class AgentClient:
     def __init__(self, settings: Settings) -> None:
         self._first_token_s = settings.first_token_timeout_s
         self._idle_s = settings.stream_idle_timeout_s
+        self._silence_s = max(self._first_token_s, self._idle_s)
         self._room = asyncio.Semaphore(_CONNECTIONS_MAX)
         key = settings.node_key.get_secret_value()
         self._session = aiohttp.ClientSession(  # nodes are ours: no proxy stands between, and no cookie is kept
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_CONNECTION_S),
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=max(self._first_token_s, self._idle_s)
-            ),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=self._silence_s),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
@@ -60,10 +59,10 @@ class AgentClient:
                     raise _refusal(b"".join([chunk async for chunk in chunks]), status)
                 async for events in self._events(chunks):
                     yield events
-        except aiohttp.ClientError as error:
-            raise NodeError(f"the node at {url} broke off: {error or type(error).__name__}") from error
         except TimeoutError as error:
             raise NodeError(f"the node at {url} was silent for too long") from error
+        except aiohttp.ClientError as error:
+            raise NodeError(f"the node at {url} broke off: {error or type(error).__name__}") from error
         except msgspec.DecodeError as error:
             raise NodeError(f"the node at {url} speaks another protocol: {error}") from error
 
@@ -96,7 +95,11 @@ class AgentClient:
         last: StreamEvent | None = None
         rest = b""
         while not isinstance(last, Finished):
-            async with asyncio.timeout(self._idle_s if isinstance(last, Token) else self._first_token_s):
+            patience_s = self._idle_s if isinstance(last, Token) else self._first_token_s
+            if patience_s < self._silence_s:
+                async with asyncio.timeout(patience_s):
+                    chunk = await anext(chunks, None)
+            else:  # the connection has that limit, and a timer of our own for every token is not cheap
                 chunk = await anext(chunks, None)
             if chunk is None:
                 raise NodeError("the node ended the stream without a finish reason")

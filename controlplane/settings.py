@@ -6,6 +6,8 @@ from typing import Self
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from dataplane.messages import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S
+
 
 class Settings(BaseSettings):
     """Settings of the control plane's processes. Limits and timeouts are here and nowhere else."""
@@ -69,10 +71,12 @@ class Settings(BaseSettings):
     niw_attempts_max: int = Field(5, ge=1, description="claims in which a node may have had it, or a dispatcher died")
     dispatcher_concurrency_max: int = Field(256, ge=1)
 
-    slo_iw_f_ttft_s: float = Field(1.0, gt=0, description="first token of tier IW-F; models may have their own")
-    slo_iw_f_tbt_s: float = Field(0.1, gt=0, description="... each token after it")
-    slo_iw_n_ttft_s: float = Field(60.0, gt=0)
-    slo_iw_n_tbt_s: float = Field(0.1, gt=0)
+    slo_iw_f_ttft_s: float = Field(
+        1.0, gt=0, le=OBJECTIVE_TTFT_MAX_S, description="first token of tier IW-F; models may have their own"
+    )
+    slo_iw_f_tbt_s: float = Field(0.1, gt=0, le=OBJECTIVE_TBT_MAX_S, description="... each token after it")
+    slo_iw_n_ttft_s: float = Field(60.0, gt=0, le=OBJECTIVE_TTFT_MAX_S)
+    slo_iw_n_tbt_s: float = Field(0.1, gt=0, le=OBJECTIVE_TBT_MAX_S)
     admission_iw_f_margin: float = Field(1.2, gt=0, description="refused if it waits longer than this times its TTFT")
     admission_iw_n_margin: float = Field(0.8, gt=0)
     flex_wait_s: float = Field(60.0, ge=0, description="how long a flex request is held until there is room")
@@ -82,7 +86,9 @@ class Settings(BaseSettings):
     scale_out_above: float = Field(0.7, gt=0, lt=1)
     scale_in_below: float = Field(0.3, gt=0, lt=1)
     scale_cooldown_s: float = Field(15.0, ge=0)
-    scale_strategy: str = Field("lt-i", pattern="^(lt-i|lt-u|lt-ua|reactive|siloed|chiron)$")
+    scale_strategy: str = Field("lt-i", pattern="^(lt-i|lt-u|lt-ua|lt-d|reactive|siloed|chiron)$")
+    scale_room_out: float = Field(1.1, ge=1, description="lt-d: instances for this times what arrives")
+    scale_room_in: float = Field(1.4, gt=1, description="... and above this some go; higher than scale_room_out")
     scale_start_patience_s: float = Field(900.0, gt=0, description="an instance not ready for longer is replaced")
     scale_failed_patience_s: float = Field(10.0, ge=0, description="... and one that failed; workers may come back")
     scale_retry_s: float = Field(600.0, gt=0, description="... and again, where its replacement failed too")
@@ -92,6 +98,8 @@ class Settings(BaseSettings):
     spot_notice_s: float = Field(30.0, ge=0, le=45, description="before a lease ends because its GPUs are needed")
     spot_lease_min_s: float = Field(60.0, gt=0)
     spot_lease_max_s: float = Field(86_400.0, gt=0)
+    engine_retry_s: float = Field(600.0, gt=0, description="an engine is left alone for a model that failed on it, ...")
+    engine_retry_max_s: float = Field(86_400.0, gt=0, description="... longer each time, up to this")
     scale_every_s: float = Field(15.0, gt=0)
     expire_every_s: float = Field(30.0, gt=0)
 
@@ -132,6 +140,14 @@ class Settings(BaseSettings):
         if self.plan_approval == "limits" and all(limit is None for limit in limits):
             raise ValueError(
                 "plan_approval 'limits' needs plan_gpus_moved_max, plan_share_moved_max or plan_cost_change_max"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _need_room(self) -> Self:
+        if self.scale_room_in <= self.scale_room_out:
+            raise ValueError(
+                f"scale_room_in must be above scale_room_out {self.scale_room_out:g}: {self.scale_room_in:g}"
             )
         return self
 

@@ -93,6 +93,7 @@ def engine_request(
         request_id=generate.request_id,
         instance_id=generate.instance_id,
         tier=generate.tier,
+        objective=generate.objective,
         prompt=prompt,
         generated=generate.generated,
         max_tokens=max_tokens,

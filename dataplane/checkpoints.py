@@ -14,8 +14,8 @@ from typing import TypeVar
 import structlog
 
 from dataplane.errors import ModelLoadError
-from dataplane.memory.fetch import Progress, fetch_checkpoint, no_progress
-from dataplane.memory.sources import PUBLIC, FetchError, FetchRules
+from dataplane.memory.fetch import fetch_checkpoint, no_progress
+from dataplane.memory.sources import PUBLIC, FetchError, FetchRules, Progress
 
 log = structlog.get_logger()
 

@@ -5,7 +5,8 @@
        +---------------------------------------+----------------------------------+
 
 The prefill slot holds the KV it handed over until the decode slot's first output. A request whose worker is lost goes
-on from its tokens: with that KV while it is held, else through a prefill slot. A slot that does both never hands over.
+on from its tokens: with that KV while it is held, else through a prefill slot. A slot that does both never hands over:
+where all do, a request is prefilled on the slot where it decodes best.
 """
 
 import time
@@ -16,11 +17,12 @@ from dataplane.engine import EngineOutput, EngineRequest, TurnRecord
 from dataplane.errors import BadRequestError, DataplaneError, WorkerLostError
 from dataplane.flights import Flight
 from dataplane.frames import Add, Cancel, Release
-from dataplane.messages import Tier
+from dataplane.messages import Objective, Tier
 from dataplane.slots import Slot
 from dataplane.turns.decode_slots import DecodeSlot, choose_decode_slot
 from dataplane.turns.pace import PrefillPace, prefill_pace
 from dataplane.turns.prefill import PrefillQueue, PrefillSettings, choose_prefill_slot
+from dataplane.turns.tiers import TIER_OBJECTIVES
 
 _JOINED_MAX = 32
 """Requests of a model on one decode slot, from which on another slot takes some too."""
@@ -48,6 +50,8 @@ class Dispatcher:
         self._decoding = [slot for slot in slots if slot.kind != "prefill"]
         self._queues = {slot.index: PrefillQueue() for slot in self._prefilling}
         self._paces: dict[int, tuple[tuple[TurnRecord, ...], PrefillPace]] = {}
+        self._promises: dict[tuple[str, Tier], Objective] = {}
+        """What the newest request of an instance and tier was promised."""
         self.handovers_total = 0
 
     def __len__(self) -> int:
@@ -70,13 +74,14 @@ class Dispatcher:
         return sum(self._on[slot].values())
 
     def prefill_outlook(self, instance_id: str, tier: Tier) -> tuple[float, float] | None:
-        """Seconds until a slot with the instance would begin a request of the tier that came now, and its pace in
-        seconds a token; None where no slot can take it.
+        """Seconds until a slot with the instance would begin a request of the tier that came now, promised what the one
+        before it was, and its pace in seconds a token; None where no slot can take it.
         """
         now_s = self._clock()
+        ttft_s = self._promises.get((instance_id, tier), TIER_OBJECTIVES[tier]).ttft_s
         outlooks = [
             (
-                self._load_s(self._queues[slot.index].ahead_of(tier, now_s, self._settings), slot),
+                self._load_s(self._queues[slot.index].ahead_of(tier, ttft_s, now_s, self._settings), slot),
                 self._pace(slot).token_s,
             )
             for slot in self._prefilling
@@ -98,6 +103,7 @@ class Dispatcher:
             raise BadRequestError(f"request {request.request_id} is in flight already", param="request_id")
         flight = Flight(request=request, model=model, arrived_s=self._clock())
         self._flights[request.request_id] = flight
+        self._promises[request.instance_id, request.tier] = request.promise
         self._place(flight)
         return flight
 
@@ -138,6 +144,7 @@ class Dispatcher:
 
     def end_instance(self, instance_id: str, error: DataplaneError) -> None:
         """End all requests of an instance."""
+        self._promises = {key: promise for key, promise in self._promises.items() if key[0] != instance_id}
         for flight in self._of_instance(instance_id):
             self.end(flight.request_id, error)
 
@@ -204,17 +211,23 @@ class Dispatcher:
         flight.slot = slot
 
     def _choose_prefill(self, flight: Flight, able: Sequence[Slot]) -> int:
-        """Join the queue of a slot, by Aegaeon's algorithm 1."""
+        """Join the queue of a slot: by Aegaeon's algorithm 1, unless it stays there to decode."""
         request = flight.prefill()
-        queues = {slot.index: self._queues[slot.index] for slot in able}
-        loads_s = {slot.index: self._load_s(queues[slot.index], slot) for slot in able}
-        chosen = choose_prefill_slot(request, queues, loads_s, self._settings).slot
+        if all(slot.kind == "both" for slot in able):
+            chosen = self._choose_decode(flight, able)
+        else:
+            queues = {slot.index: self._queues[slot.index] for slot in able}
+            loads_s = {slot.index: self._load_s(queues[slot.index], slot) for slot in able}
+            chosen = choose_prefill_slot(request, queues, loads_s, self._settings).slot
         self._queues[chosen] = self._queues[chosen].join(request, self._settings)
         flight.queued_at = chosen
         return chosen
 
     def _choose_decode(self, flight: Flight, able: Sequence[Slot]) -> int:
-        slots = [DecodeSlot(slot=slot.index, requests=self._on[slot.index]) for slot in able]
+        slots = [
+            DecodeSlot(slot=slot.index, requests=self._on[slot.index], running_model=_running_model(slot))
+            for slot in able
+        ]
         return choose_decode_slot(flight.model, slots, batch_max=_JOINED_MAX)
 
     def _forget(self, flight: Flight) -> None:
@@ -241,12 +254,10 @@ class Dispatcher:
 
     def _load_s(self, queue: PrefillQueue, slot: Slot) -> float:
         """Seconds that a slot's prefill queue takes."""
-        pool = slot.stats.pool
         if not queue.groups:
             return 0.0
         pace = self._pace(slot)
-        running_model = None if pool is None else pool.running_model
-        return queue.load_s(lambda request: pace.of(request.tokens), lambda model: pace.switch_s, running_model)
+        return queue.load_s(lambda request: pace.of(request.tokens), lambda _: pace.switch_s, _running_model(slot))
 
     def _pace(self, slot: Slot) -> PrefillPace:
         """As the turns of its last report show, worked out once for each."""
@@ -256,3 +267,8 @@ class Dispatcher:
         if seen is None or seen[0] is not turns:
             seen = self._paces[slot.index] = turns, prefill_pace(turns)
         return seen[1]
+
+
+def _running_model(slot: Slot) -> str | None:
+    pool = slot.stats.pool
+    return None if pool is None else pool.running_model

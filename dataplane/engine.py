@@ -10,7 +10,8 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
-from dataplane.messages import FinishReason, ModelSpec, Tier
+from dataplane.messages import FinishReason, ModelSpec, Objective, Tier
+from dataplane.turns.tiers import TIER_OBJECTIVES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +31,15 @@ class KvHandle:
 class EngineRequest(Struct, frozen=True, kw_only=True):
     """A tokenized request. `generated` are tokens made before (elsewhere, or before a worker was lost): the engine
     continues after them, and `max_tokens` counts them. Sampling at position p depends on (seed, p) alone, so a
-    request continued anywhere gives the same tokens. `kv` spares their prefill where it can still be read. `trace`: the
+    request continued anywhere gives the same tokens. `objective`: what it is promised, if not what its tier is. `kv`
+    spares their prefill where it can still be read. `trace`: the
     traceparent of the agent's span, where requests are traced.
     """
 
     request_id: str
     instance_id: str
     tier: Tier
+    objective: Objective | None = None
     prompt: tuple[int, ...]
     generated: tuple[int, ...] = ()
     max_tokens: int
@@ -46,6 +49,11 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     kv: KvHandle | None = None
     trace: str | None = None
+
+    @property
+    def promise(self) -> Objective:
+        """When its tokens are due."""
+        return self.objective or TIER_OBJECTIVES[self.tier]
 
 
 class EngineOutput(Struct, frozen=True, kw_only=True):

@@ -63,6 +63,13 @@ class ModelLoadError(DataplaneError):
     code = "model_load_failed"
 
 
+class DeviceLostError(DataplaneError):
+    """The process can use its device no more; another may. Its requests go on in that one."""
+
+    status = 503
+    code = "device_lost"
+
+
 class WorkerLostError(DataplaneError):
     """The worker process of a slot died; the agent restarts it."""
 

@@ -51,4 +51,5 @@ class Flight:
             tokens=len(self.request.prompt) + len(self.request.generated) + len(self.made),
             tier=self.request.tier,
             arrived_s=self.arrived_s,
+            ttft_s=self.request.promise.ttft_s,
         )

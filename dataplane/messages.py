@@ -18,6 +18,8 @@ EngineChoice = Literal["auto", "torch", "vllm"]
 """Which engine a model's dedicated instances run on; auto: the node decides. Pooled ones always run on torch."""
 STALE_EPOCH = "stale_epoch"
 """Code of the refusal of a claim that is not the newest of its fence."""
+OBJECTIVE_TTFT_MAX_S = 86_400.0
+OBJECTIVE_TBT_MAX_S = 3600.0
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,20 +40,40 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
 
 
+class Objective(msgspec.Struct, frozen=True, kw_only=True):
+    """Token k of an answer, from 0, is due `ttft_s` + k * `tbt_s` after its request came (Aegaeon 4.1)."""
+
+    ttft_s: float
+    tbt_s: float
+
+    def __post_init__(self) -> None:
+        """Refuse what no turn can be planned by.
+
+        Raises:
+            ValueError: a time is not over 0, not finite, or beyond its limit; the message names it.
+        """
+        for name, limit_s in (("ttft_s", OBJECTIVE_TTFT_MAX_S), ("tbt_s", OBJECTIVE_TBT_MAX_S)):
+            value = getattr(self, name)
+            if not 0 < value <= limit_s:
+                raise ValueError(f"{name} must be over 0 and at most {limit_s:g}, not {value}")
+
+
 class Generate(msgspec.Struct, frozen=True, kw_only=True):
     """A request for tokens, addressed to one instance. Exactly one of `messages`, `prompt`, `prompt_tokens` is set.
 
-    `lease_id`: of the lease by which a spot instance is used; a spot instance takes no other requests. `generated`:
-    tokens of this answer that another instance made; the stream goes on after them. `sent_chars`: characters of its
-    text that were streamed already; they are not sent again. `Finished` counts the whole answer. `fence`: names a
-    deferred request across its claims, of which `epoch` is the number; a node refuses older epochs of a fence than it
-    has seen.
+    `objective`: what its tier promises of its model; None, as for deferred requests and from older control planes: the
+    node's own for the tier. `lease_id`: of the lease by which a spot instance is used; a spot instance takes no other
+    requests. `generated`: tokens of this answer that another instance made; the stream goes on after them.
+    `sent_chars`: characters of its text that were streamed already; they are not sent again. `Finished` counts the
+    whole answer. `fence`: names a deferred request across its claims, of which `epoch` is the number; a node refuses
+    older epochs of a fence than it has seen.
     """
 
     request_id: str
     instance_id: str
     model: str
     tier: Tier
+    objective: Objective | None = None
     lease_id: str | None = None
     messages: tuple[ChatMessage, ...] | None = None
     prompt: str | None = None

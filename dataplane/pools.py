@@ -1,6 +1,7 @@
-"""A pool: the slots of a node that serve instances together. A slot that does both kinds of work is a pool of one.
+"""A pool: the slots of a node that serve instances together. A slot that does both kinds of work is a pool of one,
+unless the settings put such slots `together`.
 
-In a pool of prefill and decode slots an instance stands on every slot: it is ready when one of each kind has it.
+In a pool an instance stands on every slot: it is ready when one of each kind has it.
 
 A request whose worker is lost waits for the next one, however many die before they can load its instance, as long as
 its client may: `worker_wait_max_s`. That is less than the control plane's own limits for a first and a next token, so

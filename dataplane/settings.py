@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dataplane.checkpoints import Sources
-from dataplane.engines.pressure import KvPressure
+from dataplane.engines.pressure import KvPressure, vllm_refusal
 from dataplane.engines.vllm.interfaces import TESTED, check_version, installed_version
 from dataplane.errors import ModelLoadError
 from dataplane.memory.sources import FetchRules
@@ -25,17 +25,20 @@ class SlotSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    gpus: int = Field(1, ge=1, le=64)
+    gpus: int = Field(1, ge=1, le=64, description="over 1 only for a replay, or as a number to plan with on a CPU")
     memory_bytes: int = Field(ge=2**20)
     kind: Literal["auto", SlotKind] = Field("auto", description="auto: by the agent's split and prefill_ratio")
 
 
 def _engine_for(values: dict[str, Any]) -> EngineKind:
     """vLLM where GPUs have it in a version that was tested: whoever installed it wants it. On a CPU it is slower, and
-    prefill and decode slots are the torch engine's.
+    slots that serve together, and most of `kv_pressure`, are the torch engine's.
     """
+    if vllm_refusal(values.get("kv_pressure", "auto")):
+        return "torch"
     split = values.get("split") or any(slot.kind in {"prefill", "decode"} for slot in values.get("slots", ()))
-    usable = values.get("device", "cpu") != "cpu" and not split and installed_version() in TESTED
+    alone = not split and not values.get("together")
+    usable = values.get("device", "cpu") != "cpu" and alone and installed_version() in TESTED
     return "vllm" if usable else "torch"
 
 
@@ -71,6 +74,9 @@ class AgentSettings(BaseSettings):
 
     split: bool = Field(False, description="split the slots of a TP size into prefill and decode slots")
     prefill_ratio: float = Field(0.5, gt=0, lt=1, description="share of the slots of a TP size that prefill")
+    together: bool = Field(
+        False, description="let the slots of a TP size that do both serve together: an instance stands on each of them"
+    )
     engine: EngineKind = Field(
         default_factory=_engine_for,
         description="of dedicated instances whose model leaves it open, by default vLLM on a GPU where it is installed,"
@@ -125,6 +131,19 @@ class AgentSettings(BaseSettings):
                 check_version()
             except ModelLoadError as error:
                 raise ValueError(f"engine: {error}") from error
+            if refusal := vllm_refusal(self.kv_pressure):
+                raise ValueError(refusal)
+        return self
+
+    @model_validator(mode="after")
+    def _a_slot_is_one_gpu(self) -> Self:
+        if self.engine != "replay" and self.device != "cpu":
+            for index, slot in enumerate(self.slots):
+                if slot.gpus > 1:
+                    raise ValueError(
+                        f"slots.{index}.gpus must be 1 on {self.device}, got {slot.gpus}: the torch engine and vLLM run"
+                        " a model on one GPU here; make a slot of each"
+                    )
         return self
 
     @model_validator(mode="after")
@@ -180,11 +199,13 @@ class AgentSettings(BaseSettings):
         return tuple(kinds)
 
     def pools(self) -> tuple[tuple[int, ...], ...]:
-        """The slots, by index, that serve together: the prefill and decode slots of a TP size; each other by itself."""
-        kinds = self.kinds()
+        """The slots, by index, that serve together: the prefill and decode slots of a TP size; those that do both, if
+        the settings say so. Each other is by itself.
+        """
         pools: dict[object, list[int]] = {}
-        for index, slot in enumerate(self.slots):
-            key = ("alone", index) if kinds[index] == "both" else ("split", slot.gpus)
+        for index, (slot, kind) in enumerate(zip(self.slots, self.kinds(), strict=True)):
+            alone = kind == "both" and not self.together
+            key = ("alone", index) if alone else (kind == "both", slot.gpus)
             pools.setdefault(key, []).append(index)
         return tuple(tuple(indices) for indices in pools.values())
 

@@ -16,6 +16,7 @@ import structlog
 
 from dataplane.checkpoints import ProgressLog
 from dataplane.engine import EngineOutput, EngineStats, InstanceStats
+from dataplane.engines.pressure import vllm_refusal
 from dataplane.engines.vllm.interfaces import check_version
 from dataplane.errors import DataplaneError, ModelLoadError
 from dataplane.frames import Command, Configure, Loaded, LoadFailed, Outputs, Refused, Report, Stats
@@ -203,11 +204,13 @@ class Slot:
             return None
         if self.kind != "both":
             return f"slot {self.index} is a {self.kind} slot; vLLM needs one that does both"
+        if self._settings.together:
+            return f"slot {self.index} serves together with others; vLLM needs one of its own"
         try:
             check_version()
         except ModelLoadError as error:
             return error.message
-        return None
+        return vllm_refusal(self._settings.kv_pressure)
 
     async def _serve_worker(self) -> int:
         """Start a worker and listen to it until it is gone. Its exit status."""

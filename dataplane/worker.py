@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from io import BufferedReader
 
 from dataplane.engine import Engine, EngineStats
-from dataplane.errors import DataplaneError, ModelLoadError
+from dataplane.errors import DataplaneError, DeviceLostError, ModelLoadError
 from dataplane.frames import (
     Add,
     AskStats,
@@ -169,6 +169,8 @@ class Worker:
             if prepared.error is not None:
                 raise prepared.error
             self._engine.load(load.instance_id, load.model, gpus=load.gpus)
+        except DeviceLostError:
+            raise
         except Exception as error:  # whatever a checkpoint does, the slot's other models go on
             del self._loading[load.instance_id]
             text = error.message if isinstance(error, ModelLoadError) else f"{type(error).__name__}: {error}"

@@ -51,6 +51,7 @@ def make_engine(configure: Configure) -> Engine:
         batch_max=configure.batch_max,
         prefetch=configure.prefetch,
         hands_over=configure.hands_over,
+        kv_pressure=configure.kv_pressure,
         speed=configure.replay_speed,
         mean_tokens=configure.replay_mean_tokens,
         turns=configure.turns,

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 
 from controlplane.agents import AgentClient
 from controlplane.api import admin, batches, errors, files, health, interactive, models, nodes
-from controlplane.api.auth import in_scope
+from controlplane.api.auth import needs
 from controlplane.api.connections import connection_class
 from controlplane.api.keys import KeyCache
 from controlplane.api.limits import AnswerHeaders, RequestLimits, UploadGate
@@ -27,6 +27,7 @@ from controlplane.store.key_tables import KeyScope
 from controlplane.store.limits import LimitStore
 from controlplane.store.live import LiveStore
 from controlplane.store.session import Database, make_engine
+from controlplane.store.tables import Role
 
 _DESCRIPTION = """Tidepool serves many LLMs on one fleet of GPUs over several regions.
 
@@ -75,7 +76,7 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None) -> FastAP
         (KeyScope.FILES, files.router),
         (KeyScope.BATCH, batches.router),
     ):
-        app.include_router(router, dependencies=[Depends(in_scope(scope))])
+        app.include_router(router, dependencies=[Depends(needs(Role.CLIENT, scope))])
     for router in (nodes.router, health.router, admin.router):
         app.include_router(router)
     app.add_middleware(RequestLimits, settings=settings)

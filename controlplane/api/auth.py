@@ -7,7 +7,7 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from controlplane.api.keys import Caller
-from controlplane.api.state import StateDep
+from controlplane.api.state import state_of
 from controlplane.errors import AuthenticationError, PermissionDeniedError, UnknownModelError
 from controlplane.store.key_tables import KeyScope
 from controlplane.store.tables import Role
@@ -24,11 +24,10 @@ MAY: dict[Role, frozenset[Role]] = {
 }
 
 
-async def authenticate(
-    request: Request,
-    state: StateDep,
-    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
-) -> Caller:
+Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+
+
+async def authenticate(request: Request, credentials: Credentials) -> Caller:
     """The caller of a request.
 
     Raises:
@@ -36,31 +35,33 @@ async def authenticate(
     """
     if credentials is None:
         raise AuthenticationError(NO_KEY)
-    caller = await state.keys.find(credentials.credentials)
+    caller = await state_of(request).keys.find(credentials.credentials)
     request.state.caller = caller
     return caller
 
 
-def needs(role: Role) -> Callable[[Caller], Awaitable[Caller]]:
-    """A dependency that lets only those pass who may do what `role` may."""
+def needs(role: Role, scope: KeyScope | None = None) -> Callable[[Request, Credentials], Awaitable[Caller]]:
+    """A dependency that lets only those pass who may do what `role` may, and (`scope`, of a whole part of `/v1`) whose
+    key is not for other parts only. All in one: each dependency of a dependency costs every request.
+    """
 
-    async def check(caller: Annotated[Caller, Depends(authenticate)]) -> Caller:
+    async def check(request: Request, credentials: Credentials) -> Caller:
+        caller = await authenticate(request, credentials)
         if caller.role not in MAY[role]:
             raise PermissionDeniedError(f"this needs the role '{role.value}'; the key's role is '{caller.role.value}'")
+        if scope is not None and caller.scopes is not None and scope not in caller.scopes:
+            names = ", ".join(sorted(caller.scopes))
+            raise PermissionDeniedError(f"this needs the scope '{scope.value}'; the key's scopes are: {names}")
         return caller
 
     return check
 
 
-def in_scope(scope: KeyScope) -> Callable[[Caller], Awaitable[None]]:
-    """A dependency of a whole part of `/v1`: keys that are for other parts only do not pass."""
-
-    async def check(caller: Annotated[Caller, Depends(authenticate)]) -> None:
-        if caller.scopes is not None and scope not in caller.scopes:
-            names = ", ".join(sorted(caller.scopes))
-            raise PermissionDeniedError(f"this needs the scope '{scope.value}'; the key's scopes are: {names}")
-
-    return check
+async def _caller(request: Request) -> Caller:
+    """Who passed the check of the endpoint's router."""
+    caller = request.state.caller
+    assert isinstance(caller, Caller)
+    return caller
 
 
 def may_use(caller: Caller, model: str) -> bool:
@@ -74,7 +75,7 @@ def require_model(caller: Caller, model: str) -> None:
         raise UnknownModelError(f"The model '{model}' does not exist.", param="model")
 
 
-Client = Annotated[Caller, Depends(needs(Role.CLIENT))]
+Client = Annotated[Caller, Depends(_caller)]
 Viewer = Annotated[Caller, Depends(needs(Role.VIEWER))]
 Operator = Annotated[Caller, Depends(needs(Role.OPERATOR))]
 Admin = Annotated[Caller, Depends(needs(Role.ADMIN))]

@@ -12,9 +12,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from controlplane.api.attainment import AnswerMeasure
-from controlplane.api.auth import Client, require_model
+from controlplane.api.auth import require_model
 from controlplane.api.openapi import ANSWERS
-from controlplane.api.state import State, StateDep
+from controlplane.api.state import State, state_of
 from controlplane.errors import InvalidValueError, TidepoolError, UnavailableError
 from controlplane.policies.facts import Endpoint, Tier
 from controlplane.serving.openai_answers import AnswerHead, collect, openai_error, sse
@@ -38,22 +38,21 @@ Origin = Annotated[str | None, Header(alias="x-tidepool-region", description="re
 
 
 @router.post(CHAT, summary="Chat completion", responses=ANSWERS)
-async def chat(body: ChatRequest, request: Request, state: StateDep, _: Client, origin: Origin = None) -> Response:
+async def chat(body: ChatRequest, request: Request, origin: Origin = None) -> Response:
     """A chat completion, whole or (`stream: true`) as server-sent events. `service_tier` chooses the tier: `priority`
     is IW-F, `default` and `auto` are IW-N, `flex` is NIW and takes only spare capacity.
     """
-    return await _answer(body, request, state, origin)
+    return await _answer(body, request, origin)
 
 
 @router.post(COMPLETIONS, summary="Text completion", responses=ANSWERS)
-async def completions(
-    body: CompletionRequest, request: Request, state: StateDep, _: Client, origin: Origin = None
-) -> Response:
+async def completions(body: CompletionRequest, request: Request, origin: Origin = None) -> Response:
     """A completion of a plain prompt, whole or as server-sent events."""
-    return await _answer(body, request, state, origin)
+    return await _answer(body, request, origin)
 
 
-async def _answer(body: AnyRequest, request: Request, state: State, origin: str | None) -> Response:
+async def _answer(body: AnyRequest, request: Request, origin: str | None) -> Response:
+    state = state_of(request)
     if state.draining:
         raise UnavailableError("this gateway is going down; try again", retry_after_s=1)
     arrived_s = time.monotonic()
@@ -200,14 +199,6 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
     result: T | None = None
     failure: TidepoolError | None = None
 
-    async def run() -> None:
-        nonlocal result, failure
-        try:
-            result = await work
-        except TidepoolError as error:
-            failure = error
-        group.cancel_scope.cancel()
-
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
@@ -215,7 +206,11 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
 
     async with anyio.create_task_group() as group:
         group.start_soon(watch)
-        group.start_soon(run)
+        try:
+            result = await work
+        except TidepoolError as error:
+            failure = error
+        group.cancel_scope.cancel()
     if failure is not None:
         raise failure
     if result is None:

@@ -51,8 +51,8 @@ class AnswerHeaders:
                 message["headers"] = [*message.get("headers", []), *added]
             await send(message)
 
-        with structlog.contextvars.bound_contextvars(request_id=request_id):
-            await self._app(scope, receive, stamped)
+        structlog.contextvars.bind_contextvars(request_id=request_id)  # of this task alone, which ends with the request
+        await self._app(scope, receive, stamped)
 
 
 class RequestLimits:

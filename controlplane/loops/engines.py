@@ -1,55 +1,101 @@
-"""Engines: what each running instance is told to run on. The scale loop calls it, under the fleet's lock."""
+"""Engines: what each running instance is told to run on. The scale loop calls this, under the fleet's lock."""
 
-from sqlalchemy import func, select
+from collections.abc import Iterable, Mapping, Sequence
+
 from sqlalchemy.orm import Session
 
-from controlplane.policies.engines import EngineFacts, choose_engine, choose_engine_changes
+from controlplane.policies.engines import (
+    EngineFacts,
+    EngineSettings,
+    choose_engine,
+    choose_engine_changes,
+    is_engines_fault,
+)
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import InstanceState
+from controlplane.settings import Settings
+from controlplane.store.engine_failures import engine_failures, note_engine_failure
 from controlplane.store.fleet import Census
-from controlplane.store.instances import touch_generations
+from controlplane.store.instances import running_instances, set_engine, touch_generations
 from controlplane.store.keys import record
 from controlplane.store.tables import Desired, Instance
 
 
-def settle_engines(session: Session, census: Census, *, actor: str, now_s: float, steady_s: float) -> int:
-    """Give every running instance its engine, new ones included. Returns how many have to move for that. One that came
-    up or moved less than `steady_s` ago, so that its node may not have said the last of it, holds up the next move.
+def send_back_failed(session: Session, census: Census, settings: Settings, *, actor: str, now_s: float) -> None:
+    """Count those that failed on their engines, and tell them to run on another, where there is one to go back to. It
+    comes before scaling, which would replace them. What nodes said of them less than `heartbeat_stale_s` ago may be of
+    the engine before.
     """
-    running = select(Instance).where(Instance.desired == Desired.RUNNING).order_by(Instance.id)
-    instances = {instance.id: instance for instance in session.scalars(running)}
-    facts = _facts(census, list(instances.values()), steady_since_s=now_s - steady_s)
-    for each in facts:
-        instances[each.instance_id].engine_reason = choose_engine(each).reason
-    changes = choose_engine_changes(facts)
-    touch_generations(session, sorted({instances[change.instance_id].node for change in changes}))
+    failed = [
+        instance
+        for instance in census.instances
+        if (instance.desired, instance.observed) == (Desired.RUNNING, InstanceState.FAILED)
+        and instance.changed_at.timestamp() <= now_s - settings.heartbeat_stale_s
+        and is_engines_fault(instance.engine, instance.came_from)
+    ]
+    if not failed:
+        return
+    for instance in failed:
+        noted = note_engine_failure(session, instance, forget_s=2 * settings.engine_retry_max_s)
+        if noted is not None:
+            record(session, actor=actor, action="engine.fail", subject=instance.id, after=noted)
+    _settle(session, failed, census, settings, actor=actor, now_s=now_s)
+    session.flush()
+
+
+def settle_engines(session: Session, census: Census, settings: Settings, *, actor: str, now_s: float) -> int:
+    """Give every running instance its engine, new ones included. Returns how many have to move for that. One that came
+    up or moved less than `heartbeat_stale_s` ago, so that its node may not have said the last of it, holds up the next
+    move.
+    """
+    return _settle(session, running_instances(session), census, settings, actor=actor, now_s=now_s)
+
+
+def _settle(
+    session: Session, instances: Sequence[Instance], census: Census, settings: Settings, *, actor: str, now_s: float
+) -> int:
+    rows = {instance.id: instance for instance in instances}
+    limits = EngineSettings(retry_s=settings.engine_retry_s, retry_max_s=settings.engine_retry_max_s)
+    facts = _facts(session, census, instances, steady_since_s=now_s - settings.heartbeat_stale_s)
+    wanted = [(each, choose_engine(each, now_s, limits)) for each in facts]
+    changes = choose_engine_changes(wanted)
+    touch_generations(session, sorted({rows[change.instance_id].node for change in changes}))
+    for each, decision in wanted:
+        rows[each.instance_id].engine_reason = decision.reason
     for change in changes:
-        instance = instances[change.instance_id]
-        if change.moves:
+        instance = rows[change.instance_id]
+        if change.moves or instance.observed == InstanceState.FAILED:
             before, after = {"engine": instance.engine}, vars(change.decision)
             record(session, actor=actor, action="instance.move", subject=instance.id, before=before, after=after)
-            instance.changed_at = func.now()
-        instance.engine = change.decision.engine
+        set_engine(instance, change.decision.engine, moves=change.moves)
     return sum(change.moves for change in changes)
 
 
-def _facts(census: Census, instances: list[Instance], *, steady_since_s: float) -> list[EngineFacts]:
+def _facts(
+    session: Session, census: Census, instances: Iterable[Instance], *, steady_since_s: float
+) -> list[EngineFacts]:
     asked = {model.name: model.engine for model in census.models}
     prefers = {node.name: node.engine for node in census.nodes}
     gpus = {(slot.node, slot.index): slot.gpus for slot in census.slots}
-    rates = {(profile.model, profile.gpu_type): profile.engine_rates or {} for profile in census.profiles}
+    rates: Mapping[tuple[str, str], Mapping[str, float]] = {
+        (profile.model, profile.gpu_type): profile.engine_rates or {} for profile in census.profiles
+    }
+    failures = engine_failures(session)
     return [
         EngineFacts(
             instance_id=instance.id,
             endpoint=Endpoint(model=instance.model, region=instance.region),
             engine=instance.engine,
+            came_from=instance.came_from,
             asked=asked[instance.model],
             node_prefers=prefers[instance.node],
             pooled=instance.pooled,
+            gpus=instance.gpus,
             whole_slot=instance.gpus == gpus[instance.node, instance.slot],
             ready=instance.observed == InstanceState.READY,
             steady=instance.observed == InstanceState.READY and instance.changed_at.timestamp() <= steady_since_s,
             rates=rates.get((instance.model, instance.gpu_type), {}),
+            failures=failures.get((instance.model, instance.gpu_type), {}),
         )
         for instance in instances
     ]

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from sqlalchemy.orm import Session
 
-from controlplane.loops.engines import settle_engines
+from controlplane.loops.engines import send_back_failed, settle_engines
 from controlplane.loops.scale_facts import (
     Fleet,
     gather_fleet,
@@ -66,6 +66,7 @@ def scale(session: Session, live: LiveStore, settings: Settings, *, now_s: float
     fleet_index(session, lock=True)
     ended = _end_leases(session)
     fleet = gather_fleet(session, live, settings, now_s=now_s)
+    send_back_failed(session, fleet.census, settings, actor=ACTOR, now_s=now_s)
     pooling = choose_pool_slots(pool_facts(fleet), now_s, stale_s=settings.heartbeat_stale_s)
     gpus = {ModelGpu(model=row.model, gpu_type=row.gpu_type): row.gpus for row in fleet.census.profiles}
     _dedicate(session, fleet, pooling.dedicates, gpus)
@@ -82,7 +83,7 @@ def scale(session: Session, live: LiveStore, settings: Settings, *, now_s: float
     kinds = {change.instance_id: change.kind for change in decision.changed_kinds}
     kinds = {each.instance_id: each.kind for each in slots.instances if each.serving} | kinds
     _apply(session, fleet, decision, kinds)
-    moved = settle_engines(session, fleet.census, actor=ACTOR, now_s=now_s, steady_s=settings.heartbeat_stale_s)
+    moved = settle_engines(session, fleet.census, settings, actor=ACTOR, now_s=now_s)
     noticed = _give_notice(session, decision.notices, settings)
     _note_scaled(session, scaling.steps, decision.unplaced, now_s=now_s)
     return Scaled(
@@ -131,6 +132,8 @@ def _scaling_settings(settings: Settings) -> ScalingSettings:
         in_below=settings.scale_in_below,
         cooldown_s=settings.scale_cooldown_s,
         retry_s=settings.scale_retry_s,
+        room_out=settings.scale_room_out,
+        room_in=settings.scale_room_in,
     )
 
 

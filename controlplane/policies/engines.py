@@ -5,11 +5,14 @@ on the GPU type, else what its node prefers: nothing is guessed. Pooled instance
 made to switch, and so do those that share the GPUs of their slot, since a slot runs one engine.
 
 An instance that moves is away for as long as the model takes to load. So those of an endpoint move one at a time, and
-only while all of them serve: where the first cannot run on its new engine, the others stay where they are.
+only while all of them serve: where the first cannot run on its new engine, the others stay where they are, and it goes
+back. That engine is then left alone for the model on that GPU type, longer each time that it fails; whoever serves on
+it stays.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Literal
 
 from controlplane.policies.facts import Endpoint
@@ -20,23 +23,53 @@ VLLM: Engine = "vllm"
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """An engine on which a model failed is left alone for `retry_s`, twice as long each time, `retry_max_s` at most."""
+
+    retry_s: float = 600.0
+    retry_max_s: float = 86_400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFailure:
+    """A model could not run on an engine: so many times, the last at `failed_s`, when its node said `error`."""
+
+    times: int
+    failed_s: float
+    error: str
+
+    def over_s(self, settings: EngineSettings) -> float:
+        """When the engine may be tried again."""
+        return self.failed_s + min(settings.retry_s * 2.0 ** min(self.times - 1, 30), settings.retry_max_s)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineFacts:
-    """A running instance. `engine`: what it was told; "auto": its node decides, as it does for a new one. `asked`: what
-    the operator chose for its model. `node_prefers`: what its node takes where that is left open; vLLM only if it is
-    installed there. `whole_slot`: it has all GPUs of its slot. `ready`: it serves; `steady`: it has for a while, and is
-    not about to move. `rates`: tokens/s that engines were measured to make of its model on its GPU type.
+    """A running instance. `engine`: what it was told; "auto": its node decides, as it does for a new one. `came_from`:
+    the engine it left last, on which it served. `asked`: what the operator chose for its model. `node_prefers`: what
+    its node takes where that is left open; vLLM only if it is installed there. `gpus`: its own; `whole_slot`: they are
+    all of its slot. `ready`: it serves; `steady`: it has for a while, and is not about to move. `rates`: tokens/s that
+    engines were measured to make of its model on its GPU type; `failures`: on which its model could not run there.
     """
 
     instance_id: str
     endpoint: Endpoint
     engine: Literal["auto", Engine]
+    came_from: Engine | None
     asked: Literal["auto", Engine]
     node_prefers: Literal["replay", Engine]
     pooled: bool
+    gpus: int
     whole_slot: bool
     ready: bool
     steady: bool
     rates: Mapping[str, float]
+    failures: Mapping[Engine, EngineFailure]
+
+    @property
+    def present(self) -> Literal["replay", Engine]:
+        """What it runs on, if it runs."""
+        return self.engine if self.engine != "auto" else TORCH if self.pooled else self.node_prefers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +89,37 @@ class EngineChange:
     moves: bool
 
 
-def choose_engine(facts: EngineFacts) -> EngineDecision:
-    """The engine of one instance."""
+def choose_engine(facts: EngineFacts, now_s: float, settings: EngineSettings) -> EngineDecision:
+    """The engine of one instance: the one that is best for it, unless its model failed on that a short while ago."""
+    best = _best(facts)
+    left_alone = {name: each for name, each in facts.failures.items() if now_s < each.over_s(settings)}
+    no_choice = best.engine == "auto" or facts.pooled or facts.gpus > 1
+    if no_choice or best.engine not in left_alone or (facts.ready and facts.present == best.engine):
+        return best
+    failure = left_alone[best.engine]
+    said = f"{best.reason}, but {best.engine} failed {failure.times} x here, the last time on {failure.error}"
+    other = TORCH if best.engine == VLLM else VLLM
+    served_there = other == TORCH or VLLM in {facts.came_from, facts.engine}
+    if other in left_alone or not served_there:
+        return EngineDecision(engine=best.engine, reason=said)
+    again_at = datetime.fromtimestamp(failure.over_s(settings), UTC)
+    return EngineDecision(engine=other, reason=f"{said}; tried again after {again_at:%Y-%m-%d %H:%M} UTC")
+
+
+def is_engines_fault(engine: Literal["auto", Engine], came_from: Engine | None) -> bool:
+    """Whether an instance that fails on an engine fails for it, for all that is known: that is vLLM, or it served on
+    vLLM before.
+    """
+    return engine == VLLM or (engine == TORCH and came_from == VLLM)
+
+
+def _best(facts: EngineFacts) -> EngineDecision:
     if facts.node_prefers == "replay":
         return EngineDecision(engine="auto", reason="its node replays a profile")
     if facts.pooled:
         return EngineDecision(engine=TORCH, reason="pooled: only the torch engine switches between many models")
+    if facts.gpus > 1:
+        return EngineDecision(engine=TORCH, reason=f"it takes {facts.gpus} GPUs: vLLM runs a model on one GPU here")
     if facts.asked != "auto":
         return EngineDecision(engine=facts.asked, reason="chosen for the model")
     if not facts.whole_slot:
@@ -77,16 +135,17 @@ def choose_engine(facts: EngineFacts) -> EngineDecision:
     return EngineDecision(engine=VLLM if vllm > torch else TORCH, reason=measured)
 
 
-def choose_engine_changes(instances: Sequence[EngineFacts]) -> tuple[EngineChange, ...]:
-    """What changes now: all that need not move, and of the others one for each endpoint whose instances all serve."""
-    wanted = [(facts, choose_engine(facts)) for facts in instances]
+def choose_engine_changes(wanted: Sequence[tuple[EngineFacts, EngineDecision]]) -> tuple[EngineChange, ...]:
+    """What changes now: all that need not move, and of the others one for each endpoint whose instances all serve.
+    `wanted`: every running instance, with the engine that it shall run on.
+    """
     settled = [
         EngineChange(instance_id=facts.instance_id, decision=decision, moves=False)
         for facts, decision in wanted
         if decision.engine != facts.engine and not _moves(facts, decision)
     ]
     moving = {facts.endpoint: (facts, decision) for facts, decision in reversed(wanted) if _moves(facts, decision)}
-    restless = {facts.endpoint for facts in instances if not facts.steady}
+    restless = {facts.endpoint for facts, _ in wanted if not facts.steady}
     moves = [
         EngineChange(instance_id=facts.instance_id, decision=decision, moves=True)
         for endpoint, (facts, decision) in sorted(moving.items())
@@ -97,5 +156,4 @@ def choose_engine_changes(instances: Sequence[EngineFacts]) -> tuple[EngineChang
 
 def _moves(facts: EngineFacts, decision: EngineDecision) -> bool:
     """Whether it serves on another engine. One that does not serve loses nothing."""
-    present = facts.engine if facts.engine != "auto" else TORCH if facts.pooled else facts.node_prefers
-    return facts.ready and decision.engine not in {"auto", present}
+    return facts.ready and decision.engine not in {"auto", facts.present}

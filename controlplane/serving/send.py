@@ -24,7 +24,7 @@ from controlplane.serving.fleet import FleetCache
 from controlplane.serving.tracing import attempting, step
 from controlplane.settings import Settings
 from controlplane.store.tables import Model
-from dataplane.messages import STALE_EPOCH, ChatMessage, Generate, Sampling, Started, StreamEvent, Token
+from dataplane.messages import STALE_EPOCH, ChatMessage, Generate, Objective, Sampling, Started, StreamEvent, Token
 
 _BYTES_PER_TOKEN = 4
 _OUTPUT_TOKENS_GUESS = 256
@@ -141,7 +141,7 @@ class Sender:
             before = progress.position
             try:
                 with attempting(outgoing.request_id, route) as headers:
-                    message = _message(outgoing, progress, route)
+                    message = self._message(outgoing, progress, route)
                     generating = self._agents.generate(self._url(route), message, headers)
                     async with contextlib.aclosing(generating) as batches:
                         async for events in batches:
@@ -206,6 +206,25 @@ class Sender:
             ttft_s=None if objective is None else objective.ttft_s,
         )
 
+    def _message(self, outgoing: Outgoing, progress: _Progress, route: Route) -> Generate:
+        objective = self._fleet.objective(outgoing.model, outgoing.tier)
+        return Generate(
+            # Clients may repeat their ids; a node takes each once.
+            request_id=f"{outgoing.request_id}.{secrets.token_hex(8)}",
+            instance_id=route.instance_id,
+            model=outgoing.model.name,
+            tier=outgoing.tier.value,
+            objective=None if objective is None else Objective(ttft_s=objective.ttft_s, tbt_s=objective.tbt_s),
+            messages=outgoing.messages,
+            prompt=outgoing.prompt,
+            prompt_tokens=outgoing.prompt_tokens,
+            sampling=progress.sampling,
+            generated=tuple(progress.token_ids),
+            sent_chars=progress.sent_chars,
+            fence=outgoing.fence,
+            epoch=outgoing.epoch,
+        )
+
     def _url(self, route: Route) -> str:
         url = self._fleet.node_url(route.node_id)
         if url is None:
@@ -218,20 +237,3 @@ def _seeded(sampling: Sampling) -> Sampling:
     if sampling.seed is not None:
         return sampling
     return msgspec.structs.replace(sampling, seed=secrets.randbits(_SEED_BITS))
-
-
-def _message(outgoing: Outgoing, progress: _Progress, route: Route) -> Generate:
-    return Generate(
-        request_id=f"{outgoing.request_id}.{secrets.token_hex(8)}",  # clients may repeat theirs; a node takes each once
-        instance_id=route.instance_id,
-        model=outgoing.model.name,
-        tier=outgoing.tier.value,
-        messages=outgoing.messages,
-        prompt=outgoing.prompt,
-        prompt_tokens=outgoing.prompt_tokens,
-        sampling=progress.sampling,
-        generated=tuple(progress.token_ids),
-        sent_chars=progress.sent_chars,
-        fence=outgoing.fence,
-        epoch=outgoing.epoch,
-    )

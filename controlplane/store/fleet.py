@@ -10,8 +10,22 @@ from sqlalchemy.orm import Session
 from controlplane.errors import ConflictError, InvalidValueError, NotFoundError
 from controlplane.store.latencies import all_latencies
 from controlplane.store.paging import Page, page
-from controlplane.store.tables import Base, EndpointRow, Fleet, GpuType, Instance, Model, Node, Profile, Region, Slot
+from controlplane.store.tables import (
+    Base,
+    EndpointRow,
+    EngineFailureRow,
+    Fleet,
+    GpuType,
+    Instance,
+    Model,
+    Node,
+    Profile,
+    Region,
+    Slot,
+)
 from dataplane.messages import Join
+
+_ONE_GPU = "vLLM runs a model on one GPU here, and an instance of it takes"
 
 Row = TypeVar("Row", bound=Base)
 NamedRow = TypeVar("NamedRow", Region, GpuType, Model, Node)
@@ -90,21 +104,35 @@ def put_gpu_type(session: Session, *, name: str, memory_bytes: int, cost_per_hou
 
 def put_model(session: Session, model: Model) -> Model:
     """Register a model. The same registration again changes nothing; another checkpoint under the name is refused while
-    instances of it are alive. To another engine they move one after the other, see `policies.engines`.
+    instances of it are alive. To another engine they move one after the other, see `policies.engines`; how often they
+    failed on either is forgotten.
 
     Raises:
         ConflictError: instances of the name run from another path.
+        InvalidValueError: it asks for vLLM, and a profile of it says that it takes several GPUs.
     """
     fleet_index(session, lock=True)
     present = session.get(Model, model.name)
     if present is not None and present.path != model.path and _live_instances(session, Instance.model == model.name):
         raise ConflictError(f"model '{model.name}' has live instances of {present.path}", param="path")
+    sizes = select(Profile.gpus).where(Profile.model == model.name, Profile.gpus > 1).limit(1)
+    if model.engine == "vllm" and (gpus := session.scalar(sizes)) is not None:
+        raise InvalidValueError(f"engine may not be vllm: {_ONE_GPU} {gpus}, says a profile of it", param="engine")
+    if present is not None and (present.engine, present.path) != (model.engine, model.path):
+        session.execute(delete(EngineFailureRow).where(EngineFailureRow.model == model.name))
     return _put(session, model)
 
 
 def put_profile(session: Session, profile: Profile) -> Profile:
-    """Say what an instance of a model does on a GPU type."""
-    require(session, Model, profile.model, param="model")
+    """Say what an instance of a model does on a GPU type.
+
+    Raises:
+        InvalidValueError: it takes several GPUs, and vLLM was chosen for the model.
+    """
+    fleet_index(session, lock=True)
+    model = require(session, Model, profile.model, param="model")
+    if model.engine == "vllm" and profile.gpus > 1:
+        raise InvalidValueError(f"gpus must be 1: {_ONE_GPU} {profile.gpus}; its engine is vllm", param="gpus")
     require(session, GpuType, profile.gpu_type, param="gpu_type")
     return _put(session, profile)
 

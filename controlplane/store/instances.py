@@ -11,6 +11,7 @@ import uuid_utils
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
 
+from controlplane.policies.engines import TORCH, VLLM
 from controlplane.policies.facts import InstanceKind
 from controlplane.policies.lifecycle import INSTANCE, InstanceState, can_move
 from controlplane.store.fleet import fleet_index
@@ -25,6 +26,11 @@ LIVE = Instance.desired != Desired.STOPPED
 def live_instances(session: Session) -> list[Instance]:
     """Every instance that is wanted or still draining, oldest first."""
     return list(session.scalars(select(Instance).where(LIVE).order_by(Instance.id)))
+
+
+def running_instances(session: Session) -> list[Instance]:
+    """Every instance that is wanted to serve, oldest first."""
+    return list(session.scalars(select(Instance).where(Instance.desired == Desired.RUNNING).order_by(Instance.id)))
 
 
 def list_instances(session: Session, *, after: str | None, limit: int, live_only: bool) -> Page[Instance]:
@@ -81,6 +87,17 @@ def set_desired(session: Session, ids: Iterable[str], desired: Desired, *, donat
 def set_kind(session: Session, ids: Iterable[str], kind: InstanceKind) -> None:
     """Let instances serve other requests."""
     session.execute(update(Instance).where(Instance.id.in_(list(ids)), LIVE).values(kind=kind))
+
+
+def set_engine(instance: Instance, engine: EngineChoice, *, moves: bool) -> None:
+    """Let an instance run on an engine. `moves`: it leaves the other one for that, from now (the database's time) on.
+    One that had failed begins anew.
+    """
+    instance.engine = engine
+    if moves:
+        instance.came_from, instance.changed_at = TORCH if engine == VLLM else VLLM, func.now()
+    elif instance.observed == InstanceState.FAILED:
+        instance.observed, instance.error, instance.changed_at = InstanceState.PENDING, None, func.now()
 
 
 def touch_generations(session: Session, nodes: Sequence[str]) -> None:

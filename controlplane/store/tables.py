@@ -22,6 +22,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from controlplane.policies.engines import Engine
 from controlplane.policies.facts import InstanceKind
 from controlplane.policies.lifecycle import InstanceState
 from dataplane.messages import EngineChoice, EngineKind
@@ -184,6 +185,22 @@ class Profile(Base):
     engine_rates: Mapped[Json | None] = mapped_column(JSONB(none_as_null=True))
 
 
+class EngineFailureRow(Base):
+    """A model failed on an engine on a GPU type: so many times, and what its node said the last time."""
+
+    __tablename__ = "engine_failures"
+    __table_args__ = (
+        CheckConstraint("engine IN ('torch', 'vllm')", name="engine_known"),
+        CheckConstraint("times > 0", name="positive"),
+    )
+    model: Mapped[str] = mapped_column(ForeignKey("models.name", ondelete="CASCADE"), primary_key=True)
+    gpu_type: Mapped[str] = mapped_column(ForeignKey("gpu_types.name"), primary_key=True)
+    engine: Mapped[Engine] = mapped_column(String, primary_key=True)
+    times: Mapped[int]
+    failed_at: Mapped[datetime]
+    error: Mapped[str]
+
+
 class EndpointRow(Base):
     """A model in a region, and how many instances it may have."""
 
@@ -201,7 +218,7 @@ class Instance(Base):
 
     `kind`: which requests it is for. `donate`: when it has drained it becomes a spot instance instead of being
     stopped; `spot_at`: since when it is one. `pooled`: it shares the GPUs of its slot with others and has none of its
-    own. `engine`: what it is told to run on, and why; auto: its node decides.
+    own. `engine`: what it is told to run on, and why; auto: its node decides; `came_from`: the one it left last.
     """
 
     __tablename__ = "instances"
@@ -210,6 +227,7 @@ class Instance(Base):
         one_of("observed", InstanceState),
         one_of("kind", InstanceKind),
         CheckConstraint("engine IN ('auto', 'torch', 'vllm')", name="engine_known"),
+        CheckConstraint("came_from IN ('torch', 'vllm')", name="came_from_known"),
         CheckConstraint("(desired = 'spot') = (spot_at IS NOT NULL)", name="spot_since"),
         CheckConstraint("NOT donate OR desired = 'draining'", name="donate_while_draining"),
         CheckConstraint("gpus >= 0 AND pooled = (gpus = 0)", name="pooled_takes_no_gpus"),
@@ -231,6 +249,7 @@ class Instance(Base):
     kind: Mapped[str] = mapped_column(server_default=text("'mixed'"))
     engine: Mapped[EngineChoice] = mapped_column(String, default="auto", server_default=text("'auto'"))
     engine_reason: Mapped[str | None]
+    came_from: Mapped[Engine | None] = mapped_column(String)
     donate: Mapped[bool] = mapped_column(server_default=text("false"))
     error: Mapped[str | None]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())

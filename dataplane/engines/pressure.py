@@ -10,6 +10,16 @@ from dataplane.remapping.relief import Way
 KvPressure = Literal["auto", "remap", "swap", "recompute", "refuse"]
 """What is done when KV has no room: the cheapest by measured times, or always the same where it can be."""
 
+VLLM_PRESSURES: tuple[KvPressure, ...] = ("auto", "recompute")
+"""vLLM makes room by itself: it computes anew what it has dropped. All other engines have every way."""
+
+
+def vllm_refusal(pressure: KvPressure) -> str | None:
+    """Why vLLM cannot do what is asked for when KV has no room; None if it can."""
+    if pressure in VLLM_PRESSURES:
+        return None
+    return f"kv_pressure must be {' or '.join(VLLM_PRESSURES)} for vLLM, which makes room by itself, not {pressure}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:

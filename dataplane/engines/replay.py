@@ -1,20 +1,26 @@
 """An engine without weights: deterministic tokens, with the timing of a GPU profile. For load tests and large demos.
 
-Turns, switches, prefetching, swapping and preemption are those of the torch engine; only the arithmetic of a forward
-pass and the copying of bytes are replaced by waiting.
+Turns, switches, prefetching, swapping, preemption and remapping are those of the torch engine; only the arithmetic of a
+forward pass and the copying of bytes are replaced by waiting.
 """
 
 from collections.abc import Callable, Iterable
 
 from dataplane.engine import PoolStats
-from dataplane.engines.replay_memory import ReplayKvMemory, SequenceKv, WeightsMemory
+from dataplane.engines.kv import Place
+from dataplane.engines.pressure import Shortage
+from dataplane.engines.relief import KvRelief
+from dataplane.engines.replay_memory import ReplayKvMemory, SequenceKv
 from dataplane.engines.replay_models import Answers, ReplayModel, replayed
+from dataplane.engines.replay_relief import ReplaySlotMemory
 from dataplane.engines.replay_report import pool_stats
 from dataplane.engines.replay_settings import ReplaySettings
 from dataplane.engines.replay_steps import ReplaySteps
+from dataplane.engines.replay_weights import WeightsMemory
 from dataplane.engines.slot_engine import Made, SlotEngine
 from dataplane.errors import ModelLoadError
 from dataplane.messages import ModelSpec
+from dataplane.remapping.relief import Way
 from dataplane.turns.schedule import Turn
 
 __all__ = ["ReplayEngine", "ReplaySettings"]
@@ -26,10 +32,33 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
     def __init__(self, settings: ReplaySettings, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
         self._settings = settings
         self._weights = WeightsMemory(settings.weights_bytes)
-        self._kv = ReplayKvMemory(settings.kv_bytes, settings.host_kv_bytes, clock)
-        super().__init__(settings, clock, self._kv, take_back=lambda _: False)  # weights have memory of their own
+        self._kv = ReplayKvMemory(
+            settings.kv_bytes, settings.host_kv_bytes, clock, lent_bytes=lambda: self._weights.lent_bytes
+        )
+        super().__init__(
+            settings,
+            clock,
+            self._kv,
+            take_back=lambda _: False,  # weights borrow no memory of KV
+            relieve=self._relieve,
+        )
+        self._relief = KvRelief(
+            settings,
+            self._models,
+            ReplaySlotMemory(settings, self._weights, self._kv, clock),
+            clock,
+            requests=self._requests,
+            turns=lambda: self._state,
+        )
         self._steps = ReplaySteps(
-            settings, self._models, self._weights, self._kv, self._step_batches, clock=clock, sleep=sleep
+            settings,
+            self._models,
+            self._weights,
+            self._kv,
+            self._step_batches,
+            clock=clock,
+            sleep=sleep,
+            make_way=self._make_way,
         )
         self._answers = Answers(settings.vocabulary_size, settings.mean_tokens)
 
@@ -48,16 +77,41 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
                 raise ModelLoadError(f"{name} of {model.name} is {value}; it must be 1 to {limit} here", param=name)
 
     def _new_model(self, spec: ModelSpec, gpus: int) -> ReplayModel:
-        return replayed(ReplayModel, spec, self._settings.profile, gpus, self._settings.speed)
+        return replayed(ReplayModel, spec, self._settings, gpus)
 
     def _forget_model(self, model: ReplayModel) -> None:
         self._weights.evict(model.name)
 
     def _settle(self) -> None:
         self._kv.settle()
+        for name in self._relief.revert():
+            self._clear(self._models[name].weights.layer_bytes - self._kv.spare_bytes)
+
+    def _relieve(self, shortage: Shortage) -> Way | None:
+        return self._relief.relieve(shortage)
+
+    def _make_way(self, model: ReplayModel) -> None:
+        """Have KV leave the layers that are in the way of a model which is to run. Who lent them leaves first, so that
+        no other KV takes the room.
+        """
+        self._weights.evict_all()
+        self._clear(self._kv.strayed_bytes - (self._settings.weights_bytes - model.weights_bytes))
+
+    def _clear(self, size_bytes: int) -> None:
+        """Have so much KV leave, of who comes last in the order of service; nothing while some is leaving."""
+        if self._kv.leaving:
+            return
+        here = [s for model in self._models.values() for s in model.begun if s.kv.place is Place.HERE]
+        going = set()
+        for sequence in sorted(here, key=lambda sequence: sequence.key, reverse=True):
+            if size_bytes <= 0:
+                break
+            going.add(sequence.kv)
+            size_bytes -= sequence.kv.here_bytes
+        self._room.clear(lambda kv: kv in going)
 
     def _fit_together(self, models: Iterable[ReplayModel]) -> bool:
-        return self._weights.fit(model.weights for model in models)
+        return self._weights.fit([model.weights for model in models], strayed_bytes=self._kv.strayed_bytes)
 
     def _switch_s(self, model: ReplayModel) -> float:
         return model.weights.switch_s
@@ -94,4 +148,5 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
             kv=self._kv,
             requests=self._requests,
             log=self._log,
+            relief=self._relief,
         )

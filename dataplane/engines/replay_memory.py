@@ -1,98 +1,18 @@
-"""The memory of a replayed slot, counted in bytes: whose weights are there, where KV is, when what moves arrives.
+"""The KV of a replayed slot, counted in bytes: where it is, and when what moves arrives.
 
-Weights, KV on its way in and KV on its way out each have a wire to themselves, over which transfers go one after
-another at the full rate.
+KV on its way in and KV on its way out each have a wire to themselves, over which transfers go one after another at the
+full rate. KV lies in its own memory first; what has no room there lies in layers that models lend.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dataplane.engine import KvHandle
 from dataplane.engines.kv import Place
+from dataplane.engines.replay_weights import Wire
 
 REPLAY_KV_FILE = ""
 """The file of a handle to replayed KV. It can always be read: there is nothing in it."""
-
-
-class Wire:
-    """One transfer after another."""
-
-    def __init__(self) -> None:
-        self._free_s = float("-inf")
-
-    def send(self, time_s: float, now_s: float) -> float:
-        """When a transfer of `time_s` that is submitted now is over."""
-        self._free_s = now_s + self.waits_s(now_s) + time_s
-        return self._free_s
-
-    def waits_s(self, now_s: float) -> float:
-        """How long a transfer submitted now would wait for those before it."""
-        return max(0.0, self._free_s - now_s)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weights:
-    """Those of one model. `switch_s`: how long they take to arrive."""
-
-    model: str
-    size_bytes: int
-    switch_s: float
-
-
-class WeightsMemory:
-    """Who is there or arriving. The longest unused ones give way."""
-
-    def __init__(self, capacity_bytes: int) -> None:
-        self._capacity_bytes = capacity_bytes
-        self._wire = Wire()
-        self._residents: dict[str, tuple[Weights, float]] = {}
-        """By model: what, and when it is there. In order of last use."""
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of models that are there or arriving."""
-        return sum(weights.size_bytes for weights, _ in self._residents.values())
-
-    @property
-    def free_bytes(self) -> int:
-        """What is left."""
-        return self._capacity_bytes - self.used_bytes
-
-    def fit(self, wanted: Iterable[Weights]) -> bool:
-        """Whether these could all be there at once."""
-        return sum(weights.size_bytes for weights in wanted) <= self._capacity_bytes
-
-    def resident_models(self, now_s: float) -> tuple[str, ...]:
-        """Models that are wholly there, in name order."""
-        return tuple(sorted(model for model, (_, there_s) in self._residents.items() if there_s <= now_s))
-
-    def arriving_models(self, now_s: float) -> tuple[str, ...]:
-        """Models on their way, in name order."""
-        return tuple(sorted(model for model, (_, there_s) in self._residents.items() if there_s > now_s))
-
-    def bring(self, weights: Weights, now_s: float, *, keep: str | None = None) -> float | None:
-        """When the weights are there; they are sent for if need be. None: they do not fit beside those of `keep`."""
-        if weights.model in self._residents:
-            self._residents[weights.model] = self._residents.pop(weights.model)
-            return self._residents[weights.model][1]
-        kept_bytes = self._residents[keep][0].size_bytes if keep in self._residents else 0
-        if weights.size_bytes + kept_bytes > self._capacity_bytes:
-            return None
-        while self.used_bytes + weights.size_bytes > self._capacity_bytes:
-            self.evict(next(model for model in self._residents if model != keep))
-        there_s = self._wire.send(weights.switch_s, now_s)
-        self._residents[weights.model] = weights, there_s
-        return there_s
-
-    def missing_s(self, weights: Weights, now_s: float) -> float:
-        """How long it would take until the weights are there, were they sent for now."""
-        if weights.model in self._residents:
-            return max(0.0, self._residents[weights.model][1] - now_s)
-        return self._wire.waits_s(now_s) + weights.switch_s
-
-    def evict(self, model: str) -> None:
-        """Forget the weights of a model, if they are there."""
-        self._residents.pop(model, None)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -123,9 +43,17 @@ class SequenceKv:
 class ReplayKvMemory:
     """KV of a slot and of its host memory. Meets `dataplane.engines.kv.KvMemory`."""
 
-    def __init__(self, capacity_bytes: int, host_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        host_bytes: int,
+        clock: Callable[[], float],
+        *,
+        lent_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._clock = clock
         self._capacity_bytes = capacity_bytes
+        self._lent_bytes = lent_bytes
         self._host_capacity_bytes = host_bytes
         self._in, self._out = Wire(), Wire()
         self._moving: list[SequenceKv] = []
@@ -135,9 +63,26 @@ class ReplayKvMemory:
         self.swapped_in_total = 0
 
     @property
+    def spare_bytes(self) -> int:
+        """What its own memory and the layers that are lent have beyond what is used: negative while KV lies in layers
+        whose model has left.
+        """
+        return self._capacity_bytes + self._lent_bytes() - self.used_bytes
+
+    @property
     def free_bytes(self) -> int:
         """What can be given out now."""
-        return self._capacity_bytes - self.used_bytes
+        return max(self.spare_bytes, 0)
+
+    @property
+    def strayed_bytes(self) -> int:
+        """What lies in layers, lent or not."""
+        return max(self.used_bytes - self._capacity_bytes, 0)
+
+    @property
+    def leaving_s(self) -> float:
+        """How long KV sent out now would wait for what is on its way out."""
+        return self._out.waits_s(self._clock())
 
     @property
     def leaving(self) -> bool:
@@ -149,6 +94,15 @@ class ReplayKvMemory:
         """When the next transfer is over; None when there is none."""
         return min([kv.moved_s for kv in self._moving]) if self._moving else None
 
+    def lacks_bytes(self, kv: SequenceKv, tokens: int) -> int:
+        """By what there is too little room for the KV of so many tokens, or for what is AWAY."""
+        wanted_bytes = kv.moved_bytes if kv.place is Place.AWAY else tokens * kv.bytes_per_token
+        return max(wanted_bytes - kv.here_bytes - self.spare_bytes, 0)
+
+    def host_fits(self, kv: SequenceKv, tokens: int) -> bool:
+        """Whether host memory has room for the KV of so many tokens."""
+        return tokens * kv.bytes_per_token <= self._host_capacity_bytes - self.host_used_bytes
+
     def fits(self, kv: SequenceKv, *, spare: int) -> bool:
         """Whether KV that is AWAY has room on the slot beside `spare` more of its tokens."""
         return kv.moved_bytes + spare * kv.bytes_per_token <= self.free_bytes
@@ -156,7 +110,7 @@ class ReplayKvMemory:
     def grow(self, kv: SequenceKv, tokens: int) -> bool:
         """Room for `tokens` tokens of KV that is HERE or NOWHERE; False when there is too little."""
         more_bytes = tokens * kv.bytes_per_token - kv.here_bytes
-        if more_bytes > self._capacity_bytes - self.used_bytes:
+        if more_bytes > self.free_bytes:
             return False
         if more_bytes > 0:
             self._hold(kv, here_bytes=kv.here_bytes + more_bytes)
@@ -166,14 +120,14 @@ class ReplayKvMemory:
     def grow_unseen(self, size_bytes: int) -> None:
         """Room for KV, of which there is enough, whose owner writes down later which sequences took it."""
         self.used_bytes += size_bytes
-        assert self.free_bytes >= 0
+        assert self.spare_bytes >= 0
 
     def swap_out(self, kv: SequenceKv, tokens: int) -> bool:
         """Send the KV of `tokens` tokens to host memory; False when that is full."""
         assert kv.place is Place.HERE
-        size_bytes = tokens * kv.bytes_per_token
-        if size_bytes > self._host_capacity_bytes - self.host_used_bytes:
+        if not self.host_fits(kv, tokens):
             return False
+        size_bytes = tokens * kv.bytes_per_token
         self._hold(kv, here_bytes=size_bytes, host_bytes=size_bytes)
         kv.moved_tokens = tokens
         self._move(kv, Place.LEAVING, self._out)

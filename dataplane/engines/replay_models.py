@@ -6,11 +6,12 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from dataplane.engine import EngineRequest
-from dataplane.engines.replay_memory import SequenceKv, Weights
+from dataplane.engines.replay_memory import SequenceKv
+from dataplane.engines.replay_settings import ReplaySettings
+from dataplane.engines.replay_weights import Weights
 from dataplane.engines.sequences import TokenSequence
 from dataplane.engines.served_models import ServedModel
 from dataplane.messages import ModelSpec
-from dataplane.profile import GpuProfile
 from dataplane.turns.costs import CostEstimate, LatencyModel
 
 ReplaySequence = TokenSequence[SequenceKv]
@@ -29,6 +30,16 @@ class ReplayModel(ServedModel[SequenceKv]):
         """The size of its weights."""
         return self.weights.size_bytes
 
+    def compute_s(self, batch_max: int, *, decoding: bool) -> float | None:
+        """Time that a step spends in the layers: a decode step of the batch it has now, or a prefill step as of late;
+        before there was one, a decode step of one sequence, which is shorter. None where that takes none.
+        """
+        if not decoding and self.prefill_s:
+            return self.prefill_s
+        batch = self.decoding[:batch_max] if decoding else []
+        context_tokens = sum(sequence.cached for sequence in batch)
+        return self.estimate.decode_s(context_tokens, max(len(batch), 1)) or None
+
     @property
     def latency(self) -> LatencyModel:
         """How long steps take."""
@@ -42,17 +53,23 @@ class ReplayModel(ServedModel[SequenceKv]):
 ReplayModelT = TypeVar("ReplayModelT", bound=ReplayModel)
 
 
-def replayed(kind: type[ReplayModelT], spec: ModelSpec, profile: GpuProfile, gpus: int, speed: float) -> ReplayModelT:
+def replayed(kind: type[ReplayModelT], spec: ModelSpec, settings: ReplaySettings, gpus: int) -> ReplayModelT:
     """A model as it runs on so many GPUs of a type, every time divided by `speed`."""
+    profile = settings.profile
     latency = profile.nearest_model(spec.weights_bytes, gpus).latency
-    faster = LatencyModel(**{name: value / speed for name, value in asdict(latency).items()})
-    bytes_per_s = profile.pcie_bytes_per_s * profile.transfer_efficiency * gpus * speed
+    faster = LatencyModel(**{name: value / settings.speed for name, value in asdict(latency).items()})
+    bytes_per_s = profile.pcie_bytes_per_s * profile.transfer_efficiency * gpus * settings.speed
     return kind(
         name=spec.name,
         context_tokens=spec.context_tokens,
         vocabulary=None,
         estimate=CostEstimate(latency=faster),
-        weights=Weights(model=spec.name, size_bytes=spec.weights_bytes, switch_s=spec.weights_bytes / bytes_per_s),
+        weights=Weights(
+            model=spec.name,
+            size_bytes=spec.weights_bytes,
+            switch_s=spec.weights_bytes / bytes_per_s,
+            layers=min(settings.layers, spec.weights_bytes),
+        ),
         kv_bytes_per_token=spec.kv_bytes_per_token,
         bytes_per_s=bytes_per_s,
     )

@@ -4,7 +4,10 @@ from collections.abc import Iterable
 
 from dataplane.engine import KvShapeStats, PoolStats
 from dataplane.engines.kv import Place
-from dataplane.engines.replay_memory import ReplayKvMemory, SequenceKv, WeightsMemory
+from dataplane.engines.relief import KvRelief
+from dataplane.engines.replay_memory import ReplayKvMemory, SequenceKv
+from dataplane.engines.replay_models import ReplayModel
+from dataplane.engines.replay_weights import WeightsMemory
 from dataplane.engines.request_table import RequestTable
 from dataplane.engines.turn_log import TurnLog
 from dataplane.turns.schedule import Turn
@@ -19,6 +22,7 @@ def pool_stats(
     kv: ReplayKvMemory,
     requests: RequestTable[SequenceKv],
     log: TurnLog,
+    relief: KvRelief[ReplayModel, SequenceKv],
 ) -> PoolStats:
     """The state of the pool right now. A replay has no slabs: `slabs` are bytes."""
     all_kv = requests.all_kv
@@ -30,9 +34,17 @@ def pool_stats(
         arriving_models=weights.arriving_models(now_s),
         load=load,
         prefills_waiting=sum(len(group.waiting) for group in requests.prefills.groups),
-        slabs={"weights": weights.used_bytes, "kv": kv.used_bytes, "free": weights.free_bytes + kv.free_bytes},
+        slabs={
+            "weights": weights.used_bytes - weights.lent_bytes,
+            "kv": kv.used_bytes,
+            "free": weights.free_bytes + kv.spare_bytes,
+        },
         kv=_shapes((one.bytes_per_token, one.here_bytes, one in moving) for one in all_kv),
         host_kv=_shapes((one.bytes_per_token, one.host_bytes, one in moving) for one in all_kv),
+        given_up=weights.given_up,
+        relief=dict(relief.ways),
+        not_remapped=dict(relief.refusals),
+        layers_moved=dict(relief.layers),
         turns=tuple(log.turns),
     )
 

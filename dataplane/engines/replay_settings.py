@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from dataplane.engines.pressure import KvPressure
 from dataplane.profile import GpuProfile
+from dataplane.remapping.settings import RemapSettings
 from dataplane.turns.schedule import TurnSettings
 from dataplane.words import WORDS
 
@@ -14,7 +16,8 @@ class ReplaySettings:
     `weights_bytes` is the room for weights on the slot, `kv_bytes` that for KV, `host_kv_bytes` that for KV of
     preempted and handed-over requests in host memory. A step decodes at most `batch_max` sequences and prefills at
     most `prefill_tokens_per_step_max` tokens. `prefetch` brings the next model early; with `hands_over` a request
-    leaves after its first token, to be decoded by another slot.
+    leaves after its first token, to be decoded by another slot. `kv_pressure`: what is done when KV has no room;
+    `remap`: which layers models give up then, of the `layers` that each has, alike, and in which all its weights are.
 
     `speed` divides every time. Token ids are below `vocabulary_size`. `mean_tokens`: answers end by themselves after
     about so many tokens (geometrically distributed); None lets each run to its `max_tokens`.
@@ -28,6 +31,9 @@ class ReplaySettings:
     prefill_tokens_per_step_max: int = 2048
     prefetch: bool = True
     hands_over: bool = False
+    kv_pressure: KvPressure = "swap"
+    remap: RemapSettings = field(default_factory=RemapSettings)
+    layers: int = 32
     speed: float = 1.0
     vocabulary_size: int = len(WORDS)
     mean_tokens: int | None = None

@@ -15,7 +15,7 @@ from typing import Generic
 from dataplane.engine import EngineRequest
 from dataplane.engines.kv import KvT
 from dataplane.turns.prefill import PrefillRequest
-from dataplane.turns.tiers import TIER_TARGETS
+from dataplane.turns.tiers import TIER_RANKS
 
 
 @dataclass(eq=False, kw_only=True)
@@ -41,7 +41,7 @@ class TokenSequence(Generic[KvT]):
     @property
     def key(self) -> tuple[int, int]:
         """The order of service: by tier, then first come, first served."""
-        return TIER_TARGETS[self.request.tier].rank, self.order
+        return TIER_RANKS[self.request.tier], self.order
 
     @property
     def just_came_back(self) -> bool:
@@ -66,9 +66,9 @@ class TokenSequence(Generic[KvT]):
     @property
     def deadline_s(self) -> float:
         """When its next token is due. A request that was begun elsewhere owes one at once, after a TBT."""
-        target = TIER_TARGETS[self.request.tier]
+        promise = self.request.promise
         made = self.generated - len(self.request.generated)
-        return self.added_s + (target.tbt_s if self.request.generated else target.ttft_s) + made * target.tbt_s
+        return self.added_s + (promise.tbt_s if self.request.generated else promise.ttft_s) + made * promise.tbt_s
 
     def to_prefill(self) -> PrefillRequest:
         """What the prefill queue must know of it."""
@@ -78,6 +78,7 @@ class TokenSequence(Generic[KvT]):
             tokens=self.pending,
             tier=self.request.tier,
             arrived_s=self.added_s,
+            ttft_s=self.request.promise.ttft_s,
         )
 
 

@@ -9,13 +9,13 @@ from dataplane.engines.kv import KvT, Place
 from dataplane.engines.sequences import TokenSequence
 from dataplane.turns.costs import CostEstimate
 from dataplane.turns.decode import BatchFacts
-from dataplane.turns.tiers import TIER_TARGETS
 
 
 @dataclass(eq=False, kw_only=True)
 class ServedModel(ABC, Generic[KvT]):
     """One model. `instances`: those of the control plane that share it here. `begun`: its sequences that have KV
-    somewhere, in the order of service. `vocabulary` None takes any token.
+    somewhere, in the order of service. `vocabulary` None takes any token. `prefill_s`: how long its last prefill steps
+    took; None before the first.
     """
 
     name: str
@@ -24,6 +24,7 @@ class ServedModel(ABC, Generic[KvT]):
     estimate: CostEstimate
     instances: set[str] = field(default_factory=set)
     begun: list[TokenSequence[KvT]] = field(default_factory=list)
+    prefill_s: float | None = None
     _decoding: list[TokenSequence[KvT]] | None = field(default=None, init=False)
 
     @property
@@ -69,6 +70,15 @@ class ServedModel(ABC, Generic[KvT]):
             self.begun.remove(sequence)
             self._decoding = None
 
+    def observe_prefill(self, took_s: float, tokens: int, squared_tokens: int) -> None:
+        """Note how long a prefill step took whose weights were all there."""
+        self.estimate = self.estimate.observe_prefill(took_s, tokens, squared_tokens)
+        self.prefill_s = recent(self.prefill_s, took_s)
+
+    def observe_decode(self, took_s: float, context_tokens: int, batch: int) -> None:
+        """The same of a decode step."""
+        self.estimate = self.estimate.observe_decode(took_s, context_tokens, batch)
+
     def batch_facts(
         self, *, now_s: float | None, switch_s: float, prefetched: bool, ready: bool, batch_max: int
     ) -> BatchFacts:
@@ -80,9 +90,14 @@ class ServedModel(ABC, Generic[KvT]):
             model=self.name,
             sequences=len(batch),
             step_s=self.estimate.decode_s(sum(sequence.cached for sequence in batch), len(batch)),
-            tbt_s=min(TIER_TARGETS[sequence.request.tier].tbt_s for sequence in batch),
+            tbt_s=min(sequence.request.promise.tbt_s for sequence in batch),
             switch_s=switch_s,
             prefetched=prefetched,
             slack_s=0.0 if now_s is None else min(sequence.deadline_s for sequence in batch) - now_s,
             ready=ready,
         )
+
+
+def recent(mean: float | None, value: float) -> float:
+    """The mean of the last values: each counts a quarter, those before it fade by the rest."""
+    return value if mean is None else mean + 0.25 * (value - mean)

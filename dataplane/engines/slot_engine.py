@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from dataplane.engine import EngineOutput, EngineRequest, EngineStats, InstanceStats, PoolStats
-from dataplane.engines.kv import KvMemory, KvT
+from dataplane.engines.kv import KvMemory, KvT, Place
 from dataplane.engines.pressure import Relieve, always_swap
 from dataplane.engines.request_table import RequestTable
 from dataplane.engines.room import Room
@@ -207,7 +207,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         turn, self._state = choose_turn(facts, self._state, now_s, self._slot.turns)
         self._log.turn(turn, now_s)
         outputs = self._requests.tell_ended()
-        self._held = False
+        held, self._held = self._held, False
         if turn is None:
             self._wait(now_s)
             return outputs
@@ -218,15 +218,25 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             # Where room is on its way, the prefill waits for it: a decode in between would bring back what left.
             self._held = turn.kind == "prefill" and not self._memory.leaving
         else:
-            prompts = made if turn.kind == "prefill" else ()
-            self._log.step(len(made), prompt_tokens=sum([sequence.cached for sequence, _token in prompts]))
+            prompts = [s.cached for s, _ in made if not s.prefilled] if turn.kind == "prefill" else ()
+            self._log.step(len(made), prompts=prompts)
             outputs += [self._requests.take(sequence, token) for sequence, token in made]
+            # Held back until the decode has made a token: its weights may have taken this step to come.
+            self._held = held and turn.kind == "decode" and self._log.tokens_total == tokens_before
         took_s = self._clock() - now_s
         self._state = self._state.spent(turn.kind, took_s, ran=made is not None)
+        if made is None and turn.kind == "decode" and not self._is_awaited(turn.model):
+            self._state = self._state.cut_short(now_s)
         if facts.batches:
             decoded = turn.kind == "decode" and self._log.tokens_total > tokens_before
             self._share = self._share.observe(took_s, decoded=decoded)
         return outputs + self._requests.tell_ended()
+
+    def _is_awaited(self, name: str) -> bool:
+        """Whether KV is on its way that lets a model go on."""
+        model = self._models.get(name)  # it is gone where it failed
+        arriving = model is not None and any(sequence.kv.place is Place.ARRIVING for sequence in model.begun)
+        return arriving or self._memory.leaving
 
     def _facts(self, now_s: float) -> SlotFacts:
         """What the turn policy must know. A prefill that found no room for its KV is held back for a step."""

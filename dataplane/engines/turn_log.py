@@ -1,6 +1,7 @@
 """What a slot's engine remembers of its turns: the last ones, and how much was done since the start."""
 
 from collections import deque
+from collections.abc import Sequence
 
 from dataplane.engine import TurnRecord
 from dataplane.turns.schedule import Turn
@@ -20,6 +21,7 @@ class TurnLog:
         self._switched = False
         self._model: str | None = None
         self._tokens_before = 0
+        self._prompts = 0
         self._prompt_tokens = 0
 
     def turn(self, turn: Turn | None, now_s: float) -> None:
@@ -33,7 +35,7 @@ class TurnLog:
                 model=present.model,
                 started_s=present.started_s,
                 ended_s=now_s,
-                tokens=self.tokens_total - self._tokens_before,
+                tokens=self._prompts if present.kind == "prefill" else self.tokens_total - self._tokens_before,
                 prompt_tokens=self._prompt_tokens,
                 switched=self._switched,
             )
@@ -44,10 +46,11 @@ class TurnLog:
             self.switches_total += self._switched
             self._model = turn.model
             self._tokens_before = self.tokens_total
-            self._prompt_tokens = 0
+            self._prompts = self._prompt_tokens = 0
 
-    def step(self, tokens: int, *, prompt_tokens: int) -> None:
-        """Note a step that ran, how many tokens it made, and of how many tokens the prompts were that it ended."""
+    def step(self, tokens: int, *, prompts: Sequence[int]) -> None:
+        """Note a step that ran, how many tokens it made, and how long the prompts were that it ended."""
         self.steps_total += 1
         self.tokens_total += tokens
-        self._prompt_tokens += prompt_tokens
+        self._prompts += len(prompts)
+        self._prompt_tokens += sum(prompts)

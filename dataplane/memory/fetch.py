@@ -10,32 +10,26 @@ a file of the right size and checksum is not downloaded again. Processes that fe
 
 import fcntl
 import hashlib
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import httpx2 as httpx
 import msgspec
 
-from dataplane.memory.sources import PUBLIC, FetchError, FetchRules, open_client
+from dataplane.memory.hub import fetch_from_hub
+from dataplane.memory.sources import PUBLIC, WEIGHTS, FetchError, FetchRules, Progress, open_client
 
 MANIFEST_BYTES_MAX = 2**20
 FRUITLESS_ATTEMPTS_MAX = 5
 """Attempts at a file, one after the other, of which none brought a byte."""
 BACKOFF_MAX_S = 10.0
-_HUB = re.compile(r"hf://(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>.+))?")
-_WEIGHTS = ".safetensors"
-_HUB_FILES = ["*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja"]
 
 Result = TypeVar("Result")
-Progress = Callable[[int, int], None]
-"""Is told bytes done and bytes in total, as far as known; done falls when a file must be begun again. Threads call it.
-"""
 
 
 class _TryAgainError(Exception):
@@ -83,58 +77,12 @@ def fetch_checkpoint(
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder):
             if source.startswith("hf://"):
-                _fetch_from_hub(source, folder, weights, progress)
+                fetch_from_hub(source, folder, weights, progress, rules)
             else:
                 _fetch_from_registry(source.rstrip("/"), folder, weights, progress, backoff_s, rules)
     except OSError as error:
         raise FetchError(f"{source} cannot be written to {folder}: {error}") from error
     return folder
-
-
-def _fetch_from_hub(source: str, folder: Path, weights: bool, progress: Progress) -> None:
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - only nodes with the torch extra have it
-
-    match = _HUB.fullmatch(source)
-    if match is None:
-        raise FetchError(f"{source} is not of the form hf://ORG/NAME[@REVISION]")
-    try:
-        snapshot_download(
-            match["repository"],
-            revision=match["revision"],
-            local_dir=folder,
-            allow_patterns=[*_HUB_FILES, *([f"*{_WEIGHTS}"] if weights else [])],
-            ignore_patterns=["*/*"],
-            tqdm_class=_silent_bars(progress),
-        )
-    except (OSError, ValueError, httpx.HTTPError) as error:
-        raise FetchError(f"{source} cannot be fetched: {error}") from error
-    total_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-    progress(total_bytes, total_bytes)
-
-
-def _silent_bars(progress: Progress) -> Any:
-    """A class of progress bars for the hub's client, which draw nothing and tell `progress`.
-
-    The client has a bar for bytes received, one for bytes written and one for files. How many bytes are to come it
-    learns file by file.
-    """
-    from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415 - comes with the hub's client
-
-    most_bytes = 0
-
-    class Bar(tqdm):  # type: ignore[misc]
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **(options | {"disable": True}))
-            self.counts_bytes = options.get("unit") == "B"
-
-        def update(self, n: float | None = 1) -> None:
-            nonlocal most_bytes
-            self.n += n or 0
-            if self.counts_bytes:
-                most_bytes = max(most_bytes, int(self.n))
-                progress(most_bytes, int(self.total or 0))
-
-    return Bar
 
 
 def _fetch_from_registry(
@@ -148,7 +96,7 @@ def _fetch_from_registry(
 
     with open_client(rules) as client:
         files = _patiently(lambda: _read_manifest(client, url, in_time), backoff_s)
-        files = [file for file in files if weights or not file.name.endswith(_WEIGHTS)]
+        files = [file for file in files if weights or not file.name.endswith(WEIGHTS)]
         total_bytes = sum(file.size_bytes for file in files)
         missing = [file for file in files if not _is_there(folder, file)]
         done_bytes = total_bytes - sum(file.size_bytes for file in missing)

@@ -3,14 +3,15 @@ a node ask its own network for it.
 
 A host is resolved once for each connection, every address is checked, and the connection goes to a checked address: no
 second answer of the name server counts, redirects included. Proxies named in the environment are not used, since they
-would resolve for themselves. `hf://` goes to the hub that the node's operator configured, and is not checked.
+would resolve for themselves. `hf://` goes to the hub that the node's operator configured, wherever that is; where it
+redirects to is checked as all else is. (Where the environment names a proxy for the hub, that one decides.)
 """
 
 import ipaddress
 import socket
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpcore2 as httpcore
@@ -19,6 +20,10 @@ import httpx2 as httpx
 from dataplane.errors import ModelLoadError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Progress = Callable[[int, int], None]
+"""Is told bytes done and bytes in total, as far as known; done falls when a file must be begun again. Threads call it.
+"""
+WEIGHTS = ".safetensors"
 REDIRECTS_MAX = 5
 _TIMEOUT = httpx.Timeout(30.0)
 _THIS_MACHINE = {"127.0.0.1", "::1", "localhost"}
@@ -58,15 +63,22 @@ PUBLIC = FetchRules()
 """From public addresses only."""
 
 
-def open_client(rules: FetchRules) -> httpx.Client:
-    """A client that keeps the rules, whatever it is redirected to. Its connections raise FetchError."""
+def open_client(rules: FetchRules, *, trusted: str = "") -> httpx.Client:
+    """A client that keeps the rules, whatever it is redirected to. Its connections raise FetchError. `trusted`: a host
+    that the operator chose; its address is not checked, and it may speak plain http.
+    """
+
+    def check(request: httpx.Request) -> None:
+        if request.url.host != trusted:
+            refuse_plain_http(request)
+
     return httpx.Client(
         timeout=_TIMEOUT,
         follow_redirects=True,
         max_redirects=REDIRECTS_MAX,
         trust_env=False,
-        transport=_CheckedTransport(rules),
-        event_hooks={"request": [refuse_plain_http]},
+        transport=_CheckedTransport(replace(rules, private_hosts=(*rules.private_hosts, trusted))),
+        event_hooks={"request": [check]},
     )
 
 

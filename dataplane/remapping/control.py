@@ -3,7 +3,7 @@
     deepen  an allocation failed: layers go, one at a time, until what was missing is covered: of inactive models first,
             the lowest priority first, of those equal the most recently used first, each down to its cap; then of
             active models, each time of the one that has given up the least share (round robin).
-    move    an active model has given up a layer while an inactive one could instead: so it does.
+    move    an active model has given up a layer while an inactive one could instead: so it does, once for each layer.
     revert  KV has a layer's memory free: it goes back, in the reverse order. `spare_layers` more must stay free and
             `settle_s` have passed, lest the next allocation take it again; a model that has given up more than it can
             hide now, as when few requests are left, waits for neither.
@@ -147,10 +147,13 @@ class _Loans:
         return before - self.total
 
     def _take_from_inactive(self, size_bytes: int) -> bool:
-        """Have inactive models give up so many bytes, all or none. What is over joins what is free."""
+        """Have inactive models give up so many bytes, all or none, less what is free: they gave that up for the same
+        purpose before, and KV has yet to leave the other's place for it. What is over joins what is free.
+        """
         given_up = dict(self.given_up)
+        free_bytes = self._free_bytes if self._settings.reverts and self._next_inactive() else 0
         gained_bytes = 0
-        while gained_bytes < size_bytes:
+        while gained_bytes + free_bytes < size_bytes:
             model = self._next_inactive()
             if model is None:
                 self.given_up = given_up

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from dataplane.messages import Tier
-from dataplane.turns.tiers import TIER_TARGETS
+from dataplane.turns.tiers import TIER_OBJECTIVES, TIER_RANKS
 
 Order = Literal["fcfs", "edf", "pf", "dpa"]
 OrderKey = tuple[int, int, float]
@@ -26,6 +26,10 @@ class Waiting(Protocol):
     def arrived_s(self) -> float:
         """When it came."""
 
+    @property
+    def ttft_s(self) -> float:
+        """How long after that its first token is due."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OrderSettings:
@@ -39,22 +43,21 @@ class OrderSettings:
 
 def order_key(request: Waiting, now_s: float, settings: OrderSettings) -> OrderKey:
     """What to sort by. Requests of equal keys stay in the order they are in."""
-    tier, arrived_s = request.tier, request.arrived_s
+    tier, arrived_s, ttft_s = request.tier, request.arrived_s, request.ttft_s
     if tier == "NIW":
         if now_s - arrived_s < settings.niw_aged_s:
             return 1, 0, arrived_s
-        tier, arrived_s = "IW-N", arrived_s + settings.niw_aged_s
-    target = TIER_TARGETS[tier]
-    deadline_s = arrived_s + target.ttft_s
+        tier, arrived_s, ttft_s = "IW-N", arrived_s + settings.niw_aged_s, TIER_OBJECTIVES["IW-N"].ttft_s
+    deadline_s = arrived_s + ttft_s
     match settings.order:
         case "fcfs":
             return 0, 0, arrived_s
         case "edf":
             return 0, 0, deadline_s
         case "pf":
-            return 0, target.rank, arrived_s
+            return 0, TIER_RANKS[tier], arrived_s
         case "dpa":
-            return 0, _dpa_class(deadline_s - now_s, target.rank, settings), deadline_s
+            return 0, _dpa_class(deadline_s - now_s, TIER_RANKS[tier], settings), deadline_s
 
 
 def _dpa_class(left_s: float, rank: int, settings: OrderSettings) -> int:

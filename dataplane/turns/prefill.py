@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from dataplane.messages import Tier
 from dataplane.turns.ordering import OrderKey, OrderSettings, order_key
-from dataplane.turns.tiers import TIER_TARGETS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,18 +24,21 @@ class PrefillSettings(OrderSettings):
 
 
 class PrefillRequest(Struct, frozen=True, kw_only=True):
-    """A request whose `tokens` (prompt, and what was generated before) have no keys and values yet."""
+    """A request whose `tokens` (prompt, and what was generated before) have no keys and values yet. `ttft_s`: from
+    arrival until its first token is due.
+    """
 
     request_id: str
     model: str
     tokens: int
     tier: Tier
     arrived_s: float
+    ttft_s: float
 
     @property
     def deadline_s(self) -> float:
         """When its first token is due."""
-        return self.arrived_s + TIER_TARGETS[self.tier].ttft_s
+        return self.arrived_s + self.ttft_s
 
     @property
     def in_background(self) -> bool:
@@ -94,11 +96,11 @@ class PrefillQueue(Struct, frozen=True, kw_only=True):
                 return PrefillQueue(groups=(*self.groups[:index], *rest, *self.groups[index + 1 :]))
         return self
 
-    def ahead_of(self, tier: Tier, now_s: float, settings: PrefillSettings) -> "PrefillQueue":
-        """The groups that a request of the tier which came now could not overtake."""
+    def ahead_of(self, tier: Tier, ttft_s: float, now_s: float, settings: PrefillSettings) -> "PrefillQueue":
+        """The groups that a request of the tier which came now, its first token due in `ttft_s`, could not overtake."""
         if not self.groups:
             return self
-        newcomer = PrefillRequest(request_id="", model="", tokens=0, tier=tier, arrived_s=now_s)
+        newcomer = PrefillRequest(request_id="", model="", tokens=0, tier=tier, arrived_s=now_s, ttft_s=ttft_s)
         key = order_key(newcomer, now_s, settings)
         return PrefillQueue(groups=tuple([group for group in self.groups if group.key(now_s, settings) <= key]))
 

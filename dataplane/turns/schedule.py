@@ -110,6 +110,10 @@ class SlotState(Struct, frozen=True, kw_only=True):
             return replace(self, decode_spent_s=decode_spent_s)
         return replace(self, decode_spent_s=decode_spent_s, round=self.round.waited(seconds))
 
+    def cut_short(self, now_s: float) -> "SlotState":
+        """The state after a decode turn that can do nothing, and that nothing on its way helps: the next one begins."""
+        return replace(self, round=replace(self.round, ends_s=min(self.round.ends_s, now_s)))
+
 
 def choose_turn(
     facts: SlotFacts, state: SlotState, now_s: float, settings: TurnSettings

@@ -1,4 +1,8 @@
-"""Counts of unfinished batches, kept in parts beside the results that they count."""
+"""Counts of unfinished batches, kept in parts beside the results that they count.
+
+Stop every dispatcher of the version before, and start new ones after it: an old one writes results that are not in these
+counts, and `request_counts` of a batch would show too few until it has ended. Results themselves are safe either way.
+"""
 
 import sqlalchemy as sa
 from alembic import op

@@ -80,7 +80,7 @@ def active(
     part = Part(name="all", kinds=SMALL, gpus=1, rates_per_s=[rate_per_s] * models)
     with tempfile.TemporaryDirectory(prefix="tidepool-bench-") as folder:
         world, _, _ = build_world(_scenario(part, (6, 10), duration_s, seed, Path(folder)), seed)
-        (pool,) = (server for server in world.servers if isinstance(server, PoolServer))
+        (pool,) = (server for server in world.present.servers if isinstance(server, PoolServer))
         points: list[tuple[float, float]] = []
 
         def sample() -> None:

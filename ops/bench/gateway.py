@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import secrets
 import statistics
@@ -26,6 +27,7 @@ from pathlib import Path
 
 from ops.bench.gateway_load import Seen, load, request_bytes
 from ops.bench.gateway_stack import fill_one_node, gateway_process, served_by
+from ops.bench.percentiles import percentile
 from ops.ports import free_port
 
 TARGET_SHARE = 0.6
@@ -46,7 +48,9 @@ class Hop:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Medians over the rounds. Added times are those over the way without a hop, of the 50th and 99th percentile."""
+    """Medians over the rounds. Added times are those over the way without a hop, of the 50th and 99th percentile; NaN
+    where nothing was answered.
+    """
 
     hop: str
     token_cpu_us: float
@@ -59,12 +63,6 @@ class Row:
     request_added_p50_ms: float
     request_added_p99_ms: float
     failures: int
-
-
-def percentile_ms(seconds: list[float], share: float) -> float:
-    """A percentile in milliseconds; 0 of nothing."""
-    ordered = sorted(seconds)
-    return 1e3 * ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 async def measure(hops: dict[str, tuple[Hop, Hop]], options: argparse.Namespace) -> list[Row]:
@@ -83,11 +81,9 @@ async def measure(hops: dict[str, tuple[Hop, Hop]], options: argparse.Namespace)
 
 def _row(name: str, paced: list[Seen], short: list[Seen], direct: list[Seen], direct_short: list[Seen]) -> Row:
     def added_ms(mine: list[Seen], bare: list[Seen], field: str, share: float) -> float:
-        both = zip(mine, bare, strict=True)
-        return statistics.median(
-            percentile_ms(getattr(one, field), share) - percentile_ms(getattr(other, field), share)
-            for one, other in both
-        )
+        both = [(getattr(one, field), getattr(other, field)) for one, other in zip(mine, bare, strict=True)]
+        added_s = [percentile(one, share) - percentile(other, share) for one, other in both if one and other]
+        return 1e3 * statistics.median(added_s) if added_s else math.nan
 
     request_cpu_s = statistics.median(seen.cpu_s / seen.requests for seen in short)
     token_cpu_s = statistics.median(

@@ -8,7 +8,6 @@ times, and not this machine's, make up most of a first token.
 """
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -21,6 +20,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ops.bench.isolation_load import Answer, Arrival, IsolationLoad, drawn
+from ops.bench.percentiles import percentile
 from ops.commands.screen import AsJson, Columns, notes, print_json, print_table
 from ops.local import Wiring
 from ops.replay_stack import Fleet, ReplayStack
@@ -69,11 +69,6 @@ class Row:
     unanswered: int
     batch_done: float | None
     batch_s: float | None
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """A percentile by nearest rank; infinity is what never came."""
-    return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
 def rows(rounds: Sequence[Round]) -> list[Row]:

@@ -1,30 +1,46 @@
-"""How well one slot serves many models: a replay in simulated time, against what its turn policy predicts.
+"""How well one slot serves many models, against what its turns predict: `python -m ops.bench.pool --help`.
 
-Requests arrive for each model by a Poisson process of its own. The slot decodes only (requests come with their KV, as
-from a prefill slot), or prefills as well.
+A replay in simulated time. Requests arrive for each model by a Poisson process of its own. The slot decodes only
+(requests come with their KV, as from a prefill slot), or prefills as well.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Annotated
 
 import numpy as np
+import typer
 
 from dataplane.engine import EngineRequest, EngineStats, KvHandle
 from dataplane.engines.replay import ReplayEngine, ReplaySettings
 from dataplane.engines.replay_memory import REPLAY_KV_FILE
-from dataplane.messages import ModelSpec, Tier
-from dataplane.profile import GpuProfile
+from dataplane.messages import ModelSpec, Objective, Tier
+from dataplane.profile import GpuProfile, load_gpu_profile
 from dataplane.turns.attainment import ServedRequest, service_attainment, token_attainment
 from dataplane.turns.schedule import TurnSettings
-from dataplane.turns.tiers import TIER_TARGETS, TierTarget
+from dataplane.turns.tiers import TIER_OBJECTIVES
+from ops.commands.screen import AsJson, Columns, print_json, print_table
 
 PROFILE = Path(__file__).parents[1] / "profiles" / "h800.toml"
 WEIGHTS_BYTES = 58 * 10**9
 KV_BYTES = 20 * 10**9
 SMALLEST_BYTES, LARGEST_BYTES = 12 * 10**9, 28 * 10**9
 KV_BYTES_PER_TOKEN = 2**17
+COLUMNS: Columns = {
+    "slot": "slot",
+    "requests/s per model": "rate_per_s",
+    "load": lambda row: f"{row['alpha']:.2f}",
+    "predicted": lambda row: f"{row['predicted']:.3f}",
+    "kept": lambda row: f"{row['kept']:.3f}",
+    "service": lambda row: f"{row['service']:.3f}",
+}
+
+app = typer.Typer(help=(__doc__ or "").partition(": `")[0] + ".", add_completion=False)
+Rates = Annotated[list[float] | None, typer.Option("--rate", min=0.001, help="Requests/s of each of 20 models.")]
+Tbt = Annotated[float, typer.Option(min=0.001, max=3600, help="Promised between tokens, in seconds.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +52,7 @@ class PoolLoad:
     models: int = 20
     duration_s: float = 200.0
     tier: Tier = "IW-F"
+    objective: Objective | None = None
     prompt_tokens_median: float = 120.0
     output_tokens_median: float = 150.0
     decode_only: bool = True
@@ -86,14 +103,15 @@ class _Flight:
     token_times_s: list[float] = field(default_factory=list)
     promises_s: list[float] = field(default_factory=list)
 
-    def served(self, target: TierTarget, *, from_first_token: bool) -> ServedRequest:
+    def served(self, *, from_first_token: bool) -> ServedRequest:
         """For its attainment."""
+        promise = self.request.promise
         return ServedRequest(
             arrived_s=self.token_times_s[0] if from_first_token else self.arrived_s,
             token_times_s=self.token_times_s,
             tokens=self.request.max_tokens - len(self.request.generated),
-            ttft_s=0.0 if from_first_token else target.ttft_s,
-            tbt_s=target.tbt_s,
+            ttft_s=0.0 if from_first_token else promise.ttft_s,
+            tbt_s=promise.tbt_s,
         )
 
     @property
@@ -142,13 +160,12 @@ def measure_pool(
 
 
 def _figures(load: PoolLoad, stats: EngineStats, flights: list[_Flight], alpha: float) -> PoolFigures:
-    target = TIER_TARGETS[load.tier]
-    whole = [flight.served(target, from_first_token=False) for flight in flights]
+    whole = [flight.served(from_first_token=False) for flight in flights]
     return PoolFigures(
         load=load,
         alpha=alpha,
         predicted=fmean(flight.predicted for flight in flights),
-        kept=service_attainment([flight.served(target, from_first_token=True) for flight in flights]),
+        kept=service_attainment([flight.served(from_first_token=True) for flight in flights]),
         wait_s=fmean(flight.token_times_s[0] - flight.arrived_s for flight in flights),
         service=service_attainment(whole),
         token=token_attainment(whole),
@@ -185,6 +202,7 @@ def _arrivals(load: PoolLoad) -> list[_Flight]:
                 request_id=f"{model}-{number}",
                 instance_id=f"instance-{model}",
                 tier=load.tier,
+                objective=load.objective,
                 prompt=(0,) * prompt_tokens,
                 generated=(0,) if load.decode_only else (),
                 max_tokens=output_tokens,
@@ -196,3 +214,42 @@ def _arrivals(load: PoolLoad) -> list[_Flight]:
 
 def _prefilled(tokens: int) -> KvHandle:
     return KvHandle(file=REPLAY_KV_FILE, slab_bytes=0, shape=(0, 0, 0, 0, 0), blocks=(), tokens=tokens)
+
+
+@app.command()
+def table(
+    rate: Rates = None,
+    tbt_s: Tbt = TIER_OBJECTIVES["IW-F"].tbt_s,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each load, from seed 1 on.")] = 6,
+    duration_s: Annotated[float, typer.Option(min=1, help="How long requests come, in simulated seconds.")] = 100.0,
+    as_json: AsJson = False,
+) -> None:
+    """20 models on one slot that decodes, and on one that prefills as well."""
+    profile = load_gpu_profile(PROFILE)
+    rows = []
+    for decode_only in (True, False):
+        for rate_per_s in rate or (0.008, 0.016, 0.03, 0.045):
+            load = PoolLoad(
+                rate_per_s=rate_per_s,
+                seed=0,
+                duration_s=duration_s,
+                objective=Objective(ttft_s=TIER_OBJECTIVES["IW-F"].ttft_s, tbt_s=tbt_s),
+                decode_only=decode_only,
+            )
+            figures = [measure_pool(replace(load, seed=seed), profile=profile) for seed in range(1, seeds + 1)]
+            means = {name: over_requests(figures, name) for name in ("alpha", "predicted", "kept", "service")}
+            slot = "decodes" if decode_only else "both"
+            rows.append({"slot": slot, "rate_per_s": rate_per_s, "tbt_s": tbt_s, **means})
+    if as_json:
+        print_json(rows)
+    else:
+        print_table(f"20 models on a slot, a token each {tbt_s:g} s", COLUMNS, rows)
+
+
+def over_requests(figures: Sequence[PoolFigures], name: str) -> float:
+    """A mean over all requests of several runs."""
+    return float(sum(getattr(one, name) * one.requests for one in figures) / sum(one.requests for one in figures))
+
+
+if __name__ == "__main__":
+    app()

@@ -13,6 +13,7 @@ from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.remapping.settings import RemapSettings
 from ops.bench.checkpoints import VOCABULARY, BenchModel, Shape
+from ops.bench.percentiles import percentile
 from ops.bench.remapping_groups import CAPPED, Asked, Case, Load, Part, asked_of
 from ops.bench.virtual_wire import VirtualTime, virtual_wires
 
@@ -194,15 +195,10 @@ def _served(watched: Sequence[_Watched], **counts: float) -> Served:
         batch=max(in_step.values()),
         tokens_per_s=sum(len(each.stamps_s) for each in burst) / (ended_s - began_s),
         tbt_p50_s=median(gaps_s),
-        tbt_p99_s=p99(gaps_s),
-        step_p99_s=p99([took_s for each in burst for took_s in each.steps_s]),
-        ttft_p99_s=p99([each.stamps_s[0] - each.asked_s for each in burst]),
+        tbt_p99_s=percentile(gaps_s, 0.99),
+        step_p99_s=percentile([took_s for each in burst for took_s in each.steps_s], 0.99),
+        ttft_p99_s=percentile([each.stamps_s[0] - each.asked_s for each in burst], 0.99),
         other_ttft_s=max((each.stamps_s[0] - each.asked_s for each in parts["other"]), default=0.0),
         off_peak_tbt_s=median([took_s for each in parts["off peak"] for took_s in each.steps_s] or [0.0]),
         **counts,
     )
-
-
-def p99(values: Sequence[float]) -> float:
-    """The least that a hundredth of the values, rounded down, exceeds."""
-    return sorted(values)[len(values) - 1 - len(values) // 100]

@@ -5,7 +5,7 @@ decided by the code of the live node (`dataplane.remapping`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -73,6 +73,9 @@ def main(
     group: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(GROUPS)}; all if not given.")] = None,
     requests: Annotated[int, typer.Option(min=10, help="Requests of each run.")] = 200,
     seed: Annotated[int, typer.Option()] = 0,
+    chunk_tokens: Annotated[
+        int | None, typer.Option(min=256, help="Prefill in chunks, so many tokens a step; whole prompts if not given.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare ways out of a lack of KV memory.
@@ -81,6 +84,7 @@ def main(
     Examples:
       python -m ops.bench.remapping_sim --data ../data
       python -m ops.bench.remapping_sim --data ../data --group wires --group crossover --json
+      python -m ops.bench.remapping_sim --data ../data --group temporal --chunk-tokens 512
     """
     names = group or list(GROUPS)
     unknown = [name for name in names if name not in GROUPS]
@@ -91,7 +95,7 @@ def main(
     rows = []
     for name in names:
         notes().print(name)
-        rows += [_row(case, run_case(case, recordings)) for case in GROUPS[name](asked)]
+        rows += [_row(case, run_case(case, recordings, chunk_tokens)) for case in GROUPS[name](asked)]
     published = [row for name in names for row in beside_published(name, rows)]
     if as_json:
         print_json({"runs": rows, "published": published})
@@ -101,7 +105,7 @@ def main(
     print_table("Beside the paper, mean over the loads that lacked memory", PUBLISHED_COLUMNS, published)
 
 
-def run_case(case: Case, recordings: Recordings) -> SharedFigures:
+def run_case(case: Case, recordings: Recordings, chunk_tokens: int | None = None) -> SharedFigures:
     """One run."""
     models = COMBINATIONS[case.combination]
     asks = draw_asks(models, case.load, recordings)
@@ -109,7 +113,7 @@ def run_case(case: Case, recordings: Recordings) -> SharedFigures:
     if case.off_peak_rate is not None:
         skip = len(asks)
         asks += draw_asks(models, case.load.follow_up(case.off_peak_rate), recordings, after=asks[-1])
-    return measure(models, asks, case.settings, skip=skip)
+    return measure(models, asks, replace(case.settings, chunk_tokens=chunk_tokens), skip=skip)
 
 
 def beside_published(group: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

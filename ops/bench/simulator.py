@@ -38,7 +38,9 @@ COLUMNS: Columns = {
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """One run. `cpu_s` leaves out the start of the process."""
+    """One run. `cpu_s` leaves out the start of the process. `events_per_request`: what the event loop ran; what a
+    dedicated instance lives through by its own clock is none.
+    """
 
     serving: Serving
     requests: int

@@ -9,7 +9,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -18,8 +18,9 @@ import typer
 
 from dataplane.profile import ProfileError
 from forecasts.importers.lines import DemandFileError
-from ops.bench.strategies_cases import CASES, SCENARIO, VARIANTS, case_scenario
-from ops.bench.strategies_figures import figures_of
+from ops.bench.strategies_cases import CASES, POINTS, SCENARIO, VARIANTS, case_scenario
+from ops.bench.strategies_figures import StrategyFigures, figures_of
+from ops.bench.strategies_frontier import FRONTIER, compared, show_frontier
 from ops.commands.screen import AsJson, Columns, notes, print_json, print_table
 from ops.simulator.run import simulate
 from ops.simulator.scenario import Scenario, ScenarioError
@@ -68,11 +69,12 @@ class Run:
     path: Path
 
     def figures(self) -> dict[str, Any] | None:
-        """Those that are kept, if they are of the same scenario."""
+        """Those that are kept, if they are of the same scenario, and all there."""
         if not self.path.exists():
             return None
         found: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
-        return found if found["digest"] == digest_of(self.scenario) else None
+        told = found.keys() >= {figure.name for figure in fields(StrategyFigures)}
+        return found if told and found["digest"] == digest_of(self.scenario) else None
 
     def measure(self, progress: Progress) -> None:
         """Simulate, and keep the figures."""
@@ -123,6 +125,7 @@ def main(
     strategy: Annotated[list[str] | None, typer.Option(help=f"By default all: {', '.join(VARIANTS)}.")] = None,
     seed: Annotated[list[int] | None, typer.Option(min=0, help="By default 1.")] = None,
     scenario: Annotated[Path, typer.Option(help="The fleet.", dir_okay=False, exists=True)] = SCENARIO,
+    frontier: Annotated[bool, typer.Option("--frontier", help=f"By default {', '.join(FRONTIER)}.")] = False,
     setting: Annotated[list[str] | None, typer.Option("--set", help="A key, as planning.epsilon=1.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -134,8 +137,10 @@ def main(
     \b
     Example:
       python -m ops.bench.strategies --data DATA --runs RUNS --case a-day --case c-day --seed 1 --seed 2
+      python -m ops.bench.strategies --data DATA --runs RUNS --case a-day --frontier
     """
-    cases, variants = _chosen(case, CASES, "--case"), _chosen(strategy, VARIANTS, "--strategy")
+    cases = _chosen(case, CASES, "--case") or list(CASES)
+    variants = _chosen(strategy, POINTS, "--strategy") or list(FRONTIER if frontier else VARIANTS)
     runs.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(prefix="tidepool-bench-") as folder:
@@ -159,11 +164,12 @@ def main(
                 progress.over()
     except (ScenarioError, ProfileError, DemandFileError) as error:
         raise typer.BadParameter(str(error)) from error
-    rows = [row for name in cases for row in _rows(name, [one for one in wanted if one.case == name])]
+    rows = [row for name in cases for row in compared([*_rows(name, [one for one in wanted if one.case == name])])]
     if as_json:
         print_json(rows)
     else:
         show(rows)
+        show_frontier(rows)
 
 
 def _rows(case: str, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
@@ -175,11 +181,11 @@ def _rows(case: str, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
         yield row_of(case, variant, ones, reactive)
 
 
-def _chosen(names: list[str] | None, known: Mapping[str, object], option: str) -> list[str]:
+def _chosen(names: list[str] | None, known: Mapping[str, object], option: str) -> Sequence[str]:
     for name in names or ():
         if name not in known:
             raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint=option)
-    return names or list(known)
+    return names or ()
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:

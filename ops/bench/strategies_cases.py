@@ -80,12 +80,24 @@ VARIANTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "lt-ua": ("lt-ua", ()),
     "lt-i-median": ("lt-i", ("planning.quantile=0.51",)),
     "lt-ua-median": ("lt-ua", ("planning.quantile=0.51",)),
+    "lt-d": ("lt-d", ()),
     "chiron": ("chiron", ()),
     "oracle": ("oracle", ()),
 }
 """Strategies and their settings. SageServe prints 70 and 30 % for Reactive; the simulator it published scales at 50 and
 25 %. It plans for the forecast's maximum, about the median of what comes, and not for an upper quantile.
 """
+
+POINTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    **VARIANTS,
+    "reactive-60-30": ("reactive", ("scaling.out_above=0.6", "scaling.in_below=0.3")),
+    "reactive-40-20": ("reactive", ("scaling.out_above=0.4", "scaling.in_below=0.2")),
+    "lt-i-75": ("lt-i", ("planning.quantile=0.75",)),
+    "lt-d-median": ("lt-d", ("planning.quantile=0.51",)),
+    "lt-d-tight": ("lt-d", ("scaling.room_out=1.0", "scaling.room_in=1.2")),
+    "lt-d-wide": ("lt-d", ("scaling.room_out=1.3", "scaling.room_in=1.7")),
+}
+"""The same, and more of their settings, which make lines of hours against quality."""
 
 
 def case_scenario(case: Case, variant: str, data: Path, folder: Path, scenario: Path, more: Sequence[str]) -> Scenario:
@@ -100,7 +112,7 @@ def case_scenario(case: Case, variant: str, data: Path, folder: Path, scenario: 
         kind, name = case.recording
         path = data / name
         trace = f"{kind}:{path if case.model is None else only_model(path, case.model, folder)}"
-    strategy, own = VARIANTS[variant]
+    strategy, own = POINTS[variant]
     loaded = load_scenario(scenario, trace=trace, settings=(*case.all_settings(), *own, *more))
     return loaded.with_strategy(strategy)
 

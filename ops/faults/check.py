@@ -13,6 +13,7 @@ import httpx2 as httpx
 from sqlalchemy import create_engine, text
 
 from controlplane.settings import Settings
+from ops.bench.percentiles import percentile
 from ops.faults.load import SLO_FIRST_TOKEN_S, Sent, Streamed, Uploaded
 from ops.faults.stack import FaultStack
 from ops.faults.wrecker import children_of
@@ -71,7 +72,7 @@ def attainment(streams: Iterable[Streamed]) -> list[Attainment]:
     found = []
     for tier, limit_s in SLO_FIRST_TOKEN_S.items():
         mine = [stream for stream in listed if stream.tier == tier]
-        firsts = sorted(stream.first_token_s for stream in mine if stream.first_token_s is not None)
+        firsts = [stream.first_token_s for stream in mine if stream.first_token_s is not None]
         good = sum(
             stream.outcome == "whole" and stream.first_token_s is not None and stream.first_token_s <= limit_s
             for stream in mine
@@ -81,15 +82,11 @@ def attainment(streams: Iterable[Streamed]) -> list[Attainment]:
                 tier=tier,
                 requests=len(mine),
                 share=round(good / len(mine), 4) if mine else None,
-                first_token_p50_s=_at(firsts, 0.5),
-                first_token_p95_s=_at(firsts, 0.95),
+                first_token_p50_s=round(percentile(firsts, 0.5), 3) if firsts else None,
+                first_token_p95_s=round(percentile(firsts, 0.95), 3) if firsts else None,
             )
         )
     return found
-
-
-def _at(ordered: list[float], share: float) -> float | None:
-    return round(ordered[min(int(share * len(ordered)), len(ordered) - 1)], 3) if ordered else None
 
 
 class BatchCheck:

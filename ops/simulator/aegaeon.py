@@ -214,7 +214,7 @@ def measure(setup: Setup, workload: Workload) -> Row:
         unserved=sum(result.failures.values()),
         service_attainment=result.service_attainment,
         token_attainment=result.token_attainment,
-        switches=sum(server.switches for server in outcome.world.servers),
+        switches=sum(server.switches for server in outcome.world.present.servers),
         busy_share=result.busy_share,
         seconds=result.seconds,
         event_log_hash=result.event_log_hash,

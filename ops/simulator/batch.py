@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from dataplane.engines.room import choose_victim
 from dataplane.turns.costs import LatencyModel
-from dataplane.turns.tiers import TIER_TARGETS
+from dataplane.turns.tiers import TIER_RANKS
 from ops.simulator.leaps import Leap, Pace, decode_pace
 from ops.simulator.requests import Served
 from ops.simulator.timeline import Timeline
@@ -35,7 +35,7 @@ class Sequence(Struct, eq=False, kw_only=True):
     @property
     def key(self) -> tuple[int, int]:
         """The order of service: by tier, then first come, first served."""
-        return TIER_TARGETS[self.served.request.tier].rank, self.order
+        return TIER_RANKS[self.served.request.tier], self.order
 
 
 class Batch:
@@ -71,7 +71,7 @@ class Batch:
     def join(self, sequence: Sequence) -> None:
         """Let a sequence decode from the next step on."""
         served, step = sequence.served, self._timeline.step
-        left = served.left
+        left = served.request.output_tokens - served.made
         assert left > 0
         sequence.joined, sequence.last_step = step, step + left
         self._timeline.expect(served.target.tbt_s)
@@ -88,15 +88,15 @@ class Batch:
         free_tokens = self._kv_tokens_max - reserved_tokens - self.context_tokens
         return steps if steps * self.size <= free_tokens else free_tokens // self.size
 
-    def advance(self, leap: Leap) -> list[Sequence]:
-        """Take the steps of a leap, and let those out that have ended, in order of arrival."""
+    def advance(self, leap: Leap, over_s: float) -> list[Sequence]:
+        """Take the steps of a leap that is over at `over_s`, and let those out that have ended, in order of arrival."""
         timeline, ends = self._timeline, self._ends
-        timeline.add(leap)
+        timeline.add(leap, over_s)
         self.context_tokens += leap.steps * self.size
         ended = []
         while ends and ends[0][0] <= timeline.step:
             if (sequence := self._ending()) is not None:
-                ended.append(self._leave(sequence, timeline.over_s))
+                ended.append(self._leave(sequence, over_s))
             heappop(ends)
         if not self.size:
             timeline.forget(timeline.step + 1)

@@ -1,4 +1,5 @@
-"""What happens next: a heap of events, and the log by whose hash two runs are compared.
+"""What happens next: a heap of events, those that live by clocks of their own, and the log by whose hash two runs are
+compared.
 
 Events of one moment run in this order, whatever the order in which they were asked for:
 
@@ -7,20 +8,23 @@ Events of one moment run in this order, whatever the order in which they were as
 3. TICK: views are taken, deferred requests are released. They see all of their moment.
 
 Within a kind the one asked for first runs first. An event may ask for another of its own moment, but of no earlier one.
+
+What nobody else notices needs no event: a `Follower` lags behind, and lives through what it missed when it is looked
+at.
 """
 
-import struct
 from collections.abc import Callable
 from enum import IntEnum
 from hashlib import blake2b
 from heapq import heappop, heappush
-from typing import Any, TypeVarTuple
+from math import inf
+from typing import Any, Protocol, TypeVarTuple
+
+import numpy as np
 
 Told = TypeVarTuple("Told")
 
-_RECORD = "dqqq"
-_BLOCK = 1024
-"""So many records are hashed at once."""
+_RECORD = np.dtype([("at_s", "<f8"), ("what", "<i8"), ("request", "<i8"), ("value", "<i8")])
 
 
 class Kind(IntEnum):
@@ -35,6 +39,24 @@ END, ARRIVAL, TICK = Kind
 """They are asked for often, and a member is found faster by a name of its own."""
 
 
+class Clocked(Protocol):
+    """What lives by a clock of its own."""
+
+    @property
+    def next_s(self) -> float:
+        """When something ends there next; infinite: nothing is there."""
+
+    def advance(self, now_s: float) -> None:
+        """Live through all that ends by then."""
+
+
+class Follower(Clocked, Protocol):
+    """One that lags behind while nobody looks."""
+
+    def keep_up(self) -> None:
+        """Lag behind no more."""
+
+
 class Events:
     """The events to come, and the present moment: that of the event that runs."""
 
@@ -45,6 +67,8 @@ class Events:
         """Whether `run` is to end with the event that runs."""
         self._heap: list[tuple[float, Kind, int, Callable[..., None], tuple[Any, ...]]] = []
         self._asked = 0
+        self._followers: dict[Follower, None] = {}
+        self._keeps_up = False
 
     def at(self, at_s: float, kind: Kind, action: Callable[[*Told], None], *told: *Told) -> None:
         """Ask for `action` at a moment, which is not over yet; it is told the rest."""
@@ -59,6 +83,35 @@ class Events:
         self._run(1)
         return True
 
+    def run_before(self, at_s: float, kind: Kind) -> None:
+        """Move to something of this moment and kind, which is counted and the caller's to run: all before it is run."""
+        heap, first = self._heap, (at_s, kind + 1)
+        while heap and heap[0] < first:
+            self._run(1)
+        self.now_s = at_s
+        self.count += 1
+
+    def follow(self, follower: Follower) -> None:
+        """Let it lag behind, as long as anybody does."""
+        self._followers[follower] = None
+        if self._keeps_up:
+            follower.keep_up()
+
+    def unfollow(self, follower: Follower) -> None:
+        """Nobody need look after it any more."""
+        self._followers.pop(follower, None)
+
+    def catch_up(self) -> None:
+        """Nobody lags behind the present moment."""
+        for follower in list(self._followers):
+            follower.advance(self.now_s)
+
+    def keep_up(self) -> None:
+        """Nobody lags behind from now on."""
+        self._keeps_up = True
+        for follower in list(self._followers):
+            follower.keep_up()
+
     def run(self, most: int) -> bool:
         """Run so many events, unless one of them stops it or there are no more. False: one of these is so."""
         self._run(most)
@@ -72,33 +125,56 @@ class Events:
             action(*told)
 
 
+class Alarm:
+    """Has something with its own clock keep up: an event wherever something ends there."""
+
+    def __init__(self, clocked: Clocked, events: Events) -> None:
+        self._clocked = clocked
+        self._events = events
+        self._set_s = inf
+
+    def set(self) -> None:
+        """Ring when the next thing ends; to be said whenever that may have become earlier."""
+        next_s = self._clocked.next_s
+        if next_s < self._set_s:
+            self._set_s = next_s
+            self._events.at(next_s, END, self._ring, next_s)
+
+    def _ring(self, at_s: float) -> None:
+        if at_s == self._set_s:
+            self._set_s = inf
+            self._clocked.advance(at_s)
+            self.set()
+
+
 class EventLog:
-    """Everything that happened to requests, as one hash."""
+    """Everything that happened to requests, as one hash. Records are told in any order, and count in that of their
+    moments; within a moment, as they were told.
+    """
 
     def __init__(self) -> None:
         self._hash = blake2b(digest_size=16)
         self._hashed = 0
-        self._fresh: list[float] = []
+        self._fresh: list[tuple[float, int, int, int]] = []
 
     def note(self, at_s: float, what: int, request: int, value: int = 0) -> None:
         """Something happened to a request. `what` is the teller's code, `value` what else counts."""
-        self._fresh += (at_s, what, request, value)
-        if len(self._fresh) == _BLOCK * len(_RECORD):
-            self._take_in()
+        self._fresh.append((at_s, what, request, value))
 
     @property
     def noted(self) -> int:
         """How many records went in."""
-        return self._hashed + len(self._fresh) // len(_RECORD)
+        return self._hashed + len(self._fresh)
 
     @property
     def digest(self) -> str:
         """32 hexadecimal digits: equal for equal records in equal order."""
-        self._take_in()
+        self.close()
         return self._hash.hexdigest()
 
-    def _take_in(self) -> None:
-        count = len(self._fresh) // len(_RECORD)
-        self._hash.update(struct.pack("<" + count * _RECORD, *self._fresh))
-        self._hashed += count
+    def close(self) -> None:
+        """Of the moments so far nothing more will be told, but for the present one."""
+        records = np.array(self._fresh, dtype=_RECORD)
+        self._hash.update(records[np.argsort(records["at_s"], kind="stable")].tobytes())
+        self._hashed += len(records)
         self._fresh.clear()

@@ -38,7 +38,7 @@ class Failures:
             for node in failure.nodes:
                 if failure.at_s is None:
                     self._next(failure, node, begins_s)
-                elif failure.at_s >= begins_s:
+                else:
                     self._at(failure.at_s, partial(self._fail, failure, node))
 
     def _next(self, failure: Failure, node: str, from_s: float) -> None:

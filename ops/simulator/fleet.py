@@ -173,15 +173,19 @@ class Fleet:
         self.unplaced += sum(each.count for each in decision.unplaced)
 
     def fail(self, name: str) -> list[Served]:
-        """A node is down at once; returns the requests that were there. What it held is missed only later: `forget`."""
+        """A node is down at once; returns the requests that were there. What it held is missed only later, by `forget`;
+        what was lent out as spot is lent no more.
+        """
         self.down.add(name)
         self.failures += 1
         lost: list[Served] = []
-        for one in self.held.values():
-            if one.node.name == name:
+        for instance_id, one in list(self.held.items()):
+            if one.node.name == name and one.state == "spot":
+                self._stop(instance_id)
+            elif one.node.name == name:
                 lost += one.server.lose()
                 one.ready_s = float("inf")
-                self._world.withdraw(one.server)
+                self._world.present.withdraw(one.server)
         self.interrupted += len(lost)
         return lost
 
@@ -228,13 +232,13 @@ class Fleet:
         self.weights.add(held.endpoint)
         self._turn(held, state="serving", kind=kind)
         held.server.open(kind)
-        self._world.place(held.server)
+        self._world.present.place(held.server)
 
     def _drain(self, name: str, then: Callable[[str], None]) -> None:
         held = self.held[name]
         serving = held.state == "serving"
         self._turn(held, state="draining")
-        self._world.withdraw(held.server)
+        self._world.present.withdraw(held.server)
         if serving:
             held.server.close(partial(then, name))
         else:
@@ -247,7 +251,7 @@ class Fleet:
 
     def _stop(self, name: str) -> None:
         held = self.held.pop(name)
-        self._world.withdraw(held.server)
+        self._world.present.withdraw(held.server)
         self.usage.change(held.use, None, self._events.now_s)
         held.state, held.ready_s = "draining", float("inf")
 

@@ -8,9 +8,9 @@ turn go on in a leap until the first of:
   who comes waits for the rest of it. Here nobody waits, unless `renews` asks for that, at the price of short leaps;
 - a transfer that is over, or somebody from outside: the leap ends with the step that runs then.
 
-While prompts wait on the slot it goes step by step, since the turn policy weighs them before each. Sequences that have
-made a token here ride (`leap_models`); whenever there might be too little room for KV, all get off, and the live rules
-of who makes way are asked.
+While prompts wait on the slot it goes step by step, since the turn policy weighs them before each; and while layers
+are given up. Sequences that have made a token here ride (`leap_models`); whenever there might be too little room for
+KV, all get off, and the live rules of who makes way are asked.
 """
 
 import math
@@ -85,6 +85,11 @@ class LeapEngine(ReplayEngine):
         return self._kv.used_bytes
 
     @property
+    def kv_capacity_bytes(self) -> int:
+        """That and what it could take now."""
+        return self._kv.used_bytes + self._kv.free_bytes
+
+    @property
     def lone_model(self) -> str | None:
         """Whose turn it is, when nobody else's batch can run; then who comes gets the next turn at once."""
         return self._last_model if self._alone else None
@@ -99,7 +104,7 @@ class LeapEngine(ReplayEngine):
         return sum([batch.can_run for batch in self._batches]) <= 1
 
     def _new_model(self, spec: ModelSpec, gpus: int) -> LeapModel:
-        return replayed(LeapModel, spec, self._settings.profile, gpus, self._settings.speed)
+        return replayed(LeapModel, spec, self._settings, gpus)
 
     def _facts(self, now_s: float) -> SlotFacts:
         """The turn policy is asked before every step. Where prompts came in the last step of a leap, it is asked now
@@ -121,7 +126,12 @@ class LeapEngine(ReplayEngine):
         self.leaped, self.ridden_tokens = None, 0
         if turn.kind == "prefill":
             return super()._run(turn, model, now_s)
+        if self._steps_singly(model):
+            self._get_off_all()
+            return super()._run(turn, model, now_s)
         there_s = self._steps.bring(turn, model, now_s)
+        if there_s is None:
+            return None
         singles = self._ready(model)
         if there_s > now_s:
             self._steps.sleep_until(there_s)
@@ -130,6 +140,14 @@ class LeapEngine(ReplayEngine):
             self._steps.wait(now_s)
             return None
         return self._decode(model, singles, now_s)
+
+    def _steps_singly(self, model: LeapModel) -> bool:
+        """Whether layers are given up, or may be in this step: then each step waits for loads as it comes."""
+        if self._settings.kv_pressure not in ("auto", "remap"):
+            return False
+        model.look()
+        lends = self._weights.given_up or self._kv.strayed_bytes
+        return bool(lends) or model.kv_needed_bytes() > self._kv.free_bytes
 
     def _ready(self, model: LeapModel) -> list[ReplaySequence]:
         """See to the KV of those that decode, for one step. Returns those with room for it that do not ride."""

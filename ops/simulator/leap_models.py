@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from dataplane.engines.kv import Place
 from dataplane.engines.replay_models import ReplayModel, ReplaySequence
 from dataplane.turns.decode import BatchFacts
-from dataplane.turns.tiers import TIER_TARGETS
 from ops.simulator.batch import Batch, Sequence
 from ops.simulator.leaps import Leap
 from ops.simulator.requests import Served
@@ -49,7 +48,7 @@ class LeapModel(ReplayModel):
             riders = self.riders
             self._known, self._facts = decoding, None
             self.standing = [one for one in decoding if one.order not in riders]
-            self._tbt_s = min([TIER_TARGETS[one.request.tier].tbt_s for one in decoding], default=0.0)
+            self._tbt_s = min([one.request.promise.tbt_s for one in decoding], default=0.0)
 
     def batch_facts(
         self, *, now_s: float | None, switch_s: float, prefetched: bool, ready: bool, batch_max: int
@@ -97,7 +96,7 @@ class LeapModel(ReplayModel):
     def ride(self, leap: Leap) -> list[ReplaySequence]:
         """Take the steps of a leap; those that have made their last token get off, and still have to be told of it."""
         self.roomy = False
-        return [self._get_off(one, told=1) for one in self._batch.advance(leap)]
+        return [self._get_off(one, told=1) for one in self._batch.advance(leap, leap.ended_s(leap.steps))]
 
     def get_off_all(self) -> None:
         """Have all riders stand."""

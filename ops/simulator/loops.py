@@ -164,7 +164,7 @@ class Loops:
         )
 
     def _kind_facts(self, model: str, instances: Mapping[str, Held]) -> KindFacts:
-        view = self._world.view(model)
+        view = self._world.present.view(model)
         seen = [view[name] for name in instances if name in view]
         return KindFacts(
             present=_by_gpu_type(instances.values()),

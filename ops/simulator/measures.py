@@ -6,9 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from dataplane.messages import Tier
 from ops.simulator.requests import Request, Served
+
+FloatArray = npt.NDArray[np.float64]
 
 _GROWTH = math.log(1.02)
 _SMALLEST_S = 1e-6
@@ -23,15 +26,18 @@ class Histogram:
         self.max_s = 0.0
         self.bins: Counter[int] = Counter()
 
-    def add(self, times_s: Sequence[float]) -> None:
+    def add(self, times_s: FloatArray) -> None:
         """Count times that are not negative."""
-        if not times_s:
+        if not len(times_s):
             return
         self.count += len(times_s)
-        self.sum_s += sum(times_s)
-        self.max_s = max(self.max_s, *times_s)
+        self.sum_s += float(times_s.sum())
+        self.max_s = max(self.max_s, float(times_s.max()))
         places = np.floor(np.log(np.maximum(times_s, _SMALLEST_S) / _SMALLEST_S) / _GROWTH).astype(int)
-        self.bins.update(dict(zip(*map(np.ndarray.tolist, np.unique(places, return_counts=True)), strict=True)))
+        first = int(places.min())
+        for place, count in enumerate(np.bincount(places - first).tolist(), first):
+            if count:
+                self.bins[place] += count
 
     def join(self, other: "Histogram") -> None:
         """Count what another has counted."""
@@ -78,18 +84,17 @@ class Tally:
                     setattr(whole, name, getattr(whole, name) + value)
         return whole
 
-    def add(self, served: Sequence[Served]) -> None:
+    def add(self, block: "Block") -> None:
         """Requests were served to their ends."""
-        first_s = [one.ttft_s for one in served]
-        self.ended += len(served)
-        self.share_sum += sum([one.share for one in served])
-        self.tokens += sum([one.made for one in served])
-        self.tokens_in_time += sum([one.in_time for one in served])
-        self.input_tokens += sum([one.request.prompt_tokens for one in served])
-        self.ttft_violations += sum([ttft_s > one.target.ttft_s for one, ttft_s in zip(served, first_s, strict=True)])
-        self.ttft.add(first_s)
-        self.service.add([one.service_s for one in served])
-        self.token_gap.add([(one.last_s - one.first_s) / (one.made - 1) for one in served if one.made > 1])
+        self.ended += len(block.ttft_s)
+        self.share_sum += float(block.share.sum())
+        self.tokens += int(block.made.sum())
+        self.tokens_in_time += int(block.in_time.sum())
+        self.input_tokens += int(block.prompt_tokens.sum())
+        self.ttft_violations += int((block.ttft_s > block.due_s).sum())
+        self.ttft.add(block.ttft_s)
+        self.service.add(block.service_s)
+        self.token_gap.add(block.token_gap_s)
 
     def fail(self, request: Request) -> None:
         """A request ended without an answer."""
@@ -112,9 +117,29 @@ class Tally:
         return self.tokens_in_time / self.tokens if self.tokens else 1.0
 
 
-def by_model_and_tier(served: Iterable[Served]) -> Mapping[tuple[str, Tier], list[Served]]:
+class Block:
+    """Requests of one model and tier that were served, as columns: times are where they came from, in seconds."""
+
+    def __init__(self, served: Sequence[Served]) -> None:
+        first_s = np.array([one.first_s for one in served])
+        last_s = np.array([one.last_s for one in served])
+        late_s = np.array([one.late_s for one in served])
+        waited_s = np.array([one.back_s - one.request.arrived_s for one in served])
+        self.made = np.array([one.made for one in served])
+        self.in_time = np.array([one.in_time for one in served])
+        self.prompt_tokens = np.array([one.request.prompt_tokens for one in served])
+        self.due_s = np.array([one.target.ttft_s for one in served])
+        self.ttft_s = first_s + waited_s
+        self.service_s = last_s + waited_s
+        self.share = np.where(late_s > 0, 1.0 - late_s / self.service_s, 1.0)
+        """See `Served.share`."""
+        many = self.made > 1
+        self.token_gap_s = (last_s - first_s)[many] / (self.made[many] - 1)
+
+
+def by_model_and_tier(served: Iterable[Served]) -> Mapping[tuple[str, Tier], Block]:
     """Requests, each kind for itself."""
     found: defaultdict[tuple[str, Tier], list[Served]] = defaultdict(list)
     for one in served:
         found[one.request.model, one.request.tier].append(one)
-    return found
+    return {key: Block(some) for key, some in found.items()}

@@ -19,7 +19,7 @@ from ops.simulator.servers import DedicatedServer
 from ops.simulator.serving import Means
 from ops.simulator.world import World
 
-PLANNED = {"lt-i", "lt-u", "lt-ua", "oracle"}
+PLANNED = {"lt-i", "lt-u", "lt-ua", "lt-d", "oracle"}
 """Strategies that follow a plan."""
 
 
@@ -44,7 +44,7 @@ def operate(scenario: Scenario, scaling: ScalingPart, means: Means, world: World
     planner = None
     if scaling.strategy in PLANNED:
         truth = Demand.of(traffic_of(scenario, seed)) if scaling.strategy == "oracle" else None
-        planner = Planner(plan, world.demand, truth)
+        planner = Planner(plan, world.demand, truth, begins_s=begins_s)
     settings = LoopSettings(
         scaling=scaling.settings(),
         slots=SlotSettings(spot_enabled=scaling.spot, spot_max_age_s=scaling.spot_max_age_s),
@@ -81,7 +81,6 @@ def _maker(means: Means, world: World) -> MakeServer:
             ended=world.ended,
             node_id=add.node_id,
             slot=add.slot,
-            kind=add.kind,
         )
 
     return make
@@ -124,6 +123,11 @@ def _failures(scenario: Scenario, nodes: list[FleetNode]) -> Iterator[Failure]:
             if part.node >= len(names):
                 raise ScenarioError(f"{scenario.name}: failures.{index}.node: {part.region} has {len(names)} nodes")
             names = [names[part.node]]
+        if part.at_s is not None and part.at_s < scenario.planning.learn_s:
+            raise ScenarioError(
+                f"{scenario.name}: failures.{index}.at_s: {part.at_s:g} is before planning.learn_s,"
+                f" {scenario.planning.learn_s:g}: nothing is served yet"
+            )
         yield Failure(
             nodes=tuple(names),
             down_s=part.down_s,

@@ -56,14 +56,18 @@ class Plan:
 class Planner:
     """Makes the plans. `truth` None: from forecasts; else from what will come, the interactive demand of the whole run.
 
-    Between two forecasts of an endpoint what the first kept is handed to the second, as live.
+    Between two forecasts of an endpoint what the first kept is handed to the second, as live. `begins_s`: before it
+    nothing was served, and so no deferred request let go.
     """
 
-    def __init__(self, settings: PlanSettings, demand: Demand, truth: Demand | None = None) -> None:
+    def __init__(
+        self, settings: PlanSettings, demand: Demand, truth: Demand | None = None, *, begins_s: float = 0.0
+    ) -> None:
         self.plan: Plan | None = None
         self._settings = settings
         self._demand = demand
         self._truth = truth
+        self._begins_s = begins_s
         self._forecasts: dict[Endpoint, PeakForecast] = {}
 
     def forecast(self, now_s: float) -> None:
@@ -87,7 +91,7 @@ class Planner:
         if not paths:
             return
         until_s = now_s // MINUTE_S * MINUTE_S
-        since_s = max(0.0, until_s - HOUR_S)
+        since_s = max(self._begins_s, until_s - HOUR_S)
         deferred = {
             endpoint: self._demand.mean(endpoint, since_s=since_s, until_s=until_s, deferred=True)
             for endpoint in self._settings.limits

@@ -21,7 +21,7 @@ from ops.simulator.slot_process import SlotProcess
 
 
 class PoolServer:
-    """Meets `world.Server`. All models are on all slots."""
+    """Meets `presence.Server`. All models are on all slots."""
 
     def __init__(
         self,
@@ -79,6 +79,7 @@ class PoolServer:
             request_id=str(request.number),
             instance_id=request.model,
             tier=request.tier,
+            objective=served.target,
             prompt=(0,) * request.prompt_tokens,
             max_tokens=request.output_tokens,
         )
@@ -89,10 +90,11 @@ class PoolServer:
         """Each model on the pool; they share its memory and its prefill slots."""
         decoding = [process for process in self._processes if process.kind != "prefill"]
         used_bytes = sum(process.engine.kv_used_bytes for process in decoding)
+        capacity_bytes = sum(process.engine.kv_capacity_bytes for process in decoding)
         load = max(process.engine.load_alpha for process in decoding)
-        any_model = next(iter(self._models))
-        wait_s, token_s = self._dispatcher.prefill_outlook(any_model, "IW-N") or (None, None)
-        urgent_wait_s, _ = self._dispatcher.prefill_outlook(any_model, "IW-F") or (None, None)
+        asked = model or next(iter(self._models))  # a tier is promised the same of every model
+        wait_s, token_s = self._dispatcher.prefill_outlook(asked, "IW-N") or (None, None)
+        urgent_wait_s, _ = self._dispatcher.prefill_outlook(asked, "IW-F") or (None, None)
         for name in self._models if model is None else [model]:
             yield InstanceFacts(
                 instance_id=f"{self._name}/{name}",
@@ -102,7 +104,7 @@ class PoolServer:
                 accepting=True,
                 age_s=0.0,
                 kv_used_bytes=used_bytes,
-                kv_capacity_bytes=len(decoding) * self._settings.kv_bytes,
+                kv_capacity_bytes=capacity_bytes,
                 remaining_tokens=self._left_tokens[name],
                 kv_bytes_per_token=self._models[name].kv_bytes_per_token,
                 prefill_wait_s=wait_s,

@@ -86,6 +86,7 @@ class Prompts:
             tokens=sequence.served.request.prompt_tokens,
             tier=sequence.served.request.tier,
             arrived_s=came_s,
+            ttft_s=sequence.served.target.ttft_s,
         )
         self._queue = self._queue.join(request, self._settings)
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from controlplane.policies.facts import Endpoint, InstanceFacts
 from controlplane.policies.routing import utilization_of
 from ops.simulator.demand import Demand
-from ops.simulator.measures import Histogram
-from ops.simulator.requests import Served
+from ops.simulator.measures import Block, Histogram
 from ops.simulator.results import EndpointSeries, QueueSeries, Series, State, TierSeries
 from ops.simulator.usage import Usage, Use
 
@@ -54,9 +53,9 @@ class Recorder:
         """The first step begins, at a whole minute."""
         self._start_s = now_s
 
-    def ended(self, tier: str, served: Iterable[Served]) -> None:
+    def ended(self, tier: str, block: Block) -> None:
         """Requests of a tier were served."""
-        self._first_tokens[tier].add([one.ttft_s for one in served])
+        self._first_tokens[tier].add(block.ttft_s)
 
     def close(
         self, now_s: float, views: Mapping[str, Mapping[str, InstanceFacts]], queues: Mapping[str, tuple[int, float]]

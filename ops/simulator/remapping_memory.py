@@ -23,6 +23,8 @@ LOOK_S = 0.05
 class SharedSettings:
     """`shared_kv`: one KV memory for all models, else each has its own; whoever gives up layers shares. `turn_s`: how
     long a model runs at most while others wait. `watermark`: share of KV memory that no prompt is begun into.
+    `chunk_tokens`: prompts are prefilled in chunks beside the batch, so many tokens of both together a step; None:
+    whole, while the batch waits.
     """
 
     way: Way
@@ -32,6 +34,7 @@ class SharedSettings:
     turn_s: float = 5.0
     batch_max: int = 256
     prefill_tokens_max: int = 2048
+    chunk_tokens: int | None = None
     watermark: float = 0.01
     remap: RemapSettings = field(default_factory=RemapSettings)
 

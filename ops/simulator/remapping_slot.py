@@ -9,17 +9,26 @@
 
 Temporal sharing: one model runs at a time, until it has nothing to do or its turn is over; then the next with work.
 Spatial sharing: all run at once, each at 1/k of the speed while k are busy. A waiting prompt goes before the batch, and
-prompts are prefilled whole, as in the engine that the paper changed. KV is counted by the token.
+prompts are prefilled whole, as in the engine that the paper changed (vLLM 0.7.3 chunks none of models with contexts up
+to 32 Ki by default); or in chunks beside the batch. KV is counted by the token.
 """
 
 from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from math import inf
+from typing import NamedTuple
 
 from ops.simulator.remapping_memory import Counts, SharedMemory, SharedSettings
 from ops.simulator.remapping_models import SharedModel
 from ops.simulator.remapping_tenants import Ask, Tenant
+
+
+class _Step(NamedTuple):
+    """What a model runs: whose prompts are complete after it, and whether its batch makes a token."""
+
+    asks: list[Ask]
+    decodes: bool
 
 
 class SharedSlot:
@@ -35,7 +44,7 @@ class SharedSlot:
         self._settings = settings
         self._memory = SharedMemory(self.tenants, settings, self._is_active)
         self._by_name = {tenant.model.name: tenant for tenant in self.tenants}
-        self._running: dict[str, list[Ask]] = {}
+        self._running: dict[str, _Step] = {}
         self._ends: list[tuple[float, int]] = []
         self._turn: Tenant | None = None
         self._turn_began_s = 0.0
@@ -59,11 +68,10 @@ class SharedSlot:
         assert not any(tenant.has_work for tenant in self.tenants), "requests were left over"
 
     def _over(self, tenant: Tenant) -> None:
-        asks = self._running.pop(tenant.model.name)
-        if asks:
-            tenant.prefilled(asks, self.now_s)
-        else:
+        step = self._running.pop(tenant.model.name)
+        if step.decodes:
             tenant.decoded(self.now_s)
+        tenant.prefilled(step.asks, self.now_s)
 
     def _begin(self) -> None:
         """Begin a step of every model that may run and does not."""
@@ -80,7 +88,7 @@ class SharedSlot:
         arriving = [tenant for tenant in self.tenants if tenant.arriving]
         if arriving and not self._running:  # an empty step, until the first KV is there
             tenant = min(arriving, key=lambda tenant: tenant.arriving[0][0])
-            self._run(tenant, [], tenant.arriving[0][0])
+            self._run(tenant, _Step([], decodes=True), tenant.arriving[0][0])
 
     def _in_turn(self) -> list[Tenant]:
         """Models with work: the one whose turn it is, unless it is over, then the others in order."""
@@ -105,38 +113,43 @@ class SharedSlot:
 
     def _begin_step(self, tenant: Tenant) -> bool:
         """False: it can do nothing now."""
-        memory = self._memory
+        memory, chunk_tokens = self._memory, self._settings.chunk_tokens
         memory.bring_back(tenant, self.now_s)
         asks, room_s = self._admit(tenant)
-        if asks:
-            tokens = [ask.prefill_tokens for ask in asks]
-            compute_s = tenant.model.latency.prefill_s(sum(tokens), sum(n * n for n in tokens))
-            tenant.prefill(compute_s)
-        else:
-            room_s = memory.make_room(tenant, None, self.now_s) or 0.0
-            if not tenant.batch:
-                return False
-            compute_s = tenant.decode_s
+        tokens = [ask.prefill_tokens for ask in asks]
+        decodes = False
+        if chunk_tokens is not None or not asks:
+            room_s += memory.make_room(tenant, None, self.now_s) or 0.0
+            decodes = bool(tenant.batch)
+        if chunk_tokens is not None:
+            tenant.filling.extend(asks)
+            tokens = [min(chunk_tokens - len(tenant.batch), tenant.unfilled_tokens)]
+            asks = tenant.fill(tokens[0])
+        if not decodes and not any(tokens):
+            return False
+        compute_s = tenant.compute_s(tokens, decodes=decodes)
         waited_s = memory.waits_s(tenant, compute_s)
         memory.counts.waited_s += waited_s
         busy = len(self._running) + 1
         last_layer_s = tenant.loaded_s + compute_s / tenant.model.layers
         ends_s = room_s + max(self.now_s + busy * (compute_s + waited_s), last_layer_s)
-        if not asks:
+        if decodes:
             self.batch_peak = max(self.batch_peak, len(tenant.batch))
             self.steps_s.append((ends_s - self.now_s, len(tenant.batch)))
-        self._run(tenant, asks, ends_s)
+        self._run(tenant, _Step(asks, decodes), ends_s)
         return True
 
-    def _run(self, tenant: Tenant, asks: list[Ask], ends_s: float) -> None:
-        self._running[tenant.model.name] = asks
+    def _run(self, tenant: Tenant, step: _Step, ends_s: float) -> None:
+        self._running[tenant.model.name] = step
         heappush(self._ends, (ends_s, self.tenants.index(tenant)))
 
     def _admit(self, tenant: Tenant) -> tuple[list[Ask], float]:
-        """The prompts to prefill now, in order, as many as a step takes; and how long their room is waited for."""
+        """The prompts to begin now, in order, as many as a step takes; and how long their room is waited for."""
         asks: list[Ask] = []
         room_s = 0.0
-        tokens = 0
+        tokens = tenant.unfilled_tokens
+        if tokens >= self._settings.prefill_tokens_max:
+            return asks, room_s
         while tenant.waiting and not tenant.away and len(tenant.batch) + len(asks) < self._settings.batch_max:
             ask = tenant.waiting[0]
             if asks and tokens + ask.prefill_tokens > self._settings.prefill_tokens_max:

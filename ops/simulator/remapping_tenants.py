@@ -1,6 +1,7 @@
 """One model among those that share a slot: who waits, who decodes, and how long each token took."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf, nan
@@ -53,6 +54,9 @@ class Tenant:
     away: deque[Ask] = field(default_factory=deque)
     arriving: list[tuple[float, Ask]] = field(default_factory=list)
     """Whose KV comes back, and when it is there."""
+    filling: deque[Ask] = field(default_factory=deque)
+    """Whose prompt is being prefilled chunk by chunk; of the first, `filled_tokens` are."""
+    filled_tokens: int = 0
     kv_tokens: int = 0
     steps: int = 0
     stepped_s: float = nan
@@ -74,7 +78,12 @@ class Tenant:
     @property
     def has_work(self) -> bool:
         """Whether it has requests."""
-        return bool(self.waiting or self.batch or self.away or self.arriving)
+        return bool(self.waiting or self.batch or self.away or self.arriving or self.filling)
+
+    @property
+    def unfilled_tokens(self) -> int:
+        """Tokens that are still to be prefilled of the prompts that were begun."""
+        return sum(ask.prefill_tokens for ask in self.filling) - self.filled_tokens
 
     @property
     def kv_bytes(self) -> int:
@@ -122,9 +131,24 @@ class Tenant:
         self._joined.append(ask)
         heappush(self._ends, (self._last_step(ask.number), ask.number))
 
-    def prefill(self, compute_s: float) -> None:
-        """A prefill begins that computes for so long."""
-        self.prefill_s += PREFILL_SHARE * (compute_s - self.prefill_s)
+    def compute_s(self, tokens: Sequence[int], *, decodes: bool) -> float:
+        """How long a step computes that prefills so many tokens of each prompt, or of all in one chunk, and decodes."""
+        if not any(tokens):
+            return self.decode_s
+        prefill_s = self.model.latency.prefill_s(sum(tokens), sum(n * n for n in tokens))
+        if decodes:
+            prefill_s += self.decode_s - self.model.latency.prefill_base_s  # a pass over the weights serves both
+        self.prefill_s += PREFILL_SHARE * (prefill_s - self.prefill_s)
+        return prefill_s
+
+    def fill(self, tokens: int) -> list[Ask]:
+        """Prefill the next so many tokens; whose prompt is complete then."""
+        done = []
+        self.filled_tokens += tokens
+        while self.filling and self.filled_tokens >= self.filling[0].prefill_tokens:
+            self.filled_tokens -= self.filling[0].prefill_tokens
+            done.append(self.filling.popleft())
+        return done
 
     def prefilled(self, asks: list[Ask], now_s: float) -> None:
         """Prefills are over: each has made a token, the first or the next."""

@@ -13,7 +13,7 @@ from typing import Literal
 from controlplane.policies.facts import Endpoint, InstanceFacts
 from ops.simulator.costs import InstanceSettings, ModelCosts
 from ops.simulator.dedicated import Instance
-from ops.simulator.events import Events, Kind
+from ops.simulator.events import Alarm, Events, Kind
 from ops.simulator.requests import Request, Served
 
 Ended = Callable[[Served], None]
@@ -27,7 +27,7 @@ LINE_MAX = 4
 
 
 class RequestLevelCluster:
-    """GPUs that switch when nothing runs on them. Meets `world.Server`."""
+    """GPUs that switch when nothing runs on them. Meets `presence.Server`."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class RequestLevelCluster:
         gpu.promised_tokens += tokens
         gpu.requests[served.request.number] = served
         if gpu.instance:
-            _give(gpu.instance, served)
+            self._give(gpu, gpu.instance, served)
         return True
 
     def _switch(self, served: Served) -> bool:
@@ -152,9 +152,18 @@ class RequestLevelCluster:
         return True
 
     def _start(self, gpu: "_Gpu", model: ModelCosts) -> None:
-        gpu.instance = Instance(model, self._settings, self._events, lambda served: self._ended(gpu, served))
+        gpu.instance = Instance(model, self._settings, lambda served: self._ended(gpu, served))
+        gpu.alarm = Alarm(gpu.instance, self._events)
         for served in list(gpu.requests.values()):
-            _give(gpu.instance, served)
+            self._give(gpu, gpu.instance, served)
+
+    def _give(self, gpu: "_Gpu", instance: Instance, served: Served) -> None:
+        assert gpu.alarm is not None
+        if served.made:
+            instance.adopt(served, self._events.now_s)
+        else:
+            instance.submit(served, self._events.now_s)
+        gpu.alarm.set()
 
     def _ended(self, gpu: "_Gpu", served: Served) -> None:
         del gpu.requests[served.request.number]
@@ -166,7 +175,7 @@ class RequestLevelCluster:
 
 
 class SplitCluster:
-    """A cluster that prefills and one that decodes. Meets `world.Server`; the instances are those of the first."""
+    """A cluster that prefills and one that decodes. Meets `presence.Server`; the instances are those of the first."""
 
     def __init__(self, prefill: RequestLevelCluster, decode: RequestLevelCluster) -> None:
         self.slots = prefill.slots + decode.slots
@@ -196,19 +205,13 @@ class SplitCluster:
         return self._prefill.reports(model)
 
 
-def _give(instance: Instance, served: Served) -> None:
-    if served.made:
-        instance.adopt(served)
-    else:
-        instance.submit(served)
-
-
 class _Gpu:
-    """One GPU. `instance`: None while weights arrive."""
+    """One GPU. `instance`: None while weights arrive. Whoever waits for the GPU notices each end: it has an alarm."""
 
     def __init__(self) -> None:
         self.model: str | None = None
         self.instance: Instance | None = None
+        self.alarm: Alarm | None = None
         self.token_bytes = 0
         self.promised_tokens = 0
         self.requests: dict[int, Served] = {}

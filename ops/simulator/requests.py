@@ -4,7 +4,7 @@ import math
 
 from msgspec import Struct
 
-from dataplane.messages import Tier
+from dataplane.messages import Objective, Tier
 from ops.simulator.leaps import Leap
 
 
@@ -20,13 +20,6 @@ class Request(Struct, frozen=True, gc=False):
     output_tokens: int
 
 
-class Target(Struct, frozen=True, kw_only=True):
-    """Token k, from 0, is due `ttft_s` + k * `tbt_s` after the request came."""
-
-    ttft_s: float
-    tbt_s: float
-
-
 class Served(Struct, eq=False, kw_only=True):
     """A request on its way. `back_s`: how long its tokens travel to where it came from; all times are at the instance.
 
@@ -35,7 +28,7 @@ class Served(Struct, eq=False, kw_only=True):
     """
 
     request: Request
-    target: Target
+    target: Objective
     back_s: float = 0.0
     made: int = 0
     in_time: int = 0

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from controlplane.policies.admission import AdmissionSettings
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.routing import RoutingSettings
-from dataplane.turns.tiers import TIER_TARGETS
+from dataplane.messages import Objective
+from dataplane.turns.tiers import TIER_OBJECTIVES
 from forecasts.importers.lines import DemandFileError
 from ops.simulator.events import Events
 from ops.simulator.fleet import Fleet
 from ops.simulator.formats import traffic_of
 from ops.simulator.operations import operate
-from ops.simulator.requests import Target
 from ops.simulator.results import Result
 from ops.simulator.scenario import Scenario, ScenarioError
 from ops.simulator.serving import fixed_servers, means_of
@@ -83,7 +83,7 @@ def build_world(scenario: Scenario, seed: int) -> tuple[World, Fleet | None, flo
         fleet = operate(scenario, scenario.scaling, means, world, seed)
         return world, fleet, means.profile.cost_per_hour
     for server in fixed_servers(scenario, models, means, world):
-        world.place(server)
+        world.present.place(server)
         for report in server.reports():
             world.usage.change(None, Use(report.endpoint, "serving", report.kind, 1), 0.0)
     return world, None, means.profile.cost_per_hour
@@ -102,17 +102,17 @@ def number_of(model: str) -> int:
 
 
 def _world_settings(scenario: Scenario) -> WorldSettings:
-    defaults = {tier: Target(ttft_s=one.ttft_s, tbt_s=one.tbt_s) for tier, one in TIER_TARGETS.items()}
-    own = {tier: Target(ttft_s=one.ttft_s, tbt_s=one.tbt_s) for tier, one in scenario.targets.items()}
+    own = {tier: Objective(ttft_s=one.ttft_s, tbt_s=one.tbt_s) for tier, one in scenario.targets.items()}
     routing = RoutingSettings(utilization_max=scenario.policy.region_utilization_max)
     return WorldSettings(
         regions=tuple(scenario.regions),
         latencies_ms={_pair(scenario.ends(key)): value for key, value in scenario.latencies_ms.items()},
-        targets=defaults | own,
+        targets=TIER_OBJECTIVES | own,
         view_s=scenario.policy.view_s,
         learn_s=scenario.planning.learn_s,
         routing=routing,
         admission=AdmissionSettings(routing=routing) if scenario.policy.admission else None,
+        tries_max=scenario.policy.tries_max,
     )
 
 

@@ -1,14 +1,15 @@
 """A scenario: a TOML file that says what comes, on what it runs, and by which policies. Errors name the key."""
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
 from controlplane.policies.facts import InstanceKind
-from dataplane.messages import Tier
+from dataplane.engines.pressure import KvPressure
+from dataplane.messages import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S, Tier
 from dataplane.turns.ordering import Order
 from ops.simulator.changes import ChangeError, with_settings, with_trace
 from ops.simulator.costs import Batching
@@ -53,6 +54,15 @@ class InstancePart(Part):
     kind: InstanceKind = InstanceKind.MIXED
 
 
+_SLOTS: Mapping[str, frozenset[str]] = {
+    "dedicated": frozenset(),
+    "pooled": frozenset({"prefill_slots", "decode_slots", "both_slots"}),
+    "request-level": frozenset({"prefill_slots", "decode_slots", "gpus"}),
+    "static": frozenset({"gpus"}),
+}
+"""Which counts of slots each way of serving has."""
+
+
 class FleetPart(Part):
     """What serves. `dedicated` has `instances`; `pooled` has slots in each region, of which `both_slots` prefill and
     decode; `request-level` has `gpus` in each region that do both, or prefill and decode slots; `static` has
@@ -85,6 +95,9 @@ class FleetPart(Part):
         name, there = needs[self.serving]
         if not there:
             raise ValueError(f"serving = {self.serving!r} needs {name}")
+        for key in sorted(frozenset[str]().union(*_SLOTS.values()) - _SLOTS[self.serving]):
+            if getattr(self, key):
+                raise ValueError(f"{key}: serving = {self.serving!r} has none; a fleet serves in one way only")
         if self.serving in ("pooled", "static") and self.weights_bytes is None:
             raise ValueError(f"serving = {self.serving!r} needs weights_bytes")
         return self
@@ -92,8 +105,10 @@ class FleetPart(Part):
 
 class PolicyPart(Part):
     """What the policies are told besides their own defaults. `switching`: of request-level serving.
-    `admission`: whether requests that no instance would begin in time are refused. `view_s`: how often instances report
-    and deferred requests are released.
+    `admission`: whether requests that no instance would begin in time are refused. `tries_max`: how often a client
+    offers one, waiting for as long as it is told after each refusal; TTFT counts from the first. `view_s`: how often
+    instances report and deferred requests are released. `kv_pressure`: what slots of pools do when KV has no room; a
+    model's weights are in 32 layers.
     """
 
     order: Order = "edf"
@@ -105,15 +120,23 @@ class PolicyPart(Part):
     group_requests_max: Count = 8
     region_utilization_max: Positive = 0.7
     prefetch: bool = True
+    kv_pressure: KvPressure = "swap"
     admission: bool = False
+    tries_max: Annotated[int, Field(ge=1, le=1000)] = 1
     view_s: Positive = 1.0
+
+    @model_validator(mode="after")
+    def _refusing(self) -> "PolicyPart":
+        if self.tries_max > 1 and not self.admission:
+            raise ValueError("tries_max: needs admission = true; nobody is refused without")
+        return self
 
 
 class TargetPart(Part):
     """Token k, from 0, is due `ttft_s` + k * `tbt_s` after the request came."""
 
-    ttft_s: Positive
-    tbt_s: Positive
+    ttft_s: Annotated[Positive, Field(le=OBJECTIVE_TTFT_MAX_S)]
+    tbt_s: Annotated[Positive, Field(le=OBJECTIVE_TBT_MAX_S)]
 
 
 class Scenario(Part):
@@ -167,8 +190,8 @@ class Scenario(Part):
             if name not in known:
                 raise ValueError(f"{key}: {name!r} is none of {', '.join(sorted(known))}")
         if self.scaling is None:
-            if self.failures:
-                raise ValueError("failures: need [scaling], which replaces what they take")
+            for key in self._of_scaling():
+                raise ValueError(f"{key}: needs [scaling], and says nothing without")
             return self
         if self.fleet.serving != "dedicated" or not self.fleet.nodes:
             raise ValueError("scaling: needs fleet.serving = 'dedicated' and fleet.nodes")
@@ -176,6 +199,14 @@ class Scenario(Part):
             if each.tokens_per_s is None:
                 raise ValueError(f"models.{index}.tokens_per_s: is needed where [scaling] is")
         return self
+
+    def _of_scaling(self) -> Iterator[str]:
+        """Keys of the file that are for instances that come and go."""
+        for key, given in (("failures", self.failures), ("fleet.nodes", self.fleet.nodes)):
+            if given:
+                yield key
+        yield from (f"provisioning.{key}" for key in sorted(self.provisioning.model_fields_set))
+        yield from (f"planning.{key}" for key in sorted(self.planning.model_fields_set - {"learn_s"}))
 
     def with_strategy(self, strategy: str) -> "Scenario":
         """The same under another scaling strategy.

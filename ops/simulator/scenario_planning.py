@@ -10,7 +10,7 @@ from forecasts.forecasters import FORECASTERS
 from forecasts.settings import DEFAULT_FORECASTERS
 from ops.simulator.scenario_values import Count, Part, Positive, Share
 
-Strategy = Literal["lt-i", "lt-u", "lt-ua", "reactive", "siloed", "chiron", "oracle"]
+Strategy = Literal["lt-i", "lt-u", "lt-ua", "lt-d", "reactive", "siloed", "chiron", "oracle"]
 
 
 class NodesPart(Part):
@@ -36,6 +36,8 @@ class ScalingPart(Part):
     cooldown_s: Share = 15.0
     beyond_at: Positive = 5.0
     below_at: Share = 0.5
+    room_out: Positive = 1.1
+    room_in: Positive = 1.4
     chiron_theta: Positive = 0.6
     spot: bool = True
     spot_max_age_s: Positive | None = 6 * 3600.0
@@ -56,6 +58,8 @@ class ScalingPart(Part):
             cooldown_s=self.cooldown_s,
             beyond_at=self.beyond_at,
             below_at=self.below_at,
+            room_out=self.room_out,
+            room_in=self.room_in,
             chiron_theta=self.chiron_theta,
         )
 

@@ -1,16 +1,18 @@
 """A dedicated instance as a server of the world: one model in a slot of its own."""
 
 from collections.abc import Callable, Iterable
+from math import inf
 
 from controlplane.policies.facts import Endpoint, InstanceFacts, InstanceKind
 from ops.simulator.costs import InstanceSettings, ModelCosts
 from ops.simulator.dedicated import Instance
-from ops.simulator.events import Events
+from ops.simulator.events import Alarm, Events
 from ops.simulator.requests import Request, Served
 
 
 class DedicatedServer:
-    """One instance. Meets `world.Server`. `ended` is told of each request when its last token is out.
+    """One instance. Meets `presence.Server`. `ended` is told of each request when its last token is out: as soon as
+    somebody looks, or at that moment while it drains.
 
     A server that closes takes no more requests and says when the last one is out; one that is lost answers no more.
     """
@@ -30,28 +32,34 @@ class DedicatedServer:
         ended: Callable[[Served], None],
         node_id: str | None = None,
         slot: int = 0,
-        kind: InstanceKind = InstanceKind.MIXED,
     ) -> None:
-        self.accepting = True
-        self.kind = kind
+        self.accepting = False
+        self.kind = InstanceKind.MIXED
         self.instance_id = instance_id
         self.endpoint = Endpoint(model=costs.name, region=region)
         self._place = (node_id or instance_id, slot)
         self._gpu_type = gpu_type
-        self._instance = Instance(costs, settings, events, self._over)
-        self._ended = ended
+        self._events = events
+        self._instance = Instance(costs, settings, ended)
+        self._alarm: Alarm | None = None
         self._emptied: Callable[[], None] | None = None
-        self._flights: dict[int, Served] = {}
-        self._lost_busy_s: float | None = None
+        self._lost = False
+
+    @property
+    def next_s(self) -> float:
+        """When something ends here next; never, if it is lost."""
+        return inf if self._lost else self._instance.next_s
 
     @property
     def busy_s(self) -> float:
         """For how long it has worked."""
-        return self._instance.busy_s if self._lost_busy_s is None else self._lost_busy_s
+        self.advance(self._events.now_s)
+        return self._instance.busy_s
 
     @property
     def remaining_tokens(self) -> int:
-        """Prompt tokens and tokens to make, as of its last event."""
+        """Prompt tokens and tokens to make, as of the last step that is over."""
+        self.advance(self._events.now_s)
         return self._instance.remaining_tokens
 
     def fits(self, request: Request) -> bool:
@@ -61,11 +69,28 @@ class DedicatedServer:
     def submit(self, served: Served) -> None:
         """Take in a request."""
         assert self.accepting
-        self._flights[served.request.number] = served
-        self._instance.submit(served)
+        self._instance.submit(served, self._events.now_s)
+        if self._alarm is not None:
+            self._alarm.set()
+
+    def advance(self, now_s: float) -> None:
+        """Live through all that ends by then, unless it is lost."""
+        if not self._lost:
+            self._instance.advance(now_s)
+        if self._emptied is not None and self.next_s == inf:
+            emptied, self._emptied = self._emptied, None
+            self._events.unfollow(self)
+            emptied()
+
+    def keep_up(self) -> None:
+        """Lag behind no more."""
+        self.advance(self._events.now_s)
+        self._alarm = self._alarm or Alarm(self, self._events)
+        self._alarm.set()
 
     def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
-        """The instance as of its last event."""
+        """The instance as of the last step that is over."""
+        self.advance(self._events.now_s)
         instance = self._instance
         token_bytes = instance.model.kv_bytes_per_token
         yield InstanceFacts(
@@ -89,22 +114,17 @@ class DedicatedServer:
     def open(self, kind: InstanceKind) -> None:
         """Take requests, again or for the first time."""
         self.accepting, self.kind, self._emptied = True, kind, None
+        self._events.follow(self)
 
     def close(self, emptied: Callable[[], None]) -> None:
         """Take no more; `emptied` is called when the last one is out, at once where there is none."""
         self.accepting, self._emptied = False, emptied
-        if not self._flights:
-            emptied()
+        self.keep_up()
 
     def lose(self) -> list[Served]:
         """Be gone with all it has; returns that."""
-        self.accepting, self._emptied, self._lost_busy_s = False, None, self._instance.busy_s
-        flights, self._flights = list(self._flights.values()), {}
-        return flights
-
-    def _over(self, served: Served) -> None:
-        if self._flights.pop(served.request.number, None) is None:
-            return  # of a node that is gone
-        self._ended(served)
-        if self._emptied is not None and not self._flights:
-            self._emptied()
+        self._emptied = None
+        self.advance(self._events.now_s)
+        self.accepting, self._lost = False, True
+        self._events.unfollow(self)
+        return self._instance.inside

@@ -13,11 +13,12 @@ from dataplane.turns.schedule import TurnSettings
 from ops.simulator.costs import InstanceSettings, ModelCosts
 from ops.simulator.multiplexed import multiplexed_gpus
 from ops.simulator.pool import PoolServer
+from ops.simulator.presence import Server
 from ops.simulator.request_level import RequestLevelCluster, SplitCluster
 from ops.simulator.requests import Served
 from ops.simulator.scenario import ModelPart, Scenario
 from ops.simulator.servers import DedicatedServer
-from ops.simulator.world import Server, World
+from ops.simulator.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ def fixed_servers(scenario: Scenario, models: Mapping[str, ModelPart], means: Me
     if fleet.serving == "dedicated":
         for part in fleet.instances:
             for number in range(part.count):
-                yield DedicatedServer(
+                server = DedicatedServer(
                     f"{part.region}/{part.model}/{part.kind}/{number}",
                     part.region,
                     costs[part.model],
@@ -66,8 +67,9 @@ def fixed_servers(scenario: Scenario, models: Mapping[str, ModelPart], means: Me
                     gpu_type=profile.gpu_type,
                     events=world.events,
                     ended=world.ended,
-                    kind=part.kind,
                 )
+                server.open(part.kind)
+                yield server
         return
     for region in scenario.regions:
         if fleet.serving == "request-level":
@@ -110,6 +112,7 @@ def _replay(scenario: Scenario, means: Means) -> ReplaySettings:
         batch_max=policy.batch_max,
         prefill_tokens_per_step_max=policy.prefill_tokens_per_step_max,
         prefetch=policy.prefetch,
+        kv_pressure=policy.kv_pressure,
         turns=means.instance.turns,
     )
 

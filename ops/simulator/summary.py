@@ -23,11 +23,11 @@ def result_of(
 ) -> Result:
     """The document. `seconds` it took; `cost_per_hour` of a GPU; `fleet` None: the servers stood all the time."""
     simulated_s = world.events.now_s - world.settings.learn_s
-    slots = sum(server.slots for server in world.servers)
+    slots = sum(server.slots for server in world.present.servers)
     if fleet is not None:
         slots = sum(node.slots for node in fleet.nodes.values())
     slot_s = slots * simulated_s
-    busy_s = sum(server.busy_s for server in world.servers)
+    busy_s = sum(server.busy_s for server in world.present.servers)
     whole = Tally.of(world.tallies.values())
     tiers = sorted({tier for _, tier in world.tallies})
     return Result(
@@ -95,7 +95,7 @@ def _totals(world: World, fleet: Fleet | None, slot_s: float, cost_per_hour: flo
         starts=starts,
         scale_outs=fleet.scale_outs if fleet else 0,
         scale_ins=fleet.scale_ins if fleet else 0,
-        switches=sum(server.switches for server in world.servers),
+        switches=sum(server.switches for server in world.present.servers),
         node_failures=fleet.failures if fleet else 0,
         interrupted=fleet.interrupted if fleet else 0,
         unplaced=fleet.unplaced if fleet else 0,

@@ -27,10 +27,10 @@ class Timeline:
         if tbt_s not in self._peaks:
             self._peaks[tbt_s] = [], []
 
-    def add(self, leap: Leap) -> None:
-        """Steps that follow those before."""
+    def add(self, leap: Leap, over_s: float) -> None:
+        """Steps that follow those before, the last of them over at `over_s`."""
         first, last = self.step + 1, self.step + leap.steps
-        first_over_s, over_s = leap.started_s + leap.pace.first_s, leap.started_s + leap.pace.seconds(leap.steps)
+        first_over_s = leap.started_s + leap.pace.first_s
         self._firsts.append(first)
         self.leaps.append(leap)
         for tbt_s, (steps, lates_s) in self._peaks.items():

@@ -23,6 +23,7 @@ _CHUNK = 4096
 
 NameT = TypeVar("NameT")
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +97,12 @@ def zipf(names: list[str], exponent: float) -> dict[str, float]:
 def generate(traffic: Generated, seed: int) -> Iterator[Request]:
     """All requests."""
     rng = np.random.default_rng(seed)
-    arrivals = _arrivals(traffic, rng)
+    clock = _Clock(traffic)
+    due, shape = 0.0, 1 / traffic.cv**2
     for first in itertools.count(0, _CHUNK):
-        if not (times_s := list(itertools.islice(arrivals, _CHUNK))):
-            return
+        dues = np.cumsum(np.append(due, rng.gamma(shape, 1 / shape, _CHUNK)))[1:]
+        due = float(dues[-1])
+        times_s = clock.times_s(dues).tolist()
         yield from map(
             Request,
             range(first, first + len(times_s)),
@@ -110,28 +113,28 @@ def generate(traffic: Generated, seed: int) -> Iterator[Request]:
             traffic.prompt.draw(rng, _CHUNK).tolist(),
             traffic.output.draw(rng, _CHUNK).tolist(),
         )
+        if len(times_s) < _CHUNK:
+            return
 
 
-def _arrivals(traffic: Generated, rng: np.random.Generator) -> Iterator[float]:
-    intervals = _intervals(traffic.cv, rng)
-    edges_s = {step * _STEP_S for step in range(math.ceil(traffic.duration_s / _STEP_S))} | {traffic.duration_s}
-    for burst in traffic.bursts:
-        edges_s |= {burst.start_s, burst.start_s + burst.duration_s}
-    due = next(intervals)
-    passed = 0.0
-    for begin_s, end_s in itertools.pairwise(sorted(edge_s for edge_s in edges_s if 0 <= edge_s <= traffic.duration_s)):
-        rate_per_s = traffic.rate_at(begin_s)
-        expected = (end_s - begin_s) * rate_per_s
-        while due <= passed + expected:
-            yield begin_s + (due - passed) / rate_per_s
-            due += next(intervals)
-        passed += expected
+class _Clock:
+    """When so many arrivals are expected to have come: the rate counts as constant between two edges."""
 
+    def __init__(self, traffic: Generated) -> None:
+        edges_s = {step * _STEP_S for step in range(math.ceil(traffic.duration_s / _STEP_S))} | {traffic.duration_s}
+        for burst in traffic.bursts:
+            edges_s |= {burst.start_s, burst.start_s + burst.duration_s}
+        edges = np.array(sorted(edge_s for edge_s in edges_s if 0 <= edge_s <= traffic.duration_s))
+        self._begins_s = edges[:-1]
+        self._rates_per_s = np.array([traffic.rate_at(begin_s) for begin_s in self._begins_s.tolist()])
+        self._passed = np.cumsum(np.append(0.0, np.diff(edges) * self._rates_per_s))
 
-def _intervals(cv: float, rng: np.random.Generator) -> Iterator[float]:
-    shape = 1 / cv**2
-    while True:
-        yield from rng.gamma(shape, 1 / shape, _CHUNK).tolist()
+    def times_s(self, expected: FloatArray) -> FloatArray:
+        """The moments of rising numbers of arrivals, as far as there are so many."""
+        expected = expected[expected <= self._passed[-1]]
+        steps = np.searchsorted(self._passed[1:], expected)
+        times_s: FloatArray = self._begins_s[steps] + (expected - self._passed[steps]) / self._rates_per_s[steps]
+        return times_s
 
 
 def draw_names(shares: Mapping[NameT, float], rng: np.random.Generator, count: int) -> npt.NDArray[np.object_]:

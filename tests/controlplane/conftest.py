@@ -16,6 +16,7 @@ from controlplane.settings import Settings
 from controlplane.store.blobs import BlobStore, open_blobs
 from controlplane.store.live import LiveStore
 from controlplane.store.session import Database, make_engine
+from tests.controlplane.redis_clock import RedisClock
 from tests.controlplane.world import World
 
 REDIS_DATABASE = 9
@@ -85,6 +86,14 @@ def live(settings: Settings) -> Iterator[LiveStore]:
     live = LiveStore(settings)
     yield live
     live.close()
+
+
+@pytest.fixture
+def redis_clock(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisClock]:
+    """The time of the limits, stopped."""
+    clock = RedisClock(settings, monkeypatch)
+    yield clock
+    clock.close()
 
 
 @pytest.fixture

@@ -87,6 +87,35 @@ def test_a_node_that_is_not_there_is_lost_and_another_may_do() -> None:
     anyio.run(run)
 
 
+@pytest.mark.parametrize(
+    ("said", "first_token_s", "idle_s"), [(0, 0.2, 0.2), (1, 0.2, 0.2), (2, 0.2, 0.2), (1, 0.2, 60.0), (2, 60.0, 0.2)]
+)
+def test_a_silent_node_is_given_up(said: int, first_token_s: float, idle_s: float) -> None:
+    """After so many events; by the connection's limit, or by a shorter one of ours."""
+    ended = anyio.Event()
+
+    async def node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        lines = b"".join(map(encode_line, EVENTS[:said]))
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"%x\r\n%b\r\n" % (len(lines), lines) if lines else b"")
+        await reader.read()  # until it is left
+        writer.close()
+        ended.set()
+
+    async def run() -> None:
+        client = AgentClient(Settings(first_token_timeout_s=first_token_s, stream_idle_timeout_s=idle_s))
+        async with await asyncio.start_server(node, "127.0.0.1", port := free_port()):
+            with pytest.raises(NodeError, match="was silent for too long") as caught:
+                _ = [events async for events in client.generate(f"http://127.0.0.1:{port}", REQUEST)]
+            assert caught.value.retryable
+            await client.close()
+            with anyio.fail_after(60):
+                await ended.wait()
+
+    anyio.run(run)
+
+
 def test_whoever_leaves_early_drops_the_request_and_a_whole_stream_keeps_its_connection() -> None:
     """The node sees the end of the connection in the first case, and the next request on the same one in the second."""
     connections, ended = [], anyio.Event()

@@ -43,19 +43,27 @@ from dataplane.messages import (
 KV_BYTES = 1 << 40
 MODEL = "tide"
 NODE_KEY = "node-key-for-tests"
+PATIENCE_S = 120.0
+"""How long anything may take on a machine that is busy with other things."""
+HANGS_S = 600.0
 
 
 class FakeAgent:
-    """A node's HTTP face. `script`: how to answer the next requests, then always `then`."""
+    """A node's HTTP face. `script`: how to answer the next requests, then always `then`. "held" answers come when they
+    are `freed`.
+    """
 
     def __init__(self, *script: str, then: str = "answer") -> None:
         self.script = list(script)
         self.then = then
         self.asked: list[Generate] = []
         self.peers: set[int] = set()
-        self.dropped = threading.Event()
+        self.dropped, self.freed = threading.Event(), threading.Event()
         self.url = ""
         self.app = Starlette(routes=[Route("/generate", self._generate, methods=["POST"])])
+
+    def next_mode(self) -> str:
+        return self.script[0] if self.script else self.then
 
     async def _generate(self, request: Request) -> Response:
         assert request.headers["authorization"] == f"Bearer {NODE_KEY}"
@@ -63,7 +71,8 @@ class FakeAgent:
         self.asked.append(generate)
         assert request.client is not None
         self.peers.add(request.client.port)
-        mode = self.script.pop(0) if self.script else self.then
+        mode = self.next_mode()
+        del self.script[:1]
         if mode in REFUSALS:
             failed = REFUSALS[mode]
             return Response(msgspec.json.encode(failed), status_code=failed.status)
@@ -76,7 +85,7 @@ class FakeAgent:
             if mode == "die":
                 raise ConnectionError(mode)
             if mode == "hang":
-                await asyncio.sleep(60)
+                await asyncio.sleep(HANGS_S)
             if mode == "garbage":
                 yield b"<html>no node here</html>\n"
             elif mode != "empty":
@@ -89,12 +98,14 @@ class FakeAgent:
     async def _events(self, mode: str, generate: Generate) -> AsyncIterator[StreamEvent]:
         yield Started(prompt_tokens=7)
         await asyncio.sleep(0.5 if mode == "slow" else 0)
+        while mode == "held" and not self.freed.is_set():  # noqa: ASYNC110  (another thread sets it)
+            await asyncio.sleep(0.01)
         if not generate.generated:
             yield Token(text="the\0tide " if mode == "nul" else "the tide ", token_ids=(1, 2))
         if mode == "die later":
             raise ConnectionError(mode)
         if mode == "hang later":
-            await asyncio.sleep(60)
+            await asyncio.sleep(HANGS_S)
         if mode == "fail later":
             yield Failed(status=503, code="worker_lost", message="the worker died", retryable=True)
         elif mode != "no finish":
@@ -115,7 +126,15 @@ REFUSALS = {
 @contextlib.contextmanager
 def served(app: Any) -> Iterator[str]:
     """The app on a free port, served by a thread; its address."""
-    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app,
+        port=0,
+        log_config=None,
+        access_log=False,
+        ws="none",
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=int(PATIENCE_S),
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -124,11 +143,11 @@ def served(app: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(timeout=20)
+        thread.join(timeout=PATIENCE_S)
         assert not thread.is_alive()
 
 
-def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
+def until(condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> None:
     """Wait for another thread or process."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -134,6 +134,14 @@ def test_it_serves_and_leaves_no_worker_behind(number: signal.Signals) -> None:
         ({"slots": ({"gpus": 0, "memory_bytes": 2**30},)}, "gpus"),
         ({"slots": ({"memory_bytes": 2**30, "kind": "prefill"},)}, "slots: those of 1 GPUs have no decode slot"),
         ({"slots": ({"memory_bytes": 2**30, "kind": "fast"},)}, "kind"),
+        (
+            {
+                "engine": "torch",
+                "device": "cuda",
+                "slots": ({"memory_bytes": 2**30}, {"gpus": 2, "memory_bytes": 2**30}),
+            },
+            "slots.1.gpus must be 1 on cuda, got 2",
+        ),
         ({"prefill_ratio": 1.0}, "prefill_ratio"),
         ({"prefill_share": 0.0}, "prefill_share"),
         ({"quota_max_s": 0.0}, "quota_max_s"),
@@ -162,6 +170,7 @@ def test_memory_is_shared_out() -> None:
     assert ours.weights_bytes(slot) == 3 * 2**30
     assert ours.kv_bytes(slot) == ours.host_kv_bytes_of(slot) == 2**30
     assert settings(host_kv_bytes=5).host_kv_bytes_of(slot) == 5
+    assert settings(slots=(slot,), device="cuda").slots == (slot,), "a replay has no GPU to run on"
     assert KEY not in repr(ours)
 
 
@@ -185,6 +194,8 @@ def kinds_and_pools(*slots: tuple[int, str], **changes: Any) -> tuple[str, tuple
         ([(1, "decode"), (1, "auto")], {"split": True}, "dp", ((0, 1),)),
         ([(1, "prefill"), (1, "prefill"), (1, "auto")], {"split": True}, "ppd", ((0, 1, 2),)),
         ([(1, "decode"), (1, "prefill"), (1, "auto")], {}, "dpb", ((0, 1), (2,))),
+        ([(1, "auto"), (2, "auto"), (1, "auto")], {"together": True}, "bbb", ((0, 2), (1,))),
+        ([(1, "auto"), (1, "both")] * 2, {"split": True, "together": True}, "pbdb", ((0, 2), (1, 3))),
     ],
 )
 def test_slots_become_pools(slots: Any, changes: dict[str, Any], kinds: str, pools: Any) -> None:

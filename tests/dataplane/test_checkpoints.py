@@ -12,8 +12,7 @@ from structlog.testing import capture_logs
 from dataplane import checkpoints
 from dataplane.checkpoints import PROGRESS_EVERY_S, ProgressLog, Sources, in_own_thread, local_checkpoint
 from dataplane.errors import ModelLoadError
-from dataplane.memory.fetch import Progress
-from dataplane.memory.sources import FetchError, FetchRules
+from dataplane.memory.sources import FetchError, FetchRules, Progress
 from dataplane.settings import SlotSettings
 from tests.dataplane.registry import Registry
 from tests.dataplane.replay_node import Node, desired, instance, running_node, settings

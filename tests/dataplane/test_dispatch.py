@@ -195,6 +195,17 @@ def test_decodes_join_their_model() -> None:
     assert placed == {"a": 1, "b": 2, "c": 2, "d": 1, "e": 2, "f": 1}
 
 
+def test_where_slots_do_both_a_request_goes_where_it_decodes_best() -> None:
+    """To an idle slot first; then to its model, and else to the slot with the fewest models."""
+    node = Node("bbb")
+    placed = {}
+    for name, model in (("a", "ebb"), ("b", "tide"), ("c", "flood"), ("d", "ebb"), ("e", "neap"), ("f", "neap")):
+        node.dispatcher.submit(request(name), model)
+        placed[name] = next(index for index in range(3) if node.slots[index].take())
+        node.hear(placed[name], name, 7)  # it is past its prefill: no queue says any more where it is
+    assert placed == {"a": 0, "b": 1, "c": 2, "d": 0, "e": 1, "f": 1}
+
+
 def test_an_id_is_in_flight_once() -> None:
     node = Node("b")
     node.dispatcher.submit(request(), "tide")

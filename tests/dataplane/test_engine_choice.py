@@ -9,14 +9,17 @@ from pydantic import ValidationError
 
 from dataplane import settings as settings_module
 from dataplane import slots
+from dataplane.engine import EngineRequest
 from dataplane.engines.vllm import interfaces
 from dataplane.engines.vllm.settings import VllmEngineSettings
 from dataplane.errors import ModelLoadError
+from dataplane.host_files import HostFiles
 from dataplane.messages import DesiredInstance, EngineChoice, EngineKind
 from dataplane.node import Agent
 from dataplane.settings import AgentSettings
-from dataplane.slots import engine_of
-from tests.dataplane.replay_node import desired, instance, settings
+from dataplane.slots import configure, engine_of
+from dataplane.worker_engine import make_engine
+from tests.dataplane.replay_node import desired, instance, model, settings
 
 
 def asking(engine: EngineChoice, instance_id: str = "i1", **changes: Any) -> DesiredInstance:
@@ -69,12 +72,51 @@ def test_a_version_that_was_not_tested_is_refused_at_start(monkeypatch: pytest.M
         settings(engine="vllm", profile=None)
 
 
+def test_a_way_out_that_vllm_has_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (slots, settings_module):
+        monkeypatch.setattr(module, "check_version", lambda: None)
+    refusal = "kv_pressure must be auto or recompute for vLLM, which makes room by itself, not remap"
+    assert errors_of(asking("vllm"), kv_pressure="remap")["i1"] == refusal
+    with pytest.raises(ValidationError, match=refusal):
+        settings(engine="vllm", profile=None, kv_pressure="remap")
+    assert settings(engine="vllm", profile=None, kv_pressure="recompute").engine == "vllm"
+
+
+def test_a_replay_takes_the_way_out_that_the_node_is_told() -> None:
+    """One token fits beside the first request: the next is not admitted, and nobody is swapped."""
+    node = settings(kv_pressure="refuse", replay_speed=1e6)
+    engine = make_engine(configure(node, 0, None, HostFiles(node, "boot"), "replay"))
+    engine.load("i1", model(context_tokens=10**6))
+    (load,) = engine.stats().instances
+    for request_id in ("r1", "r2"):
+        engine.add(
+            EngineRequest(
+                request_id=request_id,
+                instance_id="i1",
+                tier="IW-N",
+                prompt=(1,) * (load.kv_tokens_max - 4),
+                max_tokens=3,
+            )
+        )
+    while engine.has_work():
+        engine.step()
+    pool = engine.stats().pool
+    assert pool is not None
+    assert pool.relief["refuse"] > 0
+    assert pool.relief.keys() <= {"refuse", "wait"}
+
+
 def test_a_slot_runs_one_engine_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (slots, settings_module):
         monkeypatch.setattr(module, "check_version", lambda: None)
     said = errors_of(asking("vllm"), asking("torch", "i2"))
     assert "/nowhere" in str(said["i1"]), "it got as far as its checkpoint"
     assert said["i2"] == "slot 0 runs vllm for other models; model-i2 wants torch"
+
+
+def test_slots_that_serve_together_run_no_vllm() -> None:
+    said = errors_of(asking("vllm"), together=True)
+    assert said["i1"] == "slot 0 serves together with others; vLLM needs one of its own"
 
 
 def test_an_instance_follows_its_engine_where_the_slot_can(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +155,8 @@ def test_vllm_is_preferred_where_gpus_have_it(monkeypatch: pytest.MonkeyPatch) -
     assert [preferred(device=device) for device in ("cpu", "cuda", "cuda:1")] == ["torch", "vllm", "vllm"]
     assert preferred(device="cuda", engine="torch") == "torch"
     assert preferred(device="cuda", split=True) == "torch", "prefill and decode slots are the torch engine's"
+    assert preferred(device="cuda", together=True) == "torch", "as are slots that serve together"
+    assert preferred(device="cuda", kv_pressure="remap") == "torch"
 
 
 def test_a_gpu_is_named_as_the_process_sees_it() -> None:

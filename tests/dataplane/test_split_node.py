@@ -46,12 +46,11 @@ async def calm_answers(count: int) -> dict[tuple[str, int | None], list[int]]:
         return {same_request(one): token_ids(events) for one, events in zip(wanted, answers, strict=True)}
 
 
-@pytest.mark.parametrize("slots", [2, 3])
-def test_streams_equal_those_of_one_slot(slots: int) -> None:
+def test_streams_equal_those_of_one_slot() -> None:
     async def scenario() -> None:
         calm = await calm_answers(5)
-        async with running_node(split(slots, prefill_ratio=0.3)) as node:
-            assert [slot.kind for slot in node.agent.slots] == ["prefill"] + ["decode"] * (slots - 1)
+        async with running_node(split(3, prefill_ratio=0.3)) as node:
+            assert [slot.kind for slot in node.agent.slots] == ["prefill", "decode", "decode"]
             await node.hold(1, *INSTANCES)
             assert [report.slot for report in node.agent.reports()] == [0, 1], "one report for each instance"
             wanted = bodies(5)
@@ -62,6 +61,29 @@ def test_streams_equal_those_of_one_slot(slots: int) -> None:
                 assert events[-1] == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=tokens)
             await node.until(node.idle)
             await check_views(node, handovers=len(wanted))
+
+    asyncio.run(scenario())
+
+
+def test_slots_that_do_both_serve_together() -> None:
+    """Streams are those of one slot; each slot has both instances, and both work."""
+
+    async def scenario() -> None:
+        calm = await calm_answers(5)
+        given = tuple(SlotSettings(gpus=1, memory_bytes=2 * 2**20) for _ in range(2))
+        async with running_node(settings(slots=given, together=True)) as node:
+            assert [slot.kind for slot in node.agent.slots] == ["both", "both"]
+            await node.hold(1, *INSTANCES)
+            assert [report.slot for report in node.agent.reports()] == [0, 1], "one report for each instance"
+            await node.until(lambda: all(slot.is_ready(one) for slot in node.agent.slots for one in MODELS))
+            wanted = bodies(5)
+            answers = await asyncio.gather(*(read(node, one) for one in wanted))
+            for one, events in zip(wanted, answers, strict=True):
+                assert token_ids(events) == calm[same_request(one)]
+            await node.until(node.idle)
+            state = await state_with_turns(node)
+            assert [(pool["slots"], pool["handovers_total"]) for pool in state["pools"]] == [([0, 1], 0)]
+            assert "prefill" in {turn["kind"] for turn in state["slots"][1]["pool"]["turns"]}, "both slots work"
 
     asyncio.run(scenario())
 

@@ -11,7 +11,7 @@ import pytest
 
 from dataplane import worker as worker_module
 from dataplane.engine import EngineOutput, EngineStats
-from dataplane.errors import ModelLoadError
+from dataplane.errors import DeviceLostError, ModelLoadError
 from dataplane.frames import (
     AskStats,
     Cancel,
@@ -53,6 +53,8 @@ class GatedEngine:
 
     def load(self, instance_id: str, spec: ModelSpec, *, gpus: int = 1) -> None:
         self.calls.append(f"load {instance_id} {spec.name}")
+        if spec.name == "cursed":
+            raise DeviceLostError("an illegal memory access")
 
     def unload(self, instance_id: str) -> None:
         self.calls.append(f"unload {instance_id}")
@@ -146,6 +148,16 @@ def test_loads_queue_and_each_is_answered() -> None:
         assert bench.answer() == Loaded(instance_id="i3", serial=3)
         prepared = [call for call in bench.engine.calls if call.startswith("prepare")]
         assert prepared == ["prepare tide", "prepare broken", "prepare ebb"]
+
+
+def test_a_load_that_loses_the_device_ends_the_worker() -> None:
+    bench = Bench()
+    engine: Any = bench.engine
+    worker = Worker(engine, bench.commands, bench.reports.put, host_wait_max_s=60.0)
+    bench.engine.gate("cursed").set()
+    bench.tell(load("i1", 1, "cursed"))
+    with pytest.raises(DeviceLostError):
+        worker.run()
 
 
 def test_unloading_cancels_a_load_whether_it_has_begun_or_not() -> None:

@@ -11,8 +11,9 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from ops.bench import strategies
-from ops.bench.strategies_cases import CASES, SCENARIO, VARIANTS, case_scenario
+from ops.bench.strategies_cases import CASES, POINTS, SCENARIO, case_scenario
 from ops.bench.strategies_figures import parts_of
+from ops.bench.strategies_frontier import FRONTIER, compared, hours_at
 from ops.simulator.results import EndpointSeries
 
 RECORDING = "sageserve/nov2024_week_prompt_tokens_per_min.csv.gz"
@@ -60,6 +61,10 @@ def test_strategies_are_compared_on_one_model_of_a_recording_and_runs_are_kept(
     assert simulated == [2]
     rows_of(data, "--strategy", "reactive", "--set", "scaling.cooldown_s=30")
     assert simulated == [2, 1], "a run of another scenario was taken for this one"
+    [kept] = (data / "runs").glob("*-lt-ua-1.json")
+    kept.write_text(kept.read_text().replace('"ttft_p99_s"', '"ttft_p90_s"'))
+    rows_of(data, "--strategy", "lt-ua")
+    assert simulated == [2, 1, 1], "a run that does not tell all was taken for one that does"
 
 
 def test_names_that_are_none_are_refused(data: Path) -> None:
@@ -82,11 +87,12 @@ def test_every_case_is_learnt_before_it_is_served(name: str, data: Path) -> None
     assert served_s in {3 * 3600, 86_400, 6 * 86_400, 7 * 86_400}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", POINTS)
 def test_every_variant_is_a_scenario(variant: str, data: Path) -> None:
     scenario = case_scenario(CASES["burst"], variant, data, data, SCENARIO, ())
     assert scenario.scaling is not None
-    assert scenario.scaling.strategy == VARIANTS[variant][0]
+    assert scenario.scaling.strategy == POINTS[variant][0]
+    assert set(FRONTIER) <= set(POINTS)
 
 
 def series(demand: float, forecast: float | None, planned: int | None, minutes: int = 60) -> EndpointSeries:
@@ -123,3 +129,27 @@ def test_without_a_plan_only_demand_and_minimum_are_told_apart() -> None:
     assert (parts.peak, parts.headroom, parts.rounding) == (0, 0, 0)
     assert parts.demand + parts.minimum == pytest.approx((5 + 59 * 2) / 60)
     assert sum(astuple(parts)) == pytest.approx(4.0)
+
+
+def point(strategy: str, hours: float, late: float, slow: int) -> dict[str, Any]:
+    return {"strategy": strategy, "instance_hours": hours, "late": late, "slow_minutes": slow}
+
+
+def test_strategies_are_compared_at_the_quality_that_they_give() -> None:
+    points = [
+        point("reactive", 200, 0.08, 70),
+        point("reactive-50-25", 300, 0.04, 20),
+        point("lt-i", 240, 0.05, 10),
+        point("lt-d", 240, 0.05, 30),
+        point("oracle", 230, 0.09, 5),
+    ]
+    found = {row["strategy"]: (row["beaten_by"], row["reactive_alike"]) for row in compared(points)}
+    assert found == {
+        "reactive": (None, 200),
+        "reactive-50-25": (None, 300),
+        "lt-i": (None, pytest.approx(275)),
+        "lt-d": ("lt-i", pytest.approx(275)),
+        "oracle": (None, None),
+    }
+    assert hours_at([(0.05, 9.0), (0.05, 7.0)], 0.05) == 9.0
+    assert hours_at([], 0.05) is None

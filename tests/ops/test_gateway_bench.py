@@ -2,7 +2,6 @@
 
 import asyncio
 
-from ops.bench.gateway import percentile_ms
 from ops.bench.gateway_hop import make_app
 from ops.bench.gateway_load import Seen, load, request_bytes
 from ops.bench.gateway_upstream import Upstream
@@ -57,9 +56,3 @@ def test_what_is_refused_is_a_failure() -> None:
 
     seen = asyncio.run(run())
     assert (seen.requests, seen.failures, seen.tokens) == (2, 2, 0)
-
-
-def test_percentiles() -> None:
-    assert percentile_ms([], 0.5) == 0.0
-    assert percentile_ms([n / 1000 for n in range(100)], 0.5) == 50.0
-    assert percentile_ms([n / 1000 for n in range(100)], 0.99) == 99.0

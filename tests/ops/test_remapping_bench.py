@@ -9,7 +9,7 @@ import typer
 from ops.bench.checkpoints import BenchModel, Shape, build_checkpoints
 from ops.bench.remapping import choose_cases, medians
 from ops.bench.remapping_groups import BETWEEN, GROUPS, WIRES, Load, asked_of
-from ops.bench.remapping_run import Layer, block_slab_bytes, p99, request_kv_bytes, serve_case
+from ops.bench.remapping_run import Layer, block_slab_bytes, request_kv_bytes, serve_case
 
 LOAD = Load(requests=6, tokens=10, kv_requests=2)
 TINY = Shape(hidden=64, layers=6, head_dim=16)
@@ -50,11 +50,6 @@ def test_cases_are_chosen_by_what_they_are() -> None:
         choose_cases(LOAD, ["ways"], wire=["PCIe 9"], way=None, sharing=None)
     with pytest.raises(typer.BadParameter, match="none is none of"):
         choose_cases(LOAD, ["none"])
-
-
-def test_a_hundredth_exceeds_the_99th_percentile() -> None:
-    assert p99([3.0, 1.0, 2.0]) == 3.0
-    assert p99([float(number) for number in range(200)]) == 197.0
 
 
 @pytest.fixture(scope="module")

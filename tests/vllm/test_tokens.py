@@ -6,17 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
+from dataplane.errors import DeviceLostError
 from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.test_greedy import prompts
 from tests.dataplane.engines.torch.tiny import VOCABULARY, greedy_tokens, spec_of
-from tests.vllm.conftest import SHAPES
+from tests.vllm.conftest import HEAD_DIM, SHAPES
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 MAX_TOKENS = 16
+KV_BYTES_PER_TOKEN = 2 * 3 * 2 * HEAD_DIM * 4
 Checkpoint = Callable[[str], Path]
 
 
@@ -46,7 +49,13 @@ def test_the_same_tokens_as_transformers_and_the_torch_engine(
     for name, prompt in given.items():
         assert made.tokens[name] == greedy_tokens(folder, prompt, MAX_TOKENS)
     assert len(set(made.tokens.values())) > len(given)
-    assert engine.stats().instances[0].kv_used_bytes == 0
+    stats = engine.stats()
+    assert stats.instances[0].kv_used_bytes == 0
+    assert stats.pool is not None
+    prefills = [turn for turn in stats.pool.turns if turn.kind == "prefill" and turn.tokens]
+    assert 0 < sum(turn.tokens for turn in prefills) <= 2 * len(given), "prompts, not what decoded beside them"
+    longest = max(map(len, given.values()))
+    assert all(turn.prompt_tokens <= turn.tokens * longest for turn in prefills)
 
 
 def test_tokens_come_one_by_one_and_stop_when_cancelled(
@@ -62,6 +71,10 @@ def test_tokens_come_one_by_one_and_stop_when_cancelled(
         outputs = engine.step()
         assert all(len(output.token_ids) == 1 for output in outputs)
         heard += [output.request_id for output in outputs]
+    used = engine.stats().instances[0]
+    held_tokens = sum(len(prompt) - 1 for prompt in given.values()) + len(heard)
+    assert used.kv_used_bytes == pytest.approx(held_tokens * KV_BYTES_PER_TOKEN, rel=0.1)
+    assert used.kv_capacity_bytes == pytest.approx(2**21, rel=0.1), "which is more than one context's"
     engine.cancel("r9")
     rest = drain(engine)
     assert set(rest.tokens) == {"r6"}
@@ -87,8 +100,7 @@ def test_preempted_requests_make_the_tokens_they_make_alone(
 ) -> None:
     folder = checkpoint("llama")
     given = prompts(VOCABULARY, (28, 30, 33, 60))
-    bytes_per_token = 2 * 3 * 2 * 32 * 4
-    engine = make_engine(kv_bytes=7 * 32 * bytes_per_token)  # a null block, and six of 32 tokens
+    engine = make_engine(kv_bytes=7 * 32 * KV_BYTES_PER_TOKEN)  # a null block, and six of 32 tokens
     engine.load("a", spec_of("model", folder))
     for name, prompt in given.items():
         engine.add(request(name, prompt, max_tokens=50, ignore_eos=True))
@@ -102,18 +114,47 @@ def test_preempted_requests_make_the_tokens_they_make_alone(
 def test_what_fails_in_a_step_fails_alone(
     checkpoint: Checkpoint, make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from dataplane.engines.vllm import engine as engine_module  # noqa: PLC0415
+    from dataplane.engines.vllm.runner import Step  # noqa: PLC0415
+
     engine = make_engine(models_max=2, awake_max=2)
     for name in ("llama", "qwen3"):
         engine.load(name, spec_of(name, checkpoint(name)))
         engine.add(request(name, [5, 6, 7], instance_id=name))
 
-    def break_down() -> None:
+    runner = engine._models["llama"].runner
+    (inside,) = runner._engine.collective_rpc(lambda worker: worker.model_runner)
+
+    def break_down(*_: Any, **__: Any) -> None:
         raise RuntimeError("kernel exploded")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._models["llama"].runner, "step", break_down)
+        patch.setattr(inside, "_model_forward", break_down)
         gathered = drain(engine)
     assert "kernel exploded" in gathered.errors["llama"]
     assert gathered.tokens["qwen3"] == greedy_tokens(checkpoint("qwen3"), [5, 6, 7], 8)
-    engine.add(request("again", [5, 6, 7], instance_id="llama"))
-    assert drain(engine).tokens["again"] == greedy_tokens(checkpoint("llama"), [5, 6, 7], 8)
+
+    def again(name: str) -> None:
+        engine.add(request(name, [5, 6, 7], instance_id="llama"))
+        assert drain(engine).tokens[name] == greedy_tokens(checkpoint("llama"), [5, 6, 7], 8)
+
+    again("after a failure")
+    with monkeypatch.context() as patch:
+        engine.add(request("ended", [5, 6, 7], instance_id="llama"))
+        ends = Step(tokens={}, ended={str(sequence.order): "error" for sequence in engine._requests})
+        patch.setattr(runner, "step", lambda: ends)
+        assert drain(engine).errors == {"ended": "vLLM ended it before its time: error"}
+    again("after it was ended")
+
+    def lose_device(*_: Any, **__: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inside, "_model_forward", lose_device)
+        patch.setattr(engine_module, "Runner", lose_device)
+        engine.unload("qwen3")
+        with pytest.raises(DeviceLostError, match="illegal memory access"):
+            engine.load("qwen3", spec_of("qwen3", checkpoint("qwen3")))
+        engine.add(request("goes on elsewhere", [5, 6, 7], instance_id="llama"))
+        with pytest.raises(torch.AcceleratorError):
+            drain(engine)

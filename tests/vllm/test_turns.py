@@ -72,9 +72,9 @@ def test_what_sleeps_holds_no_memory_of_the_slot(
 
 
 def test_requests_of_a_sleeping_model_are_cancelled_and_unloaded_too(
-    checkpoint: Checkpoint, make_engine: Callable[..., Any]
+    checkpoint: Checkpoint, make_engine: Callable[..., Any], tmp_path: Path
 ) -> None:
-    engine = make_engine(models_max=2)
+    engine = make_engine(models_max=2, cache_folder=tmp_path)
     engine.load("a", spec_of("llama", checkpoint("llama")))
     for name in ("gone", "ended", "stays"):
         engine.add(request(name, [5, 6, 7], max_tokens=30, ignore_eos=True))
@@ -85,7 +85,14 @@ def test_requests_of_a_sleeping_model_are_cancelled_and_unloaded_too(
     assert engine.stats().extra["load_s"] > 0
     assert engine.stats().resident_models == ("qwen3",)
     engine.cancel("gone")
-    assert {o.request_id for o in engine.step()} <= {"ended", "stays"}
+    model = engine._models["llama"]
+    before, weights_s = model.estimate, model.come_s
+    assert model.switch_s > weights_s, "its tokens are prefilled again"
+    assert {o.request_id for o in engine.step()} == {"ended", "stays"}
+    assert model.estimate.decode_factor == before.decode_factor, "that was a prefill"
+    assert model.estimate.prefill_factor != before.prefill_factor
+    engine.step()
+    assert model.estimate.decode_factor != before.decode_factor
     engine.load("c", spec_of("llama", checkpoint("llama")))
     engine.unload("b")
     gathered = drain(engine)
@@ -94,6 +101,7 @@ def test_requests_of_a_sleeping_model_are_cancelled_and_unloaded_too(
     engine.unload("c")
     assert engine.stats().instances == ()
     engine.load("a", spec_of("llama", checkpoint("llama")))
+    assert len(list(tmp_path.glob("*.model"))) == 2, "it found its weights where it left them"
     engine.add(request("again", [5, 6, 7]))
     assert drain(engine).tokens["again"] == greedy_tokens(checkpoint("llama"), [5, 6, 7], 8)
 

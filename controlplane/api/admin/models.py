@@ -32,7 +32,7 @@ from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep
 from controlplane.loops.schedule import enqueue
 from controlplane.store import fleet, tables
-from dataplane.messages import EngineChoice
+from dataplane.messages import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S, EngineChoice
 
 router = APIRouter(tags=["admin: models"], route_class=IdempotentRoute)
 
@@ -40,8 +40,8 @@ router = APIRouter(tags=["admin: models"], route_class=IdempotentRoute)
 class Objective(Body):
     """What a tier promises: its first token, and each token after it."""
 
-    ttft_s: PositiveNumber = Field(le=86_400, examples=[1.0])
-    tbt_s: PositiveNumber = Field(le=3600, examples=[0.1])
+    ttft_s: PositiveNumber = Field(le=OBJECTIVE_TTFT_MAX_S, examples=[1.0])
+    tbt_s: PositiveNumber = Field(le=OBJECTIVE_TBT_MAX_S, examples=[0.1])
 
 
 class ModelChange(Body):

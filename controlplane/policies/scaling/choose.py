@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from controlplane.policies.facts import Endpoint, InstanceKind
 from controlplane.policies.scaling.chiron import scale_on_backpressure
+from controlplane.policies.scaling.demand_led import scale_within_plan
 from controlplane.policies.scaling.facts import (
     KindStep,
     Moment,
@@ -27,6 +28,7 @@ STRATEGIES: Mapping[str, Strategy] = {
     StrategyName.LT_I: scale_to_plan,
     StrategyName.LT_U: scale_to_plan_on_utilization,
     StrategyName.LT_UA: scale_beyond_plan,
+    StrategyName.LT_D: scale_within_plan,
     StrategyName.REACTIVE: scale_on_utilization,
     StrategyName.SILOED: scale_silos,
     StrategyName.CHIRON: scale_on_backpressure,

@@ -10,11 +10,14 @@ Counts = Mapping[str, int]
 
 
 class StrategyName(StrEnum):
-    """The strategies of SageServe 6.4 (LT-*), its baselines (4 and 7.1) and Chiron, which it compares itself with."""
+    """The strategies of SageServe 6.4 (LT-*), its baselines (4 and 7.1), Chiron, which it compares itself with, and
+    LT-D, which is ours.
+    """
 
     LT_I = "lt-i"
     LT_U = "lt-u"
     LT_UA = "lt-ua"
+    LT_D = "lt-d"
     REACTIVE = "reactive"
     SILOED = "siloed"
     CHIRON = "chiron"
@@ -152,6 +155,7 @@ class ScalingSettings:
         retry_s: an endpoint where also the replacement does not come up gets another one so long after it was scaled.
         window_s, last_s: LT-UA may leave the plan in the last `last_s` seconds of a window of `window_s`.
         beyond_at, below_at: observed over forecast tokens/s from which LT-UA goes beyond the plan, and below it.
+        room_out, room_in: times what arrives that LT-D wants instances for, and beyond which it lets them go.
         silo_niw_share: share of an endpoint's maximum that Siloed keeps for deferred requests (paper: 4 of 20).
         chiron_theta: share of the interactive instances that may be busy (paper: 0.6).
         chiron_mixed_share: share of Chiron's interactive instances that also take deferred requests (paper: 5 of 15).
@@ -166,6 +170,8 @@ class ScalingSettings:
     last_s: float = 1200.0
     beyond_at: float = 5.0
     below_at: float = 0.5
+    room_out: float = 1.1
+    room_in: float = 1.4
     silo_niw_share: float = 0.2
     chiron_theta: float = 0.6
     chiron_mixed_share: float = 1 / 3
@@ -186,6 +192,8 @@ class ScalingSettings:
             raise ValueError(f"need 0 < last_s <= window_s, got {self.last_s} and {self.window_s}")
         if not 0 <= self.below_at < 1 < self.beyond_at:
             raise ValueError(f"need 0 <= below_at < 1 < beyond_at, got {self.below_at} and {self.beyond_at}")
+        if not 1 <= self.room_out < self.room_in:
+            raise ValueError(f"need 1 <= room_out < room_in, got {self.room_out} and {self.room_in}")
         for name in ("silo_niw_share", "chiron_theta", "chiron_mixed_share"):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie between 0 and 1, got {getattr(self, name)}")

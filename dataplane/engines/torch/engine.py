@@ -12,11 +12,12 @@ import torch
 
 from dataplane.engine import PoolStats
 from dataplane.engines.pressure import Shortage
+from dataplane.engines.relief import KvRelief
 from dataplane.engines.slot_engine import Made, SlotEngine
 from dataplane.engines.torch.host_models import HostModels
 from dataplane.engines.torch.kv import KvStore, SequenceKv
 from dataplane.engines.torch.pooled import Pooled, make_pooled
-from dataplane.engines.torch.relief import KvRelief
+from dataplane.engines.torch.relief import TorchSlotMemory
 from dataplane.engines.torch.report import pool_stats
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.engines.torch.steps import ModelFailedError, Sampled, Steps, Watch
@@ -57,7 +58,7 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
         self._arena = SlabArena(weights_slabs + settings.kv_bytes // slab_bytes, weights_slabs=weights_slabs)
         buffer = torch.empty(self._arena.slabs * slab_bytes, dtype=torch.uint8, device=self._device)
         stream = make_copy_stream or (lambda name: make_stream(self._device, name, threads=settings.copy_threads))
-        self._streams = {name: stream(name) for name in ("weights", "kv_in", "kv_out")}
+        self._streams = {name: stream(name) for name in ("weights", "layers", "kv_in", "kv_out")}
         cache = None if settings.cache_folder is None else ModelCache(settings.cache_folder, settings.cache_bytes)
         self._host = HostModels(
             cache,
@@ -69,7 +70,9 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
             host_wait_max_s=settings.host_wait_max_s,
         )
         rates = wire_rates(buffer, settings.wire_bytes_per_s)
-        self._weights = WeightStore(self._arena, buffer, slab_bytes, self._streams["weights"], rates.weights)
+        self._weights = WeightStore(
+            self._arena, buffer, slab_bytes, self._streams["weights"], rates.weights, self._streams["layers"]
+        )
         self._kv = KvStore(
             self._arena,
             buffer,
@@ -80,15 +83,9 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
             rates=rates,
         )
         super().__init__(settings, clock, self._kv, take_back=self._take_back, relieve=self._relieve)
+        self._slot_memory = TorchSlotMemory(self._weights, self._kv, self._arena, batch_max=settings.batch_max)
         self._relief = KvRelief(
-            settings,
-            self._models,
-            self._weights,
-            self._kv,
-            self._arena,
-            clock,
-            requests=self._requests,
-            turns=lambda: self._state,
+            settings, self._models, self._slot_memory, clock, requests=self._requests, turns=lambda: self._state
         )
         self._steps = Steps(
             settings, self._weights, self._kv, self._step_batches, clock, watch, make_way=self._make_way
@@ -132,8 +129,10 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
         self._weights.settle()
         self._kv.settle()
         self._host.yield_room()
-        crowded = self._relief.revert()
-        if crowded and not self._kv.leaving:
+        waiting = self._relief.revert()
+        if waiting and not self._kv.leaving:
+            held = [sequence.kv for model in self._models.values() for sequence in model.begun]
+            crowded = [self._slot_memory.least_used_place(self._models[name], held) for name in waiting]
             self._room.clear(lambda kv: any(self._kv.lies_in(kv, place.slabs) for place in crowded))
         self._requests.queue_lost()
 

@@ -7,7 +7,7 @@ take: what is given back, the engine's own thread gives, between two steps, once
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import inf
@@ -21,7 +21,7 @@ from dataplane.engines.torch.departures import Departures
 from dataplane.engines.torch.layout import cache_key, match_tensors
 from dataplane.engines.torch.mapping import as_stored
 from dataplane.engines.torch.skeleton import PlacedTensor, Skeleton, build_skeleton
-from dataplane.engines.torch.streams import pinned
+from dataplane.engines.torch.streams import Copy, CopyStream, pinned
 from dataplane.errors import ModelLoadError
 from dataplane.memory.events import Event
 from dataplane.memory.model_cache import CachedModel, HostMemoryError, ModelCache
@@ -54,6 +54,13 @@ class HostModel:
     copies: list[Event] = field(default_factory=list)
     short_since_s: float | None = None
     is_told: bool = False
+
+    def send(self, stream: CopyStream, part: int, target: torch.Tensor, after: Sequence[Event] = ()) -> Event:
+        """Copy a part of the weights to a place on the device, after some events."""
+        assert self.host is not None, f"{self.name} has no copy in host memory"
+        event = stream.submit([Copy(source=self.skeleton.parts[part].of(self.host), target=target)], after)
+        self.copies.append(event)
+        return event
 
 
 class HostModels:

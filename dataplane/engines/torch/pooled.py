@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dataplane.engines.served_models import ServedModel
+from dataplane.engines.served_models import ServedModel, recent
 from dataplane.engines.torch.host_models import HostModel
 from dataplane.engines.torch.kv import SequenceKv
 from dataplane.engines.torch.skeleton import Geometry
@@ -18,14 +18,13 @@ _GUESSES = {"cpu": (1e10, 2e10), "cuda": (2e12, 2e14)}
 
 @dataclass(eq=False, kw_only=True)
 class Pooled(ServedModel[SequenceKv]):
-    """One model, its weights and the shape of its KV blocks. `decode_ratio`, `prefill_s`: how long its last decode
-    steps took beside what `estimate.latency` says, and its last prefill steps; None before the first.
+    """One model, its weights and the shape of its KV blocks. `decode_ratio`: how long its last decode steps took beside
+    what `estimate.latency` says; None before the first.
     """
 
     weights: HostModel
     shape: KvShape
     decode_ratio: float | None = None
-    prefill_s: float | None = None
 
     @property
     def weights_bytes(self) -> int:
@@ -39,13 +38,8 @@ class Pooled(ServedModel[SequenceKv]):
 
     def observe_decode(self, took_s: float, context_tokens: int, batch: int) -> None:
         """Note how long a decode step took whose weights were all there."""
-        self.estimate = self.estimate.observe_decode(took_s, context_tokens, batch)
-        self.decode_ratio = _recent(self.decode_ratio, took_s / self.estimate.latency.decode_s(context_tokens, batch))
-
-    def observe_prefill(self, took_s: float, tokens: int, squared_tokens: int) -> None:
-        """The same of a prefill step."""
-        self.estimate = self.estimate.observe_prefill(took_s, tokens, squared_tokens)
-        self.prefill_s = _recent(self.prefill_s, took_s)
+        super().observe_decode(took_s, context_tokens, batch)
+        self.decode_ratio = recent(self.decode_ratio, took_s / self.estimate.latency.decode_s(context_tokens, batch))
 
     def layers_compute_s(self, batch_max: int, *, decoding: bool) -> float | None:
         """Measured time that a step spends in the layers, by their share of the weights: a decode step of the batch it
@@ -65,11 +59,6 @@ class Pooled(ServedModel[SequenceKv]):
     def new_kv(self) -> SequenceKv:
         """The KV of a sequence that has none yet."""
         return SequenceKv(shape=self.shape)
-
-
-def _recent(mean: float | None, value: float) -> float:
-    """The mean of the last values: each counts a quarter, those before it fade by the rest."""
-    return value if mean is None else mean + 0.25 * (value - mean)
 
 
 def kv_shape(geometry: Geometry, block_tokens: int, dtype: torch.dtype) -> KvShape:

@@ -1,8 +1,9 @@
 """What the torch engine says of its pool: the memory, the last turns."""
 
 from dataplane.engine import KvShapeStats, PoolStats
-from dataplane.engines.torch.kv import KvStore
-from dataplane.engines.torch.relief import KvRelief
+from dataplane.engines.relief import KvRelief
+from dataplane.engines.torch.kv import KvStore, SequenceKv
+from dataplane.engines.torch.pooled import Pooled
 from dataplane.engines.torch.streams import PINS
 from dataplane.engines.torch.weights import WeightStore
 from dataplane.engines.turn_log import TurnLog
@@ -23,7 +24,7 @@ def pool_stats(
     prefills: PrefillQueue,
     log: TurnLog,
     host_cache_bytes: int,
-    relief: KvRelief,
+    relief: KvRelief[Pooled, SequenceKv],
 ) -> PoolStats:
     """The state of the pool right now."""
     kv_slabs, free_slabs, moving_slabs = arena.kv_slabs, arena.free_slabs, arena.moving_slabs

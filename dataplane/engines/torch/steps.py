@@ -63,12 +63,12 @@ class Steps:
             return None
         if not self._settings.layerwise:
             self._weights.await_all(pooled.weights)
-        whole = pooled.name in self._weights.resident_models
         batches = self._step_batches
         chunks = batches.prefill(group, pooled) if turn.kind == "prefill" else batches.decode(pooled)
         if not chunks or not self._weights.holds(pooled.weights):  # its own weights may have made way for its KV
             self._kv.await_one()
             return None
+        whole = pooled.name in self._weights.resident_models  # it may have lent layers for this very step
         tokens = sum(chunk.count for chunk in chunks)
         squared = sum(chunk.squared_tokens for chunk in chunks)
         context = sum(chunk.sequence.cached for chunk in chunks)

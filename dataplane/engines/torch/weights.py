@@ -5,7 +5,7 @@ waited for when it is used. Leaving costs nothing, for the host keeps a copy of 
 """
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -13,7 +13,7 @@ import torch
 
 from dataplane.engines.torch.host_models import HostModel
 from dataplane.engines.torch.remapped import RemappedLayers
-from dataplane.engines.torch.streams import Copy, CopyStream, mark
+from dataplane.engines.torch.streams import CopyStream, mark
 from dataplane.engines.torch.wire_rate import WireRate
 from dataplane.memory.events import Event, Together
 from dataplane.memory.residency import ResidencyFacts, ResidentModel, choose_run
@@ -52,15 +52,24 @@ class Resident:
 
 
 class WeightStore:
-    """The weights in one arena, whose bytes are `buffer`. Called by one thread."""
+    """The weights in one arena, whose bytes are `buffer`. Called by one thread. Layers that take turns come by
+    `layer_stream`, beside a model that is prefetched and not behind it; None: by the same stream as all.
+    """
 
     def __init__(
-        self, arena: SlabArena, buffer: torch.Tensor, slab_bytes: int, stream: CopyStream, rate: WireRate
+        self,
+        arena: SlabArena,
+        buffer: torch.Tensor,
+        slab_bytes: int,
+        stream: CopyStream,
+        rate: WireRate,
+        layer_stream: CopyStream | None = None,
     ) -> None:
         self._arena = arena
         self._buffer = buffer
         self._slab_bytes = slab_bytes
         self._stream = stream
+        self._layer_stream = layer_stream or stream
         self._residents: dict[str, Resident] = {}
         self._homes: dict[str, int] = {}
         self._used_s: dict[str, float] = {}
@@ -148,7 +157,7 @@ class WeightStore:
         resident.sent_s = time.monotonic()
         computed = mark(self._buffer.device)  # what ran on these slabs until now
         resident.events = [
-            self._submit(model, number, buffer, [computed]) for number, buffer in enumerate(resident.buffers)
+            model.send(self._stream, number, buffer, [computed]) for number, buffer in enumerate(resident.buffers)
         ]
         model.skeleton.bind(resident.buffers)
         model.skeleton.await_part = lambda part: self._await(resident, part)
@@ -179,7 +188,7 @@ class WeightStore:
                 self._arena,
                 slabs=slabs,
                 buffers=[self._buffer[run.start * self._slab_bytes : run.end * self._slab_bytes] for run in slabs],
-                send=partial(self._submit, model),
+                send=partial(model.send, self._layer_stream),
             )
             model.skeleton.await_part = resident.remapped.await_part
             model.skeleton.passed_part = resident.remapped.passed_part
@@ -231,7 +240,7 @@ class WeightStore:
             return False
         for number, event in enumerate(resident.events):
             if event.done() and event.error is not None:
-                resident.events[number] = self._submit(model, number, resident.buffers[number])
+                resident.events[number] = model.send(self._stream, number, resident.buffers[number])
         return True
 
     def evict(self, name: str) -> None:
@@ -267,12 +276,6 @@ class WeightStore:
     def _await(self, resident: Resident, part: int) -> None:
         if resident.events:
             resident.events[part].wait()
-
-    def _submit(self, model: HostModel, part: int, target: torch.Tensor, after: Sequence[Event] = ()) -> Event:
-        assert model.host is not None, f"{model.name} has no copy in host memory"
-        event = self._stream.submit([Copy(source=model.skeleton.parts[part].of(model.host), target=target)], after)
-        model.copies.append(event)
-        return event
 
     def _part_buffers(self, model: HostModel, start: int) -> tuple[torch.Tensor, ...]:
         buffers = []

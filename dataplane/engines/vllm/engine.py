@@ -11,20 +11,23 @@ done before is (`read_ahead`); `tidepool_load_seconds` counts the rest. It is no
 The process is this slot's alone: `interfaces.prepare_process` comes before this module is imported.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from dataplane.engine import EngineStats, KvShapeStats, PoolStats
+from dataplane.engines.sequences import Chunk
 from dataplane.engines.slot_engine import Made, SlotEngine
 from dataplane.engines.torch.checkpoint import read_json
 from dataplane.engines.torch.skeleton import read_eos_ids
 from dataplane.engines.vllm.interfaces import check_version
 from dataplane.engines.vllm.models import VllmKv, VllmKvMemory, VllmModel, VllmSequence
-from dataplane.engines.vllm.runner import Runner, read_ahead, stored_bytes
+from dataplane.engines.vllm.runner import Runner, Step, read_ahead, stored_bytes
 from dataplane.engines.vllm.sampling import sampling_params
 from dataplane.engines.vllm.settings import VllmEngineSettings
-from dataplane.errors import ModelLoadError
+from dataplane.errors import DeviceLostError, ModelLoadError
 from dataplane.memory.model_cache import ModelCache
 from dataplane.messages import ModelSpec
 from dataplane.turns.costs import CostEstimate, LatencyModel
@@ -72,6 +75,18 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             read_ahead(Path(model.path))
             self._read_ahead.add(model.path)
 
+    def load(self, instance_id: str, model: ModelSpec, *, gpus: int = 1) -> None:
+        """See `dataplane.engine.Engine.load`.
+
+        Raises:
+            ModelLoadError: as there.
+            DeviceLostError: in this process nothing can be loaded any more.
+        """
+        try:
+            super().load(instance_id, model, gpus=gpus)
+        except torch.AcceleratorError as error:
+            raise DeviceLostError(f"{model.name}: {error}") from error
+
     def _new_model(self, spec: ModelSpec, gpus: int) -> VllmModel:
         folder, settings = Path(spec.path), self._settings
         began_s, others_wait = self._clock(), self.has_work()
@@ -100,9 +115,8 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             runner=runner,
             stored_bytes=size_bytes,
             kv_bytes=settings.pool_bytes,
-            kv_tokens=runner.context_tokens,
             eos_ids=tuple(sorted(eos_ids)),
-            switch_s=guess_s,
+            come_s=guess_s,
             used_s=self._clock(),
         )
 
@@ -139,10 +153,13 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         return True  # its host copy was made when it was loaded
 
     def _run(self, turn: Turn, model: VllmModel, now_s: float) -> Made[VllmKv] | None:
+        """A model that fails takes no other down; a lost device ends the worker."""
         try:
             self._bring(model, now_s)
             return self._step_of(model)
-        except Exception as error:  # a model that fails takes no other down
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
             mine = [sequence for sequence in self._requests if sequence.model == model.name]
             self._requests.end_all(mine, f"model {model.name} failed: {type(error).__name__}: {error}")
             return []
@@ -152,7 +169,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         if not model.runner.awake:
             self._make_room(model.stored_bytes, keep=model)
             model.runner.wake()
-            model.switch_s = self._clock() - now_s
+            model.come_s = self._clock() - now_s
 
     def _step_of(self, model: VllmModel) -> Made[VllmKv]:
         """Hand vLLM what is new, let it step, and see which answers have ended by themselves."""
@@ -160,21 +177,31 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         for name, sequence in mine.items():
             if sequence.kv.vllm_id is None:
                 self._hand_in(name, sequence, model)
-        decoding = [sequence for sequence in mine.values() if sequence.prefilled]
+            sequence.cached = sequence.kv.tokens
         began_s = self._clock()
-        tokens = model.runner.step()
-        took_s = self._clock() - began_s
-        if took_s > 0 and len(decoding) == len(tokens) == len(mine):
-            context = sum(sequence.cached for sequence in decoding)
-            model.estimate = model.estimate.observe_decode(took_s, context, len(decoding))
-        made: Made[VllmKv] = []
-        for name, token in tokens.items():
+        step = model.runner.step()
+        self._note_what_ran(step, mine, model, self._clock() - began_s)
+        made: dict[str, tuple[VllmSequence, int | None]] = {}
+        for name, token in step.tokens.items():
             sequence = mine[name]
-            sequence.cached = len(sequence.tokens)
-            model.begin(sequence)
             ended = token in model.eos_ids and not sequence.request.ignore_eos
-            made.append((sequence, None if ended else token))
-        return made
+            if name not in step.ended or ended or sequence.generated + 1 == sequence.request.max_tokens:
+                model.begin(sequence)
+                made[name] = sequence, None if ended else token
+        for name in step.ended.keys() - made.keys():
+            self._requests.end_all([mine[name]], f"vLLM ended it before its time: {step.ended[name]}")
+        return list(made.values())
+
+    def _note_what_ran(self, step: Step, mine: Mapping[str, VllmSequence], model: VllmModel, took_s: float) -> None:
+        """Note which tokens have KV now, and what the step cost."""
+        chunks = []
+        for name, sequence in mine.items():
+            cached = len(sequence.tokens) if name in step.tokens else sequence.kv.tokens
+            if cached > sequence.cached:
+                chunks.append(Chunk(sequence=sequence, count=cached - sequence.cached))
+        model.observe(chunks, took_s)
+        for chunk in chunks:
+            chunk.sequence.cached = chunk.end
 
     def _hand_in(self, name: str, sequence: VllmSequence, model: VllmModel) -> None:
         request = sequence.request
@@ -186,7 +213,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         """Whatever waits can run."""
 
     def _kv_tokens_max(self, model: VllmModel) -> int:
-        return model.kv_tokens
+        return model.runner.context_tokens
 
     def _kv_free_bytes(self, model: VllmModel) -> int:
         return int(model.kv_bytes * (1 - model.runner.kv_usage))

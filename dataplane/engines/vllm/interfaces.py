@@ -1,19 +1,22 @@
 """All that we ask of vLLM beyond its public interface, in one place, and the versions for which that was tested.
 
-Public, and used elsewhere in this package: `EngineArgs`, `LLMEngine` (`from_engine_args`, `add_request`, `step`,
-`abort_request`, `reset_prefix_cache`, `collective_rpc` with a function of the worker), `SamplingParams`,
-`AdapterLogitsProcessor`. Private, and used through this module alone:
+Public, and used elsewhere in this package: `EngineArgs`, `LLMEngine` (`from_engine_args`, `add_request`, `step` and its
+`RequestOutput`s, `abort_request`, `reset_prefix_cache`, `vllm_config.model_config`, `collective_rpc` with functions of
+the worker, which use its `get_model` and `device`), `SamplingParams`, `AdapterLogitsProcessor`. Private, and used by
+this module alone:
 
-    engine.engine_core.engine_core.scheduler            load: .kv_cache_manager.usage, and of
+    engine.engine_core.engine_core.scheduler            load: .kv_cache_manager.usage, .kv_cache_config, and of
                                                         .requests[id]: .num_computed_tokens, .num_preemptions;
                                                         sleep: .needs_kv_cache_zeroing
+    vllm.v1.core.kv_cache_utils                         load: how many tokens the KV blocks hold
+    .get_max_concurrency_for_kv_cache_config
     engine.engine_core._finalizer                       unload: the public way to end an engine takes
     .engine_core.model_executor, .scheduler: shutdown() torch.distributed from all engines of the process
     worker.model_runner.kv_caches                       sleep
     vllm.v1.worker.workspace._manager                   turns: scratch memory on a GPU, one for all of a process; the
                                                         engine made last replaces it, one that ends takes it away
-    vllm.distributed.parallel_state._EP                 load: made with the first model of a process, and only if that
-                                                        one has experts
+    vllm.distributed.parallel_state._EP, and the        load: made with the first model of a process, and only if that
+    functions that make it                              one has experts
     ModelRegistry.models[...].load_model_cls()          load: else vLLM imports itself anew to look at a model
     vllm._custom_ops._supports_onednn                   sleep on a CPU: what oneDNN packed cannot leave
 
@@ -75,6 +78,11 @@ def prepare_process(device: str, environment: MutableMapping[str, str] = os.envi
         environment["CUDA_VISIBLE_DEVICES"] = visible_gpu(int(index), environment)
 
 
+def layout_settings(environment: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
+    """What the environment tells vLLM, which may choose kernels by it, and by them how weights are laid out."""
+    return sorted((name, value) for name, value in environment.items() if name.startswith("VLLM_"))
+
+
 def visible_gpu(index: int, environment: Mapping[str, str]) -> str:
     """The name of the process's GPU number `index`.
 
@@ -98,6 +106,7 @@ def check_interfaces(engine: Any) -> None:
     """
     try:
         assert isinstance(kv_usage(engine), float)
+        assert kv_tokens(engine) > 0
         assert isinstance(_scheduler(engine).requests, dict)
         assert callable(engine.engine_core._finalizer.detach)  # noqa: SLF001
         assert callable(engine.engine_core.engine_core.model_executor.shutdown)
@@ -124,6 +133,15 @@ def kv_usage(engine: Any) -> float:
     """The share of an engine's KV blocks that are in use."""
     usage: float = _scheduler(engine).kv_cache_manager.usage
     return usage
+
+
+def kv_tokens(engine: Any) -> int:
+    """The tokens that an engine's KV blocks hold, of requests as long as its context."""
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config  # noqa: PLC0415
+
+    config = engine.vllm_config
+    at_once = get_max_concurrency_for_kv_cache_config(config, _scheduler(engine).kv_cache_config)
+    return int(at_once * config.model_config.max_model_len)
 
 
 def kv_tensors(worker: Any) -> list[Any]:

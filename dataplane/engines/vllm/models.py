@@ -1,10 +1,11 @@
 """A model of the slot as the vLLM engine keeps it, and what stands for the KV of its sequences."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dataplane.engine import KvHandle
 from dataplane.engines.kv import Place
-from dataplane.engines.sequences import TokenSequence
+from dataplane.engines.sequences import Chunk, TokenSequence
 from dataplane.engines.served_models import ServedModel
 from dataplane.engines.vllm.runner import Runner
 
@@ -23,9 +24,14 @@ class VllmKv:
         return Place.NOWHERE if self.vllm_id is None else Place.HERE
 
     @property
+    def tokens(self) -> int:
+        """How many tokens have keys and values now."""
+        return 0 if self.vllm_id is None else self.runner.computed_tokens(self.vllm_id)
+
+    @property
     def size_bytes(self) -> int:
         """What it takes on the slot."""
-        return 0 if self.vllm_id is None else int(self.runner.computed_tokens(self.vllm_id) * self.bytes_per_token)
+        return int(self.tokens * self.bytes_per_token)
 
 
 class VllmKvMemory:
@@ -71,16 +77,15 @@ VllmSequence = TokenSequence[VllmKv]
 
 @dataclass(eq=False, kw_only=True)
 class VllmModel(ServedModel[VllmKv]):
-    """One model. `stored_bytes`: of its weights; `switch_s`: how long it took to come, with making room, the last time;
-    `used_s`: when it had its last step.
+    """One model. `stored_bytes`: of its weights; `kv_bytes`: of its KV blocks; `come_s`: how long its weights took to
+    come, with making room, the last time; `used_s`: when it had its last step.
     """
 
     runner: Runner
     stored_bytes: int
     kv_bytes: int
-    kv_tokens: int
     eos_ids: tuple[int, ...]
-    switch_s: float
+    come_s: float
     used_s: float = 0.0
 
     @property
@@ -88,6 +93,22 @@ class VllmModel(ServedModel[VllmKv]):
         """The size of its weights."""
         return self.stored_bytes
 
+    @property
+    def switch_s(self) -> float:
+        """How long it takes until it decodes again after it was away: its weights come, and KV is prefilled anew."""
+        lost = [len(sequence.tokens) for sequence in self.decoding]
+        return self.come_s + (self.estimate.prefill_s(sum(lost), sum(n * n for n in lost)) if lost else 0.0)
+
     def new_kv(self) -> VllmKv:
         """The KV of a sequence that has none yet."""
-        return VllmKv(runner=self.runner, bytes_per_token=self.kv_bytes / self.kv_tokens)
+        return VllmKv(runner=self.runner, bytes_per_token=self.kv_bytes / self.runner.kv_tokens)
+
+    def observe(self, chunks: Sequence[Chunk[VllmKv]], took_s: float) -> None:
+        """Learn what steps cost from one that only decoded, or only prefilled."""
+        decodes = [chunk.sequence.cached > 0 and chunk.sequence.pending == 1 for chunk in chunks]
+        if chunks and all(decodes):
+            context = sum(chunk.sequence.cached for chunk in chunks)
+            self.estimate = self.estimate.observe_decode(took_s, context, len(chunks))
+        elif chunks and not any(decodes):
+            tokens = sum(chunk.count for chunk in chunks)
+            self.estimate = self.estimate.observe_prefill(took_s, tokens, sum(chunk.squared_tokens for chunk in chunks))

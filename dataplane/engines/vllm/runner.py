@@ -1,5 +1,6 @@
 """One model in one vLLM engine in our process: what it runs, and how it leaves the device and comes back."""
 
+import gc
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ _SAMPLING = "dataplane.engines.vllm.sampling:SeededSampling"
 _FREE_SHARE_MIN = 0.01
 """Of a GPU's memory, when a model comes. vLLM would want nearly all of it, whatever is there already."""
 _READ_BYTES = 2**24
+_ENVIRONMENT = interfaces.layout_settings()
+"""As the process was given it: vLLM adds what differs from load to load."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -30,8 +33,18 @@ class HostCopy:
     cached: CachedModel | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a step did, by the requests' names: the token that each got, and why vLLM has ended some."""
+
+    tokens: dict[str, int]
+    ended: dict[str, str]
+
+
 class Runner:
-    """A model that is awake: on its device, with its KV. `kv_bytes`: the size of its KV blocks."""
+    """A model that is awake: on its device, with its KV. `context_tokens`: of one request at most; `kv_tokens`: of all
+    that its KV blocks hold.
+    """
 
     def __init__(self, name: str, folder: Path, settings: VllmEngineSettings, cache: ModelCache | None) -> None:
         """Build it, which takes seconds.
@@ -51,6 +64,7 @@ class Runner:
         interfaces.check_interfaces(self._engine)
         self._scratch = interfaces.scratch()
         self.context_tokens: int = self._engine.vllm_config.model_config.max_model_len
+        self.kv_tokens = interfaces.kv_tokens(self._engine)
         self.vocabulary: int = self._engine.vllm_config.model_config.get_vocab_size()
 
     @property
@@ -83,17 +97,19 @@ class Runner:
         """Tokens of a request that have KV here."""
         return interfaces.computed_tokens(self._engine, vllm_id) if self.awake else 0
 
-    def step(self) -> dict[str, int]:
-        """Run one step: by name, the token that a request got."""
+    def step(self) -> Step:
+        """Run one step."""
         assert self.awake
         interfaces.use_scratch(self._scratch)
-        made = {}
+        step = Step(tokens={}, ended={})
         for output in self._engine.step():
             (answer,) = output.outputs
             if answer.token_ids:
-                (made[output.request_id],) = answer.token_ids
+                (step.tokens[output.request_id],) = answer.token_ids
+            if output.finished:
+                step.ended[output.request_id] = str(answer.finish_reason)
         self._note_preemptions()
-        return made
+        return step
 
     def keep_host_copy(self) -> None:
         """Copy the weights to host memory, once, so that the model may leave.
@@ -197,8 +213,12 @@ def _build(name: str, folder: Path, settings: VllmEngineSettings) -> Any:
     )
     try:
         return LLMEngine.from_engine_args(arguments)
+    except torch.AcceleratorError:
+        raise
     except Exception as error:  # whatever vLLM dislikes, the slot's other models go on
-        raise ModelLoadError(f"{name}: vLLM cannot run it: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+    gc.collect()  # the half-built engine, which the error held: the next load needs its memory
+    raise ModelLoadError(f"{name}: vLLM cannot run it: {reason}")
 
 
 def _architectures(folder: Path) -> Iterable[str]:
@@ -207,8 +227,13 @@ def _architectures(folder: Path) -> Iterable[str]:
 
 
 def _cache_key(folder: Path, settings: VllmEngineSettings, sizes: list[int]) -> str:
-    """What the bytes hang on: the files as they are now, vLLM's version, and how it laid them out."""
+    """What the bytes hang on: the files as they are now, and how vLLM laid them out, which its version, its settings,
+    torch and the device decide.
+    """
     files = sorted({stored.file for stored in list_tensors(folder).values()})
     state = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    described = repr((interfaces.installed_version(), settings.device.partition(":")[0], settings.dtype, state, sizes))
+    kind = settings.device.partition(":")[0]
+    device = torch.cuda.get_device_name() if kind == "cuda" else kind
+    layout = (interfaces.installed_version(), _ENVIRONMENT, torch.__version__, device, settings.dtype)
+    described = repr((layout, state, sizes))
     return f"{folder.name}-vllm-{hashlib.blake2b(described.encode(), digest_size=12).hexdigest()}"

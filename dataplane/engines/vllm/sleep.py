@@ -39,15 +39,19 @@ def put_away(worker: Any) -> list[int]:
 
 
 def bring_back(worker: Any, host: torch.Tensor, weight_sizes: list[int], kv_sizes: list[int]) -> None:
-    """Undo `put_away`: weights come from `host`, KV is empty."""
+    """Undo `put_away`: weights come from `host`, KV is empty. What fails on the way, for want of memory, is undone."""
     start = 0
-    for storage, size in zip(_weights(worker), weight_sizes, strict=True):
-        storage.resize_(size)
-        _bytes_of(storage).copy_(host[start : start + size], non_blocking=True)
-        start += size
-    for storage, size in zip(_unique(kv_tensors(worker)), kv_sizes, strict=True):
-        storage.resize_(size)
-        _bytes_of(storage).zero_()
+    try:
+        for storage, size in zip(_weights(worker), weight_sizes, strict=True):
+            storage.resize_(size)
+            _bytes_of(storage).copy_(host[start : start + size], non_blocking=True)
+            start += size
+        for storage, size in zip(_unique(kv_tensors(worker)), kv_sizes, strict=True):
+            storage.resize_(size)
+            _bytes_of(storage).zero_()
+    except Exception:
+        put_away(worker)
+        raise
     _synchronize(worker)
 
 

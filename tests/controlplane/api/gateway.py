@@ -1,6 +1,6 @@
 """A gateway on a free port with the official client, and nodes that answer as told."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,7 +11,8 @@ from controlplane.api.app import make_app
 from controlplane.api.state import State
 from controlplane.settings import Settings
 from controlplane.store.tables import Role
-from tests.controlplane.world import NODE_KEY, FakeAgent, World, served
+from dataplane.messages import StreamEvent
+from tests.controlplane.world import NODE_KEY, PATIENCE_S, FakeAgent, World, served
 
 
 class Gateway:
@@ -22,10 +23,24 @@ class Gateway:
         self.secret = world.key()
         self.client = self.client_of(self.secret)
         headers = {"Authorization": f"Bearer {self.secret}"}
-        self.http = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=30))
+        self.http = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=PATIENCE_S))
 
     def client_of(self, secret: str) -> OpenAI:
-        return self._stack.enter_context(OpenAI(base_url=f"{self.url}/v1", api_key=secret, max_retries=0, timeout=30))
+        client = OpenAI(base_url=f"{self.url}/v1", api_key=secret, max_retries=0, timeout=PATIENCE_S)
+        return self._stack.enter_context(client)
+
+    def give_up_soon(self, agent: FakeAgent) -> None:
+        """Where this node hangs, it is not waited for; all else takes as long as it takes. One request at a time."""
+        client = self.state.sender._agents
+        generate, first_token_s, idle_s = client.generate, client._first_token_s, client._idle_s
+
+        def asked(url: str, *args: Any) -> AsyncGenerator[list[StreamEvent], None]:
+            mode = agent.next_mode() if url == agent.url else ""
+            client._first_token_s = 0.1 if mode == "hang" else first_token_s
+            client._idle_s = 0.1 if mode == "hang later" else idle_s
+            return generate(url, *args)
+
+        client.generate = asked  # type: ignore[method-assign]
 
     def role(self, role: Role) -> OpenAI:
         return self.client_of(self.world.key(role))
@@ -57,6 +72,7 @@ def running_gateway(world: World, *agents: FakeAgent, used: float = 0.0, **chang
         "heartbeat_stale_s": 600.0,
         "view_refresh_s": 0.05,
         "request_body_bytes_max": 65536,
+        "limit_timeout_s": PATIENCE_S,  # a crowded machine is not a Redis that is away
         "node_key": NODE_KEY,
     } | changes
     settings = Settings(**world.settings.model_dump() | values)

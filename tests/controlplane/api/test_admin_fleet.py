@@ -158,6 +158,16 @@ def test_bad_fields_are_named_and_nothing_is_made(ask: Ask, fleet: None, databas
     assert _index(database) == index
 
 
+def test_vllm_is_refused_where_a_model_takes_several_gpus(ask: Ask, fleet: None) -> None:
+    ask("PUT", "/admin/profiles", json=PROFILE | {"gpus": 2})
+    refused = ask("PUT", "/admin/models/llama", json=MODEL | {"engine": "vllm"}, status=400)
+    assert refused["param"] == "engine"
+    assert "vLLM runs a model on one GPU here, and an instance of it takes 2" in str(refused)
+    ask("PUT", "/admin/profiles", json=PROFILE)
+    ask("PUT", "/admin/models/llama", json=MODEL | {"engine": "vllm"})
+    assert ask("PUT", "/admin/profiles", json=PROFILE | {"gpus": 2}, status=400)["param"] == "gpus"
+
+
 def test_bodies_that_are_no_object(ask: Ask) -> None:
     for body in (b"{", b"[]", b'{"memory_bytes": NaN, "cost_per_hour": 1}', b"\xff", b""):
         ask("PUT", "/admin/gpu-types/a", content=body, headers={"content-type": "application/json"}, status=400)

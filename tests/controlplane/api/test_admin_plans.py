@@ -27,9 +27,9 @@ def enqueued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def waiting(database: Database, count: int, **changes: Any) -> str:
-    """A plan of the schedule for the present hour that waits for an operator."""
+    """A plan of the schedule, for an hour that is not over before the test is, that waits for an operator."""
     plan_id = f"plan_{uuid_utils.uuid7().hex}"
-    hour_s = int(datetime.now(UTC).timestamp()) // 3600 * 3600
+    hour_s = int(datetime.now(UTC).timestamp() + 600) // 3600 * 3600
     with database.transaction() as session:
         values: dict[str, Any] = {
             "id": plan_id,

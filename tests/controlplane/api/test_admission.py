@@ -1,6 +1,8 @@
 """Tiers at the gateway: refused in time, held in line, measured against their objectives."""
 
+import socket
 import threading
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2 as httpx
@@ -8,9 +10,9 @@ import msgspec
 import pytest
 
 from controlplane.store.tables import Model
-from dataplane.messages import Heartbeat, InstanceReport
+from dataplane.messages import Generate, Heartbeat, InstanceReport, StreamEvent
 from tests.controlplane.api.gateway import Gateway, running_gateway
-from tests.controlplane.world import KV_BYTES, FakeAgent, World, until
+from tests.controlplane.world import HANGS_S, KV_BYTES, PATIENCE_S, FakeAgent, World, until
 
 
 def report(world: World, gateway: Gateway, **changes: Any) -> None:
@@ -51,13 +53,13 @@ def test_a_model_has_its_own_objectives(world: World) -> None:
 
 def test_flex_requests_wait_in_order_until_there_is_room(world: World) -> None:
     agent = FakeAgent()
-    with running_gateway(world, agent, used=0.65, flex_wait_s=60.0, flex_waiting_max=3) as gateway:
+    with running_gateway(world, agent, used=0.65, flex_wait_s=PATIENCE_S, flex_waiting_max=3) as gateway:
         headers = {"Authorization": f"Bearer {gateway.secret}"}
         ended: list[int] = []
 
         def ask(number: int) -> None:
             body = {"model": "tide", "prompt": f"p{number}", "service_tier": "flex", "stream": number == 1}
-            answer = httpx.post(f"{gateway.url}/v1/completions", json=body, headers=headers, timeout=60)
+            answer = httpx.post(f"{gateway.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S)
             ended.append(answer.status_code)
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
@@ -69,24 +71,44 @@ def test_flex_requests_wait_in_order_until_there_is_room(world: World) -> None:
         assert "tidepool_flex_waiting 3.0" in gateway.http.get("/metrics").text
         report(world, gateway, kv_used_bytes=int(0.1 * KV_BYTES))
         for thread in threads:
-            thread.join(30)
+            thread.join()
         assert ended == [200] * 3
         assert [asked.prompt for asked in agent.asked if asked.prompt] == ["p0", "p1", "p2"]
         until(lambda: gateway.state.door.waiting == 0)
 
 
 def test_a_flex_client_that_goes_away_leaves_the_line(world: World) -> None:
-    with running_gateway(world, FakeAgent(), used=0.65) as gateway:
-        body = {"model": "tide", "prompt": "x", "service_tier": "flex"}
-        with pytest.raises(httpx.TimeoutException):
-            gateway.http.post("/v1/completions", json=body, timeout=0.3)
+    with running_gateway(world, FakeAgent(), used=0.65, flex_wait_s=HANGS_S) as gateway:
+        body = msgspec.json.encode({"model": "tide", "prompt": "x", "service_tier": "flex"})
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {gateway.secret}\r\n"
+        sized = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        address = httpx.URL(gateway.url)
+        with socket.create_connection((address.host, address.port), timeout=PATIENCE_S) as client:
+            client.sendall((head + sized).encode() + body)
+            until(lambda: gateway.state.door.waiting == 1)
         until(lambda: gateway.state.door.waiting == 0)
 
 
-def test_attainment_is_counted_by_token_and_by_answer(world: World) -> None:
+class Timed(FakeAgent):
+    """Time goes by nowhere but in its slow answers: half a second before the first token."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    async def _events(self, mode: str, generate: Generate) -> AsyncIterator[StreamEvent]:
+        self.now_s += 0.5 if mode == "slow" else 0.0
+        async for event in super()._events("answer", generate):
+            yield event
+
+
+def test_attainment_is_counted_by_token_and_by_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     with world.database.transaction() as session:
         session.get_one(Model, "tide").slo = {"IW-F": {"ttft_s": 0.2, "tbt_s": 5.0}}
-    agent = FakeAgent("answer", "slow", "too long", "worker lost")
+    agent = Timed("answer", "slow", "too long", "worker lost")
+    for module in ("attainment", "interactive"):
+        monkeypatch.setattr(f"controlplane.api.{module}.time", agent)
     with running_gateway(world, agent, request_attempts_max=1) as gateway:
         gateway.chat(200, service_tier="priority")
         gateway.chat(200, service_tier="priority")

@@ -1,7 +1,6 @@
 """The interactive gateway before nodes that refuse, die, hang or babble."""
 
 import threading
-import time
 
 import httpx2 as httpx
 import msgspec
@@ -9,7 +8,7 @@ import openai
 import pytest
 
 from tests.controlplane.api.gateway import running_gateway
-from tests.controlplane.world import FakeAgent, World, until
+from tests.controlplane.world import PATIENCE_S, FakeAgent, World, until
 
 BEFORE_THE_FIRST_TOKEN = [
     "die", "garbage", "empty", "not ready", "overloaded", "wrong key", "worker lost", "odd status", "bad bytes", "hang",
@@ -18,7 +17,8 @@ BEFORE_THE_FIRST_TOKEN = [
 
 def test_another_instance_is_tried_before_the_first_token(world: World) -> None:
     bad, good = FakeAgent(), FakeAgent()
-    with running_gateway(world, bad, good, first_token_timeout_s=0.3) as gateway:
+    with running_gateway(world, bad, good) as gateway:
+        gateway.give_up_soon(bad)
         for stream in (False, True):
             for mode in BEFORE_THE_FIRST_TOKEN:
                 bad.script = [mode]
@@ -76,7 +76,8 @@ LATER = ["die later", "fail later", "no finish", "hang later"]
 @pytest.mark.parametrize("mode", LATER)
 def test_a_node_lost_in_mid_stream_is_not_noticed(world: World, mode: str) -> None:
     first, second = FakeAgent(then=mode), FakeAgent()
-    with running_gateway(world, first, second, stream_idle_timeout_s=0.3) as gateway:
+    with running_gateway(world, first, second) as gateway:
+        gateway.give_up_soon(first)
         answer = gateway.chat(stream=True, stream_options={"include_usage": True})
         assert [piece for piece in ("the tide ", "turns") if answer.text.count(f'"{piece}"') == 1] == [
             "the tide ",
@@ -94,8 +95,9 @@ def test_a_node_lost_in_mid_stream_is_not_noticed(world: World, mode: str) -> No
 @pytest.mark.parametrize("mode", LATER)
 def test_a_failure_in_mid_stream(world: World, mode: str) -> None:
     """Where nobody can carry it on, a stream says so in its last event; a whole answer becomes an error."""
-    changes = {"stream_idle_timeout_s": 0.3, "stream_continue_wait_s": 0.0}
-    with running_gateway(world, FakeAgent(then=mode), **changes) as gateway:
+    agent = FakeAgent(then=mode)
+    with running_gateway(world, agent, stream_continue_wait_s=0.0) as gateway:
+        gateway.give_up_soon(agent)
         events = [line for line in gateway.chat(stream=True).text.split("\n\n") if line]
         assert '"the tide "' in events[1]
         error = msgspec.json.decode(events[-1].removeprefix("data: "))["error"]
@@ -116,14 +118,13 @@ def test_a_client_that_goes_away_reaches_the_node(world: World, stream: bool, mo
         while not agent.asked:  # a slow machine may need longer than that to reach the node
             with pytest.raises(httpx.TimeoutException):
                 gateway.http.post("/v1/completions", json=body, timeout=0.5)
-        assert agent.dropped.wait(30)
-        metrics = gateway.http.get("/metrics").text
-        assert "tidepool_streams 0.0" in metrics
-        assert 'outcome="cancelled"' in metrics
+        assert agent.dropped.wait(PATIENCE_S)
+        until(lambda: "tidepool_streams 0.0" in gateway.http.get("/metrics").text)
+        assert 'outcome="cancelled"' in gateway.http.get("/metrics").text
 
 
 def test_a_gateway_that_drains_finishes_its_streams_and_takes_no_more(world: World) -> None:
-    agent = FakeAgent(then="slow")
+    agent = FakeAgent(then="held")
     with running_gateway(world, agent) as gateway:
         texts: list[str] = []
         thread = threading.Thread(target=lambda: texts.append(gateway.chat(stream=True).text))
@@ -132,14 +133,17 @@ def test_a_gateway_that_drains_finishes_its_streams_and_takes_no_more(world: Wor
         gateway.state.draining = True
         assert gateway.chat(503).json()["error"]["code"] == "unavailable"
         assert gateway.http.get("/readyz").json()["missing"] == ["draining"]
+        agent.freed.set()
         thread.join()
         assert texts[0].endswith("[DONE]\n\n")
 
 
-def test_connections_to_nodes_are_used_again(world: World) -> None:
+def test_connections_to_nodes_are_used_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("_IDLE_CONNECTION_S", "_END_TIMEOUT_S"):
+        monkeypatch.setattr(f"controlplane.agents.{limit}", PATIENCE_S)
     agent = FakeAgent()
     with running_gateway(world, agent) as gateway:
         for stream in (False, False, True, True):
             gateway.chat(stream=stream)
-            time.sleep(0.05)
+            until(lambda: "tidepool_streams 0.0" in gateway.http.get("/metrics").text)
         assert len(agent.peers) == 1

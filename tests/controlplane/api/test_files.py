@@ -10,7 +10,7 @@ import pytest
 
 from tests.controlplane.api.gateway import Gateway, assert_error, running_gateway
 from tests.controlplane.store.s3_server import Bucket
-from tests.controlplane.world import World, served, until
+from tests.controlplane.world import PATIENCE_S, World, served, until
 
 LINE = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "tide", "prompt": "x"}}\n'
 
@@ -118,7 +118,7 @@ def test_an_upload_without_a_key_is_refused_before_its_body_is_read(gateway: Gat
     head += b"Content-Type: multipart/form-data; boundary=x\r\n"
     address = httpx.URL(gateway.url)
     for key in (b"", b"Authorization: Bearer tp-client-wrong\r\n", b"Authorization: Basic abc\r\n"):
-        with socket.create_connection((address.host, address.port), timeout=10) as connection:
+        with socket.create_connection((address.host, address.port), timeout=PATIENCE_S) as connection:
             connection.sendall(head + key + b"\r\n" + b"--x\r\n")
             assert b" 401 " in connection.recv(4096).split(b"\r\n", 1)[0]
 
@@ -127,7 +127,7 @@ def test_no_connection_to_postgres_waits_for_the_store(gateway: Gateway, monkeyp
     made, really = upload(gateway), gateway.state.blobs.open
 
     def opened(file_id: str) -> IO[bytes]:
-        until(lambda: gateway.state.database.engine.pool.checkedout() == 0, timeout_s=10)
+        until(lambda: gateway.state.database.engine.pool.checkedout() == 0)
         return really(file_id)
 
     monkeypatch.setattr(gateway.state.blobs, "open", opened)

@@ -1,6 +1,5 @@
 """Liveness, readiness and metrics, with Postgres or Redis away."""
 
-import time
 from typing import Any
 
 import pytest
@@ -34,11 +33,8 @@ def test_a_gateway_that_starts_alone_says_what_it_lacks(
     scheme = {"redis_url": "redis", "database_url": "postgresql+psycopg"}[away]
     changes: dict[str, Any] = {away: SecretStr(f"{scheme}://127.0.0.1:{free_port()}/0")}
     with running_gateway(world, **changes) as gateway:
-        began = time.monotonic()
         answer = gateway.http.get("/readyz")
-        took = time.monotonic() - began
         assert (answer.status_code, answer.json()["missing"]) == (status, missing)
-        assert took < 5, "it says so before an orchestrator gives up"
         assert gateway.http.get("/livez").json() == {"status": "ok"}
         if away == "database_url":
             refused = gateway.chat(503)

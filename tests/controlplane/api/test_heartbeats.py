@@ -17,7 +17,7 @@ from controlplane.store.live import LiveStore
 from controlplane.store.session import Database
 from dataplane.messages import Heartbeat, InstanceReport, Join, SlotSpec
 from tests.controlplane.api.conftest import Ask
-from tests.controlplane.world import until
+from tests.controlplane.world import HANGS_S, until
 
 JOIN = Join(
     node="node-1",
@@ -157,7 +157,7 @@ def test_a_postgres_that_hangs_keeps_few_threads(
 
     @contextmanager
     def hangs(_: Database) -> Iterator[Session]:
-        free.wait(120)
+        free.wait(HANGS_S)
         raise OperationalError("SELECT 1", {}, ConnectionError("gone"))
         yield
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from controlplane.store.tables import Role
 from tests.controlplane.api.gateway import Gateway, assert_error, running_gateway
-from tests.controlplane.world import FakeAgent, World, until
+from tests.controlplane.world import PATIENCE_S, FakeAgent, World, until
 
 
 @pytest.fixture
@@ -133,7 +133,8 @@ def test_who_may_not(gateway: Gateway) -> None:
     with pytest.raises(openai.AuthenticationError) as unknown:
         gateway.client_of("tp-client-wrong").chat.completions.create(model="tide", messages=messages)
     assert unknown.value.code == "invalid_api_key"
-    nobody = httpx.post(f"{gateway.url}/v1/chat/completions", json={"model": "tide", "messages": messages})
+    body = {"model": "tide", "messages": messages}
+    nobody = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
     assert (nobody.status_code, nobody.headers["www-authenticate"]) == (401, "Bearer")
     assert_error(nobody)
     for role in (Role.VIEWER, Role.NODE):
@@ -181,7 +182,7 @@ def test_request_ids(gateway: Gateway, agent: FakeAgent) -> None:
     assert given.headers["x-request-id"] == "my-id_1"
     odd = gateway.http.post("/v1/completions", json=body, headers={"x-request-id": "a b"})
     assert odd.headers["x-request-id"].startswith("req_")
-    agent.then = "slow"
+    agent.then = "held"
     statuses: list[int] = []
 
     def ask() -> None:
@@ -189,12 +190,15 @@ def test_request_ids(gateway: Gateway, agent: FakeAgent) -> None:
             f"{gateway.url}/v1/completions",
             json=body,
             headers={"x-request-id": "same", "Authorization": f"Bearer {gateway.secret}"},
+            timeout=PATIENCE_S,
         )
         statuses.append(answer.status_code)
 
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
         thread.start()
+    until(lambda: len(agent.asked) == 4)
+    agent.freed.set()
     for thread in threads:
         thread.join()
     assert statuses == [200, 200]

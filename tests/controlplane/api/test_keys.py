@@ -1,13 +1,15 @@
 """What a key may do: its scopes, models and node; rotation; and revocation, everywhere and without Postgres."""
 
 import asyncio
-import time
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from fastapi.testclient import TestClient
+from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
 from controlplane.api.keys import KeyCache
@@ -182,12 +184,13 @@ class Postgres:
     def __init__(self, database: Database) -> None:
         self._database = database
         self.away = False
-        self.slow_s = 0.0
+        self.answers = threading.Event()
+        self.answers.set()
         self.asked = 0
 
     def transaction(self) -> Any:
         self.asked += 1
-        time.sleep(self.slow_s)
+        self.answers.wait()
         if self.away:
             raise OperationalError("SELECT 1", {}, Exception("away"))
         return self._database.transaction()
@@ -224,24 +227,26 @@ def test_without_postgres_good_keys_work_and_bad_ones_stay_bad(database: Databas
     asyncio.run(run())
 
 
-def test_a_key_ends_at_its_time_though_it_is_cached(database: Database, settings: Settings) -> None:
+def test_a_key_ends_at_its_time_though_it_is_cached(
+    database: Database, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with database.transaction() as session:
         made = make_key(session, name="a", role=Role.CLIENT, tenant="acme")
         session.flush()
-        from sqlalchemy import text  # noqa: PLC0415 - one use
-
-        session.execute(text("UPDATE api_keys SET expires_at = clock_timestamp() + interval '2 s'"))
+        session.execute(text("UPDATE api_keys SET expires_at = clock_timestamp() + interval '1 h'"))
+    now_s = 0.0
+    monkeypatch.setattr("controlplane.api.keys.time", SimpleNamespace(monotonic=lambda: now_s))
 
     async def run() -> None:
-        _, cache = _cache(database, settings, key_cache_s=3600.0)
+        nonlocal now_s
+        _, cache = _cache(database, settings, key_cache_s=7200.0)
         await cache.find(made.secret)
+        with database.transaction() as session:
+            session.execute(text("UPDATE api_keys SET expires_at = clock_timestamp()"))
+        await cache.find(made.secret)  # it is not asked for again before its time
+        now_s = 3600.0
         with pytest.raises(AuthenticationError):
-            await asyncio.wait_for(ask_on(cache), timeout=60)
-
-    async def ask_on(cache: KeyCache) -> None:
-        while True:
             await cache.find(made.secret)
-            await asyncio.sleep(0.05)
 
     asyncio.run(run())
 
@@ -253,12 +258,14 @@ def test_a_slow_postgres_is_asked_once_and_not_waited_for_again(database: Databa
     async def run() -> None:
         postgres, cache = _cache(database, settings, key_wait_s=0.2)
         await cache.find(secret)
-        postgres.asked, postgres.slow_s = 0, 5.0
+        postgres.asked = 0
+        postgres.answers.clear()
         await asyncio.gather(*(cache.find(secret) for _ in range(50)))
         for _ in range(50):
             await cache.find(secret)
         assert postgres.asked == 1
         assert cache._loading, "nobody waited for the answer"
+        postgres.answers.set()
 
     asyncio.run(run())
 

@@ -5,12 +5,18 @@ import pytest
 from fastapi.testclient import TestClient
 
 from controlplane.api.state import State
+from controlplane.settings import Settings
 from controlplane.store.endpoint_summary import Backlog
 from controlplane.store.session import Database
 from dataplane.messages import Heartbeat, InstanceReport
 from tests.controlplane.api.conftest import Ask
 from tests.controlplane.api.test_heartbeats import JOIN, hold
-from tests.controlplane.world import until
+from tests.controlplane.world import HANGS_S, until
+
+
+@pytest.fixture
+def settings(settings: Settings) -> Settings:
+    return settings.model_copy(update={"heartbeat_stale_s": HANGS_S})
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_a_real_node(world: World) -> None:
             with running_gateway(world, node_key=KEY) as gateway:
                 for check in (ask, ask_too_much, go_away):
                     await asyncio.to_thread(check, gateway)
-                await node.until(node.idle, timeout_s=10)
+                await node.until(node.idle)
                 [report] = node.agent.reports()
                 assert report.prefill_wait_s == report.prefill_urgent_wait_s == 0.0
                 assert report.prefill_token_s is not None

@@ -12,7 +12,7 @@ from controlplane.api.app import make_app
 from controlplane.settings import Settings
 from controlplane.store.tables import Role
 from dataplane.messages import Heartbeat, InstanceReport
-from tests.controlplane.world import NODE_KEY, FakeAgent, World, served, until
+from tests.controlplane.world import HANGS_S, NODE_KEY, PATIENCE_S, FakeAgent, World, served, until
 
 
 @contextmanager
@@ -23,13 +23,13 @@ def no_thread_left(api: TestClient) -> Iterator[None]:
 
     def hold() -> None:
         taken.release()
-        ended.append(free.wait(30))
+        ended.append(free.wait(HANGS_S))
 
     assert api.portal is not None
     count = api.portal.call(lambda: int(anyio.to_thread.current_default_thread_limiter().total_tokens))
     holding = [api.portal.start_task_soon(anyio.to_thread.run_sync, hold) for _ in range(count)]
     for _ in range(count):
-        assert taken.acquire(timeout=60)
+        assert taken.acquire(timeout=PATIENCE_S)
     try:
         yield
     finally:

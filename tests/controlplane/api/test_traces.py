@@ -92,7 +92,7 @@ async def _through_a_node(world: World, check: Callable[[Gateway], None]) -> Non
         world.report("n0", held, region="us-east", url=url)
         with running_gateway(world, node_key=KEY) as gateway:
             await asyncio.to_thread(check, gateway)
-            await node.until(node.idle, timeout_s=30)
+            await node.until(node.idle)
 
 
 def test_one_trace_from_the_caller_to_the_worker(

@@ -19,14 +19,13 @@ from controlplane.store.batch_tables import BatchResult, QueuedRequest
 from controlplane.store.batches import cancel_batch
 from controlplane.store.blobs import BlobStore
 from controlplane.store.queue import Claim, expire_leases, expire_requests
-from tests.controlplane.world import NODE_KEY, FakeAgent, World, served
+from tests.controlplane.world import NODE_KEY, PATIENCE_S, FakeAgent, World, served
 
 FAST = {
     "heartbeat_stale_s": 600.0,
     "view_refresh_s": 0.05,
     "release_signal_s": 0.01,
     "node_key": NODE_KEY,
-    "stream_idle_timeout_s": 5.0,
 }
 
 
@@ -56,7 +55,7 @@ async def ended(world: World, batch_id: str) -> Any:
 
 
 async def holds(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while not await asyncio.to_thread(condition):  # noqa: ASYNC110  (conditions are about other threads)
             await asyncio.sleep(0.02)
 
@@ -185,13 +184,13 @@ def test_a_stopped_dispatcher_gives_back_at_once(world: World) -> None:
         world.serve("n1", url)
         world.add_batch(lines=2)
         asyncio.run(run())
-        assert agent.dropped.wait(5)
+        assert agent.dropped.wait(PATIENCE_S)
     assert open_rows(world) == [(False, 0, "its dispatcher was stopped")] * 2
 
 
 def test_a_result_after_a_lost_lease_is_dropped(world: World, blobs: BlobStore) -> None:
     """The lease runs out while a node is slow; another dispatcher's answer is the one that counts."""
-    agent = FakeAgent(then="slow")
+    agent = FakeAgent(then="held")
 
     async def run() -> Any:
         async with dispatchers(world):
@@ -200,6 +199,8 @@ def test_a_result_after_a_lost_lease_is_dropped(world: World, blobs: BlobStore) 
                 session.execute(text("UPDATE queued_requests SET lease_until = now() - interval '1 s'"))
                 assert expire_leases(session, attempts_max=5) == 1
                 session.execute(text("UPDATE queued_requests SET not_before = NULL"))
+            await holds(lambda: len(agent.asked) == 2)
+            agent.freed.set()
             return await ended(world, batch_id)
 
     with served(agent.app) as url:
@@ -218,13 +219,12 @@ def test_a_lease_that_is_lost_breaks_off_the_work(world: World) -> None:
             await holds(lambda: agent.asked)
             with world.database.transaction() as session:
                 cancel_batch(session, batch_id, tenant="acme")
-            await asyncio.to_thread(agent.dropped.wait, 10)
+            await holds(agent.dropped.is_set)
 
     with served(agent.app) as url:
         world.serve("n1", url)
         batch_id = world.add_batch(lines=1)
         asyncio.run(run())
-        assert agent.dropped.is_set()
     assert open_rows(world) == []
     assert world.batch(batch_id).state in {"cancelling", "cancelled"}
 
@@ -260,8 +260,8 @@ def test_no_room_no_release(world: World) -> None:
     agent = FakeAgent()
 
     async def run() -> None:
-        async with dispatchers(world):
-            await asyncio.sleep(0.3)
+        async with releaser_of(world) as releaser:
+            await releaser.release()
 
     with served(agent.app) as url:
         world.serve("n1", url, used=0.61)
@@ -282,7 +282,7 @@ def test_a_claim_that_is_under_way_at_the_stop_is_given_back(world: World, monke
 
     def slow(*args: Any, **wanted: Any) -> list[Claim]:
         entered.set()
-        assert may_go.wait(30)
+        assert may_go.wait(PATIENCE_S)
         return claim(*args, **wanted)
 
     monkeypatch.setattr("controlplane.store.queue.claim", slow)

@@ -303,6 +303,7 @@ def plan_of(world: World, after: int) -> None:
         ("lt-u", 3000.0, 0.8, 0),  # the plan is reached
         ("lt-ua", 3000.0, 0.5, 1),  # twelve times the forecast
         ("lt-ua", 2000.0, 0.5, 0),  # half an hour is left
+        ("lt-d", 3000.0, 0.8, 0),  # never past the plan
         ("reactive", 3000.0, 0.8, 1),
         ("chiron", 3000.0, 0.5, 3),  # 2 busy of theta 0.6: four
         ("siloed", 3000.0, 0.8, 1),  # nothing deferred waits: one interactive one

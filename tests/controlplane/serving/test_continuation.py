@@ -12,12 +12,13 @@ from prometheus_client import CollectorRegistry
 
 from controlplane.agents import AgentClient
 from controlplane.errors import NodeError
-from controlplane.policies.facts import Endpoint, InstanceFacts, Tier
+from controlplane.policies.facts import Endpoint, InstanceFacts, Objective, Tier
 from controlplane.serving.fleet import FleetCache
 from controlplane.serving.send import Outgoing, Placed, Sender
 from controlplane.serving.sent import Sending
 from controlplane.settings import Settings
 from controlplane.store.tables import Model
+from dataplane import messages
 from dataplane.answers import Answer
 from dataplane.engine import EngineOutput, EngineRequest
 from dataplane.flights import Flight
@@ -130,8 +131,8 @@ class Fleet(FleetCache):
     def node_url(self, node: str) -> str:
         return f"http://{node}"
 
-    def objective(self, model: Model, tier: Tier) -> None:
-        return None
+    def objective(self, model: Model, tier: Tier) -> Objective | None:
+        return Objective(ttft_s=0.5, tbt_s=0.02) if tier == Tier.IW_N else None
 
     def note_sent(self, instance_id: str, tokens: int, input_tokens: int = 0) -> Sending:
         return 0.0, tokens, input_tokens
@@ -183,6 +184,8 @@ def test_a_node_lost_at_any_line_changes_nothing(
             assert (text, token_ids, finished) == undisturbed[:3], lines
             assert len({asked.sampling.seed for asked in nodes.asked}) == 1, "all of one piece"
             assert nodes.asked[0].sampling.seed is not None
+            promised = [asked.objective for asked in nodes.asked]
+            assert promised == [messages.Objective(ttft_s=0.5, tbt_s=0.02)] * len(promised), "wherever it goes on"
             if 1 < lines < len(undisturbed[1]):
                 assert [asked.instance_id for asked in nodes.asked] == ["i-n1", "i-n2"]
 

@@ -17,6 +17,8 @@ from controlplane.errors import UnavailableError
 from controlplane.policies.limits import Limit, TenantLimits, Usage, choose_admission
 from controlplane.settings import Settings
 from controlplane.store.limits import Charge, LimitStore
+from tests.controlplane.redis_clock import RedisClock
+from tests.controlplane.world import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 maybe = st.none() | st.integers(1, 40)
@@ -29,7 +31,7 @@ def anyio_backend() -> str:
 
 @asynccontextmanager
 async def store_of(settings: Settings) -> AsyncIterator[LimitStore]:
-    store = LimitStore(settings)
+    store = LimitStore(settings.model_copy(update={"limit_timeout_s": PATIENCE_S}))
     yield store
     await store.close()
 
@@ -71,6 +73,7 @@ def test_redis_decides_as_the_policy_does(
     asyncio.run(compare())
 
 
+@pytest.mark.usefixtures("redis_clock")
 async def test_two_gateways_share_one_count(settings: Settings) -> None:
     limits = TenantLimits(requests_per_minute=3, concurrent_max=2)
     async with store_of(settings) as one, store_of(settings) as other:
@@ -78,7 +81,7 @@ async def test_two_gateways_share_one_count(settings: Settings) -> None:
         second = await other.admit(charge(limits, lease="b"))
         assert second.refused is None
         assert second.usage.requests is not None
-        assert second.usage.requests.level < 1.5
+        assert second.usage.requests.level == 1
         assert (await one.admit(charge(limits, lease="c"))).refused == Limit.RUNNING
         assert (await one.admit(charge(limits, tenant="other", lease="d"))).refused is None
         await other.settle(charge(limits, lease="b"), used_tokens=1)
@@ -87,30 +90,32 @@ async def test_two_gateways_share_one_count(settings: Settings) -> None:
         assert (await other.admit(charge(limits, lease="f"))).refused == Limit.REQUESTS
 
 
-async def test_tokens_are_corrected_by_what_was_used(settings: Settings) -> None:
+async def test_tokens_are_corrected_by_what_was_used(settings: Settings, redis_clock: RedisClock) -> None:
     limits = TenantLimits(tokens_per_minute=1000)
     async with store_of(settings) as store:
         await store.admit(charge(limits, 600))
         await store.settle(charge(limits, 600), used_tokens=100)
         left = (await store.admit(charge(limits, 1))).usage.tokens
         assert left is not None
-        assert 899 <= left.level < 950
+        assert left.level == 899
+        redis_clock.move(6)
         await store.settle(charge(limits, 1), used_tokens=5000)
         broke = await store.admit(charge(limits, 1))
         assert broke.refused == Limit.TOKENS
         assert broke.usage.tokens is not None
-        assert broke.usage.tokens.level < -4000
+        assert broke.usage.tokens.level == 999 + 1 - 5000, "a tenth of a minute's tokens came back"
 
 
-async def test_a_lease_that_nobody_renews_ends(settings: Settings) -> None:
+async def test_a_lease_that_nobody_renews_ends(settings: Settings, redis_clock: RedisClock) -> None:
     limits = TenantLimits(concurrent_max=2)
-    async with store_of(settings.model_copy(update={"limit_lease_s": 1.0})) as dead, store_of(settings) as alive:
+    async with store_of(settings.model_copy(update={"limit_lease_s": 10.0})) as dead, store_of(settings) as alive:
         await dead.admit(charge(limits, lease="dead"))
         await alive.admit(charge(limits, lease="alive"))
         assert (await alive.admit(charge(limits, lease="new"))).refused == Limit.RUNNING
-        async with asyncio.timeout(60):
-            while (await alive.admit(charge(limits, lease="new"))).refused is not None:  # noqa: ASYNC110 - only Redis knows
-                await asyncio.sleep(0.05)
+        redis_clock.move(9)
+        assert (await alive.admit(charge(limits, lease="new"))).refused == Limit.RUNNING
+        redis_clock.move(1)
+        assert (await alive.admit(charge(limits, lease="new"))).refused is None
         assert (await alive.admit(charge(limits, lease="more"))).refused == Limit.RUNNING, "what is alive counts on"
 
 

@@ -26,6 +26,8 @@ CHOICES = {
     ("instances", "observed"): "pending",
     ("instances", "kind"): "mixed",
     ("instances", "engine"): "vllm",
+    ("instances", "came_from"): "torch",
+    ("engine_failures", "engine"): "vllm",
     ("spot_leases", "end_reason"): "returned",
     ("demand_buckets", "kind"): "IW",
     ("api_keys", "role"): "node",

@@ -4,18 +4,20 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from sqlalchemy import func, select, text
 from sqlalchemy.exc import IntegrityError
 
+from controlplane.policies.lifecycle import BatchRequestState
 from controlplane.store import queue
 from controlplane.store.batch_tables import BatchResult, QueuedRequest
-from controlplane.store.batches import cancel_batch, counts_of
+from controlplane.store.batches import cancel_batch, counts_of, end_batch_requests
 from controlplane.store.endpoint_summary import backlogs
 from controlplane.store.queue import Claim, Outcome
-from tests.controlplane.world import MODEL, World
+from tests.controlplane.world import MODEL, World, until
 
 
 def claim(world: World, count: int = 1, lease_s: int = 60) -> list[Claim]:
@@ -287,6 +289,29 @@ def test_cancelling_and_finishing_at_once_wait_for_no_one_for_ever(world: World)
         counts = counts_of(session, [world.batch(batch_id)])[batch_id]
     assert (counts.completed, counts.failed) == (ended[True], ended[False])
     assert ended.total() == 200
+
+
+def test_who_writes_results_waits_for_who_ends_their_batch(world: World) -> None:
+    """Before it touches a row, of any batch: so that the two never hold what the other wants."""
+    ended_id, other_id = world.add_batch(lines=1), world.add_batch(lines=1)
+    held = claim(world)
+
+    def waited_for() -> Sequence[str]:
+        query = (
+            "SELECT wait_event FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        )
+        with world.database.transaction() as session:
+            return session.scalars(text(query)).all()
+
+    with ThreadPoolExecutor(1) as thread:
+        with world.database.transaction() as ending:
+            end_batch_requests(ending, world.batch(ended_id).number, state=BatchRequestState.CANCELLED)
+            written = thread.submit(finish, world, *held)
+            until(lambda: written.done() or waited_for())
+            assert waited_for() == ["advisory"]
+        assert written.result() == 1, "of the other batch"
+    states = {result.batch_number: result.state for result in results(world)}
+    assert states == {world.batch(ended_id).number: "cancelled", world.batch(other_id).number: "completed"}
 
 
 def test_backlogs(world: World) -> None:

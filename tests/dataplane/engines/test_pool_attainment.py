@@ -2,17 +2,15 @@
 load says they will? In simulated time; from light load to far too much.
 """
 
+import json
+
 import pytest
+from typer.testing import CliRunner
 
 from dataplane.profile import load_gpu_profile
-from ops.bench.pool import PROFILE, PoolFigures, PoolLoad, measure_pool
+from ops.bench.pool import PROFILE, PoolFigures, PoolLoad, app, measure_pool, over_requests
 
 TOLERANCE = 0.05
-
-
-def pooled(figures: list[PoolFigures], name: str) -> float:
-    """A mean over all requests of several runs."""
-    return float(sum(getattr(one, name) * one.requests for one in figures) / sum(one.requests for one in figures))
 
 
 def measure(
@@ -30,7 +28,7 @@ def measure(
 )
 def test_attainment_is_what_the_load_predicts(rate_per_s: float, decode_only: bool) -> None:
     figures = measure(rate_per_s, seeds=range(1, 3), duration_s=60, decode_only=decode_only)
-    assert pooled(figures, "kept") == pytest.approx(pooled(figures, "predicted"), abs=TOLERANCE)
+    assert over_requests(figures, "kept") == pytest.approx(over_requests(figures, "predicted"), abs=TOLERANCE)
 
 
 @pytest.mark.slow
@@ -38,7 +36,7 @@ def test_attainment_is_what_the_load_predicts(rate_per_s: float, decode_only: bo
 @pytest.mark.parametrize("rate_per_s", [0.008, 0.016, 0.03, 0.045])
 def test_attainment_is_what_the_load_predicts_at_length(rate_per_s: float, decode_only: bool) -> None:
     figures = measure(rate_per_s, seeds=range(1, 7), duration_s=100, decode_only=decode_only)
-    assert pooled(figures, "kept") == pytest.approx(pooled(figures, "predicted"), abs=TOLERANCE)
+    assert over_requests(figures, "kept") == pytest.approx(over_requests(figures, "predicted"), abs=TOLERANCE)
 
 
 def test_more_load_is_seen_and_prefetching_helps() -> None:
@@ -56,3 +54,12 @@ def test_more_load_is_seen_and_prefetching_helps() -> None:
 def test_the_same_seed_gives_the_same_figures() -> None:
     first, second = (measure(0.01, seeds=range(7, 8), duration_s=30, decode_only=False)[0] for _ in range(2))
     assert first == second
+
+
+def test_the_table_for_a_tighter_objective() -> None:
+    arguments = ["--rate", "0.01", "--seeds", "1", "--duration-s", "20", "--json", "--tbt-s"]
+    usual, tight = (CliRunner().invoke(app, [*arguments, tbt_s]) for tbt_s in ("0.1", "0.02"))
+    assert usual.exit_code == tight.exit_code == 0, usual.output + tight.output
+    for before, after in zip(json.loads(usual.stdout), json.loads(tight.stdout), strict=True):
+        assert after["alpha"] > before["alpha"], "tokens are due more often"
+        assert after["kept"] < before["kept"]

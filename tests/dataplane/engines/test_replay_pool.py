@@ -8,8 +8,10 @@ from msgspec import structs
 from dataplane.engine import EngineOutput, PoolStats
 from dataplane.engines.kv import Place
 from dataplane.engines.replay import ReplayEngine
-from dataplane.engines.replay_memory import ReplayKvMemory, SequenceKv, Weights, WeightsMemory
+from dataplane.engines.replay_memory import ReplayKvMemory, SequenceKv
+from dataplane.engines.replay_weights import Weights, WeightsMemory
 from dataplane.engines.room import choose_victim
+from dataplane.messages import Tier
 from tests.dataplane.engines.replayed import SETTINGS, FakeTime, drain, engine_with, request, run_one, spec, tokens
 
 THREE = {name: spec(name) for name in "abc"}
@@ -182,3 +184,23 @@ def test_the_turn_log_is_complete() -> None:
     prompts = {turn.model: (turn.tokens, turn.prompt_tokens) for turn in pool.turns if turn.kind == "prefill"}
     assert prompts == {name: (1, len(request(name, name).prompt)) for name in "abc"}
     assert all(turn.prompt_tokens == 0 for turn in pool.turns if turn.kind == "decode")
+
+
+def test_a_turn_that_can_do_nothing_is_cut_short() -> None:
+    """KV of b that has just come back stays for b's turn: a, which has no room beside it, does not sit its own out."""
+    shapes: list[tuple[str, Tier, int, int]] = [
+        ("j", "NIW", 57, 25),
+        ("i", "IW-F", 6, 12),
+        ("i", "IW-F", 43, 15),
+        ("i", "IW-N", 54, 38),
+        ("i", "IW-N", 19, 1),
+        ("i", "IW-N", 35, 24),
+        ("j", "IW-F", 45, 33),
+    ]
+    engine, _ = engine_with(replace(SETTINGS, prefill_tokens_per_step_max=16), i=spec("a"), j=spec("b"))
+    for number, (instance_id, tier, prompt, count) in enumerate(shapes):
+        engine.add(request(f"r{number}", instance_id, prompt=prompt, max_tokens=count, tier=tier))
+    outputs = drain(engine, steps_max=1000)  # of a millisecond each, where it waits for nothing
+    assert {request_id: len(tokens(made)) for request_id, made in outputs.items()} == {
+        f"r{number}": count for number, (_, _, _, count) in enumerate(shapes)
+    }

@@ -13,7 +13,7 @@ from dataplane.engines.room import Room
 from dataplane.messages import Tier
 from dataplane.remapping.relief import Way
 from dataplane.turns.prefill import PrefillSettings
-from tests.dataplane.engines.replayed import PROFILE, FakeTime, request, spec
+from tests.dataplane.engines.replayed import SETTINGS, FakeTime, request, spec
 
 
 @dataclass
@@ -27,9 +27,7 @@ class Slot:
     shortages: list[Shortage] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.models: dict[str, ReplayModel] = {
-            name: replayed(ReplayModel, spec(name), PROFILE, 1, 1.0) for name in "ab"
-        }
+        self.models: dict[str, ReplayModel] = {name: replayed(ReplayModel, spec(name), SETTINGS, 1) for name in "ab"}
         self.kv = ReplayKvMemory(1000, self.host_bytes, FakeTime().clock)
         self.requests = RequestTable(self.models, self.kv, PrefillSettings(), FakeTime().clock)
         self.room = Room(

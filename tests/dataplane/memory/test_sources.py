@@ -9,6 +9,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from dataplane.memory import hub
 from dataplane.memory.fetch import fetch_checkpoint
 from dataplane.memory.sources import PUBLIC, FetchError, FetchRules, check_address, open_client
 from tests.dataplane.registry import Registry
@@ -115,6 +116,32 @@ def test_a_redirect_inside_is_refused(registry: Registry, names: dict[str, list[
         registry.location = target
         with pytest.raises(FetchError, match="no public address"):
             fetch_checkpoint(registry.url, tmp_path, backoff_s=0, rules=HERE)
+
+
+@pytest.fixture
+def hub_here(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
+    """A hub of the operator's, on this machine."""
+    client, constants = pytest.importorskip("huggingface_hub"), pytest.importorskip("huggingface_hub.constants")
+    for name, value in (
+        ("ENDPOINT", registry.url.rstrip("/")),
+        ("HF_HUB_OFFLINE", False),
+        ("HF_HUB_DISABLE_XET", False),
+    ):
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr(hub, "getproxies", dict)
+    hub._check_redirects.cache_clear()
+    yield registry
+    hub._check_redirects.cache_clear()
+    client.set_client_factory(httpx.Client)
+
+
+def test_a_hub_may_be_anywhere_and_its_redirects_may_not(hub_here: Registry, tmp_path: Path) -> None:
+    for target, why in (("https://169.254.169.254/latest", "no public address"), ("http://8.8.8.8/", "plain http")):
+        hub_here.answers += [302] * 9
+        hub_here.location = target
+        with pytest.raises(FetchError, match=why):
+            fetch_checkpoint("hf://org/name", tmp_path)
+    assert len(hub_here.asked("api/models/org/name/revision/main")) == 2
 
 
 def test_redirects_without_end(registry: Registry, tmp_path: Path) -> None:

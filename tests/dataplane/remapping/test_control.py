@@ -106,6 +106,14 @@ def test_a_layer_of_a_model_that_became_active_goes_to_one_that_is_not() -> None
     assert decision.moved_layers == 3
 
 
+def test_a_move_that_kv_has_not_followed_yet_is_not_made_again() -> None:
+    """The inactive model has given up three layers, which are free; KV is still in those of the active one."""
+    models = model("a", active=True, given_up=3, cap=4), model("b", given_up=3, cap=8)
+    assert choose(*models, free=300, at_s=0.0)[0] == {"a": 0, "b": 3}
+    assert choose(*models, free=100, at_s=0.0)[0] == {"a": 0, "b": 5}
+    assert choose(*models, free=300, at_s=0.0, settings=replace(SETTINGS, reverts=False))[0] == {"a": 0, "b": 6}
+
+
 def test_a_move_gives_as_many_bytes_as_it_takes() -> None:
     """Two layers of 60 bytes for one of 100; the 20 left over and 20 of the next do not make another."""
     after, _ = choose(model("a", active=True, given_up=2), model("b", cap=3, layer_bytes=60))

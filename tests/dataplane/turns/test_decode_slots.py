@@ -5,16 +5,22 @@ import pytest
 from dataplane.turns.decode_slots import DecodeSlot, choose_decode_slot
 
 
-def chosen(*slots: dict[str, int], batch_max: int = 4) -> int:
-    return choose_decode_slot(
-        "tide",
-        [DecodeSlot(slot=number, requests=requests) for number, requests in enumerate(slots)],
-        batch_max=batch_max,
-    )
+def chosen(*slots: dict[str, int], batch_max: int = 4, running: tuple[str, ...] = ()) -> int:
+    """`running`: the models that the first slots ran last."""
+    facts = [
+        DecodeSlot(slot=number, requests=requests, running_model=running[number] if number < len(running) else None)
+        for number, requests in enumerate(slots)
+    ]
+    return choose_decode_slot("tide", facts, batch_max=batch_max)
 
 
 def test_an_idle_slot_is_taken_first() -> None:
     assert chosen({"tide": 1}, {}, {}) == 1
+
+
+def test_of_idle_slots_the_one_that_has_the_weights() -> None:
+    assert chosen({}, {}, {}, running=("ebb", "flood", "tide")) == 2
+    assert chosen({"ebb": 1}, {"ebb": 9, "flood": 1}, {}, running=("ebb", "tide", "ebb")) == 2, "an idle one is better"
 
 
 def test_a_request_joins_its_model_although_the_round_is_longer_there() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from dataplane.messages import Tier
 from dataplane.turns.ordering import Order, OrderSettings, order_key
-from dataplane.turns.tiers import TIER_RANKS, TIER_TARGETS
+from dataplane.turns.tiers import TIER_OBJECTIVES, TIER_RANKS
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,11 @@ class Request:
     name: str
     tier: Tier
     arrived_s: float
+    own_ttft_s: float | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        return self.own_ttft_s or TIER_OBJECTIVES[self.tier].ttft_s
 
 
 NOW_S = 100.0
@@ -46,6 +51,26 @@ def test_order(order: Order, expected: str) -> None:
     assert [request.name for request in ordered] == expected.split()
 
 
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("fcfs", "patient default prompt"),
+        ("edf", "prompt default patient"),  # due at 100.5, 100.9 and 105
+        ("pf", "patient default prompt"),
+        ("dpa", "prompt default patient"),
+    ],
+)
+def test_a_models_own_objective_is_its_deadline(order: Order, expected: str) -> None:
+    queue = [
+        Request("patient", "IW-F", 99.0, 6.0),
+        Request("default", "IW-F", 99.9),
+        Request("prompt", "IW-F", 100.0, 0.5),
+    ]
+    settings = OrderSettings(order=order, urgent_s=0.5)
+    ordered = sorted(queue, key=lambda request: order_key(request, NOW_S, settings))
+    assert [request.name for request in ordered] == expected.split()
+
+
 @pytest.mark.parametrize("order", get_args(Order))
 def test_an_aged_batch_request_counts_as_a_fresh_normal_one(order: Order) -> None:
     settings = OrderSettings(order=order, niw_aged_s=36_000.0)
@@ -67,6 +92,6 @@ def test_edges_of_the_dpa_classes(left_s: float, dpa_class: int) -> None:
 
 def test_tiers_rank_as_they_are_promised() -> None:
     assert sorted(TIER_RANKS, key=TIER_RANKS.__getitem__) == ["IW-F", "IW-N", "NIW"]
-    assert set(TIER_TARGETS) == set(get_args(Tier))
-    ttft = [TIER_TARGETS[tier].ttft_s for tier in ("IW-F", "IW-N", "NIW")]
+    assert set(TIER_OBJECTIVES) == set(get_args(Tier))
+    ttft = [TIER_OBJECTIVES[tier].ttft_s for tier in ("IW-F", "IW-N", "NIW")]
     assert ttft == sorted(ttft)

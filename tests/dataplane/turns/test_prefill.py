@@ -17,12 +17,14 @@ from dataplane.turns.prefill import (
     choose_group,
     choose_prefill_slot,
 )
+from dataplane.turns.tiers import TIER_OBJECTIVES
 
 SETTINGS = PrefillSettings()
 
 
 def request(name: str, model: str, arrived_s: float = 0.0, tier: Tier = "IW-N", tokens: int = 100) -> PrefillRequest:
-    return PrefillRequest(request_id=name, model=model, tokens=tokens, tier=tier, arrived_s=arrived_s)
+    ttft_s = TIER_OBJECTIVES[tier].ttft_s
+    return PrefillRequest(request_id=name, model=model, tokens=tokens, tier=tier, arrived_s=arrived_s, ttft_s=ttft_s)
 
 
 def queue_of(text: str, settings: PrefillSettings = SETTINGS) -> PrefillQueue:
@@ -74,7 +76,7 @@ def test_whom_a_newcomer_could_not_overtake(order: Order, tier: Tier, ahead: lis
         ("batch", "NIW", 1.0),
     ):
         queue = queue.join(request(name, name, arrived_s, of), settings)  # type: ignore[arg-type]
-    assert drawn(queue.ahead_of(tier, 100.0, settings)) == ahead
+    assert drawn(queue.ahead_of(tier, TIER_OBJECTIVES[tier].ttft_s, 100.0, settings)) == ahead
 
 
 def test_removing() -> None:

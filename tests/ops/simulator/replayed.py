@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataplane.engine import EngineRequest, KvHandle
 from dataplane.engines.replay import ReplayEngine, ReplaySettings
 from dataplane.engines.replay_memory import REPLAY_KV_FILE
-from dataplane.messages import ModelSpec
+from dataplane.messages import ModelSpec, Objective
 from dataplane.profile import GpuProfile, ModelProfile
 from dataplane.turns.costs import LatencyModel
 from ops.simulator.requests import Request
@@ -46,9 +46,14 @@ def profile_of(latency: LatencyModel, weights_bytes: int = 1, bytes_per_s: float
 
 
 def replay(
-    requests: Sequence[Request], settings: ReplaySettings, models: Sequence[ModelSpec], *, prefilled: bool = False
+    requests: Sequence[Request],
+    settings: ReplaySettings,
+    models: Sequence[ModelSpec],
+    *,
+    prefilled: bool = False,
+    objective: Objective | None = None,
 ) -> dict[int, list[float]]:
-    """By the request's number, when its tokens were out."""
+    """By the request's number, when its tokens were out. `objective`: what all are promised, if not what a tier is."""
     clock = Clock()
     engine = ReplayEngine(settings, clock, clock.sleep)
     for model in models:
@@ -60,19 +65,20 @@ def replay(
             clock.now_s = max(clock.now_s, arrivals[0].arrived_s)
         while arrivals and arrivals[0].arrived_s <= clock.now_s:
             request = arrivals.popleft()
-            engine.add(engine_request(request, prefilled=prefilled))
+            engine.add(engine_request(request, prefilled=prefilled, objective=objective))
         for output in engine.step():
             times_s[int(output.request_id)] += [clock.now_s] * len(output.token_ids)
     return times_s
 
 
-def engine_request(request: Request, *, prefilled: bool = False) -> EngineRequest:
+def engine_request(request: Request, *, prefilled: bool = False, objective: Objective | None = None) -> EngineRequest:
     """`prefilled`: it has its first token, and comes with its KV."""
     kv = KvHandle(file=REPLAY_KV_FILE, slab_bytes=0, shape=(0, 0, 0, 0, 0), blocks=(), tokens=request.prompt_tokens)
     return EngineRequest(
         request_id=str(request.number),
         instance_id=request.model,
         tier=request.tier,
+        objective=objective,
         prompt=(0,) * request.prompt_tokens,
         generated=(0,) if prefilled else (),
         max_tokens=request.output_tokens,

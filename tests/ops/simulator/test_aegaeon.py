@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from dataplane.messages import Objective
 from ops.bench import aegaeon as bench
 from ops.simulator import aegaeon
 from ops.simulator.costs import InstanceSettings, ModelCosts
 from ops.simulator.events import Events, Kind
 from ops.simulator.request_level import RequestLevelCluster, Switching
-from ops.simulator.requests import Request, Served, Target
+from ops.simulator.requests import Request, Served
 from tests.ops.simulator.replayed import LATENCY
 
 SWITCH_S = 2.0
@@ -55,7 +56,7 @@ def cluster_times(
             prompt_tokens=10,
             output_tokens=(output_tokens or {}).get(model, 100),
         )
-        cluster.submit(Served(request=request, target=Target(ttft_s=10.0, tbt_s=0.1)))
+        cluster.submit(Served(request=request, target=Objective(ttft_s=10.0, tbt_s=0.1)))
 
     for number, (arrived_s, model) in enumerate(requests):
         events.at(arrived_s, Kind.ARRIVAL, partial(come, number, model))
@@ -126,6 +127,15 @@ def test_workloads_merged_have_the_requests_of_both(tmp_path: Path) -> None:
     assert len(rows) == 80
     assert {row[2] for row in rows} == {f"synth_model_{n:02d}" for n in range(10)}
     assert [row[1] for row in rows] == sorted(row[1] for row in rows)
+
+
+def test_turns_are_told_a_scaled_objective(tmp_path: Path) -> None:
+    """One slot decodes four models: with less time for each token its turns are others."""
+    one, _ = aegaeon.workloads_of(workloads_of(tmp_path))
+    logs = [
+        aegaeon.measure(aegaeon.Setup(prefill_slots=15, slo_scale=scale), one).event_log_hash for scale in (1.0, 0.3)
+    ]
+    assert logs[0] != logs[1]
 
 
 def test_the_table(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A dedicated instance against the live engine step by step, and against theory."""
 
 from collections.abc import Sequence
+from math import inf
 from statistics import fmean
 
 import numpy as np
@@ -9,51 +10,52 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.engines.replay import ReplaySettings
+from dataplane.messages import Objective
 from dataplane.turns.attainment import ServedRequest, service_share, tokens_in_time
 from dataplane.turns.costs import LatencyModel
 from dataplane.turns.prefill import PrefillSettings
 from dataplane.turns.schedule import TurnSettings
 from ops.simulator.costs import InstanceSettings, ModelCosts
 from ops.simulator.dedicated import Instance
-from ops.simulator.events import Events, Kind
-from ops.simulator.requests import Request, Served, Target
+from ops.simulator.requests import Request, Served
 from tests.ops.simulator.replayed import KV_BYTES_PER_TOKEN, LATENCY, profile_of, replay, spec_of
 
-TARGET = Target(ttft_s=1.0, tbt_s=0.02)
+TARGET = Objective(ttft_s=1.0, tbt_s=0.02)
 
 
 def serve(
     requests: Sequence[Request], instance_settings: InstanceSettings, latency: LatencyModel = LATENCY
 ) -> tuple[list[Served], Instance, float]:
     """Those served in order of their numbers, the instance, and the time-integral of those in the system."""
-    events = Events()
     ended: list[Served] = []
     inside = 0
     integral = last_s = 0.0
 
-    def count(change: int) -> None:
+    def count(change: int, now_s: float) -> None:
         nonlocal inside, integral, last_s
-        integral += inside * (events.now_s - last_s)
-        inside, last_s = inside + change, events.now_s
+        integral += inside * (now_s - last_s)
+        inside, last_s = inside + change, now_s
 
     def out(served: Served) -> None:
-        count(-1)
+        count(-1, served.last_s)
         ended.append(served)
 
     model = ModelCosts(
         name="m", latency=latency, weights_bytes=1, kv_bytes_per_token=KV_BYTES_PER_TOKEN, bytes_per_s=1e12
     )
-    instance = Instance(model, instance_settings, events, out)
+    instance = Instance(model, instance_settings, out)
 
-    def come(request: Request) -> None:
-        count(1)
-        instance.submit(Served(request=request, target=TARGET))
+    def advance(until_s: float) -> None:
+        while instance.next_s < until_s:
+            instance.advance(instance.next_s)
+            assert instance.kv_tokens <= instance.kv_tokens_max
 
     for request in requests:
-        events.at(request.arrived_s, Kind.ARRIVAL, lambda request=request: come(request))
-    while events.run_next():
-        assert instance.kv_tokens <= instance.kv_tokens_max
-    assert instance.idle
+        advance(request.arrived_s)
+        instance.submit(Served(request=request, target=TARGET), request.arrived_s)
+        count(1, request.arrived_s)
+    advance(inf)
+    assert instance.inside == []
     assert instance.remaining_tokens == 0
     assert instance.kv_tokens == 0
     return sorted(ended, key=lambda served: served.request.number), instance, integral
@@ -84,6 +86,7 @@ def test_same_token_times_as_the_live_engine_step_by_step(order: str, rate_per_s
         requests,
         ReplaySettings(profile=profile_of(LATENCY), weights_bytes=10, kv_bytes=10**9, batch_max=1000, turns=turns),
         [spec_of("m")],
+        objective=TARGET,
     )
     assert len(ended) == len(requests)
     for served in ended:

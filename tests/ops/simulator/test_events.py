@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from itertools import permutations
+from math import inf
+from typing import ClassVar
 
 import pytest
 
-from ops.simulator.events import EventLog, Events, Kind
+from ops.simulator.events import Alarm, EventLog, Events, Kind
 
 
 @pytest.mark.parametrize("order", list(permutations(Kind)))
@@ -43,6 +45,35 @@ def test_the_hash_knows_every_record_and_their_order() -> None:
         assert log.noted == len(records)
         return log.digest
 
-    one, two = (1.0, 0, 1), (1.0, 1, 1)
+    one, two, late = (1.0, 0, 1), (1.0, 1, 1), (2.0, 0, 1)
     assert digest(one, two) == digest(one, two)
     assert len({digest(one, two), digest(two, one), digest(one), digest(one, (1.0, 1, 2))}) == 4
+    assert digest(late, one) == digest(one, late), "moments count in their own order"
+
+
+def test_an_alarm_rings_wherever_something_ends_and_never_in_vain() -> None:
+    events, told = Events(), list[float]()
+
+    class Clocked:
+        """Something ends there at each of these moments."""
+
+        ends_s: ClassVar = [1.0, 2.0, 2.0, 5.0]
+
+        @property
+        def next_s(self) -> float:
+            return self.ends_s[0] if self.ends_s else inf
+
+        def advance(self, now_s: float) -> None:
+            told.append(now_s)
+            while self.next_s <= now_s:
+                self.ends_s.pop(0)
+
+    clocked = Clocked()
+    alarm = Alarm(clocked, events)
+    alarm.set()
+    events.run_before(3.0, Kind.ARRIVAL)
+    clocked.ends_s.insert(0, 4.0)  # what ends has become earlier
+    alarm.set()
+    while events.run_next():
+        pass
+    assert told == [1.0, 2.0, 4.0, 5.0]

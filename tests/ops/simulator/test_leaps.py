@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dataplane.messages import Objective
 from ops.simulator.leaps import Leap, Pace, decode_pace
-from ops.simulator.requests import Request, Served, Target
+from ops.simulator.requests import Request, Served
 from ops.simulator.timeline import Timeline
 from tests.ops.simulator.replayed import LATENCY
 
@@ -69,7 +70,7 @@ def test_a_timeline_answers_as_its_steps_would(parts: list[tuple[Pace, int, floa
 
 def test_served_tokens_travel_back() -> None:
     request = Request(number=0, arrived_s=10.0, model="m", origin="r", tier="IW-F", prompt_tokens=5, output_tokens=4)
-    served = Served(request=request, target=Target(ttft_s=1.0, tbt_s=0.1), back_s=0.25)
+    served = Served(request=request, target=Objective(ttft_s=1.0, tbt_s=0.1), back_s=0.25)
     served.token(10.8)  # there at 11.05, 0.05 late
     served.leap(Leap(10.8, Pace(0.04, 0.0), 3))
     assert served.ttft_s == pytest.approx(1.05)

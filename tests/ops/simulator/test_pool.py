@@ -3,11 +3,14 @@
 import numpy as np
 import pytest
 
+from dataplane.engines.pressure import KvPressure
 from dataplane.engines.replay import ReplaySettings
 from dataplane.frames import Add
+from dataplane.messages import Objective
+from dataplane.remapping.settings import RemapSettings
 from ops.simulator.events import Events, Kind
 from ops.simulator.leaps import Leap
-from ops.simulator.requests import Request, Served, Target
+from ops.simulator.requests import Request, Served
 from ops.simulator.slot_process import SlotProcess
 from tests.ops.simulator.replayed import LATENCY, engine_request, profile_of, replay, spec_of
 
@@ -15,12 +18,15 @@ GIB = 2**30
 MODELS = [spec_of(f"m{n}", weights_bytes=4 * GIB) for n in range(5)]
 
 
-def settings_of(kv_tokens: int, batch_max: int) -> ReplaySettings:
+def settings_of(kv_tokens: int, batch_max: int, way: KvPressure) -> ReplaySettings:
     return ReplaySettings(
         profile=profile_of(LATENCY, bytes_per_s=16 * GIB),
-        weights_bytes=9 * GIB,
+        weights_bytes=(9 if way == "swap" else 15) * GIB,
         kv_bytes=kv_tokens * 1000,
         batch_max=batch_max,
+        kv_pressure=way,
+        remap=RemapSettings(capped=False, settle_s=0.0),
+        layers=2000,
     )
 
 
@@ -42,25 +48,28 @@ def traffic(count: int, rate_per_s: float, seed: int) -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    ("rate_per_s", "kv_tokens", "batch_max", "prefilled"),
+    ("rate_per_s", "kv_tokens", "batch_max", "prefilled", "way"),
     [
-        (1.0, 10**6, 64, False),
-        (4.0, 10**6, 64, False),
-        (4.0, 3000, 64, False),
-        (1.0, 10**6, 64, True),
-        (4.0, 10**6, 2, True),
-        (4.0, 3000, 64, True),
+        (1.0, 10**6, 64, False, "swap"),
+        (4.0, 10**6, 64, False, "swap"),
+        (4.0, 3000, 64, False, "swap"),
+        (1.0, 10**6, 64, True, "swap"),
+        (4.0, 10**6, 2, True, "swap"),
+        (4.0, 3000, 64, True, "swap"),
+        (4.0, 3000, 64, False, "remap"),
+        (4.0, 3000, 64, True, "remap"),
     ],
 )
 def test_a_slot_makes_the_tokens_of_the_live_engine_when_it_does(
-    rate_per_s: float, kv_tokens: int, batch_max: int, prefilled: bool
+    rate_per_s: float, kv_tokens: int, batch_max: int, prefilled: bool, way: KvPressure
 ) -> None:
-    settings = settings_of(kv_tokens, batch_max)
+    settings = settings_of(kv_tokens, batch_max, way)
     requests = traffic(40, rate_per_s, seed=2)
     events = Events()
     made: dict[int, Served] = {}
     first_s: dict[int, float] = {}
     busy: list[float] = []
+    lent = False
 
     def heard(slot: SlotProcess, outputs: list, leap: Leap | None) -> None:  # type: ignore[type-arg]
         for output in outputs:
@@ -74,13 +83,15 @@ def test_a_slot_makes_the_tokens_of_the_live_engine_when_it_does(
     slot.load(MODELS)
 
     def come(request: Request) -> None:
-        made[request.number] = Served(request=request, target=Target(ttft_s=10.0, tbt_s=0.1), made=int(prefilled))
+        made[request.number] = Served(request=request, target=Objective(ttft_s=10.0, tbt_s=0.1), made=int(prefilled))
         slot.send(Add(request=engine_request(request, prefilled=prefilled)))
 
     for request in requests:
         events.at(request.arrived_s, Kind.ARRIVAL, lambda request=request: come(request))
     while events.run_next():
         busy.append(slot.busy_s)
+        lent = lent or bool(slot.engine._weights.given_up)
+    assert lent is (way != "swap")
     live = replay(requests, settings, MODELS, prefilled=prefilled)
     assert not any(served.left for served in made.values())
     for number, times_s in live.items():

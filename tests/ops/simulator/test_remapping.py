@@ -65,6 +65,15 @@ def test_without_pressure_all_take_their_time() -> None:
     assert figures.batch_peak == 2
 
 
+def test_chunks_of_a_prompt_run_beside_the_batch() -> None:
+    """Two chunks of 9 tokens, beside a batch of one: nobody waits for the prompt."""
+    asks = [ask(0, 0.0, 5, 8), ask(1, 3.5, 18, 3)]
+    _, slot = serve([model()], asks, settings(chunk_tokens=10))
+    assert [each.first_s for each in asks] == [1.0, 6.0]
+    assert [each.last_s for each in asks] == [8.0, 8.0]
+    assert {gap_s for gap_s, _ in slot.tenants[0].gaps_s} == {1.0}
+
+
 def test_the_last_of_the_batch_is_dropped_and_prefilled_again() -> None:
     """Room for 20 tokens: two of 8 find no more room once they have 10 each; the second begins again as a prompt."""
     asks = [ask(0, 0.0, 8, 5), ask(1, 0.0, 8, 5)]
@@ -134,6 +143,7 @@ def test_an_inactive_model_lends_before_the_active_one() -> None:
     sharing=st.sampled_from(get_args(Sharing)),
     shared=st.booleans(),
     batch_max=st.integers(1, 8),
+    chunk_tokens=st.sampled_from([None, None, 9]),
     bytes_per_s=st.sampled_from([10.0, 1000.0, 1e6]),
     requests=st.lists(
         st.tuples(st.floats(0.0, 40.0), st.integers(1, 12), st.integers(1, 12), st.sampled_from("ab")),
@@ -146,12 +156,14 @@ def test_every_request_gets_all_its_tokens(
     sharing: Sharing,
     shared: bool,
     batch_max: int,
+    chunk_tokens: int | None,
     bytes_per_s: float,
     requests: list[tuple[float, int, int, str]],
 ) -> None:
     asks = [ask(number, *each) for number, each in enumerate(sorted(requests))]
     wire = Wire(name="test", bytes_per_s=bytes_per_s, both_bytes_per_s=bytes_per_s)
     chosen = settings(way, sharing=sharing, shared_kv=shared, batch_max=batch_max, wire=wire, turn_s=3.0)
+    chosen = replace(chosen, chunk_tokens=chunk_tokens)
     models = [model("a", 25), model("b", 25)]
     first, slot = serve(models, asks, chosen)
     for tenant in slot.tenants:

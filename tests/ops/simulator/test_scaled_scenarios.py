@@ -59,8 +59,10 @@ def test_instances_and_nodes_that_are_not_there_are_refused(tmp_path: Path) -> N
         simulate(load_scenario(changed(SCALED, tmp_path, ("node = 0", "node = 2"))))
     with pytest.raises(ValidationError, match=r"needs fleet\.serving = 'dedicated' and fleet\.nodes"):
         scaled(fleet={"nodes": []})
-    with pytest.raises(ValidationError, match=r"failures: need \[scaling\]"):
+    with pytest.raises(ValidationError, match=r"failures: needs \[scaling\]"):
         scaled(scaling=None, failures=[{"region": "east", "at_s": 1.0, "down_s": 1.0}])
+    with pytest.raises(ScenarioError, match=r"failures.0.at_s: 299 is before planning.learn_s, 300"):
+        simulate(scaled(failures=[{"region": "east", "at_s": 299.0, "down_s": 1.0}]))
 
 
 def test_the_command_takes_a_policy_and_writes_what_can_be_read(tmp_path: Path) -> None:

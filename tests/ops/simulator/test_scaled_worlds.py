@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from controlplane.policies.slots.facts import InstanceChange, SlotDecision
 from ops.simulator import planning
 from ops.simulator.fleet import Fleet
 from ops.simulator.formats import traffic_of
@@ -57,19 +58,21 @@ def test_each_request_ends_once_and_no_gpu_is_held_twice(
 
 def run_counted(world: World, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the world; at every event time goes on, and the fleet's GPUs are counted after it."""
-    run_next, seen_s = world.events.run_next, [0.0]
+    run, seen_s = world.events._run, [0.0]
 
-    def counted() -> bool:
-        ran: bool = run_next()
-        assert world.events.now_s >= seen_s[0]
-        seen_s[0] = world.events.now_s
-        held = Counter[tuple[str, int]]()
-        for one in fleet.held.values():
-            held[one.node.name, one.slot] += one.gpus
-        assert all(count <= fleet.nodes[node].gpus for (node, _), count in held.items())
-        return ran
+    def counted(most: int) -> None:
+        for _ in range(most):
+            run(1)
+            assert world.events.now_s >= seen_s[0]
+            seen_s[0] = world.events.now_s
+            held = Counter[tuple[str, int]]()
+            for one in fleet.held.values():
+                held[one.node.name, one.slot] += one.gpus
+            assert all(count <= fleet.nodes[node].gpus for (node, _), count in held.items())
+            if world.events.stopped:
+                return
 
-    monkeypatch.setattr(world.events, "run_next", counted)
+    monkeypatch.setattr(world.events, "_run", counted)
     assert list(world.run())
 
 
@@ -79,6 +82,20 @@ def test_the_same_seed_gives_the_same_log_and_result() -> None:
     volatile = {"seconds", "requests_per_s"}
     assert one.model_dump(exclude=volatile) == same.model_dump(exclude=volatile)
     assert one.event_log_hash != other.event_log_hash
+
+
+def test_who_lags_behind_lives_through_the_same() -> None:
+    """Instances are looked at when somebody asks; whether they are, or have an event for each end, is all one."""
+    scenario = scaled("siloed", traffic=BURST, failures=FAILURES)
+    lagging, prompt = (build_world(scenario, 1)[0] for _ in range(2))
+    prompt.events.keep_up()
+    for world in (lagging, prompt):
+        assert list(world.run())
+    assert prompt.events.count > 2 * lagging.events.count
+    assert prompt.log.digest == lagging.log.digest
+    assert prompt.events.now_s == lagging.events.now_s
+    assert prompt.request_seconds == pytest.approx(lagging.request_seconds)
+    assert prompt.recorder.series() == lagging.recorder.series()
 
 
 def test_no_request_is_sent_to_what_warms_up_drains_or_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +224,34 @@ def test_deferred_requests_expire_where_nothing_serves_them() -> None:
     assert 0 < expired <= sum(row.failed for row in result.rows if row.tier == "NIW")
     assert max(queue.waiting) > 0
     assert max(queue.age_s) <= 31.0
+
+
+def test_spot_of_a_failed_node_is_lent_no_more() -> None:
+    _, fleet, _ = build_world(
+        scaled("lt-i", fleet={"nodes": [{"region": region, "slots": 3} for region in REGIONS]}), 1
+    )
+    assert fleet is not None
+    first = next(iter(fleet.held))
+    fleet.apply(SlotDecision(donates=(InstanceChange(instance_id=first, reason="not needed"),)))
+    assert fleet.held[first].state == "spot"
+    others = fleet.held.keys() - {first}
+    assert any(fleet.held[name].node is fleet.held[first].node for name in others)
+    fleet.fail(fleet.held[first].node.name)
+    assert fleet.held.keys() == others, "what is our own is missed later"
+
+
+def test_deferred_demand_is_of_the_hours_that_were_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    real = planning.Demand.mean
+
+    def mean(self: planning.Demand, endpoint: Any, *, since_s: float, until_s: float, deferred: bool = False) -> float:
+        if deferred:
+            asked.append(since_s)
+        return real(self, endpoint, since_s=since_s, until_s=until_s, deferred=deferred)
+
+    monkeypatch.setattr(planning.Demand, "mean", mean)
+    simulate(scaled("lt-i", traffic={"duration_s": 3900.0, "rate_per_s": 0.05}, planning={"learn_s": 1800}))
+    assert set(asked) == {1800.0}
 
 
 def test_time_is_all_accounted_for() -> None:

@@ -47,6 +47,11 @@ def test_the_example_is_one() -> None:
         ("spread = 1.0", "spread = 60", "_tokens.spread: Input should be less than"),
         ("eu-west = 1 }", "eu-west = 1e308 }", "traffic.origins.eu-west: Input should be less than"),
         ("[fleet]", "[fleet", "is not TOML"),
+        ("[fleet]", "[planning]\nquantile = 0.8\n[fleet]", "planning.quantile: needs [scaling]"),
+        ("[fleet]", "[provisioning]\nlocal_s = 1\n[fleet]", "provisioning.local_s: needs [scaling]"),
+        ("[fleet]", '[fleet]\nnodes = [{ region = "eu-west" }]', "fleet.nodes: needs [scaling]"),
+        ("[fleet]", "[fleet]\nboth_slots = 2", "fleet: both_slots: serving = 'dedicated' has none"),
+        ("[policy]", "[policy]\ntries_max = 2", "policy: tries_max: needs admission = true"),
     ],
 )
 def test_errors_name_the_key(tmp_path: Path, before: str, after: str, said: str) -> None:

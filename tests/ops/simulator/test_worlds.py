@@ -21,12 +21,13 @@ from controlplane.loops import forecast as live_forecast
 from controlplane.loops import plan as live_plan
 from controlplane.loops import scale as live_scale
 from controlplane.loops import scale_facts as live_scale_facts
+from controlplane.policies.decisions import Admit, Refuse
 from ops.simulator import loops as sim_loops
 from ops.simulator import planning as sim_planning
 from ops.simulator import world as world_module
 from ops.simulator.formats import traffic_of
 from ops.simulator.run import simulate
-from ops.simulator.scenario import Scenario
+from ops.simulator.scenario import PolicyPart, Scenario
 from tests.ops.simulator.scaled import scaled
 
 SMALL = Path(__file__).parents[3] / "ops" / "scenarios" / "simulate-small.toml"
@@ -88,8 +89,8 @@ def test_each_request_ends_once_and_none_before_it_came(serving: str, seed: int,
     assert {key: tally.requests for key, tally in world.tallies.items()} == expected
     assert world.in_flight == 0
     assert sum(tally.failed for tally in world.tallies.values()) == sum(world.failures.values()) == 0
-    slots_s = sum(server.slots for server in world.servers) * world.events.now_s
-    assert 0 < sum(server.busy_s for server in world.servers) <= slots_s * (1 + 1e-9)
+    slots_s = sum(server.slots for server in world.present.servers) * world.events.now_s
+    assert 0 < sum(server.busy_s for server in world.present.servers) <= slots_s * (1 + 1e-9)
     service_s = sum(tally.service.sum_s for tally in world.tallies.values())
     network_s = 0.05 * sum(expected.values())
     assert service_s - network_s <= world.request_seconds <= service_s + 1e-6  # Little's law, but for the way back
@@ -194,6 +195,23 @@ def test_the_policies_decide(serving: str, where: str, monkeypatch: pytest.Monke
     scenario = scaled(policy={"admission": True}) if serving == "scaled" else scenario_of(serving, **busy)
     with pytest.raises(AskedError):
         simulate(scenario)
+
+
+@pytest.mark.parametrize(("tries_max", "served"), [(1, False), (2, False), (3, True)])
+def test_who_is_refused_tries_again(tries_max: int, served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is let in for 14 s, and everybody is told to wait for seven."""
+
+    def late(facts: Any, now_s: float, settings: Any) -> Admit | Refuse:
+        return Refuse(reason="", retry_after_s=7) if now_s < 14 else Admit()
+
+    monkeypatch.setattr(world_module, "choose_admission", late)
+    scenario = scenario_of("dedicated", seconds=5.0)
+    outcome = simulate(scenario.model_copy(update={"policy": PolicyPart(admission=True, tries_max=tries_max)}))
+    assert outcome.world.in_flight == 0
+    for (_, tier), tally in outcome.world.tallies.items():
+        if tier != "NIW":
+            assert (tally.ended, tally.failed)[not served] == tally.requests > 0
+            assert not served or tally.ttft.max_s > 14
 
 
 def test_a_view_counts_what_was_sent_since(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,11 +31,13 @@ def test_bad_facts_are_refused(change: dict[str, object], message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"strategy": "lt-x"}, "chiron, lt-i, lt-u, lt-ua, reactive, siloed"),
+        ({"strategy": "lt-x"}, "chiron, lt-d, lt-i, lt-u, lt-ua, reactive, siloed"),
         ({"in_below": 0.8}, "in_below < out_above"),
         ({"cooldown_s": -1.0}, "cooldown_s must not be negative"),
         ({"last_s": 4000.0}, "last_s <= window_s"),
         ({"below_at": 2.0}, "below_at < 1 < beyond_at"),
+        ({"room_out": 0.9}, "1 <= room_out < room_in"),
+        ({"room_in": 1.1}, "1 <= room_out < room_in"),
         ({"chiron_theta": 0.0}, "chiron_theta must lie between 0 and 1"),
     ],
 )

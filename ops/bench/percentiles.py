@@ -1,0 +1,17 @@
+"""Percentiles as all benchmarks here mean them."""
+
+import math
+from collections.abc import Sequence
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least value that at least `share` (above 0, up to 1) of the values do not exceed: the nearest rank.
+
+    Infinity may stand for what never came.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("a percentile of no values")
+    return sorted(values)[math.ceil(share * len(values)) - 1]
