@@ -51,7 +51,7 @@ def test_streams_equal_those_of_one_slot() -> None:
         calm = await calm_answers(5)
         async with running_node(split(3, prefill_ratio=0.3)) as node:
             assert [slot.kind for slot in node.agent.slots] == ["prefill", "decode", "decode"]
-            await node.hold(1, *INSTANCES)
+            await hold_on_every_slot(node)
             assert [report.slot for report in node.agent.reports()] == [0, 1], "one report for each instance"
             wanted = bodies(5)
             answers = await asyncio.gather(*(read(node, one) for one in wanted))
@@ -73,9 +73,8 @@ def test_slots_that_do_both_serve_together() -> None:
         given = tuple(SlotSettings(gpus=1, memory_bytes=2 * 2**20) for _ in range(2))
         async with running_node(settings(slots=given, together=True)) as node:
             assert [slot.kind for slot in node.agent.slots] == ["both", "both"]
-            await node.hold(1, *INSTANCES)
+            await hold_on_every_slot(node)
             assert [report.slot for report in node.agent.reports()] == [0, 1], "one report for each instance"
-            await node.until(lambda: all(slot.is_ready(one) for slot in node.agent.slots for one in MODELS))
             wanted = bodies(5)
             answers = await asyncio.gather(*(read(node, one) for one in wanted))
             for one, events in zip(wanted, answers, strict=True):
@@ -86,6 +85,12 @@ def test_slots_that_do_both_serve_together() -> None:
             assert "prefill" in {turn["kind"] for turn in state["slots"][1]["pool"]["turns"]}, "both slots work"
 
     asyncio.run(scenario())
+
+
+async def hold_on_every_slot(node: Node) -> None:
+    """Ready on one of its slots an instance takes requests; wait for the others, that they may have some."""
+    await node.hold(1, *INSTANCES)
+    await node.until(lambda: all(slot.is_ready(one) for slot in node.agent.slots for one in MODELS))
 
 
 async def state_with_turns(node: Node) -> dict[str, Any]:

@@ -56,9 +56,9 @@ def test_a_timeline_answers_as_its_steps_would(parts: list[tuple[Pace, int, floa
     for pace, count, pause_s in parts:
         leap = Leap(now_s + pause_s, pace, count)
         begins.append(timeline.step + 1)
-        timeline.add(leap)
-        outs_s += ends_s(leap)
         now_s = leap.ended_s(count)
+        timeline.add(leap, now_s)
+        outs_s += ends_s(leap)
     first = data.draw(st.sampled_from(begins))
     timeline.forget(data.draw(st.sampled_from([b for b in begins if b <= first])))
     due_s = data.draw(st.floats(0.0, now_s))
