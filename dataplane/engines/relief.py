@@ -1,7 +1,7 @@
 """The way out when a slot has no room for KV, and back: gather facts, ask the pure policies, apply (Oneiros 5).
 
-The same for every engine whose models can lend layers; each tells of its memory through `SlotMemory`. Called between
-the steps of models only: no layer is in use when its place goes to KV or comes back.
+The same for every engine whose models can lend layers; each tells of its memory through `SlotMemory` and `ShortKv`.
+Called between the steps of models only: no layer is in use when its place goes to KV or comes back.
 """
 
 from collections import Counter
@@ -61,16 +61,8 @@ ModelT = TypeVar("ModelT", bound=ServedModel)  # type: ignore[type-arg]
 ModelT_contra = TypeVar("ModelT_contra", bound=ServedModel, contravariant=True)  # type: ignore[type-arg]
 
 
-class SlotMemory(Protocol[ModelT_contra, KvT_contra]):
-    """The weights and the KV of a slot, as far as the one can lend to the other."""
-
-    @property
-    def given_up(self) -> Mapping[str, int]:
-        """How many layers' places KV has, by model; those that have given up none are not in it."""
-
-    @property
-    def free_bytes(self) -> int:
-        """KV memory that is free, in pieces that a layer can have."""
+class ShortKv(Protocol[KvT_contra]):
+    """KV memory that tells by how much it is too small, and what else could be done."""
 
     @property
     def leaving_s(self) -> float:
@@ -81,6 +73,18 @@ class SlotMemory(Protocol[ModelT_contra, KvT_contra]):
 
     def host_fits(self, kv: KvT_contra, tokens: int) -> bool:
         """Whether host memory has room for the KV of so many tokens."""
+
+
+class SlotMemory(Protocol[ModelT_contra, KvT_contra]):
+    """The weights and the KV of a slot, as far as the one can lend to the other."""
+
+    @property
+    def given_up(self) -> Mapping[str, int]:
+        """How many layers' places KV has, by model; those that have given up none are not in it."""
+
+    @property
+    def free_bytes(self) -> int:
+        """KV memory that is free, in pieces that a layer can have."""
 
     def out_bytes_per_s(self, kv: KvT_contra) -> float:
         """How fast KV goes to host memory."""
@@ -117,6 +121,7 @@ class KvRelief(Generic[ModelT, KvT_contra]):
         settings: PressureSettings,
         models: Mapping[str, ModelT],
         memory: SlotMemory[ModelT, KvT_contra],
+        kv: ShortKv[KvT_contra],
         clock: Callable[[], float],
         *,
         requests: Iterable[TokenSequence[Any]],
@@ -125,6 +130,7 @@ class KvRelief(Generic[ModelT, KvT_contra]):
         self._settings = settings
         self._models = models
         self._memory = memory
+        self._kv = kv
         self._clock = clock
         self._requests = requests
         self._turns = turns
@@ -161,7 +167,7 @@ class KvRelief(Generic[ModelT, KvT_contra]):
         if self._settings.kv_pressure not in ("auto", "remap"):
             return None, None
         models = self._model_facts()
-        lacks_bytes = self._memory.lacks_bytes(shortage.sequence.kv, shortage.tokens)
+        lacks_bytes = self._kv.lacks_bytes(shortage.sequence.kv, shortage.tokens)
         facts = RemapFacts(models=models, short_bytes=lacks_bytes)
         decision, self._state = choose_remap(facts, self._state, self._clock(), self._settings.remap)
         if decision.missing_bytes or not decision.deepened_layers:
@@ -244,7 +250,7 @@ class KvRelief(Generic[ModelT, KvT_contra]):
             room_s=min(ends) * step_s if ends else inf,
             out_bytes_per_s=self._memory.out_bytes_per_s(kv),
             in_bytes_per_s=self._memory.in_bytes_per_s(kv),
-            wire_wait_s=self._memory.leaving_s,
+            wire_wait_s=self._kv.leaving_s,
         )
 
     def _may_refuse(self, shortage: Shortage) -> bool:
@@ -260,7 +266,7 @@ class KvRelief(Generic[ModelT, KvT_contra]):
             kv_bytes=sequence.kv.size_bytes,
             idle_s=idle_s(self._turns().round, sequence.model, self._clock()),
             recompute_s=steps * model.estimate.prefill_s(cached // steps, cached**2 // steps) if steps else 0.0,
-            host_room=self._memory.host_fits(sequence.kv, cached),
+            host_room=self._kv.host_fits(sequence.kv, cached),
         )
 
     def _apply(self, decision: RemapDecision) -> bool:

@@ -46,6 +46,7 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
             settings,
             self._models,
             ReplaySlotMemory(settings, self._weights, self._kv, clock),
+            self._kv,
             clock,
             requests=self._requests,
             turns=lambda: self._state,

@@ -31,19 +31,6 @@ class ReplaySlotMemory:
         """See `SlotMemory`."""
         return self._kv.free_bytes
 
-    @property
-    def leaving_s(self) -> float:
-        """See `SlotMemory`."""
-        return self._kv.leaving_s
-
-    def lacks_bytes(self, kv: SequenceKv, tokens: int) -> int:
-        """See `SlotMemory`."""
-        return self._kv.lacks_bytes(kv, tokens)
-
-    def host_fits(self, kv: SequenceKv, tokens: int) -> bool:
-        """See `SlotMemory`."""
-        return self._kv.host_fits(kv, tokens)
-
     def out_bytes_per_s(self, kv: SequenceKv) -> float:
         """See `SlotMemory`."""
         return kv.bytes_per_s

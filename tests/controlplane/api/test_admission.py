@@ -48,7 +48,9 @@ def test_a_model_has_its_own_objectives(world: World) -> None:
         session.get_one(Model, "tide").slo = {"IW-N": {"ttft_s": 2.0, "tbt_s": 0.1}}
     with running_gateway(world, FakeAgent()) as gateway:
         report(world, gateway, prefill_wait_s=4.0, prefill_token_s=1e-4)
-        gateway.chat(429, service_tier="default")
+        refused = gateway.chat(429, service_tier="default")
+        assert refused.json()["error"]["code"] == "busy"
+        assert refused.headers["retry-after"] == "3"
 
 
 def test_flex_requests_wait_in_order_until_there_is_room(world: World) -> None:
