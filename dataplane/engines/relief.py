@@ -14,6 +14,7 @@ from dataplane.engines.kv import KvT_contra, Place
 from dataplane.engines.pressure import KvPressure, Shortage
 from dataplane.engines.sequences import TokenSequence
 from dataplane.engines.served_models import ServedModel
+from dataplane.engines.slot_engine import ModelT, SlotSettings
 from dataplane.remapping.caps import ModelFacts, rotation_of, wait_s
 from dataplane.remapping.circle import Rotation
 from dataplane.remapping.control import RemapDecision, RemapFacts, RemapState, choose_remap
@@ -24,16 +25,8 @@ from dataplane.turns.schedule import SlotState
 from dataplane.turns.tiers import TIER_RANKS
 
 
-class PressureSettings(Protocol):
+class PressureSettings(SlotSettings, Protocol):
     """What the settings of such an engine have; see `TorchEngineSettings`."""
-
-    @property
-    def batch_max(self) -> int:
-        """Sequences that a step decodes at most."""
-
-    @property
-    def prefill_tokens_per_step_max(self) -> int:
-        """Tokens that a step prefills at most."""
 
     @property
     def kv_pressure(self) -> KvPressure:
@@ -57,7 +50,6 @@ class Layers:
     used_s: float
 
 
-ModelT = TypeVar("ModelT", bound=ServedModel)  # type: ignore[type-arg]
 ModelT_contra = TypeVar("ModelT_contra", bound=ServedModel, contravariant=True)  # type: ignore[type-arg]
 
 

@@ -83,15 +83,9 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
             rates=rates,
         )
         super().__init__(settings, clock, self._kv, take_back=self._take_back, relieve=self._relieve)
-        self._slot_memory = TorchSlotMemory(self._weights, self._kv, self._arena, batch_max=settings.batch_max)
+        memory = self._slot_memory = TorchSlotMemory(self._weights, self._kv, self._arena, batch_max=settings.batch_max)
         self._relief = KvRelief(
-            settings,
-            self._models,
-            self._slot_memory,
-            self._kv,
-            clock,
-            requests=self._requests,
-            turns=lambda: self._state,
+            settings, self._models, memory, self._kv, clock, requests=self._requests, turns=lambda: self._state
         )
         self._steps = Steps(
             settings, self._weights, self._kv, self._step_batches, clock, watch, make_way=self._make_way
