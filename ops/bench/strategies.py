@@ -20,8 +20,9 @@ from dataplane.profile import ProfileError
 from forecasts.importers.lines import DemandFileError
 from ops.bench.strategies_cases import CASES, POINTS, SCENARIO, VARIANTS, case_scenario
 from ops.bench.strategies_figures import StrategyFigures, figures_of
-from ops.bench.strategies_frontier import FRONTIER, compared, show_frontier
+from ops.bench.strategies_frontier import FRONTIER, compared, draw_frontier, show_frontier
 from ops.commands.screen import AsJson, Columns, notes, print_json, print_table
+from ops.plots.panels import PlotError, check_path
 from ops.simulator.run import simulate
 from ops.simulator.scenario import Scenario, ScenarioError
 
@@ -127,6 +128,7 @@ def main(
     scenario: Annotated[Path, typer.Option(help="The fleet.", dir_okay=False, exists=True)] = SCENARIO,
     frontier: Annotated[bool, typer.Option("--frontier", help=f"By default {', '.join(FRONTIER)}.")] = False,
     setting: Annotated[list[str] | None, typer.Option("--set", help="A key, as planning.epsilon=1.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw hours against lateness, a panel for each case.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Instance hours, wasted starts and TTFT of scaling strategies, on days and weeks of recordings and on a burst.
@@ -141,6 +143,7 @@ def main(
     """
     cases = _chosen(case, CASES, "--case") or list(CASES)
     variants = _chosen(strategy, POINTS, "--strategy") or list(FRONTIER if frontier else VARIANTS)
+    _check(plot)
     runs.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(prefix="tidepool-bench-") as folder:
@@ -170,6 +173,16 @@ def main(
     else:
         show(rows)
         show_frontier(rows)
+    if plot is not None:
+        draw_frontier(rows, plot)
+
+
+def _check(plot: Path | None) -> None:
+    try:
+        if plot is not None:
+            check_path(plot)
+    except PlotError as error:
+        raise typer.BadParameter(str(error), param_hint="--plot") from error
 
 
 def _rows(case: str, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:

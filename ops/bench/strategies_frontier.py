@@ -4,10 +4,14 @@ A strategy is a line of points, one for each setting of its threshold or quantil
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
+from ops.bench.strategies_cases import POINTS
 from ops.commands.screen import Columns, print_table
+from ops.plots.lines_plot import LinesPanel, draw_lines
 
 FRONTIER: Sequence[str] = (
     "reactive",
@@ -74,6 +78,33 @@ def show_frontier(rows: Sequence[Row]) -> None:
         "beaten by": lambda row: row["beaten_by"] or "",
     }
     print_table("Like with like, IW-F", columns, sorted(rows, key=lambda row: (row["case"], row["instance_hours"])))
+
+
+def draw_frontier(rows: Sequence[Row], path: Path) -> None:
+    """A panel for each case: hours against how many first tokens are late, a line through each strategy's settings.
+
+    Raises:
+        ops.plots.panels.PlotError: it cannot be written there.
+    """
+    panels = [
+        LinesPanel(
+            title=case,
+            x_label="instance hours",
+            y_label="% of IW-F late",
+            lines=_lines(list(mine)),
+            shares=False,
+        )
+        for case, mine in groupby(sorted(rows, key=itemgetter("case")), key=itemgetter("case"))
+    ]
+    draw_lines(panels, "Scaling strategies: what they cost, and how well they serve", path)
+
+
+def _lines(rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in sorted(rows, key=itemgetter("instance_hours")):
+        strategy, _ = POINTS[row["strategy"]]
+        lines.setdefault(strategy, []).append((row["instance_hours"], 100 * row["late"]))
+    return lines
 
 
 def _hours(hours: float | None) -> str:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from ops.bench import strategies
+from ops.bench import strategies, strategies_frontier
 from ops.bench.strategies_cases import CASES, POINTS, SCENARIO, case_scenario
 from ops.bench.strategies_figures import parts_of
 from ops.bench.strategies_frontier import FRONTIER, compared, hours_at
+from ops.plots.lines_plot import LinesPanel, draw_lines
 from ops.simulator.results import EndpointSeries
 
 RECORDING = "sageserve/nov2024_week_prompt_tokens_per_min.csv.gz"
@@ -65,6 +67,36 @@ def test_strategies_are_compared_on_one_model_of_a_recording_and_runs_are_kept(
     kept.write_text(kept.read_text().replace('"ttft_p99_s"', '"ttft_p90_s"'))
     rows_of(data, "--strategy", "lt-ua")
     assert simulated == [2, 1, 1], "a run that does not tell all was taken for one that does"
+
+
+def test_hours_against_lateness_are_drawn_a_line_for_each_strategy(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[LinesPanel] = []
+
+    def draw(panels: Sequence[LinesPanel], title: str, path: Path) -> None:
+        drawn.extend(panels)
+        draw_lines(panels, title, path)
+
+    monkeypatch.setattr(strategies_frontier, "draw_lines", draw)
+    picture = tmp_path / "frontier.png"
+    chosen = ("reactive", "reactive-50-25", "lt-ua")
+    rows = rows_of(data, *(word for name in chosen for word in ("--strategy", name)), "--plot", str(picture))
+    [panel] = drawn
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert panel.title == "a-day"
+    assert {name: len(points) for name, points in panel.lines.items()} == {"reactive": 2, "lt-ua": 1}
+    points = sorted(point for line in panel.lines.values() for point in line)
+    assert points == sorted((row["instance_hours"], 100 * row["late"]) for row in rows)
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_run(data: Path) -> None:
+    commands = Typer()
+    commands.command()(strategies.main)
+    given = ["--data", str(data), "--runs", str(data / "runs"), "--plot", str(data / "frontier.txt")]
+    result = CliRunner().invoke(commands, given)
+    assert result.exit_code == 2
+    assert not (data / "runs").exists()
 
 
 def test_names_that_are_none_are_refused(data: Path) -> None:
