@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from controlplane.loops.expected import Expected
-from controlplane.loops.pool_facts import PlannedPools
 from controlplane.policies.facts import ModelGpu, RegionGpu
 from controlplane.policies.lifecycle import PlanState
 from controlplane.policies.placement.decision import Placement, PlacementStatus
 from controlplane.policies.placement.document import to_document
 from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
+from controlplane.policies.placement.poolable import PlannedPools
 from controlplane.policies.plan_approval import (
     ApprovalFacts,
     ApprovalRule,

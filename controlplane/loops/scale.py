@@ -1,7 +1,7 @@
 """Scaling: the plan and the live view become desired instances on slots, with their engines; spot and leases."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from sqlalchemy.orm import Session
@@ -15,7 +15,6 @@ from controlplane.loops.scale_facts import (
     scaling_facts,
     slot_rooms,
 )
-from controlplane.loops.scale_pools import release_steps
 from controlplane.policies.facts import InstanceKind, ModelGpu
 from controlplane.policies.scaling.choose import choose_scaling
 from controlplane.policies.scaling.facts import ScaleStep, ScalingSettings
@@ -24,11 +23,11 @@ from controlplane.policies.slots.facts import (
     InstanceChange,
     SlotDecision,
     SlotFacts,
-    SlotRoom,
     SlotSettings,
     Unplaced,
 )
-from controlplane.policies.slots.pools import PoolSlotDecision, choose_pool_slots
+from controlplane.policies.slots.pooling import joined, release_steps, rooms_beside
+from controlplane.policies.slots.pools import choose_pool_slots
 from controlplane.settings import Settings
 from controlplane.store.fleet import fleet_index
 from controlplane.store.instances import add_instance, set_desired, set_kind, touch_generations
@@ -75,11 +74,11 @@ def scale(session: Session, live: LiveStore, settings: Settings, *, now_s: float
     slots = SlotFacts(
         steps=(*scaling.steps, *release_steps(pooling, instances)),
         kinds=scaling.kinds,
-        slots=tuple(_without_pool(room, pooling.slots) for room in slot_rooms(fleet)),
+        slots=rooms_beside(pooling, slot_rooms(fleet)),
         instances=instances,
         gpus=gpus,
     )
-    decision = _joined(choose_slots(slots, now_s, _slot_settings(settings)), pooling)
+    decision = joined(choose_slots(slots, now_s, _slot_settings(settings)), pooling)
     kinds = {change.instance_id: change.kind for change in decision.changed_kinds}
     kinds = {each.instance_id: each.kind for each in slots.instances if each.serving} | kinds
     _apply(session, fleet, decision, kinds)
@@ -109,20 +108,6 @@ def _dedicate(session: Session, fleet: Fleet, changes: Iterable[InstanceChange],
     for instance in mine:
         instance.gpus = gpus[ModelGpu(model=instance.model, gpu_type=instance.gpu_type)]
         instance.pooled = False
-
-
-def _without_pool(room: SlotRoom, pool: frozenset[tuple[str, int]]) -> SlotRoom:
-    return replace(room, gpus_free=0, pooled=True) if room.place in pool else room
-
-
-def _joined(decision: SlotDecision, pooling: PoolSlotDecision) -> SlotDecision:
-    return replace(
-        decision,
-        adds=(*pooling.adds, *decision.adds),
-        revives=(*pooling.revives, *decision.revives),
-        drains=(*pooling.drains, *decision.drains),
-        unplaced=(*pooling.unplaced, *decision.unplaced),
-    )
 
 
 def _scaling_settings(settings: Settings) -> ScalingSettings:

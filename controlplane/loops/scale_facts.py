@@ -9,7 +9,7 @@ from statistics import fmean
 from sqlalchemy.orm import Session
 
 from controlplane.errors import UnavailableError
-from controlplane.loops.scale_pools import PlanPools, pool_slot_facts, pools_of
+from controlplane.loops.scale_pools import pooled_instances, pools_of
 from controlplane.policies.demand import forecast_at
 from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, InstanceKind, ModelGpu
 from controlplane.policies.lifecycle import InstanceState
@@ -18,6 +18,7 @@ from controlplane.policies.routing import is_usable, utilization_of
 from controlplane.policies.scaling.choose import kind_for
 from controlplane.policies.scaling.facts import EndpointScaleFacts, KindFacts, ScalingFacts, StrategyName
 from controlplane.policies.slots.facts import PlacedInstance, SlotRoom, SpotFacts
+from controlplane.policies.slots.pooling import PlanPools, planned_beside, pool_slot_facts
 from controlplane.policies.slots.pools import PoolSlotFacts
 from controlplane.settings import Settings
 from controlplane.store.demand import IW, read_demand, read_forecasts
@@ -113,10 +114,8 @@ def gather_fleet(session: Session, live: LiveStore, settings: Settings, *, now_s
 
 
 def scaling_facts(fleet: Fleet, *, stranded: Iterable[EndpointGpu] = ()) -> ScalingFacts:
-    """The endpoints for `choose_scaling`: those that are not pooled. Pooled instances count for nothing. A `stranded`
-    endpoint, whose pool does not serve it, is planned with one instance of its own.
-    """
-    alone = {Endpoint(model=key.model, region=key.region): {key.gpu_type: 1} for key in stranded}
+    """The endpoints for `choose_scaling`; see `planned_beside`. Pooled instances count for nothing."""
+    planned = planned_beside(fleet.planned, fleet.limits, fleet.pools, stranded)
     mine: dict[Endpoint, list[Instance]] = {}
     spot: dict[str, list[Instance]] = {}
     for instance in fleet.census.instances:
@@ -133,14 +132,14 @@ def scaling_facts(fleet: Fleet, *, stranded: Iterable[EndpointGpu] = ()) -> Scal
     endpoints = []
     for row in fleet.census.endpoints:
         endpoint = Endpoint(model=row.model, region=row.region)
-        if endpoint in fleet.pools.endpoints and endpoint not in alone:
+        if endpoint not in planned:
             continue
         whole = _endpoint_facts(fleet, row, mine.get(endpoint, []), spot.get(row.region, []))
         backlog = fleet.backlogs.get(row.model)
         endpoints.append(
             replace(
                 whole,
-                planned=alone.get(endpoint, whole.planned),
+                planned=planned[endpoint],
                 tokens_per_s=profiles.get(row.model, {}),
                 backlog_tokens=0.0 if backlog is None else backlog.tokens / regions[row.model],
                 backlog_due_s=None if backlog is None else backlog.due_s,
@@ -197,14 +196,14 @@ def placed_instances(fleet: Fleet) -> tuple[PlacedInstance, ...]:
 
 def pool_facts(fleet: Fleet) -> PoolSlotFacts:
     """What `choose_pool_slots` is told."""
+    stuck = frozenset(each.id for each in fleet.census.instances if each.pooled and fleet.is_stuck(each))
     return pool_slot_facts(
-        fleet.census,
         fleet.pools,
         planned=fleet.planned or {},
         limits=fleet.limits,
         rooms=slot_rooms(fleet),
         placed=placed_instances(fleet),
-        stuck=frozenset(each.id for each in fleet.census.instances if each.pooled and fleet.is_stuck(each)),
+        pooled=pooled_instances(fleet.census, stuck),
     )
 
 
@@ -227,7 +226,6 @@ def _endpoint_facts(fleet: Fleet, row: EndpointRow, mine: list[Instance], spot: 
         kinds={kind: _kind_facts(fleet, [each for each in mine if fleet.kind(each) == kind]) for kind in InstanceKind},
         min=fewest,
         max=most,
-        planned=None if fleet.planned is None else fleet.planned.get(endpoint),
         last_scaled_s=None if row.last_scaled_at is None else row.last_scaled_at.timestamp(),
         observed_tokens_per_s=fleet.observed.get(endpoint),
         forecast_tokens_per_s=fleet.forecast.get(endpoint),

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from controlplane.loops.pool_facts import PlannedPools, planned_pools
+from controlplane.loops.pool_facts import planned_pools, poolable_settings
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
+from controlplane.policies.placement.poolable import PlannedPools, PoolableSettings
 from controlplane.policies.placement.pools import LATENCY_FIELDS, PoolLoad, occupancy_of
 from controlplane.settings import Settings
 from controlplane.store import fleet
@@ -118,3 +119,7 @@ def test_they_can_be_disabled(world: World, settings: Settings) -> None:
     pools = told(world, settings.model_copy(update={"pools_enabled": False}), {})
     assert pools.facts is None
     assert (pools.words(), pools.record()["enabled"]) == ("no pools: they are disabled", False)
+
+
+def test_the_policy_has_the_defaults_of_the_service(settings: Settings) -> None:
+    assert poolable_settings(settings) == PoolableSettings()

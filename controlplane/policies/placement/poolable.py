@@ -1,0 +1,188 @@
+"""What a plan is told of pools: which endpoints a shared GPU could serve, how much of it each takes, and why others
+cannot be pooled.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
+from controlplane.policies.placement.facts import PoolFacts
+from controlplane.policies.placement.pools import LATENCY_FIELDS, PoolLoad, occupancy_of
+
+_IDLE_SHARE = 1e-4
+"""What an endpoint without demand takes of a GPU: only its host memory counts, but nothing is free."""
+_TOLD_MAX = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolProfile:
+    """A model on a GPU type. `gpus` of one instance; `latency`: seconds by the names of `LATENCY_FIELDS`, others are
+    ignored; None: not known.
+    """
+
+    gpus: int
+    latency: Mapping[str, float] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolNode:
+    """A node that serves. `slot_gpus`: GPUs of each of its slots; `host_bytes`: host memory for the models of all of
+    them, None: it does not tell.
+    """
+
+    gpu_type: str
+    slot_gpus: tuple[int, ...]
+    host_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolableFacts:
+    """The fleet as far as it says who can be pooled.
+
+    Attributes:
+        profiles: of every model and GPU type.
+        weights_bytes: by model.
+        endpoints: those that may have instances.
+        demand: input tokens per second for each window of the coming hour; a missing key means none.
+        nodes: those that serve.
+        present: GPUs of the slots that hold pooled instances, by place.
+        pooled: endpoints pooled now.
+    """
+
+    profiles: Mapping[ModelGpu, PoolProfile]
+    weights_bytes: Mapping[str, int]
+    endpoints: frozenset[Endpoint]
+    demand: Mapping[Endpoint, tuple[float, ...]]
+    nodes: tuple[PoolNode, ...]
+    present: Mapping[RegionGpu, int] = field(default_factory=dict)
+    pooled: frozenset[EndpointGpu] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolableSettings:
+    """How pools are planned. `fill`: share of a pool's GPUs that may be taken. The others are of its requests: mean
+    prompt and answer in tokens, target for the time between tokens, seconds between two turns of a busy model.
+    """
+
+    enabled: bool = True
+    fill: float = 0.8
+    prompt_tokens: float = 512.0
+    output_tokens: float = 256.0
+    tbt_s: float = 0.1
+    round_s: float = 12.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedPools:
+    """Facts for the placement; None: nothing can be pooled. `left_out`: why models cannot be, by model and GPU type."""
+
+    facts: PoolFacts | None
+    left_out: Mapping[ModelGpu, str]
+    enabled: bool = True
+
+    def record(self) -> dict[str, Any]:
+        """As a plan keeps it."""
+        left_out = [
+            {"model": key.model, "gpu_type": key.gpu_type, "reason": reason}
+            for key, reason in sorted(self.left_out.items(), key=lambda item: item[0])
+        ]
+        return {"enabled": self.enabled, "left_out": left_out}
+
+    def words(self) -> str:
+        """In short; empty where nothing was left out."""
+        if not self.enabled:
+            return "no pools: they are disabled"
+        reasons = Counter(self.left_out.values())
+        ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+        told = [f"{count} x {reason}" for reason, count in ordered]
+        if not told:
+            return ""
+        more = f" and {len(told) - _TOLD_MAX} reasons more" if len(told) > _TOLD_MAX else ""
+        return f"not poolable: {', '.join(told[:_TOLD_MAX])}{more}"
+
+
+def choose_poolable(facts: PoolableFacts, settings: PoolableSettings) -> PlannedPools:
+    """Look at every model and GPU type. With no means for pools at all, endpoints that are pooled now stay unknown to
+    the placement, which then gives them instances of their own.
+    """
+    if not settings.enabled:
+        return PlannedPools(facts=None, left_out={}, enabled=False)
+    host_bytes, slot_gpus = _host_bytes_per_gpu(facts), _slot_gpus(facts)
+    offered: dict[str, list[Endpoint]] = defaultdict(list)
+    for endpoint in sorted(facts.endpoints):
+        offered[endpoint.model].append(endpoint)
+    occupancy: dict[EndpointGpu, float] = {}
+    left_out: dict[ModelGpu, str] = {}
+    for pair, profile in facts.profiles.items():
+        reason = _why_not(pair.gpu_type, profile, slot_gpus.get(pair.gpu_type), host_bytes)
+        if reason is not None:
+            left_out[pair] = reason
+            continue
+        for endpoint in offered[pair.model]:
+            share = _share(profile, max(facts.demand.get(endpoint, (0.0,))), settings)
+            if share <= settings.fill * profile.gpus:  # one slot must carry it alone
+                key = EndpointGpu(model=endpoint.model, region=endpoint.region, gpu_type=pair.gpu_type)
+                occupancy[key] = share
+    if not occupancy:
+        return PlannedPools(facts=None, left_out=left_out)
+    pools = PoolFacts(
+        occupancy=occupancy,
+        weights_bytes=facts.weights_bytes,
+        host_bytes_per_gpu=host_bytes,
+        fill=settings.fill,
+        present=facts.present,
+        pooled=facts.pooled,
+    )
+    return PlannedPools(facts=pools, left_out=left_out)
+
+
+def _why_not(
+    gpu_type: str, profile: PoolProfile, slot_gpus: set[int] | None, host_bytes: Mapping[str, int]
+) -> str | None:
+    """Why a model cannot be pooled on a GPU type, whatever its demand."""
+    if slot_gpus is None:
+        return f"no node with {gpu_type} serves"
+    if profile.latency is None:
+        return f"no latency in the profile on {gpu_type}"
+    if gpu_type not in host_bytes:
+        return f"some node with {gpu_type} does not tell its host memory"
+    if slot_gpus != {profile.gpus}:
+        sizes = " and ".join(str(gpus) for gpus in sorted(slot_gpus))
+        return f"slots of {gpu_type} have {sizes} GPUs, the model takes {profile.gpus}"
+    return None
+
+
+def _share(profile: PoolProfile, peak_tokens_per_s: float, settings: PoolableSettings) -> float:
+    """GPUs of a pool that an endpoint takes at its peak, in input tokens per second."""
+    assert profile.latency is not None, "the caller asked why not"
+    load = PoolLoad(
+        **{name: profile.latency[name] for name in LATENCY_FIELDS},
+        requests_per_s=peak_tokens_per_s / settings.prompt_tokens,
+        input_tokens=settings.prompt_tokens,
+        output_tokens=settings.output_tokens,
+        tbt_s=settings.tbt_s,
+        round_s=settings.round_s,
+        gpus=profile.gpus,
+    )
+    return max(_IDLE_SHARE, occupancy_of(load).total)
+
+
+def _host_bytes_per_gpu(facts: PoolableFacts) -> dict[str, int]:
+    """By GPU type, the least that a node has for each of its GPUs; only types of which every node tells."""
+    shares: dict[str, list[int | None]] = defaultdict(list)
+    for node in facts.nodes:
+        if gpus := sum(node.slot_gpus):
+            shares[node.gpu_type].append(None if node.host_bytes is None else node.host_bytes // gpus)
+    known = {gpu_type: [each for each in found if each is not None] for gpu_type, found in shares.items()}
+    return {gpu_type: min(found) for gpu_type, found in known.items() if found and len(found) == len(shares[gpu_type])}
+
+
+def _slot_gpus(facts: PoolableFacts) -> dict[str, set[int]]:
+    """The sizes of the slots of each GPU type."""
+    sizes: dict[str, set[int]] = defaultdict(set)
+    for node in facts.nodes:
+        if node.slot_gpus:
+            sizes[node.gpu_type].update(node.slot_gpus)
+    return sizes

@@ -1,0 +1,112 @@
+"""Who can be pooled, how much each takes, and why others cannot."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
+from controlplane.policies.placement.poolable import (
+    PoolableFacts,
+    PoolableSettings,
+    PoolNode,
+    PoolProfile,
+    choose_poolable,
+)
+from controlplane.policies.placement.pools import LATENCY_FIELDS, PoolLoad, occupancy_of
+
+LATENCY = {
+    "prefill_base_s": 0.009,
+    "prefill_per_token_s": 4.3e-05,
+    "prefill_per_token2_s": 8.5e-10,
+    "decode_base_s": 0.0128,
+    "decode_per_context_token_s": 2.3e-07,
+    "decode_per_sequence_s": 1.6e-04,
+    "switch_s": 0.5,
+}
+A, B = (Endpoint(model=model, region="east") for model in "ab")
+ON_H800 = EndpointGpu(model="a", region="east", gpu_type="H800")
+NODE = PoolNode(gpu_type="H800", slot_gpus=(1, 1), host_bytes=100)
+
+
+def facts(**changes: Any) -> PoolableFacts:
+    values: dict[str, Any] = {
+        "profiles": {
+            ModelGpu(model=model, gpu_type="H800"): PoolProfile(gpus=1, latency=LATENCY | {"source": 1.0})
+            for model in "ab"
+        },
+        "weights_bytes": {"a": 10, "b": 20},
+        "endpoints": frozenset({A, B}),
+        "demand": {A: (30.0, 90.0)},
+        "nodes": (NODE,),
+    }
+    return PoolableFacts(**values | changes)
+
+
+def test_what_an_endpoint_takes_is_that_of_its_busiest_window() -> None:
+    settings = PoolableSettings(fill=0.7, prompt_tokens=300.0, output_tokens=100.0, tbt_s=0.2, round_s=6.0)
+    pools = choose_poolable(facts(), settings).facts
+    assert pools is not None
+    load = PoolLoad(
+        **{name: LATENCY[name] for name in LATENCY_FIELDS},
+        requests_per_s=0.3,
+        input_tokens=300.0,
+        output_tokens=100.0,
+        tbt_s=0.2,
+        round_s=6.0,
+    )
+    assert pools.occupancy[ON_H800] == pytest.approx(occupancy_of(load).total)
+    assert 0 < pools.occupancy[replace(ON_H800, model="b")] < 1e-3, "without demand it takes next to nothing"
+    assert (pools.fill, pools.weights_bytes, pools.host_bytes_per_gpu) == (0.7, {"a": 10, "b": 20}, {"H800": 50})
+
+
+def test_one_slot_must_carry_an_endpoint_alone() -> None:
+    """At 40 requests/s a GPU is more than full; two GPUs of a slot take twice as much of twice as many."""
+    pools = choose_poolable(facts(demand={A: (40 * 512.0,)}), PoolableSettings()).facts
+    assert pools is not None
+    assert pools.occupancy.keys() == {replace(ON_H800, model="b")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"nodes": ()}, "no node with H800 serves"),
+        ({"nodes": (replace(NODE, slot_gpus=()),)}, "no node with H800 serves"),
+        ({"nodes": (NODE, replace(NODE, host_bytes=None))}, "some node with H800 does not tell its host memory"),
+        ({"nodes": (NODE, replace(NODE, slot_gpus=(2,)))}, "slots of H800 have 1 and 2 GPUs, the model takes 1"),
+    ],
+)
+def test_why_nobody_can_be_pooled(changes: Any, reason: str) -> None:
+    pools = choose_poolable(facts(**changes), PoolableSettings())
+    assert pools.facts is None
+    assert set(pools.left_out.values()) == {reason}
+    assert pools.words() == f"not poolable: 2 x {reason}"
+
+
+def test_why_one_model_cannot() -> None:
+    unknown = {ModelGpu(model="a", gpu_type="H800"): PoolProfile(gpus=1, latency=None)}
+    pools = choose_poolable(facts(profiles=facts().profiles | unknown), PoolableSettings())
+    assert pools.facts is not None
+    assert {key.model for key in pools.facts.occupancy} == {"b"}
+    assert pools.record()["left_out"] == [
+        {"model": "a", "gpu_type": "H800", "reason": "no latency in the profile on H800"}
+    ]
+
+
+def test_the_least_host_memory_counts_and_what_is_there_is_passed_on() -> None:
+    place = RegionGpu(region="east", gpu_type="H800")
+    given = facts(nodes=(NODE, replace(NODE, host_bytes=40)), present={place: 1}, pooled=frozenset({ON_H800}))
+    pools = choose_poolable(given, PoolableSettings()).facts
+    assert pools is not None
+    assert (pools.host_bytes_per_gpu, pools.present, pools.pooled) == ({"H800": 20}, {place: 1}, {ON_H800})
+
+
+def test_endpoints_that_may_have_no_instances_are_not_pooled() -> None:
+    pools = choose_poolable(facts(endpoints=frozenset({B})), PoolableSettings()).facts
+    assert pools is not None
+    assert {key.model for key in pools.occupancy} == {"b"}
+
+
+def test_they_can_be_disabled() -> None:
+    pools = choose_poolable(facts(), PoolableSettings(enabled=False))
+    assert (pools.facts, pools.words()) == (None, "no pools: they are disabled")
