@@ -119,9 +119,9 @@ def test_a_redirect_inside_is_refused(registry: Registry, names: dict[str, list[
 
 
 @pytest.fixture
-def hub_here(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
+def hub_here(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Registry:
     """A hub of the operator's, on this machine."""
-    client, constants = pytest.importorskip("huggingface_hub"), pytest.importorskip("huggingface_hub.constants")
+    constants = pytest.importorskip("huggingface_hub.constants")
     for name, value in (
         ("ENDPOINT", registry.url.rstrip("/")),
         ("HF_HUB_OFFLINE", False),
@@ -129,10 +129,7 @@ def hub_here(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Iterator[Re
     ):
         monkeypatch.setattr(constants, name, value)
     monkeypatch.setattr(hub, "getproxies", dict)
-    hub._check_redirects.cache_clear()
-    yield registry
-    hub._check_redirects.cache_clear()
-    client.set_client_factory(httpx.Client)
+    return registry
 
 
 def test_a_hub_may_be_anywhere_and_its_redirects_may_not(hub_here: Registry, tmp_path: Path) -> None:
