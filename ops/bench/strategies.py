@@ -89,10 +89,23 @@ class Run:
             progress.tell(name, min(1.0, max(0.0, now_s - learn_s) / (until_s - learn_s)))
 
         result = simulate(scenario, seed=self.seed, told=told).result
-        thetas = {model.name: model.tokens_per_s or 0.0 for model in scenario.models}
-        figures = figures_of(result, thetas, scenario.scaling.instances_min, time.process_time() - began_s)
+        figures = figures_of(result, thetas_of(scenario), scenario.scaling.instances_min, time.process_time() - began_s)
         document = {"digest": digest_of(scenario), **asdict(figures)}
         self.path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def thetas_of(scenario: Scenario) -> dict[str, float]:
+    """What an instance serves, by model.
+
+    Raises:
+        ScenarioError: it hangs on the GPU type; what instance hours were for is not told apart then.
+    """
+    thetas: dict[str, float] = {}
+    for index, model in enumerate(scenario.models):
+        if isinstance(model.tokens_per_s, dict):
+            raise ScenarioError(f"{scenario.name}: models.{index}.tokens_per_s: must be one number here")
+        thetas[model.name] = model.tokens_per_s or 0.0
+    return thetas
 
 
 def digest_of(scenario: Scenario) -> str:

@@ -17,7 +17,7 @@ from ops.commands.simulate_compare import Report, compare_results
 from ops.commands.simulate_live import write_live_scenario
 
 if TYPE_CHECKING:
-    from ops.simulator.results import Result
+    from ops.simulator.results import GpuTotals, Result, Totals
     from ops.simulator.scenario import Scenario
 
 _TELL_EVERY_S = 2.0
@@ -46,6 +46,11 @@ Hours = Annotated[
     typer.Option(min=1, max=168, help="With --from-live: how much of its demand comes again, 24 if not said."),
 ]
 
+GpuTypes = Annotated[
+    list[str] | None,
+    typer.Option("--gpu-type", help="With --from-live: only its nodes of this type; repeatable, all if not said."),
+]
+
 
 @simulations.command("run")
 def simulate(
@@ -54,7 +59,7 @@ def simulate(
     from_live: FromLive = False,
     save: Save = None,
     hours: Hours = None,
-    gpu_type: Annotated[str | None, typer.Option(help="With --from-live: which one, if the fleet has several.")] = None,
+    gpu_type: GpuTypes = None,
     trace: Trace = None,
     settings: Settings = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Instead of the scenario's own.")] = None,
@@ -91,7 +96,7 @@ def simulate(
         raise CommandError("give either a scenario or --from-live")
     if not from_live and (save or hours or gpu_type):
         raise CommandError("--save, --hours and --gpu-type need --from-live")
-    source = _scenario_file(context, scenario or save, hours=hours, gpu_type=gpu_type, from_live=from_live)
+    source = _scenario_file(context, scenario or save, hours=hours, gpu_types=gpu_type, from_live=from_live)
     for path in filter(None, (save, json_out, report)):
         if not path.absolute().parent.is_dir():
             raise CommandError(f"{path}: cannot be written: its folder is not there")
@@ -138,13 +143,13 @@ def _simulated(
 
 @contextmanager
 def _scenario_file(
-    context: typer.Context, path: Path | None, *, hours: int | None, gpu_type: str | None, from_live: bool
+    context: typer.Context, path: Path | None, *, hours: int | None, gpu_types: list[str] | None, from_live: bool
 ) -> Iterator[Path]:
     """The scenario, made of the live fleet where that is wanted; it then lies in `path`, or nowhere for long."""
     with TemporaryDirectory() as folder:
         chosen = path or Path(folder) / "live.toml"
         if from_live:
-            write_live_scenario(context, chosen, hours=hours or 24, gpu_type=gpu_type)
+            write_live_scenario(context, chosen, hours=hours or 24, gpu_types=gpu_types or ())
         yield chosen
 
 
@@ -190,14 +195,14 @@ def show(result: "Result") -> None:
     for reason, count in result.failures.items():
         output().print(f"failed: {count:,} {reason}", markup=False)
     totals = result.totals
-    hours = ", ".join(f"{hours:,.1f} {state}" for state, hours in sorted(totals.gpu_hours.items()))
     starts = ", ".join(f"{count:,} {start}" for start, count in sorted(totals.starts.items()))
     print_fields(
         [
             ("requests", f"{result.requests:,} in {result.simulated_s:,.0f} s"),
             ("attainment", f"{result.service_attainment:.2%} service, {result.token_attainment:.2%} token"),
             ("slots", f"{result.slots}, busy {result.busy_share:.1%}, {result.slot_hours:,.2f} slot hours"),
-            ("GPU hours", f"{hours}; ${totals.cost:,.2f}"),
+            ("GPU hours", _hours(totals)),
+            *((f"on {name}", _hours(one)) for name, one in totals.gpu_types.items() if len(totals.gpu_types) > 1),
             *([("scaling", f"{totals.scale_outs:,} out, {totals.scale_ins:,} in; starts: {starts}")] * bool(starts)),
             ("switches", f"{totals.switches:,}"),
             ("event log", result.event_log_hash),
@@ -208,6 +213,11 @@ def show(result: "Result") -> None:
 
 
 simulations.command("compare")(compare_results)
+
+
+def _hours(totals: "Totals | GpuTotals") -> str:
+    hours = ", ".join(f"{hours:,.1f} {state}" for state, hours in sorted(totals.gpu_hours.items()))
+    return f"{hours or 'none'}; ${totals.cost:,.2f}"
 
 
 def _time(quantiles: dict[str, float] | None, name: str) -> str:

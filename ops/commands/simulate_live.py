@@ -1,7 +1,7 @@
 """`simulate --from-live`: gathers over the API what a scenario needs, and writes it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,8 @@ _NODES_ASKED = 20
 PROFILES = Path(__file__).parents[1] / "profiles"
 
 
-def write_live_scenario(context: typer.Context, path: Path, *, hours: int, gpu_type: str | None) -> None:
-    """Write a scenario of the running fleet, and its demand beside it.
+def write_live_scenario(context: typer.Context, path: Path, *, hours: int, gpu_types: Sequence[str]) -> None:
+    """Write a scenario of the running fleet, and its demand beside it. `gpu_types`: only these; none: all.
 
     Raises:
         CommandError: the API refuses, or knows too little; or a file cannot be written.
@@ -30,15 +30,13 @@ def write_live_scenario(context: typer.Context, path: Path, *, hours: int, gpu_t
     from ops.simulator.live import LiveError, cut_demand, live_scenario, write_demand  # noqa: PLC0415 - heavy
 
     with connected(context) as api:
-        fleet = _fleet(api, gpu_type)
+        fleet = _fleet(api, gpu_types)
         rows = list(_demand(api, fleet.endpoints, hours * HOUR_S + LEARN_S_MAX))
-    profile = PROFILES / f"{fleet.gpu_type.lower()}.toml"
-    if not profile.exists():
-        raise CommandError(f"{fleet.gpu_type} has no profile in {PROFILES}: see `tidepool node profile`")
     demand_path = path.with_suffix(".demand.csv")
     try:
         demand = cut_demand(rows, simulated_s=hours * HOUR_S, learn_s_max=LEARN_S_MAX)
-        scenario = live_scenario(fleet, demand, demand_file=demand_path.name, profile=profile.name)
+        profiles = {name: profile_of(name) for name in fleet.gpu_types}
+        scenario = live_scenario(fleet, demand, demand_file=demand_path.name, profiles=profiles)
         write_demand(demand_path, demand)
         path.write_text(scenario.text(), encoding="utf-8")
     except LiveError as error:
@@ -49,20 +47,27 @@ def write_live_scenario(context: typer.Context, path: Path, *, hours: int, gpu_t
         notes().print(note, markup=False)
 
 
-def _fleet(api: Api, gpu_type: str | None) -> "LiveFleet":
+def profile_of(gpu_type: str) -> str:
+    """The file of a GPU type among the profiles that come with Tidepool."""
+    return f"{gpu_type.lower()}.toml"
+
+
+def _fleet(api: Api, gpu_types: Sequence[str]) -> "LiveFleet":
     from ops.simulator.live import LiveFleet  # noqa: PLC0415
 
     nodes = api.pages("/admin/nodes")["data"]
     known = sorted({node["gpu_type"] for node in nodes})
-    if gpu_type is None and len(known) != 1:
-        raise CommandError(f"--gpu-type is needed, one of {', '.join(known)}" if known else "no node ever joined")
-    if gpu_type is not None and gpu_type not in known:
-        raise CommandError(f"--gpu-type {gpu_type}: nodes have {', '.join(known) or 'none'}")
-    chosen = gpu_type or known[0]
-    asked = [node["name"] for node in nodes if node["gpu_type"] == chosen][:_NODES_ASKED]
-    live = [api.get(f"/admin/nodes/{name}")["live"] or {"instances": []} for name in asked]
+    if not known:
+        raise CommandError("no node ever joined")
+    chosen = sorted({*gpu_types}) or known
+    for name in chosen:
+        if name not in known:
+            raise CommandError(f"--gpu-type {name}: nodes have {', '.join(known)}")
+        if not (PROFILES / profile_of(name)).exists():
+            others = "; or name the others with --gpu-type" if len(chosen) > 1 else ""
+            raise CommandError(f"{name} has no profile in {PROFILES}: see `tidepool node profile`{others}")
     return LiveFleet(
-        gpu_type=chosen,
+        gpu_types=chosen,
         taken_at=time_text(time.time()),
         regions=api.pages("/admin/regions")["data"],
         latencies=api.pages("/admin/region-latencies")["data"],
@@ -71,8 +76,15 @@ def _fleet(api: Api, gpu_type: str | None) -> "LiveFleet":
         models=api.pages("/admin/models")["data"],
         profiles=api.pages("/admin/profiles")["data"],
         endpoints=api.pages("/admin/endpoints")["data"],
-        kv_bytes=[one["kv_capacity_bytes"] for each in live for one in each["instances"] if one["kv_capacity_bytes"]],
+        prices={row["name"]: row["cost_per_hour"] for row in api.pages("/admin/gpu-types")["data"]},
+        kv_bytes={name: _kv_bytes(api, [node for node in nodes if node["gpu_type"] == name]) for name in chosen},
     )
+
+
+def _kv_bytes(api: Api, nodes: Sequence[Mapping[str, Any]]) -> list[int]:
+    """What instances on some of the nodes tell of their KV memory."""
+    live = [api.get(f"/admin/nodes/{node['name']}")["live"] or {"instances": []} for node in nodes[:_NODES_ASKED]]
+    return [one["kv_capacity_bytes"] for each in live for one in each["instances"] if one["kv_capacity_bytes"]]
 
 
 def _demand(api: Api, endpoints: Any, span_s: int) -> Iterator[tuple[int, str, str, float, str]]:

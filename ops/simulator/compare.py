@@ -7,7 +7,7 @@ from typing import Any, Literal
 from ops.simulator import compare_figures as figures
 from ops.simulator.pages import Cell, page, section, table
 from ops.simulator.report import wasted_share
-from ops.simulator.results import Quantiles, Result, Row
+from ops.simulator.results import GpuTotals, Quantiles, Result, Row, held_hours
 
 Better = Literal["more", "less", ""]
 Unit = Literal["", "%", "s", "h", "$"]
@@ -111,6 +111,10 @@ def _whole(a: Result, b: Result) -> Iterator[Line]:
     for state in ("serving", "warming", "draining", "spot"):
         better: Better = "" if state == "spot" else "less"
         yield line(f"GPU hours {state}", "h", better, lambda one, s=state: one.totals.gpu_hours.get(s, 0.0))  # type: ignore[misc]
+    gpu_types = sorted({*a.totals.gpu_types, *b.totals.gpu_types})
+    for gpu_type in gpu_types if len(gpu_types) > 1 else ():
+        yield line(f"GPU hours on {gpu_type}", "h", "", lambda one, g=gpu_type: held_hours(_on(one, g).gpu_hours))  # type: ignore[misc]
+        yield line(f"cost of {gpu_type}", "$", "", lambda one, g=gpu_type: _on(one, g).cost)  # type: ignore[misc]
     yield line("GPU hours warming, share", "%", "less", lambda one: wasted_share(one.totals))
     yield line("slots busy", "%", "", lambda one: one.busy_share)
     yield line("instances asked for", "", "less", lambda one: one.totals.scale_outs)
@@ -119,6 +123,10 @@ def _whole(a: Result, b: Result) -> Iterator[Line]:
     yield line("model switches", "", "less", lambda one: one.totals.switches)
     yield line("node failures", "", "", lambda one: one.totals.node_failures)
     yield line("requests interrupted", "", "less", lambda one: one.totals.interrupted)
+
+
+def _on(result: Result, gpu_type: str) -> GpuTotals:
+    return result.totals.gpu_types.get(gpu_type, GpuTotals(gpu_hours={}, cost=0.0))
 
 
 def _rows(part: str, a: Sequence[Row], b: Sequence[Row]) -> Iterator[Line]:

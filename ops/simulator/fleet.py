@@ -66,7 +66,7 @@ class Held:
     @property
     def use(self) -> Use:
         """What it counts as."""
-        return Use(self.endpoint, self.state, self.kind, self.gpus)
+        return Use(self.endpoint, self.state, self.kind, self.node.gpu_type, self.gpus)
 
 
 class Fleet:

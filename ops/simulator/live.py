@@ -26,9 +26,11 @@ class LiveError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class LiveFleet:
-    """Answers of the admin API, as they came. `kv_bytes`: of instances of that GPU type that have told theirs."""
+    """Answers of the admin API, as they came. `gpu_types`: those wanted. `prices`: of a GPU hour, `kv_bytes`: of
+    instances that have told theirs, both by GPU type.
+    """
 
-    gpu_type: str
+    gpu_types: Sequence[str]
     taken_at: str
     regions: Sequence[Row]
     latencies: Sequence[Row]
@@ -37,7 +39,22 @@ class LiveFleet:
     models: Sequence[Row]
     profiles: Sequence[Row]
     endpoints: Sequence[Row]
-    kv_bytes: Sequence[int]
+    prices: Mapping[str, float]
+    kv_bytes: Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """What of a fleet can be simulated. `rates`: profiles by model and GPU type."""
+
+    gpu_types: Sequence[str]
+    models: Sequence[Row]
+    rates: Mapping[tuple[str, str], Row]
+
+    @property
+    def several(self) -> bool:
+        """Whether it must be said what is of which GPU type."""
+        return len(self.gpu_types) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,25 +96,21 @@ def cut_demand(rows: Iterable[tuple[int, str, str, float, str]], *, simulated_s:
     return LiveDemand(rows=kept, learn_s=learn_s, simulated_s=until_s - since_s - learn_s)
 
 
-def live_scenario(fleet: LiveFleet, demand: LiveDemand, *, demand_file: str, profile: str) -> LiveScenario:
-    """The scenario. `demand_file`: where its demand lies, beside it; `profile`: of the GPU type.
+def live_scenario(
+    fleet: LiveFleet, demand: LiveDemand, *, demand_file: str, profiles: Mapping[str, str]
+) -> LiveScenario:
+    """The scenario. `demand_file`: where its demand lies, beside it; `profiles`: by GPU type.
 
     Raises:
         LiveError: the fleet serves nothing that could be simulated.
     """
-    rates = {row["model"]: row for row in fleet.profiles if row["gpu_type"] == fleet.gpu_type}
-    asked = {row[2] for row in demand.rows}
-    models = [row for row in fleet.models if row["name"] in rates and row["name"] in asked]
-    names = {row["name"] for row in models}
-    if not names:
-        raise LiveError(f"no model with demand has a profile on {fleet.gpu_type}")
-    running = [row for row in fleet.instances if row["gpu_type"] == fleet.gpu_type and row["desired"] == "running"]
-    counts = Counter((row["model"], row["region"]) for row in running if not row["pooled"] and row["model"] in names)
-    if not counts:
-        raise LiveError(f"no instance of them runs on GPUs of its own of type {fleet.gpu_type}")
-    nodes = _nodes(fleet)
+    kept = _kept(fleet, demand)
+    names = {row["name"] for row in kept.models}
+    running = [row for row in fleet.instances if row["desired"] == "running"]
+    instances = _instances(kept, [row for row in running if not row["pooled"]])
     limits = [row for row in fleet.endpoints if row["model"] in names]
-    slow_s = max(rates[name]["load_time_s"] for name in names)
+    slow_s = max(row["load_time_s"] for row in kept.rates.values())
+    first = kept.gpu_types[0]
     document: dict[str, Any] = {
         "name": f"the live fleet of {fleet.taken_at}",
         "seed": 1,
@@ -114,12 +127,11 @@ def live_scenario(fleet: LiveFleet, demand: LiveDemand, *, demand_file: str, pro
         },
         "fleet": {
             "serving": "dedicated",
-            "profile": profile,
-            "kv_bytes": _kv_bytes(fleet, models),
-            "nodes": nodes,
-            "instances": [
-                {"model": model, "region": region, "count": count} for (model, region), count in sorted(counts.items())
-            ],
+            "profile": profiles[first],
+            "kv_bytes": _kv_bytes(fleet, kept, first),
+            "cost_per_hour": {gpu_type: fleet.prices[gpu_type] for gpu_type in kept.gpu_types},
+            "nodes": _nodes(fleet, kept, profiles),
+            "instances": instances,
         },
         "scaling": {
             "strategy": "lt-i",
@@ -128,9 +140,9 @@ def live_scenario(fleet: LiveFleet, demand: LiveDemand, *, demand_file: str, pro
         },
         "planning": {"learn_s": demand.learn_s},
         "provisioning": {"local_s": slow_s, "spot_other_s": slow_s},
-        "models": [_model(row, rates[row["name"]]) for row in models],
+        "models": [_model(row, kept) for row in kept.models],
     }
-    return LiveScenario(document=document, notes=list(_notes(fleet, demand, names, running)))
+    return LiveScenario(document=document, notes=list(_notes(fleet, demand, kept, running)))
 
 
 def write_demand(path: Path, demand: LiveDemand) -> None:
@@ -141,48 +153,98 @@ def write_demand(path: Path, demand: LiveDemand) -> None:
         writer.writerows(demand.rows)
 
 
-def _model(model: Row, rates: Row) -> dict[str, Any]:
-    named = {key: model[key] for key in ("name", "weights_bytes", "kv_bytes_per_token", "context_tokens")}
-    return named | {"tokens_per_s": rates["tokens_per_s"], "gpus": rates["gpus"]}
+def _kept(fleet: LiveFleet, demand: LiveDemand) -> _Kept:
+    """Models that somebody asks for, on GPU types where they have a profile and a node is alive."""
+    alive = {node["gpu_type"] for node in _alive(fleet)}
+    asked = {row[2] for row in demand.rows}
+    names = {row["name"] for row in fleet.models} & asked
+    rates = {
+        (row["model"], row["gpu_type"]): row
+        for row in fleet.profiles
+        if row["model"] in names and row["gpu_type"] in fleet.gpu_types
+    }
+    if not rates:
+        raise LiveError(f"no model with demand has a profile on {' or '.join(fleet.gpu_types)}")
+    profiled = {gpu_type for _, gpu_type in rates}
+    gpu_types = [gpu_type for gpu_type in fleet.gpu_types if gpu_type in profiled & alive]
+    if not gpu_types:
+        raise LiveError(f"no node of {' or '.join(sorted(profiled))} is alive")
+    rates = {key: row for key, row in rates.items() if key[1] in gpu_types}
+    models = [row for row in fleet.models if row["name"] in {model for model, _ in rates}]
+    return _Kept(gpu_types=gpu_types, models=models, rates=rates)
 
 
-def _nodes(fleet: LiveFleet) -> list[dict[str, Any]]:
-    """Nodes of a kind, by region. One that is silent or drains is not there; nor are slots smaller than the largest."""
-    kinds: Counter[tuple[str, int, int]] = Counter()
-    for node in fleet.nodes:
-        if node["gpu_type"] == fleet.gpu_type and node["alive"] and not node["draining"]:
-            gpus = max(slot["gpus"] for slot in node["slots"])
-            kinds[node["region"], sum(slot["gpus"] == gpus for slot in node["slots"]), gpus] += 1
-    if not kinds:
-        raise LiveError(f"no node of {fleet.gpu_type} is alive")
+def _instances(kept: _Kept, running: Iterable[Row]) -> list[dict[str, Any]]:
+    places = [(row["model"], row["region"], row["gpu_type"]) for row in running]
+    counts = Counter(place for place in places if (place[0], place[2]) in kept.rates)
+    if not counts:
+        raise LiveError(f"no instance of them runs on GPUs of its own of type {' or '.join(kept.gpu_types)}")
     return [
-        {"region": region, "count": count, "slots": slots, "gpus": gpus}
-        for (region, slots, gpus), count in sorted(kinds.items())
+        {"model": model, "region": region, "count": count} | ({"gpu_type": gpu_type} if kept.several else {})
+        for (model, region, gpu_type), count in sorted(counts.items())
     ]
 
 
-def _kv_bytes(fleet: LiveFleet, models: Sequence[Row]) -> int:
-    """What instances told; else what the largest model leaves of nine tenths of a GPU's memory."""
-    if fleet.kv_bytes:
-        return int(statistics.median(fleet.kv_bytes))
-    slots = [slot for node in fleet.nodes if node["gpu_type"] == fleet.gpu_type for slot in node["slots"]]
+def _model(model: Row, kept: _Kept) -> dict[str, Any]:
+    named = {key: model[key] for key in ("name", "weights_bytes", "kv_bytes_per_token", "context_tokens")}
+    mine = {gpu_type: row for (name, gpu_type), row in kept.rates.items() if name == model["name"]}
+    for key in ("tokens_per_s", "gpus"):
+        values = {gpu_type: row[key] for gpu_type, row in sorted(mine.items())}
+        named[key] = values if kept.several else values[kept.gpu_types[0]]
+    return named
+
+
+def _alive(fleet: LiveFleet) -> Iterable[Row]:
+    """Nodes that take instances: one that is silent or drains does not."""
+    return (
+        node for node in fleet.nodes if node["gpu_type"] in fleet.gpu_types and node["alive"] and not node["draining"]
+    )
+
+
+def _nodes(fleet: LiveFleet, kept: _Kept, profiles: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Nodes of a kind, by region. Slots smaller than a node's largest are not there. What is not of the first GPU type
+    says of which it is.
+    """
+    kinds: Counter[tuple[str, str, int, int]] = Counter()
+    for node in _alive(fleet):
+        gpus = max(slot["gpus"] for slot in node["slots"])
+        kinds[node["region"], node["gpu_type"], sum(slot["gpus"] == gpus for slot in node["slots"]), gpus] += 1
+    own = {
+        gpu_type: {"profile": profiles[gpu_type], "kv_bytes": _kv_bytes(fleet, kept, gpu_type)}
+        for gpu_type in kept.gpu_types[1:]
+    }
+    return [
+        {"region": region, "count": count, "slots": slots, "gpus": gpus} | own.get(gpu_type, {})
+        for (region, gpu_type, slots, gpus), count in sorted(kinds.items())
+        if gpu_type in kept.gpu_types
+    ]
+
+
+def _kv_bytes(fleet: LiveFleet, kept: _Kept, gpu_type: str) -> int:
+    """What instances told; else what the largest model there leaves of nine tenths of a GPU's memory."""
+    if told := fleet.kv_bytes.get(gpu_type):
+        return int(statistics.median(told))
+    slots = [slot for node in fleet.nodes if node["gpu_type"] == gpu_type for slot in node["slots"]]
     gpu_bytes: float = min(slot["memory_bytes"] / slot["gpus"] for slot in slots)
-    largest_bytes: int = max(row["weights_bytes"] for row in models)
+    largest_bytes: int = max(row["weights_bytes"] for row in kept.models if (row["name"], gpu_type) in kept.rates)
     return max(1, round(0.9 * gpu_bytes - largest_bytes))
 
 
-def _notes(fleet: LiveFleet, demand: LiveDemand, names: set[str], running: Sequence[Row]) -> Iterable[str]:
+def _notes(fleet: LiveFleet, demand: LiveDemand, kept: _Kept, running: Iterable[Row]) -> Iterable[str]:
     yield f"Made of the running fleet on {fleet.taken_at}; edit it and run `tidepool simulate` on it."
     simulated, learned = (f"{seconds / HOUR_S:.4g} h" for seconds in (demand.simulated_s, demand.learn_s))
     yield f"The last {simulated} of demand come again; forecasts learn from {learned} before."
     yield "Assumed, as the API does not tell: lengths of prompts and answers, shares of IW-F and IW-N, the strategy."
     yield "Objectives are the tiers' defaults; one minimum and maximum of instances holds for all endpoints."
-    if not fleet.kv_bytes:
-        yield "No instance told its KV memory: kv_bytes is what the largest model leaves of 9/10 of a GPU."
-    if pooled := sum(row["pooled"] for row in running):
+    if len({row["load_time_s"] for row in kept.rates.values()}) > 1:
+        yield "One start time holds for all models and GPU types: that of the slowest."
+    for gpu_type in kept.gpu_types:
+        if not fleet.kv_bytes.get(gpu_type):
+            yield f"No instance on {gpu_type} told its KV memory: it is what the largest model leaves of 9/10 of a GPU."
+    if pooled := sum(row["pooled"] for row in running if row["gpu_type"] in kept.gpu_types):
         yield f"{pooled} pooled instances are left out: this scenario is of instances on GPUs of their own."
-    others = sorted({row["gpu_type"] for row in fleet.nodes} - {fleet.gpu_type})
-    if others:
+    if others := sorted({row["gpu_type"] for row in fleet.nodes} - set(kept.gpu_types)):
         yield f"Nodes of other GPU types are left out: {', '.join(others)}."
-    if left := sorted({row["name"] for row in fleet.models} - names):
-        yield f"Models without demand or without a profile on {fleet.gpu_type} are left out: {', '.join(left)}."
+    if left := sorted({row["name"] for row in fleet.models} - {row["name"] for row in kept.models}):
+        types = " or ".join(kept.gpu_types)
+        yield f"Models without demand or without a profile on {types} are left out: {', '.join(left)}."

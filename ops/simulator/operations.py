@@ -1,37 +1,47 @@
 """From a scenario with [scaling] to a fleet that is operated: nodes, planner, loops, failures."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from controlplane.policies.facts import Endpoint, ModelGpu
 from controlplane.policies.placement.facts import PlacementSettings, Profile
 from controlplane.policies.scaling.facts import ScaleStep
 from controlplane.policies.slots.facts import SlotAdd, SlotSettings
+from dataplane.profile import GpuProfile
 from forecasts.settings import ForecastSettings
 from ops.simulator.demand import Demand
 from ops.simulator.failures import Failure, Failures
 from ops.simulator.fleet import Fleet, FleetNode, MakeServer
 from ops.simulator.formats import traffic_of
 from ops.simulator.loops import Loops, LoopSettings
+from ops.simulator.means import Means
 from ops.simulator.planning import Planner, PlanSettings
 from ops.simulator.scenario import Scenario, ScenarioError
 from ops.simulator.scenario_planning import ScalingPart
+from ops.simulator.scenario_values import by_gpu_type
 from ops.simulator.servers import DedicatedServer
-from ops.simulator.serving import Means
 from ops.simulator.world import World
 
 PLANNED = {"lt-i", "lt-u", "lt-ua", "lt-d", "oracle"}
 """Strategies that follow a plan."""
 
 
-def operate(scenario: Scenario, scaling: ScalingPart, means: Means, world: World, seed: int) -> Fleet:
-    """Fill the world with a fleet, and let it be operated from where learning ends.
+def operate(
+    scenario: Scenario,
+    scaling: ScalingPart,
+    means: Mapping[str, Means],
+    profiles: Mapping[str, GpuProfile],
+    world: World,
+    seed: int,
+) -> Fleet:
+    """Fill the world with a fleet, and let it be operated from where learning ends. `means`: by GPU type; `profiles`:
+    by path.
 
     Raises:
-        ScenarioError: the instances of the beginning find no room.
+        ScenarioError: the instances of the beginning find no room, or a model's keys name different GPU types.
     """
     begins_s = scenario.planning.learn_s
-    nodes = list(_nodes(scenario, means.profile.gpu_type))
-    everywhere = {name: list(scenario.regions) for name in means.costs} | scenario.provisioning.weights
+    nodes = list(_nodes(scenario, profiles))
+    everywhere = {one.name: scenario.regions for one in scenario.models} | scenario.provisioning.weights
     fleet = Fleet(
         nodes,
         _maker(means, world),
@@ -51,8 +61,9 @@ def operate(scenario: Scenario, scaling: ScalingPart, means: Means, world: World
         every_s=scaling.every_s,
     )
     loops = Loops(world, fleet, planner, settings, plan)
+    first = list(_first_steps(scenario, plan.profiles))
     try:
-        loops.begin_with(_first_steps(scenario))
+        loops.begin_with(first)
     except ValueError as error:
         raise ScenarioError(f"{scenario.name}: {error}") from error
     loops.begin(begins_s)
@@ -60,22 +71,24 @@ def operate(scenario: Scenario, scaling: ScalingPart, means: Means, world: World
     return fleet
 
 
-def _nodes(scenario: Scenario, gpu_type: str) -> Iterator[FleetNode]:
+def _nodes(scenario: Scenario, profiles: Mapping[str, GpuProfile]) -> Iterator[FleetNode]:
     numbers = dict.fromkeys(scenario.regions, 0)
     for part in scenario.fleet.nodes:
+        gpu_type = profiles[part.profile or scenario.fleet.profile].gpu_type
         for _ in range(part.count):
             name = f"{part.region}-{numbers[part.region]}"
             numbers[part.region] += 1
             yield FleetNode(name=name, region=part.region, gpu_type=gpu_type, slots=part.slots, gpus=part.gpus)
 
 
-def _maker(means: Means, world: World) -> MakeServer:
+def _maker(means: Mapping[str, Means], world: World) -> MakeServer:
     def make(add: SlotAdd, name: str) -> DedicatedServer:
+        mine = means[add.gpu_type]
         return DedicatedServer(
             name,
             add.endpoint.region,
-            means.costs[add.endpoint.model],
-            means.instance,
+            mine.costs[add.endpoint.model],
+            mine.instance,
             gpu_type=add.gpu_type,
             events=world.events,
             ended=world.ended,
@@ -86,19 +99,13 @@ def _maker(means: Means, world: World) -> MakeServer:
     return make
 
 
-def _plan_settings(scenario: Scenario, scaling: ScalingPart, means: Means) -> PlanSettings:
-    planning, gpu_type = scenario.planning, means.profile.gpu_type
-    profiles: Mapping[ModelGpu, Profile] = {
-        ModelGpu(model=model.name, gpu_type=gpu_type): Profile(
-            tokens_per_s=model.tokens_per_s or 0.0, gpus=model.gpus, start=scenario.provisioning.times()
-        )
-        for model in scenario.models
-    }
+def _plan_settings(scenario: Scenario, scaling: ScalingPart, means: Mapping[str, Means]) -> PlanSettings:
+    planning = scenario.planning
     limits = scaling.instances_min, scaling.instances_max
     return PlanSettings(
         regions=tuple(scenario.regions),
-        profiles=profiles,
-        gpu_cost_per_hour={gpu_type: means.profile.cost_per_hour},
+        profiles=_profiles(scenario, means),
+        gpu_cost_per_hour={gpu_type: one.profile.cost_per_hour for gpu_type, one in means.items()},
         limits={
             Endpoint(model=one.name, region=region): limits for one in scenario.models for region in scenario.regions
         },
@@ -110,10 +117,31 @@ def _plan_settings(scenario: Scenario, scaling: ScalingPart, means: Means) -> Pl
     )
 
 
-def _first_steps(scenario: Scenario) -> Iterator[ScaleStep]:
-    for part in scenario.fleet.instances:
-        endpoint = Endpoint(model=part.model, region=part.region)
-        yield ScaleStep(endpoint=endpoint, gpu_type=None, delta=part.count, reason="there at first", kind=part.kind)
+def _profiles(scenario: Scenario, gpu_types: Iterable[str]) -> dict[ModelGpu, Profile]:
+    """What models are placed on, and what an instance serves there."""
+    found: dict[ModelGpu, Profile] = {}
+    for index, model in enumerate(scenario.models):
+        assert model.tokens_per_s is not None, "a scenario that is scaled has it"
+        rates = by_gpu_type(model.tokens_per_s, gpu_types)
+        gpus = by_gpu_type(model.gpus, rates)
+        if rates.keys() != gpus.keys():
+            key, names = f"models.{index}.gpus", ", ".join(sorted(rates))
+            raise ScenarioError(f"{scenario.name}: {key}: must name the GPU types of tokens_per_s: {names}")
+        for gpu_type, tokens_per_s in rates.items():
+            found[ModelGpu(model=model.name, gpu_type=gpu_type)] = Profile(
+                tokens_per_s=tokens_per_s, gpus=gpus[gpu_type], start=scenario.provisioning.times()
+            )
+    return found
+
+
+def _first_steps(scenario: Scenario, profiles: Collection[ModelGpu]) -> Iterator[ScaleStep]:
+    for index, part in enumerate(scenario.fleet.instances):
+        endpoint, gpu_type = Endpoint(model=part.model, region=part.region), part.gpu_type
+        if gpu_type is not None and ModelGpu(model=part.model, gpu_type=gpu_type) not in profiles:
+            raise ScenarioError(
+                f"{scenario.name}: fleet.instances.{index}.gpu_type: tokens_per_s of {part.model} names no {gpu_type}"
+            )
+        yield ScaleStep(endpoint=endpoint, gpu_type=gpu_type, delta=part.count, reason="there at first", kind=part.kind)
 
 
 def _failures(scenario: Scenario, nodes: list[FleetNode]) -> Iterator[Failure]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from ops.simulator import report_figures as figures
 from ops.simulator.pages import Cell, cards, page, section, table
-from ops.simulator.results import Quantiles, Result, Row, Totals
+from ops.simulator.results import Quantiles, Result, Row, Totals, held_hours
 
 START_NAMES = {
     "present": "there at the beginning",
@@ -54,6 +54,11 @@ def report(result: Result) -> str:
             "Warming is what provisioning wastes: GPUs that are held and do not serve yet. Spot is lent out.",
             figures.hours(result),
         ),
+        section(
+            "GPU types",
+            "GPU hours by state, and what they cost. Spot is lent out and costs nothing.",
+            _gpu_types(result.totals),
+        ),
         section("Requests", "By tier over all models, then by model.", _rows(result)),
         section("Totals", "Over the whole run.", _totals(result)),
     ]
@@ -75,19 +80,17 @@ def time_text(quantiles: Quantiles | None, name: str) -> str:
 
 def wasted_share(totals: Totals) -> float | None:
     """The share of our GPU hours, without those lent out, in which instances warmed up."""
-    held = sum(hours for state, hours in totals.gpu_hours.items() if state != "spot")
+    held = held_hours(totals.gpu_hours)
     return totals.gpu_hours.get("warming", 0.0) / held if held else None
 
 
 def _cards(result: Result) -> Iterable[tuple[str, str]]:
-    totals = result.totals
-    held = sum(hours for state, hours in totals.gpu_hours.items() if state != "spot")
-    wasted = wasted_share(totals)
+    totals, wasted = result.totals, wasted_share(result.totals)
     yield "requests", f"{result.requests:,}"
     yield "service attainment", f"{result.service_attainment:.2%}"
     yield "token attainment", f"{result.token_attainment:.2%}"
     yield "failed or refused", f"{sum(result.failures.values()):,}"
-    yield "GPU hours", f"{held:,.1f}"
+    yield "GPU hours", f"{held_hours(totals.gpu_hours):,.1f}"
     if totals.cost:
         yield "cost", f"${totals.cost:,.0f}" if totals.cost >= 100 else f"${totals.cost:,.2f}"
     yield "slots busy", f"{result.busy_share:.1%}"
@@ -99,6 +102,21 @@ def _cards(result: Result) -> Iterable[tuple[str, str]]:
         yield "model switches", f"{totals.switches:,}"
     if totals.node_failures:
         yield "node failures", f"{totals.node_failures:,}"
+
+
+def _gpu_types(totals: Totals) -> str | None:
+    """A row for each; None where there is but one."""
+    if len(totals.gpu_types) < 2:
+        return None
+    states = [state for state in figures.STATE_COLOURS if totals.gpu_hours.get(state)]
+    headers = [Cell(text="GPU type", word=True), *(Cell(text=f"{state}, h") for state in states)]
+    headers += [Cell(text="cost"), Cell(text="of all cost")]
+    rows = []
+    for name, one in sorted(totals.gpu_types.items()):
+        share = f"{one.cost / totals.cost:.1%}" if totals.cost else "-"
+        words = [*(f"{one.gpu_hours.get(state, 0.0):,.2f}" for state in states), f"${one.cost:,.2f}", share]
+        rows.append([Cell(text=name, word=True), *(Cell(text=word) for word in words)])
+    return table(headers, rows)
 
 
 def _rows(result: Result) -> str:

@@ -4,6 +4,7 @@ Rates are tokens per second, shares are of 1, times are seconds of simulated tim
 of a series has one value for each step of `step_s` seconds, from `start_s` on; None: not known.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -105,6 +106,18 @@ class Series(Part):
     tiers: list[TierSeries]
 
 
+def held_hours(hours: Mapping[State, float]) -> float:
+    """All GPU hours but those lent out as spot."""
+    return sum(held for state, held in hours.items() if state != "spot")
+
+
+class GpuTotals(Part):
+    """GPU hours and cost of a GPU type; see `Totals`."""
+
+    gpu_hours: dict[State, float]
+    cost: float
+
+
 class Totals(Part):
     """Sums over the run.
 
@@ -112,6 +125,7 @@ class Totals(Part):
         gpu_hours: by state of the instance that held them; warming ones are what provisioning wastes.
         instance_hours: the same in instances, by model and state.
         cost: US dollars, of all GPU hours but those lent out as spot.
+        gpu_types: both by GPU type; one that nothing held is there too.
         starts: instances that were started, by what they started from.
         scale_outs, scale_ins: instances that were asked for, and let go.
         switches: how often a slot changed its model.
@@ -123,6 +137,7 @@ class Totals(Part):
     gpu_hours: dict[State, float]
     instance_hours: dict[str, dict[State, float]]
     cost: float
+    gpu_types: dict[str, GpuTotals]
     starts: dict[Start, int]
     scale_outs: int
     scale_ins: int
@@ -137,7 +152,7 @@ class Result(Part):
     differ between two runs of one scenario and seed.
     """
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     scenario: str
     seed: int
     strategy: str | None

@@ -1,7 +1,7 @@
 """From a scenario to a result: build the world, run it, and say what came of it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from controlplane.policies.admission import AdmissionSettings
@@ -13,10 +13,11 @@ from forecasts.importers.lines import DemandFileError
 from ops.simulator.events import Events
 from ops.simulator.fleet import Fleet
 from ops.simulator.formats import traffic_of
+from ops.simulator.means import load_profiles, means_of
 from ops.simulator.operations import operate
 from ops.simulator.results import Result
 from ops.simulator.scenario import Scenario, ScenarioError
-from ops.simulator.serving import fixed_servers, means_of
+from ops.simulator.serving import fixed_servers
 from ops.simulator.summary import result_of
 from ops.simulator.traffic_parts import AegaeonPart
 from ops.simulator.usage import Use
@@ -39,14 +40,14 @@ def simulate(scenario: Scenario, *, seed: int | None = None, told: Told = lambda
     """Run a scenario to its end.
 
     Raises:
-        ops.simulator.scenario.ScenarioError: the instances of the beginning find no room, or no instance can be of
-            the recording's models.
-        dataplane.profile.ProfileError: the GPU profile cannot be used.
+        ops.simulator.scenario.ScenarioError: the instances of the beginning find no room, no instance can be of the
+            recording's models, or GPU types do not go together.
+        dataplane.profile.ProfileError: a GPU profile cannot be used.
         forecasts.importers.lines.DemandFileError: the recording cannot be used.
     """
     seed = scenario.seed if seed is None else seed
     began_s = time.perf_counter()
-    world, fleet, cost_per_hour = build_world(scenario, seed)
+    world, fleet, prices = build_world(scenario, seed)
     for now_s in world.run():
         told(now_s, world.arrived)
     result = result_of(
@@ -56,13 +57,13 @@ def simulate(scenario: Scenario, *, seed: int | None = None, told: Told = lambda
         seed=seed,
         strategy=None if scenario.scaling is None else scenario.scaling.strategy,
         seconds=time.perf_counter() - began_s,
-        cost_per_hour=cost_per_hour,
+        prices=prices,
     )
     return Outcome(world=world, fleet=fleet, result=result)
 
 
-def build_world(scenario: Scenario, seed: int) -> tuple[World, Fleet | None, float]:
-    """The world of a scenario at its beginning, its fleet if it is scaled, and the price of a GPU hour."""
+def build_world(scenario: Scenario, seed: int) -> tuple[World, Fleet | None, Mapping[str, float]]:
+    """The world of a scenario at its beginning, its fleet if it is scaled, and the price of a GPU hour by GPU type."""
     models = {model.name: model for model in scenario.models}
     traffic = traffic_of(scenario, seed)
     if isinstance(scenario.traffic, AegaeonPart):
@@ -76,17 +77,19 @@ def build_world(scenario: Scenario, seed: int) -> tuple[World, Fleet | None, flo
             for name in sorted({request.model for request in requests})
         }
         traffic = iter(requests)
-    means = means_of(scenario, models)
+    profiles = load_profiles(scenario.fleet)
+    means = means_of(scenario, models, profiles)
+    prices = {gpu_type: one.profile.cost_per_hour for gpu_type, one in means.items()}
     endpoints = [Endpoint(model=model, region=region) for model in models for region in scenario.regions]
     world = World(_world_settings(scenario), Events(), traffic, endpoints)
     if scenario.scaling is not None:
-        fleet = operate(scenario, scenario.scaling, means, world, seed)
-        return world, fleet, means.profile.cost_per_hour
-    for server in fixed_servers(scenario, models, means, world):
+        return world, operate(scenario, scenario.scaling, means, profiles, world, seed), prices
+    [own] = means.values()
+    for server in fixed_servers(scenario, models, own, world):
         world.present.place(server)
         for report in server.reports():
-            world.usage.change(None, Use(report.endpoint, "serving", report.kind, 1), 0.0)
-    return world, None, means.profile.cost_per_hour
+            world.usage.change(None, Use(report.endpoint, "serving", report.kind, report.gpu_type, 1), 0.0)
+    return world, None, prices
 
 
 def number_of(model: str) -> int:

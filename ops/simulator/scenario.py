@@ -22,7 +22,7 @@ from ops.simulator.scenario_planning import (
     ScalingPart,
     Strategy,
 )
-from ops.simulator.scenario_values import Count, Part, Positive, Share
+from ops.simulator.scenario_values import FORMS, ByGpuType, Count, Part, Positive, Share
 from ops.simulator.traffic_parts import TrafficPart
 
 PROFILES = Path(__file__).parents[1] / "profiles"
@@ -34,22 +34,24 @@ class ScenarioError(ValueError):
 
 class ModelPart(Part):
     """A model. Its step times are those of the profile's model nearest in size. Where it is scaled, `tokens_per_s` is
-    what the planner takes one instance to serve within its objectives, in input tokens (theta), on `gpus` of a slot.
+    what the planner takes one instance to serve within its objectives, in input tokens (theta), on `gpus` of a slot:
+    a number, or a table by GPU type. On a type that such a table does not name the model is not placed.
     """
 
     name: str
     weights_bytes: Count
     kv_bytes_per_token: Count
     context_tokens: Count = 32_768
-    tokens_per_s: Positive | None = None
-    gpus: Count = 1
+    tokens_per_s: ByGpuType[Positive] | None = None
+    gpus: ByGpuType[Count] = 1
 
 
 class InstancePart(Part):
-    """Dedicated instances of a model in a region."""
+    """Dedicated instances of a model in a region. `gpu_type` None: whichever suits."""
 
     model: str
     region: str
+    gpu_type: str | None = None
     count: Count = 1
     kind: InstanceKind = InstanceKind.MIXED
 
@@ -68,13 +70,15 @@ class FleetPart(Part):
     decode; `request-level` has `gpus` in each region that do both, or prefill and decode slots; `static` has
     `gpus` in each region, each with `models_per_gpu` for good. `kv_bytes` and, for
     pools, `weights_bytes` beside it are per GPU. Where dedicated instances are scaled, `instances` are those there at
-    the beginning, and `nodes` take them.
+    the beginning, and `nodes` take them; each of those may have a profile and `kv_bytes` of its own.
+    `cost_per_hour`: of one GPU by GPU type, in the place of its profile's.
     """
 
     serving: Literal["dedicated", "pooled", "request-level", "static"]
     profile: str
     kv_bytes: Count
     weights_bytes: Count | None = None
+    cost_per_hour: dict[str, Share] = Field(default_factory=dict)
     instances: list[InstancePart] = Field(default_factory=list)
     nodes: list[NodesPart] = Field(default_factory=list)
     prefill_slots: Annotated[int, Field(ge=0)] = 0
@@ -261,9 +265,10 @@ def load_scenario(path: Path, *, trace: str | None = None, settings: Sequence[st
 
 
 def _key(places: tuple[int | str, ...]) -> str:
-    """Where an error lies, as the file has it: below `traffic` its kind is no table of its own."""
+    """Where an error lies, as the file has it: below `traffic` its kind is no table of its own, nor is a form."""
     table, *rest = places or ("",)
-    return ".".join(map(str, (table, *(rest[1:] if table == "traffic" else rest))))
+    kept = rest[1:] if table == "traffic" else [place for place in rest if place not in FORMS]
+    return ".".join(map(str, (table, *kept)))
 
 
 def _located(document: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -272,7 +277,16 @@ def _located(document: dict[str, Any], folder: Path) -> dict[str, Any]:
     if isinstance(traffic, dict):
         files = {key: folder / traffic[key] for key in ("path", "lengths") if isinstance(traffic.get(key), str)}
         document["traffic"] = traffic | files
-    if isinstance(fleet, dict) and isinstance(fleet.get("profile"), str):
-        own = folder / fleet["profile"]
-        document["fleet"] = fleet | {"profile": str(own if own.exists() else PROFILES / fleet["profile"])}
+    if isinstance(fleet, dict):
+        nodes = fleet.get("nodes")
+        located = {"nodes": [_profiled(node, folder) for node in nodes]} if isinstance(nodes, list) else {}
+        document["fleet"] = _profiled(fleet, folder) | located
     return document
+
+
+def _profiled(table: Any, folder: Path) -> Any:
+    """A table with its profile where that is, if it names one."""
+    if not isinstance(table, dict) or not isinstance(table.get("profile"), str):
+        return table
+    own = folder / table["profile"]
+    return table | {"profile": str(own if own.exists() else PROFILES / table["profile"])}

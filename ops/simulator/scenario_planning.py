@@ -14,12 +14,16 @@ Strategy = Literal["lt-i", "lt-u", "lt-ua", "lt-d", "reactive", "siloed", "chiro
 
 
 class NodesPart(Part):
-    """Nodes of a region, each with so many slots of so many GPUs. They are called REGION-0, REGION-1 and so on."""
+    """Nodes of a region, each with so many slots of so many GPUs. They are called REGION-0, REGION-1 and so on.
+    `profile` says of which GPU type they are, `kv_bytes` what each GPU has for KV; left out, both are the fleet's.
+    """
 
     region: str
     count: Count = 1
     slots: Count = 8
     gpus: Count = 1
+    profile: str | None = None
+    kv_bytes: Count | None = None
 
 
 class ScalingPart(Part):

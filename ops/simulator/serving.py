@@ -1,16 +1,13 @@
-"""What serves in a scenario: the costs of its models, and the servers that stand from beginning to end."""
+"""What serves in a scenario from its beginning to its end."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dataplane.engines.replay import ReplaySettings
 from dataplane.messages import ModelSpec
-from dataplane.profile import GpuProfile, load_gpu_profile
 from dataplane.settings import SlotKind
-from dataplane.turns.decode import DecodeSettings
-from dataplane.turns.prefill import PrefillSettings
-from dataplane.turns.schedule import TurnSettings
 from ops.simulator.costs import InstanceSettings, ModelCosts
+from ops.simulator.means import Means
 from ops.simulator.multiplexed import multiplexed_gpus
 from ops.simulator.pool import PoolServer
 from ops.simulator.presence import Server
@@ -19,37 +16,6 @@ from ops.simulator.requests import Served
 from ops.simulator.scenario import ModelPart, Scenario
 from ops.simulator.servers import DedicatedServer
 from ops.simulator.world import World
-
-
-@dataclass(frozen=True, kw_only=True)
-class Means:
-    """What instances are made from: the GPU type, what each model costs on it, and how an instance is set up."""
-
-    profile: GpuProfile
-    costs: Mapping[str, ModelCosts]
-    instance: InstanceSettings
-
-
-def means_of(scenario: Scenario, models: Mapping[str, ModelPart]) -> Means:
-    """Read the profile.
-
-    Raises:
-        dataplane.profile.ProfileError: it cannot be used.
-    """
-    fleet, policy = scenario.fleet, scenario.policy
-    profile = load_gpu_profile(fleet.profile)
-    instance = InstanceSettings(
-        kv_bytes=fleet.kv_bytes,
-        batch_max=policy.batch_max,
-        prefill_tokens_per_step_max=policy.prefill_tokens_per_step_max,
-        batching=policy.batching,
-        turns=TurnSettings(
-            prefill=PrefillSettings(order=policy.order, group_requests_max=policy.group_requests_max),
-            decode=DecodeSettings(quota_max_s=policy.quota_max_s),
-        ),
-    )
-    costs = {name: model_costs(name, model, profile) for name, model in models.items()}
-    return Means(profile=profile, costs=costs, instance=instance)
 
 
 def fixed_servers(scenario: Scenario, models: Mapping[str, ModelPart], means: Means, world: World) -> Iterator[Server]:
@@ -151,17 +117,6 @@ def _request_level(
             world.ended(served)
 
     return SplitCluster(cluster("prefill", fleet.prefill_slots, prefilled, hands_over=True), decode)
-
-
-def model_costs(name: str, model: ModelPart, profile: GpuProfile) -> ModelCosts:
-    """What a model costs on a GPU type."""
-    return ModelCosts(
-        name=name,
-        latency=profile.nearest_model(model.weights_bytes).latency,
-        weights_bytes=model.weights_bytes,
-        kv_bytes_per_token=model.kv_bytes_per_token,
-        bytes_per_s=profile.pcie_bytes_per_s * profile.transfer_efficiency,
-    )
 
 
 def _spec(name: str, model: ModelPart) -> ModelSpec:

@@ -1,11 +1,10 @@
 """What came of a world, as the document of `results`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from ops.simulator.fleet import Fleet
 from ops.simulator.measures import Histogram, Tally
-from ops.simulator.results import Quantiles, Result, Row, Start, State, Totals
-from ops.simulator.usage import Use
+from ops.simulator.results import GpuTotals, Quantiles, Result, Row, Start, State, Totals, held_hours
 from ops.simulator.world import World
 
 HOUR_S = 3600.0
@@ -19,9 +18,11 @@ def result_of(
     seed: int,
     strategy: str | None,
     seconds: float,
-    cost_per_hour: float,
+    prices: Mapping[str, float],
 ) -> Result:
-    """The document. `seconds` it took; `cost_per_hour` of a GPU; `fleet` None: the servers stood all the time."""
+    """The document. `seconds` it took; `prices`: of a GPU hour, by GPU type. `fleet` None: the servers stood all the
+    time.
+    """
     simulated_s = world.events.now_s - world.settings.learn_s
     slots = sum(server.slots for server in world.present.servers)
     if fleet is not None:
@@ -52,7 +53,7 @@ def result_of(
             _row(None, tier, Tally.of(tally for (_, other), tally in world.tallies.items() if other == tier))
             for tier in tiers
         ],
-        totals=_totals(world, fleet, slot_s, cost_per_hour),
+        totals=_totals(world, fleet, slot_s, prices),
         series=world.recorder.series(),
     )
 
@@ -80,18 +81,29 @@ def _quantiles(histogram: Histogram) -> Quantiles | None:
     return Quantiles(p50=histogram.quantile(0.5), p95=histogram.quantile(0.95), p99=histogram.quantile(0.99))
 
 
-def _totals(world: World, fleet: Fleet | None, slot_s: float, cost_per_hour: float) -> Totals:
+def _totals(world: World, fleet: Fleet | None, slot_s: float, prices: Mapping[str, float]) -> Totals:
     seconds = world.usage.seconds(world.events.now_s)
-    gpu_hours = _gpu_hours(seconds.items()) if fleet is not None else {"serving": slot_s / HOUR_S}
+    hours: dict[str, dict[State, float]] = {gpu_type: {} for gpu_type in prices}
+    if fleet is None:
+        [gpu_type] = prices
+        hours[gpu_type]["serving"] = slot_s / HOUR_S
+    else:
+        for use, total_s in seconds.items():
+            _add(hours[use.gpu_type], use.state, use.gpus * total_s / HOUR_S)
+    gpu_hours: dict[State, float] = {}
+    for states in hours.values():
+        for state, held in states.items():
+            _add(gpu_hours, state, held)
+    costs = {gpu_type: prices[gpu_type] * held_hours(states) for gpu_type, states in hours.items()}
     instance_hours: dict[str, dict[State, float]] = {}
     for use, total_s in seconds.items():
-        states = instance_hours.setdefault(use.endpoint.model, {})
-        states[use.state] = states.get(use.state, 0.0) + total_s / HOUR_S
+        _add(instance_hours.setdefault(use.endpoint.model, {}), use.state, total_s / HOUR_S)
     starts: dict[Start, int] = {} if fleet is None else dict(fleet.starts)
     return Totals(
         gpu_hours=gpu_hours,
         instance_hours=instance_hours,
-        cost=cost_per_hour * sum(hours for state, hours in gpu_hours.items() if state != "spot"),
+        cost=sum(costs.values()),
+        gpu_types={name: GpuTotals(gpu_hours=states, cost=costs[name]) for name, states in hours.items()},
         starts=starts,
         scale_outs=fleet.scale_outs if fleet else 0,
         scale_ins=fleet.scale_ins if fleet else 0,
@@ -102,8 +114,5 @@ def _totals(world: World, fleet: Fleet | None, slot_s: float, cost_per_hour: flo
     )
 
 
-def _gpu_hours(seconds: Iterable[tuple[Use, float]]) -> Mapping[State, float]:
-    hours: dict[State, float] = {}
-    for use, total_s in seconds:
-        hours[use.state] = hours.get(use.state, 0.0) + use.gpus * total_s / HOUR_S
-    return hours
+def _add(hours: dict[State, float], state: State, more: float) -> None:
+    hours[state] = hours.get(state, 0.0) + more

@@ -14,6 +14,7 @@ class Use(NamedTuple):
     endpoint: Endpoint
     state: State
     kind: InstanceKind
+    gpu_type: str
     gpus: int
 
 

@@ -73,6 +73,7 @@ def test_the_running_fleet_becomes_a_scenario_and_is_simulated(fleet: Run, tmp_p
         {"model": "org/m", "region": region, "count": 1} for region in ("east", "west")
     ]
     assert scenario["fleet"]["nodes"][0] == {"region": "east", "count": 1, "slots": 4, "gpus": 1}
+    assert scenario["fleet"]["cost_per_hour"] == {"H800": 2}, "as it is told here, not the profile's"
     assert scenario["planning"]["learn_s"] == HOUR_S
     assert [model["name"] for model in scenario["models"]] == ["org/m"]
     result = json.loads(out.read_text())
@@ -83,6 +84,49 @@ def test_the_running_fleet_becomes_a_scenario_and_is_simulated(fleet: Run, tmp_p
     assert again.status == 0, again.err
     compared = fleet("simulate", "compare", out, tmp_path / "reactive.json", "--json").json
     assert {line["name"] for line in compared["figures"]} >= {"cost", "service attainment", "GPU hours serving"}
+
+
+def test_a_fleet_of_two_gpu_types_becomes_a_scenario_of_two(fleet: Run, database: Database, tmp_path: Path) -> None:
+    """With what each costs here, and one start time; what is wanted of one type only is that type's alone."""
+    fleet("gpu", "add", "H20", "--memory-gib", 96, "--cost-per-hour", 0.5)
+    changed = fleet("model", "profile", "org/m", "--tokens-per-s", "H20=1400", "--load-time-s", 90)
+    assert changed.status == 0, changed.err
+    with database.transaction() as session:
+        for number in (2, 3):
+            slots = tuple(SlotSpec(gpus=1, memory_bytes=96 * GIB) for _ in range(2))
+            name = f"west-{number}"
+            join_node(
+                session,
+                Join(node=name, region="west", gpu_type="H20", url="http://10.0.0.1:1", slots=slots, engine="replay"),
+            )
+            touch_node(session, name)
+        add_instance(session, model="org/m", region="west", gpu_type="H20", node="west-2", slot=0, gpus=1)
+    saved, out = tmp_path / "live.toml", tmp_path / "out.json"
+    outcome = fleet("simulate", "--from-live", "--hours", "1", "--save", saved, "--json", out)
+    assert outcome.status == 0, outcome.err
+    assert "One start time holds for all models and GPU types" in outcome.err
+    scenario = tomllib.loads(saved.read_text())
+    assert scenario["provisioning"]["local_s"] == 90
+    served = scenario["fleet"]
+    assert (served["profile"], served["cost_per_hour"]) == ("h20.toml", {"H20": 0.5, "H800": 2.0})
+    assert served["instances"] == [
+        {"model": "org/m", "region": region, "count": 1, "gpu_type": gpu_type}
+        for region, gpu_type in (("east", "H800"), ("west", "H20"), ("west", "H800"))
+    ]
+    h800, h20 = served["nodes"][0], served["nodes"][1]
+    assert h20 == {"region": "west", "count": 2, "slots": 2, "gpus": 1}
+    assert {**h800, "kv_bytes": 0} == {
+        "region": "east", "count": 1, "slots": 4, "gpus": 1, "profile": "h800.toml", "kv_bytes": 0,
+    }  # fmt: skip
+    assert h800["kv_bytes"] < served["kv_bytes"], "an H20 has more memory"
+    assert scenario["models"][0]["tokens_per_s"] == {"H20": 1400, "H800": 2500}
+    totals = json.loads(out.read_text())["totals"]
+    assert totals["gpu_types"]["H20"]["cost"] == pytest.approx(0.5 * totals["gpu_types"]["H20"]["gpu_hours"]["serving"])
+    only = fleet("simulate", "--from-live", "--hours", "1", "--gpu-type", "H800", "--save", saved)
+    assert only.status == 0, only.err
+    assert "Nodes of other GPU types are left out: H20" in only.err
+    assert tomllib.loads(saved.read_text())["models"][0]["tokens_per_s"] == 2500
+    assert "on H20" not in only.out
 
 
 def test_what_cannot_be_meant_is_said(fleet: Run, tmp_path: Path) -> None:

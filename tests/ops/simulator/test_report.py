@@ -65,6 +65,10 @@ def result(**changes: Any) -> Result:
     totals: dict[str, Any] = {
         "gpu_hours": {"serving": 90.0, "warming": 10.0, "spot": 5.0},
         "cost": 250.0,
+        "gpu_types": {
+            "H20": {"gpu_hours": {"serving": 60.0, "spot": 5.0}, "cost": 50.0},
+            "H800": {"gpu_hours": {"serving": 30.0, "warming": 10.0}, "cost": 200.0},
+        },
         "switches": 3,
         "instance_hours": {model: {"serving": 45.0, "warming": 5.0} for model in MODELS},
         "starts": {"present": 2, "local": 4},
@@ -130,12 +134,21 @@ def test_a_whole_report_loads_nothing_and_shows_everything() -> None:
     page = read(html)
     assert page.headings == [
         *("Attainment", "Instances against demand", "Utilization", "Time to the first token", "Deferred requests"),
-        *("Where instance-hours went", "Requests", "Totals"),
+        *("Where instance-hours went", "GPU types", "Requests", "Totals"),
     ]
     assert not [url for url in page.loaded if not url.startswith("data:")]
     assert "a &amp; b" in html
     assert "small <b>" not in html
-    for words in ("97.00%", "$250", "10.0%", "of GPU hours warming", "weights in the region", "ab" * 16):
+    for words in (
+        "$200.00",
+        "80.0%",
+        "97.00%",
+        "$250",
+        "10.0%",
+        "of GPU hours warming",
+        "weights in the region",
+        "ab" * 16,
+    ):
         assert words in html
 
 
@@ -147,7 +160,9 @@ def test_what_a_run_does_not_have_is_left_out() -> None:
     bare = result(
         series={"start_s": 0.0, "step_s": 60.0, **EMPTY},
         strategy=None,
-        totals=result().totals.model_copy(update={"instance_hours": {}, "gpu_hours": {}, "cost": 0.0}).model_dump(),
+        totals=result()
+        .totals.model_copy(update={"instance_hours": {}, "gpu_hours": {}, "gpu_types": {}, "cost": 0.0})
+        .model_dump(),
     )
     assert read(report(bare)).headings == ["Attainment", "Requests", "Totals"]
     nothing = bare.model_copy(update={"rows": [], "tiers": []})
@@ -164,6 +179,8 @@ def test_a_comparison_tells_better_from_worse() -> None:
     assert lines["token attainment"].texts()[2:] == ("-1.00 pt", "")
     assert lines["token attainment"].mood == "bad"
     assert lines["model switches"].mood == ""
+    assert (lines["GPU hours on H20"].a, lines["GPU hours on H800"].a) == (60.0, 40.0), "without what is lent out"
+    assert (lines["cost of H800"].b, lines["cost of H800"].mood) == (200.0, "")
     assert "asked for without room" not in lines, "nothing in both"
     assert "IW-F: TBT p95" not in lines, "known of neither"
     html = compare_page(("x", "y"), result(), better(cost=1.0))

@@ -15,7 +15,7 @@ from tests.ops.simulator.examples import EXAMPLES, SCALED, SMALL, changed
 from tests.ops.simulator.scaled import scaled
 
 
-@pytest.mark.parametrize("name", ["simulate-scaled.toml", "strategies.toml"])
+@pytest.mark.parametrize("name", ["simulate-scaled.toml", "simulate-types.toml", "strategies.toml"])
 def test_the_examples_are_some(name: str) -> None:
     scenario = load_scenario(EXAMPLES / name)
     assert scenario.scaling is not None
