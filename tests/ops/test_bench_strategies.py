@@ -17,6 +17,7 @@ from ops.bench.strategies_figures import parts_of
 from ops.bench.strategies_frontier import FRONTIER, compared, hours_at
 from ops.plots.lines_plot import LinesPanel, draw_lines
 from ops.simulator.results import EndpointSeries
+from ops.simulator.scenario import ScenarioError
 
 RECORDING = "sageserve/nov2024_week_prompt_tokens_per_min.csv.gz"
 QUICK = ["traffic.until_s=1800", "planning.learn_s=1200", "traffic.scale=1.0"]
@@ -125,6 +126,12 @@ def test_every_variant_is_a_scenario(variant: str, data: Path) -> None:
     assert scenario.scaling is not None
     assert scenario.scaling.strategy == POINTS[variant][0]
     assert set(FRONTIER) <= set(POINTS)
+
+
+def test_rates_that_hang_on_the_gpu_type_are_refused(data: Path) -> None:
+    scenario = case_scenario(CASES["a-day"], "lt-i", data, data, SCENARIO, ["models.0.tokens_per_s={ H800 = 9 }"])
+    with pytest.raises(ScenarioError, match=r"models\.0\.tokens_per_s: must be one number here"):
+        strategies.thetas_of(scenario)
 
 
 def series(demand: float, forecast: float | None, planned: int | None, minutes: int = 60) -> EndpointSeries:
