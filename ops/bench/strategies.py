@@ -61,13 +61,18 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A case under a variant of a strategy. `path`: where its figures are kept."""
+    """A case under a variant of a strategy. `folder`: where its figures are kept."""
 
     case: str
     variant: str
     seed: int
     scenario: Scenario
-    path: Path
+    folder: Path
+
+    @property
+    def path(self) -> Path:
+        """The file of its figures."""
+        return self.folder / f"{self.case}-{self.variant}-{self.seed}.json"
 
     def figures(self) -> dict[str, Any] | None:
         """Those that are kept, if they are of the same scenario, and all there."""
@@ -161,13 +166,7 @@ def main(
     try:
         with tempfile.TemporaryDirectory(prefix="tidepool-bench-") as folder:
             wanted = [
-                Run(
-                    case=name,
-                    variant=variant,
-                    seed=number,
-                    scenario=loaded,
-                    path=runs / f"{name}-{variant}-{number}.json",
-                )
+                Run(case=name, variant=variant, seed=number, scenario=loaded, folder=runs)
                 for name in cases
                 for variant in variants
                 for loaded in [case_scenario(CASES[name], variant, data, Path(folder), scenario, setting or ())]
