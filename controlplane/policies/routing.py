@@ -52,7 +52,12 @@ def _in_time(instances: list[InstanceFacts], facts: RoutingFacts) -> list[Instan
     tier, ttft_s = facts.tier, facts.ttft_s
     if ttft_s is None:
         return instances
-    return [i for i in instances if (predicted_wait_s(i, tier) or 0.0) <= ttft_s] or instances
+    in_time = []
+    for instance in instances:
+        wait_s = predicted_wait_s(instance, tier)
+        if wait_s is None or wait_s <= ttft_s:
+            in_time.append(instance)
+    return in_time or instances
 
 
 def takers(facts: RoutingFacts, stale_s: float) -> list[InstanceFacts]:
@@ -80,9 +85,13 @@ def choose_route(facts: RoutingFacts, now_s: float, settings: RoutingSettings) -
         return NoRoute(reason=_why_none(facts, settings))
     by_region: dict[str, list[InstanceFacts]] = {}
     for instance in _in_time(candidates, facts):
-        by_region.setdefault(instance.endpoint.region, []).append(instance)
+        region = instance.endpoint.region
+        if region in by_region:
+            by_region[region].append(instance)
+        else:
+            by_region[region] = [instance]
     region, utilization = _choose_region(by_region, facts.preference, settings.utilization_max)
-    chosen = min(by_region[region], key=lambda i: (i.remaining_tokens + i.sent_tokens, i.instance_id))
+    chosen = _shortest_queue(by_region[region])
     return Route(instance_id=chosen.instance_id, node_id=chosen.node_id, region=region, utilization=utilization)
 
 
@@ -90,16 +99,29 @@ def _choose_region(
     by_region: Mapping[str, Iterable[InstanceFacts]], preference: tuple[str, ...], utilization_max: float
 ) -> tuple[str, float]:
     """A region, and its utilization. Those that nobody prefers come last, by name."""
-    order = [region for region in preference if region in by_region]
-    if len(order) < len(by_region):
-        order += sorted(by_region.keys() - set(order))
     load: dict[str, float] = {}
-    for region in order:
-        load[region] = utilization_of(by_region[region])
-        if load[region] < utilization_max:
-            return region, load[region]
+    for region in preference:
+        if region in by_region:
+            load[region] = utilization = utilization_of(by_region[region])
+            if utilization < utilization_max:
+                return region, utilization
+    for region in sorted(by_region.keys() - load.keys()):
+        load[region] = utilization = utilization_of(by_region[region])
+        if utilization < utilization_max:
+            return region, utilization
     region = min(load, key=load.__getitem__)
     return region, load[region]
+
+
+def _shortest_queue(instances: Iterable[InstanceFacts]) -> InstanceFacts:
+    """The one with the fewest tokens left; of several the first by id."""
+    chosen, fewest = None, 0
+    for instance in instances:
+        tokens = instance.remaining_tokens + instance.sent_tokens
+        if chosen is None or tokens < fewest or (tokens == fewest and instance.instance_id < chosen.instance_id):
+            chosen, fewest = instance, tokens
+    assert chosen is not None
+    return chosen
 
 
 def choose_preference(

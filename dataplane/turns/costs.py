@@ -46,6 +46,16 @@ class LatencyModel:
             self.decode_base_s + self.decode_per_context_token_s * context_tokens + self.decode_per_sequence_s * batch
         )
 
+    def decode_pace_s(self, context_tokens: int, batch: int) -> tuple[float, float]:
+        """Seconds of such a step, and by how many more the next one takes, its contexts a token longer each."""
+        base_s, token_s, sequences_s = (
+            self.decode_base_s,
+            self.decode_per_context_token_s,
+            self.decode_per_sequence_s * batch,
+        )
+        first_s = base_s + token_s * context_tokens + sequences_s
+        return first_s, base_s + token_s * (context_tokens + batch) + sequences_s - first_s
+
 
 def switch_s(moved_bytes: int, bandwidth_bytes_per_s: float, efficiency: float) -> float:
     """Seconds to bring `moved_bytes` of weights over the wire: bytes / (bandwidth x efficiency).

@@ -166,14 +166,14 @@ def settle_shares(
     """
     share = settings.prefill_share
     over_s = over_s + (1 - share) * prefill_spent_s - share * decode_spent_s
-    if not prefill:
-        over_s = max(over_s, 0.0)
-    if not decode:
-        over_s = min(over_s, 0.0)
+    if (over_s < 0 and not prefill) or (over_s > 0 and not decode):
+        over_s = 0.0
     if (owed == "decode" and over_s <= 0) or (owed == "prefill" and over_s >= 0):
         owed = None
-    if abs(over_s) >= settings.burst_s:
-        owed = "decode" if over_s > 0 else "prefill"
+    if over_s >= settings.burst_s:
+        owed = "decode"
+    elif over_s <= -settings.burst_s:
+        owed = "prefill"
     return over_s, owed
 
 

@@ -21,11 +21,11 @@ from math import inf
 
 from dataplane.turns.schedule import Kind as TurnKind
 from dataplane.turns.schedule import settle_shares
-from ops.simulator.batch import Batch, Sequence
+from ops.simulator.batch import Batch
 from ops.simulator.costs import InstanceSettings, ModelCosts
 from ops.simulator.leaps import Leap
 from ops.simulator.prompts import Prompts
-from ops.simulator.requests import Request, Served
+from ops.simulator.requests import Request, Sequence, Served
 
 _ANY = 2**62
 
@@ -44,6 +44,8 @@ class Instance:
         """Prompt tokens and tokens to make."""
         self.next_s = inf
         self._settings = settings
+        self._weighs = settings.batching == "turns"
+        """Whether the turn policy is asked."""
         self._ended = ended
         self._batch = Batch(model.latency, self.kv_tokens_max)
         self._prompts = Prompts(model, settings.turns.prefill)
@@ -62,6 +64,8 @@ class Instance:
         self._takes_s = 0.0
         self._over_at_s = inf
         """How long that takes, and when it is over."""
+        self._arrives_s = inf
+        """When KV arrives next."""
 
     @property
     def kv_tokens(self) -> int:
@@ -86,10 +90,11 @@ class Instance:
 
     def submit(self, served: Served, now_s: float) -> None:
         """Take in a request that fits. A leap that runs ends with the step it is in."""
-        self.advance(now_s)
+        if self.next_s <= now_s:
+            self.advance(now_s)
         request = served.request
         self._order += 1
-        self._prompts.new.append(Sequence(served=served, order=self._order))
+        self._prompts.new.append(Sequence(served, self._order))
         self.remaining_tokens += request.prompt_tokens + request.output_tokens
         self._cut_or_begin(now_s)
 
@@ -100,21 +105,17 @@ class Instance:
         self.advance(now_s)
         self._order += 1
         tokens = served.request.prompt_tokens + served.made - 1
-        insort(self._away, Sequence(served=served, order=self._order, cached=tokens), key=lambda one: one.key)
+        insort(self._away, Sequence(served, self._order, cached=tokens), key=lambda one: one.key)
         self.remaining_tokens += served.left
         self._bring_back(now_s)
-        self._look_ahead()
 
     def advance(self, now_s: float) -> None:
         """Live through all that ends by then."""
         while self.next_s <= now_s:
-            if self._arriving and self._arriving[0][0] < self._over_at_s:
-                at_s, sequence = self._arriving.pop(0)
-                self._arrived.append(sequence)
-                self._cut_or_begin(at_s)
-                continue
             at_s, leap = self._over_at_s, self._leap
-            self._over_at_s = inf
+            if self._arrives_s < at_s:
+                self._arrive()
+                continue
             self.busy_s += self._takes_s
             if leap is not None:
                 self._leap = None
@@ -133,29 +134,44 @@ class Instance:
                     self._decode(Leap(leap.started_s, leap.pace, steps), now_s)
         elif not self._chunks:
             self._go_on(now_s)
-            return
-        self._look_ahead()
-
-    def _look_ahead(self) -> None:
-        """Know what comes next."""
-        self.next_s = min(self._over_at_s, self._arriving[0][0]) if self._arriving else self._over_at_s
 
     def _go_on(self, now_s: float) -> None:
         """Between two steps: what came meanwhile joins in, what is away may come back, and the next thing begins."""
-        if self._prompts.new:
-            self._prompts.take_in(now_s)
+        prompts, batch, steps_max = self._prompts, self._batch, _ANY
+        if prompts.new:
+            prompts.take_in(now_s)
         if self._arrived:
             self._join_arrived()
         if self._away:
             self._bring_back(now_s)
-        self._next(now_s)
-        self._look_ahead()
+        if prompts.waiting and not self._away and batch.size < self._settings.batch_max:
+            if self._weighs and not self._prefill_goes_first():
+                steps_max = 1
+            elif self._prefill(prompts.first_group(now_s), now_s) or self._prefill(prompts.begun, now_s):
+                return
+        elif self._weighs and batch.size and self._over_s + self._prefill_spent_s >= self._settings.turns.burst_s:
+            self._settle(prefill=False, decode=True)  # the batch may have to catch up
+        leap = batch.leap(now_s, steps_max, self._reserved_tokens)
+        while leap is None and batch.size:
+            self.driven_out_total += 1
+            insort(self._away, batch.drive_out(now_s), key=lambda sequence: sequence.key)
+            leap = batch.leap(now_s, steps_max, self._reserved_tokens)
+        if leap is not None:
+            self._decode(leap, now_s)
+        elif not self._prefill(prompts.begun, now_s):
+            self._run_until(inf)
 
     def _decode(self, leap: Leap, now_s: float) -> None:
         """Begin a leap, or what is left of it."""
         self._leap = leap
         self._takes_s = takes_s = leap.pace.seconds(leap.steps)
-        self._over_at_s = max(now_s, leap.started_s + takes_s)
+        over_at_s = leap.started_s + takes_s
+        self._run_until(over_at_s if over_at_s > now_s else now_s)
+
+    def _run_until(self, over_at_s: float) -> None:
+        """What runs now is over then; infinite: nothing runs."""
+        self._over_at_s = over_at_s
+        self.next_s = over_at_s if over_at_s < self._arrives_s else self._arrives_s
 
     def _decoded(self, leap: Leap, now_s: float) -> None:
         """A leap is over. The turn policy is asked before every step; where steps were taken unasked and a prompt came
@@ -163,7 +179,7 @@ class Instance:
         """
         takes_s = self._takes_s
         self.remaining_tokens -= leap.steps * self._batch.size
-        if self._prompts.new and leap.steps > 1:
+        if self._weighs and leap.steps > 1 and self._prompts.new:
             before_s = leap.pace.seconds(leap.steps - 1)
             self._decode_spent_s += before_s
             self._settle(prefill=False, decode=True)
@@ -213,6 +229,16 @@ class Instance:
             self._reserved_tokens += sequence.cached + 1
             takes_s = sequence.cached * self.model.kv_bytes_per_token / self.model.bytes_per_s
             insort(self._arriving, (now_s + takes_s, sequence), key=lambda one: one[0])
+            self._arrives_s = self._arriving[0][0]
+        self._run_until(self._over_at_s)
+
+    def _arrive(self) -> None:
+        """KV is here again: it joins the batch between two steps."""
+        at_s, sequence = self._arriving.pop(0)
+        self._arrived.append(sequence)
+        self._arrives_s = self._arriving[0][0] if self._arriving else inf
+        self._run_until(self._over_at_s)
+        self._cut_or_begin(at_s)
 
     def _join_arrived(self) -> None:
         for sequence in self._arrived:
@@ -220,36 +246,8 @@ class Instance:
             self._batch.join(sequence)
         self._arrived.clear()
 
-    def _next(self, now_s: float) -> None:
-        """Begin what is to be done now, if anything is."""
-        batch, steps_max = self._batch, _ANY
-        if self._prompts.waiting and not self._away and batch.size < self._settings.batch_max:
-            if not self._prefill_goes_first():
-                steps_max = 1
-            elif self._prefill(self._prompts.first_group(now_s), now_s) or self._prefill(self._prompts.begun, now_s):
-                return
-        elif batch.size and self._over_s + self._prefill_spent_s >= self._settings.turns.burst_s:
-            self._settle(prefill=False, decode=True)  # the batch may have to catch up
-        steps = self._steps_after_making_room(now_s)
-        if steps:
-            self._decode(Leap(now_s, batch.pace, min(steps, steps_max)), now_s)
-        else:
-            self._prefill(self._prompts.begun, now_s)
-
-    def _steps_after_making_room(self, now_s: float) -> int:
-        """How many steps the batch can take, at least one; 0 if it is empty."""
-        while self._batch.size:
-            steps = self._batch.steps_max(self._reserved_tokens)
-            if steps >= 1:
-                return steps
-            self.driven_out_total += 1
-            insort(self._away, self._batch.drive_out(now_s), key=lambda sequence: sequence.key)
-        return 0
-
     def _prefill_goes_first(self) -> bool:
         """Whether what waits goes before the batch, if there is one."""
-        if self._settings.batching == "prefill-first":
-            return True
         self._settle(prefill=True, decode=self._batch.size > 0)
         return self._owed != "decode"
 
@@ -258,8 +256,9 @@ class Instance:
         prompt in part. False: there is nothing of it to do.
         """
         chunks: list[tuple[Sequence, int]] = []
-        left, places = self._settings.prefill_tokens_per_step_max, self._settings.batch_max - self._batch.size
-        free_tokens = self.kv_tokens_max - self.kv_tokens
+        batch, left = self._batch, self._settings.prefill_tokens_per_step_max
+        places = self._settings.batch_max - batch.size
+        free_tokens = self.kv_tokens_max - batch.context_tokens - batch.size - self._reserved_tokens
         tokens = squared = 0
         for sequence in group:
             whole, cached = sequence.served.request.prompt_tokens, sequence.cached
@@ -270,13 +269,14 @@ class Instance:
                     break
                 free_tokens -= whole + 1
                 self._reserved_tokens += whole + 1
-            count = min(left - tokens, whole - cached)
+            count = whole - cached
+            count = min(count, left - tokens)
             chunks.append((sequence, count))
             tokens += count
-            squared += (cached + count) ** 2 - cached**2
+            squared += count * (count + 2 * cached)
         if not chunks:
             return False
         self._chunks = chunks
-        self._takes_s = self.model.latency.prefill_s(tokens, squared)
-        self._over_at_s = now_s + self._takes_s
+        self._takes_s = takes_s = self.model.latency.prefill_s(tokens, squared)
+        self._run_until(now_s + takes_s)
         return True

@@ -18,6 +18,7 @@ from enum import IntEnum
 from hashlib import blake2b
 from heapq import heappop, heappush
 from math import inf
+from struct import Struct
 from typing import Any, Protocol, TypeVarTuple
 
 import numpy as np
@@ -25,6 +26,9 @@ import numpy as np
 Told = TypeVarTuple("Told")
 
 _RECORD = np.dtype([("at_s", "<f8"), ("what", "<i8"), ("request", "<i8"), ("value", "<i8")])
+_record = Struct("<dqqq").pack
+_RECORDS_MAX = 4096
+"""So many are hashed at once."""
 
 
 class Kind(IntEnum):
@@ -155,11 +159,11 @@ class EventLog:
     def __init__(self) -> None:
         self._hash = blake2b(digest_size=16)
         self._hashed = 0
-        self._fresh: list[tuple[float, int, int, int]] = []
+        self._fresh: list[bytes] = []
 
     def note(self, at_s: float, what: int, request: int, value: int = 0) -> None:
         """Something happened to a request. `what` is the teller's code, `value` what else counts."""
-        self._fresh.append((at_s, what, request, value))
+        self._fresh.append(_record(at_s, what, request, value))
 
     @property
     def noted(self) -> int:
@@ -169,12 +173,16 @@ class EventLog:
     @property
     def digest(self) -> str:
         """32 hexadecimal digits: equal for equal records in equal order."""
-        self.close()
+        self._close()
         return self._hash.hexdigest()
 
     def close(self) -> None:
         """Of the moments so far nothing more will be told, but for the present one."""
-        records = np.array(self._fresh, dtype=_RECORD)
+        if len(self._fresh) >= _RECORDS_MAX:
+            self._close()
+
+    def _close(self) -> None:
+        records = np.frombuffer(b"".join(self._fresh), dtype=_RECORD)
         self._hash.update(records[np.argsort(records["at_s"], kind="stable")].tobytes())
         self._hashed += len(records)
         self._fresh.clear()

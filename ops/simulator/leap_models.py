@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from dataplane.engines.kv import Place
 from dataplane.engines.replay_models import ReplayModel, ReplaySequence
 from dataplane.turns.decode import BatchFacts
-from ops.simulator.batch import Batch, Sequence
+from ops.simulator.batch import Batch
 from ops.simulator.leaps import Leap
-from ops.simulator.requests import Served
+from ops.simulator.requests import Sequence, Served
 
 _ANY = 2**62
 

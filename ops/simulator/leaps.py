@@ -35,21 +35,22 @@ class Pace(Struct, frozen=True, gc=False):
 
     def steps_to(self, seconds: float) -> int:
         """The fewest steps, at least one, that are not over before then."""
-        if seconds <= self.first_s:
+        first_s, growth_s = self.first_s, self.growth_s
+        if seconds <= first_s:
             return 1
-        half = self.first_s - self.growth_s / 2
-        steps = 1 + int(2 * seconds / (half + math.sqrt(half * half + 2 * self.growth_s * seconds)))
-        while self.seconds(steps) < seconds:
+        half = first_s - growth_s / 2
+        steps = 1 + int(2 * seconds / (half + math.sqrt(half * half + 2 * growth_s * seconds)))
+        while steps * first_s + growth_s * (steps * (steps - 1) / 2) < seconds:
             steps += 1
-        while self.seconds(steps - 1) >= seconds:
+        while (steps - 1) * first_s + growth_s * ((steps - 1) * (steps - 2) / 2) >= seconds:
             steps -= 1
         return steps
 
 
 def decode_pace(latency: LatencyModel, context_tokens: int, batch: int) -> Pace:
     """The pace of a batch whose contexts hold `context_tokens` together before the first step."""
-    first_s = latency.decode_s(context_tokens, batch)
-    return Pace(first_s, latency.decode_s(context_tokens + batch, batch) - first_s)
+    first_s, growth_s = latency.decode_pace_s(context_tokens, batch)
+    return Pace(first_s, growth_s)
 
 
 class Leap(Struct, frozen=True, gc=False):

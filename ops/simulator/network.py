@@ -15,9 +15,10 @@ class Network:
 
     def preference(self, origin: str) -> tuple[str, ...]:
         """The regions, in the order in which requests from there prefer them."""
-        if origin not in self._preferences:
-            self._preferences[origin] = choose_preference(self._regions, origin, self._latencies_ms)
-        return self._preferences[origin]
+        known = self._preferences.get(origin)
+        if known is None:
+            known = self._preferences[origin] = choose_preference(self._regions, origin, self._latencies_ms)
+        return known
 
     def travel_s(self, origin: str, destination: str) -> float:
         """How long it is from one to the other."""

@@ -64,10 +64,6 @@ class Presence:
         """The server of an instance, if it stands."""
         return self._standing.get(instance_id)
 
-    def number(self, instance_id: str) -> int:
-        """An instance's, from 0, in the order in which they first stood."""
-        return self._numbers[instance_id]
-
     def tick(self) -> None:
         """Look anew."""
         self._views.clear()
@@ -84,12 +80,15 @@ class Presence:
         """Those of all models."""
         return {model: self.view(model) for model in self._of_model}
 
-    def sent(self, request: Request, instance_id: str) -> None:
-        """A request is on its way to an instance: the view knows."""
-        view = self._views[request.model]
+    def sent(self, request: Request, instance_id: str) -> int:
+        """A request is on its way to an instance: the view knows. Returns the instance's number, from 0, in the order
+        in which they first stood.
+        """
+        view, prompt_tokens = self._views[request.model], request.prompt_tokens
         one = view[instance_id]
         view[instance_id] = replace(
             one,
-            sent_tokens=one.sent_tokens + request.prompt_tokens + request.output_tokens,
-            sent_input_tokens=one.sent_input_tokens + request.prompt_tokens,
+            sent_tokens=one.sent_tokens + prompt_tokens + request.output_tokens,
+            sent_input_tokens=one.sent_input_tokens + prompt_tokens,
         )
+        return self._numbers[instance_id]

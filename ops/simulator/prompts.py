@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from dataplane.turns.prefill import GroupState, PrefillQueue, PrefillRequest, PrefillSettings, choose_group
-from ops.simulator.batch import Sequence
 from ops.simulator.costs import ModelCosts
+from ops.simulator.requests import Sequence
 
 
 class Prompts:

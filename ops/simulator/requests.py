@@ -1,10 +1,11 @@
-"""A request, and how well it was served."""
+"""A request, how well it was served, and its place on an instance."""
 
 import math
 
 from msgspec import Struct
 
 from dataplane.messages import Objective, Tier
+from dataplane.turns.tiers import TIER_RANKS
 from ops.simulator.leaps import Leap
 
 
@@ -20,7 +21,7 @@ class Request(Struct, frozen=True, gc=False):
     output_tokens: int
 
 
-class Served(Struct, eq=False, kw_only=True):
+class Served(Struct, eq=False):
     """A request on its way. `back_s`: how long its tokens travel to where it came from; all times are at the instance.
 
     `late_s` is the most that any token was late by the fixed schedule. A deadline that restarts from each late token
@@ -57,7 +58,7 @@ class Served(Struct, eq=False, kw_only=True):
         if not self.made:
             self.first_s = at_s
         late_s = at_s - self.next_due_s
-        self.take(1, late_s, int(late_s <= 0), at_s)
+        self.take(1, late_s, 1 if late_s <= 0 else 0, at_s)
 
     def leap(self, leap: Leap) -> None:
         """A token is out after each of many steps."""
@@ -90,3 +91,24 @@ class Served(Struct, eq=False, kw_only=True):
     def share(self) -> float:
         """Share of its service in which no token was overdue: `dataplane.turns.attainment.service_share` of it."""
         return 1.0 - self.late_s / self.service_s if self.late_s > 0 else 1.0
+
+
+class Sequence(Struct, eq=False):
+    """A request on an instance. `order`: place in the order of arrival. `cached`: tokens with KV, as of when it joined
+    the batch; it did so after `joined` steps.
+    """
+
+    served: Served
+    order: int
+    cached: int = 0
+    joined: int = 0
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self.served.request.model
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The order of service: by tier, then first come, first served."""
+        return TIER_RANKS[self.served.request.tier], self.order

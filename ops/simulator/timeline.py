@@ -2,7 +2,8 @@
 
 All sequences of a batch get their tokens at the same moments. That of step g was out at t(g); to a request with a TBT
 of d it is late by t(g) - g d, plus what hangs on the request alone. The largest t(g) - g d from a step on answers for
-all of them: it is kept by a falling stack. Within a leap lateness is convex, so its first and last step suffice.
+all of them. Who joins does so where a leap begins, and within a leap lateness is convex: the larger one of its first
+and last step is all that is kept of it.
 """
 
 import math
@@ -20,12 +21,14 @@ class Timeline:
         self.leaps: list[Leap] = []
         """Those that are remembered."""
         self._firsts: list[int] = []
-        self._peaks: dict[float, tuple[list[int], list[float]]] = {}
+        """The first step of each."""
+        self._lates_s: dict[float, list[float]] = {}
+        """The largest t(g) - g d of each, by d."""
 
     def expect(self, tbt_s: float) -> None:
         """Somebody with this TBT joins."""
-        if tbt_s not in self._peaks:
-            self._peaks[tbt_s] = [], []
+        if tbt_s not in self._lates_s:
+            self._lates_s[tbt_s] = [math.nan] * len(self.leaps)
 
     def add(self, leap: Leap, over_s: float) -> None:
         """Steps that follow those before, the last of them over at `over_s`."""
@@ -33,23 +36,16 @@ class Timeline:
         first_over_s = leap.started_s + leap.pace.first_s
         self._firsts.append(first)
         self.leaps.append(leap)
-        for tbt_s, (steps, lates_s) in self._peaks.items():
+        for tbt_s, lates_s in self._lates_s.items():
             first_late_s, late_s = first_over_s - first * tbt_s, over_s - last * tbt_s
-            highest_s = first_late_s if first_late_s > late_s else late_s
-            while lates_s and lates_s[-1] <= highest_s:
-                lates_s.pop()
-                steps.pop()
-            if first_late_s > late_s:
-                steps.append(first)
-                lates_s.append(first_late_s)
-            steps.append(last)
-            lates_s.append(late_s)
+            lates_s.append(first_late_s if first_late_s > late_s else late_s)
         self.step, self.over_s = last, over_s
 
     def late_s(self, first: int, due_s: float, tbt_s: float) -> float:
-        """The most that a step from `first` on was late: that one is due at `due_s`, each later one a TBT after."""
-        steps, lates_s = self._peaks[tbt_s]
-        return lates_s[bisect_left(steps, first)] - due_s + first * tbt_s
+        """The most that a step from `first` on, with which a leap begins, was late: that one is due at `due_s`, each
+        later one a TBT after.
+        """
+        return max(self._lates_s[tbt_s][bisect_left(self._firsts, first) :]) - due_s + first * tbt_s
 
     def in_time(self, first: int, due_s: float, tbt_s: float) -> int:
         """How many steps from `first` on were not late."""
@@ -63,6 +59,5 @@ class Timeline:
         """Nobody asks any more about steps before `first`, with which a leap begins."""
         place = bisect_left(self._firsts, first)
         del self._firsts[:place], self.leaps[:place]
-        for steps, lates_s in self._peaks.values():
-            place = bisect_left(steps, first)
-            del steps[:place], lates_s[:place]
+        for lates_s in self._lates_s.values():
+            del lates_s[:place]

@@ -84,6 +84,10 @@ class World:
         self._traffic = traffic
         self._coming: Request | None = None
         self._network = Network(settings.regions, settings.latencies_ms)
+        self._objectives = {
+            tier: PolicyObjective(ttft_s=target.ttft_s, tbt_s=target.tbt_s) for tier, target in settings.targets.items()
+        }
+        """The targets as the policies are told them."""
 
     # Time passes.
 
@@ -159,40 +163,41 @@ class World:
             self.deferred.add(request)
         else:
             self.demand.count(request)
-            self._admit(request)
+            if self.settings.admission is None:
+                self._send(request)
+            else:
+                self._admit(request, self.settings.admission)
 
-    def _admit(self, request: Request, tried: int = 0) -> None:
+    def _admit(self, request: Request, settings: AdmissionSettings, tried: int = 0) -> None:
         """Let an interactive request in, or refuse it, which was refused `tried` times."""
-        settings, target = self.settings.admission, self.settings.targets[request.tier]
-        if settings is not None:
-            objective = PolicyObjective(ttft_s=target.ttft_s, tbt_s=target.tbt_s)
-            facts = AdmissionFacts(routing=self._facts(request), objective=objective)
-            decision = choose_admission(facts, self.events.now_s, settings)
-            if isinstance(decision, Refuse):
-                if tried + 1 < self.settings.tries_max:
-                    again_s = self.events.now_s + decision.retry_after_s
-                    self.events.at(again_s, ARRIVAL, self._admit, request, tried + 1)
-                else:
-                    self._fail(request, "refused: no instance would have begun it in time")
-                return
-        self._send(request)
+        facts = AdmissionFacts(routing=self._facts(request), objective=self._objectives[request.tier])
+        decision = choose_admission(facts, self.events.now_s, settings)
+        if not isinstance(decision, Refuse):
+            self._send(request)
+        elif tried + 1 < self.settings.tries_max:
+            again_s = self.events.now_s + decision.retry_after_s
+            self.events.at(again_s, ARRIVAL, self._admit, request, settings, tried + 1)
+        else:
+            self._fail(request, "refused: no instance would have begun it in time")
 
     def _send(self, request: Request, within: str | None = None, tried: frozenset[str] = frozenset()) -> None:
         """Send a request where the policy says. `within`: only there, in this region. `tried`: not there again."""
-        facts = self._facts(request, within, tried)
-        route = choose_route(facts, self.events.now_s, self.settings.routing)
+        now_s = self.events.now_s
+        route = choose_route(self._facts(request, within, tried), now_s, self.settings.routing)
         if isinstance(route, NoRoute):
             self._fail(request, route.reason)
             return
-        self.present.sent(request, route.instance_id)
-        self.log.note(self.events.now_s, ROUTED, request.number, self.present.number(route.instance_id))
-        target, back_s = self.settings.targets[request.tier], self._network.travel_s(route.region, request.origin)
-        served = Served(request=request, target=target, back_s=back_s)
-        if there_s := self._network.travel_s(request.origin, route.region):
-            arrives_s = self.events.now_s + there_s
-            self.events.at(arrives_s, ARRIVAL, self._deliver, served, route.instance_id, within, tried)
+        name, region, origin = route.instance_id, route.region, request.origin
+        self.log.note(now_s, ROUTED, request.number, self.present.sent(request, name))
+        target = self.settings.targets[request.tier]
+        if region == origin:
+            self._deliver(Served(request, target), name, within, tried)
+            return
+        served = Served(request, target, self._network.travel_s(region, origin))
+        if there_s := self._network.travel_s(origin, region):
+            self.events.at(now_s + there_s, ARRIVAL, self._deliver, served, name, within, tried)
         else:
-            self._deliver(served, route.instance_id, within, tried)
+            self._deliver(served, name, within, tried)
 
     def _deliver(self, served: Served, instance_id: str, within: str | None, tried: frozenset[str]) -> None:
         """A request is at its instance, which takes it in unless it is gone since the view was taken."""
@@ -210,10 +215,11 @@ class World:
 
     def ended(self, served: Served) -> None:
         """The last token of a request is out, or was before it was looked at."""
-        self.log.note(served.last_s, ENDED, served.request.number, served.in_time)
-        self._over(served.request, served.last_s)
-        self._served.append(served)
-        if len(self._served) == _BLOCK:
+        request, block = served.request, self._served
+        self.log.note(served.last_s, ENDED, request.number, served.in_time)
+        self._over(request, served.last_s)
+        block.append(served)
+        if len(block) == _BLOCK:
             self._take_in_served()
 
     def begin_anew(self, served: Served) -> None:
@@ -234,17 +240,18 @@ class World:
     # What is known, and what is counted.
 
     def _facts(self, request: Request, within: str | None = None, tried: frozenset[str] = frozenset()) -> RoutingFacts:
+        tier = request.tier
         instances = tuple(self.present.view(request.model).values())
         if within is not None:
             instances = tuple(one for one in instances if one.endpoint.region == within)
         return RoutingFacts(
             model=request.model,
-            tier=_TIERS[request.tier],
+            tier=_TIERS[tier],
             tokens=request.prompt_tokens + request.output_tokens,
             preference=self._network.preference(request.origin) if within is None else (within,),
             instances=instances,
             excluded=tried,
-            ttft_s=self.settings.targets[request.tier].ttft_s,
+            ttft_s=self._objectives[tier].ttft_s,
         )
 
     def _over(self, request: Request, at_s: float) -> None:
