@@ -75,6 +75,13 @@ def simulate(
     Token attainment: share of all tokens that came by their place in the schedule.
 
     \b
+    A fleet that is scaled may have several GPU types:
+      fleet.nodes           profile = "h20.toml", kv_bytes; left out: the fleet's
+      fleet.cost_per_hour   { H20 = 1.0 }; left out: the profile's
+      fleet.instances       gpu_type = "H20"; left out: whichever suits
+      models                tokens_per_s = { H800 = 1900, H20 = 1250 }, gpus alike; a type left out never gets the model
+
+    \b
     Recordings; what they leave open the scenario's [traffic] says (origins, models, tiers, scale, from_s, until_s):
       azure-2023  Azure's trace, a line for each request
       azure-2024  the same of 2024, or its requests per 10 s
@@ -89,6 +96,7 @@ def simulate(
       tidepool simulate run ops/scenarios/simulate-small.toml --seed 7 --json out.json --report out.html
       tidepool simulate day.toml --trace azure-2024:week.csv.gz --set traffic.scale=0.1 --set traffic.until_s=86400
       tidepool simulate day.toml --policy lt-u --set 'failures=[{ region = "us-east", at_s = 43200, down_s = 3600 }]'
+      tidepool simulate ops/scenarios/simulate-types.toml --set fleet.cost_per_hour.H20=2.5 --report types.html
       tidepool simulate --from-live --hours 168 --save week.toml --json lt-i.json
       tidepool simulate week.toml --policy lt-u --json lt-u.json
     """

@@ -131,7 +131,8 @@ def test_plans_fill_the_cheap_type_first(
             provisioning={"local_s": 60, "spot_other_s": 60},
         )
     )
-    _, first = placements[0]
+    facts, first = placements[0]
+    assert {key.gpu_type for key in facts.present} == {dear}, "as fleet.instances say"
     counts = Counter[tuple[str, str]]()
     for entry in first.entries:
         counts[entry.endpoint.region, entry.gpu_type] += entry.after
