@@ -73,13 +73,7 @@ def simulate(
     The same scenario and seed give the same event log; its hash is printed.
     Service attainment: mean share of a request's time in which no token was overdue; a late token puts off the next.
     Token attainment: share of all tokens that came by their place in the schedule.
-
-    \b
-    A fleet that is scaled may have several GPU types:
-      fleet.nodes           profile = "h20.toml", kv_bytes; left out: the fleet's
-      fleet.cost_per_hour   { H20 = 1.0 }; left out: the profile's
-      fleet.instances       gpu_type = "H20"; left out: whichever suits
-      models                tokens_per_s = { H800 = 1900, H20 = 1250 }, gpus alike; a type left out never gets the model
+    A fleet that is scaled may have GPUs of several types: ops/scenarios/simulate-types.toml says how.
 
     \b
     Recordings; what they leave open the scenario's [traffic] says (origins, models, tiers, scale, from_s, until_s):

@@ -226,13 +226,13 @@ def bad(folder: Path) -> Iterator[tuple[tuple[str, str], str]]:
     yield (rates, "tokens_per_s = {} "), "models.0.tokens_per_s: Dictionary should have at least 1 item"
     yield (rates, "tokens_per_s = -1 "), "models.0.tokens_per_s: Input should be greater than 0"
     yield (rates, "tokens_per_s = { H20 = 0 } "), "models.0.tokens_per_s.H20: Input should be greater than 0"
-    yield (rates, "gpus = 1 "), "models.0.tokens_per_s: is needed where [scaling] is"
-    yield (rates, f"gpus = {{ H20 = 1 }}\n{rates}"), "models.0.gpus: must name the GPU types of tokens_per_s: H20, H800"
-    yield (rates, f"gpus = {{ H20 = 1, A = 1 }}\n{rates}"), "models.0.gpus: 'A' is none of H20, H800"
+    yield (rates, ""), "models.0.tokens_per_s: is needed where [scaling] is"
+    yield ("gpus = 1 ", "gpus = { H20 = 1 } "), "models.0.gpus: must name the GPU types of tokens_per_s: H20, H800"
+    yield ("gpus = 1 ", "gpus = { H20 = 1, A = 1 } "), "models.0.gpus: 'A' is none of H20, H800"
     yield (rates, "tokens_per_s = { H20 = 9 } "), "fleet.instances.0.gpu_type: tokens_per_s of 13B names no H800"
     yield ('gpu_type = "H800"', 'gpu_type = "A"'), "fleet.instances.0.gpu_type: 'A' is none of H20, H800"
-    yield ("[fleet]", "[fleet]\ncost_per_hour = { A = 1 }"), "fleet.cost_per_hour: 'A' is none of H20, H800"
-    yield ("[fleet]", "[fleet]\ncost_per_hour = { H20 = -1 }"), "fleet.cost_per_hour.H20: Input should be greater than"
+    yield ("{ H20 = 1.2 }", "{ A = 1 }"), "fleet.cost_per_hour: 'A' is none of H20, H800"
+    yield ("{ H20 = 1.2 }", "{ H20 = -1 }"), "fleet.cost_per_hour.H20: Input should be greater than"
     yield (h20, 'slots = 3, profile = "none.toml"'), "none.toml: cannot be read"
 
 
