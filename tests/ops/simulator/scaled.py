@@ -7,6 +7,13 @@ from ops.simulator.scenario import Scenario
 
 PROFILE = Path(__file__).parents[3] / "ops" / "profiles" / "h800.toml"
 REGIONS = ["east", "west"]
+PATHS = {"H800": str(PROFILE), "H20": str(PROFILE.with_name("h20.toml"))}
+KV_BYTES = {"H800": 3 * 10**9, "H20": 4 * 10**9}
+
+
+def node(region: str, gpu_type: str, **keys: Any) -> dict[str, Any]:
+    """A node of one of two GPU types. `keys`: others of its table."""
+    return {"region": region, "profile": PATHS[gpu_type], "kv_bytes": KV_BYTES[gpu_type], **keys}
 
 
 def scaled(strategy: str = "lt-i", **changes: Any) -> Scenario:

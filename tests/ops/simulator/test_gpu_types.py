@@ -20,18 +20,11 @@ from ops.simulator.run import build_world, simulate
 from ops.simulator.scenario import Scenario, ScenarioError, load_scenario
 from ops.simulator.scenario_planning import Strategy
 from tests.ops.simulator.examples import EXAMPLES, changed
-from tests.ops.simulator.scaled import PROFILE, REGIONS, scaled
+from tests.ops.simulator.scaled import KV_BYTES, PATHS, PROFILE, REGIONS, node, scaled
 
 STRATEGIES = list(get_args(Strategy))
 TYPES = EXAMPLES / "simulate-types.toml"
-H20 = str(PROFILE.with_name("h20.toml"))
-PATHS = {"H800": str(PROFILE), "H20": H20}
-KV_BYTES = {"H800": 3 * 10**9, "H20": 4 * 10**9}
 SIZES = {"weights_bytes": 15 * 10**9, "kv_bytes_per_token": 800_000}
-
-
-def node(region: str, gpu_type: str, **keys: Any) -> dict[str, Any]:
-    return {"region": region, "profile": PATHS[gpu_type], "kv_bytes": KV_BYTES[gpu_type], **keys}
 
 
 def models(**rates: Any) -> list[dict[str, Any]]:
@@ -171,7 +164,7 @@ def test_a_fleet_of_one_type_is_the_same_however_it_is_said() -> None:
         "lt-ua",
         models=[{"gpus": {"H800": 1}, **one} for one in models(a={"H800": 400.0}, b={"H800": 600.0})],
         fleet={
-            "profile": H20,
+            "profile": PATHS["H20"],
             "kv_bytes": 1,
             "nodes": [node(region, "H800", slots=3) for region in REGIONS for _ in range(2)],
             "instances": [

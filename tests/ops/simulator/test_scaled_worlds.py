@@ -16,7 +16,7 @@ from ops.simulator.scenario import Scenario
 from ops.simulator.scenario_planning import Strategy
 from ops.simulator.servers import DedicatedServer
 from ops.simulator.world import World
-from tests.ops.simulator.scaled import REGIONS, scaled
+from tests.ops.simulator.scaled import REGIONS, node, scaled
 
 STRATEGIES = list(get_args(Strategy))
 BURST = {"bursts": [{"start_s": 450, "duration_s": 100, "factor": 4}]}
@@ -37,11 +37,14 @@ def served_of(scenario: Scenario, seed: int) -> Counter[tuple[str, str]]:
     seed=st.integers(0, 1000),
     failures=st.sampled_from([[], FAILURES]),
     admission=st.booleans(),
+    gpu_types=st.sampled_from([["H800"], ["H800", "H20"]]),
 )
 def test_each_request_ends_once_and_no_gpu_is_held_twice(
-    strategy: str, seed: int, failures: list[Any], admission: bool
+    strategy: str, seed: int, failures: list[Any], admission: bool, gpu_types: list[str]
 ) -> None:
-    scenario = scaled(strategy, traffic=BURST, failures=failures, policy={"admission": admission})
+    nodes = [node(region, name, slots=3) for region in REGIONS for name in gpu_types * (2 // len(gpu_types))]
+    fleet, policy = {"nodes": nodes}, {"admission": admission}
+    scenario = scaled(strategy, traffic=BURST, failures=failures, policy=policy, fleet=fleet)
     world, fleet, _ = build_world(scenario, seed)
     assert fleet is not None
     with pytest.MonkeyPatch.context() as monkeypatch:
