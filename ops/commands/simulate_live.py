@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from dataplane.profile import load_gpu_profile
 from ops.commands.api import Api, CommandError, connected
 from ops.commands.screen import notes, time_text
 
@@ -35,7 +37,7 @@ def write_live_scenario(context: typer.Context, path: Path, *, hours: int, gpu_t
     demand_path = path.with_suffix(".demand.csv")
     try:
         demand = cut_demand(rows, simulated_s=hours * HOUR_S, learn_s_max=LEARN_S_MAX)
-        profiles = {name: profile_of(name) for name in fleet.gpu_types}
+        profiles = {name: profiles_by_type()[name] for name in fleet.gpu_types}
         scenario = live_scenario(fleet, demand, demand_file=demand_path.name, profiles=profiles)
         write_demand(demand_path, demand)
         path.write_text(scenario.text(), encoding="utf-8")
@@ -47,9 +49,10 @@ def write_live_scenario(context: typer.Context, path: Path, *, hours: int, gpu_t
         notes().print(note, markup=False)
 
 
-def profile_of(gpu_type: str) -> str:
-    """The file of a GPU type among the profiles that come with Tidepool."""
-    return f"{gpu_type.lower()}.toml"
+@cache
+def profiles_by_type() -> dict[str, str]:
+    """The files of the profiles that come with Tidepool, by GPU type."""
+    return {load_gpu_profile(path).gpu_type: path.name for path in sorted(PROFILES.glob("*.toml"))}
 
 
 def _fleet(api: Api, gpu_types: Sequence[str]) -> "LiveFleet":
@@ -63,7 +66,7 @@ def _fleet(api: Api, gpu_types: Sequence[str]) -> "LiveFleet":
     for name in chosen:
         if name not in known:
             raise CommandError(f"--gpu-type {name}: nodes have {', '.join(known)}")
-        if not (PROFILES / profile_of(name)).exists():
+        if name not in profiles_by_type():
             others = "; or name the others with --gpu-type" if len(chosen) > 1 else ""
             raise CommandError(f"{name} has no profile in {PROFILES}: see `tidepool node profile`{others}")
     return LiveFleet(

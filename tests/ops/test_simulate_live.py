@@ -11,6 +11,7 @@ from controlplane.store.fleet import join_node, touch_node
 from controlplane.store.instances import add_instance
 from controlplane.store.session import Database
 from dataplane.messages import Join, SlotSpec
+from ops.commands.simulate_live import profiles_by_type
 from ops.simulator.live import LiveError, cut_demand
 from tests.ops.test_checkpoints import write_checkpoint
 from tests.ops.test_cli import Run, database, run, served
@@ -147,3 +148,12 @@ def test_demand_is_cut_at_a_whole_hour() -> None:
         cut_demand(rows[:30], simulated_s=HOUR_S, learn_s_max=0)
     with pytest.raises(LiveError, match="no demand is known"):
         cut_demand([], simulated_s=HOUR_S, learn_s_max=0)
+
+
+def test_a_profile_is_found_by_its_gpu_type_whatever_its_file_is_called() -> None:
+    assert profiles_by_type() == {
+        "8xA100": "a100x8.toml",
+        "H100": "h100-artifact.toml",
+        "H20": "h20.toml",
+        "H800": "h800.toml",
+    }
