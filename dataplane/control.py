@@ -14,12 +14,40 @@ import structlog
 from dataplane.errors import StaleGenerationError
 from dataplane.messages import DesiredInstances, Join, SlotSpec
 from dataplane.node import Agent
+from dataplane.settings import AgentSettings
 
 log = structlog.get_logger()
 
 BACKOFF_MIN_S = 0.1
 
 _desired_decoder: msgspec.json.Decoder[DesiredInstances] = msgspec.json.Decoder(DesiredInstances)
+
+
+def join_message(agent: Agent, url: str) -> Join:
+    """How a node introduces itself. `url` is where the control plane reaches it."""
+    settings = agent.settings
+    return Join(
+        node=settings.node,
+        region=settings.region,
+        gpu_type=settings.gpu_type,
+        url=url,
+        slots=slot_specs(settings),
+        engine=settings.engine,
+        host_bytes=agent.host_bytes,
+    )
+
+
+def slot_specs(settings: AgentSettings) -> tuple[SlotSpec, ...]:
+    """The slots of a node as the control plane knows them: one for each pool, in the pools' order."""
+    pools = ([settings.slots[index] for index in indices] for indices in settings.pools())
+    return tuple(
+        SlotSpec(
+            gpus=sum(slot.gpus for slot in pool),
+            memory_bytes=sum(slot.memory_bytes for slot in pool),
+            workers=len(pool),
+        )
+        for pool in pools
+    )
 
 
 class UnknownNodeError(Exception):
@@ -53,16 +81,7 @@ class ControlLink:
                 await self._heartbeat_until_unknown(client)
 
     async def _join(self, client: httpx.AsyncClient) -> None:
-        settings = self._settings
-        join = Join(
-            node=settings.node,
-            region=settings.region,
-            gpu_type=settings.gpu_type,
-            url=self._url,
-            slots=tuple(SlotSpec(gpus=slot.gpus, memory_bytes=slot.memory_bytes) for slot in settings.slots),
-            engine=settings.engine,
-            host_bytes=self._agent.host_bytes,
-        )
+        settings, join = self._settings, join_message(self._agent, self._url)
         backoff_s = BACKOFF_MIN_S
         while True:
             try:

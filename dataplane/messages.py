@@ -160,10 +160,28 @@ class DesiredInstances(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPUs that one worker process drives. `memory_bytes` is their memory together."""
+    """GPUs of a node that serve as one. `memory_bytes` is their memory together. `workers`: the worker processes that
+    drive them, each as many; an instance stands on every worker, so a model must fit on the GPUs of one. An agent from
+    before it said so has slots of one worker.
+    """
 
     gpus: int
     memory_bytes: int
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what no workers can share.
+
+        Raises:
+            ValueError: the GPUs are not as many for each worker.
+        """
+        if self.gpus < 1 or self.workers < 1 or self.gpus % self.workers:
+            raise ValueError(f"workers must be at least 1 and divide gpus, {self.gpus}, not {self.workers}")
+
+    @property
+    def worker_gpus(self) -> int:
+        """GPUs of one worker: the most that a model may take."""
+        return self.gpus // self.workers
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,7 +205,7 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     `prefill_wait_s`: until its slot would begin an IW-N request, `prefill_urgent_wait_s`: an IW-F request, which may
     overtake; `prefill_token_s`: its pace.
     A spot instance is `draining` while requests from before it was lent run, then `spot`. KV is that of the instance
-    and what is free beside it; of a pooled instance, that of all the slot.
+    and what is free beside it, shared with ready instances of its model; of a pooled instance, that of all the slot.
     """
 
     instance_id: str

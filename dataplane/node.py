@@ -1,4 +1,7 @@
-"""A node: follows its desired instances, and admits requests to them."""
+"""A node: follows its desired instances, and admits requests to them.
+
+What the control plane calls a slot of the node is one of its pools: the place of an instance is a pool's number.
+"""
 
 import asyncio
 import time
@@ -81,10 +84,9 @@ class Agent:
             )
         self._generation = desired.generation
         self._desired = {instance.instance_id: instance for instance in desired.instances}
-        for pool in self.pools:
-            indices = {slot.index for slot in pool.slots}
-            pool.follow(instance for instance in desired.instances if instance.slot in indices)
-        self._misplaced = tuple(i for i in desired.instances if not 0 <= i.slot < len(self.slots))
+        for number, pool in enumerate(self.pools):
+            pool.follow(instance for instance in desired.instances if instance.slot == number)
+        self._misplaced = tuple(i for i in desired.instances if not 0 <= i.slot < len(self.pools))
 
     def forget_generation(self) -> None:
         """Take any generation next: the control plane does not know this node, so its count starts anew."""
@@ -98,7 +100,7 @@ class Agent:
                 model=instance.model.name,
                 slot=instance.slot,
                 state="failed",
-                error=f"slot {instance.slot} does not exist; this node has {len(self.slots)}",
+                error=f"slot {instance.slot} does not exist; this node has {len(self.pools)}",
             )
             for instance in self._misplaced
         ]

@@ -1,7 +1,8 @@
 """A pool: the slots of a node that serve instances together. A slot that does both kinds of work is a pool of one,
 unless the settings put such slots `together`.
 
-In a pool an instance stands on every slot: it is ready when one of each kind has it.
+In a pool an instance stands on every slot: it is ready when one of each kind has it. The control plane knows a pool as
+one slot, which several workers share.
 
 A request whose worker is lost waits for the next one, however many die before they can load its instance, as long as
 its client may: `worker_wait_max_s`. That is less than the control plane's own limits for a first and a next token, so
@@ -11,6 +12,7 @@ may be the cause.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from weakref import WeakValueDictionary
 
@@ -126,8 +128,9 @@ class Pool:
 
     def reports(self) -> list[InstanceReport]:
         """What the control plane hears of this pool's instances. Drained ones are gone from it."""
-        reports = ((instance, self._state(instance.instance_id)) for instance in self._desired.values())
-        return [self._report(instance, state) for instance, state in reports if state is not None]
+        states = [(instance, self._state(instance.instance_id)) for instance in self._desired.values()]
+        serving = Counter(instance.model.name for instance, state in states if state == "ready" and _is_own(instance))
+        return [self._report(instance, state, serving) for instance, state in states if state is not None]
 
     def in_use(self, instance_id: str) -> bool:
         """Whether requests of an instance are in flight."""
@@ -203,7 +206,10 @@ class Pool:
         held = (slot.held(instance_id) for slot in self.slots)
         return next((one.error for one in held if one is not None and one.error is not None), None)
 
-    def _report(self, instance: DesiredInstance, state: InstanceState) -> InstanceReport:
+    def _report(self, instance: DesiredInstance, state: InstanceState, serving: Counter[str]) -> InstanceReport:
+        """`serving`: how many ready instances with GPUs of their own each model has here. They share the KV that is
+        free, so that it counts once for their endpoint.
+        """
         report = InstanceReport(
             instance_id=instance.instance_id,
             model=instance.model.name,
@@ -211,14 +217,21 @@ class Pool:
             state=state,
             error=self._error(instance.instance_id) if state == "failed" else None,
         )
-        stats = [stats for slot in self.slots if (stats := slot.instance_stats(instance.instance_id)) is not None]
-        sums = {name: sum(getattr(one, name) for one in stats) for name in _SUMMED}
-        if not instance.gpus and stats:
-            beside_bytes = sum(slot.kv_used_beside_bytes(instance.instance_id) for slot in self.slots)
-            sums["kv_used_bytes"] += beside_bytes
-            sums["kv_capacity_bytes"] += beside_bytes
+        stats = {slot: stats for slot in self.slots if (stats := slot.instance_stats(instance.instance_id)) is not None}
+        sums = {name: sum(getattr(one, name) for one in stats.values()) for name in _SUMMED}
+        free_bytes = sums["kv_capacity_bytes"] - sums["kv_used_bytes"]
+        if _is_own(instance):
+            free_bytes //= max(1, serving[instance.model.name])
+        elif not instance.gpus:
+            sums["kv_used_bytes"] += sum(slot.kv_used_beside_bytes(instance.instance_id) for slot in stats)
+        sums["kv_capacity_bytes"] = sums["kv_used_bytes"] + free_bytes
         wait_s, token_s = self.dispatcher.prefill_outlook(instance.instance_id, "IW-N") or (None, None)
         urgent_wait_s, _ = self.dispatcher.prefill_outlook(instance.instance_id, "IW-F") or (None, None)
         return msgspec.structs.replace(
             report, **sums, prefill_wait_s=wait_s, prefill_urgent_wait_s=urgent_wait_s, prefill_token_s=token_s
         )
+
+
+def _is_own(instance: DesiredInstance) -> bool:
+    """Whether it has GPUs of its own, and is not lent out."""
+    return bool(instance.gpus) and not instance.spot

@@ -75,7 +75,9 @@ class AgentSettings(BaseSettings):
     split: bool = Field(False, description="split the slots of a TP size into prefill and decode slots")
     prefill_ratio: float = Field(0.5, gt=0, lt=1, description="share of the slots of a TP size that prefill")
     together: bool = Field(
-        False, description="let the slots of a TP size that do both serve together: an instance stands on each of them"
+        False,
+        description="let the slots of a TP size that do both serve together: an instance stands on each of them, and to"
+        " the control plane they are one slot",
     )
     engine: EngineKind = Field(
         default_factory=_engine_for,

@@ -87,6 +87,7 @@ class Slot:
             in_use=owner.in_use,
             on_change=owner.changed,
         )
+        self._alone = (index,) in settings.pools()
         self._engine: EngineKind = settings.engine
         self._link: WorkerLink | None = None
         self._said_hello = False
@@ -204,7 +205,7 @@ class Slot:
             return None
         if self.kind != "both":
             return f"slot {self.index} is a {self.kind} slot; vLLM needs one that does both"
-        if self._settings.together:
+        if not self._alone:
             return f"slot {self.index} serves together with others; vLLM needs one of its own"
         try:
             check_version()

@@ -11,7 +11,9 @@ from dataplane.slots import Slot
 
 
 def node_state(agent: Agent, now_s: float) -> dict[str, Any]:
-    """The document, ready to be encoded. `now_s` is by `time.monotonic`; ages are in seconds before it."""
+    """The document, ready to be encoded. `now_s` is by `time.monotonic`; ages are in seconds before it. Pools are in
+    the order in which the control plane numbers them, as slots; `slots` are the agent's own, of one worker each.
+    """
     slots = [_slot_state(slot, pool, now_s) for pool in agent.pools for slot in pool.slots]
     return {
         "heartbeat": agent.heartbeat(),

@@ -17,8 +17,9 @@ from controlplane.api.keys import Caller
 from controlplane.api.state import State, StateDep
 from controlplane.errors import InvalidValueError, PermissionDeniedError, UnavailableError
 from controlplane.loops.schedule import enqueue
-from controlplane.store.fleet import join_node, touch_node
+from controlplane.store.fleet import touch_node
 from controlplane.store.instances import desired_of, observe
+from controlplane.store.joining import join_node
 from controlplane.store.keys import record, snapshot
 from controlplane.store.live import NodeView, of_instances
 from controlplane.store.tables import Node, Role
@@ -104,9 +105,12 @@ def _join(state: State, message: Join, actor: str) -> DesiredInstances:
     with state.database.transaction() as session:
         present = session.get(Node, message.node)
         before = None if present is None else snapshot(present)
-        node = join_node(session, message)
+        joined = join_node(session, message)
         after = msgspec.to_builtins(message)
-        record(session, actor=actor, action="node.join", subject=node.name, before=before, after=after)
+        record(session, actor=actor, action="node.join", subject=joined.node.name, before=before, after=after)
+        for instance_id in joined.lost:
+            after = {"reason": f"node {message.node} came back with no place for it"}
+            record(session, actor=actor, action="instance.lose", subject=instance_id, after=after)
         desired = desired_of(session, message.node)
     enqueue("scale")  # new GPUs may be waited for
     return desired

@@ -76,7 +76,7 @@ def _facts(
 ) -> list[EngineFacts]:
     asked = {model.name: model.engine for model in census.models}
     prefers = {node.name: node.engine for node in census.nodes}
-    gpus = {(slot.node, slot.index): slot.gpus for slot in census.slots}
+    slots = {(slot.node, slot.index): slot for slot in census.slots}
     rates: Mapping[tuple[str, str], Mapping[str, float]] = {
         (profile.model, profile.gpu_type): profile.engine_rates or {} for profile in census.profiles
     }
@@ -91,7 +91,8 @@ def _facts(
             node_prefers=prefers[instance.node],
             pooled=instance.pooled,
             gpus=instance.gpus,
-            whole_slot=instance.gpus == gpus[instance.node, instance.slot],
+            whole_slot=instance.gpus == slots[instance.node, instance.slot].gpus,
+            workers=slots[instance.node, instance.slot].workers,
             ready=instance.observed == InstanceState.READY,
             steady=instance.observed == InstanceState.READY and instance.changed_at.timestamp() <= steady_since_s,
             rates=rates.get((instance.model, instance.gpu_type), {}),

@@ -10,6 +10,7 @@ from controlplane.policies.placement.poolable import (
     PoolableSettings,
     PoolNode,
     PoolProfile,
+    PoolSlotSize,
     choose_poolable,
 )
 from controlplane.settings import Settings
@@ -50,11 +51,11 @@ def poolable_settings(settings: Settings) -> PoolableSettings:
 
 def _nodes(census: Census) -> tuple[PoolNode, ...]:
     """Those that serve."""
-    gpus: dict[str, list[int]] = defaultdict(list)
+    slots: dict[str, list[PoolSlotSize]] = defaultdict(list)
     for slot in census.slots:
-        gpus[slot.node].append(slot.gpus)
+        slots[slot.node].append(PoolSlotSize(gpus=slot.gpus, workers=slot.workers))
     return tuple(
-        PoolNode(gpu_type=node.gpu_type, slot_gpus=tuple(gpus[node.name]), host_bytes=node.host_bytes)
+        PoolNode(region=node.region, gpu_type=node.gpu_type, slots=tuple(slots[node.name]), host_bytes=node.host_bytes)
         for node in census.nodes
         if not node.draining and node.name in census.alive
     )

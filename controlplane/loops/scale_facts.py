@@ -166,6 +166,7 @@ def slot_rooms(fleet: Fleet) -> tuple[SlotRoom, ...]:
             gpus_free=max(0, slot.gpus - held[slot.node, slot.index]),
             age_s=fleet.view.read_s - seen[slot.node].received_s if slot.node in seen else unknown_s,
             accepting=not nodes[slot.node].draining,
+            workers=slot.workers,
         )
         for slot in fleet.census.slots
     )

@@ -2,7 +2,8 @@
 
 What an operator chose for the model is done. Where that is left open, the faster engine takes it if both were measured
 on the GPU type, else what its node prefers: nothing is guessed. Pooled instances stay on the torch engine, which is
-made to switch, and so do those that share the GPUs of their slot, since a slot runs one engine.
+made to switch, and so do those that share the GPUs of their slot, since a slot runs one engine; one of several workers
+always has torch's, which alone can serve with others.
 
 An instance that moves is away for as long as the model takes to load. So those of an endpoint move one at a time, and
 only while all of them serve: where the first cannot run on its new engine, the others stay where they are, and it goes
@@ -48,8 +49,9 @@ class EngineFacts:
     """A running instance. `engine`: what it was told; "auto": its node decides, as it does for a new one. `came_from`:
     the engine it left last, on which it served. `asked`: what the operator chose for its model. `node_prefers`: what
     its node takes where that is left open; vLLM only if it is installed there. `gpus`: its own; `whole_slot`: they are
-    all of its slot. `ready`: it serves; `steady`: it has for a while, and is not about to move. `rates`: tokens/s that
-    engines were measured to make of its model on its GPU type; `failures`: on which its model could not run there.
+    all of its slot; `workers`: of its slot. `ready`: it serves; `steady`: it has for a while, and is not about to move.
+    `rates`: tokens/s that engines were measured to make of its model on its GPU type; `failures`: on which its model
+    could not run there.
     """
 
     instance_id: str
@@ -61,6 +63,7 @@ class EngineFacts:
     pooled: bool
     gpus: int
     whole_slot: bool
+    workers: int
     ready: bool
     steady: bool
     rates: Mapping[str, float]
@@ -93,7 +96,7 @@ def choose_engine(facts: EngineFacts, now_s: float, settings: EngineSettings) ->
     """The engine of one instance: the one that is best for it, unless its model failed on that a short while ago."""
     best = _best(facts)
     left_alone = {name: each for name, each in facts.failures.items() if now_s < each.over_s(settings)}
-    no_choice = best.engine == "auto" or facts.pooled or facts.gpus > 1
+    no_choice = best.engine == "auto" or _why_torch(facts) is not None
     if no_choice or best.engine not in left_alone or (facts.ready and facts.present == best.engine):
         return best
     failure = left_alone[best.engine]
@@ -116,10 +119,8 @@ def is_engines_fault(engine: Literal["auto", Engine], came_from: Engine | None) 
 def _best(facts: EngineFacts) -> EngineDecision:
     if facts.node_prefers == "replay":
         return EngineDecision(engine="auto", reason="its node replays a profile")
-    if facts.pooled:
-        return EngineDecision(engine=TORCH, reason="pooled: only the torch engine switches between many models")
-    if facts.gpus > 1:
-        return EngineDecision(engine=TORCH, reason=f"it takes {facts.gpus} GPUs: vLLM runs a model on one GPU here")
+    if (why_torch := _why_torch(facts)) is not None:
+        return EngineDecision(engine=TORCH, reason=why_torch)
     if facts.asked != "auto":
         return EngineDecision(engine=facts.asked, reason="chosen for the model")
     if not facts.whole_slot:
@@ -133,6 +134,17 @@ def _best(facts: EngineFacts) -> EngineDecision:
     if vllm > torch and facts.node_prefers != VLLM:
         return EngineDecision(engine=TORCH, reason=f"{measured}; but its node keeps to the torch engine")
     return EngineDecision(engine=VLLM if vllm > torch else TORCH, reason=measured)
+
+
+def _why_torch(facts: EngineFacts) -> str | None:
+    """Why vLLM cannot run it, whoever asks for that; None if it can."""
+    if facts.pooled:
+        return "pooled: only the torch engine switches between many models"
+    if facts.gpus > 1:
+        return f"it takes {facts.gpus} GPUs: vLLM runs a model on one GPU here"
+    if facts.workers > 1:
+        return f"{facts.workers} workers of its slot serve together: only the torch engine does that"
+    return None
 
 
 def choose_engine_changes(wanted: Sequence[tuple[EngineFacts, EngineDecision]]) -> tuple[EngineChange, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from sqlalchemy import ColumnElement, delete, func, select, tuple_, update
+from sqlalchemy import delete, func, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, InvalidValueError, NotFoundError
@@ -12,6 +12,7 @@ from controlplane.store.latencies import all_latencies
 from controlplane.store.paging import Page, page
 from controlplane.store.tables import (
     Base,
+    Desired,
     EndpointRow,
     EngineFailureRow,
     Fleet,
@@ -23,7 +24,6 @@ from controlplane.store.tables import (
     Region,
     Slot,
 )
-from dataplane.messages import Join
 
 _ONE_GPU = "vLLM runs a model on one GPU here, and an instance of it takes"
 
@@ -113,7 +113,8 @@ def put_model(session: Session, model: Model) -> Model:
     """
     fleet_index(session, lock=True)
     present = session.get(Model, model.name)
-    if present is not None and present.path != model.path and _live_instances(session, Instance.model == model.name):
+    live = select(Instance.id).where(Instance.model == model.name, Instance.desired != Desired.STOPPED).limit(1)
+    if present is not None and present.path != model.path and session.scalar(live) is not None:
         raise ConflictError(f"model '{model.name}' has live instances of {present.path}", param="path")
     sizes = select(Profile.gpus).where(Profile.model == model.name, Profile.gpus > 1).limit(1)
     if model.engine == "vllm" and (gpus := session.scalar(sizes)) is not None:
@@ -148,71 +149,6 @@ def put_endpoint(session: Session, *, model: str, region: str, minimum: int, max
     if minimum > maximum:
         raise InvalidValueError(f"instances_min {minimum} is above instances_max {maximum}", param="instances_min")
     return _put(session, EndpointRow(model=model, region=region, instances_min=minimum, instances_max=maximum))
-
-
-def join_node(session: Session, join: Join) -> Node:
-    """Take a node in, or take it back after a restart. Slots that hold live instances must keep their size; a slot
-    that is gone takes its stopped instances with it.
-
-    Raises:
-        NotFoundError: the region or GPU type is not registered.
-        ConflictError: the node moved region, or a slot with live instances shrank or vanished.
-    """
-    require(session, Region, join.region, param="region")
-    require(session, GpuType, join.gpu_type, param="gpu_type")
-    present = session.get(Node, join.node)
-    slots = [Slot(node=join.node, index=i, gpus=s.gpus, memory_bytes=s.memory_bytes) for i, s in enumerate(join.slots)]
-    if present is not None:
-        _require_same_shape(session, present, join)
-        said = (join.url, join.engine, join.host_bytes)
-        if (present.url, present.engine, present.host_bytes) == said and _slots_equal(session, present.name, slots):
-            return present
-    bump_index(session)
-    node = session.merge(
-        Node(
-            name=join.node,
-            region=join.region,
-            gpu_type=join.gpu_type,
-            url=join.url,
-            engine=join.engine,
-            host_bytes=join.host_bytes,
-        )
-    )
-    session.flush()
-    session.execute(delete(Instance).where(Instance.node == join.node, Instance.slot >= len(slots)))
-    session.execute(delete(Slot).where(Slot.node == join.node, Slot.index >= len(slots)))
-    for slot in slots:
-        session.merge(slot)
-    session.flush()
-    return node
-
-
-def _require_same_shape(session: Session, present: Node, join: Join) -> None:
-    live = _live_instances(session, Instance.node == present.name)
-    if not live:
-        return
-    if (present.region, present.gpu_type) != (join.region, join.gpu_type):
-        raise ConflictError(
-            f"node '{join.node}' holds {len(live)} instances as {present.region}/{present.gpu_type};"
-            f" drain it before it joins as {join.region}/{join.gpu_type}",
-            param="region",
-        )
-    for slot in {instance.slot for instance in live}:
-        used = sum(instance.gpus for instance in live if instance.slot == slot)
-        offered = join.slots[slot].gpus if slot < len(join.slots) else 0
-        if offered < max(1, used):  # pooled instances hold none, but need their slot
-            raise ConflictError(f"slot {slot} of '{join.node}' holds {used} GPUs, offered are {offered}", param="slots")
-
-
-def _slots_equal(session: Session, node: str, slots: Sequence[Slot]) -> bool:
-    rows = session.execute(
-        select(Slot.index, Slot.gpus, Slot.memory_bytes).where(Slot.node == node).order_by(Slot.index)
-    ).all()
-    return [tuple(row) for row in rows] == [(slot.index, slot.gpus, slot.memory_bytes) for slot in slots]
-
-
-def _live_instances(session: Session, where: ColumnElement[bool]) -> list[Instance]:
-    return list(session.scalars(select(Instance).where(Instance.desired != "stopped", where)))
 
 
 def set_node_draining(session: Session, name: str, *, draining: bool) -> Node:

@@ -137,13 +137,17 @@ class Node(Base):
 
 
 class Slot(Base):
-    """The GPUs of a node that one worker process drives."""
+    """GPUs of a node that serve as one, in equal shares of its `workers`; an instance stands on every worker."""
 
     __tablename__ = "slots"
-    __table_args__ = (CheckConstraint("gpus > 0 AND memory_bytes > 0", name="positive"),)
+    __table_args__ = (
+        CheckConstraint("gpus > 0 AND memory_bytes > 0", name="positive"),
+        CheckConstraint("workers > 0 AND gpus % workers = 0", name="workers_share_gpus"),
+    )
     node: Mapped[str] = mapped_column(ForeignKey("nodes.name", ondelete="CASCADE"), primary_key=True)
     index: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     gpus: Mapped[int]
+    workers: Mapped[int] = mapped_column(default=1, server_default=text("1"))
     memory_bytes: Mapped[int]
 
 

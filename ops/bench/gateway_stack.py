@@ -18,6 +18,7 @@ import migrations
 from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.instances import add_instance
+from controlplane.store.joining import join_node
 from controlplane.store.keys import make_key
 from controlplane.store.live import LiveStore
 from controlplane.store.session import Database, make_engine
@@ -120,7 +121,7 @@ def fill_one_node(settings: Settings, upstream: str) -> str:
         fleet.put_endpoint(session, model="tide", region="here", minimum=0, maximum=1)
         slots = (SlotSpec(gpus=1, memory_bytes=80 << 30),)
         join = Join(node="n", region="here", gpu_type="H800", url=upstream, slots=slots, engine="replay")
-        fleet.join_node(session, join)
+        join_node(session, join)
         held = add_instance(session, model="tide", region="here", gpu_type="H800", node="n", slot=0, gpus=1)
         session.flush()
         key = make_key(session, name="bench", role=Role.CLIENT, tenant="bench").secret

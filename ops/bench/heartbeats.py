@@ -22,6 +22,7 @@ import typer
 from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.instances import add_instance
+from controlplane.store.joining import join_node
 from controlplane.store.keys import make_key
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Model, Role
@@ -89,7 +90,7 @@ def fill_fleet(settings: Settings, *, nodes: int, instances: int) -> Beats:
             name = f"n{number:05}"
             url = f"http://10.0.{number // 250}.{number % 250 + 1}:8000"
             join = Join(node=name, region="here", gpu_type="H800", url=url, slots=slots, engine="replay")
-            fleet.join_node(session, join)
+            join_node(session, join)
             held = [
                 add_instance(session, model=f"tide-{model}", region="here", gpu_type="H800", node=name, slot=0, gpus=1)
                 for model in range(instances)

@@ -23,6 +23,7 @@ from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.demand import put_forecasts
 from controlplane.store.demand_tables import Forecast
+from controlplane.store.joining import join_node
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Model, Profile
 from dataplane.messages import Join, SlotSpec
@@ -180,7 +181,7 @@ def _write_fleet(database: Database, settings: Settings, shape: FleetShape) -> N
                     engine="replay",
                     host_bytes=shape.host_gib << 30,
                 )
-                fleet.join_node(session, join)
+                join_node(session, join)
 
 
 def _profile(name: str, gpu: GpuProfile, model: ModelProfile, settings: Settings) -> Profile:

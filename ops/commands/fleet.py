@@ -98,6 +98,11 @@ def list_gpus(context: typer.Context, as_json: AsJson = False) -> None:
     _listed("GPU types", columns, answer, answer["data"], as_json=as_json)
 
 
+def _slot_text(slot: dict[str, Any]) -> str:
+    workers = f" in {slot['workers']} workers" if slot["workers"] > 1 else ""
+    return f"{slot['gpus']} GPUs{workers} with {bytes_text(slot['memory_bytes'])}"
+
+
 @nodes.command("list")
 def list_nodes(context: typer.Context, as_json: AsJson = False) -> None:
     """List nodes.
@@ -125,7 +130,7 @@ def show_node(context: typer.Context, name: str, as_json: AsJson = False) -> Non
     if as_json:
         print_json(node)
         return
-    slots = ", ".join(f"{slot['gpus']} GPUs with {bytes_text(slot['memory_bytes'])}" for slot in node["slots"])
+    slots = ", ".join(_slot_text(slot) for slot in node["slots"])
     known = [(header, node[field]) for header, field in _NODE.items()]
     host = None if node["host_bytes"] is None else bytes_text(node["host_bytes"])
     print_fields(

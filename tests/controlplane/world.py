@@ -22,6 +22,7 @@ from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import NewRequest, add_batch, add_requests, move_batch
 from controlplane.store.files import add_file, new_file_id
 from controlplane.store.instances import add_instance, set_desired
+from controlplane.store.joining import join_node
 from controlplane.store.keys import make_key
 from controlplane.store.live import LiveStore
 from controlplane.store.session import Database
@@ -185,9 +186,7 @@ class World:
     def join(self, name: str, *, url: str = "http://127.0.0.1:9", region: str = "us-east", slots: int = 2) -> None:
         spec = tuple(SlotSpec(gpus=2, memory_bytes=160 << 30) for _ in range(slots))
         with self.database.transaction() as session:
-            fleet.join_node(
-                session, Join(node=name, region=region, gpu_type="H800", url=url, slots=spec, engine="replay")
-            )
+            join_node(session, Join(node=name, region=region, gpu_type="H800", url=url, slots=spec, engine="replay"))
             fleet.touch_node(session, name)
 
     def place(self, node: str, *, desired: Desired = Desired.RUNNING, model: str = MODEL, slot: int = 0) -> str:

@@ -6,11 +6,13 @@ from typing import Any
 
 import httpx2 as httpx
 import msgspec
+import pytest
 from structlog.testing import capture_logs
 
-from dataplane.control import ControlLink
-from dataplane.messages import DesiredInstances, Heartbeat, Join
+from dataplane.control import ControlLink, slot_specs
+from dataplane.messages import DesiredInstances, Heartbeat, Join, SlotSpec
 from dataplane.node import Agent
+from dataplane.settings import SlotSettings
 from tests.dataplane.replay_node import KEY, desired, instance, settings
 
 URL = "http://127.0.0.1:9999"
@@ -84,7 +86,7 @@ def test_joins_heartbeats_and_follows() -> None:
             URL,
             "replay",
         )
-        assert [(slot.gpus, slot.memory_bytes) for slot in join.slots] == [(1, 2 * 2**20)]
+        assert join.slots == (SlotSpec(gpus=1, memory_bytes=2 * 2**20),)
         assert join.host_bytes == agent.host_bytes == 2**20
         assert control.heartbeats[0] == Heartbeat(node="n1", boot_id="boot", generation=0, instances=())
         last = control.heartbeats[-1]
@@ -92,6 +94,31 @@ def test_joins_heartbeats_and_follows() -> None:
         assert [(report.instance_id, report.state) for report in last.instances] == [("i1", "loading")]
 
     run_link(play)
+
+
+@pytest.mark.parametrize(
+    ("changes", "slots"),
+    [
+        ({}, ((1, 10, 1), (2, 20, 1), (1, 30, 1))),
+        ({"together": True}, ((2, 40, 2), (2, 20, 1))),
+        ({"split": True}, ((2, 40, 2), (2, 20, 1))),
+    ],
+)
+def test_what_serves_together_joins_as_one_slot(changes: dict[str, Any], slots: Any) -> None:
+    given = tuple(SlotSettings(gpus=gpus, memory_bytes=units * 2**20) for gpus, units in ((1, 10), (2, 20), (1, 30)))
+    specs = slot_specs(settings(slots=given, **changes))
+    assert [(spec.gpus, spec.memory_bytes // 2**20, spec.workers) for spec in specs] == list(slots)
+
+
+def test_an_agent_from_before_has_slots_of_one_worker() -> None:
+    said = msgspec.json.decode(b'{"gpus": 8, "memory_bytes": 1}', type=SlotSpec)
+    assert (said.workers, said.worker_gpus) == (1, 8)
+
+
+@pytest.mark.parametrize("said", [b'{"gpus": 8, "memory_bytes": 1, "workers": 3}', b'{"gpus": 0, "memory_bytes": 1}'])
+def test_workers_that_cannot_share_are_refused(said: bytes) -> None:
+    with pytest.raises(msgspec.ValidationError, match="workers must be at least 1 and divide gpus"):
+        msgspec.json.decode(said, type=SlotSpec)
 
 
 def test_an_older_generation_is_refused() -> None:

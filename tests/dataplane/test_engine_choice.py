@@ -16,7 +16,7 @@ from dataplane.errors import ModelLoadError
 from dataplane.host_files import HostFiles
 from dataplane.messages import DesiredInstance, EngineChoice, EngineKind
 from dataplane.node import Agent
-from dataplane.settings import AgentSettings
+from dataplane.settings import AgentSettings, SlotSettings
 from dataplane.slots import configure, engine_of
 from dataplane.worker_engine import make_engine
 from tests.dataplane.replay_node import desired, instance, model, settings
@@ -115,8 +115,10 @@ def test_a_slot_runs_one_engine_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_slots_that_serve_together_run_no_vllm() -> None:
-    said = errors_of(asking("vllm"), together=True)
+    two = tuple(SlotSettings(gpus=1, memory_bytes=2 * 2**20) for _ in range(2))
+    said = errors_of(asking("vllm"), together=True, slots=two)
     assert said["i1"] == "slot 0 serves together with others; vLLM needs one of its own"
+    assert said != errors_of(asking("vllm"), together=True), "there are no others"
 
 
 def test_an_instance_follows_its_engine_where_the_slot_can(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ import uvicorn
 from controlplane.api.app import make_app
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
-from controlplane.store.fleet import join_node
 from controlplane.store.instances import add_instance, set_desired
+from controlplane.store.joining import join_node
 from controlplane.store.keys import make_key
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Desired, Instance, Role
@@ -197,14 +197,14 @@ def test_a_fleet_is_registered_and_listed(served: Run, tmp_path: Path, database:
     assert "LlamaForCausalLM" in served("model", "show", "org/tiny").out
     assert served("endpoint", "set", "org/tiny", "us-east", "--min", 1, "--max", 2, "--json").json["instances_max"] == 2
     assert [row["instances_max"] for row in served("endpoint", "list", "--json").json["data"]] == [2, 3]
-    slot = SlotSpec(gpus=8, memory_bytes=2**30)
+    slots = (SlotSpec(gpus=8, memory_bytes=2**30), SlotSpec(gpus=8, memory_bytes=2**30, workers=8))
     with database.transaction() as session:
         url = "http://127.0.0.1:1"
-        join = Join(node="n-1", region="us-east", gpu_type="H800", url=url, slots=(slot,), engine="replay")
+        join = Join(node="n-1", region="us-east", gpu_type="H800", url=url, slots=slots, engine="replay")
         join_node(session, join)
     assert "draining" in served("node", "drain", "n-1").out
     assert served("node", "show", "n-1", "--json").json["draining"] is True
-    assert "8 GPUs with 1 GiB" in served("node", "show", "n-1").out
+    assert "8 GPUs with 1 GiB, 8 GPUs in 8 workers with 1 GiB" in served("node", "show", "n-1").out
     assert served("node", "undrain", "n-1", "--json").json["draining"] is False
     assert "n-1" in served("node", "list").out
     assert served("instance", "list", "--json").json["data"] == []

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from controlplane.settings import Settings
-from controlplane.store.fleet import join_node, touch_node
+from controlplane.store.fleet import touch_node
 from controlplane.store.instances import add_instance
+from controlplane.store.joining import join_node
 from controlplane.store.session import Database
 from dataplane.messages import Join, SlotSpec
 from ops.commands.simulate_live import profiles_by_type

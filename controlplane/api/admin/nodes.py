@@ -23,10 +23,11 @@ router = APIRouter(tags=["admin: fleet"], route_class=IdempotentRoute)
 
 
 class Slot(Answer):
-    """The GPUs that one worker process drives. `memory_bytes` is their memory together."""
+    """GPUs of a node that serve as one. `memory_bytes` is their memory together."""
 
     index: int
     gpus: int
+    workers: int = Field(description="worker processes that share the GPUs; a model must fit on those of one")
     memory_bytes: int
 
 

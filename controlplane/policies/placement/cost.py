@@ -115,14 +115,16 @@ def _spot_offers(cells: tuple[Cell, ...], counts: Mapping[EndpointGpu, int]) -> 
 
 
 def pool_gpus_needed(grid: Grid, row: PlaceRow, pooled: Set[EndpointGpu]) -> int:
-    """Fewest pool GPUs that hold the pooled endpoints of a place: by occupancy, and by host memory for weights."""
+    """Fewest pool GPUs that hold the pooled endpoints of a place, in whole slots: by occupancy, and by host memory for
+    weights.
+    """
     here = [option for option in row.options if option.key in pooled]
     if not here:
         return 0
     by_share = math.ceil(math.fsum(option.occupancy for option in here) / grid.fill - ROUNDING)
     weights_bytes = sum(option.weights_bytes for option in here)
     by_memory = -(-weights_bytes // row.host_bytes_per_gpu) if weights_bytes else 0
-    return max(1, by_share, by_memory)
+    return -(-max(1, by_share, by_memory) // row.pool_step) * row.pool_step
 
 
 def fleet_cost(grid: Grid, counts: Mapping[EndpointGpu, int], pool_gpus: Mapping[RegionGpu, int]) -> float:
@@ -155,6 +157,8 @@ def complaints_of(
             found.append(f"{row.place}: {used} GPUs of {row.capacity}")
         if gpus < needed:
             found.append(f"{row.place}: a pool of {gpus} GPUs, its endpoints need {needed}")
+        if gpus % row.pool_step:
+            found.append(f"{row.place}: a pool of {gpus} GPUs, slots have {row.pool_step}")
     for model in grid.models:
         for endpoint in model.endpoints:
             instances = sum(counts.get(cell.key, 0) for cell in endpoint.cells)

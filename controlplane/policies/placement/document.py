@@ -130,12 +130,16 @@ def _pool(pool: PoolFacts) -> schema.Pool:
             schema.PoolShare(model=key.model, region=key.region, gpu=key.gpu_type, share=share)
             for key, share in sorted(pool.occupancy.items())
         ],
-        present=[
-            schema.PoolGpus(region=place.region, gpu=place.gpu_type, gpus=gpus)
-            for place, gpus in sorted(pool.present.items())
-        ],
+        slots=_gpus_of_places(pool.slot_gpus),
+        present=_gpus_of_places(pool.present),
         pooled=[schema.PooledNow(model=key.model, region=key.region, gpu=key.gpu_type) for key in sorted(pool.pooled)],
     )
+
+
+def _gpus_of_places(gpus: Mapping[RegionGpu, int]) -> list[schema.PoolGpus]:
+    return [
+        schema.PoolGpus(region=place.region, gpu=place.gpu_type, gpus=count) for place, count in sorted(gpus.items())
+    ]
 
 
 def _facts(problem: Problem) -> PlacementFacts:
@@ -196,6 +200,7 @@ def _pool_facts(problem: Problem, pool: schema.Pool) -> PoolFacts:
         weights_bytes={model.name: model.memory_bytes for model in problem.models if model.memory_bytes},
         host_bytes_per_gpu={gpu.name: gpu.host_bytes for gpu in problem.gpus if gpu.host_bytes},
         fill=pool.fill,
+        slot_gpus={RegionGpu(region=each.region, gpu_type=each.gpu): each.gpus for each in pool.slots},
         present={RegionGpu(region=each.region, gpu_type=each.gpu): each.gpus for each in pool.present},
         pooled=frozenset(_cell(each) for each in pool.pooled),
     )

@@ -42,6 +42,7 @@ def check(problem: Problem) -> None:
         "$.weights": () if problem.weights is UNSET else problem.weights,
         "$.pool.occupancy": pool.occupancy,
         "$.pool.loads": pool.loads,
+        "$.pool.slots": pool.slots,
         "$.pool.present": pool.present,
         "$.pool.pooled": pool.pooled,
     }

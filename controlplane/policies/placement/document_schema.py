@@ -139,7 +139,7 @@ class PoolLoadOf(_Section, frozen=True, kw_only=True):
 
 
 class PoolGpus(_Section, frozen=True, kw_only=True):
-    """Pool GPUs of a type in a region, now."""
+    """GPUs of a type in a region."""
 
     region: Name
     gpu: Name
@@ -161,7 +161,8 @@ class Pool(_Section, frozen=True, kw_only=True):
     fill: Annotated[float, Meta(gt=0, le=1, description="share of pool GPUs that may be occupied")] = 0.8
     occupancy: list[PoolShare] = []
     loads: list[PoolLoadOf] = []
-    present: list[PoolGpus] = []
+    slots: Annotated[list[PoolGpus], Meta(description="GPUs of a slot: pools take slots whole; 1 where missing")] = []
+    present: Annotated[list[PoolGpus], Meta(description="GPUs of the pool now")] = []
     pooled: list[PooledNow] = []
 
 

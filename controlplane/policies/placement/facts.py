@@ -70,6 +70,7 @@ class PoolFacts:
         weights_bytes: by model; for every model in `occupancy`.
         host_bytes_per_gpu: by GPU type, host memory for weights that each pool GPU brings; 0 where missing.
         fill: share of a pool's GPUs that occupancies may add up to (eta).
+        slot_gpus: GPUs of a slot, of which a pool takes whole ones only; 1 where missing.
         present: pool GPUs now.
         pooled: endpoints pooled now.
 
@@ -81,6 +82,7 @@ class PoolFacts:
     weights_bytes: Mapping[str, int]
     host_bytes_per_gpu: Mapping[str, int]
     fill: float = 0.8
+    slot_gpus: Mapping[RegionGpu, int] = field(default_factory=dict)
     present: Mapping[RegionGpu, int] = field(default_factory=dict)
     pooled: frozenset[EndpointGpu] = frozenset()
 
@@ -97,6 +99,9 @@ class PoolFacts:
             for word, size in sizes.items():
                 if size < 0:
                     raise ValueError(f"pool.{name}[{word}] must not be negative, got {size}")
+        for place, gpus in self.slot_gpus.items():
+            if gpus < 1:
+                raise ValueError(f"pool.slot_gpus[{place.gpu_type} in {place.region}] must be above 0, got {gpus}")
         for place, gpus in self.present.items():
             if gpus < 0:
                 raise ValueError(f"pool.present[{place.gpu_type} in {place.region}] must not be negative, got {gpus}")
@@ -167,6 +172,7 @@ class PlacementFacts:
         if self.pool is not None:
             named += [
                 ("pool.occupancy", self.pool.occupancy),
+                ("pool.slot_gpus", self.pool.slot_gpus),
                 ("pool.present", self.pool.present),
                 ("pool.pooled", sorted(self.pool.pooled)),
             ]

@@ -90,13 +90,16 @@ class ModelRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlaceRow:
-    """A GPU type in a region. `spot_gpus`: held by donated instances. `pool_before`: pool GPUs now."""
+    """A GPU type in a region. `spot_gpus`: held by donated instances. `pool_before`: pool GPUs now; `pool_step`: those
+    of a slot, of which a pool takes whole ones.
+    """
 
     place: RegionGpu
     capacity: int
     gpu_price: float
     spot_gpus: int
     pool_before: int
+    pool_step: int
     host_bytes_per_gpu: int
     cells: tuple[Cell, ...]
     options: tuple[PoolOption, ...]
@@ -224,7 +227,7 @@ def _model_row(
 
 
 def _options(facts: PlacementFacts, endpoint: Endpoint) -> Iterable[PoolOption]:
-    """Where the endpoint could be pooled: if all GPUs of that type, as a pool, could hold it."""
+    """Where the endpoint could be pooled: if all slots of that type, as a pool, could hold it."""
     if facts.pool is None:
         return
     for gpu_type in sorted(facts.gpu_cost_per_hour):
@@ -232,7 +235,9 @@ def _options(facts: PlacementFacts, endpoint: Endpoint) -> Iterable[PoolOption]:
         occupancy = facts.pool.occupancy.get(key)
         if occupancy is None:
             continue
-        capacity = facts.capacity.get(RegionGpu(region=endpoint.region, gpu_type=gpu_type), 0)
+        place = RegionGpu(region=endpoint.region, gpu_type=gpu_type)
+        capacity = facts.capacity.get(place, 0)
+        capacity -= capacity % facts.pool.slot_gpus.get(place, 1)
         host_bytes = facts.pool.host_bytes_per_gpu.get(gpu_type, 0) * capacity
         weights_bytes = facts.pool.weights_bytes[endpoint.model]
         if occupancy <= facts.pool.fill * capacity and weights_bytes <= host_bytes:
@@ -253,6 +258,7 @@ def _places(facts: PlacementFacts, cells: Iterable[Cell], options: Iterable[Pool
         gpus = facts.profiles[ModelGpu(model=key.model, gpu_type=key.gpu_type)].gpus if count else 0
         spot_gpus[place] = spot_gpus.get(place, 0) + gpus * count
     pool_before: Mapping[RegionGpu, int] = facts.pool.present if facts.pool is not None else {}
+    pool_step: Mapping[RegionGpu, int] = facts.pool.slot_gpus if facts.pool is not None else {}
     host_bytes: Mapping[str, int] = facts.pool.host_bytes_per_gpu if facts.pool is not None else {}
     return tuple(
         PlaceRow(
@@ -261,6 +267,7 @@ def _places(facts: PlacementFacts, cells: Iterable[Cell], options: Iterable[Pool
             gpu_price=facts.gpu_cost_per_hour[place.gpu_type],
             spot_gpus=spot_gpus.get(place, 0),
             pool_before=pool_before.get(place, 0),
+            pool_step=pool_step.get(place, 1),
             host_bytes_per_gpu=host_bytes.get(place.gpu_type, 0),
             cells=tuple(cells_at.get(place, ())),
             options=tuple(options_at.get(place, ())),

@@ -27,14 +27,26 @@ class PoolProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolNode:
-    """A node that serves. `slot_gpus`: GPUs of each of its slots; `host_bytes`: host memory for the models of all of
-    them, None: it does not tell.
-    """
+class PoolSlotSize:
+    """A slot: its GPUs, and the workers that share them. A worker holds a model; a request runs on any of them."""
 
+    gpus: int
+    workers: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolNode:
+    """A node that serves. `host_bytes`: host memory for the models of all its slots, None: it does not tell."""
+
+    region: str
     gpu_type: str
-    slot_gpus: tuple[int, ...]
+    slots: tuple[PoolSlotSize, ...]
     host_bytes: int | None
+
+    @property
+    def place(self) -> RegionGpu:
+        """Where its GPUs count."""
+        return RegionGpu(region=self.region, gpu_type=self.gpu_type)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,20 +121,21 @@ def choose_poolable(facts: PoolableFacts, settings: PoolableSettings) -> Planned
     """
     if not settings.enabled:
         return PlannedPools(facts=None, left_out={}, enabled=False)
-    host_bytes, slot_gpus = _host_bytes_per_gpu(facts), _slot_gpus(facts)
+    host_bytes, worker_gpus, slot_gpus = _host_bytes_per_gpu(facts), _worker_gpus(facts), _slot_gpus(facts)
     offered: dict[str, list[Endpoint]] = defaultdict(list)
     for endpoint in sorted(facts.endpoints):
         offered[endpoint.model].append(endpoint)
     occupancy: dict[EndpointGpu, float] = {}
     left_out: dict[ModelGpu, str] = {}
     for pair, profile in facts.profiles.items():
-        reason = _why_not(pair.gpu_type, profile, slot_gpus.get(pair.gpu_type), host_bytes)
+        reason = _why_not(pair.gpu_type, profile, worker_gpus.get(pair.gpu_type), host_bytes)
         if reason is not None:
             left_out[pair] = reason
             continue
         for endpoint in offered[pair.model]:
             share = _share(profile, max(facts.demand.get(endpoint, (0.0,))), settings)
-            if share <= settings.fill * profile.gpus:  # one slot must carry it alone
+            place = RegionGpu(region=endpoint.region, gpu_type=pair.gpu_type)
+            if share <= settings.fill * slot_gpus.get(place, 0):  # any slot there must carry it alone
                 key = EndpointGpu(model=endpoint.model, region=endpoint.region, gpu_type=pair.gpu_type)
                 occupancy[key] = share
     if not occupancy:
@@ -132,6 +145,7 @@ def choose_poolable(facts: PoolableFacts, settings: PoolableSettings) -> Planned
         weights_bytes=facts.weights_bytes,
         host_bytes_per_gpu=host_bytes,
         fill=settings.fill,
+        slot_gpus={place: gpus for place, gpus in slot_gpus.items() if gpus > 1},
         present=facts.present,
         pooled=facts.pooled,
     )
@@ -139,18 +153,18 @@ def choose_poolable(facts: PoolableFacts, settings: PoolableSettings) -> Planned
 
 
 def _why_not(
-    gpu_type: str, profile: PoolProfile, slot_gpus: set[int] | None, host_bytes: Mapping[str, int]
+    gpu_type: str, profile: PoolProfile, worker_gpus: set[int] | None, host_bytes: Mapping[str, int]
 ) -> str | None:
     """Why a model cannot be pooled on a GPU type, whatever its demand."""
-    if slot_gpus is None:
+    if worker_gpus is None:
         return f"no node with {gpu_type} serves"
     if profile.latency is None:
         return f"no latency in the profile on {gpu_type}"
     if gpu_type not in host_bytes:
         return f"some node with {gpu_type} does not tell its host memory"
-    if slot_gpus != {profile.gpus}:
-        sizes = " and ".join(str(gpus) for gpus in sorted(slot_gpus))
-        return f"slots of {gpu_type} have {sizes} GPUs, the model takes {profile.gpus}"
+    if worker_gpus != {profile.gpus}:
+        sizes = " and ".join(str(gpus) for gpus in sorted(worker_gpus))
+        return f"workers on {gpu_type} have {sizes} GPUs, the model takes {profile.gpus}"
     return None
 
 
@@ -173,16 +187,25 @@ def _host_bytes_per_gpu(facts: PoolableFacts) -> dict[str, int]:
     """By GPU type, the least that a node has for each of its GPUs; only types of which every node tells."""
     shares: dict[str, list[int | None]] = defaultdict(list)
     for node in facts.nodes:
-        if gpus := sum(node.slot_gpus):
+        if gpus := sum(slot.gpus for slot in node.slots):
             shares[node.gpu_type].append(None if node.host_bytes is None else node.host_bytes // gpus)
     known = {gpu_type: [each for each in found if each is not None] for gpu_type, found in shares.items()}
     return {gpu_type: min(found) for gpu_type, found in known.items() if found and len(found) == len(shares[gpu_type])}
 
 
-def _slot_gpus(facts: PoolableFacts) -> dict[str, set[int]]:
-    """The sizes of the slots of each GPU type."""
-    sizes: dict[str, set[int]] = defaultdict(set)
+def _worker_gpus(facts: PoolableFacts) -> dict[str, set[int]]:
+    """GPUs of the workers of each GPU type."""
+    sizes: dict[str, set[int]] = {}
     for node in facts.nodes:
-        if node.slot_gpus:
-            sizes[node.gpu_type].update(node.slot_gpus)
+        for slot in node.slots:
+            sizes.setdefault(node.gpu_type, set()).add(slot.gpus // slot.workers)
+    return sizes
+
+
+def _slot_gpus(facts: PoolableFacts) -> dict[RegionGpu, int]:
+    """GPUs of the smallest slot of each place."""
+    sizes: dict[RegionGpu, int] = {}
+    for node in facts.nodes:
+        for slot in node.slots:
+            sizes[node.place] = min(slot.gpus, sizes.get(node.place, slot.gpus))
     return sizes

@@ -2,7 +2,7 @@
 
     one column per endpoint
     GPUs of the columns + beyond <= capacity left        weights pooled - their shares - beyond <= 0     each place
-    shares pooled + beyond = P, whole GPUs of the pool                                                   each place
+    shares pooled + beyond = P, GPUs of whole slots of the pool                                          each place
     demand not served <= what is not served now                                                          each model
 
 It starts from the choice that stands and never makes it worse. Endpoints without an open column stay as they are, and
@@ -93,7 +93,7 @@ class Chooser:
 
 
 class _Program:
-    """Variables: columns, demand not served by model, GPUs beyond the shares of a pool and GPUs of it by place."""
+    """Variables: columns, demand not served by model, GPUs beyond the shares of a pool and slots of it by place."""
 
     def __init__(self, chooser: Chooser, choice: Ints, free: Bools, at: Ints) -> None:
         tables, rows, columns = chooser.tables, chooser.rows, chooser.columns
@@ -115,7 +115,9 @@ class _Program:
         self._model_price = (tables.total_price * rows.scale)[models - 2 * rows.places]
         self._place_price = tables.gpu_price[pools % len(tables.gpu_types)]
         whole = pool_gpus(tables, np.arange(len(choice)), columns.pooled[choice]).ravel()
-        self._pool_now, self._pool_most = whole[pools].astype(float), tables.capacity.ravel()[pools].astype(float)
+        self._pool_now = whole[pools].astype(float)
+        self._step = tables.pools.step.ravel()[pools].astype(float) if tables.pools else self._pool_now
+        self._slots_most = tables.capacity.ravel()[pools] // self._step
 
     def solved(self, current: Bools, effort: Effort, cost_now: float) -> Ints | None:
         """The columns chosen, one for each free endpoint in order; None if HiGHS has none. `cost_now`: of the whole
@@ -145,7 +147,7 @@ class _Program:
         chosen = current.astype(float)
         short = np.maximum(self._blocks[2] @ chosen - self._left[2], 0.0)
         beyond = self._pool_now - self._share_fixed - self._share @ chosen
-        return np.concatenate([chosen, short, np.maximum(beyond, 0.0), self._pool_now])
+        return np.concatenate([chosen, short, np.maximum(beyond, 0.0), self._pool_now / self._step])
 
     def _lp(self, start: Floats) -> highspy.HighsLp:
         columns, at = self._columns, self._at
@@ -156,7 +158,7 @@ class _Program:
         at_place = of_pool if pools else none
         blocks = [[one, None, None, None], [self._blocks[0], None, at_place, none]]
         if pools:
-            blocks += [[self._blocks[1], None, -of_pool, None], [self._share, None, of_pool, -of_pool]]
+            blocks += [[self._blocks[1], None, -of_pool, None], [self._share, None, of_pool, -sparse.diags(self._step)]]
         blocks.append([self._blocks[2], -sparse.identity(shorts), None, None])
         matrix = sparse.csc_matrix(sparse.bmat(blocks))
         ones, below = np.ones(len(endpoints)), [self._left[0], *([self._left[1], -self._share_fixed] if pools else [])]
@@ -171,7 +173,7 @@ class _Program:
         lp.col_cost_ = np.concatenate([columns.cost[at], self._model_price, self._place_price, np.zeros(pools)])
         lp.col_lower_ = np.zeros(matrix.shape[1])
         most_short = start[size : size + shorts]
-        lp.col_upper_ = np.concatenate([np.ones(size), most_short, np.full(pools, np.inf), self._pool_most])
+        lp.col_upper_ = np.concatenate([np.ones(size), most_short, np.full(pools, np.inf), self._slots_most])
         lp.row_lower_, lp.row_upper_ = lower, upper
         lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
         lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data

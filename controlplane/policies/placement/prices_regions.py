@@ -60,10 +60,12 @@ class _Program:
         self._sizes = (len(owner), len(self._pooled[0]), len(here), len(here), len(tables.gpu_types))
         price = tables.price[here][owner, kind, segment] - token[model[owner]] * speed
         self._cost = [price, self._pool_price(tables, here, token), tables.home_price[here], tables.fewest_price[here]]
-        self._cost.append(tables.gpu_price)
+        self._step = tables.pools.step[region] if tables.pools else np.ones(self._sizes[4], np.int64)
+        self._cost.append(tables.gpu_price * self._step)
         self._upper = [tables.room[here][owner, kind, segment].astype(float), np.ones(self._sizes[1])]
         self._upper += [tables.home[here], tables.fewest[here].astype(float)]
-        self._upper.append(tables.capacity[region].astype(float) if tables.pools else np.zeros(self._sizes[4]))
+        slots = (tables.capacity[region] // self._step).astype(float)
+        self._upper.append(slots if tables.pools else np.zeros(self._sizes[4]))
         self._add_endpoints(tables, here, speed)
         self._add_places(tables, here, region, gpus)
 
@@ -98,14 +100,14 @@ class _Program:
         none, no = np.zeros(0), np.zeros(0, np.int64)
         types, kind, pooled = np.arange(self._sizes[4]), self._instance[1], self._pooled[1]
         any_, capacity = np.full(len(types), -np.inf), tables.capacity[region].astype(float)
-        ones = np.ones(len(types))
-        self._add(any_, capacity, [kind, no, no, no, types], [gpus.astype(float), none, none, none, ones])
+        step = self._step.astype(float)
+        self._add(any_, capacity, [kind, no, no, no, types], [gpus.astype(float), none, none, none, step])
         if tables.pools is None:
             return
         at = here[self._pooled[0]]
         share = tables.pools.occupancy[at, pooled] / tables.pools.fill
         for taken in (share, tables.pools.weights[at, pooled]):
-            self._add(any_, 0.0 * capacity, [no, pooled, no, no, types], [none, taken, none, none, -ones])
+            self._add(any_, 0.0 * capacity, [no, pooled, no, no, types], [none, taken, none, none, -step])
 
     def _add(self, low: Floats, high: Floats, rows: list[Ints], values: list[Floats]) -> None:
         """A row for each limit; for each kind of column the row of each and its value, or nothing."""

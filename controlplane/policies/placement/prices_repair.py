@@ -31,7 +31,7 @@ def served_by(tables: Tables, endpoint: Ints, counts: Ints, pooled: Ints) -> Flo
 
 
 def pool_gpus(tables: Tables, endpoint: Ints, pooled: Ints) -> Ints:
-    """Whole GPUs that pools need for these endpoints, pooled on these GPU types (-1 = not pooled), [J, K]."""
+    """GPUs of whole slots that pools need for these endpoints, pooled on these GPU types (-1 = not pooled), [J, K]."""
     if tables.pools is None:
         return np.zeros(tables.capacity.shape, np.int64)
     at, kind = endpoint[pooled >= 0], pooled[pooled >= 0]
@@ -39,7 +39,8 @@ def pool_gpus(tables: Tables, endpoint: Ints, pooled: Ints) -> Ints:
     place = (tables.region_of[at], kind)
     np.add.at(share, place, tables.pools.occupancy[at, kind] / tables.pools.fill)
     np.add.at(weights, place, tables.pools.weights[at, kind])
-    return np.ceil(np.maximum(share, weights) - ROUNDING).astype(np.int64)
+    slots = np.ceil((np.maximum(share, weights) - ROUNDING) / tables.pools.step)
+    return np.asarray(slots * tables.pools.step).astype(np.int64)
 
 
 def rounded(tables: Tables, rows: Rows, columns: Columns, weights: Floats, prices: Floats) -> Ints:

@@ -31,6 +31,7 @@ class PoolTables:
         served: tokens/s it takes off its model's row, [E].
         fill: share of a pool GPU that may be occupied.
         before: pool GPUs now, [J, K].
+        step: GPUs by which a pool grows, [J, K].
     """
 
     occupancy: Floats
@@ -39,6 +40,7 @@ class PoolTables:
     served: Floats
     fill: float
     before: Ints
+    step: Ints
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -176,18 +178,20 @@ def _pools(grid: Grid, type_at: Mapping[str, int], region_at: Mapping[str, int])
     weights, extra = np.zeros(occupancy.shape), np.zeros(occupancy.shape)
     host = {row.place: row.host_bytes_per_gpu for row in grid.places}
     before = np.zeros((len(region_at), len(type_at)), np.int64)
+    step = np.ones_like(before)
     for row in grid.places:
-        before[region_at[row.place.region], type_at[row.place.gpu_type]] = row.pool_before
+        at = region_at[row.place.region], type_at[row.place.gpu_type]
+        before[at], step[at] = row.pool_before, row.pool_step
     endpoints = [endpoint for model in grid.models for endpoint in model.endpoints]
     for number, endpoint in enumerate(endpoints):
         for option in endpoint.options:
-            at = type_at[option.key.gpu_type]
+            kind = type_at[option.key.gpu_type]
             brings = host[RegionGpu(region=option.key.region, gpu_type=option.key.gpu_type)]
             if option.weights_bytes and not brings:
                 continue
-            occupancy[number, at] = option.occupancy
-            weights[number, at] = option.weights_bytes / brings if brings else 0.0
-            extra[number, at] = -grid.move_price if option.before else grid.move_price
+            occupancy[number, kind] = option.occupancy
+            weights[number, kind] = option.weights_bytes / brings if brings else 0.0
+            extra[number, kind] = -grid.move_price if option.before else grid.move_price
     return PoolTables(
         occupancy=occupancy,
         weights=weights,
@@ -195,4 +199,5 @@ def _pools(grid: Grid, type_at: Mapping[str, int], region_at: Mapping[str, int])
         served=np.array([endpoint.busiest for endpoint in endpoints]),
         fill=grid.fill,
         before=before,
+        step=step,
     )

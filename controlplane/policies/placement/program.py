@@ -1,7 +1,8 @@
 """The placement problem as an integer program (SageServe 5), with pools and spot instances.
 
     x_ijk instances of model i in region j on GPU type k; u_ijk of them started, a_ijk and b_ijk of these from spot
-    instances of the same model and of others; z_ijk pooled there or not (0, 1), Z_ij = sum_k z_ijk; P_jk pool GPUs
+    instances of the same model and of others; z_ijk pooled there or not (0, 1), Z_ij = sum_k z_ijk; P_jk pool GPUs,
+    whole slots of them: P_jk = slot_jk N_jk
 
     sum_k x_ijk theta_ik + home_ij + eps max_w rho_ij(w) Z_ij  >= eps max_w rho_ij(w)     each i, j
     sum_jk x_ijk theta_ik + global_i + sum_j rho_ij(w*) Z_ij   >= max_w sum_j rho_ij(w)   each i; w* its busiest window
@@ -55,7 +56,7 @@ class Program:
         return Answer(
             counts={key: round(variable.varValue or 0.0) for key, variable in self.counts.items()},
             pooled=frozenset(key for key, variable in self.pooled.items() if round(variable.varValue or 0.0)),
-            pool_gpus={place: round(variable.varValue or 0.0) for place, variable in self.pool_gpus.items()},
+            pool_gpus={place: round(gpus.value() or 0.0) for place, gpus in self.pool_gpus.items()},
         )
 
 
@@ -158,7 +159,8 @@ class _Builder:
         self.cost.append(price * unit * short)
 
     def _add_pool(self, row: PlaceRow, number: int) -> Any:
-        gpus = self.problem.add_variable(f"p{number:06d}", 0, row.capacity, pulp.LpInteger)
+        slots = self.problem.add_variable(f"p{number:06d}", 0, row.capacity // row.pool_step, pulp.LpInteger)
+        gpus = row.pool_step * slots
         added = self.problem.add_variable(f"q{number:06d}", 0)
         self._add_row(added - gpus >= -row.pool_before)
         move = self._grid.move_price

@@ -12,6 +12,7 @@ class SlotRoom:
     """One slot of a node. `gpus_free` are not held by any instance, draining and spot ones included.
 
     Attributes:
+        workers: worker processes that share its GPUs; an instance takes no more than those of one.
         age_s: seconds since its node's last heartbeat.
         accepting: False for a node that is being drained.
         pooled: it is in the pool, or shall be; nothing but pooled instances starts there or is lent out there.
@@ -26,6 +27,12 @@ class SlotRoom:
     age_s: float
     accepting: bool = True
     pooled: bool = False
+    workers: int = 1
+
+    @property
+    def worker_gpus(self) -> int:
+        """The most GPUs that an instance may take here."""
+        return self.gpus // self.workers
 
     @property
     def place(self) -> tuple[str, int]:

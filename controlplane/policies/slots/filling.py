@@ -9,8 +9,9 @@ from controlplane.policies.scaling.facts import KindStep, ScaleStep
 from controlplane.policies.slots.facts import PlacedInstance, SlotAdd, SlotFacts, SlotRoom, SlotSettings
 
 Place = tuple[str, int]
-_Room = tuple[int, int, str, int]
-"""A slot in a heap, the emptiest first: minus the free GPUs of its node and of itself, and its place."""
+_Room = tuple[int, int, int, str, int]
+"""A slot in a heap, the best first: how dear it is to others, minus the free GPUs of its node and of itself, its place.
+"""
 
 
 class Filling:
@@ -79,7 +80,9 @@ class Filling:
         return self._placed(step, found[0], found[1]) if found else None
 
     def add(self, step: ScaleStep) -> SlotAdd | None:
-        """Free GPUs, on the node with fewest instances of the endpoint, then with most free GPUs."""
+        """Free GPUs, on the node with fewest instances of the endpoint; then where workers do not serve together, and
+        where a pool could not grow anyway; then on the node with most free GPUs.
+        """
         found = [slot for gpu_type in self._gpu_types(step) if (slot := self._best_free(step, gpu_type)) is not None]
         return self._placed(step, min(found, key=lambda slot: self._rank(step, slot)), ()) if found else None
 
@@ -149,6 +152,8 @@ class Filling:
         words = (
             f"GPUs full in {region}: {free} of {sum(slot.gpus for slot in here)} {names} free, needs {need} in one slot"
         )
+        if all(slot.worker_gpus < need for slot in here):
+            words += f", whose workers have {max(slot.worker_gpus for slot in here)} at most"
         return f"{words}; {silent} nodes silent or draining" if silent else words
 
     def _with_spot(self, step: ScaleStep, *, leased: bool) -> tuple[SlotRoom, tuple[PlacedInstance, ...]] | None:
@@ -160,6 +165,8 @@ class Filling:
             if slot.gpu_type not in gpu_types:
                 continue
             need = self._need(step, slot)
+            if need > slot.worker_gpus:
+                continue
             spare: tuple[PlacedInstance, ...] = ()
             promised = self._promised.get(place, 0) if leased else 0
             free = self._free[place] + promised
@@ -218,7 +225,16 @@ class Filling:
             heapq.heappush(self._emptiest[each.region, each.gpu_type], self._room(each))
 
     def _room(self, slot: SlotRoom) -> _Room:
-        return (-self._free_on[slot.node_id], -self._free[slot.place], slot.node_id, slot.slot)
+        free = self._free[slot.place]
+        return (self._dearness(slot), -self._free_on[slot.node_id], -free, slot.node_id, slot.slot)
+
+    def _dearness(self, slot: SlotRoom) -> int:
+        """How much a pool would rather have the slot. Pools gain by workers that serve together, an instance of its own
+        does not, and a pool takes a slot whole: so single workers come first, then slots that hold one already.
+        """
+        if slot.workers == 1:
+            return 0
+        return 1 if self._free[slot.place] < slot.gpus else 2
 
     def _best_free(self, step: ScaleStep, gpu_type: str) -> SlotRoom | None:
         """The slot of best rank that has the GPUs: as a rule the emptiest, which is at the top of the heap. Only those
@@ -229,11 +245,12 @@ class Filling:
         beside: list[SlotRoom] = []
         while rooms:
             room = heapq.heappop(rooms)
-            slot = self._open[room[2:]]
+            slot = self._open[room[3:]]
             if room != self._room(slot) or not self._free[slot.place] or (seen and room == seen[-1]):
                 continue  # as it was once
             seen.append(room)
-            if self._free[slot.place] < self._need(step, slot):
+            need = self._need(step, slot)
+            if need > min(self._free[slot.place], slot.worker_gpus):
                 continue
             beside.append(slot)
             here = (step.endpoint, slot.node_id)
@@ -252,11 +269,10 @@ class Filling:
     def _need(self, step: ScaleStep, slot: SlotRoom) -> int:
         return self._gpus[step.endpoint.model, slot.gpu_type]
 
-    def _rank(self, step: ScaleStep, slot: SlotRoom) -> tuple[bool, int, int, int, str, int]:
+    def _rank(self, step: ScaleStep, slot: SlotRoom) -> tuple[bool, int, _Room]:
         """Not where the endpoint's instances do not come up, else spread."""
         here = (step.endpoint, slot.node_id)
-        free = self._free[slot.place]
-        return (here in self._stuck, self._beside[here], -self._free_on[slot.node_id], -free, slot.node_id, slot.slot)
+        return (here in self._stuck, self._beside[here], self._room(slot))
 
     def _is_open(self, instance: PlacedInstance) -> bool:
         return (instance.node_id, instance.slot) in self._open

@@ -6,8 +6,8 @@ that host copies of weights are used again; who leaves is drained only when its 
 
 A pool grows by slots that already are one, then free ones, then such as hold nothing but instances of endpoints that
 are to be pooled: those serve on beside the pooled ones until these are ready. Last come slots of spot instances, which
-are stopped, or get notice first. A slot that leaves the pool is handed to the last endpoint on it where that is to have
-instances of its own.
+are stopped, or get notice first. It takes slots whole, see `pool_sizes`. A slot that leaves the pool is handed to the
+last endpoint on it where that is to have instances of its own.
 """
 
 from collections import defaultdict
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
 from controlplane.policies.slots.facts import InstanceChange, PlacedInstance, SlotAdd, SlotRoom, Unplaced
+from controlplane.policies.slots.pool_sizes import Holds, Rank, whole_slots
 
 Place = tuple[str, int]
 
@@ -104,9 +105,8 @@ class _PoolSlot:
     def takes(self, share: float) -> bool:
         return not self.occupied or self.occupied + share <= self.room.gpus
 
-    @property
-    def fullness(self) -> tuple[float, Place]:
-        return self.occupied / self.room.gpus, self.room.place
+    def fullness(self, share: float) -> float:
+        return (self.occupied + share) / self.room.gpus
 
 
 def choose_pool_slots(facts: PoolSlotFacts, now_s: float, *, stale_s: float) -> PoolSlotDecision:
@@ -218,31 +218,28 @@ class _Filling:
             ((rank, slot) for slot in self._usable[place] if (rank := self._rank(slot)) is not None),
             key=lambda each: each[0],
         )
-        found: list[_PoolSlot] = []
-        for _, slot in ranked:
-            if sum(each.room.gpus for each in found) >= wanted:
-                break
-            leased = any(each.spot and each.spot.leased for each in self._dedicated_on[slot.place])
-            found.append(_PoolSlot(room=slot, leased=leased))
-        return found
+        return [_PoolSlot(room=slot, leased=self._is_leased(slot)) for slot in whole_slots(ranked, wanted)]
 
-    def _rank(self, slot: SlotRoom) -> tuple[int, int, float, Place] | None:
-        """How well a slot suits the pool, the smaller the better; None: it must not join."""
+    def _rank(self, slot: SlotRoom) -> Rank | None:
+        """How well a slot suits the pool, whatever its size, the smaller the better; None: it must not join."""
         if slot.place in self._pooled_on:
             running = [each for each in self._pooled_on[slot.place] if not each.draining]
             occupied = sum(self._facts.occupancy.get(each.key, 0.0) for each in running)
-            return 0, -len(running), -occupied, slot.place
+            return Holds.POOLED, -len(running), -occupied, slot.place
         beside = self._dedicated_on[slot.place]
         if not beside:
-            return (1, 0, 0.0, slot.place) if slot.gpus_free == slot.gpus else None
-        if any(each.spot and each.spot.leased for each in beside):
-            kind = 4
+            return (Holds.NOTHING, -slot.workers, 0.0, slot.place) if slot.gpus_free == slot.gpus else None
+        if self._is_leased(slot):
+            kind = Holds.LEASED
         elif any(each.spot for each in beside):
-            kind = 3
+            kind = Holds.SPOT
         else:
-            kind = 2
+            kind = Holds.LEAVING
         leaves = all(each.spot is not None or _key_of(each) in self._facts.occupancy for each in beside)
-        return (kind, len(beside), 0.0, slot.place) if leaves else None
+        return (kind, -slot.workers, float(len(beside)), slot.place) if leaves else None
+
+    def _is_leased(self, slot: SlotRoom) -> bool:
+        return any(each.spot and each.spot.leased for each in self._dedicated_on[slot.place])
 
     def _stand(self, key: EndpointGpu, slots: Mapping[Place, _PoolSlot]) -> _PoolSlot | None:
         """Where the endpoint stays: on a slot of the pool with room for it, or where it is if all are full. A running
@@ -266,10 +263,11 @@ class _Filling:
         return slots[chosen.place]
 
     def _start(self, key: EndpointGpu, slots: Mapping[Place, _PoolSlot]) -> _PoolSlot | None:
-        """The emptiest slot that does not hold the endpoint yet; one where it runs without a pool comes first among
-        equals, since its weights are there.
+        """The slot that is emptiest with it and does not hold it yet; among equals, one where it runs without a pool,
+        since its weights are there.
         """
         endpoint = Endpoint(model=key.model, region=key.region)
+        share = self._facts.occupancy[key]
         taken = {each.place for each in self._pooled_of[key]}
         found = [slot for at, slot in slots.items() if at not in taken]
         if not found:
@@ -277,8 +275,7 @@ class _Filling:
 
         def rank(slot: _PoolSlot) -> tuple[float, bool, Place]:
             here = any(each.endpoint == endpoint for each in self._dedicated_on[slot.room.place])
-            fullness, place = slot.fullness
-            return fullness, not here, place
+            return slot.fullness(share), not here, slot.room.place
 
         slot = min(found, key=rank)
         self.adds.append(_add(endpoint, slot.room))

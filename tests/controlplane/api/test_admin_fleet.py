@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from controlplane.store.fleet import fleet_index, join_node
+from controlplane.store.fleet import fleet_index
+from controlplane.store.joining import join_node
 from controlplane.store.session import Database
 from dataplane.messages import Join, SlotSpec
 from tests.controlplane.api.conftest import ENDPOINT, MODEL, PROFILE, Ask
@@ -25,11 +26,11 @@ def node(database: Database, fleet: None) -> str:
         region="us-east",
         gpu_type="H800",
         url="http://127.0.0.1:1",
-        slots=(SlotSpec(gpus=1, memory_bytes=80), SlotSpec(gpus=2, memory_bytes=160)),
+        slots=(SlotSpec(gpus=1, memory_bytes=80), SlotSpec(gpus=2, memory_bytes=160, workers=2)),
         engine="replay",
     )
     with database.transaction() as session:
-        return join_node(session, join).name
+        return join_node(session, join).node.name
 
 
 def test_regions_take_the_last_place_unless_told(ask: Ask) -> None:
@@ -236,7 +237,7 @@ def test_bad_pages(ask: Ask) -> None:
 def test_nodes_drain_and_come_back(ask: Ask, node: str) -> None:
     listed = ask("GET", "/admin/nodes", role="viewer")["data"]
     assert [(row["name"], row["alive"], row["draining"]) for row in listed] == [(node, False, False)]
-    assert [slot["gpus"] for slot in listed[0]["slots"]] == [1, 2]
+    assert [(slot["gpus"], slot["workers"]) for slot in listed[0]["slots"]] == [(1, 1), (2, 2)]
     assert ask("POST", f"/admin/nodes/{node}/drain")["draining"] is True
     ask("POST", f"/admin/nodes/{node}/drain")
     assert ask("GET", f"/admin/nodes/{node}")["draining"] is True

@@ -29,10 +29,10 @@ JOIN = Join(
 )
 
 
-def hold(database: Database, instance_id: str, model: str = "llama") -> None:
+def hold(database: Database, instance_id: str, model: str = "llama", *, slot: int = 0) -> None:
     """Let the node of JOIN hold an instance."""
     with database.transaction() as session:
-        made = add_instance(session, model=model, region="us-east", gpu_type="H800", node="node-1", slot=0, gpus=0)
+        made = add_instance(session, model=model, region="us-east", gpu_type="H800", node="node-1", slot=slot, gpus=0)
         made.id = instance_id
 
 
@@ -64,6 +64,23 @@ def state(api: TestClient, ask: Ask, fleet: None, database: Database) -> State:
     found = api.app.state.tidepool  # type: ignore[attr-defined]
     assert isinstance(found, State)
     return found
+
+
+def test_what_a_node_has_no_place_for_is_lost_and_audited(state: State, ask: Ask, database: Database) -> None:
+    two = msgspec.structs.replace(JOIN, slots=(SlotSpec(gpus=1, memory_bytes=80),) * 2)
+    ask("POST", "/node/join", role="node", content=msgspec.json.encode(two))
+    hold(database, "i2", slot=1)
+    answer = ask("POST", "/node/join", role="node", content=msgspec.json.encode(JOIN))
+    assert [instance["instance_id"] for instance in answer["instances"]] == ["i1"]
+    events = ask("GET", "/admin/audit")["data"]
+    [lost] = [event for event in events if event["action"] == "instance.lose"]
+    assert (lost["subject"], lost["after"]) == ("i2", {"reason": "node node-1 came back with no place for it"})
+
+
+def test_workers_that_cannot_share_a_slot_are_refused(ask: Ask, fleet: None) -> None:
+    odd = msgspec.json.encode(JOIN).replace(b'"workers":1', b'"workers":2')
+    answer = ask("POST", "/node/join", role="node", status=400, content=odd)
+    assert "workers must be at least 1 and divide gpus, 1, not 2" in str(answer)
 
 
 def test_without_postgres_the_view_stays_fresh(state: State, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:

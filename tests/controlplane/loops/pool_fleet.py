@@ -8,6 +8,7 @@ from sqlalchemy import select
 from controlplane.store import fleet
 from controlplane.store.demand import put_forecasts
 from controlplane.store.demand_tables import Forecast
+from controlplane.store.joining import join_node
 from controlplane.store.tables import Instance, Profile
 from dataplane.messages import Join, SlotSpec
 from tests.controlplane.world import World
@@ -43,15 +44,16 @@ def join(
     url: str = "http://127.0.0.1:9",
     slots: int = 1,
     gpus: int = 1,
+    workers: int = 1,
     host_bytes: int | None = HOST_BYTES,
 ) -> None:
-    """A node of us-east with slots of so many GPUs."""
-    specs = tuple(SlotSpec(gpus=gpus, memory_bytes=80 << 30) for _ in range(slots))
+    """A node of us-east with slots of so many GPUs, shared by so many workers."""
+    specs = tuple(SlotSpec(gpus=gpus, memory_bytes=80 << 30, workers=workers) for _ in range(slots))
     said = Join(
         node=name, region="us-east", gpu_type="H800", url=url, slots=specs, engine="replay", host_bytes=host_bytes
     )
     with world.database.transaction() as session:
-        fleet.join_node(session, said)
+        join_node(session, said)
         fleet.touch_node(session, name)
 
 

@@ -13,6 +13,7 @@ from controlplane.loops.scale import scale
 from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.instances import desired_of, observe
+from controlplane.store.joining import join_node
 from controlplane.store.key_tables import AuditEvent
 from controlplane.store.tables import Instance, Model
 from dataplane import held, slots
@@ -70,9 +71,7 @@ class Fleet:
         self.agent = Agent(node_settings(engine="torch", profile=None, load_retry_s=600.0), boot_id="boot")
         spec = (SlotSpec(gpus=1, memory_bytes=80 << 30),)
         with world.database.transaction() as session:
-            fleet.join_node(
-                session, Join(node="n1", region="us-east", gpu_type="H800", url=URL, slots=spec, engine="torch")
-            )
+            join_node(session, Join(node="n1", region="us-east", gpu_type="H800", url=URL, slots=spec, engine="torch"))
             fleet.put_endpoint(session, model="tide", region="us-east", minimum=1, maximum=1)
 
     def choose(self, engine: EngineChoice) -> None:

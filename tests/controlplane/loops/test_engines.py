@@ -10,6 +10,7 @@ from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.instances import desired_of
+from controlplane.store.joining import join_node
 from controlplane.store.tables import Instance, Model, Profile
 from dataplane.messages import EngineChoice, EngineKind, Join, SlotSpec
 from tests.controlplane.world import World
@@ -22,11 +23,11 @@ def settings(settings: Settings) -> Settings:
     return settings.model_copy(update={"heartbeat_stale_s": 60.0, "spot_enabled": False})
 
 
-def join(world: World, engine: EngineKind) -> None:
-    slots = tuple(SlotSpec(gpus=1, memory_bytes=80 << 30) for _ in range(2))
+def join(world: World, engine: EngineKind, *, workers: int = 1) -> None:
+    slots = tuple(SlotSpec(gpus=workers, memory_bytes=80 << 30, workers=workers) for _ in range(2))
     join = Join(node="n1", region="us-east", gpu_type="H800", url=URL, slots=slots, engine=engine)
     with world.database.transaction() as session:
-        fleet.join_node(session, join)
+        join_node(session, join)
         fleet.touch_node(session, "n1")
         fleet.put_endpoint(session, model="tide", region="us-east", minimum=2, maximum=2)
     world.report("n1", "none", region="us-east", url=URL)
@@ -63,6 +64,13 @@ def test_live_instances_move_one_after_the_other(world: World, settings: Setting
     choose(world, "vllm")
     assert [settle(world, settings, late_s=late_s) for late_s in (61, 30, 61, 61)] == [1, 0, 1, 0]
     assert told(world) == (first + 2, [("vllm", "chosen for the model")] * 2)
+
+
+def test_slots_of_several_workers_stay_on_the_torch_engine(world: World, settings: Settings) -> None:
+    join(world, "vllm", workers=2)
+    choose(world, "vllm")
+    assert settle(world, settings) == 0
+    assert told(world)[1] == [("torch", "2 workers of its slot serve together: only the torch engine does that")] * 2
 
 
 def test_the_faster_engine_is_taken_where_both_were_measured(world: World, settings: Settings) -> None:

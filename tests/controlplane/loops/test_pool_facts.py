@@ -107,11 +107,26 @@ def test_who_is_left_out_and_why(world: World, settings: Settings) -> None:
 
 def test_slots_must_be_as_large_as_the_model(world: World, settings: Settings) -> None:
     join(world, "n1", gpus=2)
-    assert "slots of H800 have 2 GPUs, the model takes 1" in told(world, settings, {}).words()
+    assert "workers on H800 have 2 GPUs, the model takes 1" in told(world, settings, {}).words()
     put_profile(world, gpus=2, latency=LATENCY)
     pools = told(world, settings, {EAST: (20.0,)})
     assert pools.facts is not None
     assert {key.model for key in pools.facts.occupancy} == {"a"}
+
+
+def test_slots_that_serve_together_carry_more_and_are_taken_whole(world: World, settings: Settings) -> None:
+    place = RegionGpu(region="us-east", gpu_type="H800")
+    busy = {EAST: (6_000.0,)}
+    join(world, "n1", slots=4)
+    alone = told(world, settings, busy)
+    assert alone.facts is not None
+    assert ON_H800 not in alone.facts.occupancy
+    join(world, "n1", gpus=4, workers=4)
+    together = told(world, settings, busy)
+    assert together.facts is not None
+    assert settings.pool_fill < together.facts.occupancy[ON_H800] <= 4 * settings.pool_fill
+    assert together.facts.slot_gpus == {place: 4}
+    assert together.facts.host_bytes_per_gpu == {"H800": HOST_BYTES // 4}
 
 
 def test_they_can_be_disabled(world: World, settings: Settings) -> None:

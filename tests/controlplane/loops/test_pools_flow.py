@@ -16,10 +16,13 @@ from controlplane.loops.scale import scale
 from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.instances import desired_of, observe
+from controlplane.store.joining import join_node
 from controlplane.store.plans import plan_in_force
 from controlplane.store.tables import Instance
+from dataplane.control import join_message
+from dataplane.settings import AgentSettings
 from tests.controlplane.api.gateway import Gateway, running_gateway
-from tests.controlplane.loops.pool_fleet import add_models, expect, join, live_rows
+from tests.controlplane.loops.pool_fleet import add_models, expect, live_rows
 from tests.controlplane.world import World
 from tests.dataplane.replay_node import KEY, Node, running_node
 from tests.dataplane.replay_node import settings as agent_settings
@@ -76,11 +79,15 @@ def accepts(report: object) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def running_fleet(world: World, settings: Settings, names: tuple[str, ...]) -> AsyncIterator[Fleet]:
+async def running_fleet(world: World, settings: Settings, *agents: AgentSettings) -> AsyncIterator[Fleet]:
+    """The nodes of these agents, joined as they introduce themselves."""
     async with contextlib.AsyncExitStack() as stack:
-        nodes = {name: await stack.enter_async_context(running_node(agent_settings(node=name))) for name in names}
-        for name, node in nodes.items():
-            join(world, name, url=str(node.client.base_url).rstrip("/"), host_bytes=node.agent.host_bytes)
+        nodes = {given.node: await stack.enter_async_context(running_node(given)) for given in agents}
+        for given in agents:
+            url, agent = str(nodes[given.node].client.base_url).rstrip("/"), nodes[given.node].agent
+            with world.database.transaction() as session:
+                join_node(session, join_message(agent, url))
+                fleet.touch_node(session, given.node)
         yield Fleet(world, nodes, settings)
 
 
@@ -112,7 +119,7 @@ def test_a_plan_pools_the_long_tail_and_lets_go_who_grows(world: World, settings
     add_models(world, *MODELS)
 
     async def run() -> None:
-        async with running_fleet(world, settings, ("n1", "n2", "n3")) as fleet:
+        async with running_fleet(world, settings, *(agent_settings(node=name) for name in ("n1", "n2", "n3"))) as fleet:
             fleet.beat()
             now_s = time.time()
             words = await asyncio.to_thread(plan, world, settings, dict.fromkeys(MODELS, 20.0), now_s=now_s)

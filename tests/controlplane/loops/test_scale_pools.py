@@ -18,7 +18,7 @@ from controlplane.store.pins import add_pin
 from controlplane.store.plan_tables import PlanEntry
 from controlplane.store.plans import add_plan, apply_plan
 from controlplane.store.spot import lease_spot
-from controlplane.store.tables import SpotLease
+from controlplane.store.tables import Profile, SpotLease
 from dataplane.messages import Heartbeat, InstanceReport, InstanceState
 from tests.controlplane.loops.pool_fleet import add_models, join, live_rows
 from tests.controlplane.store.test_plans import a_plan
@@ -195,6 +195,57 @@ def test_a_drained_node_hands_its_pool_over(world: World, settings: Settings) ->
     assert run(world, settings).drained == 2
     follow_desired(world, "n1", "n2")
     assert wanted(world) == {"+a@n2", "+b@n2"}
+
+
+def test_a_node_that_comes_back_with_fewer_slots_is_made_good_for(world: World, settings: Settings) -> None:
+    """Its slots serve together now: what stood on the first is there still, what stood on the others is lost. It starts
+    elsewhere at once, and who serves meanwhile goes on.
+    """
+    join(world, "n1", slots=3)
+    for name in ("n2", "n3"):
+        join(world, name)
+    nodes = ("n1", "n2", "n3")
+    for name in nodes:
+        follow_desired(world, name)
+    follow(world, own={"c": 2}, pooled=("a", "b"))
+    run(world, settings)
+    follow_desired(world, *nodes)
+    assert wanted(world) == {"+a@n1", "+b@n1", "c@n1", "c@n2"}
+    before = {row.id: row.observed for row in live_rows(world) if (row.model, row.node) != ("c", "n1")}
+    join(world, "n1", gpus=3, workers=3)
+    assert {row.id: row.observed for row in live_rows(world)} == before, "c goes on at n2, the pool on all of n1"
+    assert run(world, settings).changes() == {"started": 1}
+    follow_desired(world, *nodes)
+    assert wanted(world) == {"+a@n1", "+b@n1", "c@n2", "c@n3"}
+    assert run(world, settings).changes() == {}
+
+
+def test_a_sole_instance_that_lost_its_slot_starts_elsewhere_at_once(world: World, settings: Settings) -> None:
+    join(world, "n1", slots=2)
+    follow_desired(world, "n1")
+    follow(world, own={"b": 1, "c": 1})
+    run(world, settings)
+    follow_desired(world, "n1")
+    [lost] = [row.model for row in live_rows(world) if row.slot == 1]
+    join(world, "n1", gpus=2, workers=2)
+    assert lost not in {row.model for row in live_rows(world)}
+    assert run(world, settings).changes() == {"started": 1}
+    assert {(row.model, row.slot) for row in live_rows(world)} == {("b", 0), ("c", 0)}, "both on what is one slot now"
+
+
+def test_a_model_is_placed_where_it_fits_on_one_worker(world: World, settings: Settings) -> None:
+    with world.database.transaction() as session:
+        two_gpus = Profile(model="c", gpu_type="H800", tokens_per_s=1000.0, gpus=2, load_time_s=30.0)
+        fleet.put_profile(session, two_gpus)
+    join(world, "n1", gpus=4, workers=4)
+    follow_desired(world, "n1")
+    follow(world, own={"c": 1})
+    [words] = run(world, settings).unplaced
+    assert words.endswith("4 of 4 H800 free, needs 2 in one slot, whose workers have 1 at most")
+    join(world, "n2", gpus=4, workers=2)
+    follow_desired(world, "n2")
+    run(world, settings)
+    assert wanted(world) == {"c@n2"}
 
 
 def test_spot_gives_way_to_the_pool(world: World, settings: Settings) -> None:

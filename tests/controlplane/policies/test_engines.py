@@ -39,6 +39,7 @@ def instance(name: str = "i1", **changes: Any) -> EngineFacts:
         pooled=False,
         gpus=1,
         whole_slot=True,
+        workers=1,
         ready=True,
         steady=True,
         rates={},
@@ -70,6 +71,7 @@ def failed(engine: Engine, times: int = 1) -> dict[Engine, EngineFailure]:
         ({"node_prefers": "vllm", "whole_slot": False}, "torch", "it shares its slot"),
         ({"node_prefers": "vllm", "asked": "vllm", "pooled": True}, "torch", "pooled"),
         ({"asked": "vllm", "gpus": 2}, "torch", "it takes 2 GPUs: vLLM runs a model on one GPU here"),
+        ({"asked": "vllm", "whole_slot": False, "workers": 8}, "torch", "8 workers of its slot serve together"),
         ({"node_prefers": "replay", "asked": "vllm"}, "auto", "replays"),
     ],
 )

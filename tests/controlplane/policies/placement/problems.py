@@ -66,6 +66,7 @@ def small_facts(draw: st.DrawFn, *, pools: bool = False) -> PlacementFacts:
         occupancy={cell: draw(shares) for cell in cells if draw(st.integers(0, 3))},
         weights_bytes=dict.fromkeys(models, 16),
         host_bytes_per_gpu={gpu_type: draw(st.sampled_from([0, 10, 16, 40])) for gpu_type in gpu_types},
+        slot_gpus={place: draw(st.integers(1, 3)) for place in places if draw(st.booleans())},
         present={place: draw(st.integers(0, 2)) for place in places if draw(st.booleans())},
         pooled=frozenset(cell for cell in cells if draw(st.integers(0, 3)) == 0),
     )

@@ -234,8 +234,11 @@ def test_too_little_capacity_serves_what_it_can() -> None:
     assert found.bound == pytest.approx(found.objective)
 
 
-def test_a_pool_is_shared_by_the_tail() -> None:
-    """Ten models of a twentieth of a GPU each: one pool GPU holds 0.8 / 0.05 = 16 of them, dedicated takes ten."""
+@pytest.mark.parametrize("slot_gpus", [1, 4])
+def test_a_pool_is_shared_by_the_tail(slot_gpus: int) -> None:
+    """Ten models of a twentieth of a GPU each: one pool GPU holds 0.8 / 0.05 = 16 of them, dedicated takes ten. Four in
+    a slot are cheaper still.
+    """
     models = [f"m{number}" for number in range(10)]
     keys = [EndpointGpu(model=model, region="r", gpu_type="G") for model in models]
     facts = _one(
@@ -249,12 +252,13 @@ def test_a_pool_is_shared_by_the_tail() -> None:
             occupancy=dict.fromkeys(keys, 0.05),
             weights_bytes=dict.fromkeys(models, 10),
             host_bytes_per_gpu={"G": 100},
+            slot_gpus={RegionGpu(region="r", gpu_type="G"): slot_gpus},
         ),
     )
     found = solve_by_prices(facts, EXACT)
     assert found.counts == {}
     assert found.pooled == frozenset(keys)
-    assert found.pool_gpus == {RegionGpu(region="r", gpu_type="G"): 1}
+    assert found.pool_gpus == {RegionGpu(region="r", gpu_type="G"): slot_gpus}
 
 
 @pytest.mark.parametrize("pools", [False, True])

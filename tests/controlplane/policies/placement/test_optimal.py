@@ -37,7 +37,7 @@ def chosen(placement: Placement) -> Choice:
 
 
 def choices_of(facts: PlacementFacts) -> Iterator[Choice]:
-    """Every placement that keeps to capacity, maximum and pin, with the fewest pool GPUs that hold what is pooled."""
+    """Every placement that keeps to capacity, maximum and pin, with the fewest pool slots that hold what is pooled."""
     cells = list(facts.present)
     endpoints = list(facts.demand)
     homes: list[list[EndpointGpu | None]] = []
@@ -61,7 +61,8 @@ def _pool_gpus(facts: PlacementFacts, place: RegionGpu, pooled: frozenset[Endpoi
     if not here or facts.pool is None:
         return 0
     pool = facts.pool
-    for gpus in range(1, 99):
+    step = pool.slot_gpus.get(place, 1)
+    for gpus in range(step, 99, step):
         fits = sum(pool.occupancy[key] for key in here) <= pool.fill * gpus + 1e-9
         if (
             fits

@@ -11,6 +11,7 @@ from controlplane.policies.placement.poolable import (
     PoolableSettings,
     PoolNode,
     PoolProfile,
+    PoolSlotSize,
     choose_poolable,
 )
 from controlplane.policies.placement.pools import LATENCY_FIELDS, PoolLoad, occupancy_of
@@ -26,7 +27,9 @@ LATENCY = {
 }
 A, B = (Endpoint(model=model, region="east") for model in "ab")
 ON_H800 = EndpointGpu(model="a", region="east", gpu_type="H800")
-NODE = PoolNode(gpu_type="H800", slot_gpus=(1, 1), host_bytes=100)
+ONE_GPU = PoolSlotSize(gpus=1)
+TOGETHER = PoolSlotSize(gpus=4, workers=4)
+NODE = PoolNode(region="east", gpu_type="H800", slots=(ONE_GPU, ONE_GPU), host_bytes=100)
 
 
 def facts(**changes: Any) -> PoolableFacts:
@@ -67,13 +70,44 @@ def test_one_slot_must_carry_an_endpoint_alone() -> None:
     assert pools.occupancy.keys() == {replace(ON_H800, model="b")}
 
 
+def test_a_slot_of_several_workers_carries_more_of_models_that_fit_on_one() -> None:
+    """An endpoint takes what its load says, whatever the workers; the smallest slot of its region must carry it."""
+    demand = {A: (8 * 512.0,)}
+    share = shares((replace(NODE, slots=(TOGETHER,)),), demand)["a"]
+    assert 0.8 < share < 0.8 * 4
+    assert "a" not in shares((NODE,), demand)
+    assert "a" not in shares((NODE, replace(NODE, slots=(TOGETHER,))), demand), "it may be given a slot of one"
+    elsewhere = replace(NODE, region="west")
+    assert shares((elsewhere, replace(NODE, slots=(TOGETHER,))), demand)["a"] == share
+    assert "a" not in shares((replace(NODE, slots=(PoolSlotSize(gpus=4, workers=2),)),), {}), "not one of its size"
+
+
+def test_the_placement_is_told_of_slots_that_a_pool_takes_whole() -> None:
+    east = replace(NODE, slots=(TOGETHER, TOGETHER))
+    pools = choose_poolable(facts(nodes=(east, replace(NODE, region="west"))), PoolableSettings()).facts
+    assert pools is not None
+    assert pools.slot_gpus == {RegionGpu(region="east", gpu_type="H800"): 4}
+    mixed = choose_poolable(facts(nodes=(east, NODE)), PoolableSettings()).facts
+    assert mixed is not None
+    assert mixed.slot_gpus == {}, "there are slots of one"
+
+
+def shares(nodes: tuple[PoolNode, ...], demand: dict[Endpoint, tuple[float, ...]]) -> dict[str, float]:
+    """What models take, of those that can be pooled."""
+    pools = choose_poolable(facts(nodes=nodes, demand=demand), PoolableSettings()).facts
+    return {} if pools is None else {key.model: share for key, share in pools.occupancy.items()}
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"nodes": ()}, "no node with H800 serves"),
-        ({"nodes": (replace(NODE, slot_gpus=()),)}, "no node with H800 serves"),
+        ({"nodes": (replace(NODE, slots=()),)}, "no node with H800 serves"),
         ({"nodes": (NODE, replace(NODE, host_bytes=None))}, "some node with H800 does not tell its host memory"),
-        ({"nodes": (NODE, replace(NODE, slot_gpus=(2,)))}, "slots of H800 have 1 and 2 GPUs, the model takes 1"),
+        (
+            {"nodes": (NODE, replace(NODE, slots=(PoolSlotSize(gpus=2),)))},
+            "workers on H800 have 1 and 2 GPUs, the model takes 1",
+        ),
     ],
 )
 def test_why_nobody_can_be_pooled(changes: Any, reason: str) -> None:

@@ -35,7 +35,14 @@ def step(endpoint: Endpoint, delta: int, gpu_type: str | None = "H") -> ScaleSte
 
 
 def slot(
-    node_id: str, place: int = 0, free: int = 4, *, gpu_type: str = "H", age_s: float = 0.5, accepting: bool = True
+    node_id: str,
+    place: int = 0,
+    free: int = 4,
+    *,
+    gpu_type: str = "H",
+    age_s: float = 0.5,
+    accepting: bool = True,
+    workers: int = 1,
 ) -> SlotRoom:
     return SlotRoom(
         node_id=node_id,
@@ -46,6 +53,7 @@ def slot(
         gpus_free=free,
         age_s=age_s,
         accepting=accepting,
+        workers=workers,
     )
 
 
@@ -91,6 +99,27 @@ def test_one_instance_never_spans_slots() -> None:
     decision = decide([step(B, 1)], [slot("n1", 0, free=1), slot("n1", 1, free=1)])
     assert decision.adds == ()
     assert decision.unplaced[0].reason == "GPUs full in west: 2 of 8 H free, needs 2 in one slot"
+
+
+def test_an_instance_fits_on_one_worker() -> None:
+    decision = decide([step(B, 3)], [slot("n1", workers=4), slot("n2", workers=2)])
+    assert [add.node_id for add in decision.adds] == ["n2", "n2"], "two GPUs, and those of n1 have workers of their own"
+    spare = [spot(f"s{number}", node_id="n1") for number in range(4)]
+    full = decide([step(B, 1)], [slot("n1", free=0, workers=4)], spare)
+    assert not full.redeploys
+    words = "GPUs full in west: 0 of 4 H free, needs 2 in one slot, whose workers have 1 at most"
+    assert full.unplaced[0].reason == words
+
+
+def test_slots_that_serve_together_are_left_to_pools_as_long_as_there_are_others() -> None:
+    """They come after single ones of any node, and then one is filled after the other, but for the spread."""
+    slots = [slot("n1", workers=4), slot("n2", workers=4), slot("n3", free=1)]
+    many = [Endpoint(model="a", region="west"), Endpoint(model="b", region="west"), Endpoint(model="c", region="west")]
+    gpus = {ModelGpu(model=each.model, gpu_type="H"): 1 for each in many}
+    facts = SlotFacts(steps=tuple(step(each, 1) for each in many), slots=tuple(slots), instances=(), gpus=gpus)
+    adds = choose_slots(facts, 0.0, SlotSettings()).adds
+    assert [add.node_id for add in adds] == ["n3", "n1", "n1"], "n2 is whole"
+    assert {add.node_id for add in decide([step(A, 3)], slots).adds} == {"n1", "n2", "n3"}
 
 
 @pytest.mark.parametrize(
@@ -335,14 +364,14 @@ def _gpus(endpoint: Endpoint) -> int:
 
 @settings(deadline=None)
 @given(
-    free=st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    free=st.lists(st.tuples(st.integers(0, 4), st.sampled_from([1, 2, 4])), min_size=1, max_size=5),
     wants=st.lists(st.tuples(st.sampled_from([A, B]), st.integers(1, 6)), max_size=2, unique_by=lambda want: want[0]),
     backwards=st.booleans(),
 )
 def test_no_slot_is_overfull_and_nothing_is_left_undone_with_room(
-    free: list[int], wants: list[tuple[Endpoint, int]], *, backwards: bool
+    free: list[tuple[int, int]], wants: list[tuple[Endpoint, int]], *, backwards: bool
 ) -> None:
-    slots = [slot(f"n{place // 2}", place, free=count) for place, count in enumerate(free)]
+    slots = [slot(f"n{at // 2}", at, free=count, workers=workers) for at, (count, workers) in enumerate(free)]
     steps = [step(endpoint, count) for endpoint, count in wants]
     decision = decide(steps, slots)
     if backwards:
@@ -350,11 +379,13 @@ def test_no_slot_is_overfull_and_nothing_is_left_undone_with_room(
     taken: Counter[int] = Counter()
     for add in decision.adds:
         taken[add.slot] += add.gpus
-    left = [count - taken[place] for place, count in enumerate(free)]
+    left = [count - taken[place] for place, (count, _) in enumerate(free)]
     assert all(room >= 0 for room in left)
+    assert all(add.gpus <= slots[add.slot].worker_gpus for add in decision.adds)
     missing = {each.endpoint: each.count for each in decision.unplaced}
     for endpoint, count in wants:
         added = sum(add.endpoint == endpoint for add in decision.adds)
         assert added + missing.get(endpoint, 0) == count
         if endpoint in missing:
-            assert max(left) < GPUS[ModelGpu(model=endpoint.model, gpu_type="H")]
+            takes = [min(room, each.worker_gpus) for room, each in zip(left, slots, strict=True)]
+            assert max(takes) < _gpus(endpoint)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ def key(model: str) -> EndpointGpu:
 
 
 def room(node: str, *, gpus: int = 1, free: int | None = None, age_s: float = 0.5, accepting: bool = True) -> SlotRoom:
+    """A slot whose workers have a GPU each."""
     return SlotRoom(
         node_id=node,
         slot=0,
@@ -32,6 +34,7 @@ def room(node: str, *, gpus: int = 1, free: int | None = None, age_s: float = 0.
         gpus_free=gpus if free is None else free,
         age_s=age_s,
         accepting=accepting,
+        workers=gpus,
     )
 
 
@@ -202,6 +205,54 @@ def test_what_does_not_come_up_is_tried_on_another_slot_and_stays() -> None:
     assert [drain.instance_id for drain in third.drains] == ["a@n1"]
 
 
+SIZES = (room("n1"), room("n2"), room("n4", gpus=4), room("n8", gpus=8))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "slots", "nodes"),
+    [
+        (1, SIZES, {"n1"}),
+        (2, SIZES, {"n1", "n2"}),
+        (3, SIZES, {"n4"}),  # the smallest that goes beyond, and no others then
+        (4, SIZES, {"n4"}),  # they serve together: better than as many alone
+        (5, SIZES, {"n4", "n1"}),
+        (7, SIZES, {"n8"}),
+        (11, SIZES, {"n8", "n4"}),
+        (9, SIZES, {"n8", "n1"}),
+        (2, SIZES[2:], {"n4"}),
+        (99, SIZES, {"n1", "n2", "n4", "n8"}),
+    ],
+)
+def test_a_pool_takes_whole_slots_and_no_more_than_it_needs(
+    gpus: int, slots: tuple[SlotRoom, ...], nodes: set[str]
+) -> None:
+    assert choose(facts(gpus, {"a": 0.1}, slots)).slots == {(node, 0) for node in nodes}
+
+
+def test_a_pool_would_rather_share_a_slot_for_a_while_than_be_larger_than_planned() -> None:
+    """But no lessee goes for that, and it does not move to another slot."""
+    own_a, larger = own("a", "n1"), room("n8", gpus=8)
+    shared = choose(facts(1, {"a": 0.1}, (room("n1", free=0), larger), dedicated=(own_a,)))
+    assert shared.slots == {("n1", 0)}
+    leased = own("c", "n1", spot=SpotFacts(age_s=60, leased=True))
+    assert choose(facts(1, {"a": 0.1}, (room("n1", free=0), larger), dedicated=(leased,))).slots == {("n8", 0)}
+    stays = choose(facts(1, {"a": 0.1}, (room("n1"), larger), (pooled("a", "n8"),)))
+    assert (stays.slots, stays.adds) == ({("n8", 0)}, ())
+
+
+def test_endpoints_go_where_their_share_of_the_slot_is_least() -> None:
+    slots = (room("n1"), room("n4", gpus=4))
+    assert added(choose(facts(5, {"a": 0.8, "b": 0.7, "c": 0.6}, slots))) == {"a": "n4", "b": "n4", "c": "n4"}
+    five = dict.fromkeys("abcde", 0.8)
+    assert sorted(added(choose(facts(5, five, slots))).values()) == ["n1", "n4", "n4", "n4", "n4"]
+
+
+def test_an_endpoint_may_take_more_than_one_worker() -> None:
+    """Its requests run on all of them."""
+    slots = (room("n1", gpus=4), room("n2", gpus=4))
+    assert added(choose(facts(8, {"a": 2.5, "b": 1.0, "c": 0.9}, slots))) == {"a": "n1", "b": "n2", "c": "n2"}
+
+
 @given(st.data())
 def test_it_comes_to_rest(data: st.DataObject) -> None:
     """Carried out and asked again, with everything ready, it wants nothing more; every endpoint stands once."""
@@ -210,10 +261,11 @@ def test_it_comes_to_rest(data: st.DataObject) -> None:
     nodes = [f"n{n}" for n in range(data.draw(st.integers(1, 4)))]
     there = {(data.draw(st.sampled_from([*models, "gone"])), data.draw(st.sampled_from(nodes))) for _ in range(5)}
     instances = tuple(pooled(model, node) for model, node in sorted(there))
-    gpus = data.draw(st.integers(0, 5))
+    sizes = {node: data.draw(st.sampled_from([1, 1, 2, 4])) for node in nodes}
+    gpus = data.draw(st.integers(0, 9))
     for _ in range(8):
         held = {each.node_id for each in instances}
-        slots = tuple(room(node, free=0 if node in held else 1) for node in nodes)
+        slots = tuple(room(node, gpus=sizes[node], free=0 if node in held else None) for node in nodes)
         decision = choose(facts(gpus, occupancy, slots, instances, served=("gone",)))
         if not (decision.adds or decision.drains or decision.revives):
             break

@@ -1,0 +1,106 @@
+"""Nodes that join: what they offer, and what becomes of the instances they held before."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from controlplane.errors import ConflictError
+from controlplane.store.fleet import bump_index, require
+from controlplane.store.instances import instances_of, set_desired, touch_generations
+from controlplane.store.spot import end_leases
+from controlplane.store.tables import Desired, GpuType, Instance, LeaseEnd, Node, Region, Slot
+from dataplane.messages import Join, SlotSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """A node that joined. `lost`: instances that it held, by id, and has no place for any more."""
+
+    node: Node
+    lost: tuple[str, ...] = ()
+
+
+def join_node(session: Session, join: Join) -> Joined:
+    """Take a node in, or take it back after a restart. Instances that its slots have no place for any more are stopped,
+    with their leases: their workers ended with the agent before, and scaling starts others. A slot that is gone takes
+    the rows of its instances with it.
+
+    Raises:
+        NotFoundError: the region or GPU type is not registered.
+        ConflictError: the node has live instances, and comes from another region or with other GPUs.
+    """
+    require(session, Region, join.region, param="region")
+    require(session, GpuType, join.gpu_type, param="gpu_type")
+    present = session.get(Node, join.node)
+    slots = [_row(join.node, index, spec) for index, spec in enumerate(join.slots)]
+    if present is not None and _says(present) == _said(join) and _slots_equal(session, present.name, slots):
+        return Joined(node=present)
+    bump_index(session)
+    lost = () if present is None else _give_up(session, present, join)
+    node = session.merge(
+        Node(
+            name=join.node,
+            region=join.region,
+            gpu_type=join.gpu_type,
+            url=join.url,
+            engine=join.engine,
+            host_bytes=join.host_bytes,
+        )
+    )
+    session.flush()
+    session.execute(delete(Instance).where(Instance.node == join.node, Instance.slot >= len(slots)))
+    session.execute(delete(Slot).where(Slot.node == join.node, Slot.index >= len(slots)))
+    for slot in slots:
+        session.merge(slot)
+    session.flush()
+    return Joined(node=node, lost=lost)
+
+
+def _give_up(session: Session, present: Node, join: Join) -> tuple[str, ...]:
+    """Stop what the node has no place for. Its instances must be of its region and GPU type, which none can change."""
+    live = instances_of(session, present.name)
+    if live and (present.region, present.gpu_type) != (join.region, join.gpu_type):
+        raise ConflictError(
+            f"node '{join.node}' holds {len(live)} instances as {present.region}/{present.gpu_type};"
+            f" drain it before it joins as {join.region}/{join.gpu_type}",
+            param="region",
+        )
+    lost = _misfits(live, join.slots)
+    if lost:
+        touch_generations(session, [present.name])
+        end_leases(session, lost, LeaseEnd.LOST)
+        set_desired(session, lost, Desired.STOPPED)
+    return lost
+
+
+def _misfits(live: Sequence[Instance], slots: Sequence[SlotSpec]) -> tuple[str, ...]:
+    """Instances, oldest first, whose slot is gone, or has no worker of their size, or is full with older ones."""
+    free = [slot.gpus for slot in slots]
+    lost = []
+    for instance in live:
+        at = instance.slot
+        if at >= len(slots) or instance.gpus > min(slots[at].worker_gpus, free[at]):
+            lost.append(instance.id)
+        else:
+            free[at] -= instance.gpus
+    return tuple(lost)
+
+
+def _row(node: str, index: int, spec: SlotSpec) -> Slot:
+    return Slot(node=node, index=index, gpus=spec.gpus, workers=spec.workers, memory_bytes=spec.memory_bytes)
+
+
+def _says(node: Node) -> tuple[object, ...]:
+    return (node.region, node.gpu_type, node.url, node.engine, node.host_bytes)
+
+
+def _said(join: Join) -> tuple[object, ...]:
+    return (join.region, join.gpu_type, join.url, join.engine, join.host_bytes)
+
+
+def _slots_equal(session: Session, node: str, slots: Sequence[Slot]) -> bool:
+    query = select(Slot.index, Slot.gpus, Slot.workers, Slot.memory_bytes).where(Slot.node == node)
+    rows = [tuple(row) for row in session.execute(query.order_by(Slot.index))]
+    return rows == [(slot.index, slot.gpus, slot.workers, slot.memory_bytes) for slot in slots]
