@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from dataplane.engine import EngineOutput, EngineRequest, TurnRecord
+from dataplane.engine import EngineOutput, EngineRequest, PoolStats, TurnRecord
 from dataplane.errors import BadRequestError, DataplaneError, WorkerLostError
 from dataplane.flights import Flight
 from dataplane.frames import Add, Cancel, Release
@@ -82,7 +82,7 @@ class Dispatcher:
         outlooks = [
             (
                 self._load_s(self._queues[slot.index].ahead_of(tier, ttft_s, now_s, self._settings), slot),
-                self._pace(slot).token_s,
+                self._pace(slot.index, slot.stats.pool).token_s,
             )
             for slot in self._prefilling
             if slot.is_ready(instance_id)
@@ -124,9 +124,11 @@ class Dispatcher:
                 slot.send(Release(request_id=output.request_id))
             return
         flight.made.extend(output.token_ids)
-        flight.outputs.put_nowait(output)
-        self._leave_queue(flight)
-        self._release_kv(flight)
+        flight.outputs.put(output)
+        if flight.queued_at is not None:
+            self._leave_queue(flight)
+        if flight.holder is not None:
+            self._release_kv(flight)
         if output.finish_reason is not None or output.error is not None:
             self._move(flight, None)
             del self._flights[flight.request_id]
@@ -140,7 +142,7 @@ class Dispatcher:
         flight = self._flights.get(request_id)
         if flight is not None:
             self._forget(flight)
-            flight.outputs.put_nowait(error)
+            flight.outputs.put(error)
 
     def end_instance(self, instance_id: str, error: DataplaneError) -> None:
         """End all requests of an instance."""
@@ -217,8 +219,12 @@ class Dispatcher:
             chosen = self._choose_decode(flight, able)
         else:
             queues = {slot.index: self._queues[slot.index] for slot in able}
-            loads_s = {slot.index: self._load_s(queues[slot.index], slot) for slot in able}
-            chosen = choose_prefill_slot(request, queues, loads_s, self._settings).slot
+            pools = {slot.index: slot.stats.pool for slot in able if queues[slot.index].groups}
+
+            def load_s(slot: int) -> float:
+                return self._queue_s(queues[slot], slot, pools[slot]) if slot in pools else 0.0
+
+            chosen = choose_prefill_slot(request, queues, load_s, self._settings).slot
         self._queues[chosen] = self._queues[chosen].join(request, self._settings)
         flight.queued_at = chosen
         return chosen
@@ -253,19 +259,22 @@ class Dispatcher:
         return [flight for flight in self._flights.values() if flight.request.instance_id == instance_id]
 
     def _load_s(self, queue: PrefillQueue, slot: Slot) -> float:
-        """Seconds that a slot's prefill queue takes."""
-        if not queue.groups:
-            return 0.0
-        pace = self._pace(slot)
-        return queue.load_s(lambda request: pace.of(request.tokens), lambda _: pace.switch_s, _running_model(slot))
+        """Seconds that a prefill queue takes on a slot."""
+        return self._queue_s(queue, slot.index, slot.stats.pool) if queue.groups else 0.0
 
-    def _pace(self, slot: Slot) -> PrefillPace:
-        """As the turns of its last report show, worked out once for each."""
-        pool = slot.stats.pool
+    def _queue_s(self, queue: PrefillQueue, slot: int, pool: PoolStats | None) -> float:
+        """The same of one that is not empty, by what the slot told last."""
+        pace = self._pace(slot, pool)
+        base_s, token_s, switch_s = pace.base_s, pace.token_s, pace.switch_s
+        running_model = None if pool is None else pool.running_model
+        return queue.load_s(lambda request: base_s + request.tokens * token_s, lambda _: switch_s, running_model)
+
+    def _pace(self, slot: int, pool: PoolStats | None) -> PrefillPace:
+        """As the turns show of which a slot told last, worked out once for each of its reports."""
         turns = () if pool is None else pool.turns
-        seen = self._paces.get(slot.index)
+        seen = self._paces.get(slot)
         if seen is None or seen[0] is not turns:
-            seen = self._paces[slot.index] = turns, prefill_pace(turns)
+            seen = self._paces[slot] = turns, prefill_pace(turns)
         return seen[1]
 
 

@@ -5,17 +5,15 @@ commands between steps. One `step` is at most one forward pass (or one span of r
 is; the engine asks the pure policies in `dataplane.turns` which one that is.
 """
 
-from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from dataplane.messages import FinishReason, ModelSpec, Objective, Tier
 from dataplane.turns.tiers import TIER_OBJECTIVES
 
 
-@dataclass(frozen=True, kw_only=True)
-class KvHandle:
+class KvHandle(Struct, frozen=True, kw_only=True):
     """Where the KV of a prefilled request lies: `blocks` of one shape in the host KV file of the slot that made it.
 
     `shape` is (layers, kv_heads, head_dim, block_tokens, itemsize); the first `tokens` tokens have keys and values.
@@ -69,8 +67,7 @@ class EngineOutput(Struct, frozen=True, kw_only=True):
     kv: KvHandle | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class InstanceStats:
+class InstanceStats(Struct, frozen=True, kw_only=True):
     """Load of one instance; the meanings are those of `messages.InstanceReport`. The capacity is what it uses and what
     it could take now; `kv_tokens_max` is what one request alone on the slot could fill.
     """
@@ -98,8 +95,7 @@ class TurnRecord(Struct, frozen=True, kw_only=True):
     switched: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class KvShapeStats:
+class KvShapeStats(Struct, frozen=True, kw_only=True):
     """KV of one shape in one memory. `held_bytes`: of the slabs it holds; `moving_bytes`: waiting for a transfer."""
 
     shape: str
@@ -108,8 +104,7 @@ class KvShapeStats:
     moving_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class PoolStats:
+class PoolStats(Struct, frozen=True, kw_only=True):
     """A slot that switches. `load` is alpha, the reciprocal of the estimated attainment (Aegaeon eq. 3): above 1 the
     slot cannot keep up. `turns` are the last ones, oldest first; all times are on the engine's clock, now `now_s`.
     `weights_bytes_per_s`: how fast weights come in, by which switches are priced, where that is measured; `unpinned`:
@@ -137,8 +132,7 @@ class PoolStats:
     turns: tuple[TurnRecord, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineStats:
+class EngineStats(Struct, frozen=True, kw_only=True):
     """Load of a slot. `resident_models`: whose weights are on it, whole. Totals are since start; so are those in
     `extra`: `preemptions`, `recomputed` (of KV that had no room), `swapped_out`, `swapped_in` (of one request's KV).
     """

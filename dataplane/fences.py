@@ -72,4 +72,4 @@ def _end(run: _Run, cancel: Callable[[Flight], None] | None) -> None:
     flight = run.flight() if run.flight is not None else None
     if flight is not None and cancel is not None:
         cancel(flight)
-        flight.outputs.put_nowait(StaleEpochError("a newer claim of this request has come", param="epoch"))
+        flight.outputs.put(StaleEpochError("a newer claim of this request has come", param="epoch"))

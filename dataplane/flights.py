@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from collections import deque
 
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from dataplane.engine import EngineOutput, EngineRequest, KvHandle
@@ -11,8 +12,38 @@ from dataplane.errors import DataplaneError
 from dataplane.turns.prefill import PrefillRequest
 
 
-@dataclass(kw_only=True)
-class Flight:
+class Outputs:
+    """What came for one reader, in order. A queue for many would cost more to make and to fill than a token does."""
+
+    __slots__ = ("_come", "_reader")
+
+    def __init__(self) -> None:
+        self._come: deque[EngineOutput | DataplaneError] = deque()
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, output: EngineOutput | DataplaneError) -> None:
+        """Something came."""
+        self._come.append(output)
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)
+
+    async def get(self) -> EngineOutput | DataplaneError:
+        """Wait for the next one. Only one may wait at a time."""
+        while not self._come:
+            assert self._reader is None or self._reader.done(), "an answer has one reader"
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        return self._come.popleft()
+
+    def take(self) -> list[EngineOutput | DataplaneError]:
+        """All that came and was not read."""
+        taken = list(self._come)
+        self._come.clear()
+        return taken
+
+
+class Flight(Struct, eq=False, kw_only=True, weakref=True):
     """A request between its admission and its last output. `outputs` ends with an error or a finish reason.
 
     `made` are the tokens of all workers so far, `losses` how many workers died on it. `slot` is the slot that runs it;
@@ -23,7 +54,7 @@ class Flight:
     request: EngineRequest
     model: str
     arrived_s: float = field(default_factory=time.monotonic)
-    outputs: "asyncio.Queue[EngineOutput | DataplaneError]" = field(default_factory=asyncio.Queue)
+    outputs: Outputs = field(default_factory=Outputs)
     made: list[int] = field(default_factory=list)
     losses: int = 0
     slot: int | None = None

@@ -14,8 +14,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import BufferedReader
+
+from msgspec.structs import replace
 
 from dataplane.engine import Engine, EngineStats
 from dataplane.errors import DataplaneError, DeviceLostError, ModelLoadError

@@ -32,9 +32,7 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
     def __init__(self, settings: ReplaySettings, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
         self._settings = settings
         self._weights = WeightsMemory(settings.weights_bytes)
-        self._kv = ReplayKvMemory(
-            settings.kv_bytes, settings.host_kv_bytes, clock, lent_bytes=lambda: self._weights.lent_bytes
-        )
+        self._kv = ReplayKvMemory(settings.kv_bytes, settings.host_kv_bytes, clock, self._weights)
         super().__init__(
             settings,
             clock,

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from dataplane.engine import KvHandle
 from dataplane.engines.kv import Place
-from dataplane.engines.replay_weights import Wire
+from dataplane.engines.replay_weights import WeightsMemory, Wire
 
 REPLAY_KV_FILE = ""
 """The file of a handle to replayed KV. It can always be read: there is nothing in it."""
+_MOVING = (Place.LEAVING, Place.ARRIVING)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -48,12 +49,12 @@ class ReplayKvMemory:
         capacity_bytes: int,
         host_bytes: int,
         clock: Callable[[], float],
-        *,
-        lent_bytes: Callable[[], int] = lambda: 0,
+        weights: WeightsMemory,
     ) -> None:
+        """`weights`: those whose models lend layers."""
         self._clock = clock
         self._capacity_bytes = capacity_bytes
-        self._lent_bytes = lent_bytes
+        self._weights = weights
         self._host_capacity_bytes = host_bytes
         self._in, self._out = Wire(), Wire()
         self._moving: list[SequenceKv] = []
@@ -67,12 +68,13 @@ class ReplayKvMemory:
         """What its own memory and the layers that are lent have beyond what is used: negative while KV lies in layers
         whose model has left.
         """
-        return self._capacity_bytes + self._lent_bytes() - self.used_bytes
+        return self._capacity_bytes + self._weights.lent_bytes - self.used_bytes
 
     @property
     def free_bytes(self) -> int:
         """What can be given out now."""
-        return max(self.spare_bytes, 0)
+        spare_bytes = self._capacity_bytes + self._weights.lent_bytes - self.used_bytes
+        return spare_bytes if spare_bytes > 0 else 0
 
     @property
     def strayed_bytes(self) -> int:
@@ -87,7 +89,7 @@ class ReplayKvMemory:
     @property
     def leaving(self) -> bool:
         """Whether something is on its way out, so that there is more room soon."""
-        return any(kv.place is Place.LEAVING for kv in self._moving)
+        return Place.LEAVING in [kv.place for kv in self._moving]
 
     @property
     def next_move_s(self) -> float | None:
@@ -159,7 +161,7 @@ class ReplayKvMemory:
 
     def drop(self, kv: SequenceKv) -> None:
         """Forget KV, wherever it is."""
-        if kv in self._moving:
+        if kv.place in _MOVING:
             self._moving.remove(kv)
         self._hold(kv)
         kv.place = Place.NOWHERE

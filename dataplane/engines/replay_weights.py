@@ -84,11 +84,13 @@ class WeightsMemory:
         self._wire = Wire()
         self._residents: dict[str, Resident] = {}
         """In order of last use."""
+        self.lent_bytes = 0
+        """What KV may have."""
 
     @property
     def used_bytes(self) -> int:
         """Bytes of models that are there or arriving, and what they have lent."""
-        return sum(resident.weights.size_bytes for resident in self._residents.values())
+        return sum([resident.weights.size_bytes for resident in self._residents.values()])
 
     @property
     def free_bytes(self) -> int:
@@ -96,13 +98,10 @@ class WeightsMemory:
         return self._capacity_bytes - self.used_bytes
 
     @property
-    def lent_bytes(self) -> int:
-        """What KV may have."""
-        return sum([resident.lent_bytes for resident in self._residents.values() if resident.rotation.given_up])
-
-    @property
     def given_up(self) -> dict[str, int]:
         """How many layers' places KV has, by model."""
+        if not self.lent_bytes:
+            return {}
         return {name: one.rotation.given_up for name, one in self._residents.items() if one.rotation.given_up}
 
     def resident(self, model: str) -> Resident | None:
@@ -170,7 +169,7 @@ class WeightsMemory:
         """Lend as many layers as `rotation` gives up, at least as many as now; the others take turns as it says."""
         resident = self._residents[model]
         assert rotation.given_up >= resident.rotation.given_up, "`take_back` gives back"
-        resident.rotation = rotation
+        self._turn(resident, rotation)
 
     def take_back(self, model: str, count: int, now_s: float) -> None:
         """End the loan of so many layers, which KV has left: they are sent for. `rotate` must follow."""
@@ -178,12 +177,22 @@ class WeightsMemory:
         before = resident.rotation
         given_up = before.given_up - count
         resident.loaded_s = self._wire.send_beside(count * resident.weights.load_s, now_s)
-        resident.rotation = Rotation(layers=before.layers, given_up=given_up, frames=before.frames if given_up else 0)
+        frames = before.frames if given_up else 0
+        self._turn(resident, Rotation(layers=before.layers, given_up=given_up, frames=frames))
 
     def evict(self, model: str) -> None:
         """Forget the weights of a model, if they are there."""
-        self._residents.pop(model, None)
+        resident = self._residents.pop(model, None)
+        if resident is not None:
+            self.lent_bytes -= resident.lent_bytes
 
     def evict_all(self) -> None:
         """Forget all weights."""
         self._residents.clear()
+        self.lent_bytes = 0
+
+    def _turn(self, resident: Resident, rotation: Rotation) -> None:
+        """Have the layers of a model take turns in another way."""
+        self.lent_bytes -= resident.lent_bytes
+        resident.rotation = rotation
+        self.lent_bytes += resident.lent_bytes

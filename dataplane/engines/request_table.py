@@ -1,6 +1,6 @@
 """The requests of a slot from `add` to their last output, as every engine keeps them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic
 
 from dataplane.engine import EngineOutput, EngineRequest
@@ -32,6 +32,9 @@ class RequestTable(Generic[KvT]):
         self._handed_over: dict[str, KvT] = {}
         self._ended: dict[str, EngineOutput] = {}
         self._arrivals = 0
+        self._busy: list[str] = []
+        self._busy_prefills: PrefillQueue | None = None
+        """The queue when `_busy` was made; None: other models have KV since."""
 
     def __len__(self) -> int:
         """Requests running or waiting, and ends still to be told."""
@@ -51,8 +54,19 @@ class RequestTable(Generic[KvT]):
         """Models of the requests that wait for their prefill."""
         return frozenset(group.model for group in self.prefills.groups)
 
+    @property
+    def busy_models(self) -> Sequence[str]:
+        """Models of requests that wait for their prefill or have KV, in the order of `models`."""
+        if self._busy_prefills is not self.prefills:
+            waiting = self.waiting_models
+            self._busy = [name for name, model in self._models.items() if model.begun or name in waiting]
+            self._busy_prefills = self.prefills
+        return self._busy
+
     def next_prefills_s(self, prefills: PrefillQueue) -> dict[str, float]:
         """By model, the estimate for the next request of its front group in a queue."""
+        if not prefills.groups:
+            return {}
         first = {group.model: group.waiting[0].tokens for group in reversed(prefills.groups)}
         return {name: self._models[name].estimate.prefill_s(tokens, tokens**2) for name, tokens in first.items()}
 
@@ -86,21 +100,34 @@ class RequestTable(Generic[KvT]):
         handle = request.kv
         if handle is not None and handle.tokens == sequence.pending - 1 and self._kv.adopt(sequence.kv, handle):
             sequence.cached, sequence.prefilled = handle.tokens, True
-            model.begin(sequence)
+            self.begin(sequence)
         else:
             self.queue(sequence)
+
+    def begin(self, sequence: TokenSequence[KvT]) -> None:
+        """Note that a sequence has KV now. Harmless when done twice."""
+        if not sequence.begun:
+            self._models[sequence.model].begin(sequence)
+            self._busy_prefills = None
+
+    def _leave(self, sequence: TokenSequence[KvT]) -> None:
+        """Note that it has none any more."""
+        if sequence.begun:
+            self._models[sequence.model].leave(sequence)
+            self._busy_prefills = None
 
     def queue(self, sequence: TokenSequence[KvT]) -> None:
         """Let a sequence wait for its prefill, from its first token on, without KV."""
         self._kv.drop(sequence.kv)
+        self._leave(sequence)
+        if not sequence.prefilled:  # in the midst of its prefill it is still there
+            self.prefills = self.prefills.remove(sequence.request.request_id)
         sequence.cached, sequence.prefilled = 0, False
-        self._models[sequence.model].leave(sequence)
-        waiting = self.prefills.remove(sequence.request.request_id)  # in the midst of its prefill it is still there
-        self.prefills = waiting.join(sequence.to_prefill(), self._settings)
+        self.prefills = self.prefills.join(sequence.to_prefill(), self._settings)
 
     def queue_lost(self) -> None:
         """Queue again what lost its KV because its transfer failed too often."""
-        begun = (sequence for model in self._models.values() if model.begun for sequence in model.begun)
+        begun = (sequence for name in self.busy_models for sequence in self._models[name].begun)
         for sequence in [sequence for sequence in begun if sequence.kv.place is Place.NOWHERE]:
             self.queue(sequence)
 
@@ -121,8 +148,8 @@ class RequestTable(Generic[KvT]):
 
     def hand_over(self) -> None:
         """Send the KV of requests past their prefill to host memory, and let those go whose KV is there."""
-        for model in [model for model in self._models.values() if model.begun]:
-            for sequence in model.decoding:
+        for name in self.busy_models:
+            for sequence in self._models[name].decoding:
                 if sequence.kv.place is Place.HERE:
                     self._kv.swap_out(sequence.kv, sequence.cached)
                 elif sequence.kv.place is Place.AWAY:
@@ -133,15 +160,16 @@ class RequestTable(Generic[KvT]):
         request_id = sequence.request.request_id
         self._ended[request_id] = EngineOutput(request_id=request_id, kv=self._kv.handle(sequence.kv, sequence.cached))
         self._handed_over[request_id] = sequence.kv
-        self._models[sequence.model].leave(sequence)
+        self._leave(sequence)
         del self._sequences[request_id]
 
     def forget(self, request_id: str) -> None:
         """Take a request out and free its KV. Unknown ids are ignored."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
-            self.prefills = self.prefills.remove(request_id)
-            self._models[sequence.model].leave(sequence)
+            if not sequence.prefilled:
+                self.prefills = self.prefills.remove(request_id)
+            self._leave(sequence)
             self._kv.drop(sequence.kv)
 
     def cancel(self, request_id: str) -> None:

@@ -82,7 +82,7 @@ class Room(Generic[KvT]):
         """
         made, way = self._make(lambda: self._kv.grow(sequence.kv, tokens), sequence, tokens, keep)
         if made:
-            self._models[sequence.model].begin(sequence)
+            self._requests.begin(sequence)
             return True
         if sequence.prefilled and sequence.kv.place is Place.HERE and not self._kv.leaving:
             self._yield(sequence, way)  # nobody comes after it: it is the one to wait

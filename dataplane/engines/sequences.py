@@ -12,6 +12,8 @@ A step turns pending tokens into cached ones, and the last pending token's logit
 from dataclasses import dataclass, field
 from typing import Generic
 
+from msgspec import Struct
+
 from dataplane.engine import EngineRequest
 from dataplane.engines.kv import KvT
 from dataplane.turns.prefill import PrefillRequest
@@ -21,7 +23,8 @@ from dataplane.turns.tiers import TIER_RANKS
 @dataclass(eq=False, kw_only=True)
 class TokenSequence(Generic[KvT]):
     """A request and how far it has come. `order`: place in the order of arrival; `added_s`: when it was added;
-    `prefilled`: it is past its prefill, which made its first token here or elsewhere.
+    `prefilled`: it is past its prefill, which made its first token here or elsewhere; `begun`: it has KV somewhere, as
+    its model knows; `tbt_s`: what it is promised between tokens.
     """
 
     request: EngineRequest
@@ -32,16 +35,18 @@ class TokenSequence(Generic[KvT]):
     tokens: list[int] = field(init=False)
     cached: int = 0
     prefilled: bool = False
+    begun: bool = False
     came_back_at: int = 0
+    key: tuple[int, int] = field(init=False)
+    """The order of service: by tier, then first come, first served."""
+    tbt_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         """Start after what was generated before."""
-        self.tokens = [*self.request.prompt, *self.request.generated]
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """The order of service: by tier, then first come, first served."""
-        return TIER_RANKS[self.request.tier], self.order
+        request = self.request
+        self.tokens = [*request.prompt, *request.generated]
+        self.key = TIER_RANKS[request.tier], self.order
+        self.tbt_s = request.promise.tbt_s
 
     @property
     def just_came_back(self) -> bool:
@@ -82,8 +87,7 @@ class TokenSequence(Generic[KvT]):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunk(Generic[KvT]):
+class Chunk(Struct, Generic[KvT], frozen=True, kw_only=True):
     """The next `count` pending tokens of a sequence, all of one step."""
 
     sequence: TokenSequence[KvT]

@@ -3,12 +3,15 @@
 from abc import ABC, abstractmethod
 from bisect import insort
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Generic
 
 from dataplane.engines.kv import KvT, Place
 from dataplane.engines.sequences import TokenSequence
 from dataplane.turns.costs import CostEstimate
 from dataplane.turns.decode import BatchFacts
+
+_KEY = attrgetter("key")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -54,10 +57,10 @@ class ServedModel(ABC, Generic[KvT]):
         return [s for s in self.begun if not s.prefilled and s.kv.place is Place.HERE]
 
     def begin(self, sequence: TokenSequence[KvT]) -> None:
-        """Take a sequence in that has KV now. Harmless when done twice."""
-        if sequence not in self.begun:
-            insort(self.begun, sequence, key=lambda s: s.key)
-            self._decoding = None
+        """Take a sequence in that has KV now."""
+        sequence.begun = True
+        insort(self.begun, sequence, key=_KEY)
+        self._decoding = None
 
     def end_prefill(self, sequence: TokenSequence[KvT]) -> None:
         """Let a sequence decode that has its first token."""
@@ -65,10 +68,10 @@ class ServedModel(ABC, Generic[KvT]):
         self._decoding = None
 
     def leave(self, sequence: TokenSequence[KvT]) -> None:
-        """Take a sequence out, if it is there."""
-        if sequence in self.begun:
-            self.begun.remove(sequence)
-            self._decoding = None
+        """Take a sequence out."""
+        sequence.begun = False
+        self.begun.remove(sequence)
+        self._decoding = None
 
     def observe_prefill(self, took_s: float, tokens: int, squared_tokens: int) -> None:
         """Note how long a prefill step took whose weights were all there."""
@@ -89,11 +92,11 @@ class ServedModel(ABC, Generic[KvT]):
         return BatchFacts(
             model=self.name,
             sequences=len(batch),
-            step_s=self.estimate.decode_s(sum(sequence.cached for sequence in batch), len(batch)),
-            tbt_s=min(sequence.request.promise.tbt_s for sequence in batch),
+            step_s=self.estimate.decode_s(sum([sequence.cached for sequence in batch]), len(batch)),
+            tbt_s=min([sequence.tbt_s for sequence in batch]),
             switch_s=switch_s,
             prefetched=prefetched,
-            slack_s=0.0 if now_s is None else min(sequence.deadline_s for sequence in batch) - now_s,
+            slack_s=0.0 if now_s is None else min([sequence.deadline_s for sequence in batch]) - now_s,
             ready=ready,
         )
 

@@ -241,8 +241,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
     def _facts(self, now_s: float) -> SlotFacts:
         """What the turn policy must know. A prefill that found no room for its KV is held back for a step."""
         requests = self._requests
-        waiting = requests.waiting_models if requests.prefills.groups else ()
-        busy = [model for model in self._models.values() if model.begun or model.name in waiting]
+        busy = [self._models[name] for name in requests.busy_models]
         prefills = PrefillQueue() if self._held else requests.prefills
         unready = frozenset([model.name for model in busy if not self._is_ready(model)])
         return SlotFacts(
@@ -262,8 +261,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         """
         decoding = [model for model in busy if model.decoding]
         stay = len(decoding) < 2 or self._fit_together(decoding)
-        widest = sorted(decoding, key=lambda model: model.weights_bytes)[-2:]
-        prefetched = self._slot.prefetch and (stay or self._fit_together(widest))
+        prefetched = self._slot.prefetch and (stay or self._fit_together(_widest(decoding)))
         batches = [
             model.batch_facts(
                 now_s=now_s if prefills.groups else None,
@@ -317,3 +315,8 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             running=running,
             waiting=len(mine) - running,
         )
+
+
+def _widest(models: Sequence[ModelT]) -> Sequence[ModelT]:
+    """The two with the most weights."""
+    return sorted(models, key=lambda model: model.weights_bytes)[-2:]

@@ -27,10 +27,11 @@ def choose_decode_slot(model: str, slots: Iterable[DecodeSlot], *, batch_max: in
         ValueError: there are no slots.
     """
 
-    def cost(each: DecodeSlot) -> tuple[int, int, bool, int, int]:
-        mine = each.requests.get(model, 0)
-        preferred = 0 if not each.requests else 1 if 0 < mine < batch_max else 2
-        elsewhere = each.running_model != model
-        return preferred, len(each.requests) + (not mine), elsewhere, sum(each.requests.values()), each.slot
+    def cost(each: DecodeSlot) -> tuple[int, bool, int, int]:
+        models = len(each.requests) + (model not in each.requests)
+        return models, each.running_model != model, sum(each.requests.values()), each.slot
 
-    return min(slots, key=cost).slot
+    able = list(slots)
+    idle = [each for each in able if not each.requests]
+    decoding = idle or [each for each in able if 0 < each.requests.get(model, 0) < batch_max]
+    return min(decoding or able, key=cost).slot

@@ -125,25 +125,26 @@ class PrefillPlacement(Struct, frozen=True, kw_only=True):
 
     slot: int
     joins: bool
-    reason: str
 
 
 def choose_prefill_slot(
     request: PrefillRequest,
     queues: Mapping[int, PrefillQueue],
-    loads_s: Mapping[int, float],
+    load_s: Callable[[int], float],
     settings: PrefillSettings,
 ) -> PrefillPlacement:
     """The slot of the first group that takes the request, slots in order of number; else the least loaded slot.
 
-    `queues` and `loads_s` (seconds to serve all groups, see `PrefillQueue.load_s`) are by slot; at least one.
+    `queues` are by slot, at least one; `load_s` is asked where no group takes it: a slot's seconds to serve all groups,
+    see `PrefillQueue.load_s`.
     """
     assert queues
-    for slot in sorted(queues):
-        if any(group.takes(request, settings) for group in queues[slot].groups):
-            return PrefillPlacement(slot=slot, joins=True, reason=f"joins a group of {request.model}")
-    slot = min(sorted(queues), key=lambda slot: loads_s[slot])
-    return PrefillPlacement(slot=slot, joins=False, reason=f"least loaded, {loads_s[slot]:.3f} s")
+    slots = sorted(queues)
+    for slot in slots:
+        for group in queues[slot].groups:
+            if group.takes(request, settings):
+                return PrefillPlacement(slot=slot, joins=True)
+    return PrefillPlacement(slot=min(slots, key=load_s), joins=False)
 
 
 class GroupState(Struct, frozen=True, kw_only=True):

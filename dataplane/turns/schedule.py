@@ -119,6 +119,8 @@ def choose_turn(
     facts: SlotFacts, state: SlotState, now_s: float, settings: TurnSettings
 ) -> tuple[Turn | None, SlotState]:
     """What to run in the next step, None when nothing can. Called before every step."""
+    if not facts.batches and not facts.prefills.groups:
+        return None, SlotState()
     last = state.turn
     round_ = state.round
     if last and last.kind == "prefill":

@@ -101,7 +101,8 @@ class LeapEngine(ReplayEngine):
 
     @property
     def _alone(self) -> bool:
-        return sum([batch.can_run for batch in self._batches]) <= 1
+        batches = self._batches
+        return len(batches) < 2 or sum([batch.can_run for batch in batches]) < 2
 
     def _new_model(self, spec: ModelSpec, gpus: int) -> LeapModel:
         return replayed(LeapModel, spec, self._settings, gpus)
@@ -158,18 +159,15 @@ class LeapEngine(ReplayEngine):
         if not model.roomy:
             self._kv.grow_unseen(len(model.riders) * model.kv_bytes_per_token)
             model.roomy = True
-        singles = []
         for sequence in model.standing:
             if sequence.kv.place is Place.AWAY:
                 self._kv.swap_in(sequence.kv)
             elif sequence.kv.place is Place.HERE:
                 self._kv.grow(sequence.kv, len(sequence.tokens))
-                if sequence.generated > len(sequence.request.generated):
-                    model.get_on(sequence, self._served(sequence.request.request_id))
-                    self._ridden[model.name] = model
-                else:
-                    singles.append(sequence)
-        return singles
+                model.get_on(sequence, self._served(sequence.request.request_id))
+        if model.riders:
+            self._ridden[model.name] = model
+        return []
 
     def _decode(self, model: LeapModel, singles: list[ReplaySequence], now_s: float) -> Made[SequenceKv]:
         """Let all that are ready take a leap."""

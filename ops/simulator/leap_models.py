@@ -48,7 +48,7 @@ class LeapModel(ReplayModel):
             riders = self.riders
             self._known, self._facts = decoding, None
             self.standing = [one for one in decoding if one.order not in riders]
-            self._tbt_s = min([one.request.promise.tbt_s for one in decoding], default=0.0)
+            self._tbt_s = min([one.tbt_s for one in decoding], default=0.0)
 
     def batch_facts(
         self, *, now_s: float | None, switch_s: float, prefetched: bool, ready: bool, batch_max: int

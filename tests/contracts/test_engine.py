@@ -1,7 +1,5 @@
 """What every engine must do: one suite, run against each factory of `tests.contracts.engines.ENGINES`."""
 
-from dataclasses import replace
-
 import pytest
 from msgspec import structs
 
@@ -300,7 +298,7 @@ def test_a_request_whose_handed_over_kv_is_lost_makes_the_same_tokens(engine: En
     expected = drain(engine).tokens["r"]
     handed = hand_over(subject, [ask("r")])["r"]
     assert handed.kv is not None
-    engine.add(structs.replace(handed, kv=replace(handed.kv, file="/nowhere/kv")))
+    engine.add(structs.replace(handed, kv=structs.replace(handed.kv, file="/nowhere/kv")))
     assert handed.generated + drain(engine).tokens["r"] == expected
 
 

@@ -84,7 +84,7 @@ def test_a_request_is_prefilled_handed_over_and_released() -> None:
     node.hear(0, "r1", 7, kv=HANDLE)
     assert node.told() == [[], [continued(7, kv=HANDLE)]]
     assert node.dispatcher.queue(0).groups == ()
-    assert flight.outputs.get_nowait().token_ids == (7,)  # type: ignore[union-attr]
+    assert flight.outputs.take()[0].token_ids == (7,)  # type: ignore[union-attr]
     node.hear(1, "r1", 8)
     assert node.told() == [[Release(request_id="r1")], []]
     node.hear(1, "r1", 9, finish_reason="length")
@@ -177,11 +177,11 @@ def test_a_request_over_which_too_many_workers_died_ends() -> None:
     node = Node("b", losses_max=1)
     flight = node.dispatcher.submit(request(), "tide")
     for died in (True, False, False, True):
-        assert flight.outputs.empty(), "one that makes way is nobody's fault"
+        assert not flight.outputs.take(), "one that makes way is nobody's fault"
         node.lose(0, died=died)
         node.slots[0].ready = True
         node.dispatcher.place_waiting("i1")
-    assert isinstance(flight.outputs.get_nowait(), WorkerLostError)
+    assert isinstance(flight.outputs.take()[0], WorkerLostError)
     assert len(node.dispatcher) == 0
 
 

@@ -12,10 +12,10 @@ The process is this slot's alone: `interfaces.prepare_process` comes before this
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from dataplane.engine import EngineStats, KvShapeStats, PoolStats
 from dataplane.engines.sequences import Chunk
@@ -186,7 +186,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             sequence = mine[name]
             ended = token in model.eos_ids and not sequence.request.ignore_eos
             if name not in step.ended or ended or sequence.generated + 1 == sequence.request.max_tokens:
-                model.begin(sequence)
+                self._requests.begin(sequence)
                 made[name] = sequence, None if ended else token
         for name in step.ended.keys() - made.keys():
             self._requests.end_all([mine[name]], f"vLLM ended it before its time: {step.ended[name]}")

@@ -87,14 +87,14 @@ class Nodes(AgentClient):
         )
         flight = Flight(request=request, model="tide")
         for token_id in BYTES[len(generate.generated) :][:-1]:
-            flight.outputs.put_nowait(EngineOutput(request_id="r", token_ids=(token_id,)))
+            flight.outputs.put(EngineOutput(request_id="r", token_ids=(token_id,)))
         last = BYTES[-1:] if len(generate.generated) < len(BYTES) else b""
         if self.end == "length":  # the last output brings a token, or none: the end of sequence
-            flight.outputs.put_nowait(EngineOutput(request_id="r", token_ids=tuple(last), finish_reason="length"))
+            flight.outputs.put(EngineOutput(request_id="r", token_ids=tuple(last), finish_reason="length"))
         else:
             if last:
-                flight.outputs.put_nowait(EngineOutput(request_id="r", token_ids=tuple(last)))
-            flight.outputs.put_nowait(EngineOutput(request_id="r", finish_reason="stop"))
+                flight.outputs.put(EngineOutput(request_id="r", token_ids=tuple(last)))
+            flight.outputs.put(EngineOutput(request_id="r", finish_reason="stop"))
         text = TextStream(ByteText(), generate.sampling.stop, sent_chars=generate.sent_chars)
         resumed = text.resume(generate.generated)
         measure = RequestMeasure(RequestMeasures(CollectorRegistry()), "tide", 1, lambda: 0.0)

@@ -43,7 +43,7 @@ def test_weights_come_one_after_another_and_the_longest_unused_leave() -> None:
 
 def test_kv_takes_room_on_both_sides_while_it_moves() -> None:
     time = FakeTime()
-    memory = ReplayKvMemory(1000, 300, time.clock)
+    memory = ReplayKvMemory(1000, 300, time.clock, WeightsMemory(1000))
     one, other = (SequenceKv(bytes_per_token=10, bytes_per_s=100.0) for _ in range(2))
     assert memory.grow(one, 30)
     assert not memory.grow(other, 71)
@@ -163,7 +163,7 @@ def test_a_lost_handle_is_prefilled_again() -> None:
     prefiller.add(asked)
     first, gone = drain(prefiller)["r"]
     assert gone.kv is not None
-    for kv in (replace(gone.kv, file="/nowhere"), replace(gone.kv, tokens=19), None):
+    for kv in (structs.replace(gone.kv, file="/nowhere"), structs.replace(gone.kv, tokens=19), None):
         engine, time = engine_with()
         engine.add(structs.replace(asked, generated=first.token_ids, kv=kv))
         assert tokens([first, *drain(engine)["r"]]) == tokens(run_one(asked))

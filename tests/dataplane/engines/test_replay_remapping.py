@@ -148,7 +148,7 @@ def test_layers_that_came_back_are_waited_for() -> None:
 
 def test_kv_in_layers_whose_model_left_keeps_others_out() -> None:
     memory, time = WeightsMemory(1000), FakeTime()
-    kv = ReplayKvMemory(100, 0, time.clock, lent_bytes=lambda: memory.lent_bytes)
+    kv = ReplayKvMemory(100, 0, time.clock, memory)
     memory.bring(weights(), 0.0)
     memory.rotate("a", rotation(4))
     mine = SequenceKv(bytes_per_token=10, bytes_per_s=100.0)

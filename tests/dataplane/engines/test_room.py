@@ -8,6 +8,7 @@ from dataplane.engines.kv import Place
 from dataplane.engines.pressure import Shortage
 from dataplane.engines.replay_memory import ReplayKvMemory
 from dataplane.engines.replay_models import ReplayModel, ReplaySequence, replayed
+from dataplane.engines.replay_weights import WeightsMemory
 from dataplane.engines.request_table import RequestTable
 from dataplane.engines.room import Room
 from dataplane.messages import Tier
@@ -28,7 +29,7 @@ class Slot:
 
     def __post_init__(self) -> None:
         self.models: dict[str, ReplayModel] = {name: replayed(ReplayModel, spec(name), SETTINGS, 1) for name in "ab"}
-        self.kv = ReplayKvMemory(1000, self.host_bytes, FakeTime().clock)
+        self.kv = ReplayKvMemory(1000, self.host_bytes, FakeTime().clock, WeightsMemory(1000))
         self.requests = RequestTable(self.models, self.kv, PrefillSettings(), FakeTime().clock)
         self.room = Room(
             self.models,

@@ -15,6 +15,7 @@ from ops.simulator.slot_process import SlotProcess
 from tests.ops.simulator.replayed import LATENCY, engine_request, profile_of, replay, spec_of
 
 GIB = 2**30
+TARGET = Objective(ttft_s=1.0, tbt_s=0.05)
 MODELS = [spec_of(f"m{n}", weights_bytes=4 * GIB) for n in range(5)]
 
 
@@ -67,23 +68,22 @@ def test_a_slot_makes_the_tokens_of_the_live_engine_when_it_does(
     requests = traffic(40, rate_per_s, seed=2)
     events = Events()
     made: dict[int, Served] = {}
-    first_s: dict[int, float] = {}
     busy: list[float] = []
+    late: set[bool] = set()
     lent = False
 
     def heard(slot: SlotProcess, outputs: list, leap: Leap | None) -> None:  # type: ignore[type-arg]
         for output in outputs:
             if output.token_ids:
-                number = int(output.request_id)
-                first_s.setdefault(number, leap.ended_s(1) if leap else events.now_s)
-                if made[number].left:
-                    made[number].leap(leap) if leap else made[number].token(events.now_s)
+                served = made[int(output.request_id)]
+                if served.left:
+                    served.leap(leap) if leap else served.token(events.now_s)
 
     slot = SlotProcess(0, "both", settings, events, heard, lambda request_id: made[int(request_id)], renews=True)
     slot.load(MODELS)
 
     def come(request: Request) -> None:
-        made[request.number] = Served(request=request, target=Objective(ttft_s=10.0, tbt_s=0.1), made=int(prefilled))
+        made[request.number] = Served(request=request, target=TARGET, made=int(prefilled))
         slot.send(Add(request=engine_request(request, prefilled=prefilled)))
 
     for request in requests:
@@ -95,5 +95,13 @@ def test_a_slot_makes_the_tokens_of_the_live_engine_when_it_does(
     live = replay(requests, settings, MODELS, prefilled=prefilled)
     assert not any(served.left for served in made.values())
     for number, times_s in live.items():
-        assert first_s[number] == pytest.approx(times_s[0], abs=1e-6)
-        assert made[number].last_s == pytest.approx(times_s[-1], abs=1e-6)
+        served = made[number]
+        due_s = requests[number].arrived_s + TARGET.ttft_s + prefilled * TARGET.tbt_s
+        lates_s = [out_s - due_s - place * TARGET.tbt_s for place, out_s in enumerate(times_s)]
+        assert served.last_s == pytest.approx(times_s[-1], abs=1e-6)
+        assert served.late_s == pytest.approx(max(lates_s), abs=1e-6)
+        assert sum(late_s < -1e-6 for late_s in lates_s) <= served.in_time <= sum(late_s < 1e-6 for late_s in lates_s)
+        if not prefilled:
+            assert served.first_s == pytest.approx(times_s[0], abs=1e-6)
+        late |= {late_s > 0 for late_s in lates_s}
+    assert late == {False, True}, "some tokens are late, others are not"

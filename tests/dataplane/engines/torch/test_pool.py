@@ -4,7 +4,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +214,7 @@ def test_a_prefill_slot_hands_over_and_a_decode_slot_goes_on(checkpoint: Checkpo
     for output in leaving:
         assert output.kv is not None
         wanted = by_id[output.request_id]
-        kv = output.kv if output.request_id != "llama-0" else replace(output.kv, file=str(tmp_path / "gone"))
+        kv = output.kv if output.request_id != "llama-0" else structs.replace(output.kv, file=str(tmp_path / "gone"))
         second.add(structs.replace(wanted, generated=begun.tokens[output.request_id], kv=kv))
     assert second._requests.prefills.groups[0].waiting[0].request_id == "llama-0", "what cannot be read is prefilled"
     assert sum(len(group.waiting) for group in second._requests.prefills.groups) == 1
