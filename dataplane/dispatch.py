@@ -13,14 +13,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from dataplane.engine import EngineOutput, EngineRequest, PoolStats, TurnRecord
+from dataplane.engine import EngineOutput, EngineRequest, PoolStats
 from dataplane.errors import BadRequestError, DataplaneError, WorkerLostError
 from dataplane.flights import Flight
 from dataplane.frames import Add, Cancel, Release
 from dataplane.messages import Objective, Tier
 from dataplane.slots import Slot
 from dataplane.turns.decode_slots import DecodeSlot, choose_decode_slot
-from dataplane.turns.pace import PrefillPace, prefill_pace
+from dataplane.turns.pace import PrefillPace
 from dataplane.turns.prefill import PrefillQueue, PrefillSettings, choose_prefill_slot
 from dataplane.turns.tiers import TIER_OBJECTIVES
 
@@ -49,7 +49,6 @@ class Dispatcher:
         self._prefilling = [slot for slot in slots if slot.kind != "decode"]
         self._decoding = [slot for slot in slots if slot.kind != "prefill"]
         self._queues = {slot.index: PrefillQueue() for slot in self._prefilling}
-        self._paces: dict[int, tuple[tuple[TurnRecord, ...], PrefillPace]] = {}
         self._promises: dict[tuple[str, Tier], Objective] = {}
         """What the newest request of an instance and tier was promised."""
         self.handovers_total = 0
@@ -81,8 +80,8 @@ class Dispatcher:
         ttft_s = self._promises.get((instance_id, tier), TIER_OBJECTIVES[tier]).ttft_s
         outlooks = [
             (
-                self._load_s(self._queues[slot.index].ahead_of(tier, ttft_s, now_s, self._settings), slot),
-                self._pace(slot.index, slot.stats.pool).token_s,
+                _load_s(self._queues[slot.index].ahead_of(tier, ttft_s, now_s, self._settings), slot.stats.pool),
+                _pace(slot.stats.pool).token_s,
             )
             for slot in self._prefilling
             if slot.is_ready(instance_id)
@@ -222,7 +221,7 @@ class Dispatcher:
             pools = {slot.index: slot.stats.pool for slot in able if queues[slot.index].groups}
 
             def load_s(slot: int) -> float:
-                return self._queue_s(queues[slot], slot, pools[slot]) if slot in pools else 0.0
+                return _load_s(queues[slot], pools[slot]) if slot in pools else 0.0
 
             chosen = choose_prefill_slot(request, queues, load_s, self._settings).slot
         self._queues[chosen] = self._queues[chosen].join(request, self._settings)
@@ -258,24 +257,17 @@ class Dispatcher:
     def _of_instance(self, instance_id: str) -> list[Flight]:
         return [flight for flight in self._flights.values() if flight.request.instance_id == instance_id]
 
-    def _load_s(self, queue: PrefillQueue, slot: Slot) -> float:
-        """Seconds that a prefill queue takes on a slot."""
-        return self._queue_s(queue, slot.index, slot.stats.pool) if queue.groups else 0.0
 
-    def _queue_s(self, queue: PrefillQueue, slot: int, pool: PoolStats | None) -> float:
-        """The same of one that is not empty, by what the slot told last."""
-        pace = self._pace(slot, pool)
-        base_s, token_s, switch_s = pace.base_s, pace.token_s, pace.switch_s
-        running_model = None if pool is None else pool.running_model
-        return queue.load_s(lambda request: base_s + request.tokens * token_s, lambda _: switch_s, running_model)
+def _load_s(queue: PrefillQueue, pool: PoolStats | None) -> float:
+    """Seconds that a prefill queue takes on a slot, by what that told last."""
+    pace = _pace(pool)
+    base_s, token_s, switch_s = pace.base_s, pace.token_s, pace.switch_s
+    running_model = None if pool is None else pool.running_model
+    return queue.load_s(lambda request: base_s + request.tokens * token_s, lambda _: switch_s, running_model)
 
-    def _pace(self, slot: int, pool: PoolStats | None) -> PrefillPace:
-        """As the turns show of which a slot told last, worked out once for each of its reports."""
-        turns = () if pool is None else pool.turns
-        seen = self._paces.get(slot)
-        if seen is None or seen[0] is not turns:
-            seen = self._paces[slot] = turns, prefill_pace(turns)
-        return seen[1]
+
+def _pace(pool: PoolStats | None) -> PrefillPace:
+    return PrefillPace() if pool is None else pool.prefill_pace
 
 
 def _running_model(slot: Slot) -> str | None:

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 from msgspec import Struct, field
 
 from dataplane.messages import FinishReason, ModelSpec, Objective, Tier
+from dataplane.turns.pace import PrefillPace
 from dataplane.turns.tiers import TIER_OBJECTIVES
 
 
@@ -106,7 +107,8 @@ class KvShapeStats(Struct, frozen=True, kw_only=True):
 
 class PoolStats(Struct, frozen=True, kw_only=True):
     """A slot that switches. `load` is alpha, the reciprocal of the estimated attainment (Aegaeon eq. 3): above 1 the
-    slot cannot keep up. `turns` are the last ones, oldest first; all times are on the engine's clock, now `now_s`.
+    slot cannot keep up. `turns` are the last ones, oldest first, and `prefill_pace` is what they show; all times are on
+    the engine's clock, now `now_s`.
     `weights_bytes_per_s`: how fast weights come in, by which switches are priced, where that is measured; `unpinned`:
     how much host memory CUDA refused to pin, and why, if it did. `given_up`: layers whose memory KV has, by model.
     Since the start: `relief`: what was done when KV had no room; `not_remapped`: why no layers were given up then;
@@ -130,6 +132,7 @@ class PoolStats(Struct, frozen=True, kw_only=True):
     not_remapped: dict[str, int] = field(default_factory=dict)
     layers_moved: dict[str, int] = field(default_factory=dict)
     turns: tuple[TurnRecord, ...] = ()
+    prefill_pace: PrefillPace = PrefillPace()
 
 
 class EngineStats(Struct, frozen=True, kw_only=True):

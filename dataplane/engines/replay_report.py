@@ -46,6 +46,7 @@ def pool_stats(
         not_remapped=dict(relief.refusals),
         layers_moved=dict(relief.layers),
         turns=tuple(log.turns),
+        prefill_pace=log.prefill_pace,
     )
 
 

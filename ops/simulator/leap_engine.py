@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from dataplane.engine import EngineStats, PoolStats, TurnRecord
+from dataplane.engine import EngineStats, PoolStats
 from dataplane.engines.kv import Place
 from dataplane.engines.replay import ReplayEngine, ReplaySettings
 from dataplane.engines.replay_memory import SequenceKv
@@ -61,7 +61,6 @@ class LeapEngine(ReplayEngine):
         self._served = served
         self._renews = renews
         self._ridden: dict[str, LeapModel] = {}
-        self._turns: tuple[TurnRecord, ...] = ()
         self.leaped: Leap | None = None
         self.ridden_tokens = 0
 
@@ -72,11 +71,9 @@ class LeapEngine(ReplayEngine):
 
     @property
     def turns_stats(self) -> EngineStats:
-        """Of its stats what a dispatcher reads: whose turn it is, and the last turns."""
-        turn, turns = self._state.turn, self._log.turns
-        if turns and not (self._turns and self._turns[-1] is turns[-1]):
-            self._turns = tuple(turns)
-        pool = PoolStats(now_s=self._clock(), running_model=turn.model if turn else None, turns=self._turns)
+        """Of its stats what a dispatcher reads: whose turn it is, and the pace of its prefills."""
+        turn, pace = self._state.turn, self._log.prefill_pace
+        pool = PoolStats(now_s=self._clock(), running_model=turn.model if turn else None, prefill_pace=pace)
         return EngineStats(pool=pool)
 
     @property

@@ -246,6 +246,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
                 for name, size in used.items()
             ),
             turns=tuple(self._log.turns),
+            prefill_pace=self._log.prefill_pace,
         )
 
 
