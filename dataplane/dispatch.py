@@ -187,7 +187,8 @@ class Dispatcher:
 
     def _place(self, flight: Flight) -> None:
         """Send a request to the slot that shall run it. It waits when none is ready, see `end_waiting`."""
-        self._move(flight, None)
+        if flight.slot is not None:
+            self._move(flight, None)
         instance_id = flight.request.instance_id
         slots = self._prefilling if flight.kv is None else self._decoding
         able = [slot for slot in slots if slot.is_ready(instance_id)]

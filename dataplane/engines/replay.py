@@ -83,7 +83,7 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
 
     def _settle(self) -> None:
         self._kv.settle()
-        for name in self._relief.revert():
+        for name in self._relief.revert() if self._weights.lent_bytes else ():
             self._clear(self._models[name].weights.layer_bytes - self._kv.spare_bytes)
 
     def _relieve(self, shortage: Shortage) -> Way | None:

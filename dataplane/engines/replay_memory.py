@@ -115,7 +115,8 @@ class ReplayKvMemory:
         if more_bytes > self.free_bytes:
             return False
         if more_bytes > 0:
-            self._hold(kv, here_bytes=kv.here_bytes + more_bytes)
+            self.used_bytes += more_bytes
+            kv.here_bytes += more_bytes
         kv.place = Place.HERE
         return True
 
@@ -130,7 +131,9 @@ class ReplayKvMemory:
         if not self.host_fits(kv, tokens):
             return False
         size_bytes = tokens * kv.bytes_per_token
-        self._hold(kv, here_bytes=size_bytes, host_bytes=size_bytes)
+        self.used_bytes += size_bytes - kv.here_bytes
+        self.host_used_bytes += size_bytes
+        kv.here_bytes = kv.host_bytes = size_bytes
         kv.moved_tokens = tokens
         self._move(kv, Place.LEAVING, self._out)
         self.swapped_out_total += 1
@@ -139,9 +142,11 @@ class ReplayKvMemory:
     def swap_in(self, kv: SequenceKv) -> bool:
         """Send for KV that is AWAY; False when there is no room."""
         assert kv.place is Place.AWAY
-        if kv.moved_bytes > self.free_bytes:
+        size_bytes = kv.moved_bytes
+        if size_bytes > self.free_bytes:
             return False
-        self._hold(kv, here_bytes=kv.moved_bytes, host_bytes=kv.host_bytes)
+        self.used_bytes += size_bytes
+        kv.here_bytes = size_bytes
         self._move(kv, Place.ARRIVING, self._in)
         self.swapped_in_total += 1
         return True
@@ -161,9 +166,12 @@ class ReplayKvMemory:
 
     def drop(self, kv: SequenceKv) -> None:
         """Forget KV, wherever it is."""
+        if kv.place is Place.NOWHERE:
+            return
         if kv.place in _MOVING:
             self._moving.remove(kv)
-        self._hold(kv)
+        self._leave(kv)
+        self._leave_host(kv)
         kv.place = Place.NOWHERE
 
     def settle(self) -> None:
@@ -174,10 +182,10 @@ class ReplayKvMemory:
         for kv in [kv for kv in self._moving if kv.moved_s <= now_s]:
             self._moving.remove(kv)
             if kv.place is Place.LEAVING:
-                self._hold(kv, host_bytes=kv.host_bytes)
+                self._leave(kv)
                 kv.place = Place.AWAY
             else:
-                self._hold(kv, here_bytes=kv.here_bytes)
+                self._leave_host(kv)
                 kv.place = Place.HERE
 
     def _move(self, kv: SequenceKv, place: Place, wire: Wire) -> None:
@@ -185,7 +193,10 @@ class ReplayKvMemory:
         kv.moved_s = wire.send(kv.moved_bytes / kv.bytes_per_s, self._clock())
         self._moving.append(kv)
 
-    def _hold(self, kv: SequenceKv, *, here_bytes: int = 0, host_bytes: int = 0) -> None:
-        self.used_bytes += here_bytes - kv.here_bytes
-        self.host_used_bytes += host_bytes - kv.host_bytes
-        kv.here_bytes, kv.host_bytes = here_bytes, host_bytes
+    def _leave(self, kv: SequenceKv) -> None:
+        self.used_bytes -= kv.here_bytes
+        kv.here_bytes = 0
+
+    def _leave_host(self, kv: SequenceKv) -> None:
+        self.host_used_bytes -= kv.host_bytes
+        kv.host_bytes = 0

@@ -86,14 +86,14 @@ class ReplaySteps:
         resident = self._weights.resident(model.name)
         whole = resident is not None and resident.is_whole(now_s)
         if turn.kind == "prefill":
-            tokens = sum(chunk.count for chunk in chunks)
-            squared = sum(chunk.squared_tokens for chunk in chunks)
+            tokens = sum([chunk.count for chunk in chunks])
+            squared = sum([chunk.squared_tokens for chunk in chunks])
             compute_s = model.latency.prefill_s(tokens, squared)
             self.sleep_until(self._weights.ends_s(model.weights, compute_s, now_s))
             if whole:
                 model.observe_prefill(self._clock() - now_s, tokens, squared)
         else:
-            context = sum(chunk.sequence.cached for chunk in chunks)
+            context = sum([chunk.sequence.cached for chunk in chunks])
             compute_s = model.latency.decode_s(context, len(chunks))
             self.sleep_until(self._weights.ends_s(model.weights, compute_s, now_s))
             if whole:

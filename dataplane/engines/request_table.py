@@ -52,13 +52,13 @@ class RequestTable(Generic[KvT]):
     @property
     def waiting_models(self) -> frozenset[str]:
         """Models of the requests that wait for their prefill."""
-        return frozenset(group.model for group in self.prefills.groups)
+        return frozenset([group.model for group in self.prefills.groups])
 
     @property
     def busy_models(self) -> Sequence[str]:
         """Models of requests that wait for their prefill or have KV, in the order of `models`."""
         if self._busy_prefills is not self.prefills:
-            waiting = self.waiting_models
+            waiting = self.waiting_models if self.prefills.groups else ()
             self._busy = [name for name, model in self._models.items() if model.begun or name in waiting]
             self._busy_prefills = self.prefills
         return self._busy
@@ -107,14 +107,18 @@ class RequestTable(Generic[KvT]):
     def begin(self, sequence: TokenSequence[KvT]) -> None:
         """Note that a sequence has KV now. Harmless when done twice."""
         if not sequence.begun:
-            self._models[sequence.model].begin(sequence)
-            self._busy_prefills = None
+            model = self._models[sequence.model]
+            model.begin(sequence)
+            if len(model.begun) == 1:
+                self._busy_prefills = None
 
     def _leave(self, sequence: TokenSequence[KvT]) -> None:
         """Note that it has none any more."""
         if sequence.begun:
-            self._models[sequence.model].leave(sequence)
-            self._busy_prefills = None
+            model = self._models[sequence.model]
+            model.leave(sequence)
+            if not model.begun:
+                self._busy_prefills = None
 
     def queue(self, sequence: TokenSequence[KvT]) -> None:
         """Let a sequence wait for its prefill, from its first token on, without KV."""
@@ -210,8 +214,8 @@ def _check(request: EngineRequest, model: ServedModel[KvT], kv_tokens_max: int) 
         unknown = next((token for token in tokens if not 0 <= token < model.vocabulary), None)
         if unknown is not None:
             raise BadRequestError(f"token {unknown} is outside of the vocabulary of {model.vocabulary}", param="prompt")
-    wanted = len(request.prompt) + request.max_tokens
-    for what, limit in (("context", model.context_tokens), ("KV cache", kv_tokens_max)):
-        if wanted > limit:
-            asked = f"{len(request.prompt)} prompt tokens and max_tokens={request.max_tokens}"
-            raise ContextLengthError(f"{asked} exceed the {what} of {limit} tokens", param="max_tokens")
+    limit = min(model.context_tokens, kv_tokens_max)
+    if len(request.prompt) + request.max_tokens > limit:
+        what = "context" if limit == model.context_tokens else "KV cache"
+        asked = f"{len(request.prompt)} prompt tokens and max_tokens={request.max_tokens}"
+        raise ContextLengthError(f"{asked} exceed the {what} of {limit} tokens", param="max_tokens")

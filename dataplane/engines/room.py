@@ -80,7 +80,9 @@ class Room(Generic[KvT]):
         """Room for the KV of `tokens` tokens of a sequence. False: not now; others leave, or it has left itself.
         Those in `keep` stay.
         """
-        made, way = self._make(lambda: self._kv.grow(sequence.kv, tokens), sequence, tokens, keep)
+        made, way = self._kv.grow(sequence.kv, tokens), None
+        if not made:
+            made, way = self._make(lambda: self._kv.grow(sequence.kv, tokens), sequence, tokens, keep)
         if made:
             self._requests.begin(sequence)
             return True

@@ -66,10 +66,14 @@ class PrefillGroup(Struct, frozen=True, kw_only=True):
 
     def key(self, now_s: float, settings: PrefillSettings) -> OrderKey:
         """That of its most urgent request."""
+        if len(self.waiting) == 1:
+            return order_key(self.waiting[0], now_s, settings)
         return min([order_key(request, now_s, settings) for request in self.waiting])
 
     def in_order(self, now_s: float, settings: PrefillSettings) -> tuple[PrefillRequest, ...]:
         """Its requests as they are to be served."""
+        if len(self.waiting) == 1:
+            return self.waiting
         return tuple(sorted(self.waiting, key=lambda request: order_key(request, now_s, settings)))
 
 
@@ -90,10 +94,11 @@ class PrefillQueue(Struct, frozen=True, kw_only=True):
     def remove(self, request_id: str) -> "PrefillQueue":
         """The queue without the request (it was served, or cancelled). Unknown ids are ignored; empty groups vanish."""
         for index, group in enumerate(self.groups):
-            waiting = tuple([request for request in group.waiting if request.request_id != request_id])
-            if len(waiting) < len(group.waiting):
-                rest = (replace(group, waiting=waiting),) if waiting else ()
-                return PrefillQueue(groups=(*self.groups[:index], *rest, *self.groups[index + 1 :]))
+            for place, request in enumerate(group.waiting):
+                if request.request_id == request_id:
+                    waiting = group.waiting[:place] + group.waiting[place + 1 :]
+                    rest = (replace(group, waiting=waiting),) if waiting else ()
+                    return PrefillQueue(groups=self.groups[:index] + rest + self.groups[index + 1 :])
         return self
 
     def ahead_of(self, tier: Tier, ttft_s: float, now_s: float, settings: PrefillSettings) -> "PrefillQueue":

@@ -28,7 +28,7 @@ from dataplane.messages import ModelSpec
 from dataplane.turns.prefill import PrefillQueue
 from dataplane.turns.schedule import SlotFacts, Turn, choose_turn
 from ops.simulator.leap_models import LeapModel, ServedOf
-from ops.simulator.leaps import Leap, decode_pace
+from ops.simulator.leaps import Leap, Pace, decode_pace
 
 
 class _Silent(Answers):
@@ -40,7 +40,7 @@ class _Silent(Answers):
 
 
 class LeapEngine(ReplayEngine):
-    """`leap` waits for the steps of a leap and says how many it was. After a `step`, `leaped` are its decode steps,
+    """`leap` waits for the steps of a leap and says which it was at last: perhaps fewer. After a `step`, `leaped` are its decode steps,
     None if it made no tokens that way. `ridden_tokens` are those of riders: they are written down in `served`, and of
     each rider only the last one comes as an output.
     """
@@ -50,7 +50,7 @@ class LeapEngine(ReplayEngine):
         settings: ReplaySettings,
         clock: Callable[[], float],
         sleep: Callable[[float], None],
-        leap: Callable[[Leap], int],
+        leap: Callable[[Leap], Leap],
         served: ServedOf,
         *,
         renews: bool = False,
@@ -156,12 +156,16 @@ class LeapEngine(ReplayEngine):
         if not model.roomy:
             self._kv.grow_unseen(len(model.riders) * model.kv_bytes_per_token)
             model.roomy = True
-        for sequence in model.standing:
-            if sequence.kv.place is Place.AWAY:
-                self._kv.swap_in(sequence.kv)
-            elif sequence.kv.place is Place.HERE:
-                self._kv.grow(sequence.kv, len(sequence.tokens))
+        standing, model.standing = model.standing, []
+        for sequence in standing:
+            kv = sequence.kv
+            if kv.place is Place.HERE:
+                self._kv.grow(kv, len(sequence.tokens))
                 model.get_on(sequence, self._served(sequence.request.request_id))
+                continue
+            if kv.place is Place.AWAY:
+                self._kv.swap_in(kv)
+            model.standing.append(sequence)
         if model.riders:
             self._ridden[model.name] = model
         return []
@@ -171,11 +175,11 @@ class LeapEngine(ReplayEngine):
         riders = len(model.riders)
         batch = riders + len(singles)
         pace = decode_pace(model.latency, model.riding_tokens + sum([one.cached for one in singles]), batch)
-        most = self._steps_max(model, singles, batch, Leap(now_s, pace, 1))
+        most = self._steps_max(model, singles, batch, pace, now_s)
         if most > 1:
             self._weights.bring(model.weights, now_s)  # each step uses them; those longest unused give way
-        steps = self._leap(Leap(now_s, pace, most))
-        self.leaped = Leap(now_s, pace, steps)
+        self.leaped = self._leap(Leap(now_s, pace, most))
+        steps = self.leaped.steps
         self.ridden_tokens = riders * steps
         self._kv.grow_unseen(riders * (steps - 1) * model.kv_bytes_per_token)
         over = model.ride(self.leaped) if riders else []
@@ -191,8 +195,10 @@ class LeapEngine(ReplayEngine):
         self._log.tokens_total += steps * batch - len(told)
         return [(sequence, 0) for sequence in told]
 
-    def _steps_max(self, model: LeapModel, singles: list[ReplaySequence], batch: int, first: Leap) -> int:
-        """How many steps may be taken unasked."""
+    def _steps_max(
+        self, model: LeapModel, singles: list[ReplaySequence], batch: int, pace: Pace, now_s: float
+    ) -> int:
+        """How many steps may be taken unasked from now on."""
         if self._requests.prefills.groups:
             return 1
         steps = min(model.steps_max(), 1 + self._kv.free_bytes // (batch * model.kv_bytes_per_token))
@@ -202,7 +208,7 @@ class LeapEngine(ReplayEngine):
         move_s = self._kv.next_move_s
         if move_s is not None and move_s < ends_s:
             ends_s = move_s
-        return steps if ends_s == math.inf else min(steps, first.pace.steps_to(ends_s - first.started_s))
+        return steps if ends_s == math.inf else min(steps, pace.steps_to(ends_s - now_s))
 
     def _get_off_all(self) -> None:
         for model in self._ridden.values():

@@ -86,12 +86,11 @@ class LeapModel(ReplayModel):
         return self._batch.steps_max(0) if self.riders else _ANY
 
     def get_on(self, sequence: ReplaySequence, served: Served) -> None:
-        """Let a sequence ride that stands, and has room for its next token, as all that ride have."""
+        """Let a sequence ride that stood, and has room for its next token, as all that ride have."""
         assert self.roomy or not self.riders
         self.roomy = True
         self.riders[sequence.order] = sequence
         self._batch.join(Sequence(served=served, order=sequence.order, cached=sequence.cached))
-        self._known = []
 
     def ride(self, leap: Leap) -> list[ReplaySequence]:
         """Take the steps of a leap; those that have made their last token get off, and still have to be told of it."""

@@ -6,14 +6,14 @@ and comes back when the time has passed.
 
 from collections.abc import Callable
 
-from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
+from greenlet import greenlet  # type: ignore[import-untyped]
 
 from dataplane.engine import EngineOutput, EngineStats
 from dataplane.engines.replay import ReplaySettings
 from dataplane.frames import Add, Command, Release
 from dataplane.messages import ModelSpec
 from dataplane.settings import SlotKind
-from ops.simulator.events import Events, Kind
+from ops.simulator.events import END, Events
 from ops.simulator.leap_engine import LeapEngine
 from ops.simulator.leap_models import ServedOf
 from ops.simulator.leaps import Leap
@@ -84,7 +84,7 @@ class SlotProcess:
         self._inbox.append(command)
         if self._parked:
             self._parked = False
-            self._events.at(self._events.now_s, Kind.END, self._greenlet.switch)
+            self._events.at(self._events.now_s, END, self._greenlet.switch)
         elif self._leap and self._concerned(command):
             leap = self._leap
             steps = leap.pace.steps_to(self._events.now_s - leap.started_s)
@@ -109,27 +109,27 @@ class SlotProcess:
                     self._heard(self, outputs, self.engine.leaped)
             else:
                 self._parked = True
-                getcurrent().parent.switch()
+                self._greenlet.parent.switch()
 
     def _sleep(self, time_s: float) -> None:
         self._sleep_number += 1
-        self._events.at(self._events.now_s + time_s, Kind.END, self._wake, self._sleep_number)
-        getcurrent().parent.switch()
+        self._events.at(self._events.now_s + time_s, END, self._wake, self._sleep_number)
+        self._greenlet.parent.switch()
 
-    def _sleep_leap(self, leap: Leap) -> int:
+    def _sleep_leap(self, leap: Leap) -> Leap:
         self._begin_leap(leap)
-        getcurrent().parent.switch()
+        self._greenlet.parent.switch()
         slept = self._leap
         assert slept is not None
         self._leap = None
-        return slept.steps
+        return slept
 
     def _begin_leap(self, leap: Leap) -> None:
         """Wake up after a leap, and not after the longer one that it was before."""
         self._leap = leap
         self._sleep_number += 1
         ends_s = max(self._events.now_s, leap.ended_s(leap.steps))
-        self._events.at(ends_s, Kind.END, self._wake, self._sleep_number)
+        self._events.at(ends_s, END, self._wake, self._sleep_number)
 
     def _wake(self, number: int) -> None:
         if number == self._sleep_number:
