@@ -78,14 +78,12 @@ class Dispatcher:
         """
         now_s = self._clock()
         ttft_s = self._promises.get((instance_id, tier), TIER_OBJECTIVES[tier]).ttft_s
-        outlooks = [
-            (
-                _load_s(self._queues[slot.index].ahead_of(tier, ttft_s, now_s, self._settings), slot.stats.pool),
-                _pace(slot.stats.pool).token_s,
-            )
-            for slot in self._prefilling
-            if slot.is_ready(instance_id)
-        ]
+        outlooks = []
+        for slot in self._prefilling:
+            if slot.is_ready(instance_id):
+                pool = slot.stats.pool
+                ahead = self._queues[slot.index].ahead_of(tier, ttft_s, now_s, self._settings)
+                outlooks.append((_load_s(ahead, pool), _pace(pool).token_s))
         return min(outlooks, default=None)
 
     def has(self, instance_id: str) -> bool:
@@ -261,10 +259,15 @@ class Dispatcher:
 
 def _load_s(queue: PrefillQueue, pool: PoolStats | None) -> float:
     """Seconds that a prefill queue takes on a slot, by what that told last."""
+    if not queue.groups:
+        return 0.0
     pace = _pace(pool)
     base_s, token_s, switch_s = pace.base_s, pace.token_s, pace.switch_s
-    running_model = None if pool is None else pool.running_model
-    return queue.load_s(lambda request: base_s + request.tokens * token_s, lambda _: switch_s, running_model)
+    return queue.load_s(
+        lambda waiting: sum([base_s + request.tokens * token_s for request in waiting]),
+        lambda _: switch_s,
+        None if pool is None else pool.running_model,
+    )
 
 
 def _pace(pool: PoolStats | None) -> PrefillPace:

@@ -57,13 +57,14 @@ def replayed(kind: type[ReplayModelT], spec: ModelSpec, settings: ReplaySettings
     """A model as it runs on so many GPUs of a type, every time divided by `speed`."""
     profile = settings.profile
     latency = profile.nearest_model(spec.weights_bytes, gpus).latency
-    faster = LatencyModel(**{name: value / settings.speed for name, value in asdict(latency).items()})
+    if settings.speed != 1:
+        latency = LatencyModel(**{name: value / settings.speed for name, value in asdict(latency).items()})
     bytes_per_s = profile.pcie_bytes_per_s * profile.transfer_efficiency * gpus * settings.speed
     return kind(
         name=spec.name,
         context_tokens=spec.context_tokens,
         vocabulary=None,
-        estimate=CostEstimate(latency=faster),
+        estimate=CostEstimate(latency=latency),
         weights=Weights(
             model=spec.name,
             size_bytes=spec.weights_bytes,

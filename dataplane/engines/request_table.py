@@ -1,6 +1,7 @@
 """The requests of a slot from `add` to their last output, as every engine keeps them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Generic
 
 from dataplane.engine import EngineOutput, EngineRequest
@@ -9,6 +10,8 @@ from dataplane.engines.sequences import TokenSequence
 from dataplane.engines.served_models import ServedModel
 from dataplane.errors import BadRequestError, ContextLengthError
 from dataplane.turns.prefill import PrefillQueue, PrefillSettings
+
+_PLACE = attrgetter("place")
 
 
 class RequestTable(Generic[KvT]):
@@ -32,7 +35,9 @@ class RequestTable(Generic[KvT]):
         self._handed_over: dict[str, KvT] = {}
         self._ended: dict[str, EngineOutput] = {}
         self._arrivals = 0
-        self._busy: list[str] = []
+        self._begun: dict[str, ServedModel[KvT]] = {}
+        """Models whose requests have KV."""
+        self._busy: list[ServedModel[KvT]] = []
         self._busy_prefills: PrefillQueue | None = None
         """The queue when `_busy` was made; None: other models have KV since."""
 
@@ -55,11 +60,11 @@ class RequestTable(Generic[KvT]):
         return frozenset([group.model for group in self.prefills.groups])
 
     @property
-    def busy_models(self) -> Sequence[str]:
-        """Models of requests that wait for their prefill or have KV, in the order of `models`."""
+    def busy_models(self) -> Sequence[ServedModel[KvT]]:
+        """Models of requests that wait for their prefill or have KV, in the order of loading."""
         if self._busy_prefills is not self.prefills:
-            waiting = self.waiting_models if self.prefills.groups else ()
-            self._busy = [name for name, model in self._models.items() if model.begun or name in waiting]
+            busy = self._begun | {group.model: self._models[group.model] for group in self.prefills.groups}
+            self._busy = sorted(busy.values(), key=_PLACE)
             self._busy_prefills = self.prefills
         return self._busy
 
@@ -110,6 +115,7 @@ class RequestTable(Generic[KvT]):
             model = self._models[sequence.model]
             model.begin(sequence)
             if len(model.begun) == 1:
+                self._begun[model.name] = model
                 self._busy_prefills = None
 
     def _leave(self, sequence: TokenSequence[KvT]) -> None:
@@ -118,6 +124,7 @@ class RequestTable(Generic[KvT]):
             model = self._models[sequence.model]
             model.leave(sequence)
             if not model.begun:
+                del self._begun[model.name]
                 self._busy_prefills = None
 
     def queue(self, sequence: TokenSequence[KvT]) -> None:
@@ -131,7 +138,7 @@ class RequestTable(Generic[KvT]):
 
     def queue_lost(self) -> None:
         """Queue again what lost its KV because its transfer failed too often."""
-        begun = (sequence for name in self.busy_models for sequence in self._models[name].begun)
+        begun = (sequence for model in self._begun.values() for sequence in model.begun)
         for sequence in [sequence for sequence in begun if sequence.kv.place is Place.NOWHERE]:
             self.queue(sequence)
 
@@ -152,8 +159,8 @@ class RequestTable(Generic[KvT]):
 
     def hand_over(self) -> None:
         """Send the KV of requests past their prefill to host memory, and let those go whose KV is there."""
-        for name in self.busy_models:
-            for sequence in self._models[name].decoding:
+        for model in self.busy_models:
+            for sequence in model.decoding:
                 if sequence.kv.place is Place.HERE:
                     self._kv.swap_out(sequence.kv, sequence.cached)
                 elif sequence.kv.place is Place.AWAY:

@@ -18,7 +18,7 @@ _KEY = attrgetter("key")
 class ServedModel(ABC, Generic[KvT]):
     """One model. `instances`: those of the control plane that share it here. `begun`: its sequences that have KV
     somewhere, in the order of service. `vocabulary` None takes any token. `prefill_s`: how long its last prefill steps
-    took; None before the first.
+    took; None before the first. `place`: in the order of loading.
     """
 
     name: str
@@ -28,6 +28,7 @@ class ServedModel(ABC, Generic[KvT]):
     instances: set[str] = field(default_factory=set)
     begun: list[TokenSequence[KvT]] = field(default_factory=list)
     prefill_s: float | None = None
+    place: int = 0
     _decoding: list[TokenSequence[KvT]] | None = field(default=None, init=False)
 
     @property

@@ -85,6 +85,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         self._batches: tuple[BatchFacts, ...] = ()
         self._share = DecodeShare()
         self._last_model: str | None = None
+        self._loads = 0
         self._held = False
         self._log = TurnLog()
 
@@ -155,6 +156,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         self.prepare(model)
         if model.name not in self._models:
             self._models[model.name] = self._new_model(model, gpus)
+            self._models[model.name].place = self._loads = self._loads + 1
         loaded = self._model_of[instance_id] = self._models[model.name]
         loaded.instances.add(instance_id)
 
@@ -241,7 +243,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
     def _facts(self, now_s: float) -> SlotFacts:
         """What the turn policy must know. A prefill that found no room for its KV is held back for a step."""
         requests = self._requests
-        busy = [self._models[name] for name in requests.busy_models]
+        busy = [self._models[model.name] for model in requests.busy_models]
         prefills = PrefillQueue() if self._held else requests.prefills
         unready = frozenset([model.name for model in busy if not self._is_ready(model)])
         return SlotFacts(

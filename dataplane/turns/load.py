@@ -31,4 +31,4 @@ class DecodeShare(Struct, frozen=True, kw_only=True):
 
     def load(self, batches: Iterable[BatchFacts]) -> float:
         """Alpha: the reciprocal of the attainment to expect, where it is above 1; 0 without batches."""
-        return sum(batch.step_s / batch.tbt_s for batch in batches) / max(self.share, SHARE_MIN)
+        return sum([batch.step_s / batch.tbt_s for batch in batches]) / max(self.share, SHARE_MIN)

@@ -111,17 +111,17 @@ class PrefillQueue(Struct, frozen=True, kw_only=True):
 
     def load_s(
         self,
-        costs: Callable[[PrefillRequest], float],
+        prefills_s: Callable[[Sequence[PrefillRequest]], float],
         switch_s: Callable[[str], float],
         running_model: str | None,
     ) -> float:
-        """Seconds to serve all groups in turn: their requests, and a switch wherever the model changes."""
+        """Seconds to serve all groups in turn: the requests of each, and a switch wherever the model changes."""
         total_s = 0.0
         for group in self.groups:
             if group.model != running_model:
                 total_s += switch_s(group.model)
             running_model = group.model
-            total_s += sum(map(costs, group.waiting))
+            total_s += prefills_s(group.waiting)
         return total_s
 
 

@@ -34,7 +34,7 @@ class Prompts:
         if not self.waiting:
             return 0.0
         self._queue_alone()
-        return self._queue.load_s(self._prefill_s, lambda _: 0.0, self._model.name)
+        return self._queue.load_s(lambda waiting: sum(map(self._prefill_s, waiting)), lambda _: 0.0, self._model.name)
 
     @property
     def begun(self) -> list[Sequence]:

@@ -97,7 +97,8 @@ def test_removing() -> None:
 def test_load_counts_steps_and_switches(running: str | None, load_s: float) -> None:
     queue = queue_of("aba")
     switch_s = {"a": 0.5, "b": 0.7}
-    assert queue.load_s(lambda r: r.tokens / 1000, switch_s.__getitem__, running) == pytest.approx(load_s)
+    tokens_s = queue.load_s(lambda waiting: sum(r.tokens for r in waiting) / 1000, switch_s.__getitem__, running)
+    assert tokens_s == pytest.approx(load_s)
 
 
 def test_load_of_groups_of_one_model_in_a_row_counts_one_switch() -> None:
