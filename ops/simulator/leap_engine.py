@@ -9,8 +9,9 @@ turn go on in a leap until the first of:
 - a transfer that is over, or somebody from outside: the leap ends with the step that runs then.
 
 While prompts wait on the slot it goes step by step, since the turn policy weighs them before each; and while layers
-are given up. Sequences that have made a token here ride (`leap_models`); whenever there might be too little room for
-KV, all get off, and the live rules of who makes way are asked.
+are given up. Sequences past their prefill ride (`leap_models`); whenever there might be too little room for KV, all get
+off, and the live rules of who makes way are asked. Nobody hears of a rider before its last token: the slot that prefilled
+it keeps its KV until then, which takes room of host memory only, and that is as good as endless here.
 """
 
 import math
@@ -40,9 +41,9 @@ class _Silent(Answers):
 
 
 class LeapEngine(ReplayEngine):
-    """`leap` waits for the steps of a leap and says which it was at last: perhaps fewer. After a `step`, `leaped` are its decode steps,
-    None if it made no tokens that way. `ridden_tokens` are those of riders: they are written down in `served`, and of
-    each rider only the last one comes as an output.
+    """`leap` waits for the steps of a leap and says which it was at last: perhaps fewer. After a `step`, `leaped` are its
+    decode steps, None if it made no tokens that way. `ridden_tokens` are those of riders: they are written down in
+    `served`, and of each rider only the last one comes as an output.
     """
 
     def __init__(
@@ -195,9 +196,7 @@ class LeapEngine(ReplayEngine):
         self._log.tokens_total += steps * batch - len(told)
         return [(sequence, 0) for sequence in told]
 
-    def _steps_max(
-        self, model: LeapModel, singles: list[ReplaySequence], batch: int, pace: Pace, now_s: float
-    ) -> int:
+    def _steps_max(self, model: LeapModel, singles: list[ReplaySequence], batch: int, pace: Pace, now_s: float) -> int:
         """How many steps may be taken unasked from now on."""
         if self._requests.prefills.groups:
             return 1
