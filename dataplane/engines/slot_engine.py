@@ -263,7 +263,8 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         """
         decoding = [model for model in busy if model.decoding]
         stay = len(decoding) < 2 or self._fit_together(decoding)
-        prefetched = self._slot.prefetch and (stay or self._fit_together(_widest(decoding)))
+        widest = decoding if stay else sorted(decoding, key=lambda model: model.weights_bytes)[-2:]
+        prefetched = self._slot.prefetch and (stay or self._fit_together(widest))
         batches = [
             model.batch_facts(
                 now_s=now_s if prefills.groups else None,
@@ -317,8 +318,3 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             running=running,
             waiting=len(mine) - running,
         )
-
-
-def _widest(models: Sequence[ModelT]) -> Sequence[ModelT]:
-    """The two with the most weights."""
-    return sorted(models, key=lambda model: model.weights_bytes)[-2:]

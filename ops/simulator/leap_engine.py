@@ -10,8 +10,8 @@ turn go on in a leap until the first of:
 
 While prompts wait on the slot it goes step by step, since the turn policy weighs them before each; and while layers
 are given up. Sequences past their prefill ride (`leap_models`); whenever there might be too little room for KV, all get
-off, and the live rules of who makes way are asked. Nobody hears of a rider before its last token: the slot that prefilled
-it keeps its KV until then, which takes room of host memory only, and that is as good as endless here.
+off, and the live rules of who makes way are asked. Nobody hears of a rider before its last token: until then the slot
+that prefilled it keeps its KV, which takes room of host memory only, and that is as good as endless here.
 """
 
 import math
@@ -41,9 +41,9 @@ class _Silent(Answers):
 
 
 class LeapEngine(ReplayEngine):
-    """`leap` waits for the steps of a leap and says which it was at last: perhaps fewer. After a `step`, `leaped` are its
-    decode steps, None if it made no tokens that way. `ridden_tokens` are those of riders: they are written down in
-    `served`, and of each rider only the last one comes as an output.
+    """`leap` waits for the steps of a leap and says which it was at last: perhaps fewer. After a `step`, `leaped` are
+    its decode steps, None if it made no tokens that way. `ridden_tokens` are those of riders: they are written down
+    in `served`, and of each rider only the last one comes as an output.
     """
 
     def __init__(
