@@ -110,7 +110,7 @@ class WeightsMemory:
 
     def fit(self, wanted: Iterable[Weights], *, strayed_bytes: int = 0) -> bool:
         """Whether these could all be there at once, beside the KV that lies in layers that nobody lends."""
-        needed_bytes = sum(weights.size_bytes for weights in wanted)
+        needed_bytes = sum([weights.size_bytes for weights in wanted])
         return needed_bytes + max(strayed_bytes - self.lent_bytes, 0) <= self._capacity_bytes
 
     def has_place(self, weights: Weights, *, beside: Collection[str], strayed_bytes: int = 0) -> bool:

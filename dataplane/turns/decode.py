@@ -117,7 +117,7 @@ class Switch(Struct, frozen=True, kw_only=True):
 
 def exposed_s(switches: Iterable[Switch], lasting_s: float) -> float:
     """c: what a round pays for switches when the tokens of a turn last `lasting_s`."""
-    return sum(max(0.0, switch.time_s - lasting_s * switch.hidden_share) for switch in switches)
+    return sum([max(0.0, switch.time_s - lasting_s * switch.hidden_share) for switch in switches])
 
 
 def least_lasting_s(switches: Sequence[Switch], spare: float) -> float:
@@ -128,8 +128,8 @@ def least_lasting_s(switches: Sequence[Switch], spare: float) -> float:
     lasting_s = 0.0
     while True:
         exposed = [switch for switch in switches if switch.time_s > lasting_s * switch.hidden_share]
-        share = spare + sum(switch.hidden_share for switch in exposed)
-        total_s = sum(switch.time_s for switch in exposed)
+        share = spare + sum([switch.hidden_share for switch in exposed])
+        total_s = sum([switch.time_s for switch in exposed])
         if total_s <= lasting_s * share * (1 + 1e-9):
             return lasting_s
         if share <= 0:
@@ -242,7 +242,7 @@ def _join(
 ) -> tuple[tuple[Quota, ...], float]:
     """Quotas for models that join a round, and its alpha with them: a plan for all batches that can run now."""
     plan = plan_round(tuple(runnable.values()), settings)
-    return tuple(quota for quota in plan.quotas if quota.model in joining), max(state.alpha, plan.alpha)
+    return tuple([quota for quota in plan.quotas if quota.model in joining]), max(state.alpha, plan.alpha)
 
 
 def _advance(
@@ -250,7 +250,7 @@ def _advance(
 ) -> RoundState:
     """The next turn of the round, or the first of a new one in the same order."""
     had = state.quotas[: state.position + 1]
-    rest = tuple(quota for quota in state.quotas[state.position + 1 :] if quota.model in runnable)
+    rest = tuple([quota for quota in state.quotas[state.position + 1 :] if quota.model in runnable])
     planned = {quota.model for quota in state.quotas}
     joining = [model for model in runnable if model not in planned]
     if not joining and not rest:

@@ -61,6 +61,7 @@ class LeapEngine(ReplayEngine):
         self._leap = leap
         self._served = served
         self._renews = renews
+        self._may_lend = settings.kv_pressure in ("auto", "remap")
         self._ridden: dict[str, LeapModel] = {}
         self.leaped: Leap | None = None
         self.ridden_tokens = 0
@@ -142,7 +143,7 @@ class LeapEngine(ReplayEngine):
 
     def _steps_singly(self, model: LeapModel) -> bool:
         """Whether layers are given up, or may be in this step: then each step waits for loads as it comes."""
-        if self._settings.kv_pressure not in ("auto", "remap"):
+        if not self._may_lend:
             return False
         model.look()
         lends = self._weights.given_up or self._kv.strayed_bytes
@@ -175,15 +176,18 @@ class LeapEngine(ReplayEngine):
         """Let all that are ready take a leap."""
         riders = len(model.riders)
         batch = riders + len(singles)
-        pace = decode_pace(model.latency, model.riding_tokens + sum([one.cached for one in singles]), batch)
+        context_tokens = model.riding_tokens + (sum([one.cached for one in singles]) if singles else 0)
+        pace = decode_pace(model.latency, context_tokens, batch)
         most = self._steps_max(model, singles, batch, pace, now_s)
         if most > 1:
             self._weights.bring(model.weights, now_s)  # each step uses them; those longest unused give way
         self.leaped = self._leap(Leap(now_s, pace, most))
         steps = self.leaped.steps
-        self.ridden_tokens = riders * steps
-        self._kv.grow_unseen(riders * (steps - 1) * model.kv_bytes_per_token)
-        over = model.ride(self.leaped) if riders else []
+        over = []
+        if riders:
+            self.ridden_tokens = riders * steps
+            self._kv.grow_unseen(riders * (steps - 1) * model.kv_bytes_per_token)
+            over = model.ride(self.leaped)
         for sequence in singles:
             sequence.cached += steps
             sequence.tokens.extend([0] * (steps - 1))

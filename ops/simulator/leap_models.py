@@ -30,7 +30,9 @@ class LeapModel(ReplayModel):
     _batch: Batch = field(init=False)
     _known: list[ReplaySequence] = field(default_factory=list)
     _tbt_s: float = 0.0
-    _facts: tuple[tuple[int, float, bool], BatchFacts] | None = None
+    _facts: BatchFacts | None = None
+    _context: int = 0
+    """Tokens with KV of those that `_facts` are about."""
 
     def __post_init__(self) -> None:
         """Nobody rides."""
@@ -61,10 +63,13 @@ class LeapModel(ReplayModel):
                 now_s=now_s, switch_s=switch_s, prefetched=prefetched, ready=ready, batch_max=batch_max
             )
         assert ready
-        self.look()
-        context = self._batch.context_tokens + sum([one.cached for one in self.standing])
-        key = context, switch_s, prefetched
-        if self._facts is None or self._facts[0] != key:
+        if self._known is not decoding:
+            self.look()
+        context = self._batch.context_tokens
+        if self.standing:
+            context += sum([one.cached for one in self.standing])
+        facts = self._facts
+        if facts is None or context != self._context or switch_s != facts.switch_s or prefetched != facts.prefetched:
             facts = BatchFacts(
                 model=self.name,
                 sequences=len(decoding),
@@ -73,13 +78,15 @@ class LeapModel(ReplayModel):
                 switch_s=switch_s,
                 prefetched=prefetched,
             )
-            self._facts = key, facts
-        return self._facts[1]
+            self._facts, self._context = facts, context
+        return facts
 
     def kv_needed_bytes(self) -> int:
         """Room for the next step: all that is away comes, and each sequence grows by a token."""
-        tokens = sum([one.kv.moved_tokens for one in self.standing if one.kv.place is Place.AWAY])
-        return (tokens + len(self._known)) * self.kv_bytes_per_token
+        tokens = len(self._known)
+        if self.standing:
+            tokens += sum([one.kv.moved_tokens for one in self.standing if one.kv.place is Place.AWAY])
+        return tokens * self.kv_bytes_per_token
 
     def steps_max(self) -> int:
         """Steps until a rider ends; many if nobody rides."""

@@ -115,10 +115,10 @@ class PoolServer:
 
     def _heard(self, slot: SlotProcess, outputs: list[EngineOutput], leap: Leap | None) -> None:
         """Most outputs change nothing for the dispatcher, and nobody reads their tokens: they are not passed on."""
-        if slot.engine.ridden_tokens:
+        if ridden_tokens := slot.engine.ridden_tokens:
             model = slot.engine.present_model
             assert model is not None
-            self._left_tokens[model] -= slot.engine.ridden_tokens
+            self._left_tokens[model] -= ridden_tokens
         for output in outputs:
             assert output.error is None, output.error
             served, flight = self._flights[output.request_id]
