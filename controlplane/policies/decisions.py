@@ -41,8 +41,7 @@ class Refuse:
     retry_after_s: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Release:
+class Release(Struct, frozen=True, kw_only=True):
     """Let `count` NIW requests of a batch of this tenant go to an endpoint. `slot`: whose room they take; None: they
     take what there is.
     """

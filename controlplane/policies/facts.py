@@ -27,24 +27,21 @@ class InstanceKind(StrEnum):
         return self == InstanceKind.MIXED or (self == InstanceKind.NIW) == (tier == Tier.NIW)
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
-class Endpoint:
+class Endpoint(Struct, frozen=True, kw_only=True, order=True):
     """A model in a region: what traffic is routed to and what placement decides about."""
 
     model: str
     region: str
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
-class SlotId:
+class SlotId(Struct, frozen=True, kw_only=True, order=True):
     """A slot of a node. Instances in one slot share its GPUs."""
 
     node_id: str
     number: int
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
-class EndpointGpu:
+class EndpointGpu(Struct, frozen=True, kw_only=True, order=True):
     """A model in a region on one GPU type."""
 
     model: str
@@ -52,16 +49,14 @@ class EndpointGpu:
     gpu_type: str
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
-class RegionGpu:
+class RegionGpu(Struct, frozen=True, kw_only=True, order=True):
     """A GPU type in a region."""
 
     region: str
     gpu_type: str
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
-class ModelGpu:
+class ModelGpu(Struct, frozen=True, kw_only=True, order=True):
     """A model on a GPU type."""
 
     model: str
@@ -141,8 +136,7 @@ class LotFacts(Struct, frozen=True, kw_only=True):
     waiting: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Backoff:
+class Backoff(Struct, frozen=True, kw_only=True):
     """How long an endpoint gets no deferred requests after a sign of trouble: `pause_s`, over at `until_s`.
     `utilization`: what it was at the last look.
     """

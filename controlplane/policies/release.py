@@ -7,7 +7,9 @@ before others, tenants in turn, and of a tenant the nearest deadline.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from controlplane.policies.decisions import Release
 from controlplane.policies.facts import Backoff, Endpoint, InstanceFacts, LotFacts, ReleaseFacts, SlotId, Tier

@@ -75,7 +75,7 @@ class DedicatedServer:
 
     def advance(self, now_s: float) -> None:
         """Live through all that ends by then, unless it is lost."""
-        if not self._lost:
+        if self._instance.next_s <= now_s and not self._lost:
             self._instance.advance(now_s)
         if self._emptied is not None and self.next_s == inf:
             emptied, self._emptied = self._emptied, None

@@ -178,8 +178,8 @@ class PlacementFacts:
             ]
         for name, keys in named:
             for at in keys:
-                for part in fields(at):
-                    _require_known(f"{name} {words[part.name]}", getattr(at, part.name), known[part.name])
+                for part in at.__struct_fields__:
+                    _require_known(f"{name} {words[part]}", getattr(at, part), known[part])
         for name, counts in (("present", self.present), ("spot", self.spot)):
             for cell, count in counts.items():
                 if count and ModelGpu(model=cell.model, gpu_type=cell.gpu_type) not in self.profiles:

@@ -3,7 +3,6 @@ and pauses after signs of trouble.
 """
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -217,7 +216,7 @@ def test_the_first_sign_of_trouble_pauses_and_each_further_one_for_longer(troubl
     calm = Backoff(utilization=0.3)
     backoff, now_s, waits = calm, 0.0, []
     for _ in range(8):
-        backoff = pauses(replace(backoff, utilization=0.3), used, now_s, **trouble)
+        backoff = pauses(msgspec.structs.replace(backoff, utilization=0.3), used, now_s, **trouble)
         waits.append(backoff.until_s - now_s)
         now_s = backoff.until_s
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60]

@@ -56,7 +56,7 @@ def test_the_example_says_what_it_seems_to_say() -> None:
         switch_s=0.9,
     )
     assert facts.pool.occupancy[legal] == occupancy_of(load).total
-    assert facts.pool.occupancy[replace(legal, model="code-7b", region="us-east")] == 0.55
+    assert facts.pool.occupancy[EndpointGpu(model="code-7b", region="us-east", gpu_type="L40S")] == 0.55
 
 
 def test_pools_can_be_off() -> None:
