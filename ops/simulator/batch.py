@@ -69,11 +69,11 @@ class Batch:
         timeline, ends = self._timeline, self._ends
         timeline.add(leap, over_s)
         self.context_tokens += leap.steps * self.size
-        ended = []
-        while ends and ends[0][0] <= timeline.step:
+        step, ended = timeline.step, []
+        while ends and ends[0][0] <= step:
             ended.append(self._leave(heappop(ends)[2], over_s))
-        if not self.size:
-            timeline.forget(timeline.step + 1)
+        if not ends:
+            timeline.forget(step + 1)
         elif len(timeline.leaps) > self._leaps_max:
             timeline.forget(min(sequence.joined for sequence in self) + 1)
             self._leaps_max = max(LEAPS_KEPT, 2 * len(timeline.leaps))

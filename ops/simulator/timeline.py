@@ -32,14 +32,15 @@ class Timeline:
 
     def add(self, leap: Leap, over_s: float) -> None:
         """Steps that follow those before, the last of them over at `over_s`."""
-        first, last = self.step + 1, self.step + leap.steps
+        first = self.step + 1
+        self.step = last = self.step + leap.steps
+        self.over_s = over_s
         first_over_s = leap.started_s + leap.pace.first_s
         self._firsts.append(first)
         self.leaps.append(leap)
         for tbt_s, lates_s in self._lates_s.items():
             first_late_s, late_s = first_over_s - first * tbt_s, over_s - last * tbt_s
             lates_s.append(first_late_s if first_late_s > late_s else late_s)
-        self.step, self.over_s = last, over_s
 
     def late_s(self, first: int, due_s: float, tbt_s: float) -> float:
         """The most that a step from `first` on, with which a leap begins, was late: that one is due at `due_s`, each
