@@ -5,68 +5,40 @@
                                     |           +--revived--+           v
                                     +--------spot_other (redeploy)-- stopped
 
-An instance holds its GPUs in every state but the last. GPUs of a slot are never held twice.
+An instance holds its GPUs in every state but the last. GPUs of a slot are never held twice. A pooled one has none: its
+slot is the pool's.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
+from typing import Unpack
 
-from controlplane.policies.facts import Endpoint, InstanceKind
+from controlplane.policies.facts import Endpoint, InstanceKind, ModelGpu
 from controlplane.policies.placement.facts import StartTimes
-from controlplane.policies.slots.facts import PlacedInstance, SlotAdd, SlotDecision, SlotRoom, SpotFacts
+from controlplane.policies.slots.facts import (
+    InstanceChange,
+    PlacedInstance,
+    SlotAdd,
+    SlotDecision,
+    SlotRoom,
+    SpotFacts,
+)
+from controlplane.policies.slots.pools import PooledInstance
 from ops.simulator.events import Events, Kind
+from ops.simulator.fleet_pools import FleetPools
+from ops.simulator.held import Changes, FleetNode, Held
+from ops.simulator.pool_slot import PooledServer
 from ops.simulator.requests import Served
-from ops.simulator.results import Start, State
+from ops.simulator.results import Start
 from ops.simulator.servers import DedicatedServer
-from ops.simulator.usage import Usage, Use
+from ops.simulator.usage import Usage
 from ops.simulator.world import World
 
 MakeServer = Callable[[SlotAdd, str], DedicatedServer]
-"""Makes the server of an instance with this id."""
+"""Makes the server of an instance of its own with this id."""
 
 _SILENT_S = 1e9
-
-
-@dataclass(frozen=True, kw_only=True)
-class FleetNode:
-    """A node: so many slots of so many GPUs."""
-
-    name: str
-    region: str
-    gpu_type: str
-    slots: int
-    gpus: int
-
-
-@dataclass(slots=True, kw_only=True)
-class Held:
-    """An instance. `ready_s`: when it serves, if it warms up; a later start makes an earlier one's moment void."""
-
-    server: DedicatedServer
-    node: FleetNode
-    slot: int
-    gpus: int
-    kind: InstanceKind
-    state: State = "warming"
-    ready_s: float = 0.0
-    spot_s: float = 0.0
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """What it is an instance of."""
-        return self.server.endpoint
-
-    @property
-    def wanted(self) -> bool:
-        """Whether it is for our own requests, now or soon."""
-        return self.state in {"serving", "warming"}
-
-    @property
-    def use(self) -> Use:
-        """What it counts as."""
-        return Use(self.endpoint, self.state, self.kind, self.node.gpu_type, self.gpus)
 
 
 class Fleet:
@@ -81,6 +53,7 @@ class Fleet:
         *,
         times: StartTimes,
         weights: Iterable[Endpoint],
+        pools: FleetPools,
     ) -> None:
         self.nodes = {node.name: node for node in nodes}
         self.down: set[str] = set()
@@ -92,6 +65,7 @@ class Fleet:
         self._world = world
         self._events = events
         self._times = times
+        self._pools = pools
         self._started = 0
 
     @property
@@ -119,7 +93,7 @@ class Fleet:
         )
 
     def placed(self) -> tuple[PlacedInstance, ...]:
-        """The instances for `choose_slots`."""
+        """The instances with GPUs of their own for `choose_slots`."""
         now_s = self._events.now_s
         return tuple(
             PlacedInstance(
@@ -136,6 +110,23 @@ class Fleet:
                 spot=SpotFacts(age_s=now_s - one.spot_s) if one.state == "spot" else None,
             )
             for name, one in self.held.items()
+            if not one.pooled
+        )
+
+    def pooled(self) -> tuple[PooledInstance, ...]:
+        """The others for `choose_pool_slots`."""
+        return tuple(
+            PooledInstance(
+                instance_id=name,
+                endpoint=one.endpoint,
+                gpu_type=one.node.gpu_type,
+                node_id=one.node.name,
+                slot=one.slot,
+                draining=one.state == "draining",
+                ready=one.state == "serving",
+            )
+            for name, one in self.held.items()
+            if one.pooled
         )
 
     def begin_with(self, adds: Iterable[SlotAdd]) -> None:
@@ -147,6 +138,14 @@ class Fleet:
         """What instances shall be, by id."""
         for name, kind in kinds.items():
             self._turn(self.held[name], kind=kind)
+
+    def dedicate(self, changes: Iterable[InstanceChange], gpus: Mapping[ModelGpu, int]) -> None:
+        """Give pooled instances their slots for themselves; from here on they are as others are."""
+        for change in changes:
+            held = self.held[change.instance_id]
+            of = ModelGpu(model=held.endpoint.model, gpu_type=held.node.gpu_type)
+            self._turn(held, pooled=False, gpus=gpus[of])
+            self._settle_slot(held.place)
 
     def apply(self, decision: SlotDecision) -> None:
         """Do what was decided."""
@@ -201,7 +200,14 @@ class Fleet:
 
     def _source(self, add: SlotAdd, *, near: Start, near_s: float) -> tuple[Start, float]:
         """From what a fresh instance starts, and how long that takes."""
+        if not add.gpus and self._in_host_memory(add):
+            return "host", self._times.spot_same_s
         return (near, near_s) if add.endpoint in self.weights else ("remote", self._times.remote_s)
+
+    def _in_host_memory(self, add: SlotAdd) -> bool:
+        """Whether a node has a model loaded already."""
+        here = (one for one in self.held.values() if one.node.name == add.node_id and one.endpoint == add.endpoint)
+        return any(one.state != "warming" for one in here)
 
     def _start(self, add: SlotAdd, start: Start, takes_s: float) -> None:
         node = self.nodes[add.node_id]
@@ -209,9 +215,12 @@ class Fleet:
         assert add.slot < node.slots and taken + add.gpus <= node.gpus, f"{add} finds {taken} of {node.gpus} GPUs held"  # noqa: PT018
         self._started += 1
         name = f"{add.endpoint.region}/{add.endpoint.model}/{self._started}"
-        held = Held(server=self._make(add, name), node=node, slot=add.slot, gpus=add.gpus, kind=add.kind)
+        pooled = not add.gpus
+        server = self._pools.start(add, name, node.gpus) if pooled else self._make(add, name)
+        held = Held(server=server, node=node, slot=add.slot, gpus=add.gpus, kind=add.kind, pooled=pooled)
         self.held[name] = held
         self.usage.change(None, held.use, self._events.now_s)
+        self._settle_slot(held.place)
         self._warm(held, start, takes_s, add.kind)
 
     def _warm(self, held: Held, start: Start, takes_s: float, kind: InstanceKind) -> None:
@@ -254,10 +263,26 @@ class Fleet:
         self._world.present.withdraw(held.server)
         self.usage.change(held.use, None, self._events.now_s)
         held.state, held.ready_s = "draining", float("inf")
+        if isinstance(held.server, PooledServer):
+            held.server.leave()
+            self._settle_slot(held.place)
 
-    def _turn(self, held: Held, *, state: State | None = None, kind: InstanceKind | None = None) -> None:
+    def _settle_slot(self, place: tuple[str, int]) -> None:
+        """Let a slot be a pool's as long as a pooled instance is there, and count its other instances accordingly."""
+        if place not in self._pools:
+            return
+        here = [one for one in self.held.values() if one.place == place]
+        pooled = any(one.pooled for one in here)
+        if not pooled:
+            self._pools.end(place)
+        for one in here:
+            self._turn(one, beside=pooled and not one.pooled)
+
+    def _turn(self, held: Held, **changes: Unpack[Changes]) -> None:
+        """Let an instance be something else, as which it counts from now on."""
         before = held.use
-        held.state, held.kind = state or held.state, kind or held.kind
+        for name, value in changes.items():
+            setattr(held, name, value)
         held.server.kind = held.kind
         if held.use != before:
             self.usage.change(before, held.use, self._events.now_s)

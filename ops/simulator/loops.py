@@ -2,21 +2,31 @@
 follows from them is decided by the live service's policies, and the fleet does it.
 
     every hour     Planner.forecast -> Planner.make (choose_placement)          ten and two minutes before it begins
-    every 15 s     choose_scaling -> choose_slots -> Fleet.apply                and after each plan
+    every 15 s     choose_pool_slots -> choose_scaling -> choose_slots -> Fleet.apply     and after each plan
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from controlplane.policies.facts import Endpoint, InstanceKind
+from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceKind
 from controlplane.policies.routing import utilization_of
 from controlplane.policies.scaling.choose import choose_scaling, kind_for
 from controlplane.policies.scaling.facts import EndpointScaleFacts, KindFacts, ScaleStep, ScalingFacts, ScalingSettings
 from controlplane.policies.slots.choose import choose_slots, moved_endpoints
 from controlplane.policies.slots.facts import SlotFacts, SlotSettings
+from controlplane.policies.slots.pooling import (
+    PlanPools,
+    joined,
+    planned_beside,
+    pool_slot_facts,
+    release_steps,
+    rooms_beside,
+)
+from controlplane.policies.slots.pools import PoolSlotFacts, choose_pool_slots
 from ops.simulator.events import Kind
-from ops.simulator.fleet import Fleet, Held
+from ops.simulator.fleet import Fleet
+from ops.simulator.held import Held
 from ops.simulator.planning import FORECAST_AHEAD_S, HOUR_S, PLAN_AHEAD_S, Plan, Planner, PlanSettings
 from ops.simulator.world import World
 
@@ -47,7 +57,7 @@ class Loops:
         self._gpus = {key: profile.gpus for key, profile in plan.profiles.items()}
         self._last_scaled_s: dict[Endpoint, float] = {}
         if planner is not None:
-            world.recorder.planned = planner.planned
+            world.recorder.planned, world.recorder.planned_pools = planner.planned, planner.planned_pools
 
     def begin_with(self, steps: Iterable[ScaleStep]) -> None:
         """Instances that serve at the beginning, where `choose_slots` puts them.
@@ -101,41 +111,67 @@ class Loops:
     def _scale(self) -> None:
         """Gather, decide, apply."""
         now_s, fleet = self._now_s, self._fleet
-        fleet.set_kinds({name: self._kind(one) for name, one in fleet.held.items() if one.wanted})
-        scaling = choose_scaling(self._facts(), now_s, self._settings.scaling)
+        pooling = choose_pool_slots(self._pool_facts(), now_s, stale_s=self._settings.slots.stale_s)
+        fleet.dedicate(pooling.dedicates, self._gpus)
+        fleet.set_kinds({name: self._kind(one) for name, one in fleet.held.items() if one.wanted and not one.pooled})
+        scaling = choose_scaling(self._facts(pooling.stranded), now_s, self._settings.scaling)
+        placed = fleet.placed()
         slots = SlotFacts(
-            steps=scaling.steps, kinds=scaling.kinds, slots=fleet.rooms(), instances=fleet.placed(), gpus=self._gpus
+            steps=(*scaling.steps, *release_steps(pooling, placed)),
+            kinds=scaling.kinds,
+            slots=rooms_beside(pooling, fleet.rooms()),
+            instances=placed,
+            gpus=self._gpus,
         )
-        decision = choose_slots(slots, now_s, self._settings.slots)
+        decision = joined(choose_slots(slots, now_s, self._settings.slots), pooling)
         fleet.apply(decision)
         for endpoint in moved_endpoints(scaling.steps, decision.unplaced):
             self._last_scaled_s[endpoint] = now_s
+
+    @property
+    def _plan_in_force(self) -> Plan | None:
+        return None if self._planner is None else self._planner.plan
+
+    def _pool_facts(self) -> PoolSlotFacts:
+        """What `choose_pool_slots` is told."""
+        plan, fleet = self._plan_in_force, self._fleet
+        return pool_slot_facts(
+            PlanPools() if plan is None else plan.pools,
+            planned={} if plan is None else plan.counts,
+            limits=self._limits,
+            rooms=fleet.rooms(),
+            placed=fleet.placed(),
+            pooled=fleet.pooled(),
+        )
 
     def _kind(self, one: Held) -> InstanceKind:
         """What an instance should be under the strategy in use."""
         _, most = self._limits[one.endpoint]
         return kind_for(self._settings.scaling.strategy, one.kind, instances_max=most)
 
-    def _facts(self) -> ScalingFacts:
-        """All endpoints for `choose_scaling`."""
+    def _facts(self, stranded: Iterable[EndpointGpu]) -> ScalingFacts:
+        """The endpoints for `choose_scaling`; see `planned_beside`."""
         mine: dict[Endpoint, dict[str, Held]] = {endpoint: {} for endpoint in self._limits}
         spot: dict[str, list[Held]] = {}
         for name, one in self._fleet.held.items():
+            if one.pooled:
+                continue
             if one.wanted:
                 mine[one.endpoint][name] = one
             elif one.state == "spot":
                 spot.setdefault(one.endpoint.region, []).append(one)
-        plan = None if self._planner is None else self._planner.plan
+        plan = self._plan_in_force
+        pools, counts = (PlanPools(), None) if plan is None else (plan.pools, plan.counts)
         return ScalingFacts(
             endpoints=tuple(
-                self._endpoint_facts(endpoint, held, spot.get(endpoint.region, []), plan)
-                for endpoint, held in mine.items()
+                self._endpoint_facts(endpoint, mine[endpoint], spot.get(endpoint.region, []), planned)
+                for endpoint, planned in planned_beside(counts, mine, pools, stranded).items()
             ),
             window_start_s=None if plan is None else plan.window_start_s,
         )
 
     def _endpoint_facts(
-        self, endpoint: Endpoint, mine: Mapping[str, Held], spot: Iterable[Held], plan: Plan | None
+        self, endpoint: Endpoint, mine: Mapping[str, Held], spot: Iterable[Held], planned: Mapping[str, int] | None
     ) -> EndpointScaleFacts:
         now_s, world = self._now_s, self._world
         whole, (fewest, most) = self._kind_facts(endpoint.model, mine), self._limits[endpoint]
@@ -152,7 +188,7 @@ class Loops:
             kinds=kinds,
             min=fewest,
             max=most,
-            planned=None if plan is None else plan.counts.get(endpoint),
+            planned=planned,
             last_scaled_s=self._last_scaled_s.get(endpoint),
             tokens_per_s=self._tokens_per_s[endpoint.model],
             observed_tokens_per_s=world.demand.observed(endpoint, now_s),

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from dataplane.profile import GpuProfile, load_gpu_profile
 from dataplane.turns.decode import DecodeSettings
@@ -13,11 +14,23 @@ from ops.simulator.scenario import FleetPart, ModelPart, Scenario, ScenarioError
 
 @dataclass(frozen=True, kw_only=True)
 class Means:
-    """A GPU type, what each model costs on it, and how an instance is set up there."""
+    """A GPU type, what each model costs on it, and how an instance is set up there. `weights_bytes`: what the slot of a
+    pool has for weights; None: the scenario does not say.
+    """
 
     profile: GpuProfile
     costs: Mapping[str, ModelCosts]
     instance: InstanceSettings
+    weights_bytes: int | None
+
+
+class _Part(NamedTuple):
+    """Something that has GPUs: its key in the scenario, the path of its profile, and its memory."""
+
+    key: str
+    path: str
+    kv_bytes: int
+    weights_bytes: int | None
 
 
 def load_profiles(fleet: FleetPart) -> dict[str, GpuProfile]:
@@ -26,7 +39,7 @@ def load_profiles(fleet: FleetPart) -> dict[str, GpuProfile]:
     Raises:
         dataplane.profile.ProfileError: one cannot be used.
     """
-    return {path: load_gpu_profile(path) for path in dict.fromkeys(path for _, path, _ in _parts(fleet))}
+    return {path: load_gpu_profile(path) for path in dict.fromkeys(part.path for part in _parts(fleet))}
 
 
 def means_of(
@@ -35,26 +48,31 @@ def means_of(
     """By GPU type. `profiles`: by path.
 
     Raises:
-        ScenarioError: a GPU type has two profiles or two sizes of KV memory, or a key names one that the fleet has not.
+        ScenarioError: a GPU type has two profiles or two sizes of memory, or a key names one that the fleet has not.
     """
     fleet = scenario.fleet
-    found: dict[str, tuple[str, GpuProfile, int]] = {}
-    for key, path, kv_bytes in _parts(fleet):
-        profile = profiles[path]
-        first, other, other_bytes = found.setdefault(profile.gpu_type, (key, profile, kv_bytes))
-        for name, differs in (("profile", profile != other), ("kv_bytes", kv_bytes != other_bytes)):
+    found: dict[str, tuple[_Part, GpuProfile]] = {}
+    for part in _parts(fleet):
+        profile = profiles[part.path]
+        first, other = found.setdefault(profile.gpu_type, (part, profile))
+        for name, differs in (
+            ("profile", profile != other),
+            ("kv_bytes", part.kv_bytes != first.kv_bytes),
+            ("weights_bytes", part.weights_bytes != first.weights_bytes),
+        ):
             if differs:
                 raise ScenarioError(
-                    f"{scenario.name}: {key}.{name}: is not that of {first}; both are of {profile.gpu_type}"
+                    f"{scenario.name}: {part.key}.{name}: is not that of {first.key}; both are of {profile.gpu_type}"
                 )
     _check_named(scenario, found)
     return {
         gpu_type: Means(
             profile=replace(profile, cost_per_hour=fleet.cost_per_hour.get(gpu_type, profile.cost_per_hour)),
             costs={name: model_costs(name, model, profile) for name, model in models.items()},
-            instance=_instance_settings(scenario, kv_bytes),
+            instance=_instance_settings(scenario, part.kv_bytes),
+            weights_bytes=part.weights_bytes,
         )
-        for gpu_type, (_, profile, kv_bytes) in found.items()
+        for gpu_type, (part, profile) in found.items()
     }
 
 
@@ -69,13 +87,18 @@ def model_costs(name: str, model: ModelPart, profile: GpuProfile) -> ModelCosts:
     )
 
 
-def _parts(fleet: FleetPart) -> list[tuple[str, str, int]]:
-    """Key, path of the profile and KV memory of whatever has GPUs."""
+def _parts(fleet: FleetPart) -> list[_Part]:
+    """Whatever has GPUs."""
     nodes = [
-        (f"fleet.nodes.{index}", node.profile or fleet.profile, node.kv_bytes or fleet.kv_bytes)
+        _Part(
+            f"fleet.nodes.{index}",
+            node.profile or fleet.profile,
+            node.kv_bytes or fleet.kv_bytes,
+            node.weights_bytes or fleet.weights_bytes,
+        )
         for index, node in enumerate(fleet.nodes)
     ]
-    return nodes or [("fleet", fleet.profile, fleet.kv_bytes)]
+    return nodes or [_Part("fleet", fleet.profile, fleet.kv_bytes, fleet.weights_bytes)]
 
 
 def _check_named(scenario: Scenario, known: Collection[str]) -> None:

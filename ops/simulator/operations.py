@@ -1,24 +1,31 @@
 """From a scenario with [scaling] to a fleet that is operated: nodes, planner, loops, failures."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict
 
 from controlplane.policies.facts import Endpoint, ModelGpu
 from controlplane.policies.placement.facts import PlacementSettings, Profile
+from controlplane.policies.placement.poolable import PoolProfile
 from controlplane.policies.scaling.facts import ScaleStep
 from controlplane.policies.slots.facts import SlotAdd, SlotSettings
 from dataplane.profile import GpuProfile
 from forecasts.settings import ForecastSettings
 from ops.simulator.demand import Demand
 from ops.simulator.failures import Failure, Failures
-from ops.simulator.fleet import Fleet, FleetNode, MakeServer
+from ops.simulator.fleet import Fleet, MakeServer
+from ops.simulator.fleet_pools import FleetPools
 from ops.simulator.formats import traffic_of
+from ops.simulator.held import FleetNode
 from ops.simulator.loops import Loops, LoopSettings
 from ops.simulator.means import Means
+from ops.simulator.planned_pools import PoolMeans
 from ops.simulator.planning import Planner, PlanSettings
+from ops.simulator.pool_slot import PoolSlot
 from ops.simulator.scenario import Scenario, ScenarioError
 from ops.simulator.scenario_planning import ScalingPart
 from ops.simulator.scenario_values import by_gpu_type
 from ops.simulator.servers import DedicatedServer
+from ops.simulator.serving import replay_settings, spec_of
 from ops.simulator.world import World
 
 PLANNED = {"lt-i", "lt-u", "lt-ua", "lt-d", "oracle"}
@@ -49,6 +56,7 @@ def operate(
         world.events,
         times=scenario.provisioning.times(),
         weights=(Endpoint(model=model, region=region) for model, places in everywhere.items() for region in places),
+        pools=_pools(scenario, means, world),
     )
     plan = _plan_settings(scenario, scaling, means)
     planner = None
@@ -78,7 +86,14 @@ def _nodes(scenario: Scenario, profiles: Mapping[str, GpuProfile]) -> Iterator[F
         for _ in range(part.count):
             name = f"{part.region}-{numbers[part.region]}"
             numbers[part.region] += 1
-            yield FleetNode(name=name, region=part.region, gpu_type=gpu_type, slots=part.slots, gpus=part.gpus)
+            yield FleetNode(
+                name=name,
+                region=part.region,
+                gpu_type=gpu_type,
+                slots=part.slots,
+                gpus=part.gpus,
+                host_bytes=part.host_bytes,
+            )
 
 
 def _maker(means: Mapping[str, Means], world: World) -> MakeServer:
@@ -99,12 +114,42 @@ def _maker(means: Mapping[str, Means], world: World) -> MakeServer:
     return make
 
 
+def _pools(scenario: Scenario, means: Mapping[str, Means], world: World) -> FleetPools:
+    def make(add: SlotAdd) -> PoolSlot:
+        settings = replay_settings(scenario, means[add.gpu_type])
+        return PoolSlot(add.node_id, add.slot, add.endpoint.region, settings, events=world.events, ended=world.ended)
+
+    return FleetPools(make, {one.name: spec_of(one.name, one) for one in scenario.models}, world)
+
+
+def _pool_means(
+    scenario: Scenario, profiles: Mapping[ModelGpu, Profile], means: Mapping[str, Means]
+) -> PoolMeans | None:
+    """What pools are planned from: all models that the weights' memory of a slot has room for."""
+    if not scenario.planning.pools:
+        return None
+    found = {}
+    for key, profile in profiles.items():
+        mine = means[key.gpu_type]
+        assert mine.weights_bytes is not None, "a scenario with pools has it"
+        costs = mine.costs[key.model]
+        if costs.weights_bytes <= mine.weights_bytes:
+            latency = asdict(costs.latency) | {"switch_s": costs.weights_bytes / costs.bytes_per_s}
+            found[key] = PoolProfile(gpus=profile.gpus, latency=latency)
+    return PoolMeans(
+        settings=scenario.planning.poolable(),
+        profiles=found,
+        weights_bytes={model.name: model.weights_bytes for model in scenario.models},
+    )
+
+
 def _plan_settings(scenario: Scenario, scaling: ScalingPart, means: Mapping[str, Means]) -> PlanSettings:
     planning = scenario.planning
+    profiles = _profiles(scenario, means)
     limits = scaling.instances_min, scaling.instances_max
     return PlanSettings(
         regions=tuple(scenario.regions),
-        profiles=_profiles(scenario, means),
+        profiles=profiles,
         gpu_cost_per_hour={gpu_type: one.profile.cost_per_hour for gpu_type, one in means.items()},
         limits={
             Endpoint(model=one.name, region=region): limits for one in scenario.models for region in scenario.regions
@@ -114,6 +159,7 @@ def _plan_settings(scenario: Scenario, scaling: ScalingPart, means: Mapping[str,
         ),
         placement=PlacementSettings(epsilon=planning.epsilon),
         niw_share=planning.niw_share,
+        pools=_pool_means(scenario, profiles, means),
     )
 
 

@@ -13,11 +13,13 @@ from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionG
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.decision import Placement
 from controlplane.policies.placement.facts import PlacementFacts, PlacementModel, PlacementSettings, Profile
+from controlplane.policies.slots.pooling import PlanPools
 from forecasts.select import PeakForecast, forecast_peak
 from forecasts.series import DemandSeries
 from forecasts.settings import ForecastSettings
 from ops.simulator.demand import MINUTE_S, Demand
 from ops.simulator.fleet import Fleet
+from ops.simulator.planned_pools import PoolMeans, pool_facts, pools_of
 from ops.simulator.recorder import Planned
 
 HOUR_S = 3600.0
@@ -29,7 +31,7 @@ HISTORY_S = 7 * 86_400.0
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
     """How to plan. `profiles` and `gpu_cost_per_hour` as in `PlacementFacts`, `limits` of every endpoint.
-    `niw_share`: beta of SageServe 6.3.
+    `niw_share`: beta of SageServe 6.3. `pools` None: no pools.
     """
 
     regions: tuple[str, ...]
@@ -39,16 +41,18 @@ class PlanSettings:
     forecast: ForecastSettings = field(default_factory=ForecastSettings)
     placement: PlacementSettings = field(default_factory=PlacementSettings)
     niw_share: float = 0.1
+    pools: PoolMeans | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The plan in force. `counts`: instances by endpoint and GPU type. `expected`: the peak that it counts on.
-    `forecasts`: what it was made from.
+    """The plan in force. `counts`: instances with GPUs of their own, by endpoint and GPU type. `expected`: the peak
+    that it counts on. `forecasts`: what it was made from.
     """
 
     window_start_s: float
     counts: Mapping[Endpoint, Mapping[str, int]]
+    pools: PlanPools
     expected: Mapping[Endpoint, float]
     forecasts: Mapping[Endpoint, PeakForecast]
 
@@ -102,6 +106,7 @@ class Planner:
             self.plan = Plan(
                 window_start_s=window_start_s,
                 counts=_counts(placement),
+                pools=pools_of(placement),
                 expected={endpoint: max(path) for endpoint, path in demand.items()},
                 forecasts=dict(self._forecasts),
             )
@@ -130,6 +135,10 @@ class Planner:
             for endpoint in self._settings.limits
         }
 
+    def planned_pools(self) -> Mapping[RegionGpu, int]:
+        """GPUs of its pools, for the record."""
+        return {} if self.plan is None else self.plan.pools.gpus
+
     def _paths(self, window_start_s: float) -> dict[Endpoint, tuple[float, ...]]:
         """Upper forecasts, or what the hour will bring, by window."""
         if self._truth is None:
@@ -152,9 +161,10 @@ class Planner:
                 capacity[RegionGpu(region=node.region, gpu_type=node.gpu_type)] += node.slots * node.gpus
         present, spot = Counter[EndpointGpu](), Counter[EndpointGpu]()
         for one in fleet.held.values():
-            if one.wanted or one.state == "spot":
+            if not one.pooled and (one.wanted or one.state == "spot"):
                 key = EndpointGpu(model=one.endpoint.model, region=one.endpoint.region, gpu_type=one.node.gpu_type)
                 (present if one.wanted else spot)[key] += 1
+        pools = settings.pools
         return PlacementFacts(
             regions=settings.regions,
             models=tuple(PlacementModel(name=name) for name in sorted({key.model for key in settings.profiles})),
@@ -166,6 +176,7 @@ class Planner:
             limits=settings.limits,
             gpu_cost_per_hour=settings.gpu_cost_per_hour,
             weights_present=frozenset(fleet.weights),
+            pool=None if pools is None else pool_facts(pools, fleet, demand, settings.limits),
         )
 
 

@@ -2,7 +2,7 @@
 slot is the live engine (`leap_engine`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -11,6 +11,7 @@ from dataplane.dispatch import Dispatcher
 from dataplane.engine import EngineOutput, EngineRequest
 from dataplane.engines.replay import ReplaySettings
 from dataplane.flights import Flight
+from dataplane.frames import Unload
 from dataplane.messages import ModelSpec
 from dataplane.settings import SlotKind
 from dataplane.slots import Slot
@@ -21,14 +22,14 @@ from ops.simulator.slot_process import SlotProcess
 
 
 class PoolServer:
-    """Meets `presence.Server`. All models are on all slots."""
+    """Meets `presence.Server`. All models are on all slots; they may come and go."""
 
     def __init__(
         self,
         name: str,
         region: str,
         kinds: Sequence[SlotKind],
-        models: Sequence[ModelSpec],
+        models: Iterable[ModelSpec],
         settings: ReplaySettings,
         *,
         events: Events,
@@ -37,19 +38,19 @@ class PoolServer:
         self.slots = len(kinds)
         self._name = name
         self._region = region
-        self._models: Mapping[str, ModelSpec] = {model.name: model for model in models}
+        self._models: dict[str, ModelSpec] = {}
         self._settings = settings
         self._ended = ended
         self._processes = [
             SlotProcess(index, kind, replace(settings, hands_over=kind == "prefill"), events, self._heard, self._served)
             for index, kind in enumerate(kinds)
         ]
-        for process in self._processes:
-            process.load(list(models))
         self._slots = cast("Sequence[Slot]", self._processes)
         self._dispatcher = Dispatcher(self._slots, settings.turns.prefill, losses_max=0, clock=lambda: events.now_s)
         self._flights: dict[str, tuple[Served, Flight]] = {}
-        self._left_tokens = dict.fromkeys(self._models, 0)
+        self._left_tokens: dict[str, int] = {}
+        for model in models:
+            self.load(model)
 
     @property
     def busy_s(self) -> float:
@@ -65,6 +66,47 @@ class PoolServer:
     def active_models(self) -> int:
         """Models with a request in service."""
         return sum(tokens > 0 for tokens in self._left_tokens.values())
+
+    @property
+    def load_alpha(self) -> float:
+        """That of the busiest slot that decodes: above 1 it does not keep up."""
+        return max(process.engine.load_alpha for process in self._processes if process.kind != "prefill")
+
+    def load(self, model: ModelSpec) -> None:
+        """Take a model in that is not here."""
+        assert model.name not in self._models
+        self._models[model.name] = model
+        self._left_tokens[model.name] = 0
+        for process in self._processes:
+            process.load([model])
+
+    def unload(self, model: str) -> None:
+        """Let a model go, none of whose requests is here."""
+        assert not self.inside(model)
+        del self._models[model], self._left_tokens[model]
+        for process in self._processes:
+            process.send(Unload(instance_id=model))
+
+    def has(self, model: str) -> bool:
+        """Whether a model is here."""
+        return model in self._models
+
+    def left_tokens(self, model: str) -> int:
+        """Prompt tokens and tokens to make, of a model's requests."""
+        return self._left_tokens[model]
+
+    def inside(self, model: str) -> list[Served]:
+        """A model's requests, in the order in which they came."""
+        return [served for served, _ in self._flights.values() if served.request.model == model]
+
+    def lose(self, model: str) -> list[Served]:
+        """Be lost, and never heard of again; returns the requests of a model."""
+        for process in self._processes:
+            process.stop()
+        lost = self.inside(model)
+        for served in lost:
+            del self._flights[str(served.request.number)]
+        return lost
 
     def fits(self, request: Request) -> bool:
         """Whether a slot's KV memory could hold the request."""
@@ -91,7 +133,7 @@ class PoolServer:
         decoding = [process for process in self._processes if process.kind != "prefill"]
         used_bytes = sum(process.engine.kv_used_bytes for process in decoding)
         capacity_bytes = sum(process.engine.kv_capacity_bytes for process in decoding)
-        load = max(process.engine.load_alpha for process in decoding)
+        load = self.load_alpha
         asked = model or next(iter(self._models))  # a tier is promised the same of every model
         wait_s, token_s = self._dispatcher.prefill_outlook(asked, "IW-N") or (None, None)
         urgent_wait_s, _ = self._dispatcher.prefill_outlook(asked, "IW-F") or (None, None)

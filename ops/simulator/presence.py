@@ -36,7 +36,7 @@ class Server(Protocol):
 
 
 class Presence:
-    """Those that stand. `servers`: each one that ever did, once."""
+    """Those that stand. `servers`: each one that ever did or worked for one that did, once."""
 
     def __init__(self) -> None:
         self.servers: dict[Server, None] = {}
@@ -53,6 +53,10 @@ class Presence:
             self._standing[report.instance_id] = server
             self._of_model.setdefault(report.endpoint.model, {})[server] = None
             self._numbers.setdefault(report.instance_id, len(self._numbers))
+
+    def employ(self, server: Server) -> None:
+        """Let one work whose instances stand by themselves."""
+        self.servers[server] = None
 
     def withdraw(self, server: Server) -> None:
         """Send it nothing more; it may have been withdrawn before. What is on the way there is sent elsewhere."""

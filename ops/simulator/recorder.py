@@ -5,11 +5,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from controlplane.policies.facts import Endpoint, InstanceFacts
+from controlplane.policies.facts import Endpoint, InstanceFacts, RegionGpu
 from controlplane.policies.routing import utilization_of
 from ops.simulator.demand import Demand
 from ops.simulator.measures import Block, Histogram
-from ops.simulator.results import EndpointSeries, QueueSeries, Series, State, TierSeries
+from ops.simulator.results import EndpointSeries, PoolSeries, QueueSeries, Series, State, TierSeries
 from ops.simulator.usage import Usage, Use
 
 STEP_S = 60.0
@@ -39,11 +39,14 @@ class Recorder:
 
     def __init__(self, endpoints: Iterable[Endpoint], usage: Usage, demand: Demand) -> None:
         self.planned: Callable[[], Mapping[Endpoint, Planned]] = dict
+        self.planned_pools: Callable[[], Mapping[RegionGpu, int]] = dict
         self._start_s = 0.0
         self._steps = 0
         self._usage = usage
         self._demand = demand
         self._endpoints = {endpoint: _Endpoint() for endpoint in sorted(endpoints)}
+        self._gpus: dict[State, list[float]] = {}
+        self._pools: dict[RegionGpu, list[tuple[float, int | None]]] = {}
         self._queues: dict[str, list[tuple[int, float]]] = {}
         self._tiers: dict[str, list[tuple[int, float | None]]] = {}
         self._first_tokens: defaultdict[str, Histogram] = defaultdict(Histogram)
@@ -70,11 +73,7 @@ class Recorder:
             lists.forecast.append(None if plan is None else plan.forecast)
             lists.planned.append(None if plan is None else plan.instances)
             lists.utilization.append(utilization_of(here) if here else None)
-        for use, total_s in seconds.items():
-            key = use.state, use.kind.value if use.state == "serving" else ""
-            column = self._endpoints[use.endpoint].counts.setdefault(key, [])
-            column += [0.0] * (self._steps + 1 - len(column))
-            column[-1] += (total_s - self._before.get(use, 0.0)) / STEP_S
+        self._count(seconds)
         for model in {*self._queues, *queues}:
             lines = self._queues.setdefault(model, [(0, 0.0)] * self._steps)
             lines.append(queues.get(model, (0, 0.0)))
@@ -87,12 +86,42 @@ class Recorder:
         self._before = seconds
         self._steps += 1
 
+    def _count(self, seconds: Mapping[Use, float]) -> None:
+        """Who was there in the step, on average."""
+        pools: defaultdict[RegionGpu, float] = defaultdict(float)
+        for use, total_s in seconds.items():
+            count = (total_s - self._before.get(use, 0.0)) / STEP_S
+            self._add(self._gpus.setdefault(use.state, []), count * use.gpus)
+            if isinstance(use.endpoint, RegionGpu):
+                pools[use.endpoint] += count * use.gpus
+            else:
+                key = use.state, use.kind.value if use.state == "serving" else ""
+                self._add(self._endpoints[use.endpoint].counts.setdefault(key, []), count)
+        planned = self.planned_pools()
+        for place in {*self._pools, *pools, *planned}:
+            self._pools.setdefault(place, [(0.0, None)] * self._steps).append((pools[place], planned.get(place)))
+
+    def _add(self, column: list[float], value: float) -> None:
+        """Add to the present step of a list that is short where nothing came."""
+        column += [0.0] * (self._steps + 1 - len(column))
+        column[-1] += value
+
     def series(self) -> Series:
         """All steps that are over."""
         return Series(
             start_s=self._start_s,
             step_s=STEP_S,
+            gpus={state: self._whole(column) for state, column in sorted(self._gpus.items()) if any(column)},
             endpoints=[self._endpoint(endpoint, lists) for endpoint, lists in self._endpoints.items()],
+            pools=[
+                PoolSeries(
+                    region=place.region,
+                    gpu_type=place.gpu_type,
+                    gpus=[gpus for gpus, _ in rows],
+                    planned=[planned for _, planned in rows],
+                )
+                for place, rows in sorted(self._pools.items())
+            ],
             queues=[
                 QueueSeries(model=model, waiting=[waits for waits, _ in lines], age_s=[age_s for _, age_s in lines])
                 for model, lines in sorted(self._queues.items())
@@ -105,8 +134,7 @@ class Recorder:
 
     def _endpoint(self, endpoint: Endpoint, lists: _Endpoint) -> EndpointSeries:
         def counts(state: State, kind: str = "") -> list[float]:
-            column = lists.counts.get((state, kind), [])
-            return [*column, *[0.0] * (self._steps - len(column))]
+            return self._whole(lists.counts.get((state, kind), []))
 
         kinds = sorted(kind for state, kind in lists.counts if state == "serving")
         return EndpointSeries(
@@ -116,8 +144,12 @@ class Recorder:
             forecast=lists.forecast,
             planned=lists.planned,
             serving={kind: counts("serving", kind) for kind in kinds},
+            pooled=counts("pooled"),
             warming=counts("warming"),
             draining=counts("draining"),
             spot=counts("spot"),
             utilization=lists.utilization,
         )
+
+    def _whole(self, column: list[float]) -> list[float]:
+        return [*column, *[0.0] * (self._steps - len(column))]

@@ -10,9 +10,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-State = Literal["serving", "warming", "draining", "spot"]
-Start = Literal["present", "revived", "spot_same", "spot_other", "local", "remote"]
-"""From what an instance started: `present` at the beginning, `revived` while it drained."""
+State = Literal["serving", "pooled", "warming", "draining", "spot"]
+"""What an instance does; `pooled`: it serves, and shares its slot. GPUs of the slots of pools are `pooled` too."""
+Start = Literal["present", "revived", "spot_same", "spot_other", "host", "local", "remote"]
+"""From what an instance started: `present` at the beginning, `revived` while it drained; a pooled one from `host`
+memory where its node has the model loaded already.
+"""
 
 
 class ResultError(ValueError):
@@ -63,7 +66,8 @@ class EndpointSeries(Part):
         demand: interactive input tokens/s that came from there.
         forecast: what the plan of the hour counts on, at its peak; None: no plan.
         planned: instances that the plan wants; None: no plan.
-        serving: mean count of serving instances, by kind (mixed, IW, NIW).
+        serving: mean count of serving instances with GPUs of their own, by kind (mixed, IW, NIW).
+        pooled: the same of pooled ones.
         warming, draining, spot: mean counts of the others.
         utilization: effective memory utilization at the step's end; None: nothing serves.
     """
@@ -74,10 +78,20 @@ class EndpointSeries(Part):
     forecast: list[float | None]
     planned: list[int | None]
     serving: dict[str, list[float]]
+    pooled: list[float]
     warming: list[float]
     draining: list[float]
     spot: list[float]
     utilization: list[float | None]
+
+
+class PoolSeries(Part):
+    """GPUs of a type in a region that are a pool's, and how many the plan wants there; None: no plan, or no pool."""
+
+    region: str
+    gpu_type: str
+    gpus: list[float]
+    planned: list[int | None]
 
 
 class QueueSeries(Part):
@@ -97,11 +111,15 @@ class TierSeries(Part):
 
 
 class Series(Part):
-    """Everything that is told step by step; all lists are of one length."""
+    """Everything that is told step by step; all lists are of one length. `gpus`: mean count of GPUs that are held, by
+    what for.
+    """
 
     start_s: float
     step_s: float
+    gpus: dict[State, list[float]]
     endpoints: list[EndpointSeries]
+    pools: list[PoolSeries]
     queues: list[QueueSeries]
     tiers: list[TierSeries]
 
@@ -122,7 +140,8 @@ class Totals(Part):
     """Sums over the run.
 
     Attributes:
-        gpu_hours: by state of the instance that held them; warming ones are what provisioning wastes.
+        gpu_hours: by state of the instance that held them, or of a pool's slots; warming ones are what provisioning
+            wastes.
         instance_hours: the same in instances, by model and state.
         cost: US dollars, of all GPU hours but those lent out as spot.
         gpu_types: both by GPU type; one that nothing held is there too.

@@ -70,8 +70,9 @@ class FleetPart(Part):
     decode; `request-level` has `gpus` in each region that do both, or prefill and decode slots; `static` has
     `gpus` in each region, each with `models_per_gpu` for good. `kv_bytes` and, for
     pools, `weights_bytes` beside it are per GPU. Where dedicated instances are scaled, `instances` are those there at
-    the beginning, and `nodes` take them; each of those may have a profile and `kv_bytes` of its own.
-    `cost_per_hour`: of one GPU by GPU type, in the place of its profile's.
+    the beginning, and `nodes` take them; each of those may have a profile, `kv_bytes` and `weights_bytes` of its own,
+    the latter of the slots of pools that plans make. `cost_per_hour`: of one GPU by GPU type, in the place of its
+    profile's.
     """
 
     serving: Literal["dedicated", "pooled", "request-level", "static"]
@@ -202,6 +203,17 @@ class Scenario(Part):
         for index, each in enumerate(self.models):
             if each.tokens_per_s is None:
                 raise ValueError(f"models.{index}.tokens_per_s: is needed where [scaling] is")
+        return self
+
+    @model_validator(mode="after")
+    def _pooled(self) -> "Scenario":
+        """Plans can pool if they shall."""
+        if self.planning.pools:
+            for index, node in enumerate(self.fleet.nodes):
+                if node.host_bytes is None:
+                    raise ValueError(f"fleet.nodes.{index}.host_bytes: is needed where planning.pools is set")
+                if (node.weights_bytes or self.fleet.weights_bytes) is None:
+                    raise ValueError("fleet.weights_bytes: is needed where planning.pools is set")
         return self
 
     def _of_scaling(self) -> Iterator[str]:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from controlplane.policies.placement.facts import StartTimes
+from controlplane.policies.placement.poolable import PoolableSettings
 from controlplane.policies.scaling.facts import ScalingSettings, StrategyName
 from forecasts.forecasters import FORECASTERS
 from forecasts.settings import DEFAULT_FORECASTERS
@@ -15,7 +16,9 @@ Strategy = Literal["lt-i", "lt-u", "lt-ua", "lt-d", "reactive", "siloed", "chiro
 
 class NodesPart(Part):
     """Nodes of a region, each with so many slots of so many GPUs. They are called REGION-0, REGION-1 and so on.
-    `profile` says of which GPU type they are, `kv_bytes` what each GPU has for KV; left out, both are the fleet's.
+    `profile` says of which GPU type they are, `kv_bytes` what each GPU has for KV, `weights_bytes` for weights where it
+    is pooled; left out, they are the fleet's. `host_bytes`: host memory of each node for the models of its pools,
+    needed where `planning.pools` is set.
     """
 
     region: str
@@ -24,6 +27,8 @@ class NodesPart(Part):
     gpus: Count = 1
     profile: str | None = None
     kv_bytes: Count | None = None
+    weights_bytes: Count | None = None
+    host_bytes: Count | None = None
 
 
 class ScalingPart(Part):
@@ -72,6 +77,9 @@ class PlanningPart(Part):
     """How each hour is planned. Requests of the first `learn_s` seconds are not served, only counted: forecasts learn
     from them. `quantile`: of the hour's peak. `origins_max`: past hours on which the first forecast tries itself; few
     make its upper quantile a guess. `niw_share`: beta of SageServe 6.3. `epsilon`: share served at home.
+
+    `pools`: whether endpoints may share GPUs where that is cheaper; a model larger than `fleet.weights_bytes` is left
+    out. The keys after it, `pool_*`, are as in the service's settings: see `PoolableSettings`.
     """
 
     learn_s: Annotated[float, Field(ge=0, multiple_of=60, allow_inf_nan=False)] = 0.0
@@ -80,6 +88,30 @@ class PlanningPart(Part):
     origins_max: Annotated[int, Field(ge=1, le=168)] = 12
     niw_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     epsilon: Annotated[float, Field(ge=0, le=1)] = 0.8
+    pools: bool = False
+    pool_fill: Annotated[float, Field(gt=0, le=1)] = 0.8
+    pool_prompt_tokens: Positive = 512.0
+    pool_output_tokens: Positive = 256.0
+    pool_tbt_s: Positive = 0.1
+    pool_round_s: Positive = 12.0
+
+    def poolable(self) -> PoolableSettings:
+        """For `choose_poolable`."""
+        return PoolableSettings(
+            enabled=self.pools,
+            fill=self.pool_fill,
+            prompt_tokens=self.pool_prompt_tokens,
+            output_tokens=self.pool_output_tokens,
+            tbt_s=self.pool_tbt_s,
+            round_s=self.pool_round_s,
+        )
+
+    @model_validator(mode="after")
+    def _pooled(self) -> "PlanningPart":
+        if not self.pools:
+            for key in sorted(key for key in self.model_fields_set if key.startswith("pool_")):
+                raise ValueError(f"{key}: says nothing without pools = true")
+        return self
 
     @model_validator(mode="after")
     def _known(self) -> "PlanningPart":
@@ -90,8 +122,9 @@ class PlanningPart(Part):
 
 
 class ProvisioningPart(Part):
-    """Seconds until an instance serves: from spot of the same model, in the place of another model's spot, with the
-    weights in the region, and without. `weights`: regions that hold a model's from the beginning; not named: all.
+    """Seconds until an instance serves: from spot of the same model, or pooled on a node that has it loaded; in the
+    place of another model's spot; with the weights in the region; and without. `weights`: regions that hold a model's
+    from the beginning; not named: all.
     """
 
     spot_same_s: Share = 60.0

@@ -41,8 +41,8 @@ def fixed_servers(scenario: Scenario, models: Mapping[str, ModelPart], means: Me
         if fleet.serving == "request-level":
             yield _request_level(scenario, region, costs, instance, profile.gpu_type, world)
         else:
-            replay = _replay(scenario, means)
-            specs = [_spec(name, model) for name, model in models.items()]
+            replay = replay_settings(scenario, means)
+            specs = [spec_of(name, model) for name, model in models.items()]
             if fleet.serving == "static":
                 yield from multiplexed_gpus(
                     region,
@@ -68,13 +68,14 @@ def fixed_servers(scenario: Scenario, models: Mapping[str, ModelPart], means: Me
             )
 
 
-def _replay(scenario: Scenario, means: Means) -> ReplaySettings:
-    fleet, policy = scenario.fleet, scenario.policy
-    assert fleet.weights_bytes is not None
+def replay_settings(scenario: Scenario, means: Means) -> ReplaySettings:
+    """How the slot of a pool is set up."""
+    policy = scenario.policy
+    assert means.weights_bytes is not None
     return ReplaySettings(
         profile=means.profile,
-        weights_bytes=fleet.weights_bytes,
-        kv_bytes=fleet.kv_bytes,
+        weights_bytes=means.weights_bytes,
+        kv_bytes=means.instance.kv_bytes,
         batch_max=policy.batch_max,
         prefill_tokens_per_step_max=policy.prefill_tokens_per_step_max,
         prefetch=policy.prefetch,
@@ -119,7 +120,8 @@ def _request_level(
     return SplitCluster(cluster("prefill", fleet.prefill_slots, prefilled, hands_over=True), decode)
 
 
-def _spec(name: str, model: ModelPart) -> ModelSpec:
+def spec_of(name: str, model: ModelPart) -> ModelSpec:
+    """A model as a node is told of it."""
     return ModelSpec(
         name=name,
         path="-",

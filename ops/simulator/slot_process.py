@@ -4,13 +4,13 @@ The engine's `sleep` is where simulated time passes, deep inside a step: a green
 and comes back when the time has passed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from greenlet import greenlet  # type: ignore[import-untyped]
 
 from dataplane.engine import EngineOutput, EngineStats
 from dataplane.engines.replay import ReplaySettings
-from dataplane.frames import Add, Command, Release
+from dataplane.frames import Add, Command, Load, Release, Unload
 from dataplane.messages import ModelSpec
 from dataplane.settings import SlotKind
 from ops.simulator.events import END, Events
@@ -46,7 +46,7 @@ class SlotProcess:
         self.engine = LeapEngine(settings, lambda: events.now_s, self._sleep, self._sleep_leap, served, renews=renews)
         self._events = events
         self._heard = heard
-        self._inbox: list[Add] = []
+        self._inbox: list[Add | Load | Unload] = []
         self._stats = EngineStats()
         self._stats_s = float("-inf")
         self._leap: Leap | None = None
@@ -54,10 +54,10 @@ class SlotProcess:
         self._parked = True
         self._greenlet = greenlet(self._live)
 
-    def load(self, models: list[ModelSpec]) -> None:
+    def load(self, models: Iterable[ModelSpec]) -> None:
         """Take models in, each under its name."""
         for model in models:
-            self.engine.load(model.name, model)
+            self.send(Load(instance_id=model.name, serial=0, model=model, gpus=1))
 
     @property
     def now_s(self) -> float:
@@ -80,16 +80,25 @@ class SlotProcess:
         if isinstance(command, Release):
             self.engine.release(command.request_id)
             return
-        assert isinstance(command, Add), command
+        if isinstance(command, Load | Unload) and self._parked:
+            self._obey(command)
+            return
+        assert isinstance(command, Add | Load | Unload), command
         self._inbox.append(command)
         if self._parked:
             self._parked = False
-            self._events.at(self._events.now_s, END, self._greenlet.switch)
-        elif self._leap and self._concerned(command):
+            self._sleep_number += 1
+            self._events.at(self._events.now_s, END, self._wake, self._sleep_number)
+        elif isinstance(command, Add) and self._leap and self._concerned(command):
             leap = self._leap
             steps = leap.pace.steps_to(self._events.now_s - leap.started_s)
             if steps < leap.steps:
                 self._begin_leap(Leap(leap.started_s, leap.pace, steps))
+
+    def stop(self) -> None:
+        """Take no further step, and wake up no more."""
+        self._sleep_number += 1
+        self._parked, self._leap = False, None
 
     def _concerned(self, add: Add) -> bool:
         """Whether a request may change what runs: it would join the batch, be prefilled, or end a lone turn."""
@@ -98,8 +107,8 @@ class SlotProcess:
 
     def _live(self) -> None:
         while True:
-            for add in self._inbox:
-                self.engine.add(add.request)
+            for command in self._inbox:
+                self._obey(command)
             self._inbox.clear()
             if self.engine.has_work():
                 began_s = self._events.now_s
@@ -110,6 +119,14 @@ class SlotProcess:
             else:
                 self._parked = True
                 self._greenlet.parent.switch()
+
+    def _obey(self, command: Add | Load | Unload) -> None:
+        if isinstance(command, Add):
+            self.engine.add(command.request)
+        elif isinstance(command, Load):
+            self.engine.load(command.instance_id, command.model, gpus=command.gpus)
+        else:
+            self.engine.unload(command.instance_id)
 
     def _sleep(self, time_s: float) -> None:
         self._sleep_number += 1

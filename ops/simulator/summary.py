@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from controlplane.policies.facts import RegionGpu
 from ops.simulator.fleet import Fleet
 from ops.simulator.measures import Histogram, Tally
 from ops.simulator.results import GpuTotals, Quantiles, Result, Row, Start, State, Totals, held_hours
@@ -97,7 +98,8 @@ def _totals(world: World, fleet: Fleet | None, slot_s: float, prices: Mapping[st
     costs = {gpu_type: prices[gpu_type] * held_hours(states) for gpu_type, states in hours.items()}
     instance_hours: dict[str, dict[State, float]] = {}
     for use, total_s in seconds.items():
-        _add(instance_hours.setdefault(use.endpoint.model, {}), use.state, total_s / HOUR_S)
+        if not isinstance(use.endpoint, RegionGpu):
+            _add(instance_hours.setdefault(use.endpoint.model, {}), use.state, total_s / HOUR_S)
     starts: dict[Start, int] = {} if fleet is None else dict(fleet.starts)
     return Totals(
         gpu_hours=gpu_hours,

@@ -4,14 +4,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from controlplane.policies.facts import Endpoint, InstanceKind
+from controlplane.policies.facts import Endpoint, InstanceKind, RegionGpu
 from ops.simulator.results import State
 
 
 class Use(NamedTuple):
-    """What an instance is counted as."""
+    """What an instance is counted as; or a slot of a pool, which is that of a place and of no endpoint."""
 
-    endpoint: Endpoint
+    endpoint: Endpoint | RegionGpu
     state: State
     kind: InstanceKind
     gpu_type: str

@@ -41,6 +41,13 @@ def test_the_examples_are_some(name: str) -> None:
             "failures.0: exactly one of at_s and rate_per_day",
         ),
         ("at_s = 21_600", "", "failures.0: exactly one of at_s and rate_per_day"),
+        ("learn_s = 14_400 ", "pool_fill = 0.7 ", "planning: pool_fill: says nothing without pools = true"),
+        (
+            "learn_s = 14_400 ",
+            "pools = true\npool_fill = 1.1 ",
+            "planning.pool_fill: Input should be less than or equal",
+        ),
+        ("learn_s = 14_400 ", "pools = true ", "fleet.weights_bytes: is needed where planning.pools is set"),
     ],
 )
 def test_errors_name_the_key(tmp_path: Path, before: str, after: str, said: str) -> None:
@@ -59,6 +66,10 @@ def test_instances_and_nodes_that_are_not_there_are_refused(tmp_path: Path) -> N
         simulate(load_scenario(changed(SCALED, tmp_path, ("node = 0", "node = 2"))))
     with pytest.raises(ValidationError, match=r"needs fleet\.serving = 'dedicated' and fleet\.nodes"):
         scaled(fleet={"nodes": []})
+    with pytest.raises(ValidationError, match=r"fleet\.nodes\.0\.host_bytes: is needed where planning\.pools is set"):
+        scaled(planning={"pools": True}, fleet={"weights_bytes": 1})
+    with pytest.raises(ScenarioError, match=r"planning\.pools: needs \[scaling\]"):
+        load_scenario(changed(SMALL, tmp_path, ("[policy]", "[planning]\npools = true\n\n[policy]")))
     with pytest.raises(ValidationError, match=r"failures: needs \[scaling\]"):
         scaled(scaling=None, failures=[{"region": "east", "at_s": 1.0, "down_s": 1.0}])
     with pytest.raises(ScenarioError, match=r"failures.0.at_s: 299 is before planning.learn_s, 300"):

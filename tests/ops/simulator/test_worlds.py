@@ -19,15 +19,18 @@ import ops.simulator
 from controlplane.loops import expected as live_expected
 from controlplane.loops import forecast as live_forecast
 from controlplane.loops import plan as live_plan
+from controlplane.loops import pool_facts as live_pool_facts
 from controlplane.loops import scale as live_scale
 from controlplane.loops import scale_facts as live_scale_facts
 from controlplane.policies.decisions import Admit, Refuse
 from ops.simulator import loops as sim_loops
+from ops.simulator import planned_pools as sim_planned_pools
 from ops.simulator import planning as sim_planning
 from ops.simulator import world as world_module
 from ops.simulator.formats import traffic_of
 from ops.simulator.run import simulate
 from ops.simulator.scenario import PolicyPart, Scenario
+from tests.ops.simulator.pooling import pooled
 from tests.ops.simulator.scaled import scaled
 
 SMALL = Path(__file__).parents[3] / "ops" / "scenarios" / "simulate-small.toml"
@@ -134,7 +137,9 @@ def test_what_decides_in_the_loops_is_the_live_loops_own() -> None:
     """Each function of the policies that a live loop calls under this name is the very one the simulator calls."""
     pairs = [
         (live_scale, sim_loops, ("choose_scaling", "choose_slots", "moved_endpoints")),
-        (live_scale_facts, sim_loops, ("kind_for", "utilization_of")),
+        (live_scale, sim_loops, ("choose_pool_slots", "joined", "release_steps", "rooms_beside")),
+        (live_scale_facts, sim_loops, ("kind_for", "utilization_of", "planned_beside", "pool_slot_facts")),
+        (live_pool_facts, sim_planned_pools, ("choose_poolable",)),
         (live_scale_facts, sim_planning, ("forecast_at",)),
         (live_expected, sim_planning, ("demand_to_plan",)),
         (live_plan, sim_planning, ("choose_placement",)),
@@ -158,7 +163,13 @@ def test_no_policy_is_written_twice() -> None:
                 assert any(value is policy for policy in policies[name]), f"{module.__name__}.{name}"
                 used.add(name)
     routing = {"choose_route", "choose_preference", "choose_releases", "choose_backoff", "choose_admission"}
-    assert used >= routing | {"choose_turn", "choose_group"} | {"choose_scaling", "choose_slots", "choose_placement"}
+    assert used >= routing | {"choose_turn", "choose_group"} | {
+        "choose_scaling",
+        "choose_slots",
+        "choose_placement",
+        "choose_poolable",
+        "choose_pool_slots",
+    }
 
 
 @pytest.mark.parametrize(
@@ -178,6 +189,8 @@ def test_no_policy_is_written_twice() -> None:
         ("scaled", "ops.simulator.planning.demand_to_plan"),
         ("scaled", "ops.simulator.planning.forecast_at"),
         ("scaled", "ops.simulator.planning.forecast_peak"),
+        ("pooling", "ops.simulator.planned_pools.choose_poolable"),
+        ("pooling", "ops.simulator.loops.choose_pool_slots"),
         ("pooled", "ops.simulator.world.choose_route"),
         ("pooled", "dataplane.engines.slot_engine.choose_turn"),
         ("pooled", "dataplane.dispatch.choose_prefill_slot"),
@@ -192,7 +205,12 @@ def test_the_policies_decide(serving: str, where: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(where, ask)
     busy = {"seconds": 10.0, "rate_per_s": 20.0}
-    scenario = scaled(policy={"admission": True}) if serving == "scaled" else scenario_of(serving, **busy)
+    if serving == "scaled":
+        scenario = scaled(policy={"admission": True})
+    elif serving == "pooling":
+        scenario = pooled(planning={"learn_s": 300})
+    else:
+        scenario = scenario_of(serving, **busy)
     with pytest.raises(AskedError):
         simulate(scenario)
 
