@@ -108,13 +108,15 @@ def _whole(a: Result, b: Result) -> Iterator[Line]:
     yield line("service attainment", "%", "more", lambda one: one.service_attainment)
     yield line("token attainment", "%", "more", lambda one: one.token_attainment)
     yield line("cost", "$", "less", lambda one: one.totals.cost)
-    for state in ("serving", "warming", "draining", "spot"):
-        better: Better = "" if state == "spot" else "less"
+    for state in ("serving", "pooled", "warming", "draining", "spot"):
+        better: Better = "" if state in ("serving", "pooled", "spot") else "less"
         yield line(f"GPU hours {state}", "h", better, lambda one, s=state: one.totals.gpu_hours.get(s, 0.0))  # type: ignore[misc]
     gpu_types = sorted({*a.totals.gpu_types, *b.totals.gpu_types})
     for gpu_type in gpu_types if len(gpu_types) > 1 else ():
         yield line(f"GPU hours on {gpu_type}", "h", "", lambda one, g=gpu_type: held_hours(_on(one, g).gpu_hours))  # type: ignore[misc]
         yield line(f"cost of {gpu_type}", "$", "", lambda one, g=gpu_type: _on(one, g).cost)  # type: ignore[misc]
+    yield line("GPU hours, all but spot", "h", "less", lambda one: held_hours(one.totals.gpu_hours))
+    yield line("endpoint hours in pools", "h", "", _pooled_hours)
     yield line("GPU hours warming, share", "%", "less", lambda one: wasted_share(one.totals))
     yield line("slots busy", "%", "", lambda one: one.busy_share)
     yield line("instances asked for", "", "less", lambda one: one.totals.scale_outs)
@@ -127,6 +129,10 @@ def _whole(a: Result, b: Result) -> Iterator[Line]:
 
 def _on(result: Result, gpu_type: str) -> GpuTotals:
     return result.totals.gpu_types.get(gpu_type, GpuTotals(gpu_hours={}, cost=0.0))
+
+
+def _pooled_hours(one: Result) -> float:
+    return sum(states.get("pooled", 0.0) for states in one.totals.instance_hours.values())
 
 
 def _rows(part: str, a: Sequence[Row], b: Sequence[Row]) -> Iterator[Line]:

@@ -50,7 +50,7 @@ def attainment_of_both(names: tuple[str, str], a: Result, b: Result) -> str | No
 
 
 def both_over_time(names: tuple[str, str], a: Result, b: Result) -> str | None:
-    """Demand, instances that are held, and the slowest tier's TTFT p95, of both runs."""
+    """Demand, GPUs that are held, and the slowest tier's TTFT p95, of both runs."""
     runs = [one for one in (a, b) if one.series.endpoints]
     if len(runs) < 2:
         return None
@@ -61,7 +61,7 @@ def both_over_time(names: tuple[str, str], a: Result, b: Result) -> str | None:
         for name, colour, one in zip(names, BOTH_COLOURS, (a, b), strict=True):
             series, endpoints = one.series, one.series.endpoints
             counts = add_up(
-                [kind for each in endpoints for kind in (*each.serving.values(), each.warming, each.draining)]
+                [[0.0] * len(series.switches), *(column for state, column in series.gpus.items() if state != "spot")]
             )
             line = {"color": colour, "linewidth": 1.2, "where": "post"}
             unit = unit_of(longer)[0]
@@ -71,7 +71,7 @@ def both_over_time(names: tuple[str, str], a: Result, b: Result) -> str | None:
                 (late, _slowest(one), np.nanmax),
             ):
                 axes.step(*thin(series, column, take, unit), label=name, **line)
-        for axes, words in ((demand, "input tokens/s"), (held, "instances held"), (late, "TTFT p95, s")):
+        for axes, words in ((demand, "input tokens/s"), (held, "GPUs held"), (late, "TTFT p95, s")):
             axes.set_ylabel(words)
             axes.set_ylim(bottom=0)
         add_legend(demand)

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from controlplane.policies.facts import Endpoint, InstanceFacts, RegionGpu
 from controlplane.policies.routing import utilization_of
@@ -45,6 +46,7 @@ class Recorder:
         self._usage = usage
         self._demand = demand
         self._endpoints = {endpoint: _Endpoint() for endpoint in sorted(endpoints)}
+        self._switches: list[int] = []
         self._gpus: dict[State, list[float]] = {}
         self._pools: dict[RegionGpu, list[tuple[float, int | None]]] = {}
         self._queues: dict[str, list[tuple[int, float]]] = {}
@@ -61,9 +63,15 @@ class Recorder:
         self._first_tokens[tier].add(block.ttft_s)
 
     def close(
-        self, now_s: float, views: Mapping[str, Mapping[str, InstanceFacts]], queues: Mapping[str, tuple[int, float]]
+        self,
+        now_s: float,
+        views: Mapping[str, Mapping[str, InstanceFacts]],
+        queues: Mapping[str, tuple[int, float]],
+        *,
+        switches: int,
     ) -> None:
-        """A step is over. `queues`: by model, how many wait and the age of the oldest."""
+        """A step is over. `queues`: by model, how many wait and the age of the oldest; `switches`: so far."""
+        self._switches.append(switches)
         seconds = self._usage.seconds(now_s)
         planned = self.planned()
         for endpoint, lists in self._endpoints.items():
@@ -112,6 +120,7 @@ class Recorder:
             start_s=self._start_s,
             step_s=STEP_S,
             gpus={state: self._whole(column) for state, column in sorted(self._gpus.items()) if any(column)},
+            switches=[after - before for before, after in pairwise([0, *self._switches])],
             endpoints=[self._endpoint(endpoint, lists) for endpoint, lists in self._endpoints.items()],
             pools=[
                 PoolSeries(

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from ops.simulator import report_figures as figures
 from ops.simulator.pages import Cell, cards, page, section, table
+from ops.simulator.report_pools import pools
 from ops.simulator.results import Quantiles, Result, Row, Totals, held_hours
 
 START_NAMES = {
@@ -11,6 +12,7 @@ START_NAMES = {
     "revived": "taken back while draining",
     "spot_same": "spot of the same model",
     "spot_other": "spot of another model",
+    "host": "host memory, pooled",
     "local": "weights in the region",
     "remote": "weights from another region",
 }
@@ -33,6 +35,12 @@ def report(result: Result) -> str:
             "Above, interactive input tokens and the peak that the plan of the hour counts on; below, instances by "
             "state and what the plan wants. All endpoints, then the busiest.",
             figures.capacity(result),
+        ),
+        section(
+            "Pools",
+            "Above, GPUs by what holds them, those of pools among them; in the middle, endpoints that are served by a "
+            "pool; below, how often their slots change the model.",
+            pools(result),
         ),
         section(
             "Utilization",
@@ -98,6 +106,8 @@ def _cards(result: Result) -> Iterable[tuple[str, str]]:
         yield "of GPU hours warming", f"{wasted:.1%}"
     if totals.gpu_hours.get("spot"):
         yield "GPU hours lent as spot", f"{totals.gpu_hours['spot']:,.1f}"
+    if totals.gpu_hours.get("pooled"):
+        yield "of GPU hours in pools", f"{totals.gpu_hours['pooled'] / held_hours(totals.gpu_hours):.1%}"
     if totals.switches:
         yield "model switches", f"{totals.switches:,}"
     if totals.node_failures:

@@ -25,6 +25,7 @@ ROWS_MAX = 30
 
 STATE_COLOURS: Mapping[State, str] = {
     "serving": "#0072b2",
+    "pooled": "#56b4e9",
     "warming": "#e69f00",
     "draining": "#999999",
     "spot": "#7fc8a9",
@@ -214,20 +215,12 @@ def _demand_panel(axes: "Axes", series: Series, title: str, endpoints: Sequence[
 def _instances_panel(axes: "Axes", series: Series, endpoints: Sequence[EndpointSeries]) -> None:
     states: dict[State, FloatArray] = {
         "serving": add_up([kind for one in endpoints for kind in one.serving.values()] or [[0.0] * _steps(series)]),
+        "pooled": add_up([one.pooled for one in endpoints]),
         "warming": add_up([one.warming for one in endpoints]),
         "draining": add_up([one.draining for one in endpoints]),
         "spot": add_up([one.spot for one in endpoints]),
     }
-    below: FloatArray | None = None
-    for state, counts in states.items():
-        times, values = thin(series, counts, np.nanmean)
-        top = values if below is None else below + values
-        if values.any():
-            floor = np.zeros_like(top) if below is None else below
-            axes.fill_between(
-                times, floor, top, step="post", color=STATE_COLOURS[state], alpha=0.85, linewidth=0, label=state
-            )
-        below = top
+    add_stack(axes, series, states)
     planned = add_up([one.planned for one in endpoints])
     if not np.isnan(planned).all():
         axes.step(
@@ -238,6 +231,20 @@ def _instances_panel(axes: "Axes", series: Series, endpoints: Sequence[EndpointS
     axes.set_ylim(bottom=0)
     axes.locator_params(axis="y", integer=True)
     add_legend(axes)
+
+
+def add_stack(axes: "Axes", series: Series, states: Mapping[State, FloatArray]) -> None:
+    """Counts by state, one above the other."""
+    below: FloatArray | None = None
+    for state, counts in states.items():
+        times, values = thin(series, counts, np.nanmean)
+        top = values if below is None else below + values
+        if values.any():
+            floor = np.zeros_like(top) if below is None else below
+            axes.fill_between(
+                times, floor, top, step="post", color=STATE_COLOURS[state], alpha=0.85, linewidth=0, label=state
+            )
+        below = top
 
 
 def _steps(series: Series) -> int:

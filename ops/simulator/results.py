@@ -112,12 +112,13 @@ class TierSeries(Part):
 
 class Series(Part):
     """Everything that is told step by step; all lists are of one length. `gpus`: mean count of GPUs that are held, by
-    what for.
+    what for; none where servers that stand all the time share them. `switches`: of models, on all slots.
     """
 
     start_s: float
     step_s: float
     gpus: dict[State, list[float]]
+    switches: list[int]
     endpoints: list[EndpointSeries]
     pools: list[PoolSeries]
     queues: list[QueueSeries]
@@ -171,7 +172,7 @@ class Result(Part):
     differ between two runs of one scenario and seed.
     """
 
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     scenario: str
     seed: int
     strategy: str | None

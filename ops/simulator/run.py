@@ -85,10 +85,11 @@ def build_world(scenario: Scenario, seed: int) -> tuple[World, Fleet | None, Map
     if scenario.scaling is not None:
         return world, operate(scenario, scenario.scaling, means, profiles, world, seed), prices
     [own] = means.values()
+    gpus = int(scenario.fleet.serving == "dedicated")  # else all instances share their server's
     for server in fixed_servers(scenario, models, own, world):
         world.present.place(server)
         for report in server.reports():
-            world.usage.change(None, Use(report.endpoint, "serving", report.kind, report.gpu_type, 1), 0.0)
+            world.usage.change(None, Use(report.endpoint, "serving", report.kind, report.gpu_type, gpus), 0.0)
     return world, None, prices
 
 

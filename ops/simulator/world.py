@@ -150,7 +150,8 @@ class World:
         views = self.present.views()
         self.events.catch_up()
         self._take_in_served()
-        self.recorder.close(now_s, views, self.deferred.waiting(now_s))
+        switches = sum(server.switches for server in self.present.servers)
+        self.recorder.close(now_s, views, self.deferred.waiting(now_s), switches=switches)
         self.events.at(now_s + STEP_S, TICK, self._close_step)
 
     # A request, from its arrival to its end.

@@ -144,6 +144,7 @@ def series(demand: float, forecast: float | None, planned: int | None, minutes: 
         forecast=[forecast] * minutes,
         planned=[planned] * minutes,
         serving={},
+        pooled=nothing,
         warming=nothing,
         draining=nothing,
         spot=nothing,

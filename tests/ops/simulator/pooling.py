@@ -31,6 +31,7 @@ def pooled(**changes: Any) -> Scenario:
             "prompt_tokens": {"median": 400, "most": 2000},
             "output_tokens": {"median": 150, "most": 300},
         },
+        "targets": {"NIW": {"ttft_s": 300.0, "tbt_s": 1.0}},
         "models": [
             {"name": name, "weights_bytes": 13 * GIB, "kv_bytes_per_token": 800_000, "tokens_per_s": 3000.0}
             for name in MODELS

@@ -19,7 +19,7 @@ from ops.simulator.results import Result
 STEPS = 90
 MODELS, TIERS = ("large", "small <b>"), ("IW-F", "NIW")
 QUANTILES = {"p50": 0.2, "p95": 0.6, "p99": 1.4}
-EMPTY = {"endpoints": [], "queues": [], "tiers": []}
+EMPTY = {"gpus": {}, "switches": [], "endpoints": [], "pools": [], "queues": [], "tiers": []}
 
 
 def row(model: str | None, tier: str, attained: float) -> dict[str, Any]:
@@ -49,6 +49,7 @@ def endpoint(model: str, region: str) -> dict[str, Any]:
         "forecast": known,
         "planned": [None if value is None else 2 for value in known],
         "serving": {"mixed": counts},
+        "pooled": counts,
         "warming": counts,
         "draining": counts,
         "spot": counts,
@@ -58,12 +59,15 @@ def endpoint(model: str, region: str) -> dict[str, Any]:
 
 def result(**changes: Any) -> Result:
     series: dict[str, Any] = {
+        "gpus": {"serving": [4.0] * STEPS, "pooled": [2.0] * STEPS, "spot": [1.0] * STEPS},
+        "switches": [9] * STEPS,
         "endpoints": [endpoint(model, "east") for model in MODELS],
+        "pools": [{"region": "east", "gpu_type": "H800", "gpus": [2.0] * STEPS, "planned": [None] + [2] * (STEPS - 1)}],
         "queues": [{"model": "large", "waiting": list(range(STEPS)), "age_s": [60.0 * n for n in range(STEPS)]}],
         "tiers": [{"tier": tier, "ended": [5] * STEPS, "ttft_p95_s": [None, *[0.5] * (STEPS - 1)]} for tier in TIERS],
     }
     totals: dict[str, Any] = {
-        "gpu_hours": {"serving": 90.0, "warming": 10.0, "spot": 5.0},
+        "gpu_hours": {"serving": 60.0, "pooled": 30.0, "warming": 10.0, "spot": 5.0},
         "cost": 250.0,
         "gpu_types": {
             "H20": {"gpu_hours": {"serving": 60.0, "spot": 5.0}, "cost": 50.0},
@@ -133,8 +137,8 @@ def test_a_whole_report_loads_nothing_and_shows_everything() -> None:
     html = report(result())
     page = read(html)
     assert page.headings == [
-        *("Attainment", "Instances against demand", "Utilization", "Time to the first token", "Deferred requests"),
-        *("Where instance-hours went", "GPU types", "Requests", "Totals"),
+        *("Attainment", "Instances against demand", "Pools", "Utilization", "Time to the first token"),
+        *("Deferred requests", "Where instance-hours went", "GPU types", "Requests", "Totals"),
     ]
     assert not [url for url in page.loaded if not url.startswith("data:")]
     assert "a &amp; b" in html
@@ -146,7 +150,8 @@ def test_a_whole_report_loads_nothing_and_shows_everything() -> None:
         "$250",
         "10.0%",
         "of GPU hours warming",
-        "weights in the region",
+        "30.0%",
+        "of GPU hours in pools",
         "ab" * 16,
     ):
         assert words in html
@@ -181,6 +186,7 @@ def test_a_comparison_tells_better_from_worse() -> None:
     assert lines["model switches"].mood == ""
     assert (lines["GPU hours on H20"].a, lines["GPU hours on H800"].a) == (60.0, 40.0), "without what is lent out"
     assert (lines["cost of H800"].b, lines["cost of H800"].mood) == (200.0, "")
+    assert (lines["GPU hours pooled"].a, lines["GPU hours, all but spot"].a) == (30.0, 100.0)
     assert "asked for without room" not in lines, "nothing in both"
     assert "IW-F: TBT p95" not in lines, "known of neither"
     html = compare_page(("x", "y"), result(), better(cost=1.0))
@@ -213,9 +219,11 @@ def test_the_commands(tmp_path: Path) -> None:
 
 def test_a_run_of_a_minute_is_drawn() -> None:
     short = result().model_dump()["series"]
-    for part in ("endpoints", "queues", "tiers"):
+    for part in ("endpoints", "pools", "queues", "tiers"):
         for one in short[part]:
             one.update({key: value[:1] for key, value in one.items() if isinstance(value, list)})
+    short["gpus"] = {state: column[:1] for state, column in short["gpus"].items()}
+    short["switches"] = short["switches"][:1]
     for one in short["endpoints"]:
         one["serving"] = {"mixed": one["serving"]["mixed"][:1]}
     read(report(result(series=short)))

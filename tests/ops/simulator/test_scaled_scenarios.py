@@ -12,7 +12,7 @@ from ops.simulator.results import ResultError, read_result
 from ops.simulator.run import simulate
 from ops.simulator.scenario import ScenarioError, load_scenario
 from tests.ops.simulator.examples import EXAMPLES, SCALED, SMALL, changed
-from tests.ops.simulator.scaled import scaled
+from tests.ops.simulator.scaled import REGIONS, scaled
 
 
 @pytest.mark.parametrize("name", ["simulate-scaled.toml", "simulate-types.toml", "strategies.toml"])
@@ -47,7 +47,7 @@ def test_the_examples_are_some(name: str) -> None:
             "pools = true\npool_fill = 1.1 ",
             "planning.pool_fill: Input should be less than or equal",
         ),
-        ("learn_s = 14_400 ", "pools = true ", "fleet.weights_bytes: is needed where planning.pools is set"),
+        ("learn_s = 14_400 ", "pools = true ", "fleet.nodes.0.host_bytes: is needed where planning.pools is set"),
     ],
 )
 def test_errors_name_the_key(tmp_path: Path, before: str, after: str, said: str) -> None:
@@ -66,8 +66,9 @@ def test_instances_and_nodes_that_are_not_there_are_refused(tmp_path: Path) -> N
         simulate(load_scenario(changed(SCALED, tmp_path, ("node = 0", "node = 2"))))
     with pytest.raises(ValidationError, match=r"needs fleet\.serving = 'dedicated' and fleet\.nodes"):
         scaled(fleet={"nodes": []})
-    with pytest.raises(ValidationError, match=r"fleet\.nodes\.0\.host_bytes: is needed where planning\.pools is set"):
-        scaled(planning={"pools": True}, fleet={"weights_bytes": 1})
+    nodes = [{"region": region, "count": 2, "slots": 3, "host_bytes": 1} for region in REGIONS]
+    with pytest.raises(ValidationError, match=r"fleet\.weights_bytes: is needed where planning\.pools is set"):
+        scaled(planning={"pools": True}, fleet={"nodes": nodes})
     with pytest.raises(ScenarioError, match=r"planning\.pools: needs \[scaling\]"):
         load_scenario(changed(SMALL, tmp_path, ("[policy]", "[planning]\npools = true\n\n[policy]")))
     with pytest.raises(ValidationError, match=r"failures: needs \[scaling\]"):
