@@ -20,6 +20,7 @@ LEARN_S_MAX = 7 * 86_400
 KINDS = {"IW": "", "NIW": "NIW"}
 """The tier of a row of demand by the kind that the API knows; empty: the scenario's shares say."""
 _NODES_ASKED = 20
+_PLANS_ASKED = 20
 PROFILES = Path(__file__).parents[1] / "profiles"
 
 
@@ -81,7 +82,17 @@ def _fleet(api: Api, gpu_types: Sequence[str]) -> "LiveFleet":
         endpoints=api.pages("/admin/endpoints")["data"],
         prices={row["name"]: row["cost_per_hour"] for row in api.pages("/admin/gpu-types")["data"]},
         kv_bytes={name: _kv_bytes(api, [node for node in nodes if node["gpu_type"] == name]) for name in chosen},
+        pooling=_pooling(api),
     )
+
+
+def _pooling(api: Api) -> Mapping[str, Any] | None:
+    """How the newest plan that was applied pools, of those that a solver made."""
+    for plan in api.get("/admin/plans", limit=_PLANS_ASKED)["data"]:
+        if plan["applied_at"] is not None and plan["status"] != "restored":
+            pooling: Mapping[str, Any] | None = api.get(f"/admin/plans/{plan['id']}/inputs")["pools"]
+            return pooling if pooling is not None and "fill" in pooling else None
+    return None
 
 
 def _kv_bytes(api: Api, nodes: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -27,7 +27,7 @@ class LiveError(ValueError):
 @dataclass(frozen=True, kw_only=True)
 class LiveFleet:
     """Answers of the admin API, as they came. `gpu_types`: those wanted. `prices`: of a GPU hour, `kv_bytes`: of
-    instances that have told theirs, both by GPU type.
+    instances that have told theirs, both by GPU type. `pooling`: how the plan in force pools; None: it does not say.
     """
 
     gpu_types: Sequence[str]
@@ -41,15 +41,17 @@ class LiveFleet:
     endpoints: Sequence[Row]
     prices: Mapping[str, float]
     kv_bytes: Mapping[str, Sequence[int]]
+    pooling: Row | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """What of a fleet can be simulated. `rates`: profiles by model and GPU type."""
+    """What of a fleet can be simulated. `rates`: profiles by model and GPU type. `pooling`: None: no pools."""
 
     gpu_types: Sequence[str]
     models: Sequence[Row]
     rates: Mapping[tuple[str, str], Row]
+    pooling: Row | None
 
     @property
     def several(self) -> bool:
@@ -128,7 +130,7 @@ def live_scenario(
         "fleet": {
             "serving": "dedicated",
             "profile": profiles[first],
-            "kv_bytes": _kv_bytes(fleet, kept, first),
+            **_memory(fleet, kept, first),
             "cost_per_hour": {gpu_type: fleet.prices[gpu_type] for gpu_type in kept.gpu_types},
             "nodes": _nodes(fleet, kept, profiles),
             "instances": instances,
@@ -138,7 +140,7 @@ def live_scenario(
             "instances_min": min(row["instances_min"] for row in limits),
             "instances_max": max(1, *(row["instances_max"] for row in limits)),
         },
-        "planning": {"learn_s": demand.learn_s},
+        "planning": {"learn_s": demand.learn_s, **_pooling(kept)},
         "provisioning": {"local_s": slow_s, "spot_other_s": slow_s},
         "models": [_model(row, kept) for row in kept.models],
     }
@@ -171,18 +173,28 @@ def _kept(fleet: LiveFleet, demand: LiveDemand) -> _Kept:
         raise LiveError(f"no node of {' or '.join(sorted(profiled))} is alive")
     rates = {key: row for key, row in rates.items() if key[1] in gpu_types}
     models = [row for row in fleet.models if row["name"] in {model for model, _ in rates}]
-    return _Kept(gpu_types=gpu_types, models=models, rates=rates)
+    wanted = fleet.pooling is not None and fleet.pooling["enabled"]
+    told = all(node["host_bytes"] for node in _alive(fleet) if node["gpu_type"] in gpu_types)
+    return _Kept(gpu_types=gpu_types, models=models, rates=rates, pooling=fleet.pooling if wanted and told else None)
 
 
 def _instances(kept: _Kept, running: Iterable[Row]) -> list[dict[str, Any]]:
     places = [(row["model"], row["region"], row["gpu_type"]) for row in running]
     counts = Counter(place for place in places if (place[0], place[2]) in kept.rates)
-    if not counts:
+    if not counts and kept.pooling is None:
         raise LiveError(f"no instance of them runs on GPUs of its own of type {' or '.join(kept.gpu_types)}")
     return [
         {"model": model, "region": region, "count": count} | ({"gpu_type": gpu_type} if kept.several else {})
         for (model, region, gpu_type), count in sorted(counts.items())
     ]
+
+
+def _pooling(kept: _Kept) -> dict[str, Any]:
+    """How plans pool."""
+    if kept.pooling is None:
+        return {}
+    names = ("fill", "prompt_tokens", "output_tokens", "tbt_s", "round_s")
+    return {"pools": True} | {f"pool_{name}": kept.pooling[name] for name in names}
 
 
 def _model(model: Row, kept: _Kept) -> dict[str, Any]:
@@ -205,29 +217,49 @@ def _nodes(fleet: LiveFleet, kept: _Kept, profiles: Mapping[str, str]) -> list[d
     """Nodes of a kind, by region. Slots smaller than a node's largest are not there. What is not of the first GPU type
     says of which it is.
     """
-    kinds: Counter[tuple[str, str, int, int]] = Counter()
+    kinds: Counter[tuple[str, str, int, int, int]] = Counter()
     for node in _alive(fleet):
         gpus = max(slot["gpus"] for slot in node["slots"])
-        kinds[node["region"], node["gpu_type"], sum(slot["gpus"] == gpus for slot in node["slots"]), gpus] += 1
+        slots, host_bytes = sum(slot["gpus"] == gpus for slot in node["slots"]), node["host_bytes"] or 0
+        kinds[node["region"], node["gpu_type"], slots, gpus, host_bytes if kept.pooling else 0] += 1
     own = {
-        gpu_type: {"profile": profiles[gpu_type], "kv_bytes": _kv_bytes(fleet, kept, gpu_type)}
-        for gpu_type in kept.gpu_types[1:]
+        gpu_type: {"profile": profiles[gpu_type], **_memory(fleet, kept, gpu_type)} for gpu_type in kept.gpu_types[1:]
     }
     return [
-        {"region": region, "count": count, "slots": slots, "gpus": gpus} | own.get(gpu_type, {})
-        for (region, gpu_type, slots, gpus), count in sorted(kinds.items())
+        {"region": region, "count": count, "slots": slots, "gpus": gpus}
+        | ({"host_bytes": host_bytes} if host_bytes else {})
+        | own.get(gpu_type, {})
+        for (region, gpu_type, slots, gpus, host_bytes), count in sorted(kinds.items())
         if gpu_type in kept.gpu_types
     ]
+
+
+def _memory(fleet: LiveFleet, kept: _Kept, gpu_type: str) -> dict[str, int]:
+    """Of a GPU, for KV; and what that leaves of nine tenths of it for the weights of a pool."""
+    kv_bytes, largest_bytes = _kv_bytes(fleet, kept, gpu_type), _largest_bytes(kept, gpu_type)
+    if kept.pooling is None:
+        return {"kv_bytes": kv_bytes}
+    left_bytes = round(0.9 * _gpu_bytes(fleet, gpu_type) - kv_bytes)
+    return {"kv_bytes": kv_bytes, "weights_bytes": max(largest_bytes, left_bytes)}
 
 
 def _kv_bytes(fleet: LiveFleet, kept: _Kept, gpu_type: str) -> int:
     """What instances told; else what the largest model there leaves of nine tenths of a GPU's memory."""
     if told := fleet.kv_bytes.get(gpu_type):
         return int(statistics.median(told))
+    return max(1, round(0.9 * _gpu_bytes(fleet, gpu_type) - _largest_bytes(kept, gpu_type)))
+
+
+def _gpu_bytes(fleet: LiveFleet, gpu_type: str) -> float:
     slots = [slot for node in fleet.nodes if node["gpu_type"] == gpu_type for slot in node["slots"]]
-    gpu_bytes: float = min(slot["memory_bytes"] / slot["gpus"] for slot in slots)
+    least_bytes: float = min(slot["memory_bytes"] / slot["gpus"] for slot in slots)
+    return least_bytes
+
+
+def _largest_bytes(kept: _Kept, gpu_type: str) -> int:
+    """The weights of the largest model there."""
     largest_bytes: int = max(row["weights_bytes"] for row in kept.models if (row["name"], gpu_type) in kept.rates)
-    return max(1, round(0.9 * gpu_bytes - largest_bytes))
+    return largest_bytes
 
 
 def _notes(fleet: LiveFleet, demand: LiveDemand, kept: _Kept, running: Iterable[Row]) -> Iterable[str]:
@@ -241,8 +273,13 @@ def _notes(fleet: LiveFleet, demand: LiveDemand, kept: _Kept, running: Iterable[
     for gpu_type in kept.gpu_types:
         if not fleet.kv_bytes.get(gpu_type):
             yield f"No instance on {gpu_type} told its KV memory: it is what the largest model leaves of 9/10 of a GPU."
-    if pooled := sum(row["pooled"] for row in running if row["gpu_type"] in kept.gpu_types):
-        yield f"{pooled} pooled instances are left out: this scenario is of instances on GPUs of their own."
+    pooled = sum(row["pooled"] for row in running if row["gpu_type"] in kept.gpu_types)
+    if kept.pooling is not None:
+        yield "Plans pool as the plan in force did; a pool's slot has for weights what KV leaves of 9/10 of a GPU."
+        if pooled:
+            yield f"{pooled} pooled instances are not there at the beginning: the first plan starts them."
+    elif pooled:
+        yield f"{pooled} pooled instances are left out: the plan in force does not say how, or a node's host memory."
     if others := sorted({row["gpu_type"] for row in fleet.nodes} - set(kept.gpu_types)):
         yield f"Nodes of other GPU types are left out: {', '.join(others)}."
     if left := sorted({row["name"] for row in fleet.models} - {row["name"] for row in kept.models}):

@@ -106,6 +106,7 @@ class PoolServer:
         lost = self.inside(model)
         for served in lost:
             del self._flights[str(served.request.number)]
+            self._left_tokens[model] = 0
         return lost
 
     def fits(self, request: Request) -> bool:

@@ -92,7 +92,7 @@ class FleetPart(Part):
     def _complete(self) -> "FleetPart":
         slots = (self.prefill_slots, self.decode_slots, self.both_slots)
         needs = {
-            "dedicated": ("instances", bool(self.instances)),
+            "dedicated": ("instances", bool(self.instances or self.nodes)),
             "pooled": ("prefill_slots and decode_slots, or both_slots", bool(slots[2] or (slots[0] and slots[1]))),
             "request-level": ("gpus, or prefill_slots and decode_slots", bool(self.gpus or (slots[0] and slots[1]))),
             "static": ("gpus", bool(self.gpus)),

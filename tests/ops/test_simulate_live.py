@@ -5,12 +5,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from sqlalchemy import select
 
 from controlplane.settings import Settings
 from controlplane.store.fleet import touch_node
 from controlplane.store.instances import add_instance
 from controlplane.store.joining import join_node
 from controlplane.store.session import Database
+from controlplane.store.tables import Node
 from dataplane.messages import Join, SlotSpec
 from ops.commands.simulate_live import profiles_by_type
 from ops.simulator.live import LiveError, cut_demand
@@ -129,6 +131,29 @@ def test_a_fleet_of_two_gpu_types_becomes_a_scenario_of_two(fleet: Run, database
     assert "Nodes of other GPU types are left out: H20" in only.err
     assert tomllib.loads(saved.read_text())["models"][0]["tokens_per_s"] == 2500
     assert "on H20" not in only.out
+
+
+def test_how_the_plan_in_force_pools_is_carried_over(fleet: Run, database: Database, tmp_path: Path) -> None:
+    with database.transaction() as session:
+        for node in session.scalars(select(Node)):
+            node.host_bytes = 512 * GIB
+    drafted = fleet("plan", "create", "--json").json["plan"]["id"]
+    applied = fleet("plan", "apply", drafted)
+    assert applied.status == 0, applied.err
+    saved, out = tmp_path / "live.toml", tmp_path / "out.json"
+    outcome = fleet("simulate", "--from-live", "--hours", "1", "--save", saved, "--json", out)
+    assert outcome.status == 0, outcome.err
+    scenario = tomllib.loads(saved.read_text())
+    assert {key: value for key, value in scenario["planning"].items() if key != "learn_s"} == {
+        "pools": True,
+        "pool_fill": 0.8,
+        "pool_prompt_tokens": 512.0,
+        "pool_output_tokens": 256.0,
+        "pool_tbt_s": 0.1,
+        "pool_round_s": 12.0,
+    }
+    assert {node["host_bytes"] for node in scenario["fleet"]["nodes"]} == {512 * GIB}
+    assert json.loads(out.read_text())["totals"]["gpu_hours"].keys() >= {"serving"}
 
 
 def test_what_cannot_be_meant_is_said(fleet: Run, tmp_path: Path) -> None:

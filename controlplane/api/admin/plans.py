@@ -101,7 +101,9 @@ class Inputs(BaseModel):
 
     problem: Any = Field(description="the fleet, the demand and the settings, as `tidepool plan solve` reads them")
     forecasts: Any = Field(description="the origin, the quantile, and each series with what stood in for a forecast")
-    pools: Any = Field(None, description="whether pools were planned, and which models could not be pooled, and why")
+    pools: Any = Field(
+        None, description="whether pools were planned and how, which models could not be pooled, and why"
+    )
 
 
 class Explanation(BaseModel):

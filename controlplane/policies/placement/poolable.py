@@ -4,7 +4,7 @@ cannot be pooled.
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
@@ -92,7 +92,7 @@ class PlannedPools:
 
     facts: PoolFacts | None
     left_out: Mapping[ModelGpu, str]
-    enabled: bool = True
+    settings: PoolableSettings
 
     def record(self) -> dict[str, Any]:
         """As a plan keeps it."""
@@ -100,11 +100,11 @@ class PlannedPools:
             {"model": key.model, "gpu_type": key.gpu_type, "reason": reason}
             for key, reason in sorted(self.left_out.items(), key=lambda item: item[0])
         ]
-        return {"enabled": self.enabled, "left_out": left_out}
+        return {**asdict(self.settings), "left_out": left_out}
 
     def words(self) -> str:
         """In short; empty where nothing was left out."""
-        if not self.enabled:
+        if not self.settings.enabled:
             return "no pools: they are disabled"
         reasons = Counter(self.left_out.values())
         ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
@@ -120,7 +120,7 @@ def choose_poolable(facts: PoolableFacts, settings: PoolableSettings) -> Planned
     the placement, which then gives them instances of their own.
     """
     if not settings.enabled:
-        return PlannedPools(facts=None, left_out={}, enabled=False)
+        return PlannedPools(facts=None, left_out={}, settings=settings)
     host_bytes, worker_gpus, slot_gpus = _host_bytes_per_gpu(facts), _worker_gpus(facts), _slot_gpus(facts)
     offered: dict[str, list[Endpoint]] = defaultdict(list)
     for endpoint in sorted(facts.endpoints):
@@ -139,7 +139,7 @@ def choose_poolable(facts: PoolableFacts, settings: PoolableSettings) -> Planned
                 key = EndpointGpu(model=endpoint.model, region=endpoint.region, gpu_type=pair.gpu_type)
                 occupancy[key] = share
     if not occupancy:
-        return PlannedPools(facts=None, left_out=left_out)
+        return PlannedPools(facts=None, left_out=left_out, settings=settings)
     pools = PoolFacts(
         occupancy=occupancy,
         weights_bytes=facts.weights_bytes,
@@ -149,7 +149,7 @@ def choose_poolable(facts: PoolableFacts, settings: PoolableSettings) -> Planned
         present=facts.present,
         pooled=facts.pooled,
     )
-    return PlannedPools(facts=pools, left_out=left_out)
+    return PlannedPools(facts=pools, left_out=left_out, settings=settings)
 
 
 def _why_not(

@@ -10,9 +10,13 @@ DEMAND = LiveDemand(rows=[(0, "r", "m", 1.0, ""), (0, "r", "n", 1.0, "")], learn
 PROFILES = {"A": "a.toml", "B": "b.toml", "C": "c.toml"}
 
 
-def node(gpu_type: str, *gpus: int, alive: bool = True) -> dict[str, Any]:
+POOLING = {"enabled": True, "fill": 0.7, "prompt_tokens": 300.0, "output_tokens": 200.0, "tbt_s": 0.2, "round_s": 6.0}
+
+
+def node(gpu_type: str, *gpus: int, alive: bool = True, host_bytes: int | None = None) -> dict[str, Any]:
     slots = [{"gpus": count, "memory_bytes": count * 10**11} for count in gpus]
-    return {"region": "r", "gpu_type": gpu_type, "alive": alive, "draining": False, "slots": slots}
+    told = {"alive": alive, "draining": False, "host_bytes": host_bytes}
+    return {"region": "r", "gpu_type": gpu_type, "slots": slots, **told}
 
 
 def profile(model: str, gpu_type: str, tokens_per_s: float, gpus: int = 1) -> dict[str, Any]:
@@ -55,6 +59,7 @@ def test_each_type_has_its_own_rates_prices_and_memory() -> None:
     assert "No instance on B told its KV memory" in made.text()
     assert "No instance on A" not in made.text()
     assert "1 pooled instances are left out" in made.text()
+    assert "pools" not in made.document["planning"]
 
 
 def test_a_type_that_is_silent_or_serves_nothing_is_left_out() -> None:
@@ -73,3 +78,29 @@ def test_what_serves_nothing_is_refused() -> None:
         scenario(node("A", 1, alive=False), node("B", 1, alive=False), node("C", 1))
     with pytest.raises(LiveError, match="no instance of them runs on GPUs of its own of type A"):
         scenario(node("A", 1), instances=[])
+
+
+def test_plans_pool_as_the_plan_in_force_did() -> None:
+    """With the memory of each node's host, and for weights what KV leaves of 9/10 of a GPU."""
+    made = scenario(node("A", 1, host_bytes=7), node("B", 1, host_bytes=5), pooling=POOLING)
+    assert made.document["planning"] == {
+        "learn_s": 0,
+        "pools": True,
+        **{f"pool_{name}": value for name, value in POOLING.items() if name != "enabled"},
+    }
+    fleet = made.document["fleet"]
+    assert (fleet["kv_bytes"], fleet["weights_bytes"]) == (8, 9 * 10**10 - 8)
+    assert [(one["host_bytes"], one.get("weights_bytes")) for one in fleet["nodes"]] == [(7, None), (5, 10**10)]
+    assert "1 pooled instances are not there at the beginning" in made.text()
+    alone = [{"model": "m", "region": "r", "gpu_type": "A", "desired": "running", "pooled": True}]
+    made = scenario(node("A", 1, host_bytes=7), pooling=POOLING, instances=alone)
+    assert made.document["fleet"]["instances"] == [], "a fleet may be pooled as a whole"
+
+
+@pytest.mark.parametrize("pooling", [POOLING, POOLING | {"enabled": False}, None])
+def test_without_host_memory_or_a_plan_that_pools_there_are_none(pooling: dict[str, Any] | None) -> None:
+    host_bytes = None if pooling == POOLING else 7
+    made = scenario(node("A", 1, host_bytes=7), node("B", 1, host_bytes=host_bytes), pooling=pooling)
+    assert made.document["planning"] == {"learn_s": 0}
+    assert "weights_bytes" not in made.document["fleet"]
+    assert "1 pooled instances are left out" in made.text()

@@ -145,3 +145,12 @@ def test_endpoints_that_may_have_no_instances_are_not_pooled() -> None:
 def test_they_can_be_disabled() -> None:
     pools = choose_poolable(facts(), PoolableSettings(enabled=False))
     assert (pools.facts, pools.words()) == (None, "no pools: they are disabled")
+    assert pools.record() == {
+        "enabled": False,
+        "fill": 0.8,
+        "prompt_tokens": 512.0,
+        "output_tokens": 256.0,
+        "tbt_s": 0.1,
+        "round_s": 12.0,
+        "left_out": [],
+    }
