@@ -73,7 +73,8 @@ def simulate(
     The same scenario and seed give the same event log; its hash is printed.
     Service attainment: mean share of a request's time in which no token was overdue; a late token puts off the next.
     Token attainment: share of all tokens that came by their place in the schedule.
-    A fleet that is scaled may have GPUs of several types: ops/scenarios/simulate-types.toml says how.
+    A fleet that is scaled may have GPUs of several types: ops/scenarios/simulate-types.toml says how; or pools that
+    come and go with the plans: simulate-pools.toml.
 
     \b
     Recordings; what they leave open the scenario's [traffic] says (origins, models, tiers, scale, from_s, until_s):

@@ -107,13 +107,6 @@ class PlanningPart(Part):
         )
 
     @model_validator(mode="after")
-    def _pooled(self) -> "PlanningPart":
-        if not self.pools:
-            for key in sorted(key for key in self.model_fields_set if key.startswith("pool_")):
-                raise ValueError(f"{key}: says nothing without pools = true")
-        return self
-
-    @model_validator(mode="after")
     def _known(self) -> "PlanningPart":
         for name in self.forecasters:
             if name not in FORECASTERS:

@@ -15,7 +15,9 @@ from tests.ops.simulator.examples import EXAMPLES, SCALED, SMALL, changed
 from tests.ops.simulator.scaled import REGIONS, scaled
 
 
-@pytest.mark.parametrize("name", ["simulate-scaled.toml", "simulate-types.toml", "strategies.toml"])
+@pytest.mark.parametrize(
+    "name", ["simulate-scaled.toml", "simulate-types.toml", "simulate-pools.toml", "strategies.toml"]
+)
 def test_the_examples_are_some(name: str) -> None:
     scenario = load_scenario(EXAMPLES / name)
     assert scenario.scaling is not None
@@ -41,7 +43,6 @@ def test_the_examples_are_some(name: str) -> None:
             "failures.0: exactly one of at_s and rate_per_day",
         ),
         ("at_s = 21_600", "", "failures.0: exactly one of at_s and rate_per_day"),
-        ("learn_s = 14_400 ", "pool_fill = 0.7 ", "planning: pool_fill: says nothing without pools = true"),
         (
             "learn_s = 14_400 ",
             "pools = true\npool_fill = 1.1 ",
