@@ -96,9 +96,13 @@ def _pooling(api: Api) -> Mapping[str, Any] | None:
 
 
 def _kv_bytes(api: Api, nodes: Sequence[Mapping[str, Any]]) -> list[int]:
-    """What instances on some of the nodes tell of their KV memory."""
-    live = [api.get(f"/admin/nodes/{node['name']}")["live"] or {"instances": []} for node in nodes[:_NODES_ASKED]]
-    return [one["kv_capacity_bytes"] for each in live for one in each["instances"] if one["kv_capacity_bytes"]]
+    """What instances on some of the nodes tell of the KV memory of their slots, for each of the GPUs."""
+    told = []
+    for node in nodes[:_NODES_ASKED]:
+        gpus = {slot["index"]: slot["gpus"] for slot in node["slots"]}
+        live = api.get(f"/admin/nodes/{node['name']}")["live"] or {"instances": []}
+        told += [one["kv_capacity_bytes"] // gpus[one["slot"]] for one in live["instances"] if one["slot"] in gpus]
+    return [kv_bytes for kv_bytes in told if kv_bytes]
 
 
 def _demand(api: Api, endpoints: Any, span_s: int) -> Iterator[tuple[int, str, str, float, str]]:

@@ -12,8 +12,8 @@ from ops.simulator.pool_slot import PooledServer, PoolSlot
 from ops.simulator.usage import Use
 from ops.simulator.world import World
 
-MakePoolSlot = Callable[[SlotAdd], PoolSlot]
-"""Makes the engine of a slot where a pooled instance is to start."""
+MakePoolSlot = Callable[[SlotAdd, int], PoolSlot]
+"""Makes the engine of a slot where a pooled instance is to start; the slot has so many GPUs."""
 
 Place = tuple[str, int]
 
@@ -43,7 +43,7 @@ class FleetPools:
             self._world.usage.change(None, use, self._world.events.now_s)
         slot = self._slots.get(place)
         if slot is None or slot.has(model):
-            slot = self._slots[place] = self._make(add)
+            slot = self._slots[place] = self._make(add, gpus)
             self._world.present.employ(slot.server)
         return slot.add(instance_id, self._models[model], lambda: self.load(add.node_id))
 

@@ -214,14 +214,14 @@ def _alive(fleet: LiveFleet) -> Iterable[Row]:
 
 
 def _nodes(fleet: LiveFleet, kept: _Kept, profiles: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Nodes of a kind, by region. Slots smaller than a node's largest are not there. What is not of the first GPU type
-    says of which it is.
+    """Nodes of a kind, by region. Workers that serve together are slots of their own here, and slots smaller than a
+    node's largest are not there. What is not of the first GPU type says of which it is.
     """
     kinds: Counter[tuple[str, str, int, int, int]] = Counter()
     for node in _alive(fleet):
-        gpus = max(slot["gpus"] for slot in node["slots"])
-        slots, host_bytes = sum(slot["gpus"] == gpus for slot in node["slots"]), node["host_bytes"] or 0
-        kinds[node["region"], node["gpu_type"], slots, gpus, host_bytes if kept.pooling else 0] += 1
+        sizes = [slot["gpus"] // slot["workers"] for slot in node["slots"] for _ in range(slot["workers"])]
+        gpus, host_bytes = max(sizes), (node["host_bytes"] or 0) if kept.pooling else 0
+        kinds[node["region"], node["gpu_type"], sizes.count(gpus), gpus, host_bytes] += 1
     own = {
         gpu_type: {"profile": profiles[gpu_type], **_memory(fleet, kept, gpu_type)} for gpu_type in kept.gpu_types[1:]
     }
@@ -273,6 +273,8 @@ def _notes(fleet: LiveFleet, demand: LiveDemand, kept: _Kept, running: Iterable[
     for gpu_type in kept.gpu_types:
         if not fleet.kv_bytes.get(gpu_type):
             yield f"No instance on {gpu_type} told its KV memory: it is what the largest model leaves of 9/10 of a GPU."
+    if any(slot["workers"] > 1 for node in _alive(fleet) for slot in node["slots"]):
+        yield "Workers that serve together are taken as slots of their own."
     pooled = sum(row["pooled"] for row in running if row["gpu_type"] in kept.gpu_types)
     if kept.pooling is not None:
         yield "Plans pool as the plan in force did; a pool's slot has for weights what KV leaves of 9/10 of a GPU."

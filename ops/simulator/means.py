@@ -10,6 +10,7 @@ from dataplane.turns.prefill import PrefillSettings
 from dataplane.turns.schedule import TurnSettings
 from ops.simulator.costs import InstanceSettings, ModelCosts
 from ops.simulator.scenario import FleetPart, ModelPart, Scenario, ScenarioError
+from ops.simulator.scenario_values import by_gpu_type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +78,14 @@ def means_of(
 
 
 def model_costs(name: str, model: ModelPart, profile: GpuProfile) -> ModelCosts:
-    """What a model costs on a GPU type."""
+    """What a model costs on as many GPUs of a type as it takes there; each has its own way to the host."""
+    gpus = by_gpu_type(model.gpus, [profile.gpu_type]).get(profile.gpu_type, 1)
     return ModelCosts(
         name=name,
-        latency=profile.nearest_model(model.weights_bytes).latency,
+        latency=profile.nearest_model(model.weights_bytes, gpus).latency,
         weights_bytes=model.weights_bytes,
         kv_bytes_per_token=model.kv_bytes_per_token,
-        bytes_per_s=profile.pcie_bytes_per_s * profile.transfer_efficiency,
+        bytes_per_s=profile.pcie_bytes_per_s * profile.transfer_efficiency * gpus,
     )
 
 

@@ -1,7 +1,7 @@
 """From a scenario with [scaling] to a fleet that is operated: nodes, planner, loops, failures."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from controlplane.policies.facts import Endpoint, ModelGpu
 from controlplane.policies.placement.facts import PlacementSettings, Profile
@@ -103,7 +103,7 @@ def _maker(means: Mapping[str, Means], world: World) -> MakeServer:
             name,
             add.endpoint.region,
             mine.costs[add.endpoint.model],
-            mine.instance,
+            replace(mine.instance, kv_bytes=mine.instance.kv_bytes * add.gpus),
             gpu_type=add.gpu_type,
             events=world.events,
             ended=world.ended,
@@ -115,9 +115,16 @@ def _maker(means: Mapping[str, Means], world: World) -> MakeServer:
 
 
 def _pools(scenario: Scenario, means: Mapping[str, Means], world: World) -> FleetPools:
-    def make(add: SlotAdd) -> PoolSlot:
-        settings = replay_settings(scenario, means[add.gpu_type])
-        return PoolSlot(add.node_id, add.slot, add.endpoint.region, settings, events=world.events, ended=world.ended)
+    def make(add: SlotAdd, gpus: int) -> PoolSlot:
+        return PoolSlot(
+            add.node_id,
+            add.slot,
+            add.endpoint.region,
+            replay_settings(scenario, means[add.gpu_type], gpus),
+            gpus=gpus,
+            events=world.events,
+            ended=world.ended,
+        )
 
     return FleetPools(make, {one.name: spec_of(one.name, one) for one in scenario.models}, world)
 
@@ -133,7 +140,7 @@ def _pool_means(
         mine = means[key.gpu_type]
         assert mine.weights_bytes is not None, "a scenario with pools has it"
         costs = mine.costs[key.model]
-        if costs.weights_bytes <= mine.weights_bytes:
+        if costs.weights_bytes <= mine.weights_bytes * profile.gpus:
             latency = asdict(costs.latency) | {"switch_s": costs.weights_bytes / costs.bytes_per_s}
             found[key] = PoolProfile(gpus=profile.gpus, latency=latency)
     return PoolMeans(

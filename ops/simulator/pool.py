@@ -22,7 +22,7 @@ from ops.simulator.slot_process import SlotProcess
 
 
 class PoolServer:
-    """Meets `presence.Server`. All models are on all slots; they may come and go."""
+    """Meets `presence.Server`. All models are on all slots, of `gpus` each; they may come and go."""
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class PoolServer:
         models: Iterable[ModelSpec],
         settings: ReplaySettings,
         *,
+        gpus: int = 1,
         events: Events,
         ended: Callable[[Served], None],
     ) -> None:
@@ -42,7 +43,15 @@ class PoolServer:
         self._settings = settings
         self._ended = ended
         self._processes = [
-            SlotProcess(index, kind, replace(settings, hands_over=kind == "prefill"), events, self._heard, self._served)
+            SlotProcess(
+                index,
+                kind,
+                replace(settings, hands_over=kind == "prefill"),
+                events,
+                self._heard,
+                self._served,
+                gpus=gpus,
+            )
             for index, kind in enumerate(kinds)
         ]
         self._slots = cast("Sequence[Slot]", self._processes)

@@ -20,7 +20,7 @@ from ops.simulator.requests import Request, Served
 
 
 class PoolSlot:
-    """One slot. `ended` is told of each request when its last token is out."""
+    """One slot of so many GPUs. `ended` is told of each request when its last token is out."""
 
     def __init__(
         self,
@@ -29,13 +29,14 @@ class PoolSlot:
         region: str,
         settings: ReplaySettings,
         *,
+        gpus: int = 1,
         events: Events,
         ended: Callable[[Served], None],
     ) -> None:
         self.place = (node_id, number)
         self.region = region
         self.server = PoolServer(
-            f"{node_id}/{number}", region, ["both"], (), settings, events=events, ended=self._request_ended
+            f"{node_id}/{number}", region, ["both"], (), settings, gpus=gpus, events=events, ended=self._request_ended
         )
         self._ended = ended
         self._instances: dict[str, PooledServer] = {}

@@ -33,7 +33,7 @@ class ScenarioError(ValueError):
 
 
 class ModelPart(Part):
-    """A model. Its step times are those of the profile's model nearest in size. Where it is scaled, `tokens_per_s` is
+    """A model. Its step times are those of the profile's model nearest in size on as many GPUs. Where it is scaled, `tokens_per_s` is
     what the planner takes one instance to serve within its objectives, in input tokens (theta), on `gpus` of a slot:
     a number, or a table by GPU type. On a type that such a table does not name the model is not placed.
     """
@@ -221,6 +221,7 @@ class Scenario(Part):
         for key, given in (("failures", self.failures), ("fleet.nodes", self.fleet.nodes)):
             if given:
                 yield key
+        yield from (f"models.{index}.gpus" for index, model in enumerate(self.models) if model.gpus != 1)
         yield from (f"provisioning.{key}" for key in sorted(self.provisioning.model_fields_set))
         yield from (f"planning.{key}" for key in sorted(self.planning.model_fields_set - {"learn_s"}))
 

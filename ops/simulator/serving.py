@@ -68,14 +68,14 @@ def fixed_servers(scenario: Scenario, models: Mapping[str, ModelPart], means: Me
             )
 
 
-def replay_settings(scenario: Scenario, means: Means) -> ReplaySettings:
-    """How the slot of a pool is set up."""
+def replay_settings(scenario: Scenario, means: Means, gpus: int = 1) -> ReplaySettings:
+    """How the slot of a pool is set up, which has so many GPUs."""
     policy = scenario.policy
     assert means.weights_bytes is not None
     return ReplaySettings(
         profile=means.profile,
-        weights_bytes=means.weights_bytes,
-        kv_bytes=means.instance.kv_bytes,
+        weights_bytes=means.weights_bytes * gpus,
+        kv_bytes=means.instance.kv_bytes * gpus,
         batch_max=policy.batch_max,
         prefill_tokens_per_step_max=policy.prefill_tokens_per_step_max,
         prefetch=policy.prefetch,

@@ -37,13 +37,15 @@ class SlotProcess:
         heard: Heard,
         served: ServedOf,
         *,
+        gpus: int = 1,
         renews: bool = False,
     ) -> None:
-        """`served`, `renews`: see `LeapEngine`."""
+        """`gpus`: of the slot. `served`, `renews`: see `LeapEngine`."""
         self.index = index
         self.kind = kind
         self.busy_s = 0.0
         self.engine = LeapEngine(settings, lambda: events.now_s, self._sleep, self._sleep_leap, served, renews=renews)
+        self._gpus = gpus
         self._events = events
         self._heard = heard
         self._inbox: list[Add | Load | Unload] = []
@@ -57,7 +59,7 @@ class SlotProcess:
     def load(self, models: Iterable[ModelSpec]) -> None:
         """Take models in, each under its name."""
         for model in models:
-            self.send(Load(instance_id=model.name, serial=0, model=model, gpus=1))
+            self.send(Load(instance_id=model.name, serial=0, model=model, gpus=self._gpus))
 
     @property
     def now_s(self) -> float:

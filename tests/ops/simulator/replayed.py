@@ -52,12 +52,13 @@ def replay(
     *,
     prefilled: bool = False,
     objective: Objective | None = None,
+    gpus: int = 1,
 ) -> dict[int, list[float]]:
     """By the request's number, when its tokens were out. `objective`: what all are promised, if not what a tier is."""
     clock = Clock()
     engine = ReplayEngine(settings, clock, clock.sleep)
     for model in models:
-        engine.load(model.name, model)
+        engine.load(model.name, model, gpus=gpus)
     arrivals = deque(requests)
     times_s: dict[int, list[float]] = {request.number: [] for request in requests}
     while arrivals or engine.has_work():

@@ -106,6 +106,21 @@ def test_each_type_has_its_own_gpus_latency_memory_and_price(
         assert hours == pytest.approx(sum(one.gpu_hours.get(state, 0.0) for one in totals.gpu_types.values()))
 
 
+def test_an_instance_of_two_gpus_has_their_latency_their_memory_and_both_ways_to_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    instances = watch_instances(monkeypatch)
+    two = [{"gpus": 2, **one} for one in models(a=900.0)]
+    nodes = [node(region, "H800", slots=1, gpus=2) for region in REGIONS]
+    simulate(scaled(models=two, fleet={"nodes": nodes, "instances": [{"model": "a", "region": "east"}]}))
+    h800, model = load_gpu_profile(PATHS["H800"]), instances[0].server._instance
+    assert (
+        model.model.latency == h800.nearest_model(15 * 10**9, gpus=2).latency != h800.nearest_model(15 * 10**9).latency
+    )
+    assert model.model.bytes_per_s == 2 * h800.pcie_bytes_per_s * h800.transfer_efficiency
+    assert model.kv_tokens_max == 2 * KV_BYTES["H800"] // 800_000
+
+
 @pytest.mark.parametrize(("cheap", "dear"), [("H20", "H800"), ("H800", "H20")])
 def test_plans_fill_the_cheap_type_first(
     placements: list[tuple[PlacementFacts, Placement]], cheap: str, dear: str

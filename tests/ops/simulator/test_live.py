@@ -13,8 +13,10 @@ PROFILES = {"A": "a.toml", "B": "b.toml", "C": "c.toml"}
 POOLING = {"enabled": True, "fill": 0.7, "prompt_tokens": 300.0, "output_tokens": 200.0, "tbt_s": 0.2, "round_s": 6.0}
 
 
-def node(gpu_type: str, *gpus: int, alive: bool = True, host_bytes: int | None = None) -> dict[str, Any]:
-    slots = [{"gpus": count, "memory_bytes": count * 10**11} for count in gpus]
+def node(
+    gpu_type: str, *gpus: int, workers: int = 1, alive: bool = True, host_bytes: int | None = None
+) -> dict[str, Any]:
+    slots = [{"gpus": count, "workers": workers, "memory_bytes": count * 10**11} for count in gpus]
     told = {"alive": alive, "draining": False, "host_bytes": host_bytes}
     return {"region": "r", "gpu_type": gpu_type, "slots": slots, **told}
 
@@ -60,6 +62,14 @@ def test_each_type_has_its_own_rates_prices_and_memory() -> None:
     assert "No instance on A" not in made.text()
     assert "1 pooled instances are left out" in made.text()
     assert "pools" not in made.document["planning"]
+
+
+def test_workers_that_serve_together_are_slots_of_their_own() -> None:
+    made = scenario(node("A", 8, workers=4), node("B", 4, workers=4))
+    sizes = [(one["slots"], one["gpus"]) for one in made.document["fleet"]["nodes"]]
+    assert sizes == [(4, 2), (4, 1)]
+    assert "Workers that serve together are taken as slots of their own." in made.text()
+    assert "Workers" not in scenario(node("A", 2), node("B", 1)).text()
 
 
 def test_a_type_that_is_silent_or_serves_nothing_is_left_out() -> None:

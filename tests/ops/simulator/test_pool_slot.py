@@ -16,10 +16,10 @@ LAST = MODELS[-1].name
 class Slot:
     """One, with instances of some models."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: int = 1) -> None:
         self.events = Events()
         self.ended: list[Served] = []
-        self.slot = PoolSlot("n", 0, "r", SETTINGS, events=self.events, ended=self.ended.append)
+        self.slot = PoolSlot("n", 0, "r", SETTINGS, gpus=gpus, events=self.events, ended=self.ended.append)
         self.instances: dict[str, PooledServer] = {}
 
     def open(self, *models: str) -> None:
@@ -110,3 +110,16 @@ def test_a_pooled_instance_is_told_under_its_own_name() -> None:
     [told] = slot.instances["m1"].reports()
     assert (told.instance_id, told.node_id, told.slot, told.endpoint.model) == ("i-m1", "n", 0, "m1")
     assert (told.accepting, told.load, told.kv_capacity_bytes) == (True, 0.5, SETTINGS.kv_bytes)
+
+
+def test_a_slot_of_two_gpus_switches_over_two_ways_to_the_host() -> None:
+    requests = traffic(40, 4.0, seed=3)
+    ended_s: dict[int, list[float]] = {}
+    for gpus in (1, 2):
+        slot = Slot(gpus)
+        slot.open(*(spec.name for spec in MODELS))
+        slot.run(requests)
+        live = replay(requests, SETTINGS, MODELS, gpus=gpus)
+        assert max(abs(one.last_s - live[one.request.number][-1]) for one in slot.ended) < 2.0
+        ended_s[gpus] = [one.last_s for one in slot.ended]
+    assert sum(ended_s[2]) < sum(ended_s[1])

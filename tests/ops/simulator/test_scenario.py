@@ -48,6 +48,7 @@ def test_the_example_is_one() -> None:
         ("eu-west = 1 }", "eu-west = 1e308 }", "traffic.origins.eu-west: Input should be less than"),
         ("[fleet]", "[fleet", "is not TOML"),
         ("[fleet]", "[planning]\nquantile = 0.8\n[fleet]", "planning.quantile: needs [scaling]"),
+        ("context_tokens = 8192", "context_tokens = 8192\ngpus = 2", "models.0.gpus: needs [scaling]"),
         ("[fleet]", "[provisioning]\nlocal_s = 1\n[fleet]", "provisioning.local_s: needs [scaling]"),
         ("[fleet]", '[fleet]\nnodes = [{ region = "eu-west" }]', "fleet.nodes: needs [scaling]"),
         ("[fleet]", "[fleet]\nboth_slots = 2", "fleet: both_slots: serving = 'dedicated' has none"),
