@@ -33,9 +33,9 @@ class ScenarioError(ValueError):
 
 
 class ModelPart(Part):
-    """A model. Its step times are those of the profile's model nearest in size on as many GPUs. Where it is scaled, `tokens_per_s` is
-    what the planner takes one instance to serve within its objectives, in input tokens (theta), on `gpus` of a slot:
-    a number, or a table by GPU type. On a type that such a table does not name the model is not placed.
+    """A model. Its step times are those of the profile's model nearest in size on as many GPUs. Where it is scaled,
+    `tokens_per_s` is what the planner takes one instance to serve within its objectives, in input tokens (theta), on
+    `gpus` of a slot: a number, or a table by GPU type. On a type that such a table does not name it is not placed.
     """
 
     name: str
