@@ -192,13 +192,13 @@ def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
         async with running_node() as node:
             await node.hold(1, instance(), instance("i2", name="ebb"))
             events: list[StreamEvent] = []
-            async for event in stream(node, generate("last", max_tokens=100)):
+            async for event in stream(node, generate("last", max_tokens=1000)):
                 events.append(event)
                 if len(events) == 2:
                     node.agent.apply(desired(2, instance(draining=True), instance("i2", name="ebb")))
                     assert node.states()["i1"] == "draining"
                     assert (await node.post(generate("late"))).status_code == 409
-            assert events[-1] == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=100)
+            assert events[-1] == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=1000)
             await node.until(lambda: node.states() == {"i2": "ready"})
             with pytest.raises(StaleGenerationError):
                 node.agent.apply(desired(1))
