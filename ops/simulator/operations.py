@@ -44,7 +44,8 @@ def operate(
     by path.
 
     Raises:
-        ScenarioError: the instances of the beginning find no room, or a model's keys name different GPU types.
+        ScenarioError: the instances of the beginning find no room, a model's keys name different GPU types, or none
+            could be pooled.
     """
     begins_s = scenario.planning.learn_s
     nodes = list(_nodes(scenario, profiles))
@@ -143,6 +144,8 @@ def _pool_means(
         if costs.weights_bytes <= mine.weights_bytes * profile.gpus:
             latency = asdict(costs.latency) | {"switch_s": costs.weights_bytes / costs.bytes_per_s}
             found[key] = PoolProfile(gpus=profile.gpus, latency=latency)
+    if not found:
+        raise ScenarioError(f"{scenario.name}: fleet.weights_bytes: no model fits into what the slot of a pool has")
     return PoolMeans(
         settings=scenario.planning.poolable(),
         profiles=found,

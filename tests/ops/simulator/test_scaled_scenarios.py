@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from ops.cli import app
 from ops.commands.api import CommandError
 from ops.simulator.results import ResultError, read_result
-from ops.simulator.run import simulate
+from ops.simulator.run import build_world, simulate
 from ops.simulator.scenario import ScenarioError, load_scenario
 from tests.ops.simulator.examples import EXAMPLES, SCALED, SMALL, changed
 from tests.ops.simulator.scaled import REGIONS, scaled
@@ -105,3 +105,10 @@ def test_a_policy_needs_scaling_and_a_name() -> None:
     wrong = CliRunner().invoke(app, ["simulate", str(SCALED), "--policy", "best"])
     assert isinstance(wrong.exception, CommandError)
     assert "'best' is none of lt-i, lt-u" in str(wrong.exception)
+
+
+def test_pools_for_which_every_model_is_too_large_are_refused() -> None:
+    small = load_scenario(EXAMPLES / "simulate-pools.toml", settings=["fleet.weights_bytes=13_499_999_999"])
+    with pytest.raises(ScenarioError, match=r"fleet.weights_bytes: no model fits into what the slot of a pool has"):
+        build_world(small, 1)
+    build_world(load_scenario(EXAMPLES / "simulate-pools.toml", settings=["fleet.weights_bytes=13_500_000_000"]), 1)
