@@ -17,7 +17,7 @@ import typer
 from forecasts.importers.lines import DemandFileError
 from ops.commands.screen import AsJson, Columns, notes, print_json, print_table
 from ops.plots.lines_plot import LinesPanel, draw_lines
-from ops.plots.panels import PlotError, check_path
+from ops.plots.plot_option import check_plot
 from ops.simulator.aegaeon import (
     ARTIFACT_PROFILE,
     GPUS,
@@ -107,7 +107,7 @@ def rates(
     as_json: AsJson = False,
 ) -> None:
     """40 models at rates from 0.05 to 0.7 each (Figure 11c)."""
-    _check(plot)
+    check_plot(plot)
     sizes = [each for each in _read(workloads) if each.models == 40]
     setups = _setups(system, profile, prefill_slots, slo_scale)
     found = [(setup, [_measured(setup, each) for each in sizes]) for setup in setups]
@@ -154,7 +154,7 @@ def _climb(
     workloads: Path, steps: tuple[int, int, int], setups: Sequence[Setup], plot: Path | None
 ) -> list[tuple[Setup, list[Row]]]:
     """Each setup on workloads of more and more models, until it is hopeless."""
-    _check(plot)
+    check_plot(plot)
     found: list[tuple[Setup, list[Row]]] = []
     with _sizes(workloads, *steps) as sizes:
         for setup in setups:
@@ -223,14 +223,6 @@ def _setups(systems: list[str] | None, profile: Path, prefill_slots: int, scales
 
 def _named(setup: Setup) -> str:
     return f"{setup.system}, SLO x {setup.slo_scale:g}"
-
-
-def _check(plot: Path | None) -> None:
-    try:
-        if plot is not None:
-            check_path(plot)
-    except PlotError as error:
-        raise typer.BadParameter(str(error), param_hint="--plot") from error
 
 
 def _show(rows: Iterable[Mapping[str, Any]], as_json: bool) -> None:

@@ -20,7 +20,7 @@ from dataplane.profile import load_gpu_profile
 from dataplane.turns.attainment import expected_active_models
 from ops.commands.screen import AsJson, notes, print_fields, print_json, print_table
 from ops.plots.lines_plot import LinesPanel, draw_lines
-from ops.plots.panels import PlotError, check_path
+from ops.plots.plot_option import check_plot
 from ops.simulator.events import Kind
 from ops.simulator.pool import PoolServer
 from ops.simulator.run import build_world, simulate
@@ -72,11 +72,7 @@ def active(
     as_json: AsJson = False,
 ) -> None:
     """Models with a request in service, by time and beside theorem 3.1."""
-    try:
-        if plot is not None:
-            check_path(plot)
-    except PlotError as error:
-        raise typer.BadParameter(str(error), param_hint="--plot") from error
+    check_plot(plot)
     part = Part(name="all", kinds=SMALL, gpus=1, rates_per_s=[rate_per_s] * models)
     with tempfile.TemporaryDirectory(prefix="tidepool-bench-") as folder:
         world, _, _ = build_world(_scenario(part, (6, 10), duration_s, seed, Path(folder)), seed)

@@ -22,7 +22,7 @@ from ops.bench.strategies_cases import CASES, POINTS, SCENARIO, VARIANTS, case_s
 from ops.bench.strategies_figures import StrategyFigures, figures_of
 from ops.bench.strategies_frontier import FRONTIER, compared, draw_frontier, show_frontier
 from ops.commands.screen import AsJson, Columns, notes, print_json, print_table
-from ops.plots.panels import PlotError, check_path
+from ops.plots.plot_option import check_plot
 from ops.simulator.run import simulate
 from ops.simulator.scenario import Scenario, ScenarioError
 
@@ -161,7 +161,7 @@ def main(
     """
     cases = _chosen(case, CASES, "--case") or list(CASES)
     variants = _chosen(strategy, POINTS, "--strategy") or list(FRONTIER if frontier else VARIANTS)
-    _check(plot)
+    check_plot(plot)
     runs.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(prefix="tidepool-bench-") as folder:
@@ -187,14 +187,6 @@ def main(
         show_frontier(rows)
     if plot is not None:
         draw_frontier(rows, plot)
-
-
-def _check(plot: Path | None) -> None:
-    try:
-        if plot is not None:
-            check_path(plot)
-    except PlotError as error:
-        raise typer.BadParameter(str(error), param_hint="--plot") from error
 
 
 def _rows(case: str, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:

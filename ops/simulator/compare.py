@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, get_args
 
 from ops.simulator import compare_figures as figures
 from ops.simulator.pages import Cell, page, section, table
 from ops.simulator.report import wasted_share
-from ops.simulator.results import GpuTotals, Quantiles, Result, Row, held_hours
+from ops.simulator.results import GpuTotals, Quantiles, Result, Row, State, held_hours
 
 Better = Literal["more", "less", ""]
 Unit = Literal["", "%", "s", "h", "$"]
@@ -108,13 +109,13 @@ def _whole(a: Result, b: Result) -> Iterator[Line]:
     yield line("service attainment", "%", "more", lambda one: one.service_attainment)
     yield line("token attainment", "%", "more", lambda one: one.token_attainment)
     yield line("cost", "$", "less", lambda one: one.totals.cost)
-    for state in ("serving", "pooled", "warming", "draining", "spot"):
-        better: Better = "" if state in ("serving", "pooled", "spot") else "less"
-        yield line(f"GPU hours {state}", "h", better, lambda one, s=state: one.totals.gpu_hours.get(s, 0.0))  # type: ignore[misc]
+    for state in get_args(State):
+        better: Better = "less" if state in ("warming", "draining") else ""
+        yield line(f"GPU hours {state}", "h", better, partial(_hours_in, state))
     gpu_types = sorted({*a.totals.gpu_types, *b.totals.gpu_types})
     for gpu_type in gpu_types if len(gpu_types) > 1 else ():
-        yield line(f"GPU hours on {gpu_type}", "h", "", lambda one, g=gpu_type: held_hours(_on(one, g).gpu_hours))  # type: ignore[misc]
-        yield line(f"cost of {gpu_type}", "$", "", lambda one, g=gpu_type: _on(one, g).cost)  # type: ignore[misc]
+        yield line(f"GPU hours on {gpu_type}", "h", "", partial(_hours_on, gpu_type))
+        yield line(f"cost of {gpu_type}", "$", "", partial(_cost_of, gpu_type))
     yield line("GPU hours, all but spot", "h", "less", lambda one: held_hours(one.totals.gpu_hours))
     yield line("endpoint hours in pools", "h", "", _pooled_hours)
     yield line("GPU hours warming, share", "%", "less", lambda one: wasted_share(one.totals))
@@ -125,6 +126,18 @@ def _whole(a: Result, b: Result) -> Iterator[Line]:
     yield line("model switches", "", "less", lambda one: one.totals.switches)
     yield line("node failures", "", "", lambda one: one.totals.node_failures)
     yield line("requests interrupted", "", "less", lambda one: one.totals.interrupted)
+
+
+def _hours_in(state: State, one: Result) -> float:
+    return one.totals.gpu_hours.get(state, 0.0)
+
+
+def _hours_on(gpu_type: str, one: Result) -> float:
+    return held_hours(_on(one, gpu_type).gpu_hours)
+
+
+def _cost_of(gpu_type: str, one: Result) -> float:
+    return _on(one, gpu_type).cost
 
 
 def _on(result: Result, gpu_type: str) -> GpuTotals:

@@ -269,8 +269,7 @@ class Instance:
                     break
                 free_tokens -= whole + 1
                 self._reserved_tokens += whole + 1
-            count = whole - cached
-            count = min(count, left - tokens)
+            count = min(left - tokens, whole - cached)
             chunks.append((sequence, count))
             tokens += count
             squared += count * (count + 2 * cached)
