@@ -16,6 +16,7 @@ import structlog
 from dataplane.errors import ModelLoadError
 from dataplane.memory.fetch import fetch_checkpoint, no_progress
 from dataplane.memory.sources import PUBLIC, FetchError, FetchRules, Progress
+from dataplane.model_sources import check_source, is_remote
 
 log = structlog.get_logger()
 
@@ -24,11 +25,6 @@ NAME_CHARACTERS_MAX = 80
 """Of a source, in the name of its folder."""
 
 Result = TypeVar("Result")
-
-
-def is_remote(path: str) -> bool:
-    """Whether a model's path names a source elsewhere instead of a folder."""
-    return path.startswith(("https://", "http://", "hf://"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +53,10 @@ def local_checkpoint(path: str, sources: Sources, progress: Progress = no_progre
     Raises:
         dataplane.errors.ModelLoadError: the checkpoint cannot be fetched, or may not be used.
     """
+    try:
+        check_source(path)
+    except ValueError as error:
+        raise ModelLoadError(f"{path!r} is no source of a model: {error}") from error
     if not is_remote(path):
         sources.check_root(path)
         return Path(path)

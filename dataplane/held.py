@@ -17,10 +17,11 @@ from weakref import WeakValueDictionary
 import msgspec
 import structlog
 
-from dataplane.checkpoints import ProgressLog, Sources, in_own_thread, is_remote, local_checkpoint
+from dataplane.checkpoints import ProgressLog, Sources, in_own_thread, local_checkpoint
 from dataplane.errors import ModelLoadError
 from dataplane.frames import Command, Load, Unload
 from dataplane.messages import DesiredInstance, EngineKind, InstanceState
+from dataplane.model_sources import is_remote
 from dataplane.text import Text, load_text
 
 log = structlog.get_logger()
@@ -270,8 +271,7 @@ class HeldInstances:
     async def _local_folder(self, held: HeldInstance) -> str:
         path = held.desired.model.path
         if not is_remote(path):
-            self._sources.check_root(path)
-            return path
+            return str(local_checkpoint(path, self._sources))
         held.fetch = ProgressLog(path, is_wanted=lambda: self.get(held.instance_id) is held)
         weights = self._engine != "replay"
         fetch = partial(local_checkpoint, path, self._sources, held.fetch, weights=weights)

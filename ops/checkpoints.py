@@ -8,9 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from dataplane.checkpoints import is_remote
 from dataplane.errors import ModelLoadError
 from dataplane.memory.safetensors_file import ITEM_BYTES, list_tensors, read_json
+from dataplane.model_sources import check_source, is_remote
 from ops.remote_checkpoints import RemoteError, outline_registry, read_hub
 
 _CONFIG_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -31,6 +31,10 @@ def describe_checkpoint(source: Path | str, private_hosts: tuple[str, ...] = ())
         CheckpointError: a file is missing, cannot be read, or lacks what is needed; a source is out of reach.
     """
     if is_remote(str(source)):
+        try:
+            check_source(str(source))
+        except ValueError as error:
+            raise CheckpointError(f"{source}: {error}") from error
         return _describe_remote(str(source), private_hosts)
     folder = Path(source)
     folder = folder.expanduser().resolve()

@@ -11,6 +11,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
+from controlplane.api.admin.fields import NODE_NAME
 from controlplane.api.admin.problems import PROBLEMS
 from controlplane.api.auth import NodeCaller, needs
 from controlplane.api.keys import Caller
@@ -35,6 +36,8 @@ async def join(request: Request, state: StateDep, caller: NodeCaller) -> Respons
     """Body: `dataplane.messages.Join`. Answers what the node shall hold."""
     message = _decoded(await request.body(), Join)
     _check_own(caller, message.node, state)
+    if not NODE_NAME.fullmatch(message.node):
+        raise InvalidValueError("node: 1 to 200 characters, none of them '/' or a control character", param="node")
     _check_url(message.url)
     return _encoded(await run_in_threadpool(_join, state, message, caller.name))
 

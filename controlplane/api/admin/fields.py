@@ -1,14 +1,16 @@
 """Types of names, numbers and pages that the admin API takes. Every one has its limit."""
 
+import re
 from collections.abc import Callable
 from typing import Annotated, Generic, TypeVar
 
 from fastapi import Path, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from controlplane.errors import InvalidValueError
 from controlplane.store.paging import PAGE_MAX, Page
 from controlplane.store.tables import Base
+from dataplane.model_sources import SOURCE_CHARACTERS_MAX, check_source
 
 INT64_MAX = 2**63 - 1
 TIME_S_MAX = 253_402_300_799
@@ -17,21 +19,19 @@ TIME_S_MAX = 253_402_300_799
 _NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 _GPU_TYPE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 _MODEL = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$"
-_CHECKPOINT = (
-    r"^(/[^\x00]*"
-    r"|https://[^\s\x00/?#@]+(/[^\s\x00?#]*)?"
-    r"|http://(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?(/[^\s\x00?#]*)?"
-    r"|hf://[\w.-]+/[\w.-]+(@[^\s\x00]+)?)$"
-)
-"""A folder of the nodes, or a source they fetch from; plain http is for a node's own machine alone."""
+_NODE = r"^[^\x00-\x1f\x7f-\x9f/]{1,200}$"
+_ID = r"^[^\x00-\x1f\x7f-\x9f/]{1,64}$"
 _TEXT = r"^[^\x00]*$"
+NODE_NAME = re.compile(_NODE)
 
 RegionName = Annotated[str, Field(pattern=_NAME, examples=["us-east"])]
 GpuTypeName = Annotated[str, Field(pattern=_GPU_TYPE, examples=["H800"])]
 ModelName = Annotated[str, Field(pattern=_MODEL, examples=["Qwen/Qwen3-8B"])]
 KeyName = Annotated[str, Field(pattern=_NAME, examples=["dashboard"])]
 Tenant = Annotated[str, Field(pattern=_NAME, examples=["default"])]
-CheckpointPath = Annotated[str, Field(pattern=_CHECKPOINT, max_length=4096, examples=["/models/qwen3-8b"])]
+CheckpointPath = Annotated[
+    str, Field(max_length=SOURCE_CHARACTERS_MAX, examples=["/models/qwen3-8b"]), AfterValidator(check_source)
+]
 Architecture = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$", examples=["Qwen3ForCausalLM"])]
 
 Note = Annotated[str, Field(max_length=500, pattern=_TEXT)]
@@ -46,11 +46,12 @@ Seconds = Annotated[float, Field(strict=True, ge=0, le=3600, allow_inf_nan=False
 RegionPath = Annotated[RegionName, Path(description="the region's name")]
 GpuTypePath = Annotated[GpuTypeName, Path(description="the GPU type's name")]
 ModelPath = Annotated[ModelName, Path(description="the model's name; it may contain '/'")]
-NodePath = Annotated[str, Path(pattern=r"^[^\x00/]{1,200}$", examples=["node-us-east-1"])]
-PinPath = Annotated[str, Path(pattern=r"^[^\x00/]{1,64}$", examples=["pin_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
-NodeName = Annotated[str, Field(pattern=r"^[^\x00/]{1,200}$", examples=["node-us-east-1"])]
-PlanPath = Annotated[str, Path(pattern=r"^[^\x00/]{1,64}$", examples=["plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
-KeyPath = Annotated[str, Path(pattern=r"^[^\x00/]{1,64}$", examples=["key_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
+NodePath = Annotated[str, Path(pattern=_NODE, examples=["node-us-east-1"])]
+PinPath = Annotated[str, Path(pattern=_ID, examples=["pin_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
+NodeName = Annotated[str, Field(pattern=_NODE, examples=["node-us-east-1"])]
+PlanPath = Annotated[str, Path(pattern=_ID, examples=["plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
+InstancePath = Annotated[str, Path(pattern=_ID, examples=["inst_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
+KeyPath = Annotated[str, Path(pattern=_ID, examples=["key_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
 
 Limit = Annotated[int, Query(ge=1, le=PAGE_MAX, description="rows of a page")]
 After = Annotated[

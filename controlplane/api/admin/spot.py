@@ -2,12 +2,20 @@
 
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Annotated
 
-from fastapi import APIRouter, BackgroundTasks, Path
+from fastapi import APIRouter, BackgroundTasks
 from pydantic import Field
 
-from controlplane.api.admin.fields import After, Answer, Body, KeyName, Limit, PageOf, PositiveNumber
+from controlplane.api.admin.fields import (
+    After,
+    Answer,
+    Body,
+    InstancePath,
+    KeyName,
+    Limit,
+    PageOf,
+    PositiveNumber,
+)
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep, StateDep
@@ -19,7 +27,6 @@ from controlplane.store.instances import touch_generations
 from controlplane.store.keys import record, snapshot
 
 router = APIRouter(tags=["admin: fleet"], route_class=IdempotentRoute)
-InstancePath = Annotated[str, Path(pattern=r"^[^\x00/]{1,64}$", examples=["inst_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
 
 
 class Lease(Answer):

@@ -140,6 +140,14 @@ BAD_FIELDS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("/admin/models/m", MODEL | {"path": "https://example.org/a\0b"}, "path"),
     ("/admin/models/m", MODEL | {"path": "https://name:secret@example.org/m/"}, "path"),
     ("/admin/models/m", MODEL | {"path": "hf://name"}, "path"),
+    ("/admin/models/m", MODEL | {"path": "hf://../.."}, "path"),
+    ("/admin/models/m", MODEL | {"path": "hf://a/..@../../x"}, "path"),
+    ("/admin/models/m", MODEL | {"path": "/etc/\n/x"}, "path"),
+    ("/admin/models/m", MODEL | {"path": "https://example.org/..%2f"}, "path"),
+    ("/admin/models/a%09b", MODEL, "name"),
+    ("/admin/models/m", MODEL | {"architecture": "Llama\n"}, "architecture"),
+    ("/admin/endpoints", ENDPOINT | {"region": "us-east\n"}, "region"),
+    ("/admin/endpoints", ENDPOINT | {"model": "llama\n"}, "model"),
     ("/admin/models/m", MODEL | {"weights_bytes": 0}, "weights_bytes"),
     ("/admin/models/a|b", MODEL, "name"),
     ("/admin/profiles", PROFILE | {"tokens_per_s": 0}, "tokens_per_s"),
@@ -157,6 +165,14 @@ def test_bad_fields_are_named_and_nothing_is_made(ask: Ask, fleet: None, databas
     for path, body, param in BAD_FIELDS:
         assert ask("PUT", path, json=body, status=400)["param"] == param, (path, body)
     assert _index(database) == index
+
+
+def test_no_name_holds_a_control_character(ask: Ask) -> None:
+    for path in ("regions", "gpu-types", "models", "nodes", "tenants"):
+        for code in ("%00", "%09", "%1b", "%7f"):
+            assert ask("GET", f"/admin/{path}/a{code}b", role="admin", status=400)["param"] == "name", (path, code)
+    key = {"name": "n", "role": "node", "node": "a\nb"}
+    assert ask("POST", "/admin/keys", role="admin", json=key, status=400)["param"] == "node"
 
 
 def test_vllm_is_refused_where_a_model_takes_several_gpus(ask: Ask, fleet: None) -> None:

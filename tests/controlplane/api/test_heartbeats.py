@@ -157,6 +157,12 @@ def test_a_node_is_at_an_address_of_its_own(ask: Ask, fleet: None, url: str) -> 
     assert refused["detail"].startswith("url: ")
 
 
+@pytest.mark.parametrize("name", ["", "a\n", "a\0b", "a/b", "a\x1b[31m", "n" * 201])
+def test_a_node_has_a_plain_name(ask: Ask, fleet: None, name: str) -> None:
+    join = msgspec.json.encode(msgspec.structs.replace(JOIN, node=name))
+    assert ask("POST", "/node/join", role="node", status=400, content=join)["param"] == "node"
+
+
 @pytest.mark.parametrize("url", ["http://10.0.0.7:9", "https://node.example/agent", "http://[fd00::7]:9", "http://n"])
 def test_a_node_may_be_inside(ask: Ask, fleet: None, url: str) -> None:
     ask("POST", "/node/join", role="node", content=msgspec.json.encode(msgspec.structs.replace(JOIN, url=url)))
