@@ -39,6 +39,7 @@ from dataplane.frames import (
     encode_frame,
     read_command,
 )
+from dataplane.logs import LogSettings, logging_to_stderr
 from dataplane.memory.model_cache import HostMemoryError
 from dataplane.tracing import RequestSpans, start_tracing
 from dataplane.worker_engine import make_engine
@@ -240,7 +241,7 @@ def _but_time(stats: EngineStats) -> EngineStats:
 def main() -> None:
     """Take the socket whose number is the one argument, and serve it to its end."""
     start_tracing("tidepool-worker")
-    with socket.socket(fileno=int(sys.argv[1])) as connection:
+    with logging_to_stderr(LogSettings()), socket.socket(fileno=int(sys.argv[1])) as connection:
         stream = connection.makefile("rb")
         configure = read_command(stream)
         if configure is None:

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterable
 
 from controlplane.settings import Settings
+from dataplane.logs import LogSettings
 from dataplane.settings import AgentSettings
 
 _PREFIX = "TIDEPOOL_"
@@ -18,6 +19,7 @@ _TESTS_PREFIX = f"{_PREFIX}TEST_"
 def unknown_settings(names: Iterable[str]) -> list[str]:
     """One complaint for each of these names of environment variables that begins as ours do and that nobody reads."""
     known = _NOT_SETTINGS | {_PREFIX + name.upper() for name in Settings.model_fields}
+    known |= {f"{_PREFIX}LOG_{name.upper()}" for name in LogSettings.model_fields}
     known |= {_AGENT_PREFIX + name.upper() for name in AgentSettings.model_fields}
     strangers = {name for name in names if name.startswith(_PREFIX) and not name.startswith(_TESTS_PREFIX)} - known
     return [_complaint(name, known) for name in sorted(strangers)]

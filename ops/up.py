@@ -4,13 +4,16 @@ import sys
 import time
 from pathlib import Path
 
+import structlog
 from rich.console import Console
 
+from dataplane.logs import LogSettings
 from ops.commands.api import Api, CommandError, open_api
 from ops.demo_fleet import is_empty, make_nodes, register_fleet
 from ops.local import LocalNode, LocalStack
 from ops.tiny_models import build_tiny_models
 
+log = structlog.get_logger()
 _SERVE_WAIT_S = 120.0
 _POLL_S = 0.5
 
@@ -25,23 +28,37 @@ def up(home: Path, port: int, *, bare: bool = False) -> None:
         ops.supervisor.SupervisorError: a child cannot be started.
         OSError: the port is taken.
     """
-    console = Console(stderr=True)
+    screen = _Screen(as_json=LogSettings().format == "json")
     home = home.expanduser().resolve()
     models = [] if bare else build_tiny_models(home / "models")
     nodes: tuple[LocalNode, ...] = () if bare else make_nodes(models)
-    stack = LocalStack(home, port, nodes, report=lambda line: console.print(line, highlight=False, style="dim"))
-    console.print(f"home {home}; keys in {home / 'keys.json'}; logs in {home / 'logs'}", highlight=False)
+    stack = LocalStack(home, port, nodes, report=lambda line: screen.say(line, style="dim"))
+    screen.say(f"home {home}; keys in {home / 'keys.json'}; logs in {home / 'logs'}")
 
     def on_ready() -> None:
         if not bare:
             with open_api(stack.url, stack.keys["admin"]) as api:
                 if is_empty(api):
                     register_fleet(api, models)
-                _wait_served(api, console)
+                _wait_served(api, screen)
         sys.stdout.write(f"ready {stack.url}\n")
         sys.stdout.flush()
 
     stack.supervisor.run(on_ready)
+
+
+class _Screen:
+    """What the one who started the stack reads: lines on the terminal, or of the log where that is JSON."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._console = None if as_json else Console(stderr=True)
+
+    def say(self, line: str, style: str | None = None) -> None:
+        """Write a line."""
+        if self._console is None:
+            log.info(line)
+        else:
+            self._console.print(line, highlight=False, style=style)
 
 
 def _unserved(api: Api) -> list[str]:
@@ -56,11 +73,11 @@ def _unserved(api: Api) -> list[str]:
     return unserved
 
 
-def _wait_served(api: Api, console: Console) -> None:
+def _wait_served(api: Api, screen: _Screen) -> None:
     """Until every model that should have an instance has answered; says which do not after two minutes."""
     deadline_s = time.monotonic() + _SERVE_WAIT_S
     while unserved := _unserved(api):
         if time.monotonic() > deadline_s:
-            console.print(f"not served yet: {', '.join(unserved)}; the logs of the agents say why", style="yellow")
+            screen.say(f"not served yet: {', '.join(unserved)}; the logs of the agents say why", style="yellow")
             return
         time.sleep(_POLL_S)

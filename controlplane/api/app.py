@@ -102,7 +102,7 @@ def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         app,
         host=settings.host,
         port=settings.port,
-        log_level="warning",
+        log_config=None,
         access_log=False,
         timeout_graceful_shutdown=20,
         server_header=False,

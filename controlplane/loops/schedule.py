@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
-from celery import Celery, group
+from celery import Celery, group, signals
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.schedules import crontab, schedule
 from kombu.exceptions import OperationalError
@@ -51,7 +51,6 @@ def _make_celery(settings: Settings) -> Celery:
         task_soft_time_limit=900,
         task_time_limit=1000,
         worker_prefetch_multiplier=1,
-        worker_hijack_root_logger=False,
         broker_connection_retry_on_startup=True,
         broker_transport_options={"visibility_timeout": _VISIBILITY_TIMEOUT_S, "global_keyprefix": "tidepool:celery:"},
         timezone="UTC",
@@ -77,6 +76,11 @@ def _make_celery(settings: Settings) -> Celery:
 
 
 celery = _make_celery(process_settings())
+
+
+@signals.setup_logging.connect
+def keep_logging(**_: object) -> None:
+    """Logs stay as the process has set them up; Celery sets up its own where nobody takes this signal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +201,8 @@ def serve_worker(queue: str = MAIN_QUEUE) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     celery.worker_main(
         [
+            "--quiet",
             "worker",
-            "--loglevel=WARNING",
             "--concurrency=2",
             "--without-gossip",
             "--without-mingle",
@@ -209,4 +213,4 @@ def serve_worker(queue: str = MAIN_QUEUE) -> None:
 
 def serve_beat() -> None:
     """Run the clock until SIGTERM."""
-    celery.start(["beat", "--loglevel=WARNING"])
+    celery.start(["--quiet", "beat"])

@@ -3,9 +3,9 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, TextIO, cast
+from typing import Annotated
 
 import typer
 
@@ -35,9 +35,9 @@ def up(
     Example:
       tidepool up --port 8080
     """
-    from ops.up import up as run_up  # noqa: PLC0415 - torch and Celery load only when they are needed
-
     with _running():
+        from ops.up import up as run_up  # noqa: PLC0415 - torch and Celery load only when they are needed
+
         run_up(home, port, bare=bare)
 
 
@@ -54,9 +54,9 @@ def demo(
       tidepool demo
       tidepool demo --demand week.csv
     """
-    from ops.demo import main as run_demo  # noqa: PLC0415 - heavy
-
     with _running():
+        from ops.demo import main as run_demo  # noqa: PLC0415 - heavy
+
         run_demo(demand=demand, keep=keep)
 
 
@@ -67,10 +67,10 @@ def api() -> None:
     Example:
       TIDEPOOL_PORT=8080 tidepool api
     """
-    from controlplane.api.app import serve  # noqa: PLC0415 - heavy
-    from controlplane.settings import Settings  # noqa: PLC0415 - heavy
-
     with _running():
+        from controlplane.api.app import serve  # noqa: PLC0415 - heavy
+        from controlplane.settings import Settings  # noqa: PLC0415 - heavy
+
         serve(Settings())
 
 
@@ -81,10 +81,10 @@ def dispatcher() -> None:
     Example:
       tidepool dispatcher
     """
-    from controlplane.dispatcher import serve  # noqa: PLC0415 - heavy
-    from controlplane.settings import Settings  # noqa: PLC0415 - heavy
-
     with _running():
+        from controlplane.dispatcher import serve  # noqa: PLC0415 - heavy
+        from controlplane.settings import Settings  # noqa: PLC0415 - heavy
+
         serve(Settings())
 
 
@@ -95,9 +95,9 @@ def worker() -> None:
     Example:
       tidepool worker
     """
-    from controlplane.loops.schedule import MAIN_QUEUE, serve_worker  # noqa: PLC0415 - heavy
-
     with _running():
+        from controlplane.loops.schedule import MAIN_QUEUE, serve_worker  # noqa: PLC0415 - heavy
+
         serve_worker(MAIN_QUEUE)
 
 
@@ -108,9 +108,9 @@ def forecaster() -> None:
     Example:
       tidepool forecaster
     """
-    from controlplane.loops.schedule import FORECAST_QUEUE, serve_worker  # noqa: PLC0415 - heavy
-
     with _running():
+        from controlplane.loops.schedule import FORECAST_QUEUE, serve_worker  # noqa: PLC0415 - heavy
+
         serve_worker(FORECAST_QUEUE)
 
 
@@ -121,9 +121,9 @@ def beat() -> None:
     Example:
       tidepool beat
     """
-    from controlplane.loops.schedule import serve_beat  # noqa: PLC0415 - heavy
-
     with _running():
+        from controlplane.loops.schedule import serve_beat  # noqa: PLC0415 - heavy
+
         serve_beat()
 
 
@@ -135,10 +135,10 @@ def agent() -> None:
       TIDEPOOL_AGENT_NODE=n1 TIDEPOOL_AGENT_REGION=us-east TIDEPOOL_AGENT_GPU_TYPE=H800 \\
       TIDEPOOL_AGENT_SLOTS='[{"gpus": 1, "memory_bytes": 80000000000}]' TIDEPOOL_AGENT_NODE_KEY=... tidepool agent
     """
-    from dataplane.agent import run_agent  # noqa: PLC0415 - heavy
-    from dataplane.settings import AgentSettings  # noqa: PLC0415 - heavy
-
     with _running():
+        from dataplane.agent import run_agent  # noqa: PLC0415 - heavy
+        from dataplane.settings import AgentSettings  # noqa: PLC0415 - heavy
+
         run_agent(AgentSettings())
 
 
@@ -151,37 +151,39 @@ def migrate(
     Example:
       TIDEPOOL_DATABASE_URL=postgresql+psycopg://me@db/tidepool tidepool migrate
     """
-    import migrations  # noqa: PLC0415 - heavy
-    from controlplane.settings import Settings  # noqa: PLC0415 - heavy
-
     with _running():
+        import migrations  # noqa: PLC0415 - heavy
+        from controlplane.settings import Settings  # noqa: PLC0415 - heavy
+
         migrations.upgrade(Settings().database_url.get_secret_value(), revision)
 
 
 @contextmanager
 def _running() -> Iterator[None]:
-    """Around a process: plain logs without secrets, and one line for what stops it before it can log."""
+    """Around a process: its logs, and one line for what stops it before it can log."""
     import structlog  # noqa: PLC0415 - heavy
 
+    from dataplane.logs import LogSettings, logging_to_stderr  # noqa: PLC0415 - heavy
     from dataplane.tracing import start_tracing  # noqa: PLC0415 - heavy
-    from ops.masked import MaskedStream  # noqa: PLC0415 - heavy
     from ops.unknown_settings import unknown_settings  # noqa: PLC0415 - heavy
 
-    with redirect_stderr(cast("TextIO", MaskedStream(sys.stderr))), _explained():
-        # structlog's default draws tracebacks with every local variable: minutes of a blocked event loop for one error.
-        structlog.configure(
-            processors=[
-                structlog.contextvars.merge_contextvars,
-                structlog.processors.add_log_level,
-                structlog.processors.TimeStamper(fmt="iso", utc=True),
-                structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
-            ],
-            logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
-        )
-        for complaint in unknown_settings(os.environ):
-            structlog.get_logger().warning(complaint)
-        start_tracing(f"tidepool-{sys.argv[1]}" if len(sys.argv) > 1 else "tidepool")
-        yield
+    with _explained():
+        settings = LogSettings()
+    with logging_to_stderr(settings):
+        try:
+            with _explained():
+                for complaint in unknown_settings(os.environ):
+                    structlog.get_logger().warning(complaint)
+                start_tracing(f"tidepool-{sys.argv[1]}" if len(sys.argv) > 1 else "tidepool")
+                yield
+        except CommandError as error:
+            if settings.format != "json":
+                raise
+            structlog.get_logger().critical(str(error))
+            raise SystemExit(1) from error
+
+
+_PREFIXES = {"Settings": "TIDEPOOL_", "AgentSettings": "TIDEPOOL_AGENT_", "LogSettings": "TIDEPOOL_LOG_"}
 
 
 @contextmanager
@@ -191,6 +193,7 @@ def _explained() -> Iterator[None]:
     from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - heavy
 
     from controlplane.errors import InvalidValueError  # noqa: PLC0415 - heavy
+    from dataplane.masked import mask  # noqa: PLC0415 - heavy
     from dataplane.tracing import TracingError  # noqa: PLC0415 - heavy
     from ops.home import EmbeddedError  # noqa: PLC0415 - heavy
     from ops.supervisor import SupervisorError  # noqa: PLC0415 - heavy
@@ -199,8 +202,10 @@ def _explained() -> Iterator[None]:
         yield
     except ValidationError as error:
         first = error.errors()[0]
-        raise CommandError(f"setting {'.'.join(map(str, first['loc'])) or '?'}: {first['msg']}") from error
+        name, *place = map(str, first["loc"] or ("?",))
+        setting = ".".join([_PREFIXES.get(error.title, "") + name.upper(), *place])
+        raise CommandError(f"setting {setting}: {first['msg']}") from error
     except (EmbeddedError, SupervisorError, TracingError, InvalidValueError, OSError) as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(mask(str(error))) from error
     except SQLAlchemyError as error:
-        raise CommandError(f"the database: {str(error).splitlines()[0]}") from error
+        raise CommandError(mask(f"the database: {str(error).splitlines()[0]}")) from error
