@@ -29,6 +29,9 @@ class Settings(BaseSettings):
     database_timeout_s: int = Field(10, ge=1, le=300, description="to connect, and for one statement")
 
     view_refresh_s: float = Field(0.25, gt=0, le=1)
+    node_replace_s: float = Field(
+        20.0, gt=0, description="instances of a node silent for longer are started elsewhere, if there is room"
+    )
     heartbeat_stale_s: float = Field(5.0, gt=1, description="a node silent for longer is unknown")
     key_cache_s: float = Field(5.0, ge=0, description="how long a key is good without asking Postgres")
     key_wait_s: float = Field(1.0, gt=0, description="... and how long a request waits before the last answer counts")

@@ -17,6 +17,9 @@ from dataplane.settings import AgentSettings
 
 log = structlog.get_logger()
 
+HANDOVER_DECIDED_S = 3.0
+"""A control plane that has started no successor within this time has no room for one."""
+
 
 class AgentServer(uvicorn.Server):
     """A uvicorn server that leaves the signals to the agent, which has workers to stop."""
@@ -27,17 +30,23 @@ class AgentServer(uvicorn.Server):
         yield
 
 
+CLOSING_S = 1.0
+"""For gateways to hear that no instance of this node takes requests any more."""
+
+
 def run_agent(settings: AgentSettings) -> None:
-    """Run a node's agent until SIGTERM or SIGINT; then let streams end, and stop the workers."""
+    """Run a node's agent until SIGTERM or SIGINT; then let streams end, and stop the workers. SIGTERM hands its
+    instances over to other nodes first, as far as they have room.
+    """
     asyncio.run(serve_agent(settings))
 
 
 async def serve_agent(settings: AgentSettings) -> None:
     """Serve the node's HTTP face, its slots and its link to the control plane until a signal comes."""
-    stopping = asyncio.Event()
+    stopping, leaving = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+    loop.add_signal_handler(signal.SIGTERM, leaving.set)
+    loop.add_signal_handler(signal.SIGINT, stopping.set)
     listener = _listen(settings)
     url = settings.advertise_url or f"http://{settings.host}:{listener.getsockname()[1]}"
     agent = Agent(settings, boot_id=new_boot_id())
@@ -56,8 +65,9 @@ async def serve_agent(settings: AgentSettings) -> None:
     linked = asyncio.create_task(ControlLink(agent, url).run())
     log.info("agent started", node=settings.node, url=url, slots=len(settings.slots), engine=settings.engine)
     stop = asyncio.create_task(stopping.wait())
+    handed_over = asyncio.create_task(_hand_over(agent, leaving))
     try:
-        done, _ = await asyncio.wait({serving, linked, slots, stop}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({serving, linked, slots, stop, handed_over}, return_when=asyncio.FIRST_COMPLETED)
         for task in done - {stop}:
             task.result()
     finally:
@@ -65,10 +75,18 @@ async def serve_agent(settings: AgentSettings) -> None:
         server.should_exit = True
         linked.cancel()
         await asyncio.wait({serving, linked})
-        slots.cancel()
-        stop.cancel()
-        await asyncio.gather(slots, linked, stop, return_exceptions=True)
+        for task in (slots, stop, handed_over):
+            task.cancel()
+        await asyncio.gather(slots, linked, stop, handed_over, return_exceptions=True)
         listener.close()
+
+
+async def _hand_over(agent: Agent, leaving: asyncio.Event) -> None:
+    """Once the agent is to leave: hand over, then let gateways hear that nothing more is taken here."""
+    await leaving.wait()
+    log.info("handing over", node=agent.settings.node)
+    await agent.hand_over(decided_s=HANDOVER_DECIDED_S, max_s=agent.settings.handover_max_s)
+    await asyncio.sleep(CLOSING_S)
 
 
 def new_boot_id() -> str:

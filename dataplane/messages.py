@@ -153,10 +153,14 @@ class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DesiredInstances(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole desired state of a node. A node that follows a newer `generation` refuses an older one."""
+    """The whole desired state of a node. A node that follows a newer `generation` refuses an older one.
+
+    `handing_over`: the node is leaving, and instances of it drain or have successors that start elsewhere.
+    """
 
     generation: int
     instances: tuple[DesiredInstance, ...]
+    handing_over: bool = False
 
 
 class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,6 +232,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """Sent each second. `boot_id` changes when the agent restarts; `generation` is the desired state it follows.
 
     `load` is that of the busiest slot: above 1 it cannot keep up with its decodes (Aegaeon eq. 3, alpha).
+    `leaving`: the agent is shutting down and asks for successors of its instances on other nodes.
     """
 
     node: str
@@ -236,6 +241,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     instances: tuple[InstanceReport, ...]
     switches_total: int = 0
     load: float = 0.0
+    leaving: bool = False
 
 
 def encode_line(event: StreamEvent) -> bytes:

@@ -27,6 +27,8 @@ from dataplane.pools import Pool
 from dataplane.settings import AgentSettings
 from dataplane.text import Text, TextStream
 
+_LOOK_AGAIN_S = 0.05
+
 
 class Agent:
     """One node. Everything happens on one event loop; `changed` is set when the control plane should hear of it."""
@@ -38,6 +40,7 @@ class Agent:
         self.registry = CollectorRegistry()
         self._measures = RequestMeasures(self.registry)
         self._generation = 0
+        self._leaving = self._closing = self._handing_over = False
         self._fences = Fences(settings.fences_max)
         self._misplaced: tuple[DesiredInstance, ...] = ()
         self._desired: dict[str, DesiredInstance] = {}
@@ -83,10 +86,27 @@ class Agent:
                 param="generation",
             )
         self._generation = desired.generation
+        self._handing_over = desired.handing_over
         self._desired = {instance.instance_id: instance for instance in desired.instances}
         for number, pool in enumerate(self.pools):
             pool.follow(instance for instance in desired.instances if instance.slot == number)
         self._misplaced = tuple(i for i in desired.instances if not 0 <= i.slot < len(self.pools))
+
+    async def hand_over(self, *, decided_s: float, max_s: float) -> None:
+        """Ask for successors of all instances on other nodes, and serve until they have taken over.
+
+        Returns when nothing is held here any more, when the control plane has started no successor within `decided_s`
+        seconds, or after `max_s` seconds. From then on every instance is reported as draining.
+        """
+        self._leaving = True
+        self.changed.set()
+        started_s = time.monotonic()
+        while self._desired and (waited_s := time.monotonic() - started_s) < max_s:
+            if waited_s >= decided_s and not self._handing_over:
+                break
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        self._closing = True
+        self.changed.set()
 
     def forget_generation(self) -> None:
         """Take any generation next: the control plane does not know this node, so its count starts anew."""
@@ -113,6 +133,8 @@ class Agent:
         if desired.spot and state == "ready":
             left = desired.lease_id is None and pool.in_use(report.instance_id)
             state = "draining" if left else "spot"
+        if self._closing and state == "ready":
+            state = "draining"
         return msgspec.structs.replace(report, state=state, kind=desired.kind)
 
     def heartbeat(self) -> Heartbeat:
@@ -124,6 +146,7 @@ class Agent:
             instances=self.reports(),
             switches_total=self.switches_total,
             load=max((slot.load for slot in self.slots if slot.kind != "prefill"), default=0.0),
+            leaving=self._leaving,
         )
 
     @property

@@ -118,7 +118,10 @@ class AgentSettings(BaseSettings):
     worker_losses_max: int = Field(3, ge=0, description="workers a request may lose before it fails")
     worker_wait_max_s: float = Field(45.0, gt=0, description="how long a request waits for a worker after it lost one")
     load_retry_s: float = Field(30.0, gt=0)
-    shutdown_grace_s: float = Field(5.0, ge=0, description="how long streams may go on after SIGTERM")
+    handover_max_s: float = Field(
+        20.0, ge=0, description="how long to serve after SIGTERM while successors start on other nodes; SIGINT skips it"
+    )
+    shutdown_grace_s: float = Field(5.0, ge=0, description="how long streams may go on after that")
 
     @model_validator(mode="after")
     def _replay_has_profile(self) -> Self:

@@ -10,9 +10,10 @@ import fcntl
 import json
 import os
 import secrets
+import signal
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -188,7 +189,8 @@ class LocalStack:
         }
         if node.profile is not None:
             env["TIDEPOOL_AGENT_PROFILE"] = str(node.profile)
-        return self._tidepool("agent", name=name, after=("api",), ready=lambda: _answers(LOOPBACK, port), env=env)
+        child = self._tidepool("agent", name=name, after=("api",), ready=lambda: _answers(LOOPBACK, port), env=env)
+        return replace(child, stop_signal=signal.SIGINT)  # the whole stack stops: there is nobody to hand over to
 
     def _tidepool(
         self,

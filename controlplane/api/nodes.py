@@ -122,10 +122,12 @@ def _join(state: State, message: Join, actor: str) -> DesiredInstances:
 def _heartbeat(state: State, message: Heartbeat, renewed: NodeView | None) -> DesiredInstances:
     """The view gets what the node reports of its own instances; of others nobody may send it requests."""
     with state.database.transaction() as session:
-        node = touch_node(session, message.node)
+        node = touch_node(session, message.node, leaving=message.leaving)
         observe(session, message)
         desired = desired_of(session, message.node)
         place = {"region": node.region, "gpu_type": node.gpu_type, "url": node.url}
+    if message.leaving and desired.instances and not desired.handing_over:
+        enqueue("scale")  # the node waits to hear whether its instances are started elsewhere
     own = {(instance.instance_id, instance.model.name) for instance in desired.instances}
     with contextlib.suppress(UnavailableError):
         state.live.write_heartbeat(of_instances(message, own), **place, renewed=renewed)

@@ -187,7 +187,7 @@ def _instances(census: Census, desired: Desired) -> Counter[EndpointGpu]:
 
 def _capacity(census: Census) -> dict[RegionGpu, int]:
     capacity: Counter[RegionGpu] = Counter()
-    nodes = {node.name: node for node in census.nodes if not node.draining and node.name in census.alive}
+    nodes = {node.name: node for node in census.nodes if node.accepting and node.name in census.alive}
     for slot in census.slots:
         if slot.node in nodes:
             node = nodes[slot.node]

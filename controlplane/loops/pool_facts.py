@@ -57,7 +57,7 @@ def _nodes(census: Census) -> tuple[PoolNode, ...]:
     return tuple(
         PoolNode(region=node.region, gpu_type=node.gpu_type, slots=tuple(slots[node.name]), host_bytes=node.host_bytes)
         for node in census.nodes
-        if not node.draining and node.name in census.alive
+        if node.accepting and node.name in census.alive
     )
 
 

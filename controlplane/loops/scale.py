@@ -1,7 +1,7 @@
 """Scaling: the plan and the live view become desired instances on slots, with their engines; spot and leases."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from sqlalchemy.orm import Session
@@ -19,6 +19,7 @@ from controlplane.policies.facts import InstanceKind, ModelGpu
 from controlplane.policies.scaling.choose import choose_scaling
 from controlplane.policies.scaling.facts import ScaleStep, ScalingSettings
 from controlplane.policies.slots.choose import choose_slots, moved_endpoints
+from controlplane.policies.slots.evacuation import Evacuation, choose_evacuation
 from controlplane.policies.slots.facts import (
     InstanceChange,
     SlotDecision,
@@ -30,7 +31,7 @@ from controlplane.policies.slots.pooling import joined, release_steps, rooms_bes
 from controlplane.policies.slots.pools import choose_pool_slots
 from controlplane.settings import Settings
 from controlplane.store.fleet import fleet_index
-from controlplane.store.instances import add_instance, set_desired, set_kind, touch_generations
+from controlplane.store.instances import add_instance, set_desired, set_kind, set_succeeds, touch_generations
 from controlplane.store.keys import record, snapshot
 from controlplane.store.live import LiveStore
 from controlplane.store.spot import end_due_leases, give_notice
@@ -69,22 +70,28 @@ def scale(session: Session, live: LiveStore, settings: Settings, *, now_s: float
     pooling = choose_pool_slots(pool_facts(fleet), now_s, stale_s=settings.heartbeat_stale_s)
     gpus = {ModelGpu(model=row.model, gpu_type=row.gpu_type): row.gpus for row in fleet.census.profiles}
     _dedicate(session, fleet, pooling.dedicates, gpus)
-    scaling = choose_scaling(scaling_facts(fleet, stranded=pooling.stranded), now_s, _scaling_settings(settings))
-    instances = placed_instances(fleet)
+    instances, rooms = placed_instances(fleet), rooms_beside(pooling, slot_rooms(fleet))
+    leaving = choose_evacuation(instances, rooms, stale_s=settings.heartbeat_stale_s)
+    facts = scaling_facts(fleet, stranded=pooling.stranded, succeeded=leaving.succeeded)
+    scaling = choose_scaling(facts, now_s, _scaling_settings(settings))
     slots = SlotFacts(
-        steps=(*scaling.steps, *release_steps(pooling, instances)),
+        steps=(*scaling.steps, *leaving.steps, *release_steps(pooling, instances)),
         kinds=scaling.kinds,
-        slots=rooms_beside(pooling, slot_rooms(fleet)),
+        slots=rooms,
         instances=instances,
         gpus=gpus,
     )
     decision = joined(choose_slots(slots, now_s, _slot_settings(settings)), pooling)
+    let_go = {change.instance_id for change in (*decision.drains, *decision.donates)}
+    drains = tuple(change for change in leaving.drains if change.instance_id not in let_go)
+    decision = replace(decision, drains=(*decision.drains, *drains))
     kinds = {change.instance_id: change.kind for change in decision.changed_kinds}
     kinds = {each.instance_id: each.kind for each in slots.instances if each.serving} | kinds
     _apply(session, fleet, decision, kinds)
+    set_succeeds(session, _successors(decision, leaving))
     moved = settle_engines(session, fleet.census, settings, actor=ACTOR, now_s=now_s)
     noticed = _give_notice(session, decision.notices, settings)
-    _note_scaled(session, scaling.steps, decision.unplaced, now_s=now_s)
+    _note_scaled(session, (*scaling.steps, *leaving.steps), decision.unplaced, now_s=now_s)
     return Scaled(
         started=len(decision.adds),
         revived=len(decision.revives),
@@ -166,7 +173,14 @@ def _apply(session: Session, fleet: Fleet, decision: SlotDecision, kinds: Mappin
             slot=add.slot,
             gpus=add.gpus,
             kind=add.kind,
+            succeeds=add.succeeds,
         )
+
+
+def _successors(decision: SlotDecision, leaving: Evacuation) -> dict[str, str | None]:
+    """What running instances succeed from now on: those taken back for that, and those that no longer do."""
+    taken = {change.instance_id: change.succeeds for change in (*decision.revives, *decision.reclaims)}
+    return {**dict.fromkeys(leaving.settled), **taken}
 
 
 def _give_notice(session: Session, changes: Iterable[InstanceChange], settings: Settings) -> int:

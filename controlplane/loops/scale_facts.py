@@ -1,7 +1,7 @@
 """What the scale loop gathers: endpoints, slots and instances as the policies want them."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
@@ -17,6 +17,7 @@ from controlplane.policies.placement.facts import StartTimes
 from controlplane.policies.routing import is_usable, utilization_of
 from controlplane.policies.scaling.choose import kind_for
 from controlplane.policies.scaling.facts import EndpointScaleFacts, KindFacts, ScalingFacts, StrategyName
+from controlplane.policies.slots.evacuation import NodePresence, choose_leaving
 from controlplane.policies.slots.facts import PlacedInstance, SlotRoom, SpotFacts
 from controlplane.policies.slots.pooling import PlanPools, planned_beside, pool_slot_facts
 from controlplane.policies.slots.pools import PoolSlotFacts
@@ -38,6 +39,7 @@ _MINUTE_S = 60
 class Fleet:
     """The fleet at one moment. `reports`: what nodes said of instances, by id. `observed`, `forecast`: interactive
     tokens/s that arrive now, and that were forecast for now (for LT-UA alone). `backlogs`: deferred requests, by model.
+    `leaving`: why instances must leave a node, by its name.
     """
 
     census: Census
@@ -51,6 +53,7 @@ class Fleet:
     forecast: Mapping[Endpoint, float]
     backlogs: Mapping[str, Backlog]
     pins: Mapping[Endpoint, int]
+    leaving: Mapping[str, str]
     now_s: float
     settings: Settings
 
@@ -108,18 +111,23 @@ def gather_fleet(session: Session, live: LiveStore, settings: Settings, *, now_s
         forecast=_forecast(session, plan.window_start_s, now_s) if plan is not None and beyond_plan else {},
         backlogs=backlogs(session) if waiting else {},
         pins=pins,
+        leaving=choose_leaving(_presence(census), replace_after_s=settings.node_replace_s),
         now_s=now_s,
         settings=settings,
     )
 
 
-def scaling_facts(fleet: Fleet, *, stranded: Iterable[EndpointGpu] = ()) -> ScalingFacts:
-    """The endpoints for `choose_scaling`; see `planned_beside`. Pooled instances count for nothing."""
+def scaling_facts(
+    fleet: Fleet, *, stranded: Iterable[EndpointGpu] = (), succeeded: Container[str] = ()
+) -> ScalingFacts:
+    """The endpoints for `choose_scaling`; see `planned_beside`. Pooled instances count for nothing, nor do those
+    `succeeded` by one elsewhere.
+    """
     planned = planned_beside(fleet.planned, fleet.limits, fleet.pools, stranded)
     mine: dict[Endpoint, list[Instance]] = {}
     spot: dict[str, list[Instance]] = {}
     for instance in fleet.census.instances:
-        if instance.pooled:
+        if instance.pooled or instance.id in succeeded:
             continue
         if instance.desired == Desired.RUNNING:
             mine.setdefault(endpoint_of(instance), []).append(instance)
@@ -165,7 +173,7 @@ def slot_rooms(fleet: Fleet) -> tuple[SlotRoom, ...]:
             gpus=slot.gpus,
             gpus_free=max(0, slot.gpus - held[slot.node, slot.index]),
             age_s=fleet.view.read_s - seen[slot.node].received_s if slot.node in seen else unknown_s,
-            accepting=not nodes[slot.node].draining,
+            accepting=nodes[slot.node].accepting,
             workers=slot.workers,
         )
         for slot in fleet.census.slots
@@ -189,6 +197,8 @@ def placed_instances(fleet: Fleet) -> tuple[PlacedInstance, ...]:
             remaining_tokens=reports[instance.id].remaining_tokens if instance.id in reports else 0,
             kind=fleet.kind(instance),
             spot=_spot_facts(fleet, instance),
+            leaving=fleet.leaving.get(instance.node),
+            succeeds=instance.succeeds,
         )
         for instance in fleet.census.instances
         if not instance.pooled
@@ -260,6 +270,15 @@ def _spot_facts(fleet: Fleet, instance: Instance) -> SpotFacts | None:
         age_s=fleet.now_s - instance.spot_at.timestamp(),
         leased=lease is not None,
         noticed=lease is not None and lease.reclaim_at is not None,
+    )
+
+
+def _presence(census: Census) -> Iterable[NodePresence]:
+    return (
+        NodePresence(
+            name=node.name, draining=node.draining, leaving=node.leaving, silent_s=census.silent_s.get(node.name)
+        )
+        for node in census.nodes
     )
 
 

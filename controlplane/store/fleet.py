@@ -1,6 +1,6 @@
 """Regions, GPU types, nodes, models, profiles and endpoints. Every change bumps the fleet's index."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -193,13 +193,14 @@ def load_catalog(session: Session) -> Catalog:
     )
 
 
-def touch_node(session: Session, name: str) -> Node:
-    """Note that the node was heard of just now. This locks its row, which whoever changes its instances locks first.
+def touch_node(session: Session, name: str, *, leaving: bool = False) -> Node:
+    """Note that the node was heard of just now, and whether its agent is shutting down. This locks its row, which
+    whoever changes its instances locks first.
 
     Raises:
         NotFoundError: it has not joined.
     """
-    touched = update(Node).where(Node.name == name).values(last_seen_at=func.now()).returning(Node)
+    touched = update(Node).where(Node.name == name).values(last_seen_at=func.now(), leaving=leaving).returning(Node)
     node: Node | None = session.scalar(touched)
     if node is None:
         raise NotFoundError(f"node '{name}' is not registered", param="node")
@@ -213,7 +214,9 @@ def all_endpoints(session: Session) -> list[EndpointRow]:
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
-    """The whole fleet at one moment. `alive`: names of nodes heard of lately."""
+    """The whole fleet at one moment. `alive`: names of nodes heard of lately. `silent_s`: seconds since each node's
+    last heartbeat, of those that ever sent one.
+    """
 
     regions: list[str]
     gpu_types: list[GpuType]
@@ -224,11 +227,13 @@ class Census:
     endpoints: list[EndpointRow]
     instances: list[Instance]
     alive: frozenset[str]
+    silent_s: Mapping[str, float]
 
 
 def take_census(session: Session, *, silent_s: float) -> Census:
     """Everything that placement and scaling look at; instances that are wanted or still draining."""
     age_s = func.extract("epoch", func.now() - Node.last_seen_at)
+    ages_s = session.execute(select(Node.name, age_s).where(Node.last_seen_at.is_not(None))).all()
     return Census(
         regions=list(session.scalars(select(Region.name).order_by(Region.position, Region.name))),
         gpu_types=list(session.scalars(select(GpuType).order_by(GpuType.name))),
@@ -238,5 +243,6 @@ def take_census(session: Session, *, silent_s: float) -> Census:
         profiles=list(session.scalars(select(Profile).order_by(Profile.model, Profile.gpu_type))),
         endpoints=all_endpoints(session),
         instances=list(session.scalars(select(Instance).where(Instance.desired != "stopped").order_by(Instance.id))),
-        alive=frozenset(session.scalars(select(Node.name).where(age_s <= silent_s))),
+        alive=frozenset(name for name, age_s in ages_s if age_s <= silent_s),
+        silent_s={name: float(age_s) for name, age_s in ages_s},
     )

@@ -3,12 +3,12 @@
 Letting an instance go ends in one of two ways, and its node's report brings it about: stopped, or lent out as spot.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import uuid_utils
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import delete, func, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from controlplane.policies.engines import TORCH, VLLM
@@ -54,8 +54,11 @@ def add_instance(
     slot: int,
     gpus: int,
     kind: InstanceKind = InstanceKind.MIXED,
+    succeeds: str | None = None,
 ) -> Instance:
-    """Want a new instance on a slot. One with no GPUs of its own is pooled."""
+    """Want a new instance on a slot. One with no GPUs of its own is pooled. `succeeds`: the instance whose place it
+    takes, since that one's node goes.
+    """
     instance = Instance(
         id=f"inst_{uuid_utils.uuid7().hex}",
         model=model,
@@ -68,6 +71,7 @@ def add_instance(
         desired=Desired.RUNNING,
         observed=InstanceState.PENDING,
         kind=kind,
+        succeeds=succeeds,
     )
     session.add(instance)
     return instance
@@ -87,6 +91,12 @@ def set_desired(session: Session, ids: Iterable[str], desired: Desired, *, donat
 def set_kind(session: Session, ids: Iterable[str], kind: InstanceKind) -> None:
     """Let instances serve other requests."""
     session.execute(update(Instance).where(Instance.id.in_(list(ids)), LIVE).values(kind=kind))
+
+
+def set_succeeds(session: Session, successors: Mapping[str, str | None]) -> None:
+    """Say which instance each of these succeeds; None: it is an ordinary one now."""
+    for instance_id, succeeded in successors.items():
+        session.get_one(Instance, instance_id).succeeds = succeeded
 
 
 def set_engine(instance: Instance, engine: EngineChoice, *, moves: bool) -> None:
@@ -114,13 +124,31 @@ def desired_of(session: Session, node: str) -> DesiredInstances:
     rows = session.execute(query.order_by(Instance.id)).all()
     lent = any(instance.desired == Desired.SPOT for instance, _ in rows)
     leases = active_leases(session, node=node) if lent else {}
+    row = session.get_one(Node, node)
     return DesiredInstances(
-        generation=session.get_one(Node, node).generation,
+        generation=row.generation,
+        handing_over=row.leaving and _is_handing_over(session, [instance for instance, _ in rows]),
         instances=tuple(
             _wanted(instance, model, leases[instance.id].id if instance.id in leases else None)
             for instance, model in rows
         ),
     )
+
+
+def _is_handing_over(session: Session, held: Sequence[Instance]) -> bool:
+    """Whether it is worth a node's while to wait before it shuts down: some instance drains, or is being started
+    elsewhere for the same endpoint as one that still serves here.
+    """
+    if any(instance.desired == Desired.DRAINING for instance in held):
+        return True
+    endpoints = {(each.model, each.region) for each in held if each.desired == Desired.RUNNING}
+    starting = select(Instance.id).where(
+        tuple_(Instance.model, Instance.region).in_(endpoints),
+        Instance.node.not_in({each.node for each in held}),
+        Instance.desired == Desired.RUNNING,
+        Instance.observed.in_([InstanceState.PENDING, InstanceState.LOADING]),
+    )
+    return bool(endpoints) and session.scalar(starting.limit(1)) is not None
 
 
 def _wanted(instance: Instance, model: Model, lease_id: str | None) -> DesiredInstance:

@@ -36,6 +36,7 @@ def join_node(session: Session, join: Join) -> Joined:
     present = session.get(Node, join.node)
     slots = [_row(join.node, index, spec) for index, spec in enumerate(join.slots)]
     if present is not None and _says(present) == _said(join) and _slots_equal(session, present.name, slots):
+        present.leaving = False
         return Joined(node=present)
     bump_index(session)
     lost = () if present is None else _give_up(session, present, join)

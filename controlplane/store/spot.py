@@ -70,8 +70,8 @@ def lease_spot(session: Session, instance_id: str, *, holder: str, duration_s: f
     instance = get_spot(session, instance_id)
     if instance.observed != InstanceState.SPOT:
         raise ConflictError(f"instance '{instance_id}' is {instance.observed} on its node", param="instance_id")
-    if session.get_one(Node, instance.node).draining:
-        raise ConflictError(f"node '{instance.node}' is being drained", param="instance_id")
+    if not session.get_one(Node, instance.node).accepting:
+        raise ConflictError(f"node '{instance.node}' is being drained or shutting down", param="instance_id")
     present = session.scalar(select(SpotLease).where(ACTIVE, SpotLease.instance_id == instance_id))
     if present is not None:
         until = _ends_at(present).isoformat(timespec="seconds")

@@ -119,7 +119,8 @@ class GpuType(Base):
 
 class Node(Base):
     """A machine with GPUs of one type, run by one agent. `generation` counts changes of what it shall hold.
-    `host_bytes`: its model cache in host memory; None: its agent is too old to say.
+    `host_bytes`: its model cache in host memory; None: its agent is too old to say. `draining`: an operator takes it
+    out of service; `leaving`: its agent is shutting down.
     """
 
     __tablename__ = "nodes"
@@ -131,9 +132,15 @@ class Node(Base):
     engine: Mapped[EngineKind] = mapped_column(String)
     host_bytes: Mapped[int | None]
     draining: Mapped[bool] = mapped_column(server_default=text("false"))
+    leaving: Mapped[bool] = mapped_column(server_default=text("false"))
     generation: Mapped[int] = mapped_column(server_default=text("0"))
     last_seen_at: Mapped[datetime | None]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+    @property
+    def accepting(self) -> bool:
+        """Whether new instances may be placed there."""
+        return not (self.draining or self.leaving)
 
 
 class Slot(Base):
@@ -223,6 +230,7 @@ class Instance(Base):
     `kind`: which requests it is for. `donate`: when it has drained it becomes a spot instance instead of being
     stopped; `spot_at`: since when it is one. `pooled`: it shares the GPUs of its slot with others and has none of its
     own. `engine`: what it is told to run on, and why; auto: its node decides; `came_from`: the one it left last.
+    `succeeds`: the instance on a node that goes whose place it takes.
     """
 
     __tablename__ = "instances"
@@ -239,6 +247,7 @@ class Instance(Base):
         ForeignKeyConstraint(["node", "slot"], ["slots.node", "slots.index"]),
         ForeignKeyConstraint(["model", "region"], ["endpoints.model", "endpoints.region"]),
         Index("ix_instances_live", "node", postgresql_where=text("desired <> 'stopped'")),
+        Index("ix_instances_succeeds", "succeeds", postgresql_where=text("succeeds IS NOT NULL")),
     )
     id: Mapped[str] = mapped_column(primary_key=True)
     model: Mapped[str]
@@ -259,6 +268,7 @@ class Instance(Base):
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     changed_at: Mapped[datetime] = mapped_column(server_default=func.now())
     spot_at: Mapped[datetime | None]
+    succeeds: Mapped[str | None] = mapped_column(ForeignKey("instances.id", ondelete="SET NULL"))
 
 
 class LeaseEnd(StrEnum):

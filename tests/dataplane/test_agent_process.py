@@ -32,6 +32,7 @@ class Control(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.join: Join | None = None
         self.heartbeat: Heartbeat | None = None
+        self.wanted = desired(1, instance())
 
     def ready(self) -> bool:
         return self.heartbeat is not None and [one.state for one in self.heartbeat.instances] == ["ready"]
@@ -46,7 +47,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.join = msgspec.json.decode(body, type=Join)
         else:
             self.server.heartbeat = msgspec.json.decode(body, type=Heartbeat)
-        answer = msgspec.json.encode(desired(1, instance()))
+        answer = msgspec.json.encode(self.server.wanted)
         self.send_response(200)
         self.send_header("content-length", str(len(answer)))
         self.end_headers()
@@ -120,6 +121,37 @@ def test_it_serves_and_leaves_no_worker_behind(number: signal.Signals) -> None:
         status = process.wait(60)
         assert status == (-signal.SIGKILL if number == signal.SIGKILL else 0)
         wait_until(lambda: not is_running(slot["pid"]))
+
+
+def test_sigterm_hands_over_and_sigint_does_not() -> None:
+    """While successors start elsewhere the node serves; when they have taken over, it ends without waiting."""
+    with control_plane() as control, agent_process(control) as process:
+        wait_until(control.ready)
+        assert control.join is not None
+        control.wanted = msgspec.structs.replace(control.wanted, handing_over=True)
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: control.heartbeat is not None and control.heartbeat.leaving)
+        headers = {"authorization": f"Bearer {KEY}"}
+        with httpx.Client(base_url=control.join.url, headers=headers, timeout=60) as client:
+            answer = client.post("/generate", content=msgspec.json.encode(generate(max_tokens=5))).text
+            assert isinstance(decode_line(answer.splitlines()[-1]), Finished), "it serves on"
+        control.wanted = msgspec.structs.replace(control.wanted, handing_over=True, instances=())
+        assert process.wait(60) == 0
+    with control_plane() as control, agent_process(control) as process:
+        wait_until(control.ready)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        assert control.heartbeat is not None
+        assert not control.heartbeat.leaving
+
+
+def test_an_agent_with_nobody_to_hand_over_to_says_that_it_drains() -> None:
+    with control_plane() as control, agent_process(control) as process:
+        wait_until(control.ready)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert control.heartbeat is not None
+        assert [one.state for one in control.heartbeat.instances] == ["draining"]
 
 
 @pytest.mark.parametrize(

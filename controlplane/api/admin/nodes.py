@@ -39,7 +39,8 @@ class Node(Answer):
     gpu_type: str = Field(examples=["H800"])
     url: str = Field(examples=["http://10.0.0.7:9000"])
     engine: str = Field(examples=["torch"])
-    draining: bool
+    draining: bool = Field(description="an operator takes it out of service")
+    leaving: bool = Field(description="its agent is shutting down")
     alive: bool = Field(description="whether it was heard of lately")
     generation: int = Field(description="rises with every change of what it shall hold")
     last_seen_at: datetime | None
@@ -98,7 +99,9 @@ def get_node(name: NodePath, session: SessionDep, state: StateDep, _: Viewer) ->
 
 @router.post("/nodes/{name}/drain", summary="Take a node out of service")
 def drain_node(name: NodePath, session: SessionDep, state: StateDep, caller: Operator) -> Node:
-    """Nothing new is placed on the node and plans do not count its GPUs; what it holds serves until a plan ends it."""
+    """Nothing new is placed on the node and plans do not count its GPUs. Its instances are started elsewhere where
+    there is room, and drained here once their successors are ready; those without room elsewhere serve on.
+    """
     return _set_draining(session, state, caller, name, draining=True)
 
 

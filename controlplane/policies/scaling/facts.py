@@ -201,13 +201,16 @@ class ScalingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleStep:
-    """Start (`delta` above 0) or let go (below) instances of an endpoint. `gpu_type` None: whichever suits."""
+    """Start (`delta` above 0) or let go (below) instances of an endpoint. `gpu_type` None: whichever suits.
+    `succeeds`: the instance on a node that goes whose place the started one takes.
+    """
 
     endpoint: Endpoint
     gpu_type: str | None
     delta: int
     reason: str
     kind: InstanceKind = InstanceKind.MIXED
+    succeeds: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

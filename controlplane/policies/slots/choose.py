@@ -105,7 +105,7 @@ class _Starts:
 
 
 def _change(instance: PlacedInstance, step: ScaleStep) -> InstanceChange:
-    return InstanceChange(instance_id=instance.instance_id, reason=step.reason, kind=step.kind)
+    return InstanceChange(instance_id=instance.instance_id, reason=step.reason, kind=step.kind, succeeds=step.succeeds)
 
 
 def _change_kind(filling: Filling, step: KindStep) -> list[InstanceChange]:

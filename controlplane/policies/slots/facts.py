@@ -51,7 +51,10 @@ class SpotFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedInstance:
-    """An instance that holds GPUs of a slot. `stuck`: it should be ready and is not. `spot` None: not lent out."""
+    """An instance that holds GPUs of a slot. `stuck`: it should be ready and is not. `spot` None: not lent out.
+    `leaving`: why it must leave its node; None: the node stays. `succeeds`: the instance on another node that it was
+    started to succeed.
+    """
 
     instance_id: str
     endpoint: Endpoint
@@ -65,6 +68,8 @@ class PlacedInstance:
     remaining_tokens: int = 0
     kind: InstanceKind = InstanceKind.MIXED
     spot: SpotFacts | None = None
+    leaving: str | None = None
+    succeeds: str | None = None
 
     @property
     def serving(self) -> bool:
@@ -100,7 +105,9 @@ class SlotSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotAdd:
-    """Start an instance here, in the place of the spot instances `replaces`, which are stopped."""
+    """Start an instance here, in the place of the spot instances `replaces`, which are stopped. `succeeds`: see
+    ScaleStep.
+    """
 
     endpoint: Endpoint
     gpu_type: str
@@ -110,15 +117,19 @@ class SlotAdd:
     reason: str
     kind: InstanceKind = InstanceKind.MIXED
     replaces: tuple[str, ...] = ()
+    succeeds: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceChange:
-    """Something else is wanted of this instance. `kind`: what it shall be for when it serves."""
+    """Something else is wanted of this instance. `kind`: what it shall be for when it serves. `succeeds`: see
+    ScaleStep.
+    """
 
     instance_id: str
     reason: str
     kind: InstanceKind = InstanceKind.MIXED
+    succeeds: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

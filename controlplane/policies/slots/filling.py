@@ -102,9 +102,11 @@ class Filling:
         return spare
 
     def let_go(self, step: ScaleStep) -> list[PlacedInstance]:
-        """What does not come up, then what is not ready yet, then what has least left to do."""
+        """What does not come up, then what must leave its node anyway, then what is not ready yet, then what has least
+        left to do.
+        """
         found = [each for each in self._of(step) if each.serving and each.kind == step.kind]
-        found.sort(key=lambda each: (not each.stuck, each.ready, each.remaining_tokens))
+        found.sort(key=lambda each: (not each.stuck, each.leaving is None, each.ready, each.remaining_tokens))
         chosen = found[: max(0, -step.delta)]
         self._changed.update(each.instance_id for each in chosen)
         return chosen
@@ -209,6 +211,7 @@ class Filling:
             reason=step.reason,
             kind=step.kind,
             replaces=tuple(each.instance_id for each in spare),
+            succeeds=step.succeeds,
         )
 
     def _taken(self, instance: PlacedInstance | None) -> PlacedInstance | None:
