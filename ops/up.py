@@ -8,7 +8,7 @@ import structlog
 from rich.console import Console
 
 from dataplane.logs import LogSettings
-from ops.commands.api import Api, CommandError, open_api
+from ops.commands.api import Api, open_api
 from ops.demo_fleet import is_empty, make_nodes, register_fleet
 from ops.local import LocalNode, LocalStack
 from ops.tiny_models import build_tiny_models
@@ -62,19 +62,16 @@ class _Screen:
 
 
 def _unserved(api: Api) -> list[str]:
-    """Models that should have an instance and do not answer a request for one token."""
-    rows = api.pages("/admin/endpoints")["data"]
-    unserved = []
-    for name in sorted({row["model"] for row in rows if row["instances_min"] > 0}):
-        try:
-            api.post("/v1/completions", {"model": name, "prompt": "tide", "max_tokens": 1})
-        except CommandError:
-            unserved.append(name)
-    return unserved
+    """Models that should have an instance and have none that the gateway would send a request to. Its own view of the
+    fleet says so: a request of ours would count as demand, and as one that missed its objective.
+    """
+    wanted = {row["model"] for row in api.pages("/admin/endpoints")["data"] if row["instances_min"] > 0}
+    usable = {row["model"] for row in api.get("/admin/status/live")["endpoints"] if row["utilization"] is not None}
+    return sorted(wanted - usable)
 
 
 def _wait_served(api: Api, screen: _Screen) -> None:
-    """Until every model that should have an instance has answered; says which do not after two minutes."""
+    """Until every model that should have an instance can be served; says which cannot after two minutes."""
     deadline_s = time.monotonic() + _SERVE_WAIT_S
     while unserved := _unserved(api):
         if time.monotonic() > deadline_s:

@@ -5,11 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import openai
 import pytest
 
+from ops.commands.api import open_api
 from ops.ports import free_port
 from tests.flows.waiting import wait_until
 
@@ -49,6 +51,16 @@ def test_the_demo_does_the_main_job_and_leaves_nothing_behind(tmp_path: Path) ->
     assert not list(tmp_path.glob("tidepool-demo-*"))
 
 
+def _check_nothing_was_measured(url: str, key: str) -> None:
+    """`up` asks no model anything, so nothing was counted and no answer kept or missed an objective."""
+    with open_api(url, key) as admin:
+        live = admin.get("/admin/status/live")
+        assert live["objectives"] == []
+        assert any(endpoint["utilization"] is not None for endpoint in live["endpoints"])
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        assert b"tidepool_requests_total{" not in answer.read()
+
+
 @pytest.mark.slow
 def test_up_says_ready_serves_and_ends_with_all_its_children(tmp_path: Path) -> None:
     port = str(free_port())
@@ -59,6 +71,7 @@ def test_up_says_ready_serves_and_ends_with_all_its_children(tmp_path: Path) -> 
             assert up.stdout.readline() == f"ready http://127.0.0.1:{port}\n"
             keys = tmp_path / "keys.json"
             assert keys.stat().st_mode & 0o777 == 0o600
+            _check_nothing_was_measured(f"http://127.0.0.1:{port}", json.loads(keys.read_text())["admin"])
             with openai.OpenAI(
                 base_url=f"http://127.0.0.1:{port}/v1", api_key=json.loads(keys.read_text())["client"]
             ) as ai:

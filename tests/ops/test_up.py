@@ -1,0 +1,61 @@
+"""`tidepool up` waits without a request of its own: a probe would count as demand and as a late answer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx2 as httpx
+
+from ops import up
+from ops.commands.api import Api
+
+ENDPOINTS = [
+    {"model": "sardine", "region": "north", "instances_min": 1},
+    {"model": "herring", "region": "north", "instances_min": 1},
+    {"model": "idle", "region": "north", "instances_min": 0},
+]
+
+
+def _live(utilization: dict[str, float | None]) -> dict[str, Any]:
+    rows = [{"model": model, "region": "north", "utilization": value} for model, value in utilization.items()]
+    return {"endpoints": rows}
+
+
+def _api(answer: Callable[[httpx.Request], Any]) -> Api:
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=answer(request)))
+    return Api(httpx.Client(base_url="http://gateway", transport=transport))
+
+
+def test_up_waits_for_usable_instances_and_asks_no_model_anything(monkeypatch: Any) -> None:
+    monkeypatch.setattr(up, "_POLL_S", 0.0)
+    asked: list[str] = []
+    views = iter(
+        [
+            {"sardine": None, "herring": None, "idle": None},
+            {"sardine": 0.0, "herring": None, "idle": None},
+            {"sardine": 0.0, "herring": 0.5, "idle": None},
+        ]
+    )
+
+    def answer(request: httpx.Request) -> Any:
+        asked.append(f"{request.method} {request.url.path}")
+        if request.url.path == "/admin/endpoints":
+            return {"data": ENDPOINTS, "has_more": False}
+        return _live(next(views))
+
+    up._wait_served(_api(answer), up._Screen(as_json=True))
+    assert asked == ["GET /admin/endpoints", "GET /admin/status/live"] * 3
+
+
+def test_up_names_the_models_that_nothing_serves(monkeypatch: Any) -> None:
+    monkeypatch.setattr(up, "_SERVE_WAIT_S", -1.0)
+    said: list[str] = []
+    screen = up._Screen(as_json=True)
+    monkeypatch.setattr(screen, "say", lambda line, style: said.append(line))
+
+    def answer(request: httpx.Request) -> Any:
+        if request.url.path == "/admin/endpoints":
+            return {"data": ENDPOINTS, "has_more": False}
+        return _live({"sardine": None, "herring": 0.0})
+
+    up._wait_served(_api(answer), screen)
+    assert [line.split(";")[0] for line in said] == ["not served yet: sardine"]
