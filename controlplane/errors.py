@@ -35,6 +35,18 @@ class InvalidValueError(TidepoolError):
     code = "invalid_value"
 
 
+class UnknownParameterError(InvalidValueError):
+    """A field that does not exist."""
+
+    code = "unknown_parameter"
+
+
+class UnsupportedParameterError(InvalidValueError):
+    """A field of OpenAI's API that asks for what is not supported yet."""
+
+    code = "unsupported_parameter"
+
+
 class ContextLengthError(InvalidValueError):
     """Prompt and requested tokens do not fit the model."""
 

@@ -1,5 +1,6 @@
 """The interactive flow: a request arrives, is checked, routed to an instance, and its tokens stream back."""
 
+import re
 import time
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Annotated, TypeVar
@@ -24,6 +25,7 @@ from controlplane.serving.openai_requests import (
     AnyRequest,
     ChatRequest,
     CompletionRequest,
+    StreamOptions,
     served_as,
     to_outgoing,
 )
@@ -34,6 +36,8 @@ from dataplane.messages import Finished, StreamEvent, Token
 
 router = APIRouter(tags=["interactive"])
 T = TypeVar("T")
+_PLAIN_WORD = re.compile("[A-Za-z0-9_-]{1,64}")
+_WARNINGS_MAX = 8
 Origin = Annotated[str | None, Header(alias="x-tidepool-region", description="region the request comes from")]
 
 
@@ -71,8 +75,15 @@ async def _answer(body: AnyRequest, request: Request, origin: str | None) -> Res
         whole = await _unless_gone(request, collect(sent, head))
         return JSONResponse(whole, headers=answering.headers())
     first = await _unless_gone(request, anext(sent))
-    include_usage = body.stream_options is not None and body.stream_options.include_usage
-    return _EventStream(_lines(first, sent, head, include_usage=include_usage), headers=answering.headers())
+    options = body.stream_options or StreamOptions()
+    lines = _lines(first, sent, head, include_usage=bool(options.include_usage))
+    return _EventStream(lines, headers=answering.headers() | _warning(options))
+
+
+def _warning(options: StreamOptions) -> dict[str, str]:
+    """The header that names what was ignored. Of names that are no plain words it tells nothing."""
+    plain = [f"stream_options.{name}" for name in options.ignored() if _PLAIN_WORD.fullmatch(name)]
+    return {"x-tidepool-warning": f"ignored: {', '.join(plain[:_WARNINGS_MAX])}"} if plain else {}
 
 
 def _origin(state: State, given: str | None) -> str | None:

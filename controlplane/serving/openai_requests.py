@@ -5,10 +5,27 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from controlplane.errors import ContextLengthError, InvalidValueError
+from controlplane.errors import (
+    ContextLengthError,
+    InvalidValueError,
+    UnknownParameterError,
+    UnsupportedParameterError,
+)
 from controlplane.policies.facts import Tier
+from controlplane.serving.openai_fields import (
+    ONE_PROMPT,
+    TEXT_PARTS_ONLY,
+    UNSUPPORTED,
+    NeutralChatFields,
+    NeutralCompletionFields,
+    NeutralFields,
+    NoTools,
+    Stop,
+    Text,
+    unsupported,
+)
 from controlplane.serving.send import Outgoing
 from controlplane.store.tables import Model
 from dataplane.messages import ChatMessage, Sampling
@@ -20,19 +37,6 @@ _UNION_BRANCH = re.compile(r"str|int|function-\w+\[.*\]|list\[.*\]|constrained-\
 ServiceTier = Literal["auto", "default", "priority", "flex"]
 _TIERS: dict[str | None, Tier] = {"priority": Tier.IW_F, "flex": Tier.NIW}
 _SERVED_AS = {Tier.IW_F: "priority", Tier.IW_N: "default", Tier.NIW: "flex"}
-
-
-def _valid_unicode(text: str) -> str:
-    """JSON can spell half a surrogate pair, which is no character and cannot be sent on."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("holds half of a surrogate pair, which is no valid Unicode") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_valid_unicode)]
-Stop = Text | Annotated[list[Annotated[Text, Field(min_length=1)]], Field(max_length=4)] | None
 
 
 class TextPart(BaseModel):
@@ -48,8 +52,10 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Annotated[Text | list[TextPart] | None, TEXT_PARTS_ONLY] = None
     name: str | None = None
+    tool_calls: NoTools = None
+    function_call: NoTools = None
 
     def flattened(self) -> ChatMessage:
         """The turn as plain text; `developer` is what older templates call `system`."""
@@ -59,30 +65,24 @@ class Message(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries beside its text."""
+    """What a stream carries beside its text. Other options are ignored; `x-tidepool-warning` names them."""
 
-    model_config = ConfigDict(extra="forbid")
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    model_config = ConfigDict(extra="allow")
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = Field(None, description="ignored: nothing is padded")
 
-
-class TextFormat(BaseModel):
-    """The only response format these engines make."""
-
-    model_config = ConfigDict(extra="forbid")
-    type: Literal["text"]
+    def ignored(self) -> list[str]:
+        """Names of unknown options that ask for something."""
+        return sorted(name for name, value in (self.__pydantic_extra__ or {}).items() if value)
 
 
-class GenerationRequest(BaseModel, ABC):
-    """What both endpoints share. Fields of OpenAI's that change nothing here are taken at their neutral value only, so
-    that nobody believes in a penalty or a tool that was never applied.
-    """
+class GenerationRequest(NeutralFields, ABC):
+    """What both endpoints share. A field that is null counts as absent, even one that is not known."""
 
     model_config = ConfigDict(extra="forbid")
     model: Text = Field(min_length=1, max_length=200)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    n: Literal[1] | None = None
     stop: Stop = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = False
@@ -91,15 +91,26 @@ class GenerationRequest(BaseModel, ABC):
     user: str | None = Field(None, max_length=512)
     safety_identifier: str | None = Field(None, max_length=512)
     prompt_cache_key: str | None = Field(None, max_length=512)
-    frequency_penalty: float | None = Field(None, ge=0, le=0)
-    presence_penalty: float | None = Field(None, ge=0, le=0)
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    ignore_eos: bool = Field(False, description="extension: run to max_tokens, for load tests")
+    ignore_eos: bool | None = Field(None, description="extension: run to max_tokens, for load tests")
+    min_tokens: int | None = Field(None, ge=0, description="extension: over 0 only with ignore_eos and max_tokens")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, given: Any) -> Any:
+        if isinstance(given, dict) and None in given.values():
+            return {name: value for name, value in given.items() if value is not None}
+        return given
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> "GenerationRequest":
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is not None and self.stream_options.model_fields_set and not self.stream:
             raise ValueError("stream_options is only allowed when stream is true")
+        return self
+
+    @model_validator(mode="after")
+    def _fewest_tokens_are_all(self) -> "GenerationRequest":
+        if self.min_tokens and not (self.ignore_eos and self.min_tokens <= (self.tokens_max() or 0)):
+            raise unsupported("min_tokens is not supported yet, but with ignore_eos and at most max_tokens")
         return self
 
     @abstractmethod
@@ -123,21 +134,18 @@ class GenerationRequest(BaseModel, ABC):
             top_p=1.0 if self.top_p is None else self.top_p,
             seed=self.seed,
             stop=tuple(stop for stop in stops if stop),
-            ignore_eos=self.ignore_eos,
+            ignore_eos=bool(self.ignore_eos),
         )
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(NeutralChatFields, GenerationRequest):
     """`POST /v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1, max_length=2048)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    response_format: TextFormat | None = None
-    logprobs: Literal[False] | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
-    modalities: list[Literal["text"]] | None = None
 
     def tokens_max(self) -> int | None:
         """The newer name wins."""
@@ -148,15 +156,14 @@ class ChatRequest(GenerationRequest):
         return {"messages": tuple(message.flattened() for message in self.messages)}
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(NeutralCompletionFields, GenerationRequest):
     """`POST /v1/completions`."""
 
-    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=1)] | Annotated[list[int], Field(min_length=1)]
+    prompt: Annotated[
+        Text | Annotated[list[Text], Field(min_length=1, max_length=1)] | Annotated[list[int], Field(min_length=1)],
+        ONE_PROMPT,
+    ]
     max_tokens: int | None = Field(COMPLETION_MAX_TOKENS, ge=1)
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
-    logprobs: None = None
-    suffix: None = None
 
     def tokens_max(self) -> int | None:
         """OpenAI's default is 16 here."""
@@ -198,8 +205,11 @@ def first_fault(fault: Mapping[str, Any]) -> InvalidValueError:
     """
     path = [str(part) for part in fault["loc"] if not _UNION_BRANCH.fullmatch(str(part))]
     field = ".".join(path).encode(errors="replace").decode() or None
+    if fault["type"] == "extra_forbidden":
+        return UnknownParameterError(f"{field}: there is no such field", param=field)
     message = str(fault["msg"]).removeprefix("Value error, ").encode(errors="replace").decode()
-    return InvalidValueError(f"{field}: {message}" if field else message, param=field)
+    kind = UnsupportedParameterError if fault["type"] == UNSUPPORTED else InvalidValueError
+    return kind(f"{field}: {message}" if field else message, param=field)
 
 
 def check_context(request: AnyRequest, model: Model) -> None:

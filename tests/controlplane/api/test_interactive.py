@@ -94,7 +94,6 @@ def test_flex_needs_spare_room_and_others_do_not(world: World) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"n": 2}, "n"),
-    ({"tools": []}, "tools"),
     ({"logprobs": True}, "logprobs"),
     ({"messages": []}, "messages"),
     ({"messages": None}, "messages"),
@@ -109,8 +108,83 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"surprise": 1}, "surprise"),
     ({"model": ""}, "model"),
     ({"stream_options": {"include_usage": True}}, None),
-    ({"response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages.0.tool_calls"),
+    ({"n": True}, "n"),
+    ({"min_tokens": 4}, None),
+    ({"min_tokens": 5, "max_tokens": 4, "ignore_eos": True}, None),
 ]
+PLAIN_WORDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools: tools are not supported yet"),
+    ({"tool_choice": "required"}, "unsupported_parameter", "tool_choice: tools are not supported yet"),
+    ({"stop": ["a"] * 5}, "invalid_value", "stop: at most 4 stop strings, not 5"),
+    ({"stop": [1]}, "invalid_value", "stop: a string, or a list of at most 4 strings"),
+    ({"n": 2}, "unsupported_parameter", "n: only one answer for each request is supported yet"),
+    ({"frequency_penalty": 0.5}, "unsupported_parameter", "frequency_penalty: penalties are not supported yet"),
+    ({"logit_bias": {"1": 2}}, "unsupported_parameter", "logit_bias: token biases are not supported yet"),
+    ({"logprobs": True}, "unsupported_parameter", "logprobs: log probabilities are not supported yet"),
+    (
+        {"response_format": {"type": "json_schema"}},
+        "unsupported_parameter",
+        "response_format: only text answers are supported yet: response_format may be {'type': 'text'}",
+    ),
+    ({"surprise": 1}, "unknown_parameter", "surprise: there is no such field"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+        "unsupported_parameter",
+        "messages.0.content: only text is supported yet, not parts of type 'input_audio'",
+    ),
+]
+NEUTRAL: list[dict[str, Any]] = [
+    {"stop": None}, {"stop": []}, {"stop": ""}, {"stop": [""]}, {"tools": None}, {"tools": []}, {"tool_choice": "none"},
+    {"tool_choice": "auto"}, {"functions": []}, {"function_call": "none"}, {"parallel_tool_calls": True},
+    {"response_format": None}, {"response_format": {"type": "text"}}, {"logit_bias": None}, {"logit_bias": {}},
+    {"n": None}, {"n": 1}, {"user": None}, {"user": ""}, {"metadata": None}, {"metadata": {}}, {"store": False},
+    {"reasoning_effort": None}, {"frequency_penalty": 0}, {"presence_penalty": 0.0}, {"repetition_penalty": 1.0},
+    {"logprobs": False}, {"top_logprobs": None}, {"top_logprobs": 0}, {"max_tokens": None}, {"temperature": None},
+    {"max_completion_tokens": None}, {"top_p": None}, {"seed": None}, {"stream": None}, {"stream_options": None},
+    {"stream_options": {}}, {"service_tier": None}, {"modalities": ["text"]}, {"ignore_eos": None}, {"audio": None},
+    {"top_k": -1}, {"min_p": 0}, {"min_tokens": 0}, {"min_tokens": 3, "max_tokens": 3, "ignore_eos": True},
+    {"a_field_of_tomorrow": None}, {"messages": [{"role": "user", "content": "hi", "name": None, "tool_calls": []}]},
+]  # fmt: skip
+"""What official and other clients send though their user asked for nothing."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_means_the_default_is_taken_as_absent(gateway: Gateway, agent: FakeAgent, stream: bool) -> None:
+    gateway.chat(stream=stream)
+    plain = agent.asked[-1].sampling
+    for changes in NEUTRAL:
+        gateway.chat(**{"stream": stream} | changes)
+        asked = agent.asked[-1].sampling
+        assert (asked.stop, asked.temperature, asked.top_p) == (plain.stop, plain.temperature, plain.top_p), changes
+
+
+def test_null_is_absent_in_completions_too(gateway: Gateway, agent: FakeAgent) -> None:
+    names = ("echo", "best_of", "logprobs", "suffix", "max_tokens", "stop", "n", "logit_bias", "seed", "user")
+    body = {"model": "tide", "prompt": "hi"} | dict.fromkeys(names)
+    answer = gateway.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert agent.asked[-1].sampling.max_tokens == 16
+    refused = gateway.http.post("/v1/completions", json=body | {"prompt": ["a", "b"]})
+    assert refused.status_code == 400
+    assert assert_error(refused)["message"] == "prompt: only one prompt for each request is supported yet, not 2"
+
+
+def test_refusals_are_said_in_plain_words(gateway: Gateway) -> None:
+    for changes, code, message in PLAIN_WORDS:
+        error = gateway.chat(400, **changes).json()["error"]
+        assert (error["code"], error["message"]) == (code, message)
+
+
+def test_unknown_stream_options_are_ignored_with_a_warning(gateway: Gateway) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True, "off": False, "a\r\nx-evil: 1": True}
+    answer = gateway.chat(stream=True, stream_options=options)
+    assert answer.headers["x-tidepool-warning"] == "ignored: stream_options.continuous_usage_stats"
+    assert "x-evil" not in answer.headers
+    assert '"usage"' in answer.text
+    assert "x-tidepool-warning" not in gateway.chat(stream=True, stream_options={"include_usage": True}).headers
 
 
 def test_what_cannot_be_done_is_refused_by_name(gateway: Gateway, agent: FakeAgent) -> None:
