@@ -10,7 +10,7 @@ import msgspec
 
 from controlplane.errors import NodeError
 from controlplane.settings import Settings
-from dataplane.messages import Failed, Finished, Generate, Started, StreamEvent, Token, decode_lines
+from dataplane.messages import INSTANCE_NOT_READY, Failed, Finished, Generate, Started, StreamEvent, Token, decode_lines
 
 _CONNECT_TIMEOUT_S = 2.0
 """To reach a node, and to wait for one of our own connections where all are in use."""
@@ -61,6 +61,8 @@ class AgentClient:
                     yield events
         except TimeoutError as error:
             raise NodeError(f"the node at {url} was silent for too long") from error
+        except aiohttp.ClientConnectorError as error:
+            raise NodeError(f"the node at {url} cannot be reached: {error}", untouched=True) from error
         except aiohttp.ClientError as error:
             raise NodeError(f"the node at {url} broke off: {error or type(error).__name__}") from error
         except msgspec.DecodeError as error:
@@ -151,4 +153,5 @@ def _error_of(event: Failed) -> NodeError:
         code=event.code,
         param=event.param,
         retryable=event.retryable or event.status not in _REQUEST_AT_FAULT,
+        untouched=event.code == INSTANCE_NOT_READY,
     )

@@ -159,7 +159,9 @@ class UnavailableError(TidepoolError):
 
 
 class NodeError(TidepoolError):
-    """A node failed or refused. `retryable`: another instance may do better."""
+    """A node failed or refused. `retryable`: another instance may do better. `untouched`: the node did nothing with the
+    request, since it was not reached or its instance is not ready, so that the same node may be asked again.
+    """
 
     status = 502
     code = "node_error"
@@ -172,8 +174,10 @@ class NodeError(TidepoolError):
         code: str = "node_error",
         param: str | None = None,
         retryable: bool = True,
+        untouched: bool = False,
     ) -> None:
         super().__init__(message, param=param)
         self.status = status
         self.code = code
         self.retryable = retryable
+        self.untouched = untouched

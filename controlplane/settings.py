@@ -55,6 +55,9 @@ class Settings(BaseSettings):
     file_keep_days: int = Field(30, ge=1)
     batch_lines_max: int = Field(50_000, ge=1)
     request_attempts_max: int = Field(3, ge=1, description="instances tried before an interactive request fails")
+    request_start_wait_s: float = Field(
+        15.0, ge=0, description="how long an interactive request waits for an instance of its model that is starting"
+    )
     first_token_timeout_s: float = Field(60.0, gt=0)
     stream_idle_timeout_s: float = Field(60.0, gt=0)
     circuit_open_max_s: float = Field(60.0, ge=1, description="failing instances are left alone at most for")

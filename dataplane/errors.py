@@ -1,6 +1,6 @@
 """The data plane's exception tree. Each carries the HTTP status the node answers with."""
 
-from dataplane.messages import STALE_EPOCH
+from dataplane.messages import INSTANCE_NOT_READY, STALE_EPOCH
 
 
 class DataplaneError(Exception):
@@ -32,7 +32,7 @@ class UnknownInstanceError(DataplaneError):
     """The instance is not on this node, or not ready. Another instance may serve the request."""
 
     status = 409
-    code = "instance_not_ready"
+    code = INSTANCE_NOT_READY
 
 
 class StaleGenerationError(DataplaneError):

@@ -18,6 +18,8 @@ EngineChoice = Literal["auto", "torch", "vllm"]
 """Which engine a model's dedicated instances run on; auto: the node decides. Pooled ones always run on torch."""
 STALE_EPOCH = "stale_epoch"
 """Code of the refusal of a claim that is not the newest of its fence."""
+INSTANCE_NOT_READY = "instance_not_ready"
+"""Code of the refusal of a request whose instance is not on the node, or not ready there."""
 OBJECTIVE_TTFT_MAX_S = 86_400.0
 OBJECTIVE_TBT_MAX_S = 3600.0
 

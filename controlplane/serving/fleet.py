@@ -55,6 +55,7 @@ class FleetCache:
         self._catalog_asked_s = -math.inf
         self._view_threads, self._catalog_threads = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
         self._sent = SentTokens()
+        self._placed_s: dict[str, float] = {}
         self._facts: dict[str, dict[str, InstanceFacts]] = {}
         self._facts_of: tuple[FleetView, Catalog, float] = (EMPTY_VIEW, self._catalog, 0.0)
         self._objectives = {
@@ -127,6 +128,12 @@ class FleetCache:
         if view is not self._view or catalog is not self._catalog or abs(now_aged_s - aged_s) > _AGE_STEP_S:
             self._facts, self._facts_of = {}, (self._view, self._catalog, now_aged_s)
 
+    def is_starting(self, model: str, within_s: float) -> bool:
+        """Whether an instance of the model is on some node, or was within so many seconds: one that is not ready now
+        may be soon, and a node that restarts comes back.
+        """
+        return time.monotonic() - self._placed_s.get(model, -math.inf) <= within_s
+
     def objective(self, model: Model, tier: Tier) -> Objective | None:
         """What a tier promises of a model; None for deferred requests."""
         return choose_objective(tier, model.slo, self._objectives)
@@ -187,6 +194,8 @@ class FleetCache:
 
     def _take_view(self, view: FleetView) -> None:
         self._view, self._view_at, self._has_view = view, time.monotonic(), True
+        reports = (report for node in view.nodes.values() for report in node.heartbeat.instances)
+        self._placed_s |= {report.model: self._view_at for report in reports if report.state != "failed"}
 
     async def _look_up(self) -> None:
         """Read the catalog as it is from now on. Requests that wait for this share one read."""

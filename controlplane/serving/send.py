@@ -132,7 +132,8 @@ class Sender:
             CapacityError: no instance can take it now.
             NodeError: the request is at fault, or every instance tried failed.
         """
-        progress = _Progress(sampling=_seeded(outgoing.sampling))
+        patient_until_s = time.monotonic() + self._settings.request_start_wait_s
+        progress = _Progress(sampling=_seeded(outgoing.sampling), patient_until_s=patient_until_s)
         while True:
             with step("route"):
                 route = await self._next_route(outgoing, progress)
@@ -167,20 +168,34 @@ class Sender:
         elif progress.begun:
             over = progress.continuations >= self._settings.stream_continuations_max
         else:
-            over = not error.retryable or len(progress.excluded) + 1 >= self._settings.request_attempts_max
+            over = not error.retryable or (
+                len(progress.excluded) + 1 >= self._settings.request_attempts_max
+                and not (error.untouched and time.monotonic() < progress.patient_until_s)
+            )
         if over:
             raise error
 
     async def _next_route(self, outgoing: Outgoing, progress: _Progress) -> Route:
-        """Where to try next. A stream that has begun waits for an instance, be it one that failed and came back."""
+        """Where to try next. A stream that has begun waits for an instance, be it one that failed and came back; one
+        that has not waits for an instance that is starting.
+        """
         while True:
             try:
                 return self._route(outgoing, progress)
             except CapacityError as error:
-                if not progress.begun or time.monotonic() >= progress.patient_until_s:
+                may_wait = progress.begun or self._is_worth_waiting(outgoing, progress)
+                if not may_wait or time.monotonic() >= progress.patient_until_s:
                     raise progress.failure or error from error
             await asyncio.sleep(_LOOK_AGAIN_S)
             progress.excluded.clear()
+
+    def _is_worth_waiting(self, outgoing: Outgoing, progress: _Progress) -> bool:
+        """Whether an instance of the model is on its way, for a request that nobody has worked on. Deferred requests go
+        back to their queue instead.
+        """
+        untouched = progress.failure is None or progress.failure.untouched
+        within_s = self._settings.request_start_wait_s
+        return outgoing.tier != Tier.NIW and untouched and self._fleet.is_starting(outgoing.model.name, within_s)
 
     def _route(self, outgoing: Outgoing, progress: _Progress) -> Route:
         facts = self.routing_facts(outgoing, excluded=frozenset(progress.excluded))

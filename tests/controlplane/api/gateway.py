@@ -71,6 +71,7 @@ def running_gateway(world: World, *agents: FakeAgent, used: float = 0.0, **chang
     values = {
         "heartbeat_stale_s": 600.0,
         "view_refresh_s": 0.05,
+        "request_start_wait_s": 0.0,
         "request_body_bytes_max": 65536,
         "limit_timeout_s": PATIENCE_S,  # a crowded machine is not a Redis that is away
         "node_key": NODE_KEY,
