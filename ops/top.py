@@ -1,7 +1,7 @@
 """The fleet at a glance, live: what `tidepool top` reads from the admin API, and how it looks in a terminal."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,10 @@ STATES = ("ready", "loading", "draining", "spot", "failed")
 BUSY, FULL = 0.5, 0.7
 """Utilization from which an endpoint is shown yellow, and red: where routing prefers other regions."""
 ROWS_MAX = 30
+"""Endpoints shown where nobody scrolls: in a pipe or a log."""
+_ROWS_MIN = 3
+_DROPPED_FIRST = ("load", "tokens left")
+"""Columns that a narrow terminal goes without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,17 +65,51 @@ def take_snapshot(api: Api, url: str) -> Snapshot:
     )
 
 
-def screen(snapshot: Snapshot) -> RenderableType:
-    """The whole picture; parts that are away say so."""
-    parts: list[RenderableType] = [_head(snapshot)]
-    parts += [Text(f"{part}: {why}", style="red") for part, why in snapshot.away.items()]
+def screen(snapshot: Snapshot, *, width: int, height: int | None = None) -> RenderableType:
+    """The whole picture in `width` columns; parts that are away say so. `height`: the lines there are; regions,
+    endpoints and queues share what the rest leaves, and say how many more there are. None: as many as it takes.
+    """
+    head: list[Text] = [_head(snapshot)]
+    head += [Text(f"{part}: {why}", style="red") for part, why in snapshot.away.items()]
+    if snapshot.live is not None and not snapshot.live["view_fresh"]:
+        head.append(Text("the live view is old: Redis is away; the last copy is shown", style="red"))
     if snapshot.status is not None:
-        parts += [_regions(snapshot.status), _plan(snapshot.status)]
+        head += _plan(snapshot.status)
+    rows = _rows(snapshot, None if height is None else height - len(head))
+    tables: list[Table] = []
+    if snapshot.status is not None:
+        tables.append(_regions(snapshot.status, rows.regions))
     if snapshot.live is not None:
-        if not snapshot.live["view_fresh"]:
-            parts.append(Text("the live view is old: Redis is away; the last copy is shown", style="red"))
-        parts += [_objectives(snapshot.live), _endpoints(snapshot.live), _queues(snapshot)]
-    return Group(*parts)
+        tables += [
+            _objectives(snapshot.live),
+            _endpoints(snapshot.live, rows.endpoints, width),
+            _queues(snapshot.live["queues"], rows.queues, snapshot.at_s),
+        ]
+    return Group(*head, *(part for table in tables if table.rows for part in (Text(), table)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """How many of each are shown."""
+
+    regions: int
+    endpoints: int
+    queues: int
+
+
+def _rows(snapshot: Snapshot, lines: int | None) -> _Rows:
+    """Share `lines`: a table has a blank line and a header beside its rows; few regions and queues leave theirs to the
+    endpoints.
+    """
+    regions = len((snapshot.status or {}).get("regions", ()))
+    live = snapshot.live or {}
+    endpoints, queues, tiers = (len(live.get(part, ())) for part in ("endpoints", "queues", "objectives"))
+    if lines is None:
+        return _Rows(regions=regions, endpoints=min(endpoints, ROWS_MAX), queues=queues)
+    free = lines - tiers - sum(2 for count in (regions, endpoints, queues, tiers) if count)
+    few = max(_ROWS_MIN, free // 4)
+    regions, queues = min(regions, few), min(queues, few)
+    return _Rows(regions=regions, endpoints=max(1, min(endpoints, free - regions - queues)), queues=queues)
 
 
 def _head(snapshot: Snapshot) -> Text:
@@ -80,19 +118,24 @@ def _head(snapshot: Snapshot) -> Text:
     return words.append("ready" if snapshot.ready else "not ready", style="green" if snapshot.ready else "red")
 
 
-def _table(title: str, texts: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
-    """An empty table: columns of texts, then columns of numbers."""
-    table = Table(title=title, title_justify="left", header_style="bold")
+def _table(texts: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
+    """An empty table without lines: columns of texts, then columns of numbers. A row is one line."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold reverse")
     for header in texts:
-        table.add_column(header, overflow="fold")
+        table.add_column(header, no_wrap=True)
     for header in numbers:
         table.add_column(header, justify="right", no_wrap=True)
     return table
 
 
-def _regions(status: Mapping[str, Any]) -> Table:
-    table = _table("Regions", ("region",), ("nodes alive", "GPUs", "instances ready"))
-    for row in status["regions"]:
+def _titled(title: str, count: int, shown: int) -> str:
+    return f"{title} ({count - shown} more)" if count > shown else title
+
+
+def _regions(status: Mapping[str, Any], shown: int) -> Table:
+    rows = sorted(status["regions"], key=lambda row: row["nodes_alive"] >= row["nodes"])
+    table = _table((_titled("region", len(rows), shown),), ("nodes alive", "GPUs", "instances ready"))
+    for row in rows[:shown]:
         dead = row["nodes_alive"] < row["nodes"]
         nodes = Text(f"{row['nodes_alive']} of {row['nodes']}", style="red" if dead else "")
         ready = f"{row['instances_ready']} of {row['instances']}"
@@ -100,40 +143,46 @@ def _regions(status: Mapping[str, Any]) -> Table:
     return table
 
 
-def _plan(status: Mapping[str, Any]) -> Text:
+def _plan(status: Mapping[str, Any]) -> list[Text]:
     plan = status["plan"]
     batches = ", ".join(f"{count} {state}" for state, count in sorted(status["batches"].items())) or "none"
     running = f"{status['requests_waiting']} requests waiting, {status['requests_running']} running"
     words = "none" if plan is None else f"{plan['id']} ({plan['status']}), {plan['reason']}"
-    return Text(f"plan in force: {words}\nbatches: {batches}; {running}")
+    lines = (f"plan in force: {words}", f"batches: {batches}; {running}")
+    return [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
 
 
 def _objectives(live: Mapping[str, Any]) -> Table:
-    table = _table("Objectives (this gateway)", ("tier",), ("answers", "kept", "tokens in time"))
+    table = _table(("objectives of this gateway",), ("answers", "kept", "tokens in time"))
     for row in live["objectives"]:
         kept, in_time = _share(row["kept"], row["answers"]), _share(row["tokens_in_time"], row["tokens"])
         table.add_row(row["tier"], str(row["answers"]), kept, in_time)
     return table
 
 
-def _endpoints(live: Mapping[str, Any]) -> Table:
+def _endpoints(live: Mapping[str, Any], shown: int, width: int) -> Table:
+    """Those that cannot serve and the busiest first."""
     rows = sorted(live["endpoints"], key=_urgency)
-    left_out = len(rows) - ROWS_MAX
-    title = "Endpoints, those that cannot serve and the busiest first" + (
-        f" ({left_out} more are not shown)" if left_out > 0 else ""
-    )
-    table = _table(title, ("model", "region"), ("utilization", "tokens left", "load", *STATES))
-    for row in rows[:ROWS_MAX]:
-        states = row["instances"]
-        table.add_row(
-            escape(row["model"]),
-            escape(row["region"]),
-            _utilization(row["utilization"]),
-            "-" if row["remaining_tokens"] is None else f"{row['remaining_tokens']:,}",
-            "-" if row["load"] is None else f"{row['load']:.2f}",
-            *(str(states[state]) if state in states else "" for state in STATES),
-        )
+    columns: dict[str, Callable[[Mapping[str, Any]], Text]] = {
+        _titled("endpoint", len(rows), shown): lambda row: Text(row["model"]),
+        "region": lambda row: Text(row["region"]),
+        "instances": lambda row: Text(_states(row["instances"])),
+        "busy": lambda row: _utilization(row["utilization"]),
+        "tokens left": lambda row: Text("-" if row["remaining_tokens"] is None else f"{row['remaining_tokens']:,}"),
+        "load": lambda row: Text("-" if row["load"] is None else f"{row['load']:.2f}"),
+    }
+    cells = {header: [of(row) for row in rows[:shown]] for header, of in columns.items()}
+    for header in _DROPPED_FIRST:
+        if sum(max(len(header), *map(len, texts)) + 1 for header, texts in cells.items() if texts) > width:
+            del cells[header]
+    table = _table(tuple(cells)[:3], tuple(cells)[3:])
+    for texts in zip(*cells.values(), strict=True):
+        table.add_row(*texts)
     return table
+
+
+def _states(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{counts[state]} {state}" for state in STATES if counts.get(state)) or "none"
 
 
 def _urgency(row: Mapping[str, Any]) -> tuple[float, float, str, str]:
@@ -142,10 +191,12 @@ def _urgency(row: Mapping[str, Any]) -> tuple[float, float, str, str]:
     return -utilization, -(row["remaining_tokens"] or 0), row["model"], row["region"]
 
 
-def _queues(snapshot: Snapshot) -> Table:
-    table = _table("NIW queue", ("model",), ("tokens waiting", "nearest deadline in"))
-    for row in snapshot.live["queues"] if snapshot.live is not None else ():
-        left_s = row["due_s"] - snapshot.at_s
+def _queues(queues: Sequence[Mapping[str, Any]], shown: int, at_s: float) -> Table:
+    """Those with the nearest deadline first."""
+    rows = sorted(queues, key=lambda row: (row["due_s"], row["model"]))
+    table = _table((_titled("NIW queue", len(rows), shown),), ("tokens waiting", "nearest deadline in"))
+    for row in rows[:shown]:
+        left_s = row["due_s"] - at_s
         due = Text(_duration(left_s), style="red" if left_s <= 0 else "")
         more = " or more" if row["at_least"] else ""
         table.add_row(escape(row["model"]), f"{row['tokens']:,.0f}{more}", due)

@@ -11,12 +11,17 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ops.commands.api import UPLOAD_TIMEOUT_S, Api, CommandError, connected
+from ops.commands.ids import whole_id
 from ops.commands.screen import AsJson, Columns, notes, print_fields, print_json, print_table, time_text
 
 POLL_S = 1.0
+_ERRORS_SHOWN = 20
 batches = typer.Typer(no_args_is_help=True, help="Batches: offline jobs of many requests.")
 
 _ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
+BatchId = Annotated[
+    str, typer.Argument(metavar="BATCH", help="Its id, the first characters of it, or `latest`: the newest of all.")
+]
 OutputFile = Annotated[Path | None, typer.Option("--output", "-o", dir_okay=False, help="File for the results.")]
 
 
@@ -83,7 +88,7 @@ def list_batches(context: typer.Context, as_json: AsJson = False) -> None:
 @batches.command("show")
 def show(
     context: typer.Context,
-    batch_id: str,
+    batch_id: BatchId,
     watch: Annotated[bool, typer.Option("--watch", help="Wait for the end and show progress.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -91,9 +96,11 @@ def show(
 
     \b
     Example:
+      tidepool batch show latest
       tidepool batch show batch_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --watch
     """
     with connected(context) as api:
+        batch_id = whole_id(api, "batch", batch_id)
         batch = api.get(f"/v1/batches/{batch_id}")
         if watch:
             batch = _watch(api, batch)
@@ -101,7 +108,7 @@ def show(
 
 
 @batches.command("cancel")
-def cancel(context: typer.Context, batch_id: str, as_json: AsJson = False) -> None:
+def cancel(context: typer.Context, batch_id: BatchId, as_json: AsJson = False) -> None:
     """Cancel a batch; what is finished stays.
 
     \b
@@ -109,6 +116,7 @@ def cancel(context: typer.Context, batch_id: str, as_json: AsJson = False) -> No
       tidepool batch cancel batch_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
     """
     with connected(context) as api:
+        batch_id = whole_id(api, "batch", batch_id)
         batch = api.post(f"/v1/batches/{batch_id}/cancel")
     _show_batch(batch, as_json=as_json)
 
@@ -116,7 +124,7 @@ def cancel(context: typer.Context, batch_id: str, as_json: AsJson = False) -> No
 @batches.command("output")
 def output(
     context: typer.Context,
-    batch_id: str,
+    batch_id: BatchId,
     output: OutputFile = None,
     errors: Annotated[bool, typer.Option("--errors", help="The lines that failed, instead.")] = False,
     as_json: AsJson = False,
@@ -128,6 +136,7 @@ def output(
       tidepool batch output batch_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 -o results.jsonl
     """
     with connected(context) as api:
+        batch_id = whole_id(api, "batch", batch_id)
         batch = api.get(f"/v1/batches/{batch_id}")
         file_id = batch["error_file_id" if errors else "output_file_id"]
         if file_id is None:
@@ -196,10 +205,23 @@ def _show_batch(batch: dict[str, Any], *, as_json: bool) -> None:
             ("status", batch["status"]),
             ("requests", f"{counts['total']}: {counts['completed']} completed, {counts['failed']} failed"),
             ("created", time_text(batch["created_at"])),
-            ("results", batch["output_file_id"]),
-            ("errors", batch["error_file_id"]),
+            ("results", _file_words(batch, "output_file_id", "")),
+            ("failed lines", _file_words(batch, "error_file_id", " --errors")),
         ]
     )
+    errors = (batch.get("errors") or {}).get("data") or []
+    if errors:
+        columns: Columns = {"line": "line", "param": "param", "code": "code", "message": "message"}
+        print_table("Errors of the input file", columns, errors[:_ERRORS_SHOWN])
+    if len(errors) > _ERRORS_SHOWN:
+        more = len(errors) - _ERRORS_SHOWN
+        typer.echo(f"{more} more: tidepool batch show {batch['id']} --json")
+
+
+def _file_words(batch: Mapping[str, Any], field: str, option: str) -> str | None:
+    """A file of the batch, and how to read it."""
+    file_id = batch[field]
+    return None if file_id is None else f"{file_id} (tidepool batch output {batch['id']}{option} -o FILE)"
 
 
 def _first_error(batch: dict[str, Any]) -> str:

@@ -6,8 +6,10 @@ from typing import Annotated
 import typer
 
 from ops.commands.api import connected
+from ops.commands.ids import whole_id
 from ops.commands.screen import AsJson, Columns, print_json, print_table
 
+KeyId = Annotated[str, typer.Argument(metavar="KEY", help="Its id, or the first characters of it.")]
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 keys = typer.Typer(no_args_is_help=True, help="API keys and their roles.")
 
@@ -76,7 +78,7 @@ def create_key(
 @keys.command("rotate")
 def rotate_key(
     context: typer.Context,
-    key_id: str,
+    key_id: KeyId,
     overlap: Annotated[str, typer.Option(help="For how long the present secret works still: 90s, 30m, 1h, 2d.")] = "1h",
     as_json: AsJson = False,
 ) -> None:
@@ -87,6 +89,7 @@ def rotate_key(
       tidepool key rotate key_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --overlap 1h
     """
     with connected(context) as api:
+        key_id = whole_id(api, "key", key_id)
         answer = api.post(f"/admin/keys/{key_id}/rotate", {"overlap_s": _seconds(overlap)})
     if as_json:
         print_json(answer)
@@ -136,7 +139,7 @@ def list_keys(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 @keys.command("revoke")
-def revoke_key(context: typer.Context, key_id: str, as_json: AsJson = False) -> None:
+def revoke_key(context: typer.Context, key_id: KeyId, as_json: AsJson = False) -> None:
     """End a key's life.
 
     \b
@@ -144,6 +147,7 @@ def revoke_key(context: typer.Context, key_id: str, as_json: AsJson = False) -> 
       tidepool key revoke key_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
     """
     with connected(context) as api:
+        key_id = whole_id(api, "key", key_id)
         answer = api.delete(f"/admin/keys/{key_id}")
     if as_json:
         print_json(answer)

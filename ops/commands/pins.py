@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from ops.commands.api import connected
+from ops.commands.ids import whole_id
 from ops.commands.screen import AsJson, Columns, print_json, print_table
 
 pins = typer.Typer(
@@ -82,7 +83,11 @@ def list_pins(
 
 
 @pins.command("remove")
-def remove_pin(context: typer.Context, pin_id: str, as_json: AsJson = False) -> None:
+def remove_pin(
+    context: typer.Context,
+    pin_id: Annotated[str, typer.Argument(metavar="PIN", help="Its id, or the first characters of it.")],
+    as_json: AsJson = False,
+) -> None:
     """End a pin now. The endpoint follows the plan and its limits again.
 
     \b
@@ -90,7 +95,7 @@ def remove_pin(context: typer.Context, pin_id: str, as_json: AsJson = False) -> 
       tidepool pin remove pin_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
     """
     with connected(context) as api:
-        answer = api.delete(f"/admin/pins/{pin_id}")
+        answer = api.delete(f"/admin/pins/{whole_id(api, 'pin', pin_id)}")
     if as_json:
         print_json(answer)
     else:

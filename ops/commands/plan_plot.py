@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ops.commands.api import Api, CommandError, connected
+from ops.commands.ids import whole_id
+from ops.commands.plans import PlanId
 from ops.commands.screen import AsJson, print_json, time_text
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ Endpoint = tuple[str, str]
 
 def plot_plan(
     context: typer.Context,
-    plan_id: str,
+    plan_id: PlanId,
     out: Annotated[Path, typer.Argument(help="PNG, SVG or PDF, by its ending.")],
     model: Annotated[str | None, typer.Option(help="Only this model.")] = None,
     region: Annotated[str | None, typer.Option(help="Only this region.")] = None,
@@ -44,6 +46,7 @@ def plot_plan(
     try:
         check_path(out)
         with connected(context) as api:
+            plan_id = whole_id(api, "plan", plan_id)
             answer = api.get(f"/admin/plans/{plan_id}")
             panels, endpoints, quantile = _panels(api, answer, model=model, region=region, hours=hours)
         if not panels:

@@ -5,11 +5,15 @@ from typing import Annotated, Any
 import typer
 
 from ops.commands.api import connected
+from ops.commands.ids import whole_id
 from ops.commands.screen import AsJson, Columns, output, print_fields, print_json, print_table, time_text
 
 plans = typer.Typer(no_args_is_help=True, help="Plans: how many instances of what, where, for an hour.")
 Origin = Annotated[int | None, typer.Option("--origin-s", min=0, help="Use the forecasts of this Unix time.")]
 Why = Annotated[str, typer.Option("--note", help="Why; it is kept with the plan.")]
+PlanId = Annotated[
+    str, typer.Argument(metavar="PLAN", help="Its id, the first characters of it, `latest`, or `current`: in force.")
+]
 PLAN_TIMEOUT_S = 300.0
 
 
@@ -66,28 +70,37 @@ def list_plans(
 @plans.command("show")
 def show(
     context: typer.Context,
-    plan_id: str,
+    plan_id: PlanId,
     explain: Annotated[bool, typer.Option("--explain", help="Tell it in words, as an engineer would.")] = False,
+    changes_only: Annotated[bool, typer.Option("--changes-only", help="Leave out what stays as it is.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show a plan: now, change, why.
 
     \b
-    Example:
+    Examples:
+      tidepool plan show latest --changes-only
       tidepool plan show --explain plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
     """
     with connected(context) as api:
+        plan_id = whole_id(api, "plan", plan_id)
         answer = api.get(f"/admin/plans/{plan_id}{'/explanation' if explain else ''}")
     if explain and not as_json:
         typer.echo(answer["text"])
+        return
+    if changes_only and not explain:
+        for part in ("entries", "pools"):
+            answer[part] = [row for row in answer[part] if row["before"] != row["after"]]
+    if as_json:
+        print_json(answer)
     else:
-        _show(answer, as_json=as_json)
+        show_plan(answer, title="Changes" if changes_only else "Instances")
 
 
 @plans.command("apply")
 def apply(
     context: typer.Context,
-    plan_id: str,
+    plan_id: PlanId,
     index: Annotated[
         int | None, typer.Option(min=0, help="The fleet's index the plan was reviewed at; default: the plan's own.")
     ] = None,
@@ -100,6 +113,7 @@ def apply(
       tidepool plan apply plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --index 42
     """
     with connected(context) as api:
+        plan_id = whole_id(api, "plan", plan_id)
         known = api.get(f"/admin/plans/{plan_id}")["index"] if index is None else index
         answer = api.post(f"/admin/plans/{plan_id}/apply", {"index": known})
     _show(answer, as_json=as_json)
@@ -108,7 +122,7 @@ def apply(
 @plans.command("inputs")
 def inputs(
     context: typer.Context,
-    plan_id: str,
+    plan_id: PlanId,
     problem: Annotated[bool, typer.Option("--problem", help="Only the problem, for `tidepool plan solve`.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -119,12 +133,12 @@ def inputs(
       tidepool plan inputs --problem plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 > problem.json
     """
     with connected(context) as api:
-        answer = api.get(f"/admin/plans/{plan_id}/inputs")
+        answer = api.get(f"/admin/plans/{whole_id(api, 'plan', plan_id)}/inputs")
     print_json(answer["problem"] if problem else answer)
 
 
 @plans.command("approve")
-def approve(context: typer.Context, plan_id: str, as_json: AsJson = False) -> None:
+def approve(context: typer.Context, plan_id: PlanId, as_json: AsJson = False) -> None:
     """Say yes to a plan that waits for an operator: it goes into force. Refused if the fleet has changed since.
 
     \b
@@ -132,12 +146,13 @@ def approve(context: typer.Context, plan_id: str, as_json: AsJson = False) -> No
       tidepool plan approve plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
     """
     with connected(context) as api:
+        plan_id = whole_id(api, "plan", plan_id)
         answer = api.post(f"/admin/plans/{plan_id}/approve")
     _told(answer, f"plan {plan_id} is in force", as_json=as_json)
 
 
 @plans.command("reject")
-def reject(context: typer.Context, plan_id: str, note: Why = "", as_json: AsJson = False) -> None:
+def reject(context: typer.Context, plan_id: PlanId, note: Why = "", as_json: AsJson = False) -> None:
     """Say no to a draft. The plan in force stays, and the schedule makes no other one of that hour.
 
     \b
@@ -145,12 +160,13 @@ def reject(context: typer.Context, plan_id: str, note: Why = "", as_json: AsJson
       tidepool plan reject plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --note "the demand is a load test"
     """
     with connected(context) as api:
+        plan_id = whole_id(api, "plan", plan_id)
         answer = api.post(f"/admin/plans/{plan_id}/reject", {"note": note})
     _told(answer, f"plan {plan_id} is rejected", as_json=as_json)
 
 
 @plans.command("rollback")
-def roll_back(context: typer.Context, plan_id: str, note: Why = "", as_json: AsJson = False) -> None:
+def roll_back(context: typer.Context, plan_id: PlanId, note: Why = "", as_json: AsJson = False) -> None:
     """Take the plan in force back: the placement before it is restored, as a plan of its own.
 
     \b
@@ -161,6 +177,7 @@ def roll_back(context: typer.Context, plan_id: str, note: Why = "", as_json: AsJ
       tidepool plan rollback plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --note "too few in us-east"
     """
     with connected(context) as api:
+        plan_id = whole_id(api, "plan", plan_id)
         answer = api.post(f"/admin/plans/{plan_id}/rollback", {"note": note})
     restored = answer["plan"]
     _told(answer, f"plan {restored['id']} is in force: {restored['reason']}", as_json=as_json)
@@ -186,7 +203,7 @@ def _show(answer: dict[str, Any], *, as_json: bool) -> None:
         show_plan(answer)
 
 
-def show_plan(answer: dict[str, Any]) -> None:
+def show_plan(answer: dict[str, Any], *, title: str = "Instances") -> None:
     """A plan for people: how it was solved, every cell with its reason, and what it cannot serve."""
     plan = answer["plan"]
     gap = "unknown" if plan["gap"] is None else f"{plan['gap']:.2%}"
@@ -213,7 +230,7 @@ def show_plan(answer: dict[str, Any]) -> None:
         "cost if not": lambda row: f"{row['cost_if_not']:,.2f}" if row["cost_if_not"] else "",
         "why": "reason",
     }
-    print_table("Instances", columns, answer["entries"])
+    print_table(title, columns, answer["entries"])
     for pool in answer["pools"]:
         names = ", ".join(each["model"] for each in pool["pooled"])
         place = f"{pool['gpu_type']} in {pool['region']}"

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -15,8 +16,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, 
 Columns = Mapping[str, str | Callable[[Mapping[str, Any]], object]]
 """Header -> the field's name, or what to make of a row."""
 
-PLAIN_WIDTH = 132
-"""Columns where nobody looks at a terminal: a log or a pipe."""
+PLAIN_WIDTH = 100_000
+"""Columns where nobody looks at a terminal: a log or a pipe, in which nothing is folded."""
+_PROSE_CHARS = 24
+"""A column of longer texts is folded at its spaces, to no less than this; ids, names and numbers are never folded."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -37,26 +40,43 @@ def print_json(answer: Any) -> None:
 
 
 def print_table(title: str, columns: Columns, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Rows by columns; a line that says so where there are none."""
+    """Rows by columns, or field by field where the terminal is too narrow; a line that says so where there are none."""
+    cells = [
+        [_cell(row[column] if isinstance(column, str) else column(row)) for column in columns.values()] for row in rows
+    ]
+    console = output()
+    if not cells:
+        console.print(f"{title}: none")
+        return
     table = Table(title=title, title_justify="left", header_style="bold")
-    for header in columns:
-        table.add_column(header, overflow="fold")
-    count = 0
-    for row in rows:
-        table.add_row(*(_cell(row[column] if isinstance(column, str) else column(row)) for column in columns.values()))
-        count += 1
-    if count:
-        output().print(table)
-    else:
-        output().print(f"{title}: none")
+    for at, header in enumerate(columns):
+        texts = [row[at] for row in cells]
+        folds = any(len(text) > _PROSE_CHARS and " " in text for text in texts)
+        words = [header, *(word for text in texts for word in (text.split() if folds else [text]))]
+        width = max(_PROSE_CHARS if folds else 0, *map(cell_len, words))
+        table.add_column(escape(header), overflow="fold", min_width=width, no_wrap=not folds)
+    if sum((column.min_width or 0) + 3 for column in table.columns) + 1 > console.width:
+        console.print(f"[italic]{escape(title)}[/]")
+        for row in cells:
+            console.print(_grid(zip(columns, row, strict=True)), "", sep="\n")
+        return
+    for row in cells:
+        table.add_row(*map(escape, row))
+    console.print(table)
 
 
 def print_fields(fields: Sequence[tuple[str, object]]) -> None:
     """Names and values, one a line."""
-    table = Table.grid(padding=(0, 2))
+    output().print(_grid((name, _cell(value)) for name, value in fields))
+
+
+def _grid(fields: Iterable[tuple[str, str]]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="bold")
+    grid.add_column(overflow="fold")
     for name, value in fields:
-        table.add_row(f"[bold]{name}[/]", _cell(value))
-    output().print(table)
+        grid.add_row(name, escape(value))
+    return grid
 
 
 def bytes_text(count: int) -> str:
@@ -78,5 +98,5 @@ def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return escape(", ".join(str(one) for one in value))
-    return f"{value:,.6g}" if isinstance(value, float) else escape(str(value))
+        return ", ".join(str(one) for one in value)
+    return f"{value:,.6g}" if isinstance(value, float) else str(value)

@@ -6,8 +6,10 @@ from typing import Annotated, Any
 import typer
 
 from ops.commands.api import connected
+from ops.commands.ids import whole_id
 from ops.commands.screen import AsJson, Columns, print_json, print_table
 
+InstanceId = Annotated[str, typer.Argument(metavar="INSTANCE", help="Its id, or the first characters of it.")]
 spot = typer.Typer(no_args_is_help=True, help="Spot: instances lent out while idle, and their leases.")
 
 
@@ -41,7 +43,7 @@ def list_spot(context: typer.Context, as_json: AsJson = False) -> None:
 @spot.command("lease")
 def lease_spot(
     context: typer.Context,
-    instance_id: str,
+    instance_id: InstanceId,
     holder: Annotated[str, typer.Option(help="Who uses it.")],
     duration_s: Annotated[float, typer.Option(min=1, help="For how many seconds.")] = 3600.0,
     as_json: AsJson = False,
@@ -53,6 +55,7 @@ def lease_spot(
       tidepool spot lease inst_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --holder research --duration-s 1800
     """
     with connected(context) as api:
+        instance_id = whole_id(api, "inst", instance_id)
         answer = api.post(f"/admin/spot/{instance_id}/lease", {"holder": holder, "duration_s": duration_s})
     if as_json:
         print_json(answer)
@@ -61,7 +64,7 @@ def lease_spot(
 
 
 @spot.command("return")
-def return_spot(context: typer.Context, instance_id: str, as_json: AsJson = False) -> None:
+def return_spot(context: typer.Context, instance_id: InstanceId, as_json: AsJson = False) -> None:
     """Give a leased instance back.
 
     \b
@@ -69,6 +72,7 @@ def return_spot(context: typer.Context, instance_id: str, as_json: AsJson = Fals
       tidepool spot return inst_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
     """
     with connected(context) as api:
+        instance_id = whole_id(api, "inst", instance_id)
         answer = api.delete(f"/admin/spot/{instance_id}/lease")
     if as_json:
         print_json(answer)

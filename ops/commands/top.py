@@ -4,6 +4,7 @@ import time
 from typing import Annotated
 
 import typer
+from rich.console import RenderableType
 from rich.live import Live
 
 from ops.commands.api import Target, connected
@@ -32,14 +33,17 @@ def show_top(
             print_json(take_snapshot(api, url).as_json())
             return
         console = output()
-        first = screen(take_snapshot(api, url))
         if once or not console.is_terminal:
-            console.print(first)
+            console.print(screen(take_snapshot(api, url), width=console.width))
             return
-        with Live(first, console=console, screen=True, auto_refresh=False) as live:
+
+        def look() -> RenderableType:
+            return screen(take_snapshot(api, url), width=console.width, height=console.height)
+
+        with Live(look(), console=console, screen=True, auto_refresh=False) as live:
             try:
                 while True:
                     time.sleep(every_s)
-                    live.update(screen(take_snapshot(api, url)), refresh=True)
+                    live.update(look(), refresh=True)
             except KeyboardInterrupt:
                 return

@@ -312,7 +312,8 @@ def test_batches(served: Run, tmp_path: Path) -> None:
     batch = served("batch", "submit", file, "--no-watch", "--json").json
     assert batch["status"] == "validating"
     assert batch["id"] in served("batch", "list").out
-    assert served("batch", "show", batch["id"], "--json").json["endpoint"] == "/v1/chat/completions"
+    for given in (batch["id"], batch["id"][:-1], "latest"):
+        assert served("batch", "show", given, "--json").json["id"] == batch["id"], given
     assert "has no output file" in served("batch", "output", batch["id"]).err
     assert served("batch", "cancel", batch["id"], "--json").json["status"] in {"cancelling", "cancelled"}
     file.write_text("{}\n")
@@ -341,7 +342,12 @@ def test_a_plan_is_explained_drawn_and_rolled_back(served: Run, tmp_path: Path) 
     served("demand", "import", tmp_path / "day.csv")
     made = [served("plan", "create", "--json").json["plan"]["id"]]
     assert "(409)" in served("plan", "rollback", made[0]).err
-    assert served("plan", "approve", made[0]).out == f"plan {made[0]} is in force\n"
+    assert served("plan", "show", "latest", "--json").json["plan"]["id"] == made[0]
+    assert "no plan is in force" in served("plan", "show", "current").err
+    assert served("plan", "approve", made[0][:-1]).out == f"plan {made[0]} is in force\n"
+    assert served("plan", "show", "current", "--json").json["plan"]["id"] == made[0]
+    assert "m in all" in served("plan", "show", "--explain", made[0].removeprefix("plan_")).out
+    assert "Changes: none" in served("plan", "show", "latest", "--changes-only").out
     told = served("plan", "show", "--explain", made[0]).out
     assert "What was expected\n  1 endpoint from" in told
     assert "- m in all regions: " in told, "there is no node, and so no place"
@@ -374,7 +380,7 @@ def test_pins(served: Run, tmp_path: Path) -> None:
     assert "(409)" in served(*add, "--until", until).err
     assert served(*add, "--until", "friday").status == 2
     assert "not in the future" in served(*add, "--until", "2020-01-01").err
-    assert "is pinned no more" in served("pin", "remove", row["id"]).out
+    assert "is pinned no more" in served("pin", "remove", row["id"][:-1]).out
     assert served("pin", "list").out == "Pins: none\n"
     assert row["id"] in served("pin", "list", "--all").out
 

@@ -58,10 +58,10 @@ def _snapshot(**answers: Any) -> Snapshot:
     return take_snapshot(FakeApi({**whole, **answers}), "http://here")  # type: ignore[arg-type]
 
 
-def _shown(snapshot: Snapshot) -> str:
-    console = Console(width=140, color_system=None)
+def _shown(snapshot: Snapshot, *, width: int = 140, height: int | None = None) -> str:
+    console = Console(width=width, color_system=None)
     with console.capture() as captured:
-        console.print(screen(snapshot))
+        console.print(screen(snapshot, width=width, height=height))
     return captured.get()
 
 
@@ -116,7 +116,7 @@ def test_the_busiest_endpoints_are_shown_and_the_others_counted() -> None:
     endpoint = LIVE["endpoints"][0]  # type: ignore[index]
     many = [{**endpoint, "model": f"m{n:03}", "utilization": n / 100} for n in range(ROWS_MAX + 7)]
     text = _shown(_snapshot(**{"/admin/status/live": {**LIVE, "endpoints": many}}))
-    assert "(7 more are not shown)" in text
+    assert "endpoint (7 more)" in text
     assert f"m{ROWS_MAX + 6:03}" in text
     assert "m000" not in text
 
@@ -126,3 +126,34 @@ def test_a_deadline_that_has_passed_is_negative() -> None:
     text = _shown(Snapshot(at_s=1000.0, url="u", status=None, live=late, ready=None))
     assert "-1 min 30 s" in text
     assert "70 or more" in text
+
+
+def _busy_fleet() -> Snapshot:
+    regions = [{**STATUS["regions"][0], "name": f"region-{n}"} for n in range(9)]  # type: ignore[index]
+    plan = {"id": "plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23", "status": "optimal", "reason": "the hour of 12:00 " * 9}
+    states = {"ready": 12, "loading": 1, "failed": 1}
+    endpoint = {"region": "us-east-1", "utilization": 0.731, "remaining_tokens": 12_345_678, "load": 0.4}
+    endpoints = [{**endpoint, "model": f"Qwen/Qwen3-Coder-{n:03}B-Instruct", "instances": states} for n in range(40)]
+    queues = [{"model": f"Qwen/Qwen3-{n}B", "tokens": 5e9, "due_s": 4600.0 - n, "at_least": True} for n in range(9)]
+    live = {**LIVE, "endpoints": endpoints, "queues": queues}
+    return _snapshot(**{"/admin/status": {**STATUS, "regions": regions, "plan": plan}, "/admin/status/live": live})
+
+
+@pytest.mark.parametrize("height", [24, 30, 50])
+def test_a_terminal_of_80_columns_shows_every_part(height: int) -> None:
+    lines = _shown(_busy_fleet(), width=80, height=height).splitlines()
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    for words in ("region", "IW-F", "endpoint (", "Qwen/Qwen3-Coder-000B-Instruct", "12 ready, 1 loading, 1 failed"):
+        assert words in text, words
+    for words in ("NIW queue", "Qwen/Qwen3-8B", "73%", "5,000,000,000 or more"):
+        assert words in text, words
+    assert "12,345,678" not in text, "a column less rather than names cut short"
+    assert "load" not in text.replace("loading", "")
+
+
+def test_a_wide_terminal_shows_all_columns() -> None:
+    text = _shown(_busy_fleet(), width=120, height=24)
+    assert "12,345,678" in text
+    assert "0.40" in text
