@@ -67,6 +67,13 @@ class PermissionDeniedError(TidepoolError):
     code = "permission_denied"
 
 
+class SchemaError(TidepoolError):
+    """The database has an older schema than this process needs, or none."""
+
+    status = 503
+    code = "schema_too_old"
+
+
 class NotFoundError(TidepoolError):
     """No such thing, or none that this caller may see."""
 

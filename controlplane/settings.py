@@ -1,12 +1,26 @@
 """One frozen, validated settings object per process. Every name can be set as `TIDEPOOL_<NAME>` in the environment."""
 
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dataplane.messages import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S
+
+_POSTGRES_SCHEMES = frozenset({"postgres", "postgresql", "postgresql+psycopg"})
+
+
+def psycopg_url(url: str) -> str:
+    """A Postgres address, in whichever of its spellings, as SQLAlchemy and our driver take it.
+
+    Raises:
+        ValueError: it is no address of a Postgres.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in _POSTGRES_SCHEMES:
+        raise ValueError("must be postgresql://USER:PASSWORD@HOST:PORT/DATABASE")
+    return f"postgresql+psycopg://{rest}"
 
 
 class Settings(BaseSettings):
@@ -14,7 +28,9 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="TIDEPOOL_", frozen=True, extra="ignore")
 
-    database_url: SecretStr = Field(SecretStr("postgresql+psycopg://postgres@127.0.0.1:5432/tidepool"))
+    database_url: Annotated[SecretStr, AfterValidator(lambda url: SecretStr(psycopg_url(url.get_secret_value())))] = (
+        Field(SecretStr("postgresql+psycopg://postgres@127.0.0.1:5432/tidepool"), description="postgres://... will do")
+    )
     redis_url: SecretStr = Field(SecretStr("redis://127.0.0.1:6379/0"))
     home: Path = Field(Path("~/.tidepool"), description="where uploaded files and keys.json live")
     files_url: str | None = Field(

@@ -1,10 +1,9 @@
 """Alembic's entry. The URL comes from the config that `migrations.upgrade` makes, or from TIDEPOOL_DATABASE_URL."""
 
-import os
-
 from alembic import context
 from sqlalchemy import create_engine, pool
 
+from controlplane.settings import Settings, psycopg_url
 from controlplane.store import batch_tables, demand_tables, key_tables, plan_tables, tables
 
 for module, table in (
@@ -19,7 +18,8 @@ target = tables.Base.metadata
 
 def run() -> None:
     """Run migrations in one transaction, under an advisory lock so that two processes never migrate at once."""
-    url = context.config.get_main_option("sqlalchemy.url") or os.environ["TIDEPOOL_DATABASE_URL"]
+    given = context.config.get_main_option("sqlalchemy.url")
+    url = psycopg_url(given) if given else Settings().database_url.get_secret_value()
     engine = create_engine(url, poolclass=pool.NullPool)
     with engine.connect() as connection:
         context.configure(connection=connection, target_metadata=target, compare_type=True, compare_server_default=True)

@@ -22,7 +22,7 @@ from pydantic import SecretStr
 from sqlalchemy import make_url
 
 import migrations
-from controlplane.settings import Settings
+from controlplane.settings import Settings, psycopg_url
 from controlplane.store.keys import find_key, knows_secret, make_key
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Role
@@ -128,7 +128,8 @@ class LocalStack:
 
     def _servers(self) -> list[Child]:
         """Embedded servers for what no URL was given for."""
-        self.database_url = self._environment.get("TIDEPOOL_DATABASE_URL", "")
+        given = self._environment.get("TIDEPOOL_DATABASE_URL", "")
+        self.database_url = psycopg_url(given) if given else ""
         self.redis_url = self._environment.get("TIDEPOOL_REDIS_URL", "")
         servers: list[Child] = []
         if not self.database_url:

@@ -12,7 +12,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from controlplane.errors import InvalidValueError, NotFoundError, TidepoolError, UnavailableError
+from controlplane.errors import InvalidValueError, NotFoundError, SchemaError, TidepoolError, UnavailableError
 from controlplane.serving.openai_answers import openai_error
 from controlplane.serving.openai_requests import first_fault
 
@@ -23,6 +23,7 @@ _RETRY_AFTER_S = 1
 
 
 _COLLISIONS = {"40001", "40P01"}  # serialization failure, deadlock
+_NO_SUCH_TABLE = {"42P01", "42703"}  # undefined table, undefined column
 
 
 class RoutingError(TidepoolError):
@@ -83,8 +84,12 @@ def translate_validation(error: RequestValidationError) -> InvalidValueError:
 def translate_database(error: SQLAlchemyError) -> TidepoolError:
     """A database that is away is worth a retry; anything else it says is a defect."""
     away = isinstance(error, PoolTimeoutError) or (isinstance(error, DBAPIError) and error.connection_invalidated)
-    if isinstance(error, DBAPIError) and getattr(error.orig, "sqlstate", None) in _COLLISIONS:
+    state = getattr(error.orig, "sqlstate", None) if isinstance(error, DBAPIError) else None
+    if state in _COLLISIONS:
         return UnavailableError("the change collided with another one and was undone; try again")
+    if state in _NO_SUCH_TABLE:
+        log.error("the database's schema is not this version's", error=str(error).splitlines()[0])
+        return SchemaError("the database's schema is not this version's: run `tidepool migrate`")
     if away or type(error).__name__ in {"OperationalError", "InterfaceError"}:
         return UnavailableError("the database does not answer")
     if isinstance(error, DataError):

@@ -14,8 +14,9 @@ from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import SQLAlchemyError
 
-from controlplane.api.state import StateDep
-from controlplane.errors import TidepoolError
+from controlplane.api.state import State, StateDep
+from controlplane.errors import SchemaError, UnavailableError
+from controlplane.store.schema import check_schema
 
 router = APIRouter(tags=["health"])
 _ANSWERS_WITHIN_S = 2.0
@@ -33,6 +34,8 @@ async def readyz(state: StateDep) -> JSONResponse:
     asked = {"postgres": state.database.ping, "redis": state.live.ping}
     away = [name for name, ask in asked.items() if not await _answers(ask, state.probe_threads)]
     missing = [*(["draining"] if state.draining else []), *state.fleet.missing()]
+    if "postgres" not in away and not state.schema_fits:
+        missing += await _schema_fault(state)
     if "postgres" in away and not state.keys.knows_any():
         missing.append("keys")
     status = "unavailable" if missing else "degraded" if away else "ok"
@@ -46,9 +49,18 @@ async def metrics(state: StateDep) -> Response:
     return Response(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+async def _schema_fault(state: State) -> list[str]:
+    """What is wrong with the database's schema. One that fits is not looked at again."""
+    try:
+        state.schema_fits = await _answers(lambda: check_schema(state.database), state.probe_threads)
+    except SchemaError as error:
+        return [error.message]
+    return []
+
+
 async def _answers(ask: Callable[[], None], threads: anyio.CapacityLimiter) -> bool:
     """Whether a server answers in time. One that hangs keeps threads of its own, and no probe waits for it."""
-    with anyio.move_on_after(_ANSWERS_WITHIN_S), contextlib.suppress(SQLAlchemyError, TidepoolError):
+    with anyio.move_on_after(_ANSWERS_WITHIN_S), contextlib.suppress(SQLAlchemyError, UnavailableError):
         await anyio.to_thread.run_sync(ask, abandon_on_cancel=True, limiter=threads)
         return True
     return False

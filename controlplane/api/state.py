@@ -50,6 +50,8 @@ class State:
     beats: BeatThreads = field(default_factory=BeatThreads)
     probe_threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
     draining: bool = False
+    schema_fits: bool = False
+    """Whether the database was seen with a schema that this version can use."""
 
 
 def state_of(request: Request) -> State:

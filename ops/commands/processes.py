@@ -68,10 +68,19 @@ def api() -> None:
       TIDEPOOL_PORT=8080 tidepool api
     """
     with _running():
-        from controlplane.api.app import serve  # noqa: PLC0415 - heavy
-        from controlplane.settings import Settings  # noqa: PLC0415 - heavy
+        import structlog  # noqa: PLC0415 - heavy
 
-        serve(Settings())
+        from controlplane.api.app import serve  # noqa: PLC0415 - heavy
+        from controlplane.errors import SchemaError  # noqa: PLC0415 - heavy
+        from controlplane.settings import Settings  # noqa: PLC0415 - heavy
+        from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
+
+        settings = Settings()
+        try:
+            check_schema_at_start(settings)
+        except SchemaError as error:  # `/readyz` says it too, until somebody has migrated the database
+            structlog.get_logger().error(error.message)
+        serve(settings)
 
 
 def dispatcher() -> None:
@@ -84,8 +93,11 @@ def dispatcher() -> None:
     with _running():
         from controlplane.dispatcher import serve  # noqa: PLC0415 - heavy
         from controlplane.settings import Settings  # noqa: PLC0415 - heavy
+        from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
 
-        serve(Settings())
+        settings = Settings()
+        check_schema_at_start(settings)
+        serve(settings)
 
 
 def worker() -> None:
@@ -96,8 +108,10 @@ def worker() -> None:
       tidepool worker
     """
     with _running():
-        from controlplane.loops.schedule import MAIN_QUEUE, serve_worker  # noqa: PLC0415 - heavy
+        from controlplane.loops.schedule import MAIN_QUEUE, process_settings, serve_worker  # noqa: PLC0415 - heavy
+        from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
 
+        check_schema_at_start(process_settings())
         serve_worker(MAIN_QUEUE)
 
 
@@ -109,8 +123,10 @@ def forecaster() -> None:
       tidepool forecaster
     """
     with _running():
-        from controlplane.loops.schedule import FORECAST_QUEUE, serve_worker  # noqa: PLC0415 - heavy
+        from controlplane.loops.schedule import FORECAST_QUEUE, process_settings, serve_worker  # noqa: PLC0415 - heavy
+        from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
 
+        check_schema_at_start(process_settings())
         serve_worker(FORECAST_QUEUE)
 
 
@@ -122,8 +138,10 @@ def beat() -> None:
       tidepool beat
     """
     with _running():
-        from controlplane.loops.schedule import serve_beat  # noqa: PLC0415 - heavy
+        from controlplane.loops.schedule import process_settings, serve_beat  # noqa: PLC0415 - heavy
+        from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
 
+        check_schema_at_start(process_settings())
         serve_beat()
 
 
@@ -192,7 +210,7 @@ def _explained() -> Iterator[None]:
     from pydantic import ValidationError  # noqa: PLC0415 - heavy
     from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - heavy
 
-    from controlplane.errors import InvalidValueError  # noqa: PLC0415 - heavy
+    from controlplane.errors import InvalidValueError, SchemaError  # noqa: PLC0415 - heavy
     from dataplane.masked import mask  # noqa: PLC0415 - heavy
     from dataplane.tracing import TracingError  # noqa: PLC0415 - heavy
     from ops.home import EmbeddedError  # noqa: PLC0415 - heavy
@@ -205,7 +223,7 @@ def _explained() -> Iterator[None]:
         name, *place = map(str, first["loc"] or ("?",))
         setting = ".".join([_PREFIXES.get(error.title, "") + name.upper(), *place])
         raise CommandError(f"setting {setting}: {first['msg']}") from error
-    except (EmbeddedError, SupervisorError, TracingError, InvalidValueError, OSError) as error:
+    except (EmbeddedError, SupervisorError, TracingError, InvalidValueError, SchemaError, OSError) as error:
         raise CommandError(mask(str(error))) from error
     except SQLAlchemyError as error:
         raise CommandError(mask(f"the database: {str(error).splitlines()[0]}")) from error

@@ -25,6 +25,7 @@ class FakeControl:
         self.joined = False
         self.away = False
         self.garbled = False
+        self.refusal: httpx.Response | None = None
         self.desired: DesiredInstances = desired(1)
         self.joins: list[Join] = []
         self.heartbeats: list[Heartbeat] = []
@@ -35,6 +36,8 @@ class FakeControl:
         assert request.headers["authorization"] == f"Bearer {KEY}"
         if self.away:
             raise httpx.ConnectError("refused", request=request)
+        if self.refusal is not None:
+            return self.refusal
         if request.url.path == "/node/join":
             self.joins.append(msgspec.json.decode(request.content, type=Join))
             self.joined = True
@@ -47,11 +50,14 @@ class FakeControl:
         return httpx.Response(200, content=b"{" if self.garbled else msgspec.json.encode(self.desired))
 
 
-def run_link(play: Callable[[FakeControl, Agent], Any], **changes: Any) -> None:
-    """Run a link against a fake control plane while `play` acts."""
+def run_link(
+    play: Callable[[FakeControl, Agent], Any], *, refusal: httpx.Response | None = None, **changes: Any
+) -> None:
+    """Run a link against a fake control plane, which begins with a refusal if there is one, while `play` acts."""
 
     async def scenario() -> None:
         control = FakeControl()
+        control.refusal = refusal
         values = {"heartbeat_every_s": 0.05, "heartbeat_gap_s": 0.01, "control_backoff_max_s": 0.1} | changes
         agent = Agent(settings(**values), boot_id="boot")
         link = asyncio.create_task(ControlLink(agent, URL, transport=httpx.MockTransport(control.handle)).run())
@@ -201,3 +207,74 @@ def test_a_change_of_state_is_told_before_the_next_heartbeat_is_due() -> None:
         assert 1 <= len(control.heartbeats) - seen <= most, "but not more often than the least gap"
 
     run_link(play, heartbeat_every_s=30.0, heartbeat_gap_s=0.05)
+
+
+def problem(status: int, detail: str, param: str | None = None) -> httpx.Response:
+    return httpx.Response(status, json={"status": status, "detail": detail, "param": param})
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "change"),
+    [
+        (
+            problem(401, "Incorrect API key provided."),
+            "Incorrect API key provided.",
+            "set TIDEPOOL_AGENT_NODE_KEY to a key made by: tidepool key create NAME --role node --node n1",
+        ),
+        (
+            problem(403, "the key is for node 'n2', not for 'n1'", "node"),
+            "the key is for node 'n2', not for 'n1'",
+            "set TIDEPOOL_AGENT_NODE_KEY to a key made by: tidepool key create NAME --role node --node n1",
+        ),
+        (
+            problem(404, "region 'us-east' does not exist", "region"),
+            "region 'us-east' does not exist",
+            "run tidepool region add NAME, or change TIDEPOOL_AGENT_REGION",
+        ),
+        (problem(409, "node 'n1' holds 2", "region"), "node 'n1' holds 2", "change TIDEPOOL_AGENT_REGION"),
+        (problem(400, "url: x", "url"), "url: x", "change TIDEPOOL_AGENT_ADVERTISE_URL"),
+        (
+            problem(422, "no such field"),
+            "no such field",
+            "the agent and the control plane may be of different versions",
+        ),
+        (
+            httpx.Response(404, html="<h1>nginx</h1>"),
+            "the answer is no answer of Tidepool: Not Found",
+            "TIDEPOOL_AGENT_CONTROL_URL must be the address of a tidepool api; it is http://127.0.0.1:8080",
+        ),
+    ],
+)
+def test_a_refusal_says_what_the_server_said(answer: httpx.Response, reason: str, change: str) -> None:
+    async def play(control: FakeControl, agent: Agent) -> None:
+        await until(lambda: control.attempts >= 3)
+        control.refusal = None
+        await until(lambda: agent.generation == 1)
+
+    with capture_logs() as logs:
+        run_link(play, refusal=answer)
+    (refused,) = [entry for entry in logs if entry["event"] == "the control plane refuses this node"]
+    assert (refused["reason"], refused["change"], refused["node"]) == (reason, change, "n1")
+    assert refused["status"] == answer.status_code
+    events = [entry["event"] for entry in logs]
+    assert "the control plane is away" not in events
+    assert "the control plane is back" in events
+
+
+def test_a_key_that_is_revoked_while_the_node_serves_is_said_too() -> None:
+    async def play(control: FakeControl, agent: Agent) -> None:
+        control.desired = desired(2, instance())
+        await until(lambda: agent.generation == 2)
+        control.refusal = problem(401, "Incorrect API key provided.")
+        tried = control.attempts
+        await until(lambda: control.attempts >= tried + 3)
+        control.refusal = problem(503, "the database does not answer")
+        tried = control.attempts
+        await until(lambda: control.attempts >= tried + 3)
+        assert len(agent.reports()) == 1
+
+    with capture_logs() as logs:
+        run_link(play)
+    said = [entry for entry in logs if entry["event"].startswith("the control plane")]
+    assert [entry["event"] for entry in said] == ["the control plane refuses this node", "the control plane is away"]
+    assert said[1]["error"] == "503: the database does not answer"
