@@ -14,6 +14,7 @@ from ops.commands import (
     fleet,
     forecast_backtest,
     forecast_import,
+    init,
     keys,
     latencies,
     models,
@@ -40,6 +41,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 processes.register(app)
+app.command("init")(init.init)
 app.command("status")(fleet.show_status)
 app.command("top")(top.show_top)
 fleet.regions.command("latency")(latencies.set_latency)
@@ -76,10 +78,13 @@ for name, group in (
 @app.callback()
 def options(
     context: typer.Context,
-    url: Annotated[str, typer.Option(envvar="TIDEPOOL_URL", help="Where the API is.")] = "http://127.0.0.1:8080",
+    url: Annotated[
+        str | None,
+        typer.Option(help="Where the API is; default: TIDEPOOL_URL, else http://127.0.0.1:TIDEPOOL_PORT (8080)."),
+    ] = None,
     key: Annotated[
         str | None,
-        typer.Option(envvar="TIDEPOOL_KEY", show_envvar=True, help="API key; default: admin of the home's keys.json."),
+        typer.Option(help="API key; default: TIDEPOOL_ADMIN_KEY, else the admin key of TIDEPOOL_HOME/keys.json."),
     ] = None,
 ) -> None:
     """Tidepool serves many LLMs on one fleet of GPUs over several regions.
@@ -88,6 +93,7 @@ def options(
     Examples:
       tidepool demo                               run the main job once, end to end
       tidepool up                                 run everything on this machine
+      tidepool init --migrate                     the first keys, for processes that run apart
       tidepool model add qwen3-8b --path /models/qwen3-8b --tokens-per-s H800=12000 --region us-east
       tidepool batch submit requests.jsonl -o results.jsonl
       tidepool plan dry-run                       what the coming hour needs, and why

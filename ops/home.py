@@ -1,13 +1,49 @@
-"""The home folder of a local stack: who may write it, and the ports and passwords noted in `embedded.json`."""
+"""The home folder: where it is, who may write it, the first keys in `keys.json`, and the ports and passwords of
+embedded servers in `embedded.json`.
+"""
 
 import json
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 
 class EmbeddedError(Exception):
     """An embedded server cannot be prepared or started; the message says what to do about it."""
+
+
+def home_of(environment: Mapping[str, str]) -> Path:
+    """The home folder that `tidepool up` takes too."""
+    return Path(environment.get("TIDEPOOL_HOME") or "~/.tidepool").expanduser()
+
+
+def keys_file(home: Path) -> Path:
+    """Where the first keys lie."""
+    return home / "keys.json"
+
+
+def read_secrets(home: Path) -> dict[str, str]:
+    """The secrets of keys.json by role; none where there is no such file.
+
+    Raises:
+        EmbeddedError: it is not the JSON object that it should be, or may not be read.
+    """
+    path = keys_file(home)
+    try:
+        kept = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise EmbeddedError(f"{path} cannot be read: {error}") from error
+    if not isinstance(kept, dict) or not all(isinstance(secret, str) for secret in kept.values()):
+        raise EmbeddedError(f"{path} must be a JSON object of secrets by role")
+    return kept
+
+
+def write_secrets(home: Path, kept: dict[str, str]) -> None:
+    """Write keys.json, readable by its owner only, whole or not at all."""
+    write_secret(keys_file(home), json.dumps(kept, indent=2) + "\n")
 
 
 def make_home(home: Path) -> None:

@@ -9,7 +9,6 @@ TIDEPOOL_REDIS_URL replace the embedded servers.
 import fcntl
 import json
 import os
-import secrets
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -23,18 +22,15 @@ from sqlalchemy import make_url
 
 import migrations
 from controlplane.settings import Settings, psycopg_url
-from controlplane.store.keys import find_key, knows_secret, make_key
 from controlplane.store.session import Database, make_engine
-from controlplane.store.tables import Role
+from ops.bootstrap import keep_secrets, store_keys
 from ops.embedded import EmbeddedPostgres, EmbeddedValkey
-from ops.home import EmbeddedError, make_home, write_secret
+from ops.home import EmbeddedError, make_home
 from ops.ports import free_port
 from ops.processes import Child
 from ops.supervisor import Supervisor
 
 LOOPBACK = "127.0.0.1"
-BOOTSTRAP_ROLES = (Role.ADMIN, Role.CLIENT, Role.NODE)
-TENANT = "default"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +88,8 @@ class LocalStack:
         self._ports = dict(zip(gateways, (port, *(free_port() for _ in gateways[1:])), strict=True))
         self.urls = tuple(f"http://{LOOPBACK}:{each}" for each in self._ports.values())
         self.url = self.urls[0]
-        self.keys = _bootstrap_secrets(home)
+        self._first_keys = keep_secrets(home)
+        self.keys = self._first_keys.secrets
         self._logs = home / "logs"
         self._logs.mkdir(exist_ok=True)
         self._environment = dict(os.environ) | dict(environment or {})
@@ -152,13 +149,8 @@ class LocalStack:
         migrations.upgrade(self.database_url)
         database = Database(make_engine(Settings(database_url=SecretStr(self.database_url))))
         with database.transaction() as session:
-            for role in BOOTSTRAP_ROLES:
-                if find_key(session, self.keys[role]) is not None:
-                    continue
-                if knows_secret(session, self.keys[role]):
-                    self._report(f"the key '{role}' of keys.json is revoked: take it out there to get a new one")
-                else:
-                    make_key(session, name=f"bootstrap-{role}", role=role, tenant=TENANT, secret=self.keys[role])
+            for fault in store_keys(session, self._first_keys):
+                self._report(fault)
         database.close()
         self._database_ready = True
         return True
@@ -257,13 +249,3 @@ def _with_ready(child: Child, ready: Callable[[], bool]) -> Child:
 
 def _answers(host: str, port: int) -> bool:
     return httpx.get(f"http://{host}:{port}/livez", timeout=1.0).status_code == httpx.codes.OK
-
-
-def _bootstrap_secrets(home: Path) -> dict[str, str]:
-    """The secrets of keys.json, made at the first start."""
-    path = home / "keys.json"
-    kept: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
-    keys = {role.value: kept.get(role) or f"tp-{role.value}-{secrets.token_urlsafe(32)}" for role in BOOTSTRAP_ROLES}
-    if keys != kept:
-        write_secret(path, json.dumps(keys, indent=2) + "\n")
-    return keys

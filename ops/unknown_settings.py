@@ -10,7 +10,7 @@ from dataplane.settings import AgentSettings
 _PREFIX = "TIDEPOOL_"
 _AGENT_PREFIX = f"{_PREFIX}AGENT_"
 _NOT_SETTINGS = frozenset(
-    {"TIDEPOOL_KEY", "TIDEPOOL_URL", "TIDEPOOL_POSTGRES_USER", "TIDEPOOL_DATA", "TIDEPOOL_SOAK_S"}
+    {"TIDEPOOL_ADMIN_KEY", "TIDEPOOL_KEY", "TIDEPOOL_URL", "TIDEPOOL_POSTGRES_USER", "TIDEPOOL_DATA", "TIDEPOOL_SOAK_S"}
 )
 """Read by the command line, the embedded servers and the tests."""
 _TESTS_PREFIX = f"{_PREFIX}TEST_"

@@ -5,15 +5,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import typer
 
+from ops.commands.credentials import CredentialError, admin_key, api_url, client_key
+
 PAGE_ROWS = 100
 TIMEOUT_S = 60.0
 UPLOAD_TIMEOUT_S = 600.0
+_KEY_REFUSED = frozenset({httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN})
 
 
 class CommandError(Exception):
@@ -26,33 +28,25 @@ class CommandError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The API to talk to. `key` None: the admin key of keys.json in the home folder."""
+    """The API to talk to, as the global options say; None: as the environment and the home folder say."""
 
-    url: str
+    url: str | None
     key: str | None
-
-    def secret(self) -> str:
-        """The key to send.
-
-        Raises:
-            CommandError: none was given and none is on this machine.
-        """
-        if self.key:
-            return self.key
-        file = Path(os.environ.get("TIDEPOOL_HOME", "~/.tidepool")).expanduser() / "keys.json"
-        try:
-            return str(json.loads(file.read_text())["admin"])
-        except FileNotFoundError:
-            raise CommandError(f"no key: give --key or TIDEPOOL_KEY ({file} does not exist)") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CommandError(f"no key: give --key or TIDEPOOL_KEY ({file} holds no admin key: {error})") from None
 
 
 class Api:
-    """A connection to the API. Every call returns decoded JSON or raises CommandError."""
+    """A connection to the API. Every call returns decoded JSON or raises CommandError. `key_source`: where the key came
+    from, to be named where it is refused.
+    """
 
-    def __init__(self, client: httpx.Client) -> None:
+    def __init__(self, client: httpx.Client, key_source: str | None = None) -> None:
         self._client = client
+        self._key_source = key_source
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return str(self._client.base_url).rstrip("/")
 
     def get(self, path: str, **query: Any) -> Any:
         """Read something; a query that is None is left out."""
@@ -88,7 +82,7 @@ class Api:
         """
         with self._translated():
             answer = self._client.request(method, path, **request)
-            _check(answer)
+            self._check(answer)
             return answer.json()
 
     @contextmanager
@@ -97,8 +91,16 @@ class Api:
         with self._translated(), self._client.stream("GET", path) as answer:
             if answer.is_error:
                 answer.read()
-            _check(answer)
+            self._check(answer)
             yield answer.iter_bytes()
+
+    def _check(self, answer: httpx.Response) -> None:
+        if not answer.is_error:
+            return
+        message = _said(answer)
+        if self._key_source is not None and answer.status_code in _KEY_REFUSED:
+            message += f"; the key came from {self._key_source}: set TIDEPOOL_ADMIN_KEY, or give --key"
+        raise CommandError(message, status=answer.status_code)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -115,7 +117,7 @@ class Api:
 
 
 @contextmanager
-def open_api(url: str, key: str) -> Iterator[Api]:
+def open_api(url: str, key: str, *, key_source: str | None = None) -> Iterator[Api]:
     """A connection with a key.
 
     Raises:
@@ -127,26 +129,33 @@ def open_api(url: str, key: str) -> Iterator[Api]:
     except (httpx.InvalidURL, UnicodeEncodeError, ValueError) as error:
         raise CommandError(f"'{url}' or the key cannot be used: {error}") from None
     with client:
-        yield Api(client)
+        yield Api(client, key_source)
 
 
 @contextmanager
-def connected(context: typer.Context) -> Iterator[Api]:
-    """The API that the global options name."""
+def connected(context: typer.Context, *, as_client: bool = False) -> Iterator[Api]:
+    """The API that the global options and the environment name. `as_client`: with the key of a client, if one is set.
+
+    Raises:
+        CommandError: there is no key, or the API cannot be reached.
+    """
     target = context.obj
     assert isinstance(target, Target), "the callback of the app sets it"
-    with open_api(target.url, target.secret()) as api:
+    find = client_key if as_client else admin_key
+    try:
+        url, key = api_url(target.url, os.environ), find(target.key, os.environ)
+    except CredentialError as error:
+        raise CommandError(str(error)) from None
+    with open_api(url, key.secret, key_source=key.source) as api:
         yield api
 
 
-def _check(answer: httpx.Response) -> None:
-    if not answer.is_error:
-        return
+def _said(answer: httpx.Response) -> str:
+    """What an answer says of an error."""
     try:
         body = answer.json()
     except ValueError:
         body = {}
     error = body.get("error") if isinstance(body, dict) else None
     detail = error.get("message") if isinstance(error, dict) else body.get("detail") if isinstance(body, dict) else None
-    message = f"{detail or answer.reason_phrase or 'refused'} ({answer.status_code})"
-    raise CommandError(message, status=answer.status_code)
+    return f"{detail or answer.reason_phrase or 'refused'} ({answer.status_code})"

@@ -42,7 +42,7 @@ def submit(
       tidepool batch submit requests.jsonl --no-watch --json
     """
     endpoint = _endpoint_of(file)
-    with connected(context) as api:
+    with connected(context, as_client=True) as api:
         with file.open("rb") as stream:
             uploaded = api.send(
                 "POST",
@@ -70,7 +70,7 @@ def list_batches(context: typer.Context, as_json: AsJson = False) -> None:
     Example:
       tidepool batch list
     """
-    with connected(context) as api:
+    with connected(context, as_client=True) as api:
         answer = api.pages("/v1/batches")
     if as_json:
         print_json(answer)
@@ -99,7 +99,7 @@ def show(
       tidepool batch show latest
       tidepool batch show batch_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --watch
     """
-    with connected(context) as api:
+    with connected(context, as_client=True) as api:
         batch_id = whole_id(api, "batch", batch_id)
         batch = api.get(f"/v1/batches/{batch_id}")
         if watch:
@@ -115,7 +115,7 @@ def cancel(context: typer.Context, batch_id: BatchId, as_json: AsJson = False) -
     Example:
       tidepool batch cancel batch_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
     """
-    with connected(context) as api:
+    with connected(context, as_client=True) as api:
         batch_id = whole_id(api, "batch", batch_id)
         batch = api.post(f"/v1/batches/{batch_id}/cancel")
     _show_batch(batch, as_json=as_json)
@@ -135,7 +135,7 @@ def output(
     Example:
       tidepool batch output batch_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 -o results.jsonl
     """
-    with connected(context) as api:
+    with connected(context, as_client=True) as api:
         batch_id = whole_id(api, "batch", batch_id)
         batch = api.get(f"/v1/batches/{batch_id}")
         file_id = batch["error_file_id" if errors else "output_file_id"]

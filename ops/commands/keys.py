@@ -1,13 +1,16 @@
 """`key`: who may use the API."""
 
+import os
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ops.commands.api import connected
+from ops.commands.api import Api, CommandError, connected
 from ops.commands.ids import whole_id
 from ops.commands.screen import AsJson, Columns, print_json, print_table
+from ops.home import EmbeddedError, home_of, keys_file, read_secrets, write_secrets
 
 KeyId = Annotated[str, typer.Argument(metavar="KEY", help="Its id, or the first characters of it.")]
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -20,6 +23,14 @@ class KeyRole(StrEnum):
     ADMIN = "admin"
     OPERATOR = "operator"
     VIEWER = "viewer"
+    CLIENT = "client"
+    NODE = "node"
+
+
+class FirstRole(StrEnum):
+    """A key that is made first."""
+
+    ADMIN = "admin"
     CLIENT = "client"
     NODE = "node"
 
@@ -85,17 +96,70 @@ def rotate_key(
     """Give a key a new secret. It is printed this once; the present one works until the overlap ends.
 
     \b
+    A key of keys.json is replaced there too, so that the command line and `tidepool up` go on with it.
+
+    \b
     Example:
       tidepool key rotate key_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --overlap 1h
     """
+    seconds = _seconds(overlap)
+    home = home_of(os.environ)
     with connected(context) as api:
         key_id = whole_id(api, "key", key_id)
-        answer = api.post(f"/admin/keys/{key_id}/rotate", {"overlap_s": _seconds(overlap)})
+        role = _kept_role(home, api, key_id)
+        answer = api.post(f"/admin/keys/{key_id}/rotate", {"overlap_s": seconds})
     if as_json:
         print_json(answer)
-        return
-    typer.echo(f"{key_id}: the old secret works until {answer['old_until']}; the new one is not shown again:", err=True)
-    typer.echo(answer["secret"])
+    else:
+        until = answer["old_until"]
+        typer.echo(f"{key_id}: the old secret works until {until}; the new one is not shown again:", err=True)
+        typer.echo(answer["secret"])
+    if role is not None:
+        _keep(home, role, answer["secret"])
+
+
+def _keep(home: Path, role: str, secret: str) -> None:
+    """Put a new secret into keys.json, and say so."""
+    try:
+        write_secrets(home, read_secrets(home) | {role: secret})
+    except (OSError, EmbeddedError) as error:
+        raise CommandError(f"put the new secret of '{role}' into {keys_file(home)} yourself: {error}") from error
+    restart = "; restart `tidepool up` before the old secret ends" if role == "node" else ""
+    typer.echo(f"{keys_file(home)} has the new secret of '{role}'{restart}", err=True)
+
+
+def _kept_role(home: Path, api: Api, key_id: str) -> str | None:
+    """Under which role keys.json has this key; None: it does not. The API tells how a secret begins, which is unlike
+    any other of the few keys made by `tidepool init` and `tidepool up`.
+    """
+    try:
+        kept = read_secrets(home)
+    except EmbeddedError:
+        return None
+    rows = api.pages("/admin/keys")["data"] if kept else []
+    prefix = next((row["prefix"] for row in rows if row["id"] == key_id and row["name"].startswith("bootstrap-")), None)
+    return next((role for role, secret in kept.items() if prefix is not None and secret.startswith(prefix)), None)
+
+
+@keys.command("secret")
+def print_secret(role: FirstRole, as_json: AsJson = False) -> None:
+    """Print a secret of keys.json, which `tidepool init` and `tidepool up` write. Asks no API.
+
+    \b
+    Example:
+      export TIDEPOOL_KEY=$(tidepool key secret client)
+    """
+    home = home_of(os.environ)
+    try:
+        secret = read_secrets(home).get(role.value)
+    except EmbeddedError as error:
+        raise CommandError(str(error)) from error
+    if secret is None:
+        raise CommandError(f"{keys_file(home)} has no key '{role.value}': run `tidepool init`")
+    if as_json:
+        print_json({role.value: secret})
+    else:
+        typer.echo(secret)
 
 
 def _seconds(duration: str) -> int:

@@ -185,11 +185,11 @@ def _running() -> Iterator[None]:
     from dataplane.tracing import start_tracing  # noqa: PLC0415 - heavy
     from ops.unknown_settings import unknown_settings  # noqa: PLC0415 - heavy
 
-    with _explained():
+    with explained():
         settings = LogSettings()
     with logging_to_stderr(settings):
         try:
-            with _explained():
+            with explained():
                 for complaint in unknown_settings(os.environ):
                     structlog.get_logger().warning(complaint)
                 start_tracing(f"tidepool-{sys.argv[1]}" if len(sys.argv) > 1 else "tidepool")
@@ -205,7 +205,7 @@ _PREFIXES = {"Settings": "TIDEPOOL_", "AgentSettings": "TIDEPOOL_AGENT_", "LogSe
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """Bad settings, a busy port, a server that is away: a line each, in place of a traceback."""
     from pydantic import ValidationError  # noqa: PLC0415 - heavy
     from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - heavy

@@ -7,7 +7,7 @@ import typer
 from rich.console import RenderableType
 from rich.live import Live
 
-from ops.commands.api import Target, connected
+from ops.commands.api import connected
 from ops.commands.screen import AsJson, output, print_json
 from ops.top import screen, take_snapshot
 
@@ -26,9 +26,8 @@ def show_top(
       tidepool top --once
       tidepool top --json      one look, for scripts
     """
-    assert isinstance(context.obj, Target), "the callback of the app sets it"
-    url = context.obj.url
     with connected(context) as api:
+        url = api.url
         if as_json:
             print_json(take_snapshot(api, url).as_json())
             return

@@ -50,7 +50,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     """`run("region", "list")`: a command in this process, with a wide screen and an empty home."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TIDEPOOL_HOME", str(tmp_path))
-    for name in ("TIDEPOOL_URL", "TIDEPOOL_KEY"):
+    for name in ("TIDEPOOL_URL", "TIDEPOOL_PORT", "TIDEPOOL_HOST", "TIDEPOOL_KEY", "TIDEPOOL_ADMIN_KEY"):
         monkeypatch.delenv(name, raising=False)
 
     def run(*arguments: object) -> Outcome:
