@@ -1,6 +1,5 @@
-"""From a Generate message to its stream of events: checking, tokenizing, and the text of what comes back."""
+"""From a Generate message to its stream of events: checking it, and the text of what comes back."""
 
-import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
 
@@ -9,7 +8,7 @@ from dataplane.errors import BadRequestError, ContextLengthError, DataplaneError
 from dataplane.flights import Flight
 from dataplane.measures import RequestMeasure
 from dataplane.messages import Failed, Finished, FinishReason, Generate, ModelSpec, Started, StreamEvent, Token
-from dataplane.text import Text, TextStream
+from dataplane.text import TextStream
 from dataplane.tracing import current_parent
 
 RETRYABLE_STATUSES = frozenset({409, 429, 500, 503})
@@ -53,34 +52,13 @@ def check_sampling(generate: Generate, *, stop_strings_max: int) -> None:
         raise BadRequestError("stop must not hold an empty string", param="stop")
 
 
-async def tokenize(generate: Generate, text: Text) -> tuple[int, ...]:
-    """The prompt's tokens, made off the loop.
-
-    Raises:
-        dataplane.errors.BadRequestError: the prompt is empty, tokens are unknown, or the chat template refuses it.
-    """
-    if generate.messages is not None:
-        tokens, param = await asyncio.to_thread(text.encode_chat, generate.messages), "messages"
-    elif generate.prompt is not None:
-        tokens, param = await asyncio.to_thread(text.encode_text, generate.prompt), "prompt"
-    else:
-        tokens, param = generate.prompt_tokens or (), "prompt_tokens"
-        text.check_tokens(tokens, param)
-    text.check_tokens(generate.generated, "generated")
-    if not tokens:
-        raise BadRequestError(f"{param} must hold at least one token", param=param)
-    return tokens
-
-
-def engine_request(
-    generate: Generate, prompt: tuple[int, ...], model: ModelSpec, *, kv_tokens_max: int
-) -> EngineRequest:
-    """The request as the engine takes it. Without `max_tokens` the answer may fill the context.
+def engine_request(generate: Generate, prompt: tuple[int, ...], model: ModelSpec, *, tokens_max: int) -> EngineRequest:
+    """The request as the engine takes it: prompt and answer have at most `tokens_max` tokens together, and without
+    `max_tokens` the answer may fill them.
 
     Raises:
         dataplane.errors.ContextLengthError: prompt and answer fit neither the context nor the slot's KV memory.
     """
-    tokens_max = min(model.context_tokens, kv_tokens_max)
     sampling = generate.sampling
     max_tokens = sampling.max_tokens if sampling.max_tokens is not None else max(1, tokens_max - len(prompt))
     if len(prompt) + max_tokens > tokens_max:

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from dataplane.answers import Answer, check_sampling, engine_request, tokenize
+from dataplane.answers import Answer, check_sampling, engine_request
 from dataplane.errors import (
     BadRequestError,
     StaleEpochError,
@@ -26,6 +26,7 @@ from dataplane.messages import DesiredInstance, DesiredInstances, Generate, Hear
 from dataplane.pools import Pool
 from dataplane.settings import AgentSettings
 from dataplane.text import Text, TextStream
+from dataplane.tokenizing import Tokenizing
 
 _LOOK_AGAIN_S = 0.05
 
@@ -42,6 +43,7 @@ class Agent:
         self._generation = 0
         self._leaving = self._closing = self._handing_over = False
         self._fences = Fences(settings.fences_max)
+        self._tokenizing = Tokenizing(settings)
         self._misplaced: tuple[DesiredInstance, ...] = ()
         self._desired: dict[str, DesiredInstance] = {}
         self._files = HostFiles(settings, boot_id)
@@ -172,11 +174,12 @@ class Agent:
             )
         pool.check_queue()
         assert held.text is not None, "an instance is ready only with its tokenizer"
-        prompt = await tokenize(generate, held.text)
+        tokens_max = min(model.context_tokens, pool.kv_tokens_max(generate.instance_id))
+        prompt = await self._tokenizing.tokenize(generate, held.text, tokens_max=tokens_max)
         text = TextStream(held.text, generate.sampling.stop, sent_chars=generate.sent_chars)
         resumed = await asyncio.to_thread(text.resume, generate.generated) if generate.generated else ""
         pool.check_queue()
-        request = engine_request(generate, prompt, model, kv_tokens_max=pool.kv_tokens_max(generate.instance_id))
+        request = engine_request(generate, prompt, model, tokens_max=tokens_max)
         flight = self._fenced(generate, pool, pool.submit(request))
         measure = RequestMeasure(self._measures, model.name, len(prompt), time.monotonic)
         return Answer(flight, text, cancel=pool.cancel, measure=measure, resumed=resumed)

@@ -109,6 +109,8 @@ class AgentSettings(BaseSettings):
     queue_max: int = Field(256, ge=1, description="requests in flight on one slot")
     body_bytes_max: int = Field(8 * 2**20, ge=1024)
     stop_strings_max: int = Field(16, ge=1)
+    long_prompt_chars: int = Field(2**16, ge=1, description="characters from which a prompt is a long one")
+    long_prompts_max: int = Field(2, ge=1, le=64, description="long prompts that are tokenized at once")
     fences_max: int = Field(10_000, ge=1, description="deferred requests whose newest claim is remembered")
     heartbeat_every_s: float = Field(1.0, gt=0, le=60)
     heartbeat_gap_s: float = Field(0.2, gt=0, description="least time between two heartbeats")

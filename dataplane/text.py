@@ -4,13 +4,17 @@ The `tokenizers` library is used directly: transformers' AutoTokenizer imports t
 """
 
 import json
+import os
+import re
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 from zlib import crc32
 
-from dataplane.errors import BadRequestError, ModelLoadError
+from dataplane.errors import BadRequestError, ContextLengthError, ModelLoadError
 from dataplane.messages import ChatMessage, EngineKind
+from dataplane.token_bounds import TokenBound
 from dataplane.words import WORDS
 
 REPLACEMENT = "\ufffd"
@@ -25,11 +29,15 @@ _WORD_IDS = {word: token_id for token_id, word in enumerate(WORDS)}
 class Text(Protocol):
     """The text side of a model."""
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
-        """The prompt of a conversation, ending where the model shall answer."""
+    def encode_chat(self, messages: Sequence[ChatMessage], *, tokens_max: int) -> tuple[int, ...]:
+        """The prompt of a conversation, ending where the model shall answer.
 
-    def encode_text(self, prompt: str) -> tuple[int, ...]:
-        """The tokens of a plain prompt."""
+        Raises:
+            dataplane.errors.ContextLengthError: it has more than `tokens_max` tokens.
+        """
+
+    def encode_text(self, prompt: str, *, tokens_max: int) -> tuple[int, ...]:
+        """The tokens of a plain prompt; raises as `encode_chat` does."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens; special tokens are left out."""
@@ -51,6 +59,8 @@ class ModelText:
         Raises:
             dataplane.errors.ModelLoadError: `tokenizer.json` is missing or cannot be used.
         """
+        # The library's own threads gain nothing for one prompt at a time, and handing it to them takes longer than it.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from tokenizers import Tokenizer  # noqa: PLC0415  (an agent that only replays needs no torch extra)
 
         path = Path(folder) / "tokenizer.json"
@@ -65,15 +75,17 @@ class ModelText:
         except Exception as error:  # tokenizers raises bare Exception
             raise ModelLoadError(f"{folder}: the tokenizer cannot be used: {error}", param="path") from error
         self._vocabulary_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self._bound = TokenBound.of_file(path)
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+    def encode_chat(self, messages: Sequence[ChatMessage], *, tokens_max: int) -> tuple[int, ...]:
         """The chat template's rendering, or `role: content` lines when the checkpoint has no template.
 
         Raises:
             dataplane.errors.BadRequestError: the template refuses these messages.
+            dataplane.errors.ContextLengthError: they have more than `tokens_max` tokens.
         """
         if self._template is None:
-            return self.encode_text(_plain_chat(messages))
+            return self._encode(_plain_chat(messages), "messages", tokens_max, special=True)
         try:
             rendered = self._template.render(
                 messages=[{"role": message.role, "content": message.content} for message in messages],
@@ -83,11 +95,19 @@ class ModelText:
             )
         except Exception as error:  # the template is the checkpoint author's program
             raise BadRequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-        return tuple(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
+        return self._encode(rendered, "messages", tokens_max, special=False)
 
-    def encode_text(self, prompt: str) -> tuple[int, ...]:
+    def encode_text(self, prompt: str, *, tokens_max: int) -> tuple[int, ...]:
         """The tokens of a plain prompt, special tokens added as the checkpoint wants them."""
-        return tuple(self._tokenizer.encode(prompt).ids)
+        return self._encode(prompt, "prompt", tokens_max, special=True)
+
+    def _encode(self, text: str, param: str, tokens_max: int, *, special: bool) -> tuple[int, ...]:
+        """The tokens of a text. Other threads run meanwhile: the library's `encode` would let none run, for seconds."""
+        if self._bound is not None and len(text) > tokens_max:
+            _check_length(self._bound.least_tokens(text, enough=tokens_max), tokens_max, param)
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        _check_length(len(encoding), tokens_max, param)
+        return tuple(encoding.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens; special tokens are left out."""
@@ -101,13 +121,13 @@ class ModelText:
 class WordText:
     """The text of a replayed model without files: one token a word. Words it does not know become some other word."""
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+    def encode_chat(self, messages: Sequence[ChatMessage], *, tokens_max: int) -> tuple[int, ...]:
         """The words of `role: content` lines."""
-        return self.encode_text(_plain_chat(messages))
+        return _word_ids(_plain_chat(messages), "messages", tokens_max)
 
-    def encode_text(self, prompt: str) -> tuple[int, ...]:
+    def encode_text(self, prompt: str, *, tokens_max: int) -> tuple[int, ...]:
         """One token per blank-separated word, the same one for the same word always."""
-        return tuple(_WORD_IDS.get(word, crc32(word.encode()) % len(WORDS)) for word in prompt.split())
+        return _word_ids(prompt, "prompt", tokens_max)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Words with a blank between them."""
@@ -116,6 +136,13 @@ class WordText:
     def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
         """Refuse ids beyond the word list."""
         _check_range(token_ids, len(WORDS), param)
+
+
+def _word_ids(text: str, param: str, tokens_max: int) -> tuple[int, ...]:
+    words = (found[0] for found in islice(re.finditer(r"\S+", text), tokens_max + 1))
+    token_ids = tuple(_WORD_IDS.get(word, crc32(word.encode()) % len(WORDS)) for word in words)
+    _check_length(len(token_ids), tokens_max, param)
+    return token_ids
 
 
 def load_text(path: str, engine: EngineKind) -> Text:
@@ -200,6 +227,13 @@ class TextStream:
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _check_length(tokens: int, tokens_max: int, param: str) -> None:
+    if tokens > tokens_max:
+        raise ContextLengthError(
+            f"the prompt has at least {tokens} tokens; the model takes at most {tokens_max} here", param=param
+        )
 
 
 def _check_range(token_ids: Sequence[int], vocabulary_size: int, param: str) -> None:

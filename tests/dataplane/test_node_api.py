@@ -98,7 +98,7 @@ def test_refusals_are_failed_messages_with_their_status() -> None:
         ({"sampling": Sampling(top_p=0.0)}, 400, "invalid_value", "top_p"),
         ({"sampling": Sampling(stop=("",))}, 400, "invalid_value", "stop"),
         ({"sampling": Sampling(max_tokens=5000)}, 400, "context_length_exceeded", "max_tokens"),
-        ({"prompt": "the " * 3000, "sampling": Sampling()}, 400, "context_length_exceeded", "messages"),
+        ({"prompt": "the " * 3000, "sampling": Sampling()}, 400, "context_length_exceeded", "prompt"),
     ]
 
     async def scenario() -> None:

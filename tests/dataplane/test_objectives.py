@@ -29,7 +29,7 @@ def as_sent(**fields: float) -> bytes:
 
 def test_it_travels_with_the_request() -> None:
     sent = msgspec.json.decode(msgspec.json.encode(generate(objective=OWN)), type=Generate)
-    taken = engine_request(sent, (1, 2, 3), model(), kv_tokens_max=1000)
+    taken = engine_request(sent, (1, 2, 3), model(), tokens_max=1000)
     assert taken.promise == OWN
 
 
@@ -37,7 +37,7 @@ def test_it_travels_with_the_request() -> None:
 def test_a_control_plane_that_sends_none_gets_the_tiers(tier: Tier) -> None:
     body = msgspec.to_builtins(generate(tier=tier))
     del body["objective"]
-    taken = engine_request(msgspec.convert(body, Generate), (1, 2, 3), model(), kv_tokens_max=1000)
+    taken = engine_request(msgspec.convert(body, Generate), (1, 2, 3), model(), tokens_max=1000)
     assert taken.promise == TIER_OBJECTIVES[tier]
 
 

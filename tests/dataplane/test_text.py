@@ -1,6 +1,8 @@
 """Tokens to text as they come: whole characters, right blanks, stop strings over token borders; tokenizer folders."""
 
 import json
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dataplane.errors import BadRequestError, ModelLoadError
+from dataplane.errors import BadRequestError, ContextLengthError, ModelLoadError
 from dataplane.messages import ChatMessage
 from dataplane.text import ModelText, TextStream, WordText, load_text
 from dataplane.words import WORDS
 
 CHAT = (ChatMessage(role="user", content="hello"),)
+MANY = 10_000
 
 
 class ByteText(WordText):
@@ -113,9 +116,9 @@ def test_words_have_blanks_between_them_and_none_in_front() -> None:
 
 def test_word_text_goes_there_and_back() -> None:
     words = WordText()
-    assert words.decode(words.encode_text("the tide  turns")) == "the tide turns"
-    assert words.encode_text("unheard") == words.encode_text("unheard")
-    assert len(words.encode_chat(CHAT)) == 3
+    assert words.decode(words.encode_text("the tide  turns", tokens_max=MANY)) == "the tide turns"
+    assert words.encode_text("unheard", tokens_max=MANY) == words.encode_text("unheard", tokens_max=MANY)
+    assert len(words.encode_chat(CHAT, tokens_max=MANY)) == 3
     with pytest.raises(BadRequestError, match=str(len(WORDS))):
         words.check_tokens([0, len(WORDS)], "prompt_tokens")
 
@@ -140,10 +143,10 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{
 def test_a_checkpoint_folder_with_a_chat_template(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, TEMPLATE)
     text = ModelText(tmp_path)
-    ids = text.encode_chat(CHAT)
+    ids = text.encode_chat(CHAT, tokens_max=MANY)
     assert text.decode(ids) == "[user]hello[bot]", "special tokens are left out of the text"
     assert (ids[0], len(ids)) == (256, 1 + len("[user]hello") + 1 + len("[bot]"))
-    assert text.decode(text.encode_text("tide 😀")) == "tide 😀"
+    assert text.decode(text.encode_text("tide 😀", tokens_max=MANY)) == "tide 😀"
     with pytest.raises(BadRequestError, match="token 258"):
         text.check_tokens([258], "prompt_tokens")
 
@@ -151,20 +154,57 @@ def test_a_checkpoint_folder_with_a_chat_template(tmp_path: Path) -> None:
 def test_a_checkpoint_folder_without_a_chat_template(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, None)
     text = ModelText(tmp_path)
-    assert text.decode(text.encode_chat(CHAT)) == "user: hello\nassistant:"
+    assert text.decode(text.encode_chat(CHAT, tokens_max=MANY)) == "user: hello\nassistant:"
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None])
+def test_a_prompt_longer_than_the_model_takes_is_refused(tmp_path: Path, template: str | None) -> None:
+    write_tokenizer(tmp_path, template)
+    for text in (ModelText(tmp_path), WordText()):
+        long = "tide " * 20
+        exact = len(text.encode_text(long, tokens_max=MANY))
+        assert len(text.encode_text(long, tokens_max=exact)) == exact
+        with pytest.raises(ContextLengthError, match=f"at most {exact - 1} here") as refused:
+            text.encode_text(long, tokens_max=exact - 1)
+        assert refused.value.param == "prompt"
+        with pytest.raises(ContextLengthError) as refused:
+            text.encode_chat((ChatMessage(role="user", content=long),), tokens_max=exact - 1)
+        assert refused.value.param == "messages"
+
+
+def test_what_cannot_fit_is_never_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tokenizer(tmp_path, None)
+    text = ModelText(tmp_path)
+    monkeypatch.setattr(text, "_tokenizer", None)
+    with pytest.raises(ContextLengthError, match=r"at least \d+ tokens; the model takes at most 99 here"):
+        text.encode_text("x" * 2**20, tokens_max=99)
+
+
+def test_other_threads_run_while_a_long_prompt_is_tokenized(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, None)
+    text = ModelText(tmp_path)
+    made: list[int] = []
+    thread = threading.Thread(target=lambda: made.append(len(text.encode_text("tide " * 100_000, tokens_max=10**6))))
+    thread.start()
+    turns = 0
+    while thread.is_alive():
+        time.sleep(0)
+        turns += 1
+    assert made == [500_000]
+    assert turns > 100, "the tokenizer kept the interpreter to itself"
 
 
 def test_a_template_may_refuse(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, "{{ raise_exception('no system role') }}")
     with pytest.raises(BadRequestError, match="no system role"):
-        ModelText(tmp_path).encode_chat(CHAT)
+        ModelText(tmp_path).encode_chat(CHAT, tokens_max=MANY)
 
 
 def test_a_stream_of_a_checkpoint_folder(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, None)
     text = ModelText(tmp_path)
     streamed = TextStream(text, ["END"])
-    assert "".join(streamed.feed(i) for i in text.encode_text("grüße 😀 END not this")) == "grüße 😀 "
+    assert "".join(streamed.feed(i) for i in text.encode_text("grüße 😀 END not this", tokens_max=MANY)) == "grüße 😀 "
 
 
 def test_load_text(tmp_path: Path) -> None:

@@ -74,8 +74,8 @@ def calm_tokens(specs: list[ModelSpec], seeds: list[tuple[str, int]]) -> list[li
     for name, seed in seeds:
         wanted = body("calm", seed, name)
         text = load_text(next(spec.path for spec in specs if spec.name == name), "torch")
-        prompt = text.encode_text(wanted.prompt or "")
-        engine.add(engine_request(wanted, prompt, specs[0], kv_tokens_max=2**12))
+        prompt = text.encode_text(wanted.prompt or "", tokens_max=2**12)
+        engine.add(engine_request(wanted, prompt, specs[0], tokens_max=2**12))
         made[wanted.request_id] = []
     while engine.has_work():
         for output in engine.step():
