@@ -9,15 +9,17 @@ An instance fails in one of two ways, and its requests in flight fare accordingl
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from weakref import WeakValueDictionary
 
 import msgspec
 import structlog
 
-from dataplane.checkpoints import ProgressLog, Sources, in_own_thread, local_checkpoint
+from dataplane.checkpoints import ProgressLog, Sources, in_own_thread, local_checkpoint, read_ahead
 from dataplane.errors import ModelLoadError
 from dataplane.frames import Command, Load, Unload
 from dataplane.messages import DesiredInstance, EngineKind, InstanceState
@@ -39,6 +41,7 @@ class HeldInstance:
     `folder`: where its checkpoint lies on this node. `asked`: the serial of the Load that the present worker has not
     answered yet. `losses`: workers that died over it in a row. `reloading`: it was ready until its worker was lost.
     `retry`: when a failed load is tried again. `orphaned`: it failed since workers died, not by its own fault.
+    `wanted_s`: since when it is to be here, by `time.monotonic`.
     `drained`: unloaded after draining; it only waits to be taken from the desired state, and is not reported. `fetch`:
     how far its checkpoint has come, while that is fetched.
     """
@@ -55,6 +58,7 @@ class HeldInstance:
     drained: bool = False
     retry: asyncio.TimerHandle | None = None
     fetch: ProgressLog | None = None
+    wanted_s: float = field(default_factory=time.monotonic)
 
     @property
     def instance_id(self) -> str:
@@ -104,6 +108,18 @@ class HeldInstances:
     def fetches(self) -> dict[str, ProgressLog]:
         """How far the checkpoints have come that are being fetched, by instance."""
         return {held.instance_id: held.fetch for held in self._held.values() if held.fetch is not None}
+
+    def waits_for(self, instance_id: str) -> str | None:
+        """What keeps an instance from serving; None: nothing does, or it failed."""
+        held = self.get(instance_id)
+        if held is None or held.state != "loading":
+            return None
+        if held.fetch is not None:
+            done, total = held.fetch.done_bytes, held.fetch.total_bytes
+            return f"its checkpoint is fetched: {10 * (10 * done // total)} %" if total else "its checkpoint is fetched"
+        if self._send is None:
+            return "the worker process is starting"
+        return "its tokenizer is read" if held.text is None else "its weights are loaded"
 
     def follow(self, desired: Iterable[DesiredInstance]) -> None:
         """Hold these instances and no others. One whose model changed is unloaded and loaded anew. One that is to run
@@ -168,7 +184,8 @@ class HeldInstances:
             return
         held.asked, held.losses, held.reloading = None, 0, False
         held.state = "draining" if held.desired.draining else "ready"
-        log.info("instance loaded", instance=instance_id, model=held.desired.model.name)
+        start_s = round(time.monotonic() - held.wanted_s, 2)
+        log.info("instance loaded", instance=instance_id, model=held.desired.model.name, start_s=start_s)
         self._on_change(instance_id)
 
     def load_failed(self, instance_id: str, serial: int, error: str) -> None:
@@ -257,6 +274,7 @@ class HeldInstances:
         try:
             held.folder = await self._local_folder(held)
             text = held.text or self._texts.get(path)
+            await asyncio.to_thread(read_ahead, Path(held.folder))
             if text is None:
                 text = await asyncio.to_thread(load_text, held.folder, self._engine)
         except ModelLoadError as error:

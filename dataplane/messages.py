@@ -210,6 +210,7 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `prefill_wait_s`: until its slot would begin an IW-N request, `prefill_urgent_wait_s`: an IW-F request, which may
     overtake; `prefill_token_s`: its pace.
+    `waits_for`: what a loading instance waits for, in a few words.
     A spot instance is `draining` while requests from before it was lent run, then `spot`. KV is that of the instance
     and what is free beside it, shared with ready instances of its model; of a pooled instance, that of all the slot.
     """
@@ -225,6 +226,7 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     error: str | None = None
     kind: InstanceKind = "mixed"
+    waits_for: str | None = None
     prefill_wait_s: float | None = None
     prefill_urgent_wait_s: float | None = None
     prefill_token_s: float | None = None

@@ -66,6 +66,9 @@ class AgentCollector(Collector):
         load = GaugeMetricFamily("tidepool_slot_load", "alpha; above 1 a slot cannot keep up", labels=labels)
         flying = GaugeMetricFamily("tidepool_requests_in_flight", "Requests on a slot", labels=labels)
         prefills = GaugeMetricFamily("tidepool_prefills_waiting", "Requests without a first token", labels=labels)
+        start = GaugeMetricFamily(
+            "tidepool_worker_start_seconds", "From the latest start of a worker until it could load", labels=labels
+        )
         residents = GaugeMetricFamily("tidepool_resident_models", "Models with weights in the arena", labels=labels)
         for pool in self._agent.pools:
             for slot in pool.slots:
@@ -74,7 +77,8 @@ class AgentCollector(Collector):
                 flying.add_metric(values, pool.dispatcher.count(slot.index))
                 prefills.add_metric(values, 0 if slot.stats.pool is None else slot.stats.pool.prefills_waiting)
                 residents.add_metric(values, len(slot.stats.resident_models))
-        yield from (load, flying, prefills, residents)
+                start.add_metric(values, slot.worker_start_s)
+        yield from (load, flying, prefills, residents, start)
 
     def _memory(self) -> Iterator[Metric]:
         slabs = GaugeMetricFamily("tidepool_slabs", "Slabs of an arena, by what they hold", labels=["slot", "state"])

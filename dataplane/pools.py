@@ -206,6 +206,10 @@ class Pool:
         held = (slot.held(instance_id) for slot in self.slots)
         return next((one.error for one in held if one is not None and one.error is not None), None)
 
+    def _waits_for(self, instance_id: str) -> str | None:
+        """What the first of its slots that does not serve it waits for."""
+        return next((words for slot in self.slots if (words := slot.waits_for(instance_id)) is not None), None)
+
     def _report(self, instance: DesiredInstance, state: InstanceState, serving: Counter[str]) -> InstanceReport:
         """`serving`: how many ready instances with GPUs of their own each model has here. They share the KV that is
         free, so that it counts once for their endpoint.
@@ -216,6 +220,7 @@ class Pool:
             slot=instance.slot,
             state=state,
             error=self._error(instance.instance_id) if state == "failed" else None,
+            waits_for=self._waits_for(instance.instance_id) if state == "loading" else None,
         )
         stats = {slot: stats for slot in self.slots if (stats := slot.instance_stats(instance.instance_id)) is not None}
         sums = {name: sum(getattr(one, name) for one in stats.values()) for name in _SUMMED}

@@ -58,7 +58,9 @@ class SlotOwner(Protocol):
 
 
 class Slot:
-    """One slot. `stats_heard_s` is when its engine last told of its load, by `time.monotonic`."""
+    """One slot. `stats_heard_s` is when its engine last reported its load, by `time.monotonic`; `worker_start_s` is how
+    long the latest worker took from its start until it could load models.
+    """
 
     def __init__(
         self,
@@ -74,6 +76,7 @@ class Slot:
         self.restarts_total = 0
         self.stats = EngineStats()
         self.stats_heard_s = time.monotonic()
+        self.worker_start_s = 0.0
         self._settings = settings
         self._files = files
         self._owner = owner
@@ -92,6 +95,7 @@ class Slot:
         self._link: WorkerLink | None = None
         self._said_hello = False
         self._makes_way = False
+        self._worker_started_s = time.monotonic()
         self._switches_before = 0
         self._preemptions_before = 0.0
         self._load_before_s = 0.0
@@ -173,6 +177,10 @@ class Slot:
         """The instance, unless it is not here or drained."""
         return self._held.get(instance_id)
 
+    def waits_for(self, instance_id: str) -> str | None:
+        """What keeps an instance from serving; None: nothing does, or it failed."""
+        return self._held.waits_for(instance_id)
+
     def is_ready(self, instance_id: str) -> bool:
         """Whether the worker takes requests of the instance."""
         held = self._held.get(instance_id)
@@ -216,7 +224,7 @@ class Slot:
     async def _serve_worker(self) -> int:
         """Start a worker and listen to it until it is gone. Its exit status."""
         kv_file = self._files.new_kv_file(self.index) if self.kind == "prefill" else None
-        engine = self._engine
+        engine, self._worker_started_s = self._engine, time.monotonic()
         link = await WorkerLink.start(configure(self._settings, self.index, kv_file, self._files, engine))
         self._link, self._said_hello, self._makes_way = link, False, engine != self._engine
         log.info("worker started", slot=self.index, kind=self.kind, engine=engine, pid=link.pid)
@@ -265,6 +273,8 @@ class Slot:
         """The first stats of a worker say that its engine is up."""
         if not self._said_hello and not self._makes_way and self._link is not None:
             self._said_hello = True
+            self.worker_start_s = time.monotonic() - self._worker_started_s
+            log.info("worker ready", slot=self.index, start_s=round(self.worker_start_s, 2))
             self._held.worker_ready(self._link.send)
 
 

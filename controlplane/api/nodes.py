@@ -3,6 +3,7 @@
 import contextlib
 import ipaddress
 import socket
+import time
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -124,7 +125,8 @@ def _heartbeat(state: State, message: Heartbeat, renewed: NodeView | None) -> De
     with state.database.transaction() as session:
         node = touch_node(session, message.node, leaving=message.leaving)
         observe(session, message)
-        desired = desired_of(session, message.node)
+        starts = message.generation == 0  # it follows nothing yet
+        desired = desired_of(session, message.node, starts_s=int(time.time()) if starts else None)
         place = {"region": node.region, "gpu_type": node.gpu_type, "url": node.url}
     if message.leaving and desired.instances and not desired.handing_over:
         enqueue("scale")  # the node waits to hear whether its instances are started elsewhere

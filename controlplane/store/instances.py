@@ -12,14 +12,16 @@ from sqlalchemy import delete, func, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from controlplane.policies.engines import TORCH, VLLM
-from controlplane.policies.facts import InstanceKind
+from controlplane.policies.facts import Endpoint, InstanceKind
 from controlplane.policies.lifecycle import INSTANCE, InstanceState, can_move
+from controlplane.store.demand import IW, mean_demand
 from controlplane.store.fleet import fleet_index
 from controlplane.store.paging import Page, page
 from controlplane.store.spot import active_leases, end_leases
 from controlplane.store.tables import Desired, Instance, LeaseEnd, Model, Node
 from dataplane.messages import DesiredInstance, DesiredInstances, EngineChoice, Heartbeat, InstanceReport, ModelSpec
 
+_HOUR_S = 3600
 LIVE = Instance.desired != Desired.STOPPED
 
 
@@ -118,10 +120,16 @@ def touch_generations(session: Session, nodes: Sequence[str]) -> None:
         session.execute(update(Node).where(Node.name.in_(nodes)).values(generation=Node.generation + 1))
 
 
-def desired_of(session: Session, node: str) -> DesiredInstances:
-    """The whole desired state of a node, as it goes over the wire."""
+def desired_of(session: Session, node: str, *, starts_s: int | None = None) -> DesiredInstances:
+    """The whole desired state of a node, as it goes over the wire, the oldest instance first. For a node that starts at
+    the Unix time `starts_s` and has everything to load, endpoints with most interactive demand in the hour before come
+    first.
+    """
     query = select(Instance, Model).join(Model, Model.name == Instance.model).where(Instance.node == node, LIVE)
     rows = session.execute(query.order_by(Instance.id)).all()
+    if starts_s is not None:
+        demand = mean_demand(session, kind=IW, since_s=starts_s - _HOUR_S, until_s=starts_s)
+        rows = sorted(rows, key=lambda row: -demand.get(Endpoint(model=row[0].model, region=row[0].region), 0.0))
     lent = any(instance.desired == Desired.SPOT for instance, _ in rows)
     leases = active_leases(session, node=node) if lent else {}
     row = session.get_one(Node, node)
@@ -195,6 +203,7 @@ def observe(session: Session, heartbeat: Heartbeat) -> None:
         changed |= _move(instance, state)
         if report is None or report.error is not None or state != InstanceState.LOADING:
             instance.error = None if report is None else report.error
+        instance.waits_for = None if report is None else report.waits_for
     if changed:
         touch_generations(session, [heartbeat.node])
 

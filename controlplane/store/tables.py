@@ -230,7 +230,7 @@ class Instance(Base):
     `kind`: which requests it is for. `donate`: when it has drained it becomes a spot instance instead of being
     stopped; `spot_at`: since when it is one. `pooled`: it shares the GPUs of its slot with others and has none of its
     own. `engine`: what it is told to run on, and why; auto: its node decides; `came_from`: the one it left last.
-    `succeeds`: the instance on a node that goes whose place it takes.
+    `succeeds`: the instance on a node that goes whose place it takes. `waits_for`: what keeps it from serving.
     """
 
     __tablename__ = "instances"
@@ -265,6 +265,7 @@ class Instance(Base):
     came_from: Mapped[Engine | None] = mapped_column(String)
     donate: Mapped[bool] = mapped_column(server_default=text("false"))
     error: Mapped[str | None]
+    waits_for: Mapped[str | None]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     changed_at: Mapped[datetime] = mapped_column(server_default=func.now())
     spot_at: Mapped[datetime | None]

@@ -30,6 +30,7 @@ class Instance(Answer):
     engine: str = Field(description="what it is told to run on; auto: its node decides", examples=["torch"])
     engine_reason: str | None = Field(examples=["chosen for the model"])
     error: str | None
+    waits_for: str | None = Field(description="what keeps it from serving", examples=["its weights are loaded"])
     created_at: datetime
     changed_at: datetime
 
