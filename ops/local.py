@@ -182,7 +182,8 @@ class LocalStack:
         }
         if node.profile is not None:
             env["TIDEPOOL_AGENT_PROFILE"] = str(node.profile)
-        child = self._tidepool("agent", name=name, after=("api",), ready=lambda: _answers(LOOPBACK, port), env=env)
+        # It may start before the control plane: its worker takes longest, and it joins as soon as it can.
+        child = self._tidepool("agent", name=name, after=(), ready=lambda: _answers(LOOPBACK, port), env=env)
         return replace(child, stop_signal=signal.SIGINT)  # the whole stack stops: there is nobody to hand over to
 
     def _tidepool(

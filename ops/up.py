@@ -70,11 +70,26 @@ def _unserved(api: Api) -> list[str]:
     return sorted(wanted - usable)
 
 
+def _reasons(api: Api, models: list[str]) -> str:
+    """What instances of these models wait for."""
+    rows = api.pages("/admin/instances", live_only=True)["data"]
+    late = [row for row in rows if row["model"] in models and row["observed"] != "ready"]
+    return ", ".join(sorted({row["error"] or row["waits_for"] or "its node was not heard of yet" for row in late})) or (
+        "no instance is placed yet"
+    )
+
+
 def _wait_served(api: Api, screen: _Screen) -> None:
-    """Until every model that should have an instance can be served; says which cannot after two minutes."""
-    deadline_s = time.monotonic() + _SERVE_WAIT_S
+    """Until every model that should have an instance can be served. Says what the others wait for, and after two
+    minutes which they are.
+    """
+    deadline_s, said = time.monotonic() + _SERVE_WAIT_S, ""
     while unserved := _unserved(api):
         if time.monotonic() > deadline_s:
             screen.say(f"not served yet: {', '.join(unserved)}; the logs of the agents say why", style="yellow")
             return
+        words = f"{len(unserved)} models are not served yet: {_reasons(api, unserved)}"
+        if words != said:
+            screen.say(words)
+            said = words
         time.sleep(_POLL_S)

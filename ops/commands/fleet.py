@@ -24,6 +24,7 @@ _INSTANCE = {
     "engine": "engine",
     "wanted": "desired",
     "observed": "observed",
+    "waits for": "waits_for",
     "error": "error",
 }
 

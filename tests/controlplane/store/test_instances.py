@@ -3,6 +3,8 @@
 import pytest
 from sqlalchemy import text
 
+from controlplane.policies.facts import Endpoint
+from controlplane.store.demand import DemandRow, put_demand
 from controlplane.store.instances import desired_of, lose_silent_nodes, observe, set_desired, touch_generations
 from controlplane.store.tables import Desired, Instance, Node
 from dataplane.messages import Heartbeat, InstanceReport
@@ -154,3 +156,31 @@ def test_a_node_never_heard_of_is_not_silent(world: World) -> None:
     with world.database.transaction() as session:
         session.execute(text("UPDATE nodes SET last_seen_at = NULL WHERE name = 'n1'"))
         assert lose_silent_nodes(session, silent_s=60, heard_s=5, grace_s=0) == []
+
+
+def test_a_node_that_starts_loads_first_what_has_most_demand(world: World) -> None:
+    """By the hour before; nodes that follow a generation already are told in the order of ids."""
+    ids = {}
+    for model, tokens_per_s in (("quiet", 1.0), ("busy", 900.0), ("unknown", None)):
+        world.add_model(model)
+        ids[model] = world.place("n1", model=model)
+        if tokens_per_s is not None:
+            row = DemandRow(
+                endpoint=Endpoint(model=model, region="us-east"), kind="IW", start_s=3600, tokens_per_s=tokens_per_s
+            )
+            with world.database.transaction() as session:
+                put_demand(session, [row])
+    with world.database.transaction() as session:
+        first = [each.instance_id for each in desired_of(session, "n1", starts_s=7200).instances]
+        later = [each.instance_id for each in desired_of(session, "n1").instances]
+    assert first == [ids["busy"], ids["quiet"], ids["unknown"]]
+    assert later == sorted(ids.values())
+
+
+def test_what_an_instance_waits_for_is_kept_while_it_does(world: World) -> None:
+    made = world.place("n1")
+    for state, words in (("loading", "its weights are loaded"), ("ready", None)):
+        report = InstanceReport(instance_id=made, model="tide", slot=0, state=state, waits_for=words)
+        with world.database.transaction() as session:
+            observe(session, Heartbeat(node="n1", boot_id="b", generation=0, instances=(report,)))
+            assert session.get_one(Instance, made).waits_for == words
