@@ -22,6 +22,7 @@ from controlplane.store.tables import Desired, Instance, LeaseEnd, Model, Node
 from dataplane.messages import DesiredInstance, DesiredInstances, EngineChoice, Heartbeat, InstanceReport, ModelSpec
 
 _HOUR_S = 3600
+_GENERATION_MAX = 2**62
 LIVE = Instance.desired != Desired.STOPPED
 
 
@@ -193,6 +194,8 @@ def observe(session: Session, heartbeat: Heartbeat) -> None:
     reports = {report.instance_id: report for report in heartbeat.instances}
     node = session.get(Node, heartbeat.node)
     assert node is not None, "the caller checked that the node is registered"
+    if node.generation < heartbeat.generation < _GENERATION_MAX:
+        node.generation = heartbeat.generation + 1  # the database was restored: the node would refuse older ones
     changed = False
     for instance in session.scalars(select(Instance).where(Instance.node == heartbeat.node, LIVE)):
         report = reports.get(instance.id)

@@ -22,6 +22,7 @@ def run_faults(
     nodes: Annotated[int, typer.Option(min=1, max=100, help="Agents, spread over the regions.")] = 12,
     models: Annotated[int, typer.Option(min=1, max=99)] = 20,
     streams: Annotated[int, typer.Option(min=1, max=200, help="Interactive streams at once.")] = 8,
+    gateways: Annotated[int, typer.Option(min=1, max=4, help="Gateways that clients may ask.")] = 2,
     seed: Annotated[int, typer.Option(help="Draws the same faults on the same victims again.")] = 1,
     only: Annotated[str | None, typer.Option(help="Kinds of faults, by commas; default: all.")] = None,
     home: Annotated[
@@ -51,7 +52,9 @@ def run_faults(
     except ValueError as error:
         raise CommandError(f"--only: {error}; the kinds are {', '.join(Kind)}") from None
     fleet = Fleet(regions=regions, nodes=nodes, models=models)
-    plan = Plan(fleet=fleet, minutes=minutes, every_s=every_s, seed=seed, kinds=kinds, streams=streams)
+    plan = Plan(
+        fleet=fleet, minutes=minutes, every_s=every_s, seed=seed, kinds=kinds, streams=streams, gateways=gateways
+    )
     with nullcontext(home) if home else TemporaryDirectory(prefix="tidepool-faults-") as folder:
         report = asyncio.run(run(plan, Path(folder).resolve(), print_progress))
     if as_json:

@@ -30,12 +30,15 @@ Outcome = Literal["whole", "error", "broken", "refused", "unreachable"]
 
 @dataclass(frozen=True, kw_only=True)
 class Streamed:
-    """One interactive request. `started_s` is on `time.monotonic`; `text` is all that came of the answer."""
+    """One interactive request. `started_s` and `ended_s` are on `time.monotonic`; `text` is all that came of the
+    answer.
+    """
 
     model: str
     prompt: int
     tier: str
     started_s: float
+    ended_s: float
     first_token_s: float | None
     attempts: int
     outcome: Outcome
@@ -183,6 +186,7 @@ class Load:
             prompt=prompt,
             tier=tier,
             started_s=started_s,
+            ended_s=time.monotonic(),
             first_token_s=None if reading.first_s is None else reading.first_s - started_s,
             attempts=attempts,
             outcome=outcome,

@@ -12,6 +12,7 @@ from typing import Any
 
 from ops.faults.check import FINDINGS_MAX, BatchCheck, attainment, leak_findings, marked, outcomes, stream_findings
 from ops.faults.load import Load, Streamed
+from ops.faults.losses import stream_losses
 from ops.faults.stack import SKEWS_S, FaultStack
 from ops.faults.wrecker import Kind, Wrecker
 from ops.replay_stack import Fleet
@@ -29,6 +30,7 @@ class Plan:
     minutes: float
     every_s: float
     seed: int
+    gateways: int = 2
     kinds: tuple[Kind, ...] = tuple(Kind)
     streams: int = 8
     batch_lines: int = 40
@@ -38,7 +40,7 @@ class Plan:
 
 async def run_faults(plan: Plan, home: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Run it in an empty home and return the report; `broken` lists what promises were broken, in words."""
-    stack = FaultStack(home, plan.fleet)
+    stack = FaultStack(home, plan.fleet, gateways=plan.gateways)
     say(f"starting {plan.fleet.nodes} nodes and {len(stack.links)} links; the logs are in {home / 'logs'}")
     async with stack.running():
         report = await _Run(plan, stack, say).run()
@@ -79,6 +81,7 @@ class _Run:
             "broken": [f"{what}: {one}" for what, found in broken.items() for one in found[:FINDINGS_MAX]],
             "broken_count": sum(map(len, broken.values())),
             "interactive": self._interactive([s for s in sent.streams if s.started_s < calm_from_s]),
+            "losses": stream_losses(sent.streams, self._wrecker.times()),
             "interactive_after": self._interactive([s for s in sent.streams if s.started_s >= calm_from_s]),
             "batches": {
                 "accepted": len(sent.batches),

@@ -13,7 +13,7 @@ from ops.faults.proxy import Link
 from ops.local import Wiring
 from ops.replay_stack import Fleet, ReplayStack
 
-REPLICAS = {"api": 2, "dispatcher": 2, "beat": 2, "forecaster": 0}
+REPLICAS = {"dispatcher": 2, "beat": 2, "forecaster": 0}
 SKEWS_S = {"api-2": -150.0, "dispatcher-2": 300.0, "beat-2": 120.0}
 """Whose clocks are wrong, and by how much."""
 ENVIRONMENT = {
@@ -31,15 +31,16 @@ ENVIRONMENT = {
 class FaultStack(ReplayStack):
     """A stack and its links."""
 
-    def __init__(self, home: Path, fleet: Fleet) -> None:
+    def __init__(self, home: Path, fleet: Fleet, *, gateways: int = 2) -> None:
         self.links: dict[tuple[str, str], Link] = {}
         programs = {name: ("-m", "ops.faults.skewed", str(by_s)) for name, by_s in SKEWS_S.items()}
-        wiring = Wiring(replicas=REPLICAS, between=self._between, programs=programs)
+        replicas = {**REPLICAS, "api": gateways}
+        wiring = Wiring(replicas=replicas, between=self._between, programs=programs)
         super().__init__(home, fleet, environment=ENVIRONMENT, wiring=wiring)
-        gateways = tuple(int(url.rpartition(":")[2]) for url in self.local.urls)
+        ports = tuple(int(url.rpartition(":")[2]) for url in self.local.urls)
         for link in self.links.values():
-            if link.target_port in gateways:
-                link.others = gateways
+            if link.target_port in ports:
+                link.others = ports
 
     def _between(self, caller: str, called: str, port: int) -> int:
         link = self.links.get((caller, called))

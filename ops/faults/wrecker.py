@@ -11,6 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from ops.faults.losses import FaultTimes, kind_of_process
 from ops.faults.proxy import Fault
 from ops.faults.stack import FaultStack
 
@@ -73,6 +74,17 @@ class Wrecker:
     def made(self) -> list[Made]:
         """The faults so far."""
         return list(self._made)
+
+    def times(self) -> list[FaultTimes]:
+        """When each fault was, on `time.monotonic`."""
+        return [
+            FaultTimes(
+                what=f"{made.kind} {kind_of_process(made.victim)}",
+                began_s=self._started_s + made.at_s,
+                ended_s=self._started_s + made.at_s + made.lasted_s,
+            )
+            for made in self._made
+        ]
 
     def as_json(self) -> list[dict[str, Any]]:
         """The faults so far, for a report."""

@@ -9,6 +9,7 @@ import pytest
 
 from ops.faults.check import attainment, difference, marked, outcomes, stream_findings
 from ops.faults.load import Outcome, Streamed
+from ops.faults.losses import FaultTimes, kind_of_process, stream_losses
 from ops.faults.wrecker import children_of
 
 ANSWERS = {("m", 0): "one two three four"}
@@ -20,6 +21,7 @@ def _stream(text: str, outcome: Outcome = "whole", **changes: object) -> Streame
         "prompt": 0,
         "tier": "priority",
         "started_s": 0.0,
+        "ended_s": 1.0,
         "first_token_s": 0.2,
         "attempts": 1,
         "outcome": outcome,
@@ -83,3 +85,40 @@ def test_processes_of_a_home_are_found(tmp_path: Path) -> None:
         assert process.pid in children_of(os.getpid())
         process.communicate(b"\n")
     assert marked(tmp_path) == []
+
+
+def test_losses_are_laid_to_the_fault_before_them() -> None:
+    faults = [
+        FaultTimes(what="kill api", began_s=10.0, ended_s=10.0),
+        FaultTimes(what="pause agent", began_s=20.0, ended_s=30.0),
+    ]
+    streams = [
+        _stream("one", "broken", started_s=9.0, ended_s=11.0),
+        _stream("", "refused", started_s=24.0, ended_s=25.0),
+        _stream("", "refused", started_s=44.0, ended_s=46.0),
+        _stream("", "error", started_s=100.0, ended_s=101.0),
+        _stream("one two three four", attempts=2),
+        _stream("one two three four", attempts=1),
+    ]
+    assert stream_losses(streams, faults) == {
+        "lost_by_fault": {
+            "kill api: broken": 1,
+            "pause agent: refused": 2,
+            "no fault near: error": 1,
+        },
+        "saved_by_another_gateway": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("victim", "kind"),
+    [
+        ("api", "api"),
+        ("api-2", "api"),
+        ("worker of agent-east-1", "worker of agent"),
+        ("agent-east-1>api-2", "agent>api"),
+        ("*>agent-east-1", "*>agent"),
+    ],
+)
+def test_victims_of_a_kind(victim: str, kind: str) -> None:
+    assert kind_of_process(victim) == kind

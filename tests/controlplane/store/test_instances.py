@@ -184,3 +184,11 @@ def test_what_an_instance_waits_for_is_kept_while_it_does(world: World) -> None:
         with world.database.transaction() as session:
             observe(session, Heartbeat(node="n1", boot_id="b", generation=0, instances=(report,)))
             assert session.get_one(Instance, made).waits_for == words
+
+
+def test_a_node_that_follows_a_generation_from_before_a_restore_is_led_on(world: World) -> None:
+    """Its desired state would be refused as stale for ever; what a node may not claim changes nothing."""
+    for claimed, told in ((57, 58), (2**63 - 1, 58), (40, 58)):
+        beat(world, generation=claimed)
+        with world.database.transaction() as session:
+            assert desired_of(session, "n1").generation == told
