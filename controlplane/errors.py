@@ -1,5 +1,7 @@
 """The control plane's exception tree. Each class carries its HTTP status and a stable code; the edge translates."""
 
+from dataclasses import dataclass
+
 
 class TidepoolError(Exception):
     """Something the caller must hear. `param` names the field at fault, where there is one. `retry_helps`: whether the
@@ -93,6 +95,31 @@ class ConflictError(TidepoolError):
     status = 409
     code = "conflict"
     retry_helps = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """Some things of one kind that use another: how many, the names of the first few, and what to do with them."""
+
+    kind: str
+    count: int
+    names: tuple[str, ...]
+    then: str
+
+    def words(self) -> str:
+        """For people."""
+        more = ", ..." if self.count > len(self.names) else ""
+        return f"{self.count} x {self.kind} ({', '.join(self.names)}{more}): {self.then}"
+
+
+class InUseError(ConflictError):
+    """What shall be deleted is used by something."""
+
+    code = "in_use"
+
+    def __init__(self, what: str, used_by: tuple[Use, ...]) -> None:
+        super().__init__(f"{what} is in use: {'; '.join(use.words() for use in used_by)}")
+        self.used_by = used_by
 
 
 class StaleIndexError(ConflictError):

@@ -9,6 +9,7 @@ import typer
 
 from ops.commands import (
     batches,
+    deletes,
     demand,
     faults,
     fleet,
@@ -44,6 +45,11 @@ processes.register(app)
 app.command("init")(init.init)
 app.command("status")(fleet.show_status)
 app.command("top")(top.show_top)
+models.models.command("delete")(deletes.delete_model)
+fleet.endpoints.command("delete")(deletes.delete_endpoint)
+fleet.regions.command("delete")(deletes.delete_region)
+fleet.gpus.command("delete")(deletes.delete_gpu)
+fleet.nodes.command("delete")(deletes.delete_node)
 fleet.regions.command("latency")(latencies.set_latency)
 fleet.regions.command("latencies")(latencies.list_latencies)
 fleet.nodes.command("check")(node_check.check_node)

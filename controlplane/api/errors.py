@@ -1,5 +1,6 @@
 """Errors at the edge: OpenAI's shape under /v1, RFC 9457 problem+json elsewhere. Nothing leaves as a bare 500."""
 
+from dataclasses import asdict
 from http import HTTPStatus
 from typing import Any
 
@@ -12,7 +13,14 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from controlplane.errors import InvalidValueError, NotFoundError, SchemaError, TidepoolError, UnavailableError
+from controlplane.errors import (
+    InUseError,
+    InvalidValueError,
+    NotFoundError,
+    SchemaError,
+    TidepoolError,
+    UnavailableError,
+)
 from controlplane.serving.openai_answers import openai_error
 from controlplane.serving.openai_requests import first_fault
 
@@ -41,7 +49,8 @@ class InternalError(TidepoolError):
 
 
 def problem(error: TidepoolError) -> dict[str, Any]:
-    """An RFC 9457 problem; `code` and `param` are extensions of ours."""
+    """An RFC 9457 problem; `code` and `param` are extensions of ours, `used_by` one of refused deletions."""
+    used_by = {"used_by": [asdict(use) for use in error.used_by]} if isinstance(error, InUseError) else {}
     return {
         "type": f"urn:tidepool:problem:{error.code}",
         "title": HTTPStatus(error.status).phrase,
@@ -49,6 +58,7 @@ def problem(error: TidepoolError) -> dict[str, Any]:
         "detail": error.message,
         "code": error.code,
         "param": error.param,
+        **used_by,
     }
 
 

@@ -97,6 +97,7 @@ def gather_fleet(session: Session, live: LiveStore, settings: Settings, *, now_s
     view = _view(live)
     plan = plan_in_force(session)
     pins = pins_in_force(session, now_s)
+    maxima = {Endpoint(model=row.model, region=row.region): row.instances_max for row in census.endpoints}
     beyond_plan = settings.scale_strategy == StrategyName.LT_UA
     waiting = settings.scale_strategy in {StrategyName.CHIRON, StrategyName.SILOED}
     return Fleet(
@@ -104,8 +105,8 @@ def gather_fleet(session: Session, live: LiveStore, settings: Settings, *, now_s
         view=view,
         reports={facts.instance_id: facts for facts in instance_facts(view)},
         leases=active_leases(session),
-        planned=None if plan is None else _planned(session, plan.id),
-        pools=pools_of(plan, pins=pins),
+        planned=None if plan is None else _planned(session, plan.id, maxima),
+        pools=pools_of(plan, pins=pins, offered={endpoint for endpoint, most in maxima.items() if most}),
         window_start_s=None if plan is None else float(plan.window_start_s),
         observed=_observed(session, now_s),
         forecast=_forecast(session, plan.window_start_s, now_s) if plan is not None and beyond_plan else {},
@@ -289,11 +290,13 @@ def _view(live: LiveStore) -> FleetView:
         return EMPTY_VIEW
 
 
-def _planned(session: Session, plan_id: str) -> dict[Endpoint, dict[str, int]]:
-    """A plan by endpoint and GPU type."""
+def _planned(session: Session, plan_id: str, endpoints: Container[Endpoint]) -> dict[Endpoint, dict[str, int]]:
+    """A plan by endpoint and GPU type, for the endpoints that there are still."""
     planned: dict[Endpoint, dict[str, int]] = {}
     for entry in entries_of(session, plan_id):
-        planned.setdefault(Endpoint(model=entry.model, region=entry.region), {})[entry.gpu_type] = entry.after
+        endpoint = Endpoint(model=entry.model, region=entry.region)
+        if endpoint in endpoints:
+            planned.setdefault(endpoint, {})[entry.gpu_type] = entry.after
     return planned
 
 

@@ -1,6 +1,6 @@
 """Pools in the scale loop: what the plan in force says of them, and the pooled instances of the census."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
 from controlplane.policies.lifecycle import InstanceState
@@ -11,15 +11,18 @@ from controlplane.store.plan_tables import Plan
 from controlplane.store.tables import Desired, Instance
 
 
-def pools_of(plan: Plan | None, *, pins: Mapping[Endpoint, int]) -> PlanPools:
-    """What a plan says of pools; nothing without a plan. A pin that came later takes its endpoint out."""
+def pools_of(plan: Plan | None, *, pins: Mapping[Endpoint, int], offered: Container[Endpoint]) -> PlanPools:
+    """What a plan says of pools; nothing without a plan. A pin that came later takes its endpoint out, and so does its
+    deletion, or a maximum of 0: only what is `offered` is pooled.
+    """
     gpus: dict[RegionGpu, int] = {}
     occupancy: dict[EndpointGpu, float] = {}
     for pool in plan.pools if plan is not None else ():
         region, gpu_type = pool["region"], pool["gpu_type"]
         gpus[RegionGpu(region=region, gpu_type=gpu_type)] = pool["after"]
         for each in pool["pooled"]:
-            if Endpoint(model=each["model"], region=region) not in pins:
+            endpoint = Endpoint(model=each["model"], region=region)
+            if endpoint in offered and endpoint not in pins:
                 occupancy[EndpointGpu(model=each["model"], region=region, gpu_type=gpu_type)] = each["occupancy"]
     return PlanPools(gpus=gpus, occupancy=occupancy)
 

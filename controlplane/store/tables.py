@@ -217,7 +217,7 @@ class EndpointRow(Base):
 
     __tablename__ = "endpoints"
     __table_args__ = (CheckConstraint("0 <= instances_min AND instances_min <= instances_max", name="limits"),)
-    model: Mapped[str] = mapped_column(ForeignKey("models.name", ondelete="CASCADE"), primary_key=True)
+    model: Mapped[str] = mapped_column(ForeignKey("models.name"), primary_key=True)
     region: Mapped[str] = mapped_column(ForeignKey("regions.name"), primary_key=True)
     instances_min: Mapped[int]
     instances_max: Mapped[int]

@@ -23,9 +23,10 @@ from controlplane.store.instances import add_instance, set_desired
 from controlplane.store.joining import join_node
 from controlplane.store.keys import make_key
 from controlplane.store.session import Database, make_engine
-from controlplane.store.tables import Desired, Instance, Role
+from controlplane.store.tables import Desired, EndpointRow, Instance, Role
 from dataplane.messages import Join, SlotSpec
 from ops.cli import app, main
+from ops.commands import deletes
 from tests.dataplane.registry import Registry
 from tests.ops.test_checkpoints import write_checkpoint
 
@@ -211,6 +212,45 @@ def test_a_fleet_is_registered_and_listed(served: Run, tmp_path: Path, database:
     status = served("status").out
     assert "0 of 1" in status
     assert served("status", "--json").json["models"] == 1
+
+
+def test_what_is_used_is_not_deleted_and_drain_empties_it_first(
+    served: Run, tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served("region", "add", "us-east")
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
+    folder = write_checkpoint(tmp_path / "tiny")
+    served("model", "add", "org/tiny", "--path", folder, "--tokens-per-s", "H800=1200", "--region", "us-east")
+    slots = (SlotSpec(gpus=8, memory_bytes=2**30),)
+    join = Join(node="n-1", region="us-east", gpu_type="H800", url="http://127.0.0.1:1", slots=slots, engine="replay")
+    place = {"model": "org/tiny", "region": "us-east", "gpu_type": "H800", "node": "n-1"}
+    with database.transaction() as session:
+        join_node(session, join)
+        instance_id = add_instance(session, **place, slot=0, gpus=1).id
+    for words, what in (
+        (f"1 x instance ({instance_id})", ("endpoint", "delete", "org/tiny", "us-east")),
+        ("1 x endpoint (us-east)", ("model", "delete", "org/tiny")),
+        ("1 x node (n-1)", ("gpu", "delete", "H800")),
+        ("1 x node (n-1)", ("region", "delete", "us-east")),
+        (f"1 x instance ({instance_id})", ("node", "delete", "n-1")),
+    ):
+        refused = served(*what)
+        assert (refused.status, words in refused.err) == (1, True), refused.err
+
+    def drained(_: float) -> None:
+        """What scaling and the node do meanwhile."""
+        with database.transaction() as session:
+            assert session.get_one(EndpointRow, ("org/tiny", "us-east")).instances_max == 0
+            set_desired(session, [instance_id], Desired.STOPPED)
+
+    monkeypatch.setattr(deletes, "sleep", drained)
+    gone = served("model", "delete", "org/tiny", "--drain")
+    assert (gone.out, gone.err) == ("model org/tiny is deleted\n", "org/tiny in us-east: 1 instance left\n")
+    assert "is not registered" in served("model", "delete", "org/tiny").err
+    assert served("node", "delete", "n-1", "--drain", "--json").json["name"] == "n-1"
+    assert served("gpu", "delete", "H800").out == "GPU type H800 is deleted\n"
+    assert served("region", "delete", "us-east").out == "region us-east is deleted\n"
+    assert served("status", "--json").json["regions"] == []
 
 
 def test_refusals_name_the_field_and_make_nothing(served: Run, tmp_path: Path) -> None:

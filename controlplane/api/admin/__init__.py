@@ -4,6 +4,7 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
 from controlplane.api.admin import (
+    deletions,
     demand,
     forecasts,
     instances,
@@ -29,7 +30,7 @@ def _operation_id(route: APIRoute) -> str:
 
 router = APIRouter(prefix="/admin", responses=PROBLEMS, generate_unique_id_function=_operation_id)
 for part in (
-    *(status, live_status, regions, nodes, models, instances, spot),
+    *(status, live_status, regions, nodes, models, instances, spot, deletions),
     *(demand, forecasts, plans, pins, keys, tenants),
 ):
     router.include_router(part.router)

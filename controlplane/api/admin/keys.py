@@ -145,7 +145,7 @@ def revoke_key(
     if before["revoked_at"] is None:
         after = keys.snapshot(row)
         keys.record(session, actor=caller.name, action="key.revoke", subject=key_id, before=before, after=after)
-    after_commit.add_task(_tell_gateways, state, _hashes(row))
+    after_commit.add_task(tell_gateways, state, hashes_of(row))
     return Key.model_validate(row)
 
 
@@ -162,21 +162,22 @@ def rotate_key(
     working ends now. 409 where the key is revoked or has expired.
     """
     present = keys.get_key(session, key_id)
-    before, known = keys.snapshot(present), _hashes(present)
+    before, known = keys.snapshot(present), hashes_of(present)
     made = keys.rotate_key(session, key_id, overlap_s=rotation.overlap_s)
     after = keys.snapshot(made.row)
     keys.record(session, actor=caller.name, action="key.rotate", subject=key_id, before=before, after=after)
-    still_good = _hashes(made.row) if rotation.overlap_s else {made.row.secret_hash}
-    after_commit.add_task(_tell_gateways, state, known - still_good)
+    still_good = hashes_of(made.row) if rotation.overlap_s else {made.row.secret_hash}
+    after_commit.add_task(tell_gateways, state, known - still_good)
     return MadeKey(**after, secret=made.secret)
 
 
-def _hashes(row: ApiKey) -> set[str]:
+def hashes_of(row: ApiKey) -> set[str]:
+    """Of the secrets that a key has, for `tell_gateways`."""
     return {hashed for hashed in (row.secret_hash, row.old_secret_hash) if hashed is not None}
 
 
-def _tell_gateways(state: State, hashes: set[str]) -> None:
-    """Once it is committed. Without Redis, gateways learn it from Postgres, after `key_cache_s`."""
+def tell_gateways(state: State, hashes: set[str]) -> None:
+    """Of secrets that work no more, once it is committed. Without Redis they learn it after `key_cache_s`."""
     state.keys.forget(frozenset(hashes))
     if hashes:
         with contextlib.suppress(UnavailableError):

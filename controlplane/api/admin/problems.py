@@ -27,6 +27,9 @@ class Problem(BaseModel):
     detail: str = Field(description="what is wrong, in words")
     code: str
     param: str | None
+    used_by: list[dict[str, Any]] | None = Field(
+        None, description="code in_use: by `kind`, their `count`, the first `names`, and what to do `then`"
+    )
 
 
 def described(error: TidepoolError, description: str) -> dict[str, Any]:

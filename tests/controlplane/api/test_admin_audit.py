@@ -14,7 +14,7 @@ from controlplane.settings import Settings
 from controlplane.store.live import LiveStore
 from controlplane.store.plans import get_plan
 from controlplane.store.session import Database
-from controlplane.store.tables import Desired, Instance
+from controlplane.store.tables import Desired, Instance, Node
 from tests.controlplane.api.conftest import ENDPOINT, MODEL, PROFILE, Ask
 from tests.controlplane.api.test_admin_plans import waiting
 from tests.controlplane.world import World
@@ -72,6 +72,26 @@ def changes(ask: Ask, world: World, database: Database) -> dict[tuple[str, str],
         with database.transaction() as session:
             index = get_plan(session, plan_id).fleet_index
         return admin("POST", f"/admin/plans/{plan_id}/apply", json={"index": index})
+
+    def put_aside(model: str) -> dict[str, str]:
+        admin("PUT", f"/admin/models/{model}", json=MODEL)
+        endpoint = {"model": model, "region": "us-east"}
+        admin("PUT", "/admin/endpoints", json=endpoint | {"instances_min": 0, "instances_max": 0})
+        return endpoint
+
+    def spare_region() -> str:
+        admin("PUT", "/admin/regions/mars")
+        return "mars"
+
+    def spare_gpu_type() -> str:
+        admin("PUT", "/admin/gpu-types/H20", json={"memory_bytes": 9, "cost_per_hour": 1})
+        return "H20"
+
+    def silent_node() -> str:
+        world.join("n2")
+        with database.transaction() as session:
+            session.get_one(Node, "n2").last_seen_at = datetime.now(UTC) - timedelta(hours=1)
+        return "n2"
 
     made["spot"] = _spot(world)
     lease = f"/admin/spot/{made['spot']}/lease"
@@ -132,6 +152,11 @@ def changes(ask: Ask, world: World, database: Database) -> dict[tuple[str, str],
         ),
         ("DELETE", "/admin/keys/{key_id}"): (CHANGED, lambda: admin("DELETE", f"/admin/keys/{made['key']['id']}")),
         ("PUT", "/admin/tenants/{name}"): (FIRST, lambda: admin("PUT", "/admin/tenants/acme", json={})),
+        ("DELETE", "/admin/models/{name}"): (GONE, lambda: admin("DELETE", "/admin/models/new")),
+        ("DELETE", "/admin/endpoints"): (GONE, lambda: admin("DELETE", "/admin/endpoints", params=put_aside("extra"))),
+        ("DELETE", "/admin/regions/{name}"): (GONE, lambda: admin("DELETE", f"/admin/regions/{spare_region()}")),
+        ("DELETE", "/admin/gpu-types/{name}"): (GONE, lambda: admin("DELETE", f"/admin/gpu-types/{spare_gpu_type()}")),
+        ("DELETE", "/admin/nodes/{name}"): (GONE, lambda: admin("DELETE", f"/admin/nodes/{silent_node()}")),
         ("DELETE", "/admin/tenants/{name}"): (GONE, lambda: admin("DELETE", "/admin/tenants/acme")),
     }
     return table

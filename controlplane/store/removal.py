@@ -1,0 +1,228 @@
+"""Deleting models, endpoints, regions, GPU types and nodes, which is refused while anything uses them.
+
+What is deleted takes its own rows with it: profiles, latencies, ended pins, stopped instances, and spot instances that
+nobody leases. Demand, forecasts, plans, results and the audit have no foreign keys to the fleet and keep its names.
+Callers look first to say what uses it; that nothing does is held by the foreign keys.
+"""
+
+from collections.abc import Callable, Sequence
+
+from sqlalchemy import ColumnElement, Delete, Select, and_, delete, func, or_, select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from controlplane.errors import ConflictError, InUseError, Use
+from controlplane.store.batch_tables import Batch, BatchModel
+from controlplane.store.fleet import bump_index, fleet_index, require
+from controlplane.store.instances import LIVE, touch_generations
+from controlplane.store.key_tables import ApiKey
+from controlplane.store.plan_tables import Pin
+from controlplane.store.spot import ACTIVE
+from controlplane.store.summary import node_ages_s
+from controlplane.store.tables import (
+    Base,
+    Desired,
+    EndpointRow,
+    EngineFailureRow,
+    GpuType,
+    Instance,
+    Model,
+    Node,
+    Profile,
+    Region,
+    SpotLease,
+)
+
+_NAMES_MAX = 5
+Users = Callable[[], list[Use | None]]
+
+
+def delete_model(session: Session, name: str) -> Model:
+    """Delete a model, with its profiles.
+
+    Raises:
+        NotFoundError: there is none of the name.
+        InUseError: endpoints, open batches, or keys that are for this model alone use it.
+    """
+    fleet_index(session, lock=True)
+    model = require(session, Model, name, param="model")
+    endpoints = select(EndpointRow.region).where(EndpointRow.model == name)
+    batches = select(Batch.id).join(BatchModel, BatchModel.batch_number == Batch.number)
+    batches = batches.where(BatchModel.model == name, Batch.ended_at.is_(None))
+    keys = select(ApiKey.id).where(ApiKey.models == [name], ApiKey.revoked_at.is_(None))
+    keys = keys.where(or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.now()))
+    _delete(
+        session,
+        model,
+        f"model '{name}'",
+        lambda: [
+            _use(session, "endpoint", endpoints, then="delete it with `tidepool endpoint delete`"),
+            _use(session, "open batch", batches, then="let it end, or cancel it"),
+            _use(session, "key", keys, then="revoke it: it is for this model alone"),
+        ],
+    )
+    return model
+
+
+def delete_endpoint(session: Session, *, model: str, region: str) -> EndpointRow:
+    """Offer a model in a region no more.
+
+    Raises:
+        NotFoundError: it is not offered there.
+        InUseError: it has instances, leased ones among them, or is pinned.
+    """
+    fleet_index(session, lock=True)
+    endpoint = require(session, EndpointRow, (model, region), param="endpoint")
+    here = and_(Instance.model == model, Instance.region == region)
+    pins = select(Pin.id).where(Pin.model == model, Pin.region == region)
+    pins = pins.where(Pin.removed_at.is_(None), Pin.until > func.now())
+    _delete(
+        session,
+        endpoint,
+        f"endpoint {model} in {region}",
+        lambda: [
+            *_instances(session, here, then="set --min 0 --max 0 and wait until it is drained, or use --drain"),
+            _use(session, "pin", pins, then="remove it"),
+        ],
+        instances=here,
+    )
+    return endpoint
+
+
+def delete_region(session: Session, name: str) -> Region:
+    """Delete a region, with its latencies.
+
+    Raises:
+        NotFoundError: there is none of the name.
+        InUseError: it has nodes or endpoints.
+    """
+    fleet_index(session, lock=True)
+    region = require(session, Region, name, param="region")
+    nodes = select(Node.name).where(Node.region == name)
+    endpoints = select(EndpointRow.model).where(EndpointRow.region == name)
+    _delete(
+        session,
+        region,
+        f"region '{name}'",
+        lambda: [
+            _use(session, "node", nodes, then="delete it"),
+            _use(session, "endpoint", endpoints, then="delete it"),
+        ],
+    )
+    return region
+
+
+def profiles_on(session: Session, gpu_type: str) -> list[Profile]:
+    """What models do on a GPU type, by model."""
+    return list(session.scalars(select(Profile).where(Profile.gpu_type == gpu_type).order_by(Profile.model)))
+
+
+def delete_gpu_type(session: Session, name: str) -> GpuType:
+    """Delete a GPU type, with what models do on it.
+
+    Raises:
+        NotFoundError: there is none of the name.
+        InUseError: nodes have it.
+    """
+    fleet_index(session, lock=True)
+    gpu_type = require(session, GpuType, name, param="gpu_type")
+    nodes = select(Node.name).where(Node.gpu_type == name)
+    of_type = Instance.gpu_type == name
+    _delete(
+        session,
+        gpu_type,
+        f"GPU type '{name}'",
+        lambda: [_use(session, "node", nodes, then="delete it"), *_instances(session, of_type, then="drain it")],
+        instances=of_type,
+        own=[delete(table).where(table.gpu_type == name) for table in (Profile, EngineFailureRow)],
+    )
+    return gpu_type
+
+
+def delete_node(session: Session, name: str, *, alive_s: float) -> tuple[Node, list[ApiKey]]:
+    """Delete a node, and revoke the keys that speak for it alone: an agent of that name needs a new one to join again.
+    Returns the node and these keys. A node was heard of lately if that was at most `alive_s` seconds ago.
+
+    Raises:
+        NotFoundError: there is none of the name.
+        InUseError: it holds instances.
+        ConflictError: its agent still runs, and would join again.
+    """
+    fleet_index(session, lock=True)
+    node = require(session, Node, name, param="node")
+    here = Instance.node == name
+
+    def users() -> list[Use | None]:
+        return _instances(session, here, then="drain the node, or use --drain")
+
+    _refuse(f"node '{name}'", users())
+    age_s = node_ages_s(session, [name])[name]
+    if age_s is not None and age_s <= alive_s:
+        raise ConflictError(
+            f"node '{name}' was heard of {age_s:.0f} s ago: stop its agent first, or it would join again", param="node"
+        )
+    keys = list(session.scalars(select(ApiKey).where(ApiKey.node == name, ApiKey.revoked_at.is_(None))))
+    now = session.scalar(select(func.now()))
+    for key in keys:
+        key.revoked_at = now
+    _delete(session, node, f"node '{name}'", users, instances=here)
+    return node, keys
+
+
+def _instances(session: Session, which: ColumnElement[bool], *, then: str) -> list[Use | None]:
+    """Instances in use: those that serve or drain, and those that are leased."""
+    serving = select(Instance.id).where(which, LIVE, Instance.desired != Desired.SPOT)
+    leased = select(SpotLease.instance_id).join(Instance, Instance.id == SpotLease.instance_id).where(which, ACTIVE)
+    return [
+        _use(session, "instance", serving, then=then),
+        _use(session, "leased spot instance", leased, then="wait for the lease's end, or return it"),
+    ]
+
+
+def _use(session: Session, kind: str, names: Select[tuple[str]], *, then: str) -> Use | None:
+    count = session.scalar(select(func.count()).select_from(names.subquery())) or 0
+    if not count:
+        return None
+    column = names.selected_columns[0]
+    return Use(
+        kind=kind, count=count, names=tuple(session.scalars(names.order_by(column).limit(_NAMES_MAX))), then=then
+    )
+
+
+def _refuse(what: str, users: Sequence[Use | None]) -> None:
+    used_by = tuple(use for use in users if use is not None)
+    if used_by:
+        raise InUseError(what, used_by)
+
+
+def _delete(
+    session: Session,
+    row: Base,
+    what: str,
+    users: Users,
+    *,
+    instances: ColumnElement[bool] | None = None,
+    own: Sequence[Delete] = (),
+) -> None:
+    """Delete a row with its idle `instances` and its `own` rows of other tables, unless it has users."""
+    _refuse(what, users())
+    try:
+        with session.begin_nested():
+            if instances is not None:
+                _forget_instances(session, instances)
+            for mine in own:
+                session.execute(mine)
+            session.delete(row)
+            session.flush()
+    except IntegrityError:
+        _refuse(what, users())
+        raise ConflictError(f"{what} has just come into use; try again") from None
+    bump_index(session)
+
+
+def _forget_instances(session: Session, which: ColumnElement[bool]) -> None:
+    """Their nodes let go of what nobody leases; what is in use was refused before."""
+    idle = and_(which, or_(Instance.desired == Desired.STOPPED, Instance.desired == Desired.SPOT))
+    held = select(Instance.node).where(which, Instance.desired == Desired.SPOT).distinct().order_by(Instance.node)
+    touch_generations(session, list(session.scalars(held)))
+    session.execute(delete(Instance).where(idle))

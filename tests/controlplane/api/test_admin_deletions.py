@@ -1,0 +1,64 @@
+"""Deletions over the admin API: what a refusal says, and how soon gateways forget a model."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from fastapi.testclient import TestClient
+from sqlalchemy import update
+
+from controlplane.settings import Settings
+from controlplane.store.live import LiveStore
+from controlplane.store.session import Database
+from controlplane.store.tables import Node
+from tests.controlplane.api.conftest import Ask
+from tests.controlplane.world import World, until
+
+
+def test_a_refusal_says_what_uses_it_in_a_form_for_scripts(ask: Ask, fleet: None) -> None:
+    refused = ask("DELETE", "/admin/models/llama", status=409)
+    assert refused["code"] == "in_use"
+    [use] = refused["used_by"]
+    assert (use["kind"], use["count"], use["names"]) == ("endpoint", 1, ["us-east"])
+    assert "tidepool endpoint delete" in use["then"]
+    ask("DELETE", "/admin/models/llama", role="viewer", status=403)
+
+
+@pytest.mark.usefixtures("fleet")
+def test_gateways_forget_a_deleted_model(ask: Ask, api: TestClient, secrets: dict[str, str]) -> None:
+    client = {"Authorization": f"Bearer {secrets['client']}"}
+    body = {"model": "llama", "messages": [{"role": "user", "content": "hi"}]}
+
+    def answer() -> str:
+        return str(api.post("/v1/chat/completions", headers=client, json=body).json()["error"]["code"])
+
+    assert answer() != "model_not_found"
+    ask("DELETE", "/admin/endpoints", params={"model": "llama", "region": "us-east"})
+    ask("DELETE", "/admin/models/llama")
+    until(lambda: answer() == "model_not_found", timeout_s=10.0)
+    assert [model["id"] for model in api.get("/v1/models", headers=client).json()["data"]] == ["Qwen/Qwen3-8B"]
+
+
+def test_a_deleted_node_comes_back_with_a_new_key_only(
+    ask: Ask, api: TestClient, fleet: None, database: Database, live: LiveStore, settings: Settings
+) -> None:
+    world = World(database, live, settings)
+    world.join("n1")
+
+    def key() -> dict[str, str]:
+        made = ask("POST", "/admin/keys", role="admin", status=201, json={"name": "n1", "role": "node", "node": "n1"})
+        return {"Authorization": f"Bearer {made['secret']}"}
+
+    def join(headers: dict[str, str]) -> int:
+        slots = [{"gpus": 1, "memory_bytes": 1 << 30}]
+        said = {"node": "n1", "region": "us-east", "gpu_type": "H800", "url": "http://127.0.0.1:9", "engine": "replay"}
+        return api.post("/node/join", headers=headers, json=said | {"slots": slots}).status_code
+
+    old = key()
+    assert join(old) == 200
+    assert "stop its agent first" in ask("DELETE", "/admin/nodes/n1", status=409)["detail"]
+    with database.transaction() as session:
+        session.execute(update(Node).values(last_seen_at=datetime.now(UTC) - timedelta(hours=1)))
+    ask("DELETE", "/admin/nodes/n1")
+    assert join(old) == 401
+    assert ask("GET", "/admin/nodes")["data"] == []
+    assert join(key()) == 200
