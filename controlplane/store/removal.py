@@ -179,7 +179,7 @@ def _instances(session: Session, which: ColumnElement[bool], *, then: str) -> li
     ]
 
 
-def _use(session: Session, kind: str, names: Select[tuple[str]], *, then: str) -> Use | None:
+def _use(session: Session, kind: str, names: Select[str], *, then: str) -> Use | None:
     count = session.scalar(select(func.count()).select_from(names.subquery())) or 0
     if not count:
         return None
