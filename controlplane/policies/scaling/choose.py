@@ -1,12 +1,15 @@
 """One way in for all strategies: each proposes, the limits dispose."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from controlplane.policies.facts import Endpoint, InstanceKind
 from controlplane.policies.scaling.chiron import scale_on_backpressure
 from controlplane.policies.scaling.demand_led import scale_within_plan
 from controlplane.policies.scaling.facts import (
+    Counts,
+    EndpointScaleFacts,
     KindStep,
     Moment,
     ScaleStep,
@@ -54,15 +57,31 @@ def choose_scaling(facts: ScalingFacts, now_s: float, settings: ScalingSettings)
     steps: list[ScaleStep] = []
     kinds: list[KindStep] = []
     last_scaled_s: dict[Endpoint, float] = {}
+    settled: dict[Endpoint, Counts | None] = {}
     for endpoint in sorted(facts.endpoints, key=lambda each: each.endpoint):
         proposed, changed = _exchanged(strategy(endpoint, moment))
         taken = keep_limits(endpoint, proposed, moment)
         kinds += changed
         steps += sorted(taken, key=lambda step: (step.kind, step.gpu_type or ""))
+        settled[endpoint.endpoint] = _settled(endpoint, taken)
         scaled_s = now_s if taken else endpoint.last_scaled_s
         if scaled_s is not None:
             last_scaled_s[endpoint.endpoint] = scaled_s
-    return ScalingDecision(steps=tuple(steps), last_scaled_s=last_scaled_s, kinds=tuple(kinds))
+    return ScalingDecision(steps=tuple(steps), last_scaled_s=last_scaled_s, settled=settled, kinds=tuple(kinds))
+
+
+def _settled(facts: EndpointScaleFacts, steps: Sequence[ScaleStep]) -> Counts | None:
+    """What the endpoint has after the steps; None where they leave the GPU type open. While something is stuck, what it
+    was settled at before.
+    """
+    if any(facts.stuck.values()):
+        return facts.present if facts.settled is None else facts.settled
+    if any(step.gpu_type is None for step in steps):
+        return None
+    counts = Counter(facts.present)
+    for step in steps:
+        counts[step.gpu_type or ""] += step.delta
+    return +counts
 
 
 def _exchanged(steps: tuple[ScaleStep, ...]) -> tuple[tuple[ScaleStep, ...], list[KindStep]]:

@@ -49,6 +49,8 @@ class EndpointScaleFacts:
         min: fewest instances over all GPU types. max: most.
         planned: the plan's instances for each GPU type; None = no plan.
         last_scaled_s: when this endpoint was last scaled; None = never.
+        settled: instances that it was to have when none was stuck last; None = not known. Without a plan it keeps
+            these: replacements of what does not come up are present too, and would be taken for wanted.
         kinds: the same instances by kind; empty = all are mixed.
         tokens_per_s: input tokens/s of one instance at its SLO, by GPU type (theta of SageServe 5).
         observed_tokens_per_s: interactive input tokens that arrive now; None = unknown.
@@ -67,6 +69,7 @@ class EndpointScaleFacts:
     stuck: Counts = field(default_factory=dict)
     planned: Counts | None = None
     last_scaled_s: float | None = None
+    settled: Counts | None = None
     kinds: Mapping[InstanceKind, KindFacts] = field(default_factory=dict)
     tokens_per_s: Mapping[str, float] = field(default_factory=dict)
     observed_tokens_per_s: float | None = None
@@ -225,13 +228,15 @@ class KindStep:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingDecision:
-    """Steps ordered by endpoint, kind and GPU type, and when each endpoint was last scaled: facts of the next call.
+    """Steps ordered by endpoint, kind and GPU type; and when each endpoint was last scaled, and what it is settled at:
+    facts of the next call.
 
     `kinds`: what changes its kind; it comes before the steps.
     """
 
     steps: tuple[ScaleStep, ...]
     last_scaled_s: Mapping[Endpoint, float]
+    settled: Mapping[Endpoint, Counts | None]
     kinds: tuple[KindStep, ...] = ()
 
 

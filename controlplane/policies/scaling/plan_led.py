@@ -105,7 +105,10 @@ def _ins(facts: EndpointScaleFacts, changes: Mapping[str, int], outs: Mapping[st
 
 
 def _usual(facts: EndpointScaleFacts) -> Mapping[str, int]:
-    return facts.present if facts.planned is None else facts.planned
+    """What the endpoint is to have: the plan's count, without a plan what it was settled at."""
+    if facts.planned is not None:
+        return facts.planned
+    return facts.present if facts.settled is None else facts.settled
 
 
 def _within_limits(facts: EndpointScaleFacts) -> dict[str, int]:
