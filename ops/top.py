@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ops.commands.api import Api, CommandError
+from ops.commands.screen import unplaced_words
 
 STATES = ("ready", "loading", "draining", "spot", "failed")
 BUSY, FULL = 0.5, 0.7
@@ -18,6 +19,7 @@ BUSY, FULL = 0.5, 0.7
 ROWS_MAX = 30
 """Endpoints shown where nobody scrolls: in a pipe or a log."""
 _ROWS_MIN = 3
+_UNPLACED_MAX = 3
 _DROPPED_FIRST = ("load", "tokens left")
 """Columns that a narrow terminal goes without."""
 
@@ -74,7 +76,7 @@ def screen(snapshot: Snapshot, *, width: int, height: int | None = None) -> Rend
     if snapshot.live is not None and not snapshot.live["view_fresh"]:
         head.append(Text("the live view is old: Redis is away; the last copy is shown", style="red"))
     if snapshot.status is not None:
-        head += _plan(snapshot.status)
+        head += _plan(snapshot.status) + _unplaced(snapshot.status)
     rows = _rows(snapshot, None if height is None else height - len(head))
     tables: list[Table] = []
     if snapshot.status is not None:
@@ -150,6 +152,15 @@ def _plan(status: Mapping[str, Any]) -> list[Text]:
     words = "none" if plan is None else f"{plan['id']} ({plan['status']}), {plan['reason']}"
     lines = (f"plan in force: {words}", f"batches: {batches}; {running}")
     return [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
+
+
+def _unplaced(status: Mapping[str, Any]) -> list[Text]:
+    """A line for what is wanted and has no place, `_UNPLACED_MAX` lines at most."""
+    rows = status["unplaced"]
+    words = [f"not placed: {row['model']} in {row['region']}: {unplaced_words(row)}" for row in rows[:_UNPLACED_MAX]]
+    if len(rows) > _UNPLACED_MAX:
+        words.append(f"not placed: {len(rows) - _UNPLACED_MAX} more, see tidepool status")
+    return [Text(line, style="red", no_wrap=True, overflow="ellipsis") for line in words]
 
 
 def _objectives(live: Mapping[str, Any]) -> Table:

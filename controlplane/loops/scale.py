@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import Any
 
 from sqlalchemy.orm import Session
 
@@ -15,10 +16,10 @@ from controlplane.loops.scale_facts import (
     scaling_facts,
     slot_rooms,
 )
-from controlplane.policies.facts import InstanceKind, ModelGpu
+from controlplane.policies.facts import Endpoint, InstanceKind, ModelGpu
 from controlplane.policies.scaling.choose import choose_scaling
 from controlplane.policies.scaling.facts import ScaleStep, ScalingSettings
-from controlplane.policies.slots.choose import choose_slots, moved_endpoints
+from controlplane.policies.slots.choose import choose_slots, moved_endpoints, settled_endpoints
 from controlplane.policies.slots.evacuation import Evacuation, choose_evacuation
 from controlplane.policies.slots.facts import (
     InstanceChange,
@@ -30,6 +31,7 @@ from controlplane.policies.slots.facts import (
 from controlplane.policies.slots.pooling import joined, release_steps, rooms_beside
 from controlplane.policies.slots.pools import choose_pool_slots
 from controlplane.settings import Settings
+from controlplane.store.endpoint_summary import note_outcome
 from controlplane.store.fleet import fleet_index
 from controlplane.store.instances import add_instance, set_desired, set_kind, set_succeeds, touch_generations
 from controlplane.store.keys import record, snapshot
@@ -92,6 +94,8 @@ def scale(session: Session, live: LiveStore, settings: Settings, *, now_s: float
     moved = settle_engines(session, fleet.census, settings, actor=ACTOR, now_s=now_s)
     noticed = _give_notice(session, decision.notices, settings)
     _note_scaled(session, (*scaling.steps, *leaving.steps), decision.unplaced, now_s=now_s)
+    settled = settled_endpoints(scaling.settled, decision.unplaced)
+    note_outcome(session, settled=settled, unplaced=_unplaced_of(decision.unplaced))
     return Scaled(
         started=len(decision.adds),
         revived=len(decision.revives),
@@ -197,6 +201,14 @@ def _note_scaled(session: Session, steps: Iterable[ScaleStep], unplaced: Iterabl
     for endpoint in moved_endpoints(steps, unplaced):
         row = session.get_one(EndpointRow, (endpoint.model, endpoint.region))
         row.last_scaled_at = datetime.fromtimestamp(now_s, UTC)
+
+
+def _unplaced_of(unplaced: Iterable[Unplaced]) -> dict[Endpoint, list[dict[str, Any]]]:
+    found: dict[Endpoint, list[dict[str, Any]]] = {}
+    for each in unplaced:
+        what = {"gpu_type": each.gpu_type, "count": each.count, "reason": each.reason}
+        found.setdefault(each.endpoint, []).append(what)
+    return found
 
 
 def _ids(changes: Iterable[InstanceChange]) -> list[str]:

@@ -239,6 +239,7 @@ def _endpoint_facts(fleet: Fleet, row: EndpointRow, mine: list[Instance], spot: 
         min=fewest,
         max=most,
         last_scaled_s=None if row.last_scaled_at is None else row.last_scaled_at.timestamp(),
+        settled=row.settled,
         observed_tokens_per_s=fleet.observed.get(endpoint),
         forecast_tokens_per_s=fleet.forecast.get(endpoint),
         spot_same=_by_gpu_type(each for each in spot if each.model == row.model),

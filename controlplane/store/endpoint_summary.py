@@ -1,8 +1,9 @@
-"""What moves from second to second: endpoints with their load, and what waits in the NIW queue."""
+"""What moves from second to second: endpoints with their load, what has no place, and what waits in the NIW queue."""
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import func, literal, select
 from sqlalchemy.orm import Session
@@ -51,6 +52,43 @@ def read_endpoints(
         _summary(endpoint, states.get(endpoint, Counter()), usable.get(endpoint, []))
         for endpoint in sorted(known, key=lambda endpoint: (endpoint.model, endpoint.region))
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnplacedSummary:
+    """Instances of an endpoint that the last run of scaling found no place for. `gpu_type` None: any would do."""
+
+    model: str
+    region: str
+    gpu_type: str | None
+    count: int
+    reason: str
+
+
+def read_unplaced(session: Session) -> tuple[UnplacedSummary, ...]:
+    """What has no place now, by model and region."""
+    rows = session.scalars(
+        select(EndpointRow).where(EndpointRow.unplaced.is_not(None)).order_by(EndpointRow.model, EndpointRow.region)
+    )
+    return tuple(
+        UnplacedSummary(model=row.model, region=row.region, **each) for row in rows for each in row.unplaced or ()
+    )
+
+
+def note_outcome(
+    session: Session,
+    *,
+    settled: Mapping[Endpoint, Mapping[str, int] | None],
+    unplaced: Mapping[Endpoint, list[dict[str, Any]]],
+) -> None:
+    """Write down what a run of scaling left behind: what each endpoint is settled at, and what of it has no place, as
+    `gpu_type`, `count` and `reason`. Rows that say so already are not written.
+    """
+    for row in session.scalars(select(EndpointRow)):
+        endpoint = Endpoint(model=row.model, region=row.region)
+        counts = settled.get(endpoint)
+        row.settled = None if counts is None else dict(counts)
+        row.unplaced = unplaced.get(endpoint)
 
 
 def _summary(endpoint: Endpoint, states: Counter[str], usable: list[InstanceFacts]) -> EndpointSummary:

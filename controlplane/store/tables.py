@@ -213,7 +213,11 @@ class EngineFailureRow(Base):
 
 
 class EndpointRow(Base):
-    """A model in a region, and how many instances it may have."""
+    """A model in a region, and how many instances it may have.
+
+    `settled`: instances by GPU type that it was to have when none was stuck last; None: not known. `unplaced`: what the
+    last run of scaling found no place for, as `gpu_type` (None: any), `count` and `reason`; None: all is placed.
+    """
 
     __tablename__ = "endpoints"
     __table_args__ = (CheckConstraint("0 <= instances_min AND instances_min <= instances_max", name="limits"),)
@@ -222,6 +226,8 @@ class EndpointRow(Base):
     instances_min: Mapped[int]
     instances_max: Mapped[int]
     last_scaled_at: Mapped[datetime | None]
+    settled: Mapped[Json | None] = mapped_column(JSONB(none_as_null=True))
+    unplaced: Mapped[list[Json] | None] = mapped_column(JSONB(none_as_null=True))
 
 
 class Instance(Base):

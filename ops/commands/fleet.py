@@ -5,7 +5,16 @@ from typing import Annotated, Any
 import typer
 
 from ops.commands.api import connected
-from ops.commands.screen import AsJson, Columns, bytes_text, notes, print_fields, print_json, print_table
+from ops.commands.screen import (
+    AsJson,
+    Columns,
+    bytes_text,
+    notes,
+    print_fields,
+    print_json,
+    print_table,
+    unplaced_words,
+)
 
 regions = typer.Typer(no_args_is_help=True, help="Regions, in the order that traffic prefers them.")
 gpus = typer.Typer(no_args_is_help=True, help="GPU types: what one has and costs.")
@@ -203,7 +212,13 @@ def list_endpoints(context: typer.Context, as_json: AsJson = False) -> None:
     """
     with connected(context) as api:
         answer = api.pages("/admin/endpoints")
-    columns: Columns = {"model": "model", "region": "region", "min": "instances_min", "max": "instances_max"}
+    columns: Columns = {
+        "model": "model",
+        "region": "region",
+        "min": "instances_min",
+        "max": "instances_max",
+        "not placed": lambda row: "\n".join(unplaced_words(each) for each in row["unplaced"] or ()) or None,
+    }
     _listed("Endpoints", columns, answer, answer["data"], as_json=as_json)
 
 
@@ -243,6 +258,9 @@ def show_status(context: typer.Context, as_json: AsJson = False) -> None:
         "instances ready": lambda row: f"{row['instances_ready']} of {row['instances']}",
     }
     print_table("Regions", columns, status["regions"])
+    if status["unplaced"]:
+        why: Columns = {"model": "model", "region": "region", "not placed": unplaced_words}
+        print_table("Not placed", why, status["unplaced"])
     plan = status["plan"]
     print_fields(
         [

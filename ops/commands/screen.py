@@ -87,6 +87,12 @@ def bytes_text(count: int) -> str:
     return f"{value:.4g} {_UNITS[unit]}"
 
 
+def unplaced_words(row: Mapping[str, Any]) -> str:
+    """How many instances have no place, and why."""
+    on = "" if row["gpu_type"] is None else f" on {row['gpu_type']}"
+    return f"{row['count']}{on}: {row['reason']}"
+
+
 def time_text(time_s: float | None) -> str:
     """A Unix time as people read it, in UTC."""
     return "-" if time_s is None else datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%SZ")

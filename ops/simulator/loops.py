@@ -12,8 +12,15 @@ from dataclasses import dataclass, field
 from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceKind
 from controlplane.policies.routing import utilization_of
 from controlplane.policies.scaling.choose import choose_scaling, kind_for
-from controlplane.policies.scaling.facts import EndpointScaleFacts, KindFacts, ScaleStep, ScalingFacts, ScalingSettings
-from controlplane.policies.slots.choose import choose_slots, moved_endpoints
+from controlplane.policies.scaling.facts import (
+    Counts,
+    EndpointScaleFacts,
+    KindFacts,
+    ScaleStep,
+    ScalingFacts,
+    ScalingSettings,
+)
+from controlplane.policies.slots.choose import choose_slots, moved_endpoints, settled_endpoints
 from controlplane.policies.slots.facts import SlotFacts, SlotSettings
 from controlplane.policies.slots.pooling import (
     PlanPools,
@@ -56,6 +63,7 @@ class Loops:
             self._tokens_per_s.setdefault(key.model, {})[key.gpu_type] = profile.tokens_per_s
         self._gpus = {key: profile.gpus for key, profile in plan.profiles.items()}
         self._last_scaled_s: dict[Endpoint, float] = {}
+        self._settled: dict[Endpoint, Counts | None] = {}
         if planner is not None:
             world.recorder.planned, world.recorder.planned_pools = planner.planned, planner.planned_pools
 
@@ -125,6 +133,7 @@ class Loops:
         )
         decision = joined(choose_slots(slots, now_s, self._settings.slots), pooling)
         fleet.apply(decision)
+        self._settled |= settled_endpoints(scaling.settled, decision.unplaced)
         for endpoint in moved_endpoints(scaling.steps, decision.unplaced):
             self._last_scaled_s[endpoint] = now_s
 
@@ -190,6 +199,7 @@ class Loops:
             max=most,
             planned=planned,
             last_scaled_s=self._last_scaled_s.get(endpoint),
+            settled=self._settled.get(endpoint),
             tokens_per_s=self._tokens_per_s[endpoint.model],
             observed_tokens_per_s=world.demand.observed(endpoint, now_s),
             forecast_tokens_per_s=None if self._planner is None else self._planner.forecast_now(endpoint, now_s),

@@ -11,6 +11,7 @@ from ops.top import ROWS_MAX, Snapshot, screen, take_snapshot
 STATUS = {
     "regions": [{"name": "us-east", "nodes": 3, "nodes_alive": 2, "gpus": 24, "instances": 5, "instances_ready": 4}],
     "batches": {"in_progress": 2},
+    "unplaced": [{"model": "ebb", "region": "us-east", "gpu_type": "H800", "count": 2, "reason": "GPUs full"}],
     "requests_waiting": 17,
     "requests_running": 3,
     "plan": {"id": "plan_1", "status": "optimal", "reason": "the hour of 12:00"},
@@ -73,6 +74,7 @@ def test_everything_is_shown() -> None:
         "73%",
         "12,345",
         "ebb[bold]",
+        "not placed: ebb in us-east: 2 on H800: GPUs full",
         "nothing usable",
         "5,400",
         "1 h 00 min",

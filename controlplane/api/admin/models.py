@@ -121,6 +121,14 @@ class EndpointChange(Body):
     instances_max: Count = Field(examples=[8])
 
 
+class Unplaced(Answer):
+    """Instances that are wanted and have no place. `gpu_type` null: any that the model has a profile on."""
+
+    gpu_type: str | None
+    count: int
+    reason: str = Field(examples=["GPUs full in us-east: 0 of 8 H800 free, needs 1 in one slot"])
+
+
 class Endpoint(Answer):
     """A model in a region."""
 
@@ -129,6 +137,7 @@ class Endpoint(Answer):
     instances_min: int
     instances_max: int
     last_scaled_at: datetime | None
+    unplaced: list[Unplaced] | None = Field(description="of the last run of scaling; null: all has its place")
 
 
 @router.put("/models/{name:path}", summary="Register a model")

@@ -6,6 +6,7 @@ from pydantic import BaseModel, Field
 from controlplane.api.admin.fields import Answer
 from controlplane.api.auth import Viewer
 from controlplane.api.state import SessionDep, StateDep
+from controlplane.store.endpoint_summary import read_unplaced
 from controlplane.store.fleet import fleet_index
 from controlplane.store.summary import read_summary
 
@@ -45,6 +46,16 @@ class PlanningStatus(Answer):
     approval_reason: str | None = Field(description="why it waits, or waited, for an operator")
 
 
+class UnplacedStatus(Answer):
+    """Instances that are wanted and have no place."""
+
+    model: str
+    region: str
+    gpu_type: str | None = Field(description="null: any that the model has a profile on")
+    count: int
+    reason: str
+
+
 class Status(BaseModel):
     """The whole fleet at one moment."""
 
@@ -54,6 +65,7 @@ class Status(BaseModel):
     nodes_draining: int
     instances: dict[str, int] = Field(description="by observed state", examples=[{"ready": 4, "loading": 1}])
     instances_pooled: int = Field(description="of these, those that share a slot")
+    unplaced: list[UnplacedStatus] = Field(description="what the last run of scaling found no place for, and why")
     batches: dict[str, int] = Field(description="by state", examples=[{"in_progress": 1, "completed": 7}])
     requests_waiting: int = Field(description="batch requests in the queue")
     requests_running: int = Field(description="batch requests that a dispatcher holds")
@@ -72,6 +84,7 @@ def get_status(session: SessionDep, state: StateDep, _: Viewer) -> Status:
         nodes_draining=summary.nodes_draining,
         instances=dict(summary.instances),
         instances_pooled=summary.instances_pooled,
+        unplaced=[UnplacedStatus.model_validate(each) for each in read_unplaced(session)],
         batches=dict(summary.batches),
         requests_waiting=summary.requests_waiting,
         requests_running=summary.requests_running,

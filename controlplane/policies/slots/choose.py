@@ -8,10 +8,10 @@ are never given twice.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from controlplane.policies.facts import Endpoint
-from controlplane.policies.scaling.facts import KindStep, ScaleStep
+from controlplane.policies.scaling.facts import Counts, KindStep, ScaleStep
 from controlplane.policies.slots.facts import (
     InstanceChange,
     PlacedInstance,
@@ -71,6 +71,19 @@ def moved_endpoints(steps: Iterable[ScaleStep], unplaced: Iterable[Unplaced]) ->
     for each in unplaced:
         asked[each.endpoint] -= each.count
     return tuple(sorted(endpoint for endpoint, moved in asked.items() if moved > 0))
+
+
+def settled_endpoints(
+    settled: Mapping[Endpoint, Counts | None], unplaced: Iterable[Unplaced]
+) -> dict[Endpoint, Counts | None]:
+    """What endpoints are settled at, less what found no place."""
+    missing: dict[Endpoint, Counter[str]] = {}
+    for each in unplaced:
+        missing.setdefault(each.endpoint, Counter())[each.gpu_type or ""] += each.count
+    return {
+        endpoint: counts if counts is None else Counter(counts) - missing.get(endpoint, Counter())
+        for endpoint, counts in settled.items()
+    }
 
 
 class _Starts:

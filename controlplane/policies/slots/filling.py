@@ -141,10 +141,12 @@ class Filling:
     def why_not(self, step: ScaleStep) -> str:
         """Why a step found no slot, in plain words."""
         gpu_types = sorted(gpu_type for model, gpu_type in self._gpus if model == step.endpoint.model)
+        if not gpu_types:
+            return f"{step.endpoint.model} has no profile on any GPU type (`tidepool model profile` sets one)"
         if step.gpu_type is not None and step.gpu_type not in gpu_types:
             return f"{step.endpoint.model} has no profile on {step.gpu_type}"
         wanted = gpu_types if step.gpu_type is None else [step.gpu_type]
-        names, region = " or ".join(wanted) or "profiled GPU", step.endpoint.region
+        names, region = " or ".join(wanted), step.endpoint.region
         here = [slot for slot in self._slots if slot.region == region and slot.gpu_type in wanted]
         if not here:
             return f"no {names} in {region}"

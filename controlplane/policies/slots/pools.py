@@ -243,12 +243,12 @@ class _Filling:
 
     def _stand(self, key: EndpointGpu, slots: Mapping[Place, _PoolSlot]) -> _PoolSlot | None:
         """Where the endpoint stays: on a slot of the pool with room for it, or where it is if all are full. A running
-        instance rather than a draining one, a ready one rather than a starting one; one that does not come up only
-        where there is no other slot to try.
+        instance rather than a draining one, a ready one rather than a starting one. One that does not come up is tried
+        on one other slot, no more: where that fails too, their nodes try again, and an instance of its own stands in.
         """
         mine = [each for each in self._pooled_of[key] if each.place in slots]
         mine.sort(key=lambda each: (each.stuck, each.draining, not each.ready, each.instance_id))
-        if mine and mine[0].stuck and {each.place for each in mine} != set(slots):
+        if mine and mine[0].stuck and len(mine) == 1 and len(slots) > 1:
             return None
         share = self._facts.occupancy[key]
         roomy = [each for each in mine if slots[each.place].takes(share)]
@@ -263,19 +263,20 @@ class _Filling:
         return slots[chosen.place]
 
     def _start(self, key: EndpointGpu, slots: Mapping[Place, _PoolSlot]) -> _PoolSlot | None:
-        """The slot that is emptiest with it and does not hold it yet; among equals, one where it runs without a pool,
-        since its weights are there.
+        """The slot that is emptiest with it and does not hold it yet, on a node where it did not fail if there is one;
+        among equals, one where it runs without a pool, since its weights are there.
         """
         endpoint = Endpoint(model=key.model, region=key.region)
         share = self._facts.occupancy[key]
         taken = {each.place for each in self._pooled_of[key]}
+        failed_on = {each.node_id for each in self._pooled_of[key] if each.stuck}
         found = [slot for at, slot in slots.items() if at not in taken]
         if not found:
             return None
 
-        def rank(slot: _PoolSlot) -> tuple[float, bool, Place]:
+        def rank(slot: _PoolSlot) -> tuple[bool, float, bool, Place]:
             here = any(each.endpoint == endpoint for each in self._dedicated_on[slot.room.place])
-            return slot.fullness(share), not here, slot.room.place
+            return slot.room.node_id in failed_on, slot.fullness(share), not here, slot.room.place
 
         slot = min(found, key=rank)
         self.adds.append(_add(endpoint, slot.room))

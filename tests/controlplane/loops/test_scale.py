@@ -3,17 +3,18 @@
 import threading
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import delete, select
 
 from controlplane.loops.scale import Scaled, scale
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
 from controlplane.store import fleet
+from controlplane.store.endpoint_summary import read_unplaced
 from controlplane.store.instances import desired_of
 from controlplane.store.live import LiveStore
 from controlplane.store.plan_tables import PlanEntry
 from controlplane.store.plans import add_plan, apply_plan
-from controlplane.store.tables import Desired, EndpointRow, Instance
+from controlplane.store.tables import Desired, EndpointRow, Instance, Profile
 from tests.controlplane.store.test_plans import a_plan
 from tests.controlplane.world import World
 
@@ -166,6 +167,24 @@ def test_what_finds_no_place_is_said(world: World, settings: Settings) -> None:
         row = session.get_one(EndpointRow, ("tide", "us-east"))
         assert row.last_scaled_at is not None
         assert row.last_scaled_at.timestamp() == 1000.0, "nothing was scaled the second time"
+        [kept] = read_unplaced(session)
+    assert (kept.model, kept.region, kept.gpu_type, kept.count) == ("tide", "us-east", "H800", 2)
+    assert kept.reason.startswith("GPUs full in us-east: 0 of")
+    endpoint(world, 4, 6)
+    run(world, settings, now_s=3000.0)
+    with world.database.transaction() as session:
+        assert read_unplaced(session) == (), "all has its place"
+
+
+def test_a_model_without_a_profile_says_what_to_set(world: World, settings: Settings) -> None:
+    node(world)
+    endpoint(world, 1, 1)
+    with world.database.transaction() as session:
+        session.execute(delete(Profile))
+    run(world, settings)
+    with world.database.transaction() as session:
+        [kept] = read_unplaced(session)
+    assert kept.reason == "tide has no profile on any GPU type (`tidepool model profile` sets one)"
 
 
 def test_a_node_that_drains_takes_nothing_new(world: World, settings: Settings) -> None:

@@ -10,7 +10,7 @@ from controlplane.settings import Settings
 from controlplane.store.instances import desired_of, observe
 from controlplane.store.tables import Instance
 from dataplane.messages import Heartbeat, InstanceReport
-from tests.controlplane.loops.test_scale import follow, node, run, wanted
+from tests.controlplane.loops.test_scale import endpoint, follow, node, run, wanted
 from tests.controlplane.loops.test_scale_spot import heartbeat, held
 from tests.controlplane.world import MODEL, World
 
@@ -74,10 +74,16 @@ def failing(world: World, state: str) -> None:
         observe(session, Heartbeat(node="n1", boot_id="b", generation=desired.generation, instances=reports))
 
 
-def test_a_model_that_never_loads_is_not_started_over_and_over(world: World, settings: Settings) -> None:
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_model_that_never_loads_is_not_started_over_and_over(
+    world: World, settings: Settings, *, planned: bool
+) -> None:
     impatient = settings.model_copy(update={"scale_failed_patience_s": 0.0})
     node(world)
-    follow(world, 1)
+    if planned:
+        follow(world, 1)
+    else:
+        endpoint(world, 1, 4)
     for turn in range(12):
         now_s = time.time() + 15 * turn
         run(world, impatient, now_s=now_s)

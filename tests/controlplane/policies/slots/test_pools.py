@@ -205,6 +205,18 @@ def test_what_does_not_come_up_is_tried_on_another_slot_and_stays() -> None:
     assert [drain.instance_id for drain in third.drains] == ["a@n1"]
 
 
+def test_what_comes_up_nowhere_is_tried_on_one_more_slot_and_no_more() -> None:
+    """Of a pool of four, on another node first."""
+    slots = (room("n1", free=0), replace(room("n1", free=0), slot=1), room("n2", free=0), room("n3", free=0))
+    others = (pooled("b", "n1"), pooled("c", "n2"), pooled("d", "n3"))
+    shares = {"a": 0.2, "b": 0.1, "c": 0.3, "d": 0.3}
+    once = pooled("a", "n1", stuck=True)
+    assert added(choose(facts(4, shares, slots, (*others, once)))) == {"a": "n2"}
+    twice = choose(facts(4, shares, slots, (*others, once, pooled("a", "n2", stuck=True))))
+    assert (twice.adds, twice.drains) == ((), ())
+    assert twice.stranded == {key("a")}
+
+
 SIZES = (room("n1"), room("n2"), room("n4", gpus=4), room("n8", gpus=8))
 
 
