@@ -12,6 +12,7 @@ from dataplane.profile import ProfileError, load_gpu_profile
 from dataplane.turns.costs import switch_s
 from ops.checkpoints import CheckpointError, describe_checkpoint
 from ops.commands.api import Api, CommandError, connected
+from ops.commands.model_convert import convert_model, folder_of
 from ops.commands.model_options import parse_engine_rates, parse_objective, parse_rate
 from ops.commands.screen import AsJson, Columns, bytes_text, print_fields, print_json, print_table
 
@@ -33,9 +34,12 @@ Source = Annotated[
     str,
     typer.Option(
         metavar="SOURCE",
-        help="Checkpoint folder that nodes see under the same path; or https://HOST/PATH/ or hf://ORG/NAME[@REVISION],"
-        " which nodes fetch.",
+        help="Checkpoint folder that nodes see under the same path; or FILE.gguf, which is made into such a folder; or"
+        " https://HOST/PATH/ or hf://ORG/NAME[@REVISION], which nodes fetch.",
     ),
+]
+ConvertTo = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Convert FILE.gguf into this folder; default: beside the file.")
 ]
 LoadTime = Annotated[float, typer.Option(min=0, help="Seconds to load it within a region.")]
 Objectives = Annotated[
@@ -58,7 +62,8 @@ EngineRates = Annotated[
         " ops.bench.engines`). May be repeated.",
     ),
 ]
-models = typer.Typer(no_args_is_help=True, help="Models: checkpoints in Hugging Face format.")
+models = typer.Typer(no_args_is_help=True, help="Models: checkpoints in Hugging Face format, or GGUF files.")
+models.command("convert")(convert_model)
 
 
 @models.command("add")
@@ -80,17 +85,18 @@ def add_model(
         list[str] | None,
         typer.Option(metavar="HOST|NETWORK", help="Read from here though it is not public. May be repeated."),
     ] = None,
+    to: ConvertTo = None,
     as_json: AsJson = False,
 ) -> None:
     """Register a model. Its sizes are read from config.json and the safetensors headers; the weights are not fetched.
 
     \b
     Examples:
-      tidepool model add qwen3-8b --path /models/qwen3-8b
       tidepool model add qwen3-8b --path /models/qwen3-8b --tokens-per-s H800=12000 --region us-east --max 8
       tidepool model add qwen3-8b --path /models/qwen3-8b --tokens-per-s H800=12000 --latency ops/profiles/h800.toml
       tidepool model add qwen3-8b --path hf://Qwen/Qwen3-8B --slo IW-F=0.5,0.05
       tidepool model add qwen3-8b --path /models/qwen3-8b --engine vllm
+      tidepool model add smollm2 --path SmolLM2-135M-Instruct.Q4_1.gguf --to /models/smollm2
     """
     rates = dict(parse_rate(text) for text in tokens_per_s or [])
     measured = parse_engine_rates(engine_rates or [], list(rates))
@@ -100,7 +106,8 @@ def add_model(
         raise typer.BadParameter(f"--min {minimum} is above --max {maximum}")
     try:
         objectives = dict(parse_objective(text) for text in slo or [])
-        body = describe_checkpoint(path, tuple(private_host or ())) | {"slo": objectives or None, "engine": engine}
+        sizes = describe_checkpoint(folder_of(path, to), tuple(private_host or ()))
+        body = sizes | {"slo": objectives or None, "engine": engine}
     except CheckpointError as error:
         raise CommandError(str(error)) from error
     latencies = _latencies(latency or [], list(rates), weights_bytes=body["weights_bytes"], gpus=gpus)

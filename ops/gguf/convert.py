@@ -1,0 +1,172 @@
+"""A GGUF file made into a Hugging Face checkpoint, once: a folder that any node reads.
+
+    FILE.gguf -> config.json, generation_config.json, tokenizer.json, tokenizer_config.json, model.safetensors
+
+Weights are unpacked piece by piece, so a large model takes no more memory than a small one. They are stored in the type
+of the file, or as bfloat16 where the file is quantized: what was lost there does not come back.
+"""
+
+import hashlib
+import json
+import math
+import shutil
+import struct
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, dequantize
+from numpy.typing import NDArray
+
+from ops.gguf.configs import read_config
+from ops.gguf.header import GgufError, GgufHeader, read_header
+from ops.gguf.tokenizers import build_tokenizer
+from ops.gguf.weights import Weight, find_weights
+
+MARK = "tidepool-gguf.json"
+_RECIPE = 1
+"""Raise it when the same file would be converted to other bytes."""
+_PIECE_VALUES = 4 * 2**20
+_HASH_BYTES = 8 * 2**20
+_SPARE_BYTES = 64 * 2**20
+_STORED = {
+    GGMLQuantizationType.F32: (torch.float32, "F32"),
+    GGMLQuantizationType.F16: (torch.float16, "F16"),
+    GGMLQuantizationType.BF16: (torch.bfloat16, "BF16"),
+}
+_QUANTIZED = (torch.bfloat16, "BF16")
+Told = Callable[[int, int], None]
+"""Is told how many bytes of how many are done."""
+
+
+def convert(file: Path, folder: Path, told: Told = lambda _done, _total: None) -> bool:
+    """Convert a GGUF file into `folder`, which appears when it is whole; False if it is there from before.
+
+    Raises:
+        GgufError: the file cannot be converted, the disk has too little room, or `folder` holds something else.
+    """
+    header = read_header(file)
+    config = read_config(header)
+    mark = {"recipe": _RECIPE, "sha256": _sha256(file), "source": file.name}
+    if folder.exists():
+        return _is_there(folder, mark, file)
+    weights = find_weights(header, config)
+    dtype, _ = _stored_type(header)
+    total_bytes = sum(weight.values for weight in weights) * dtype.itemsize
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _check_room(folder, total_bytes)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            _write(partial, header, config, weights, lambda done: told(done, total_bytes))
+            _write_json(partial / MARK, mark)
+            partial.chmod(0o755)
+            if folder.exists():  # another process was faster
+                return _is_there(folder, mark, file)
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise GgufError(f"{folder} cannot be written: {error}") from error
+    return True
+
+
+def _is_there(folder: Path, mark: dict[str, Any], file: Path) -> bool:
+    """False, as `convert` says it, where the folder was made from the same file.
+
+    Raises:
+        GgufError: it was not.
+    """
+    try:
+        made_from = json.loads((folder / MARK).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        made_from = None
+    if made_from != mark:
+        raise GgufError(f"{folder} exists and was not made from {file}; remove it, or name another folder")
+    return False
+
+
+def _check_room(folder: Path, weights_bytes: int) -> None:
+    needed_bytes, free_bytes = weights_bytes + _SPARE_BYTES, shutil.disk_usage(folder.parent).free
+    if free_bytes < needed_bytes:
+        needed, free = needed_bytes / 2**20, free_bytes / 2**20
+        raise GgufError(f"{folder} needs {needed:,.0f} MiB of disk, and {free:,.0f} MiB are free")
+
+
+def _write(
+    folder: Path, header: GgufHeader, config: dict[str, Any], weights: list[Weight], told: Callable[[int], None]
+) -> None:
+    dtype, stored_as = _stored_type(header)
+    _write_json(folder / "config.json", config | {"dtype": str(dtype).removeprefix("torch.")})
+    _write_json(folder / "generation_config.json", _generation(header, config))
+    tokenizer, tokenizer_config = build_tokenizer(header)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(folder / "tokenizer_config.json", tokenizer_config)
+    with (folder / "model.safetensors").open("wb") as out:
+        _write_weights(out, header.path, weights, dtype, stored_as, told)
+
+
+def _stored_type(header: GgufHeader) -> tuple[torch.dtype, str]:
+    """The type of most bytes of the file, by torch and by safetensors."""
+    bytes_by_kind: Counter[GGMLQuantizationType] = Counter()
+    for tensor in header.tensors.values():
+        bytes_by_kind[tensor.kind] += tensor.size_bytes
+    return _STORED.get(bytes_by_kind.most_common(1)[0][0], _QUANTIZED)
+
+
+def _write_weights(
+    out: BinaryIO, file: Path, weights: list[Weight], dtype: torch.dtype, stored_as: str, told: Callable[[int], None]
+) -> None:
+    """A safetensors file: length of the header, header, bytes."""
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for weight in weights:
+        start, end = end, end + weight.values * dtype.itemsize
+        described[weight.name] = {"dtype": stored_as, "shape": weight.shape, "data_offsets": [start, end]}
+    text = json.dumps(described).encode()
+    text += b" " * (-len(text) % 8)
+    out.write(struct.pack("<Q", len(text)) + text)
+    content = np.memmap(file, dtype=np.uint8, mode="r")
+    done = 0
+    for weight in weights:
+        for values in read_values(content, weight):
+            piece = torch.from_numpy(values).to(dtype).view(torch.uint8).numpy()
+            out.write(piece.data)
+            done += piece.nbytes
+            told(done)
+
+
+def read_values(content: NDArray[np.uint8], weight: Weight) -> Iterator[NDArray[np.float32]]:
+    """A weight in float32, some rows at a time."""
+    stored = weight.stored
+    whole = content[stored.offset_bytes : stored.offset_bytes + stored.size_bytes]
+    row_values = stored.shape[-1]
+    table = whole.reshape(math.prod(stored.shape[:-1]), -1)
+    step = max(1, _PIECE_VALUES // row_values)
+    for start in range(0, len(weight.rows), step):
+        values = dequantize(table[weight.rows[start : start + step]], stored.kind)
+        yield np.ascontiguousarray(values, dtype=np.float32) - np.float32(weight.shift)
+
+
+def _generation(header: GgufHeader, config: dict[str, Any]) -> dict[str, Any]:
+    """Where answers end: at the end of the text, and at the end of the turn where that is another token."""
+    ends = [config["eos_token_id"], header.metadata.get("tokenizer.ggml.eot_token_id")]
+    known = sorted({token for token in ends if token is not None})
+    return {
+        "bos_token_id": config["bos_token_id"],
+        "eos_token_id": known or None,
+        "pad_token_id": config["pad_token_id"],
+    }
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
