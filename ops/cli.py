@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ops.commands import (
+    audit,
     batches,
     deletes,
     demand,
@@ -18,6 +19,7 @@ from ops.commands import (
     init,
     keys,
     latencies,
+    logs,
     models,
     node_bench,
     node_check,
@@ -33,6 +35,7 @@ from ops.commands import (
     top,
 )
 from ops.commands.api import CommandError, Target
+from ops.version import version_text
 
 app = typer.Typer(
     name="tidepool",
@@ -45,6 +48,8 @@ processes.register(app)
 app.command("init")(init.init)
 app.command("status")(fleet.show_status)
 app.command("top")(top.show_top)
+app.command("audit")(audit.show_audit)
+app.command("logs")(logs.show_logs)
 models.models.command("delete")(deletes.delete_model)
 fleet.endpoints.command("delete")(deletes.delete_endpoint)
 fleet.regions.command("delete")(deletes.delete_region)
@@ -81,6 +86,12 @@ for name, group in (
     app.add_typer(group, name=name)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(version_text())
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     context: typer.Context,
@@ -92,6 +103,9 @@ def options(
         str | None,
         typer.Option(help="API key; default: TIDEPOOL_ADMIN_KEY, else the admin key of TIDEPOOL_HOME/keys.json."),
     ] = None,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
 ) -> None:
     """Tidepool serves many LLMs on one fleet of GPUs over several regions.
 

@@ -179,9 +179,29 @@ def snapshot(row: Base) -> Json:
     return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in values.items()}
 
 
-def list_audit(session: Session, *, after: int | None, limit: int) -> Page[AuditEvent]:
-    """One page of audit events, the newest first."""
-    return page(session, select(AuditEvent), AuditEvent.id, after=after, limit=limit, newest_first=True)
+def list_audit(
+    session: Session,
+    *,
+    actor: str | None = None,
+    kind: str | None = None,
+    subject: str | None = None,
+    since: datetime | None = None,
+    after: int | None,
+    limit: int,
+) -> Page[AuditEvent]:
+    """One page of audit events, the newest first: by an actor, of a kind (what the action begins with, up to its dot),
+    of a subject, from a time on.
+    """
+    query = select(AuditEvent)
+    if actor is not None:
+        query = query.where(AuditEvent.actor == actor)
+    if kind is not None:
+        query = query.where(func.split_part(AuditEvent.action, ".", 1) == kind)
+    if subject is not None:
+        query = query.where(AuditEvent.subject == subject)
+    if since is not None:
+        query = query.where(AuditEvent.at >= since)
+    return page(session, query, AuditEvent.id, after=after, limit=limit, newest_first=True)
 
 
 def claim_idempotency(session: Session, *, api_key_id: str, key: str, request_hash: str) -> StoredAnswer | None:

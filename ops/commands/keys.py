@@ -10,10 +10,10 @@ import typer
 from ops.commands.api import Api, CommandError, connected
 from ops.commands.ids import whole_id
 from ops.commands.screen import AsJson, Columns, print_json, print_table
+from ops.commands.times import duration_s
 from ops.home import EmbeddedError, home_of, keys_file, read_secrets, write_secrets
 
 KeyId = Annotated[str, typer.Argument(metavar="KEY", help="Its id, or the first characters of it.")]
-_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 keys = typer.Typer(no_args_is_help=True, help="API keys and their roles.")
 
 
@@ -102,7 +102,7 @@ def rotate_key(
     Example:
       tidepool key rotate key_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --overlap 1h
     """
-    seconds = _seconds(overlap)
+    seconds = duration_s(overlap)
     home = home_of(os.environ)
     with connected(context) as api:
         key_id = whole_id(api, "key", key_id)
@@ -160,18 +160,6 @@ def print_secret(role: FirstRole, as_json: AsJson = False) -> None:
         print_json({role.value: secret})
     else:
         typer.echo(secret)
-
-
-def _seconds(duration: str) -> int:
-    """A duration such as 90s, 30m, 1h or 2d.
-
-    Raises:
-        typer.BadParameter: it is none.
-    """
-    number, unit = duration[:-1], duration[-1:]
-    if not (number.isascii() and number.isdigit()) or unit not in _UNIT_S:
-        raise typer.BadParameter(f"'{duration}' is no duration such as 90s, 30m, 1h or 2d")
-    return int(number) * _UNIT_S[unit]
 
 
 @keys.command("list")

@@ -8,19 +8,11 @@ import typer
 from ops.commands.api import connected
 from ops.commands.ids import whole_id
 from ops.commands.screen import AsJson, Columns, print_json, print_table
+from ops.commands.times import time_of
 
 pins = typer.Typer(
     no_args_is_help=True, help="Pins: an operator keeps an endpoint at so many instances, until some time."
 )
-
-
-def _time(text: str) -> datetime:
-    """A time with its zone; one without is UTC."""
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
-        raise typer.BadParameter(f"'{text}' is no time; write it like 2026-11-27T18:00Z") from None
-    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
 
 
 def _minute(time: str | None) -> str | None:
@@ -33,7 +25,7 @@ def add_pin(
     model: str,
     region: str,
     instances: Annotated[int, typer.Option(min=0, help="Not fewer and not more, over all GPU types.")],
-    until: Annotated[datetime, typer.Option(parser=_time, metavar="TIME", help="ISO 8601; without a zone: UTC.")],
+    until: Annotated[datetime, typer.Option(parser=time_of, metavar="TIME", help="ISO 8601; without a zone: UTC.")],
     note: Annotated[str, typer.Option(help="Why, for those who find the pin.")] = "",
     as_json: AsJson = False,
 ) -> None:

@@ -343,6 +343,26 @@ def test_demand(served: Run, tmp_path: Path) -> None:
     assert "none" in served("forecast", "list").out
 
 
+def test_the_audit_is_filtered(served: Run) -> None:
+    served("region", "add", "us-east")
+    served("region", "add", "us-west")
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
+    served("region", "add", "us-east", "--position", 7)
+
+    def subjects(*options: object) -> list[str]:
+        return [row["subject"] for row in served("audit", *options, "--json").json["data"]]
+
+    assert subjects() == ["us-east", "H800", "us-west", "us-east"]
+    assert subjects("--kind", "region") == ["us-east", "us-west", "us-east"]
+    assert subjects("--subject", "us-west", "--actor", "admin", "--since", "1h") == ["us-west"]
+    assert subjects("--limit", 2) == ["us-east", "H800"]
+    assert subjects("--actor", "nobody") == subjects("--since", "2999-01-01") == []
+    shown = served("audit", "--kind", "region", "--limit", 1).out
+    assert "region.put" in shown
+    assert "position 0 -> 7" in shown
+    assert served("audit", "--since", "noon").status == 2
+
+
 def test_batches(served: Run, tmp_path: Path) -> None:
     served("model", "add", "m", "--path", write_checkpoint(tmp_path / "tiny"))
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

@@ -57,6 +57,10 @@ Limit = Annotated[int, Query(ge=1, le=PAGE_MAX, description="rows of a page")]
 After = Annotated[
     str | None, Query(max_length=300, pattern=_TEXT, description="`next` of the page before; none: the first page")
 ]
+AfterId = Annotated[
+    int | None, Query(ge=1, le=INT64_MAX, description="`next` of the page before; none: the first page")
+]
+FilterWord = Annotated[str | None, Query(max_length=300, pattern=_TEXT, description="only those that have just this")]
 
 Data = TypeVar("Data", bound=BaseModel)
 Row = TypeVar("Row", bound=Base)

@@ -6,13 +6,14 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, BackgroundTasks, Query
 from fastapi import Body as BodyParam
-from pydantic import Field
+from pydantic import AwareDatetime, Field
 
 from controlplane.api.admin.fields import (
-    INT64_MAX,
     After,
+    AfterId,
     Answer,
     Body,
+    FilterWord,
     KeyName,
     KeyPath,
     Limit,
@@ -188,8 +189,13 @@ def tell_gateways(state: State, hashes: set[str]) -> None:
 def list_audit(
     session: SessionDep,
     _: Viewer,
+    actor: FilterWord = None,
+    kind: FilterWord = None,
+    subject: FilterWord = None,
+    since: Annotated[AwareDatetime | None, Query(description="changes from then on")] = None,
     limit: Limit = 20,
-    after: Annotated[int | None, Query(ge=1, le=INT64_MAX, description="`next` of the page before")] = None,
+    after: AfterId = None,
 ) -> PageOf[AuditEvent]:
-    """Every change, the newest first."""
-    return page_of(AuditEvent, keys.list_audit(session, after=after, limit=limit), lambda row: str(row.id))
+    """Every change, the newest first; `kind` is what an action begins with, up to its dot."""
+    page = keys.list_audit(session, actor=actor, kind=kind, subject=subject, since=since, after=after, limit=limit)
+    return page_of(AuditEvent, page, lambda row: str(row.id))

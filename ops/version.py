@@ -1,0 +1,29 @@
+"""Which Tidepool this is."""
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+_GIT_TIMEOUT_S = 5.0
+
+
+def version_text() -> str:
+    """The package's version, the git revision of a checkout (`+` where it has changes), and Python's version."""
+    try:
+        package = version("tidepool")
+    except PackageNotFoundError:
+        package = "of unknown version (not installed)"
+    revision = _revision(Path(__file__).parents[1])
+    return f"tidepool {package}{f' (git {revision})' if revision else ''}, Python {platform.python_version()}"
+
+
+def _revision(folder: Path) -> str | None:
+    if not (folder / ".git").exists():
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
