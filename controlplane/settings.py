@@ -70,6 +70,7 @@ class Settings(BaseSettings):
     file_bytes_max: int = Field(200 * 2**20, ge=1024, description="a batch input file")
     file_keep_days: int = Field(30, ge=1)
     batch_lines_max: int = Field(50_000, ge=1)
+    batch_attempts_max: int = Field(10, ge=1, description="tries to validate or to finalize a batch before it fails")
     request_attempts_max: int = Field(3, ge=1, description="instances tried before an interactive request fails")
     request_start_wait_s: float = Field(
         15.0, ge=0, description="how long an interactive request waits for an instance of its model that is starting"

@@ -6,28 +6,20 @@ from typing import Any
 import msgspec
 from sqlalchemy.orm import Session
 
-from controlplane.dispatcher.aside import Aside
+from controlplane.dispatcher.steps import Step
 from controlplane.policies.lifecycle import BatchRequestState, BatchState
 from controlplane.settings import Settings
+from controlplane.store.batch_attempts import Due
 from controlplane.store.batch_tables import Batch
-from controlplane.store.batches import ResultLine, claim_finished, forget_requests, move_batch, result_lines
+from controlplane.store.batches import ResultLine, forget_requests, move_batch, result_lines
 from controlplane.store.blobs import BlobStore
 from controlplane.store.files import add_file, new_file_id
 
 
-def finalize_one(session: Session, blobs: BlobStore, settings: Settings, aside: Aside) -> str | None:
-    """Take one batch whose requests have all ended a step further; returns its id. The first step only says
-    `finalizing`, the second writes the files, so a crash between them loses nothing. One that fails is put `aside`.
+def finalize(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> None:
+    """Take a batch whose requests have all ended a step further. The first step only says `finalizing`, the second
+    writes the files, so a crash between them loses nothing.
     """
-    batch = claim_finished(session, besides=aside.ids())
-    if batch is None:
-        return None
-    with aside.on_failure(batch.id):
-        _move_on(session, batch, blobs, settings)
-    return batch.id
-
-
-def _move_on(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> None:
     if batch.state == BatchState.IN_PROGRESS:
         move_batch(session, batch, BatchState.FINALIZING)
         return
@@ -36,6 +28,9 @@ def _move_on(session: Session, batch: Batch, blobs: BlobStore, settings: Setting
         move_batch(session, batch, BatchState.CANCELLED)
     else:
         move_batch(session, batch, BatchState.EXPIRED if expired else BatchState.COMPLETED)
+
+
+FINALIZE = Step(Due.END, finalize)
 
 
 def _write_files(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> bool:

@@ -8,13 +8,14 @@ import structlog
 from sqlalchemy.exc import DataError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from controlplane.dispatcher.aside import Aside
+from controlplane.dispatcher.steps import Step
 from controlplane.errors import InvalidValueError, NotFoundError, TidepoolError, UnavailableError
 from controlplane.policies.lifecycle import BatchState
 from controlplane.serving.openai_requests import AnyRequest, check_context, parse_json
 from controlplane.settings import Settings
+from controlplane.store.batch_attempts import Due
 from controlplane.store.batch_tables import Batch
-from controlplane.store.batches import NewRequest, add_requests, claim_validating, move_batch
+from controlplane.store.batches import BatchError, NewRequest, add_requests, fail_batch, move_batch
 from controlplane.store.blobs import BlobStore
 from controlplane.store.fleet import load_catalog
 from controlplane.store.tables import Model
@@ -28,7 +29,7 @@ _OUTPUT_TOKENS_GUESS = 256
 
 
 class LineError(Exception):
-    """What is wrong with one line, as OpenAI's `errors.data` shows it."""
+    """What is wrong with one line."""
 
     def __init__(self, code: str, message: str, param: str | None) -> None:
         super().__init__(message)
@@ -57,7 +58,7 @@ class LineReader:
         self._lines_max = lines_max
         self._seen: dict[str, int] = {}
         self._decoder = msgspec.json.Decoder(_Line)
-        self.errors: list[dict[str, Any]] = []
+        self.errors: list[BatchError] = []
         self.tokens = 0
 
     def requests(self, stream: Iterable[bytes]) -> Iterator[NewRequest]:
@@ -68,19 +69,20 @@ class LineReader:
                 continue
             count += 1
             if count > self._lines_max:
-                self.errors = [_entry("too_many_lines", f"at most {self._lines_max} lines are allowed", None, number)]
+                message = f"at most {self._lines_max} lines are allowed"
+                self.errors = [BatchError(code="too_many_lines", message=message, line=number)]
                 return
             try:
                 request = self.read(number, line)
             except LineError as error:
-                self.errors.append(_entry(error.code, error.message, error.param, number))
+                self.errors.append(BatchError(code=error.code, message=error.message, param=error.param, line=number))
                 if len(self.errors) >= _ERRORS_SHOWN_MAX:
                     return
             else:
                 if not self.errors:
                     yield request
         if not count:
-            self.errors = [_entry("empty_file", "the input file has no line", None, None)]
+            self.errors = [BatchError(code="empty_file", message="the input file has no line")]
 
     def read(self, number: int, line: bytes) -> NewRequest:
         """A line as a request.
@@ -96,9 +98,9 @@ class LineReader:
             raise LineError("invalid_json_line", f"not valid JSON: {error}", None) from error
         custom_id = self._custom_id(fields.custom_id, number)
         if fields.method != "POST":
-            raise LineError("invalid_method", f"method must be 'POST', not {fields.method!r}", "method")
+            raise LineError("invalid_method", f"method must be 'POST', not {_quoted(fields.method)}", "method")
         if fields.url != self._endpoint:
-            message = f"url must be the batch's endpoint '{self._endpoint}', not {fields.url!r}"
+            message = f"url must be the batch's endpoint '{self._endpoint}', not {_quoted(fields.url)}"
             raise LineError("mismatched_url", message, "url")
         body = bytes(fields.body)
         if not body.startswith(b"{"):
@@ -135,24 +137,23 @@ class LineReader:
         return request
 
 
-def ingest_one(session: Session, blobs: BlobStore, settings: Settings, aside: Aside) -> str | None:
-    """Validate one batch that waits for it; returns its id. One that Postgres or the disk keeps from it is put `aside`.
+def validate(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> None:
+    """Put all lines of a batch in the queue, or fail the batch with what is wrong with them.
 
     Raises:
-        SQLAlchemyError, OSError, UnavailableError: it is tried again later.
+        SQLAlchemyError, OSError, UnavailableError: Postgres or the files keep it from that; nothing was done.
     """
-    batch = claim_validating(session, besides=aside.ids())
-    if batch is None:
-        return None
-    with aside.on_failure(batch.id):
-        errors = _errors_of(session, batch, blobs, settings)
-        if errors:
-            batch.errors = {"object": "list", "data": errors}
-        move_batch(session, batch, BatchState.FAILED if errors else BatchState.IN_PROGRESS)
-    return batch.id
+    errors = _errors_of(session, batch, blobs, settings)
+    if errors:
+        fail_batch(session, batch, errors)
+    else:
+        move_batch(session, batch, BatchState.IN_PROGRESS)
 
 
-def _errors_of(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> list[dict[str, Any]]:
+VALIDATE = Step(Due.VALIDATION, validate)
+
+
+def _errors_of(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> list[BatchError]:
     """Take a batch in, all of it or, where something is wrong with it, nothing."""
     try:
         with session.begin_nested() as intake:
@@ -161,15 +162,15 @@ def _errors_of(session: Session, batch: Batch, blobs: BlobStore, settings: Setti
                 intake.rollback()
             return errors
     except NotFoundError as error:
-        return [_entry("file_not_found", error.message, "input_file_id", None)]
+        return [BatchError(code="file_not_found", message=error.message, param="input_file_id")]
     except Exception as error:
         if isinstance(error, SQLAlchemyError | OSError | UnavailableError) and not isinstance(error, DataError):
             raise  # the trouble of Postgres, of the disk or of the bucket is not the batch's: it waits
         log.exception("a batch cannot be validated", batch=batch.id)  # a defect of ours blocks no other batch
-        return [_entry("internal_error", "the batch could not be validated; nothing of it ran", None, None)]
+        return [BatchError(code="internal_error", message="the batch could not be validated; nothing of it ran")]
 
 
-def _take_in(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> list[dict[str, Any]]:
+def _take_in(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> list[BatchError]:
     """Put all lines of a batch in the queue, or say what is wrong; then the caller takes back what is there."""
     reader = LineReader(batch, load_catalog(session).models, settings.batch_lines_max)
     left = batch_tokens_left(session, batch.tenant, settings)
@@ -181,8 +182,9 @@ def _take_in(session: Session, batch: Batch, blobs: BlobStore, settings: Setting
         f"the batch may take {reader.tokens} tokens, and tenant '{batch.tenant}' may queue {max(0, left)} more now"
         " (queued_batch_tokens_max); try again when queued requests have ended"
     )
-    return [_entry("token_limit_exceeded", message, None, None)]
+    return [BatchError(code="token_limit_exceeded", message=message)]
 
 
-def _entry(code: str, message: str, param: str | None, line: int | None) -> dict[str, Any]:
-    return {"code": code, "message": message, "param": param, "line": line}
+def _quoted(value: Any) -> str:
+    """A string or number as a message quotes it; of others, which may be of any size and depth, only what they are."""
+    return type(value).__name__ if isinstance(value, dict | list) else repr(value)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import signal
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
@@ -9,13 +10,12 @@ import anyio.to_thread
 import structlog
 import uvloop
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.orm import Session
 
 from controlplane.agents import AgentClient
-from controlplane.dispatcher.aside import Aside
-from controlplane.dispatcher.finalize import finalize_one
-from controlplane.dispatcher.ingest import ingest_one
+from controlplane.dispatcher.finalize import FINALIZE
+from controlplane.dispatcher.ingest import VALIDATE
 from controlplane.dispatcher.release import Releaser
+from controlplane.dispatcher.steps import Stepper
 from controlplane.errors import TidepoolError
 from controlplane.serving.demand import DemandCounter
 from controlplane.serving.fleet import FleetCache
@@ -30,8 +30,6 @@ _RELEASE_EVERY_S = 0.25
 _BATCHES_EVERY_S = 0.5
 _RETRY_AFTER_S = 1.0
 
-BatchStep = Callable[[Session, BlobStore, Settings, Aside], str | None]
-
 
 class Dispatcher:
     """Runs until it is cancelled; what it was working on is given back."""
@@ -44,8 +42,9 @@ class Dispatcher:
         """Validate, release, renew leases and finalize, each in its own loop."""
         settings = self._settings
         async with self._parts() as (database, blobs, releaser), asyncio.TaskGroup() as group:
-            group.create_task(self._batches(ingest_one, "validated", database, blobs))
-            group.create_task(self._batches(finalize_one, "finalized", database, blobs))
+            for step, what in ((VALIDATE, "validate"), (FINALIZE, "finalize")):
+                steps = Stepper(step, database, blobs, settings)
+                group.create_task(_forever(functools.partial(_all_due, steps), _BATCHES_EVERY_S, what))
             group.create_task(_forever(releaser.release, _RELEASE_EVERY_S, "release"))
             group.create_task(_forever(releaser.renew, settings.niw_lease_s / 3, "renew"))
 
@@ -69,18 +68,10 @@ class Dispatcher:
             live.close()
             database.close()
 
-    async def _batches(self, step: BatchStep, done: str, database: Database, blobs: BlobStore) -> None:
-        aside = Aside()
 
-        def one() -> str | None:
-            with database.transaction() as session:
-                return step(session, blobs, self._settings, aside)
-
-        async def all_waiting() -> None:
-            while (batch_id := await anyio.to_thread.run_sync(one)) is not None:
-                log.info("batch moved on", step=done, batch=batch_id)
-
-        await _forever(all_waiting, _BATCHES_EVERY_S, done)
+async def _all_due(steps: Stepper) -> None:
+    while await anyio.to_thread.run_sync(steps.one) is not None:
+        pass
 
 
 async def _forever(work: Callable[[], Awaitable[None]], every_s: float, what: str) -> None:

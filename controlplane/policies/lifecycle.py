@@ -90,8 +90,8 @@ PLAN: Machine[PlanState] = MappingProxyType(
 BATCH: Machine[BatchState] = MappingProxyType(
     {
         _B.VALIDATING: frozenset({_B.IN_PROGRESS, _B.FAILED, _B.CANCELLING, _B.EXPIRED}),
-        _B.IN_PROGRESS: frozenset({_B.FINALIZING, _B.CANCELLING, _B.EXPIRED}),
-        _B.FINALIZING: frozenset({_B.COMPLETED, _B.EXPIRED}),
+        _B.IN_PROGRESS: frozenset({_B.FINALIZING, _B.FAILED, _B.CANCELLING, _B.EXPIRED}),
+        _B.FINALIZING: frozenset({_B.COMPLETED, _B.FAILED, _B.EXPIRED}),
         _B.CANCELLING: frozenset({_B.CANCELLED}),
         _B.COMPLETED: frozenset(),
         _B.FAILED: frozenset(),

@@ -44,7 +44,8 @@ class File(Base):
 
 class Batch(Base):
     """An offline job. `total` is known when it was validated; `completed`, `failed` and the tokens are its last counts,
-    written with its output. `models`: those that its creator's key may use; null is all.
+    written with its output. `models`: those that its creator's key may use; null is all. `attempts` counts the tries to
+    move it on from its state; the next is not before `not_before`.
     """
 
     __tablename__ = "batches"
@@ -67,6 +68,8 @@ class Batch(Base):
     labels: Mapped[Json | None]
     models: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
     errors: Mapped[Json | None]
+    attempts: Mapped[int] = mapped_column(server_default=text("0"))
+    not_before: Mapped[datetime | None]
     total: Mapped[int] = mapped_column(server_default=text("0"))
     completed: Mapped[int] = mapped_column(server_default=text("0"))
     failed: Mapped[int] = mapped_column(server_default=text("0"))

@@ -1,6 +1,6 @@
 """Rows of the Batch API. States move as `policies.lifecycle.BATCH` says; counts are written with what they count."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,10 +15,12 @@ from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, NotFoundError
 from controlplane.policies.lifecycle import BATCH, BatchRequestState, BatchState, can_move, is_terminal, require_move
-from controlplane.store.batch_tables import Batch, BatchCount, BatchModel, BatchRequest, BatchResult, QueuedRequest
+from controlplane.store.batch_tables import Batch, BatchCount, BatchModel, BatchRequest, BatchResult
 from controlplane.store.paging import Page, page
+from controlplane.store.storable import storable
 
 _BYTES_PER_TOKEN = 4
+_MESSAGE_CHARACTERS_MAX, _PARAM_CHARACTERS_MAX = 500, 200
 _COUNTED = ("completed", "failed", "input_tokens", "output_tokens")
 
 
@@ -31,6 +33,22 @@ class BatchCounts:
     failed: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchError:
+    """Why a batch failed, as OpenAI's `errors.data` shows it. `line` counts from 1. May quote what clients wrote."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """As JSON that can be stored, with what is too long cut off."""
+        param = None if self.param is None else storable(self.param[:_PARAM_CHARACTERS_MAX])
+        message = storable(self.message[:_MESSAGE_CHARACTERS_MAX])
+        return {"code": self.code, "message": message, "param": param, "line": self.line}
 
 
 class NewRequest(NamedTuple):
@@ -134,6 +152,7 @@ def move_batch(session: Session, batch: Batch, state: BatchState) -> None:
     """
     require_move(BATCH, BatchState(batch.state), state)
     batch.state = state
+    batch.attempts, batch.not_before = 0, None
     now = session.scalar(select(func.now()))
     if state == BatchState.IN_PROGRESS:
         batch.in_progress_at = now
@@ -144,6 +163,13 @@ def move_batch(session: Session, batch: Batch, state: BatchState) -> None:
     if is_terminal(BATCH, state):
         batch.ended_at = now
     session.flush()
+
+
+def fail_batch(session: Session, batch: Batch, errors: Sequence[BatchError]) -> None:
+    """End a batch with the errors that say why: as failed, or as cancelled if it was to be cancelled."""
+    batch.errors = {"object": "list", "data": [error.shown() for error in errors]}
+    cancelled = batch.state == BatchState.CANCELLING
+    move_batch(session, batch, BatchState.CANCELLED if cancelled else BatchState.FAILED)
 
 
 def cancel_batch(session: Session, batch_id: str, *, tenant: str) -> Batch:
@@ -224,17 +250,6 @@ def _end(session: Session, which: str, values: Mapping[str, Any], state: BatchRe
     return len(rows.all())
 
 
-def claim_validating(session: Session, *, besides: Collection[str] = ()) -> Batch | None:
-    """A batch to validate, locked until the transaction ends, so that nobody else does; none of the ids `besides`."""
-    return session.scalar(
-        select(Batch)
-        .where(Batch.state == BatchState.VALIDATING, Batch.ended_at.is_(None), Batch.id.not_in(besides))
-        .order_by(Batch.id)
-        .limit(1)
-        .with_for_update(skip_locked=True)
-    )
-
-
 def add_requests(session: Session, batch: Batch, requests: Iterable[NewRequest]) -> None:
     """Put a validated batch's requests in the queue, all of them or (with the transaction) none."""
     session.execute(text("SET LOCAL statement_timeout = 0"))  # a copy lasts as long as its rows take to come
@@ -267,19 +282,6 @@ def _translated() -> Iterator[None]:
         yield
     except psycopg.Error as error:
         raise DBAPIError.instance("COPY", None, error, psycopg.Error) from error
-
-
-def claim_finished(session: Session, *, besides: Collection[str] = ()) -> Batch | None:
-    """A batch with no open request and no output yet, locked until the transaction ends; none of the ids `besides`."""
-    still_open = select(QueuedRequest.line).where(QueuedRequest.batch_number == Batch.number).exists()
-    ending = [BatchState.IN_PROGRESS, BatchState.FINALIZING, BatchState.CANCELLING]
-    return session.scalar(
-        select(Batch)
-        .where(Batch.state.in_(ending), Batch.ended_at.is_(None), Batch.id.not_in(besides), ~still_open)
-        .order_by(Batch.id)
-        .limit(1)
-        .with_for_update(skip_locked=True, of=Batch)
-    )
 
 
 def result_lines(session: Session, batch: Batch) -> Iterator[ResultLine]:

@@ -18,6 +18,7 @@ from controlplane.store.demand import IW, mean_demand
 from controlplane.store.fleet import fleet_index
 from controlplane.store.paging import Page, page
 from controlplane.store.spot import active_leases, end_leases
+from controlplane.store.storable import storable
 from controlplane.store.tables import Desired, Instance, LeaseEnd, Model, Node
 from dataplane.messages import DesiredInstance, DesiredInstances, EngineChoice, Heartbeat, InstanceReport, ModelSpec
 
@@ -205,8 +206,8 @@ def observe(session: Session, heartbeat: Heartbeat) -> None:
         state = _state_of(report, instance)
         changed |= _move(instance, state)
         if report is None or report.error is not None or state != InstanceState.LOADING:
-            instance.error = None if report is None else report.error
-        instance.waits_for = None if report is None else report.waits_for
+            instance.error = None if report is None else storable(report.error)
+        instance.waits_for = None if report is None else storable(report.waits_for)
     if changed:
         touch_generations(session, [heartbeat.node])
 

@@ -19,6 +19,7 @@ from controlplane.policies.facts import LotFacts
 from controlplane.policies.lifecycle import BatchRequestState, BatchState
 from controlplane.store.batch_tables import Batch, QueuedRequest
 from controlplane.store.batches import COUNT_WRITTEN, end_batch_requests, end_requests
+from controlplane.store.storable import storable
 
 _JSON = msgspec.json.Encoder()
 _LOOK_MAX = 16
@@ -219,7 +220,7 @@ def finish(session: Session, outcomes: Sequence[Outcome]) -> set[tuple[int, int]
             "states": "\n".join([outcome.state.value for outcome in done]),
             "codes": _array([outcome.status_code for outcome in done]),
             "bodies": _json_lines([outcome.body for outcome in done]),
-            "errors": _json_lines([outcome.error for outcome in done]),
+            "errors": _json_lines([storable(outcome.error) for outcome in done]),
             "upstream": "\n".join([outcome.upstream_id for outcome in done]),
             "inputs": _array([outcome.input_tokens for outcome in done]),
             "outputs": _array([outcome.output_tokens for outcome in done]),
@@ -239,7 +240,7 @@ def give_back(session: Session, held: Claim, *, delay_s: float, error: str, trie
             epoch=held.epoch + 1,
             lease_until=None,
             not_before=func.now() + func.make_interval(0, 0, 0, 0, 0, 0, delay_s),
-            last_error=error[:2000].replace("\0", ""),
+            last_error=storable(error[:2000]),
             attempts=held.attempts - (not tried),
         )
         .returning(QueuedRequest.line)

@@ -18,9 +18,9 @@ from pydantic import SecretStr
 from sqlalchemy import select, text
 from sqlalchemy.orm import Session
 
-from controlplane.dispatcher.aside import Aside
-from controlplane.dispatcher.ingest import ingest_one
+from controlplane.dispatcher.ingest import VALIDATE
 from controlplane.dispatcher.results import ResultWriter
+from controlplane.dispatcher.steps import Stepper
 from controlplane.policies.facts import LotFacts
 from controlplane.policies.lifecycle import BatchRequestState, BatchState
 from controlplane.settings import Settings
@@ -245,8 +245,7 @@ def measure_ingest(url: str, folder: Path, lines: int) -> tuple[float, float]:
             line = {"custom_id": f"request-{number}", "method": "POST", "url": batch.endpoint}
             stream.write(msgspec.json.encode({**line, "body": {"model": "model-0", **BODY}}) + b"\n")
     began_s, cpu_s = time.perf_counter(), time.process_time()
-    with database.transaction() as session:
-        assert ingest_one(session, blobs, _settings(url), Aside()) == batch.id
+    assert Stepper(VALIDATE, database, blobs, _settings(url)).one() == batch.id
     elapsed_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
     with database.transaction() as session:
         batch = session.get_one(Batch, batch.id)

@@ -10,16 +10,19 @@ from typing import Any
 
 import msgspec
 import uvicorn
+from sqlalchemy import update
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from controlplane.dispatcher.steps import Step, Stepper
 from controlplane.policies.lifecycle import BatchState
 from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import NewRequest, add_batch, add_requests, move_batch
+from controlplane.store.blobs import BlobStore
 from controlplane.store.files import add_file, new_file_id
 from controlplane.store.instances import add_instance, set_desired
 from controlplane.store.joining import join_node
@@ -247,6 +250,15 @@ class World:
                 add_requests(session, batch, (request_line(n) for n in range(1, lines + 1)))
                 move_batch(session, batch, BatchState.IN_PROGRESS)
             return batch.id
+
+    def step(self, step: Step, blobs: BlobStore, **changes: Any) -> str | None:
+        """What a new dispatcher does first: this step, with the next batch that is due."""
+        return Stepper(step, self.database, blobs, self.settings.model_copy(update=changes)).one()
+
+    def no_delay(self) -> None:
+        """The next try of every batch may begin at once."""
+        with self.database.transaction() as session:
+            session.execute(update(Batch).values(not_before=None))
 
     def batch(self, batch_id: str) -> Batch:
         with self.database.transaction() as session:

@@ -138,6 +138,7 @@ NAMES = [
     b"..",
     b"a" * 5000,
     b"%00",
+    b"a\0b",
     b"\xf0\x9f\x8c\x8a.jsonl",
     b"",
 ]
@@ -173,6 +174,34 @@ def test_bad_uploads(connect: Connect, secret: str) -> None:
         sending.request("POST", "/v1/files", body, headers)
         answer = sending.getresponse()
         check_refused("/v1/files", (answer.status, b"", json.loads(answer.read())))
+
+
+HOLD_NUL = [
+    ("POST", "/v1/batches", {"metadata": {"a": "a\0b"}}), ("POST", "/v1/batches", {"metadata": {"a\0b": "a"}}),
+    ("POST", "/v1/batches", {"input_file_id": "a\0b"}), ("POST", "/v1/batches", {"a\0b": 1}),
+    ("POST", "/v1/completions", {"model": "a\0b", "prompt": "x"}),
+    ("POST", "/v1/completions", {"model": "a", "prompt": "x", "a\0b": 1}),
+    ("POST", "/v1/completions", {"model": "a", "prompt": "x", "user": "a\0b", "prompt_cache_key": "\0"}),
+    ("POST", "/v1/chat/completions", {"model": "a\0b", "messages": [{"role": "user", "content": "x"}]}),
+    ("POST", "/admin/keys", {"name": "a\0b", "role": "client", "tenant": "acme"}),
+    ("POST", "/admin/keys", {"name": "a", "role": "client", "tenant": "acme", "models": ["a\0b"]}),
+    ("PUT", "/admin/tenants/acme", {"a\0b": 1}), ("PUT", "/admin/regions/a%00b", {}),
+    ("POST", "/admin/pins", {"model": "m", "region": "r", "instances": 1, "note": "a\0b"}),
+]  # fmt: skip
+
+
+def test_nul_is_refused_wherever_it_is(connect: Connect, secret: str) -> None:
+    head, form = upload(b"in.jsonl", LINE.encode())
+    file_id = raw(connect, secret, "/v1/files", method="POST", head=head, body=form)[2]["id"]
+    batch = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+    for method, target, body in HOLD_NUL:
+        whole = {**batch, **body} if target == "/v1/batches" else body
+        answer = raw(connect, secret, target, method=method, head=JSON, body=json.dumps(whole).encode())
+        try:
+            check_refused(target, answer)
+        except Exception as error:
+            raise AssertionError(f"{target} {body}: {error!r}") from error
+    assert raw(connect, secret, "/v1/batches", method="POST", head=JSON, body=json.dumps(batch).encode())[0] == 200
 
 
 TENANTS = ["ä", "a b", "", "A", "../x", "a\0", "a" * 64, "\u202eacme", "acme\n", "\u0430cme", "{acme}", "tidepool:*"]

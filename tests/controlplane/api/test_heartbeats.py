@@ -205,3 +205,12 @@ def test_a_postgres_that_hangs_keeps_few_threads(
         for thread in beating:
             thread.join()
     assert state.beats.writing == set()
+
+
+def test_what_a_node_says_of_an_error_is_kept_whatever_it_holds(state: State, ask: Ask) -> None:
+    """U+0000 of a worker's last words must not end the heartbeats of its node."""
+    said = InstanceReport(instance_id="i1", model="llama", slot=0, state="failed", error="it died: a\0b")
+    beat = Heartbeat(node="node-1", boot_id="b", generation=0, instances=(said,))
+    ask("POST", "/node/heartbeat", role="node", content=msgspec.json.encode(beat))
+    [instance] = ask("GET", "/admin/instances")["data"]
+    assert (instance["observed"], instance["error"]) == ("failed", "it died: a\ufffdb")

@@ -26,9 +26,9 @@ from hypothesis.stateful import (
 from sqlalchemy import event, text
 from sqlalchemy.orm import Session
 
-from controlplane.dispatcher.aside import Aside
-from controlplane.dispatcher.finalize import finalize_one
-from controlplane.dispatcher.ingest import ingest_one
+from controlplane.dispatcher.finalize import FINALIZE
+from controlplane.dispatcher.ingest import VALIDATE
+from controlplane.dispatcher.steps import Step, Stepper
 from controlplane.errors import ConflictError
 from controlplane.store import queue
 from controlplane.store.batches import cancel_batch
@@ -128,14 +128,26 @@ class CrashPoints(RuleBasedStateMachine):
                 stream.write(msgspec.json.encode({**line, "body": {"model": "tide", "prompt": "x"}}) + b"\n")
 
     def _do(self, who: int, step: Callable[[Session], Any], death: Death = None, *, alone: bool = False) -> Any:
-        """One transaction of a dispatcher, or (`alone`) statements that each are one; None if it died in it. Then
-        another one starts in its place.
-        """
+        """One transaction of a dispatcher, or (`alone`) statements that each are one."""
+
+        def work(dispatcher: Dispatcher) -> Any:
+            with dispatcher.session(alone=alone) as session:
+                return step(session)
+
+        return self._live(who, work, death)
+
+    def _step(self, who: int, step: Step, death: Death) -> None:
+        """The next batch a step further; a dispatcher that died over it does not count as the batch's fault."""
+        self.world.no_delay()
+        settings = self.world.settings.model_copy(update={"batch_attempts_max": NEVER})
+        self._live(who, lambda dispatcher: Stepper(step, dispatcher.database, self.blobs, settings).one(), death)
+
+    def _live(self, who: int, work: Callable[[Dispatcher], Any], death: Death) -> Any:
+        """Something that a dispatcher does; None if it died over it. Then another one starts in its place."""
         dispatcher = self.dispatchers[who]
         dispatcher.left, dispatcher.after_commit = death or (NEVER, False)
         try:
-            with dispatcher.session(alone=alone) as session:
-                return step(session)
+            return work(dispatcher)
         except Killed:
             type(self).deaths += 1
             dispatcher.database.engine.dispose()
@@ -144,7 +156,7 @@ class CrashPoints(RuleBasedStateMachine):
 
     @rule(who=who, death=death)
     def ingest(self, who: int, death: Death = None) -> None:
-        self._do(who, lambda session: ingest_one(session, self.blobs, self.world.settings, Aside()), death)
+        self._step(who, VALIDATE, death)
 
     @rule(target=held, who=who, count=st.integers(1, LINES), death=death)
     def claim_and_send(self, who: int, count: int, death: Death = None) -> tuple[int, list[Claim]]:
@@ -211,7 +223,7 @@ class CrashPoints(RuleBasedStateMachine):
 
     @rule(who=who, death=death)
     def finalize(self, who: int, death: Death = None) -> None:
-        self._do(who, lambda session: finalize_one(session, self.blobs, self.world.settings, Aside()), death)
+        self._step(who, FINALIZE, death)
 
     @rule(who=who, death=death)
     def cancel(self, who: int, death: Death = None) -> None:

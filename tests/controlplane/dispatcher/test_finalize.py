@@ -1,27 +1,35 @@
 """Ending a batch survives a crash at every step."""
 
+from dataclasses import replace
+from typing import Any
+
 import msgspec
 import pytest
 from sqlalchemy import text
 
-from controlplane.dispatcher.aside import Aside
-from controlplane.dispatcher.finalize import finalize_one
+from controlplane.dispatcher.finalize import FINALIZE
+from controlplane.policies.lifecycle import BatchRequestState
+from controlplane.store.batch_tables import Batch
+from controlplane.store.batches import cancel_batch, end_batch_requests, result_lines
 from controlplane.store.blobs import BlobStore
 from controlplane.store.files import get_file
-from controlplane.store.queue import Outcome, claim, finish, waiting_lots
+from controlplane.store.queue import Outcome, claim, finish, give_back, waiting_lots
 from tests.controlplane.world import World
 
 
-class CrashError(Exception):
-    pass
+class CrashError(BaseException):
+    """The process ends here."""
 
 
-def step(world: World, blobs: BlobStore, aside: Aside | None = None, *, crash: bool = False) -> str | None:
-    with world.database.transaction() as session:
-        moved = finalize_one(session, blobs, world.settings, aside or Aside())
+def step(world: World, blobs: BlobStore, *, crash: bool = False) -> str | None:
+    """One try. `crash`: the process ends before the step is committed."""
+
+    def take(*args: Any) -> None:
+        FINALIZE.take(*args)
         if crash:
             raise CrashError
-        return moved
+
+    return world.step(replace(FINALIZE, take=take), blobs)
 
 
 def answer_all(world: World) -> None:
@@ -42,6 +50,8 @@ def test_a_crash_at_either_step_loses_nothing(world: World, blobs: BlobStore) ->
     for state in ("finalizing", "completed"):
         with pytest.raises(CrashError):
             step(world, blobs, crash=True)
+        assert step(world, blobs) is None, "the next try waits a moment"
+        world.no_delay()
         assert world.batch(batch_id).output_file_id is None
         assert step(world, blobs) == batch_id
         assert world.batch(batch_id).state == state
@@ -59,23 +69,58 @@ def test_a_crash_at_either_step_loses_nothing(world: World, blobs: BlobStore) ->
     assert (batch.input_tokens, batch.output_tokens) == (21, 9)
 
 
-def test_a_batch_that_cannot_be_finalized_blocks_no_other(
-    world: World, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_that_cannot_be_finalized_blocks_no_other_and_fails_in_the_end(world: World, blobs: BlobStore) -> None:
     bad, good = world.add_batch(lines=2), world.add_batch(lines=2)
     answer_all(world)
     with world.database.transaction() as session:
         session.execute(text("DELETE FROM batch_results WHERE line = 2 AND batch_number = 1"))
-    aside = Aside()
-    assert step(world, blobs, aside) == bad, "it says finalizing"
-    with pytest.raises(RuntimeError, match=f"{bad} has 1 results for 2 lines"):
-        step(world, blobs, aside)
-    assert [step(world, blobs, aside) for _ in range(3)] == [good, good, None]
+    assert [step(world, blobs) for _ in range(5)] == [bad, bad, good, good, None]
     assert (world.batch(good).state, world.batch(bad).state) == ("completed", "finalizing")
-    monkeypatch.setattr("controlplane.dispatcher.aside._ASIDE_S", 0.0)
-    for _ in range(2):
-        with pytest.raises(RuntimeError):
-            step(world, blobs)
+    for _ in range(world.settings.batch_attempts_max - 1):
+        assert world.batch(bad).ended_at is None
+        world.no_delay()
+        assert step(world, blobs) == bad
+    batch = world.batch(bad)
+    assert (batch.state, batch.ended_at is None) == ("failed", False)
+    [error] = errors_of(batch)
+    assert error["code"] == "attempts_exhausted"
+    assert "the batch could not be finalized: an error inside (RuntimeError)" in error["message"]
+    with world.database.transaction() as session:
+        assert len(list(result_lines(session, batch))) == 1, "what it has is kept"
+
+
+def test_a_cancelled_batch_that_cannot_be_finalized_is_cancelled(world: World, blobs: BlobStore) -> None:
+    batch_id = world.add_batch(lines=2)
+    with world.database.transaction() as session:
+        cancel_batch(session, batch_id, tenant="acme")
+        session.execute(text("DELETE FROM batch_results WHERE line = 2"))
+    for _ in range(world.settings.batch_attempts_max):
+        world.no_delay()
+        assert step(world, blobs) == batch_id
+    batch = world.batch(batch_id)
+    assert (batch.state, [error["code"] for error in errors_of(batch)]) == ("cancelled", ["attempts_exhausted"])
+
+
+@pytest.mark.parametrize("hostile", ["a\0b", "\x7f\x1b[31m", "\ufffe\u202e", "x" * 100_000])
+def test_whatever_a_node_says_its_batch_ends(world: World, blobs: BlobStore, hostile: str) -> None:
+    batch_id = world.add_batch(lines=3)
+    with world.database.transaction() as session:
+        first, second, third = claim(session, {(1, "tide"): 3}, lease_s=60)
+        outcomes = [
+            Outcome(claim=first, status_code=200, body={hostile: hostile, "big": 2**63 - 1}),
+            Outcome(claim=second, error={"code": "attempts_exhausted", "message": hostile}),
+        ]
+        assert len(finish(session, outcomes)) == 2
+        assert give_back(session, third, delay_s=0, error=hostile, tried=True)
+        assert end_batch_requests(session, 1, state=BatchRequestState.EXPIRED) == 1
+    assert [step(world, blobs) for _ in range(3)] == [batch_id, batch_id, None]
+    batch = world.batch(batch_id)
+    assert (batch.state, batch.completed, batch.failed) == ("expired", 1, 2)
+    with blobs.open(str(batch.output_file_id)) as stream:
+        assert msgspec.json.decode(stream.read())["response"]["body"] == {hostile: hostile, "big": 2**63 - 1}
+    with blobs.open(str(batch.error_file_id)) as stream:
+        first_error = msgspec.json.decode(stream.readline())["error"]
+    assert first_error["message"] == hostile.replace("\0", "\ufffd")
 
 
 def test_counts_begin_at_nought(world: World, blobs: BlobStore) -> None:
@@ -89,9 +134,19 @@ def test_counts_begin_at_nought(world: World, blobs: BlobStore) -> None:
     assert (batch.completed, batch.failed, batch.input_tokens, batch.output_tokens) == (2, 0, 14, 6)
 
 
-def test_two_dispatchers_finalize_it_once(world: World, blobs: BlobStore) -> None:
-    world.add_batch(lines=1)
+def test_two_dispatchers_finalize_it_once(world: World, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controlplane.store.batch_attempts._DELAY_MAX_S", 0)
+    batch_id = world.add_batch(lines=1)
     answer_all(world)
-    with world.database.transaction() as one, world.database.transaction() as other:
-        assert finalize_one(one, blobs, world.settings, Aside()) is not None
-        assert finalize_one(other, blobs, world.settings, Aside()) is None
+
+    def take(*args: Any) -> None:
+        FINALIZE.take(*args)
+        assert step(world, blobs) is None, "another one leaves it alone"
+
+    assert world.step(replace(FINALIZE, take=take), blobs) == batch_id
+
+
+def errors_of(batch: Batch) -> list[Any]:
+    assert batch.errors is not None
+    data: list[Any] = batch.errors["data"]
+    return data

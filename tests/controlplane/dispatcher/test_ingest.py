@@ -6,11 +6,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from sqlalchemy import func, select, text
+from sqlalchemy import select, text
 from sqlalchemy.exc import OperationalError
 
-from controlplane.dispatcher.aside import Aside
-from controlplane.dispatcher.ingest import ingest_one
+from controlplane.dispatcher.ingest import VALIDATE
 from controlplane.errors import UnavailableError
 from controlplane.store import queue
 from controlplane.store.batch_tables import BatchModel, BatchRequest, QueuedRequest
@@ -25,14 +24,19 @@ def line(custom_id: Any = "a", **changes: Any) -> bytes:
     return msgspec.json.encode({**fields, **changes}) + b"\n"
 
 
-def ingest(world: World, blobs: BlobStore, *lines: bytes, **changes: Any) -> Any:
-    """A batch of these lines after validation."""
-    batch_id = world.add_batch()
+def submitted(world: World, blobs: BlobStore, *lines: bytes, tenant: str = "acme") -> str:
+    """A batch of these lines that waits for its validation."""
+    batch_id = world.add_batch(tenant=tenant)
     with blobs.writing(world.batch(batch_id).input_file_id) as stream:
         stream.write(b"".join(lines))
-    with world.database.transaction() as session:
-        assert ingest_one(session, blobs, world.settings.model_copy(update=changes), Aside()) == batch_id
-        assert ingest_one(session, blobs, world.settings, Aside()) is None
+    return batch_id
+
+
+def ingest(world: World, blobs: BlobStore, *lines: bytes, **changes: Any) -> Any:
+    """A batch of these lines after validation."""
+    batch_id = submitted(world, blobs, *lines)
+    assert world.step(VALIDATE, blobs, **changes) == batch_id
+    assert world.step(VALIDATE, blobs) is None
     return world.batch(batch_id)
 
 
@@ -84,6 +88,8 @@ BAD = [
     (line(body={"stream": True}), "invalid_value", "body.stream"),
     (line(body={"n": 2}), "unsupported_parameter", "body.n"),
     (line(body={"max_tokens": 5000}), "context_length_exceeded", "body.max_tokens"),
+    (line(body={"model": "a\0b"}), "model_not_found", "body.model"),
+    (line(body={"a\0b": 1}), "invalid_value", "body.a\ufffdb"),
 ]
 
 
@@ -126,21 +132,20 @@ def test_exactly_as_many_as_allowed(world: World, blobs: BlobStore) -> None:
 
 def test_a_file_that_is_gone(world: World, blobs: BlobStore) -> None:
     batch_id = world.add_batch()
-    with world.database.transaction() as session:
-        ingest_one(session, blobs, world.settings, Aside())
+    assert world.step(VALIDATE, blobs) == batch_id
     [error] = world.batch(batch_id).errors["data"]  # type: ignore[index]
     assert (error["code"], error["param"]) == ("file_not_found", "input_file_id")
 
 
-def test_a_batch_being_validated_is_left_alone(world: World, blobs: BlobStore) -> None:
+def test_a_batch_being_validated_is_left_alone(world: World, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controlplane.store.batch_attempts._DELAY_MAX_S", 0)
     batch_id = world.add_batch()
-    with blobs.writing(world.batch(batch_id).input_file_id) as stream:
-        stream.write(line())
-    with world.database.transaction() as one, world.database.transaction() as other:
-        assert ingest_one(one, blobs, world.settings, Aside()) == batch_id
-        assert ingest_one(other, blobs, world.settings, Aside()) is None
-    with world.database.transaction() as session:
-        assert session.scalar(select(func.count()).select_from(BatchRequest)) == 1
+
+    def meanwhile() -> None:
+        assert world.step(VALIDATE, blobs) is None
+
+    assert world.step(VALIDATE, Interrupted(blobs, meanwhile)) == batch_id
+    assert (world.batch(batch_id).state, len(requests_of(world))) == ("in_progress", 2)
 
 
 def test_a_defect_of_ours_fails_its_batch_and_blocks_no_other(
@@ -185,20 +190,39 @@ def test_trouble_on_the_way_is_not_the_batchs_fault(world: World, blobs: BlobSto
             raise UnavailableError("the bucket is gone")
         with world.database.transaction() as session:
             copying = "query LIKE 'COPY%' AND datname = current_database()"
-            assert session.scalars(text(f"SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE {copying}")).all()
+            assert session.scalars(
+                text(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {copying}")
+            ).all()
 
-    first, second = world.add_batch(), world.add_batch()
-    for batch_id in (first, second):
-        with blobs.writing(world.batch(batch_id).input_file_id) as stream:
-            stream.write(line())
-    aside = Aside()
+    first, second = submitted(world, blobs, line()), submitted(world, blobs, line())
     expected = {"disk": OSError, "bucket": UnavailableError, "Postgres": OperationalError}[where]
-    with pytest.raises(expected), world.database.transaction() as session:
-        ingest_one(session, Interrupted(blobs, trouble), world.settings, aside)
-    assert (world.batch(first).state, world.batch(first).errors, requests_of(world)) == ("validating", None, [])
-    with world.database.transaction() as session:
-        assert ingest_one(session, blobs, world.settings, aside) == second, "those behind it go on"
-        assert ingest_one(session, blobs, world.settings, aside) is None
-    with world.database.transaction() as session:
-        assert ingest_one(session, blobs, world.settings, Aside()) == first, "and it is tried again"
+    for _ in range(3):
+        world.no_delay()
+        with pytest.raises(expected):
+            world.step(VALIDATE, Interrupted(blobs, trouble), batch_attempts_max=2)
+        assert [(world.batch(each).state, world.batch(each).attempts) for each in (first, second)] == [
+            ("validating", 0)
+        ] * 2
+    assert requests_of(world) == []
+    assert world.step(VALIDATE, blobs) == second, "those behind it go on"
+    assert world.step(VALIDATE, blobs) is None
+    world.no_delay()
+    assert world.step(VALIDATE, blobs) == first, "and it is tried again"
     assert {world.batch(each).state for each in (first, second)} == {"in_progress"}
+
+
+def test_trouble_for_longer_than_its_window_ends_a_batch(world: World, blobs: BlobStore) -> None:
+    def trouble() -> None:
+        raise OSError(5, "Input/output error", "/a/path/of/ours")
+
+    batch_id = submitted(world, blobs, line())
+    with world.database.transaction() as session:
+        session.execute(text("UPDATE batches SET deadline_at = now() - interval '1 s'"))
+    with pytest.raises(OSError, match="Input/output error"):
+        world.step(VALIDATE, Interrupted(blobs, trouble))
+    batch = world.batch(batch_id)
+    assert batch.errors is not None
+    [error] = batch.errors["data"]
+    assert (batch.state, error["code"]) == ("failed", "attempts_exhausted")
+    assert "its files cannot be read or written (Input/output error)" in error["message"]
+    assert "/a/path" not in error["message"]

@@ -7,14 +7,13 @@ from sqlalchemy.orm import Session
 from controlplane.errors import ConflictError, NotFoundError
 from controlplane.policies.lifecycle import BatchState
 from controlplane.store import queue
+from controlplane.store.batch_attempts import Due, begin_attempt
 from controlplane.store.batch_tables import Batch, BatchCount, BatchModel, BatchRequest, BatchResult, QueuedRequest
 from controlplane.store.batches import (
     BatchCounts,
     NewRequest,
     add_requests,
     cancel_batch,
-    claim_finished,
-    claim_validating,
     counts_of,
     forget_requests,
     move_batch,
@@ -73,11 +72,11 @@ def test_cancelling_ends_what_waits_and_what_runs(world: World) -> None:
     with world.database.transaction() as session:
         done, _running = claim(session, 2)
         finish(session, done)
-        assert claim_finished(session) is None
+        assert begin_attempt(session, Due.END) is None
         with pytest.raises(NotFoundError):
             cancel_batch(session, batch_id, tenant="other")
         cancel_batch(session, batch_id, tenant="acme")
-        finished = claim_finished(session)
+        finished = begin_attempt(session, Due.END)
         assert finished is not None
         assert counts_of(session, [finished])[batch_id] == BatchCounts(
             total=4, completed=1, failed=3, input_tokens=7, output_tokens=3
@@ -156,13 +155,6 @@ def test_results_come_in_the_order_of_the_lines(world: World) -> None:
             finish(session, held)
         batch = session.get_one(Batch, batch_id)
         assert [line.custom_id for line in result_lines(session, batch)] == [f"c{n}" for n in range(1, 1201)]
-
-
-def test_two_dispatchers_do_not_validate_the_same_batch(world: World) -> None:
-    first, second = world.add_batch(), world.add_batch()
-    with world.database.transaction() as one, world.database.transaction() as other:
-        found = [claim_validating(one), claim_validating(other)]
-        assert [batch.id for batch in found if batch is not None] == [first, second]
 
 
 def test_moves_that_do_not_exist(world: World) -> None:

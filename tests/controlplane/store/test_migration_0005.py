@@ -7,8 +7,7 @@ from alembic import command
 from sqlalchemy import create_engine, pool, text
 
 import migrations
-from controlplane.dispatcher.aside import Aside
-from controlplane.dispatcher.finalize import finalize_one
+from controlplane.dispatcher.finalize import FINALIZE
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import BatchCounts, counts_of
 from controlplane.store.blobs import BlobStore
@@ -90,8 +89,7 @@ def test_old_batches_end_as_they_should(world: World, blobs: BlobStore, database
         assert [(each.batch_id, each.line, each.epoch) for each in held] == [("batch_2", 2, 1), ("batch_3", 1, 3)]
         assert len(finish(session, [Outcome(claim=each, status_code=200, body={"n": 2}) for each in held])) == 2
     for _ in range(5):
-        with world.database.transaction() as session:
-            assert finalize_one(session, blobs, world.settings, Aside()) is not None
+        assert world.step(FINALIZE, blobs) is not None
     ended = [world.batch(batch_id) for batch_id in BATCHES]
     assert [(row.state, row.completed, row.failed) for row in ended] == [
         ("completed", 2, 1),

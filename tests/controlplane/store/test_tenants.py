@@ -7,8 +7,7 @@ import msgspec
 import pytest
 from sqlalchemy.orm import Session
 
-from controlplane.dispatcher.aside import Aside
-from controlplane.dispatcher.ingest import ingest_one
+from controlplane.dispatcher.ingest import VALIDATE
 from controlplane.policies.lifecycle import BatchRequestState
 from controlplane.store import tenants
 from controlplane.store.batch_tables import Batch
@@ -41,8 +40,7 @@ def submitted(world: World, blobs: BlobStore, lines: int, *, tenant: str = "acme
 
 def accepted(world: World, blobs: BlobStore, lines: int, *, tenant: str = "acme") -> Batch:
     batch_id = submitted(world, blobs, lines, tenant=tenant)
-    with world.database.transaction() as session:
-        assert ingest_one(session, blobs, world.settings, Aside()) == batch_id
+    assert world.step(VALIDATE, blobs) == batch_id
     return world.batch(batch_id)
 
 
@@ -93,11 +91,7 @@ def test_two_batches_at_once_do_not_both_take_the_last(world: World, blobs: Blob
     limit(world, LINE_TOKENS)
     ids = [submitted(world, blobs, 1) for _ in range(4)]
 
-    def ingest() -> None:
-        with world.database.transaction() as session:
-            ingest_one(session, blobs, world.settings, Aside())
-
-    threads = [threading.Thread(target=ingest) for _ in ids]
+    threads = [threading.Thread(target=world.step, args=(VALIDATE, blobs)) for _ in ids]
     for thread in threads:
         thread.start()
     for thread in threads:

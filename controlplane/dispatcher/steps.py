@@ -1,0 +1,103 @@
+"""Taking batches a step further, one after the other; what goes wrong with one is its own trouble."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.orm import Session
+
+from controlplane.errors import TidepoolError, UnavailableError
+from controlplane.policies.lifecycle import BatchState
+from controlplane.settings import Settings
+from controlplane.store.batch_attempts import Due, begin_attempt, give_up, lock_due, note_failure
+from controlplane.store.batch_tables import Batch
+from controlplane.store.blobs import BlobStore
+from controlplane.store.session import Database
+
+log = structlog.get_logger()
+_OUTAGES = {"08", "25", "40", "53", "55", "57", "58"}
+"""Classes of SQLSTATE that speak of the server or of other transactions."""
+_QUERY_CANCELED = "57014"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step in a batch's life. `take` takes it, in the caller's transaction, with the batch locked."""
+
+    due: Due
+    take: Callable[[Session, Batch, BlobStore, Settings], None]
+
+
+class Stepper:
+    """Takes one step with all batches that it is due for. Any number of processes may have one."""
+
+    def __init__(self, step: Step, database: Database, blobs: BlobStore, settings: Settings) -> None:
+        self._step = step
+        self._database = database
+        self._blobs = blobs
+        self._settings = settings
+        self._tenant = ""
+
+    def one(self) -> str | None:
+        """Take the next batch a step further; returns its id, whether or not that went well. None: none is due.
+
+        Raises:
+            SQLAlchemyError, OSError, UnavailableError: Postgres or the files are away; the batch is tried again later.
+        """
+        due, attempts_max = self._step.due, self._settings.batch_attempts_max
+        with self._database.transaction() as session:
+            batch = begin_attempt(session, due, after=self._tenant)
+            if batch is None:
+                return None
+            self._tenant = batch.tenant
+            if batch.attempts > attempts_max:
+                give_up(session, batch, due, reason="the dispatcher ended on it")
+                return batch.id
+        try:
+            self._take(batch.id)
+        except Exception as error:  # whatever it is, the batches behind it go on
+            outage = _is_outage(error)
+            log.warning(
+                "a batch waits for its next try", batch=batch.id, step=due, attempt=batch.attempts, exc_info=error
+            )
+            with self._database.transaction() as session:
+                note_failure(
+                    session, batch.id, due, reason=_reason(error), counts=not outage, attempts_max=attempts_max
+                )
+            if outage:
+                raise
+        return batch.id
+
+    def _take(self, batch_id: str) -> None:
+        with self._database.transaction() as session:
+            batch = lock_due(session, self._step.due, batch_id)
+            if batch is None:
+                return
+            self._step.take(session, batch, self._blobs, self._settings)
+            state = BatchState(batch.state)
+        log.info("batch moved on", batch=batch_id, state=state)
+
+
+def _is_outage(error: Exception) -> bool:
+    """Whether Postgres, the disk or the bucket is away, or busy, which no batch is to blame for. A statement that took
+    too long may be its batch's fault.
+    """
+    if not isinstance(error, DBAPIError):
+        return isinstance(error, OSError | UnavailableError | PoolTimeoutError)
+    sqlstate: str | None = getattr(error.orig, "sqlstate", None)
+    if sqlstate is None:
+        return isinstance(error, OperationalError | InterfaceError)
+    return sqlstate[:2] in _OUTAGES and sqlstate != _QUERY_CANCELED
+
+
+def _reason(error: Exception) -> str:
+    """What the batch's owner may read of it: no paths, no statements."""
+    if isinstance(error, TidepoolError):
+        return error.message
+    if isinstance(error, OSError):
+        return f"its files cannot be read or written ({error.strerror or type(error).__name__})"
+    if isinstance(error, DBAPIError):
+        return f"Postgres refuses it ({str(error.orig).splitlines()[0]})"
+    return f"an error inside ({type(error).__name__}), which the dispatcher's log tells"

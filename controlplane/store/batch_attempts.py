@@ -1,0 +1,81 @@
+"""Taking batches a step further: which is next, and how often each was tried.
+
+A try is counted in a transaction of its own before it begins, so that a batch that ends its dispatchers is counted too,
+and the next try waits longer each time. Tenants take turns, so that no number of batches of one delays another's.
+"""
+
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import func, or_, select
+from sqlalchemy.orm import Session
+
+from controlplane.policies.lifecycle import BatchState
+from controlplane.store.batch_tables import Batch, QueuedRequest
+from controlplane.store.batches import BatchError, fail_batch
+
+_DELAY_MAX_S = 300
+
+
+class Due(StrEnum):
+    """What a batch waits for: its validation, or, as no request of it is open, its end."""
+
+    VALIDATION = "validation"
+    END = "end"
+
+
+def begin_attempt(session: Session, due: Due, *, after: str = "") -> Batch | None:
+    """The next batch that is due, with this try counted; none tries it again for 2 s, then 4 s, and so on to 300 s. The
+    tenants' turns go by their names, on from `after`; of one tenant, the batch with the fewest tries is first.
+    """
+    batch = session.scalar(
+        select(Batch)
+        .where(*_is(due), or_(Batch.not_before.is_(None), Batch.not_before <= func.now()))
+        .order_by(Batch.tenant <= after, Batch.tenant, Batch.attempts, Batch.id)
+        .limit(1)
+        .with_for_update(skip_locked=True, of=Batch)
+    )
+    if batch is not None:
+        batch.attempts += 1
+        batch.not_before = _in_s(min(2**batch.attempts, _DELAY_MAX_S))
+        session.flush()
+    return batch
+
+
+def lock_due(session: Session, due: Due, batch_id: str) -> Batch | None:
+    """The batch, locked until the transaction ends. None: somebody else has it, or it is due no more."""
+    query = select(Batch).where(Batch.id == batch_id, *_is(due))
+    return session.scalar(query.with_for_update(skip_locked=True, of=Batch))
+
+
+def note_failure(session: Session, batch_id: str, due: Due, *, reason: str, counts: bool, attempts_max: int) -> None:
+    """After a try that failed: the batch ends with `reason` if this was the last of `attempts_max`, or if its deadline
+    passed before it was validated. `counts` False: the batch is not to blame, and the try is not counted.
+    """
+    batch = lock_due(session, due, batch_id)
+    if batch is None:
+        return
+    late = due == Due.VALIDATION and session.scalar(select(Batch.deadline_at < func.now()).where(Batch.id == batch_id))
+    if late or (counts and batch.attempts >= attempts_max):
+        give_up(session, batch, due, reason=reason)
+    elif not counts:
+        batch.attempts -= 1
+
+
+def give_up(session: Session, batch: Batch, due: Due, *, reason: str) -> None:
+    """End a batch that cannot be taken further. The requests and results that it has are kept."""
+    what = "validated, and nothing of it ran" if due == Due.VALIDATION else "finalized"
+    message = f"the batch could not be {what}: {reason} (attempts: {batch.attempts})"
+    fail_batch(session, batch, [BatchError(code="attempts_exhausted", message=message)])
+
+
+def _is(due: Due) -> tuple[Any, ...]:
+    if due == Due.VALIDATION:
+        return Batch.state == BatchState.VALIDATING, Batch.ended_at.is_(None)
+    still_open = select(QueuedRequest.line).where(QueuedRequest.batch_number == Batch.number).exists()
+    ending = [BatchState.IN_PROGRESS, BatchState.FINALIZING, BatchState.CANCELLING]
+    return Batch.state.in_(ending), Batch.ended_at.is_(None), ~still_open
+
+
+def _in_s(delay_s: float) -> Any:
+    return func.now() + func.make_interval(0, 0, 0, 0, 0, 0, delay_s)

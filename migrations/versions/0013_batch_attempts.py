@@ -1,0 +1,19 @@
+"""Tries to validate or to finalize a batch are counted, and the next one waits."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0013"
+down_revision = "0012"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.add_column("batches", sa.Column("attempts", sa.BigInteger(), server_default=sa.text("0"), nullable=False))
+    op.add_column("batches", sa.Column("not_before", sa.DateTime(timezone=True), nullable=True))
+
+
+def downgrade() -> None:
+    op.drop_column("batches", "not_before")
+    op.drop_column("batches", "attempts")
