@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
@@ -57,18 +57,27 @@ class Stepper:
                 return batch.id
         try:
             self._take(batch.id)
-        except Exception as error:  # whatever it is, the batches behind it go on
-            outage = _is_outage(error)
-            log.warning(
-                "a batch waits for its next try", batch=batch.id, step=due, attempt=batch.attempts, exc_info=error
-            )
-            with self._database.transaction() as session:
-                note_failure(
-                    session, batch.id, due, reason=_reason(error), counts=not outage, attempts_max=attempts_max
-                )
-            if outage:
+        except Exception as error:  # whatever it is, the batches behind this one go on
+            self._note(batch, error)
+            if _is_outage(error):
                 raise
         return batch.id
+
+    def _note(self, batch: Batch, error: Exception) -> None:
+        ours = not isinstance(error, SQLAlchemyError | OSError | TidepoolError)
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        log.warning(
+            "batch not moved on", batch=batch.id, step=self._step.due, attempt=batch.attempts, error=said, exc_info=ours
+        )
+        with self._database.transaction() as session:
+            note_failure(
+                session,
+                batch.id,
+                self._step.due,
+                reason=_reason(error),
+                counts=not _is_outage(error),
+                attempts_max=self._settings.batch_attempts_max,
+            )
 
     def _take(self, batch_id: str) -> None:
         with self._database.transaction() as session:
