@@ -89,7 +89,7 @@ BAD = [
     (line(body={"n": 2}), "unsupported_parameter", "body.n"),
     (line(body={"max_tokens": 5000}), "context_length_exceeded", "body.max_tokens"),
     (line(body={"model": "a\0b"}), "model_not_found", "body.model"),
-    (line(body={"a\0b": 1}), "invalid_value", "body.a\ufffdb"),
+    (line(body={"a\0b": 1}), "unknown_parameter", "body.a\ufffdb"),
 ]
 
 
