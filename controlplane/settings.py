@@ -1,9 +1,14 @@
 """One frozen, validated settings object per process. Every name can be set as `TIDEPOOL_<NAME>` in the environment."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Self
 
+<<<<<<< HEAD
 from pydantic import AfterValidator, Field, SecretStr, model_validator
+=======
+from pydantic import Field, SecretStr, field_validator, model_validator
+>>>>>>> 1a41e67 (Docs without internet, GET / and /health, HEAD and CORS; the OpenAPI document says each failure once)
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dataplane.messages import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S
@@ -40,6 +45,9 @@ class Settings(BaseSettings):
     node_key: SecretStr = Field(SecretStr(""), description="what we show to node agents")
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65535)
+    cors_origins: str = Field(
+        "", max_length=4096, description="web pages' origins that may call the API, separated by commas; *: all"
+    )
 
     database_pool_size: int = Field(10, ge=1, le=200)
     database_timeout_s: int = Field(10, ge=1, le=300, description="to connect, and for one statement")
@@ -156,6 +164,18 @@ class Settings(BaseSettings):
     forecast_task_series_max: int = Field(50, ge=1, description="series that one task forecasts, one after another")
     plan_keep_days: int = Field(90, ge=2, description="forget plans that ended and are older")
     pin_days_max: int = Field(90, ge=1, le=3650, description="the longest that a pin may last")
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, value: str) -> str:
+        for origin in filter(None, map(str.strip, value.split(","))):
+            if origin != "*" and not re.fullmatch(r"https?://[A-Za-z0-9.:\[\]-]+", origin):
+                raise ValueError(f"'{origin}' is no origin: write https://HOST[:PORT] without a path, or *")
+        return value
+
+    def origins(self) -> list[str]:
+        """The parts of `cors_origins`."""
+        return [origin for origin in map(str.strip, self.cors_origins.split(",")) if origin]
 
     @model_validator(mode="after")
     def _need_a_limit(self) -> Self:

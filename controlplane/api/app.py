@@ -8,12 +8,14 @@ from fastapi import Depends, FastAPI
 from starlette.types import ASGIApp
 
 from controlplane.agents import AgentClient
-from controlplane.api import admin, batches, errors, files, health, interactive, models, nodes
+from controlplane.api import admin, batches, docs, errors, files, health, interactive, models, nodes
 from controlplane.api.auth import needs
 from controlplane.api.connections import connection_class
 from controlplane.api.keys import KeyCache
 from controlplane.api.limits import AnswerHeaders, RequestLimits, UploadGate
+from controlplane.api.methods import HeadRequests, allow_origins
 from controlplane.api.metrics import Metrics
+from controlplane.api.openapi import DocumentedApi
 from controlplane.api.state import State
 from controlplane.api.tenant_limits import LimitKeeper
 from controlplane.api.tracing import Traces
@@ -68,7 +70,14 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None) -> FastAP
         live.close()
         database.close()
 
-    app = FastAPI(title="Tidepool", version="0.1.0", description=_DESCRIPTION, lifespan=lifespan)
+    app = DocumentedApi(
+        title="Tidepool",
+        version="0.1.0",
+        description=_DESCRIPTION,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
     errors.install(app)
     for scope, router in (
         (KeyScope.CHAT, interactive.router),
@@ -77,13 +86,20 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None) -> FastAP
         (KeyScope.BATCH, batches.router),
     ):
         app.include_router(router, dependencies=[Depends(needs(Role.CLIENT, scope))])
-    for router in (nodes.router, health.router, admin.router):
+    for router in (nodes.router, health.router, admin.router, docs.router):
         app.include_router(router)
+    _wrap(app, settings)
+    return app
+
+
+def _wrap(app: FastAPI, settings: Settings) -> None:
+    """Put the wrappers around the app; the last is the outermost."""
     app.add_middleware(RequestLimits, settings=settings)
     app.add_middleware(UploadGate)
     app.add_middleware(Traces)
+    allow_origins(app, settings)
     app.add_middleware(AnswerHeaders)
-    return app
+    app.add_middleware(HeadRequests)
 
 
 class _Server(uvicorn.Server):

@@ -28,6 +28,14 @@ async def livez() -> dict[str, str]:
     return {"status": "ok"}
 
 
+@router.get("/health", response_class=Response, responses={503: {"description": "it cannot serve; see /readyz"}})
+async def health(state: StateDep) -> Response:
+    """Whether requests can be served, for load balancers and clients of vLLM: 200 or 503, without a body. It asks no
+    server; `/readyz` does, and says what is missing.
+    """
+    return Response(status_code=503 if state.draining or state.fleet.missing() else 200)
+
+
 @router.get("/readyz", responses={503: {"description": "it cannot serve; the body says what is missing"}})
 async def readyz(state: StateDep) -> JSONResponse:
     """Whether this process can serve interactive requests; what it lacks for that, and which server is away."""

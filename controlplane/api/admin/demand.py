@@ -29,7 +29,8 @@ _EXAMPLE = "start_s,region,model,tokens_per_s\n1731283200,us-east,llama-8b,5120.
 _CSV: dict[str, Any] = {
     "requestBody": {
         "required": True,
-        "content": {"text/csv": {"schema": {"type": "string"}, "example": _EXAMPLE}},
+        "description": f"a CSV file, whatever content type it is sent as:\n\n```\n{_EXAMPLE}```",
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
 }
 

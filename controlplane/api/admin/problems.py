@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from pydantic import BaseModel, Field
-
 from controlplane.api.errors import problem
+from controlplane.api.openapi import Problem, ref
 from controlplane.errors import (
     AuthenticationError,
     CapacityError,
@@ -18,23 +17,9 @@ from controlplane.errors import (
 )
 
 
-class Problem(BaseModel):
-    """RFC 9457 problem details. `code` is stable; `param` names the field at fault where there is one."""
-
-    type: str = Field(description="a URN that names the kind of problem")
-    title: str
-    status: int
-    detail: str = Field(description="what is wrong, in words")
-    code: str
-    param: str | None
-    used_by: list[dict[str, Any]] | None = Field(
-        None, description="code in_use: by `kind`, their `count`, the first `names`, and what to do `then`"
-    )
-
-
 def described(error: TidepoolError, description: str) -> dict[str, Any]:
     """A response of the OpenAPI document with `error` as its example."""
-    content = {"schema": Problem.model_json_schema(), "example": problem(error)}
+    content = {"schema": ref(Problem), "example": problem(error)}
     return {"description": description, "content": {"application/problem+json": content}}
 
 

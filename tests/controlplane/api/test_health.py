@@ -39,3 +39,20 @@ def test_a_gateway_that_starts_alone_says_what_it_lacks(
         if away == "database_url":
             refused = gateway.chat(503)
             assert refused.json()["error"]["code"] == "unavailable"
+
+
+def test_health_is_for_those_who_ask_as_they_ask_vllm(world: World) -> None:
+    with running_gateway(world, FakeAgent()) as gateway:
+        for ask in (gateway.http.get, gateway.http.head):
+            answer = ask("/health", headers={"Authorization": ""})
+            assert (answer.status_code, answer.content) == (200, b"")
+        gateway.state.draining = True
+        assert gateway.http.get("/health").status_code == 503
+
+
+def test_head_over_the_wire_leaves_the_connection_usable(world: World) -> None:
+    with running_gateway(world, FakeAgent()) as gateway:
+        for path in ("/", "/v1/models", "/metrics", "/docs/swagger-ui.css"):
+            head = gateway.http.head(path)
+            assert (head.status_code, head.content) == (200, b""), path
+            assert gateway.http.get(path).content

@@ -1,0 +1,43 @@
+"""Methods that every path knows: HEAD wherever there is GET, and OPTIONS for web pages of other origins (CORS)."""
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from controlplane.settings import Settings
+
+_EXPOSED = (
+    "x-request-id",
+    "x-tidepool-region",
+    "x-tidepool-warning",
+    "retry-after",
+    "x-should-retry",
+    *(f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens")),
+)
+_PREFLIGHT_KEEP_S = 600
+
+
+class HeadRequests:
+    """Answers HEAD as GET; the server sends the headers alone."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await self._app({**scope, "method": "GET"} if is_head else scope, receive, send)
+
+
+def allow_origins(app: FastAPI, settings: Settings) -> None:
+    """Let pages of `cors_origins` call the API, with a key of their own; cookies are never used."""
+    if not settings.cors_origins:
+        return
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=settings.origins(),
+        allow_methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=_EXPOSED,
+        max_age=_PREFLIGHT_KEEP_S,
+    )
