@@ -213,6 +213,8 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     `waits_for`: what a loading instance waits for, in a few words.
     A spot instance is `draining` while requests from before it was lent run, then `spot`. KV is that of the instance
     and what is free beside it, shared with ready instances of its model; of a pooled instance, that of all the slot.
+    `context_tokens`: of prompt and answer together, at most, as the instance takes them; None: it is not loaded, or its
+    node is older than this field.
     """
 
     instance_id: str
@@ -230,6 +232,7 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     prefill_wait_s: float | None = None
     prefill_urgent_wait_s: float | None = None
     prefill_token_s: float | None = None
+    context_tokens: int | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):

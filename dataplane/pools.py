@@ -232,8 +232,14 @@ class Pool:
         sums["kv_capacity_bytes"] = sums["kv_used_bytes"] + free_bytes
         wait_s, token_s = self.dispatcher.prefill_outlook(instance.instance_id, "IW-N") or (None, None)
         urgent_wait_s, _ = self.dispatcher.prefill_outlook(instance.instance_id, "IW-F") or (None, None)
+        fits = [one.kv_tokens_max for one in stats.values()]
         return msgspec.structs.replace(
-            report, **sums, prefill_wait_s=wait_s, prefill_urgent_wait_s=urgent_wait_s, prefill_token_s=token_s
+            report,
+            **sums,
+            prefill_wait_s=wait_s,
+            prefill_urgent_wait_s=urgent_wait_s,
+            prefill_token_s=token_s,
+            context_tokens=min(instance.model.context_tokens, *fits) if fits else None,
         )
 
 

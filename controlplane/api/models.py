@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from controlplane.api.auth import Client, may_use, require_model
 from controlplane.api.openapi import ERRORS
 from controlplane.api.state import StateDep
+from controlplane.serving.fleet import FleetCache
 from controlplane.store.tables import Model
 
 router = APIRouter(prefix="/v1/models", tags=["models"], responses=ERRORS)
@@ -16,7 +17,7 @@ router = APIRouter(prefix="/v1/models", tags=["models"], responses=ERRORS)
 async def list_models(state: StateDep, caller: Client) -> dict[str, Any]:
     """Every registered model that the key may use."""
     models = [model for model in state.fleet.models() if may_use(caller, model.name)]
-    return {"object": "list", "data": [_model(model) for model in models]}
+    return {"object": "list", "data": [_model(model, state.fleet) for model in models]}
 
 
 @router.get("/{name:path}", summary="Retrieve a model")
@@ -24,10 +25,11 @@ async def get_model(name: str, state: StateDep, caller: Client) -> dict[str, Any
     """One model."""
     model = await state.fleet.model(name)
     require_model(caller, model.name)
-    return _model(model)
+    return _model(model, state.fleet)
 
 
-def _model(model: Model) -> dict[str, Any]:
+def _model(model: Model, fleet: FleetCache) -> dict[str, Any]:
+    """`context_tokens` is what the model was made for, `max_model_len` (vLLM's name) what its instances take now."""
     created = int(model.created_at.timestamp())
     return {
         "id": model.name,
@@ -35,4 +37,5 @@ def _model(model: Model) -> dict[str, Any]:
         "created": created,
         "owned_by": "tidepool",
         "context_tokens": model.context_tokens,
+        "max_model_len": fleet.context_tokens(model),
     }

@@ -91,6 +91,14 @@ class FleetCache:
         """All registered models by name."""
         return [self._catalog.models[name] for name in sorted(self._catalog.models)]
 
+    def context_tokens(self, model: Model) -> int:
+        """Tokens of prompt and answer together that every ready instance of a model takes: fewer than its context where
+        a node's KV memory holds no more.
+        """
+        reports = (report for node in self._view.nodes.values() for report in node.heartbeat.instances)
+        said = (each.context_tokens for each in reports if each.model == model.name and each.state == "ready")
+        return min([model.context_tokens, *(tokens for tokens in said if tokens is not None)])
+
     def preference(self, origin: str | None) -> tuple[str, ...]:
         """Regions in the order a request from `origin` prefers them."""
         return choose_preference(self._catalog.regions, origin, self._catalog.latencies_ms)

@@ -8,7 +8,7 @@ import pytest
 
 from dataplane.errors import WorkerLostError
 from tests.controlplane.api.gateway import Gateway, running_gateway
-from tests.controlplane.world import World
+from tests.controlplane.world import World, until
 from tests.dataplane.replay_node import KEY, desired, instance, running_node
 
 
@@ -62,6 +62,35 @@ def test_a_real_node(world: World) -> None:
                 assert report.prefill_wait_s == report.prefill_urgent_wait_s == 0.0
                 assert report.prefill_token_s is not None
                 assert report.prefill_token_s > 0.0
+
+    asyncio.run(run())
+
+
+def test_models_tell_the_context_that_the_node_takes(world: World) -> None:
+    def ask_at_the_limit(gateway: Gateway) -> None:
+        def told() -> int:
+            return int(gateway.http.get("/v1/models/tide").json()["max_model_len"])
+
+        until(lambda: told() < 4096)
+        limit = told()
+        assert gateway.http.get("/v1/models").json()["data"][0]["max_model_len"] == limit
+        body = {"model": "tide", "prompt": [1] * (limit - 2), "ignore_eos": True}
+        fits = gateway.http.post("/v1/completions", json=body | {"max_tokens": 2})
+        assert fits.json()["usage"]["total_tokens"] == limit
+        refused = gateway.http.post("/v1/completions", json=body | {"max_tokens": 3})
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        assert f"at most {limit} here" in refused.json()["error"]["message"]
+
+    async def run() -> None:
+        async with running_node() as node:
+            url = str(node.client.base_url).rstrip("/")
+            world.join("n0", url=url)
+            held = world.place("n0")
+            await node.hold(1, instance(held, kv_bytes_per_token=8192))
+            world.live.write_heartbeat(node.agent.heartbeat(), region="us-east", gpu_type="H800", url=url)
+            with running_gateway(world, node_key=KEY) as gateway:
+                assert gateway.http.get("/v1/models/tide").json()["context_tokens"] == 4096
+                await asyncio.to_thread(ask_at_the_limit, gateway)
 
     asyncio.run(run())
 
