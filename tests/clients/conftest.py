@@ -1,0 +1,116 @@
+"""Other people's clients before a whole stack, each in an environment of its own: `make test-clients`.
+
+`CLIENTS` names those that are installed, in `.clients/NAME`; without it every test here says that it was skipped.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from dataplane.words import WORDS
+from ops.demo_fleet import POOL_REGION, TOKENS_PER_S
+from ops.local import LocalStack
+from tests.flows.conftest import REPLAY_NODES, admin_of, client_of, register, replay_stack, wait_ready
+from tests.flows.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parent / "programs"
+MODEL = "tide"
+CONTEXT_TOKENS = 4096
+PATIENCE_S = 550.0
+INSTALLED = os.environ.get("CLIENTS", "").split()
+NOT_HERE = "clients have environments of their own: make test-clients"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """Where the stack is, a client's key, and the tokenizer that its model has."""
+
+    url: str
+    key: str
+    tokenizer: Path
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One region, one replayed node, one model; its tokenizer has a token for each word."""
+    if not INSTALLED:
+        pytest.skip(NOT_HERE)
+    folder = _write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    with replay_stack(tmp_path_factory.mktemp("clients"), REPLAY_NODES[:1]) as stack:
+        _register(stack, folder)
+        yield Service(url=stack.url, key=stack.keys["client"], tokenizer=folder)
+
+
+def _register(stack: LocalStack, folder: Path) -> None:
+    about = {"path": str(folder), "architecture": "Replay", "weights_bytes": 1 << 20, "kv_bytes_per_token": 512}
+    with admin_of(stack) as admin:
+        register(admin, (), (POOL_REGION,))
+        admin.put(f"/admin/models/{MODEL}", about | {"context_tokens": CONTEXT_TOKENS})
+        gpu_type = POOL_REGION.gpu_type
+        profile = {"tokens_per_s": TOKENS_PER_S[gpu_type], "gpus": 1, "load_time_s": 1.0}
+        admin.put("/admin/profiles", {"model": MODEL, "gpu_type": gpu_type, **profile})
+        limits = {"instances_min": 1, "instances_max": 4}
+        admin.put("/admin/endpoints", {"model": MODEL, "region": POOL_REGION.name, **limits})
+        wait_ready(admin, 1)
+    with client_of(stack) as client:
+        wait_until(lambda: client.models.retrieve(MODEL).id == MODEL, "the gateway knows the model")
+
+
+def _write_tokenizer(folder: Path) -> Path:
+    """What the clients that count tokens load, and the node too: so all count alike. Unknown words read as the first
+    known one.
+    """
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token=WORDS[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(service: Service, tmp_path: Path) -> Run:
+    """`run(client, command, *arguments)`: a finished command of a client's environment, in an empty folder. It sees
+    the stack as TIDEPOOL_TEST_{URL,KEY,MODEL}, and no other service's settings.
+    """
+
+    def run(client: str, command: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        if client not in INSTALLED:
+            pytest.skip(NOT_HERE)
+        home = ROOT / ".clients" / client
+        found = shutil.which(command) if client == "node" else str(home / "bin" / command)
+        if found is None:
+            pytest.skip("there is no Node.js on this machine")
+        kept = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
+        told = {"TIDEPOOL_TEST_URL": service.url, "TIDEPOOL_TEST_KEY": service.key, "TIDEPOOL_TEST_MODEL": MODEL}
+        return subprocess.run(
+            [found, *arguments],
+            cwd=tmp_path,
+            env=kept | {"HOME": str(tmp_path), "PYTHONWARNINGS": "ignore"} | told | environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+
+    return run
+
+
+def told_by(finished: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """The JSON object that a program printed last."""
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    told: dict[str, Any] = json.loads(finished.stdout.strip().splitlines()[-1])
+    return told
