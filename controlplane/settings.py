@@ -4,11 +4,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Self
 
-<<<<<<< HEAD
-from pydantic import AfterValidator, Field, SecretStr, model_validator
-=======
-from pydantic import Field, SecretStr, field_validator, model_validator
->>>>>>> 1a41e67 (Docs without internet, GET / and /health, HEAD and CORS; the OpenAPI document says each failure once)
+from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dataplane.messages import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S

@@ -14,7 +14,8 @@ from controlplane.api.app import make_app
 from controlplane.api.docs import PLACES
 from controlplane.settings import Settings
 
-DOCUMENT_BYTES_MAX = 150_000
+OPERATION_BYTES_MAX = 2200
+"""Of the document, shared parts included, for each operation; 7,500 before failures were shared."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,8 @@ def test_the_assets_come_with_their_licence() -> None:
 
 
 def test_the_document_is_small_and_says_each_failure_once(document: dict[str, Any]) -> None:
-    assert len(json.dumps(document, separators=(",", ":"))) < DOCUMENT_BYTES_MAX
+    operations = sum(map(len, document["paths"].values()))
+    assert len(json.dumps(document, separators=(",", ":"))) < operations * OPERATION_BYTES_MAX
     components = document["components"]
     shared = components["responses"]
     assert len({json.dumps(each, sort_keys=True) for each in shared.values()}) == len(shared)
