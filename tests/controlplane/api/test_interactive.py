@@ -144,7 +144,8 @@ NEUTRAL: list[dict[str, Any]] = [
     {"reasoning_effort": None}, {"frequency_penalty": 0}, {"presence_penalty": 0.0}, {"repetition_penalty": 1.0},
     {"logprobs": False}, {"top_logprobs": None}, {"top_logprobs": 0}, {"max_tokens": None}, {"temperature": None},
     {"max_completion_tokens": None}, {"top_p": None}, {"seed": None}, {"stream": None}, {"stream_options": None},
-    {"stream_options": {}}, {"service_tier": None}, {"modalities": ["text"]}, {"ignore_eos": None}, {"audio": None},
+    {"stream_options": {}}, {"stream_options": {"include_usage": None}}, {"stream_options": {"include_usage": False}},
+    {"service_tier": None}, {"modalities": ["text"]}, {"ignore_eos": None}, {"audio": None},
     {"top_k": -1}, {"min_p": 0}, {"min_tokens": 0}, {"min_tokens": 3, "max_tokens": 3, "ignore_eos": True},
     {"a_field_of_tomorrow": None}, {"messages": [{"role": "user", "content": "hi", "name": None, "tool_calls": []}]},
 ]  # fmt: skip
