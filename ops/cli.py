@@ -33,6 +33,7 @@ from ops.commands import (
     spot,
     tenants,
     top,
+    usage,
 )
 from ops.commands.api import CommandError, Target
 from ops.version import version_text
@@ -49,6 +50,7 @@ app.command("init")(init.init)
 app.command("status")(fleet.show_status)
 app.command("top")(top.show_top)
 app.command("audit")(audit.show_audit)
+app.command("usage")(usage.show_usage)
 app.command("logs")(logs.show_logs)
 models.models.command("delete")(deletes.delete_model)
 fleet.endpoints.command("delete")(deletes.delete_endpoint)

@@ -23,6 +23,7 @@ from controlplane.serving.admission import Door
 from controlplane.serving.demand import DemandCounter
 from controlplane.serving.fleet import FleetCache
 from controlplane.serving.send import Sender
+from controlplane.serving.usage import UsageCounter
 from controlplane.settings import Settings
 from controlplane.store.blobs import open_blobs
 from controlplane.store.key_tables import KeyScope
@@ -62,9 +63,16 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None) -> FastAP
             demand=DemandCounter(live, gateway=True),
             metrics=metrics,
             limits=LimitKeeper(LimitStore(settings), metrics, settings),
+            usage=UsageCounter(database),
         )
         app.state.tidepool = state
-        async with fleet.following(), state.demand.flushing(), state.limits.running(), state.keys.following(live):
+        async with (
+            fleet.following(),
+            state.demand.flushing(),
+            state.usage.flushing(),
+            state.limits.running(),
+            state.keys.following(live),
+        ):
             yield
         await client.close()
         live.close()

@@ -69,7 +69,7 @@ async def _answer(body: AnyRequest, request: Request, origin: str | None) -> Res
         kind = NIW if tier == Tier.NIW else IW
         state.demand.count(kind, Endpoint(model=model.name, region=home), outgoing.input_tokens_guess())
     head = AnswerHead.of(body, request_id=outgoing.request_id, service_tier=served_as(tier))
-    answering = Answering(state, outgoing, arrived_s)
+    answering = Answering(state, outgoing, arrived_s, request.state.caller.tenant)
     sent = state.limits.limited(request, outgoing, answering.events())
     if not body.stream:
         whole = await _unless_gone(request, collect(sent, head))
@@ -99,13 +99,15 @@ def _origin(state: State, given: str | None) -> str | None:
 class Answering:
     """One request being answered: passes its events on and measures them."""
 
-    def __init__(self, state: State, outgoing: Outgoing, arrived_s: float) -> None:
+    def __init__(self, state: State, outgoing: Outgoing, arrived_s: float, tenant: str) -> None:
         self._state = state
+        self._tenant = tenant
         self._outgoing = outgoing
         self._labels = outgoing.model.name, outgoing.tier.value
         objective = state.fleet.objective(outgoing.model, outgoing.tier)
         self._measure = AnswerMeasure(state.metrics, self._labels, objective, arrived_s)
         self._region = ""
+        self._input_tokens = 0
 
     def headers(self) -> dict[str, str]:
         """Where the request was served."""
@@ -127,6 +129,7 @@ class Answering:
                         self._note_placed(event)
                     elif isinstance(event, Finished):
                         self._measure.finished(event)
+                        self._input_tokens = event.prompt_tokens
                         outcome = "ok"
                 yield events
         except TidepoolError as error:
@@ -137,6 +140,14 @@ class Answering:
             await sending.aclose()
             metrics.streams.dec()
             metrics.requests.labels(*self._labels, self._region, outcome).inc()
+            self._count_usage(failed=outcome != "ok")
+
+    def _count_usage(self, *, failed: bool) -> None:
+        model, tier = self._outgoing.model.name, self._outgoing.tier
+        made = self._measure.output_tokens
+        self._state.usage.count(
+            self._tenant, model, tier, failed=failed, input_tokens=self._input_tokens, output_tokens=made
+        )
 
     def _note_placed(self, placed: Placed) -> None:
         self._region = placed.route.region

@@ -15,6 +15,7 @@ from controlplane.serving.admission import Door
 from controlplane.serving.demand import DemandCounter
 from controlplane.serving.fleet import FleetCache
 from controlplane.serving.send import Sender
+from controlplane.serving.usage import UsageCounter
 from controlplane.settings import Settings
 from controlplane.store.blobs import BlobStore
 from controlplane.store.live import LiveStore
@@ -47,6 +48,7 @@ class State:
     demand: DemandCounter
     metrics: Metrics
     limits: LimitKeeper
+    usage: UsageCounter
     beats: BeatThreads = field(default_factory=BeatThreads)
     probe_threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
     draining: bool = False

@@ -1,19 +1,26 @@
 """Ending a batch: its results become an output file and an error file, and its state the last one."""
 
-from datetime import timedelta
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
 from sqlalchemy.orm import Session
 
 from controlplane.dispatcher.steps import Step
+from controlplane.policies.facts import Tier
 from controlplane.policies.lifecycle import BatchRequestState, BatchState
 from controlplane.settings import Settings
 from controlplane.store.batch_attempts import Due
 from controlplane.store.batch_tables import Batch
-from controlplane.store.batches import ResultLine, forget_requests, move_batch, result_lines
+from controlplane.store.batches import ResultLine, forget_requests, models_of, move_batch, result_lines
 from controlplane.store.blobs import BlobStore
 from controlplane.store.files import add_file, new_file_id
+from controlplane.store.usage import Usage, UsageKey, add_batch_usage
+
+_UNKNOWN_MODEL = "unknown"
+"""Of failed requests of a batch that asks for several models."""
 
 
 def finalize(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> None:
@@ -39,11 +46,18 @@ def _write_files(session: Session, batch: Batch, blobs: BlobStore, settings: Set
     output_bytes = error_bytes = 0
     batch.completed = batch.failed = batch.input_tokens = batch.output_tokens = 0
     expired = False
+    usage: defaultdict[str, Usage] = defaultdict(Usage)
+    models = models_of(session, batch)
     with blobs.writing(output_id) as output, blobs.writing(error_id) as errors:
         for result in result_lines(session, batch):
             expired |= result.state == BatchRequestState.EXPIRED
             batch.input_tokens += result.input_tokens
             batch.output_tokens += result.output_tokens
+            usage[_model_of(result, models)].add(
+                failed=result.state != BatchRequestState.COMPLETED,
+                input_tokens=result.input_tokens,
+                output_tokens=result.output_tokens,
+            )
             line = msgspec.json.encode(_line(batch, result)) + b"\n"
             if result.state == BatchRequestState.COMPLETED:
                 batch.completed += 1
@@ -56,7 +70,18 @@ def _write_files(session: Session, batch: Batch, blobs: BlobStore, settings: Set
     batch.output_file_id = _keep(session, batch, blobs, settings, output_id, output_bytes, "output")
     batch.error_file_id = _keep(session, batch, blobs, settings, error_id, error_bytes, "error")
     forget_requests(session, batch)
+    hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    tier = Tier.NIW.value
+    add_batch_usage(session, {UsageKey(hour, batch.tenant, name, tier): count for name, count in usage.items()})
     return expired
+
+
+def _model_of(result: ResultLine, models: Sequence[str]) -> str:
+    """The model that a request asked for: the batch's only one, or as its answer says."""
+    if len(models) == 1:
+        return models[0]
+    said = str((result.body or {}).get("model"))
+    return said if said in models else _UNKNOWN_MODEL
 
 
 def _keep(

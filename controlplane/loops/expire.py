@@ -11,6 +11,7 @@ from controlplane.store.keys import forget_answers
 from controlplane.store.queue import expire_leases, expire_requests
 from controlplane.store.retention import forget_forecasts, forget_plans
 from controlplane.store.session import Database
+from controlplane.store.usage import add_up_usage
 
 _DAY_S = 86_400
 _ORPHAN_S = 86_400.0
@@ -48,11 +49,12 @@ def expire(database: Database, blobs: BlobStore, settings: Settings, *, now_s: f
 
 def sweep(database: Database, blobs: BlobStore, settings: Settings, *, now_s: float) -> int:
     """Delete bytes that no row knows of, a day after they were written: what uploads and crashes left behind; and
-    plans and forecasts that are too old.
+    plans, forecasts and usage that are too old.
     """
     with database.transaction() as session:
         forget_plans(session, keep_s=settings.plan_keep_days * _DAY_S)
         forget_forecasts(session, before_s=int(now_s) - settings.forecast_keep_days * _DAY_S)
+        add_up_usage(session, older_s=_DAY_S, keep_s=settings.usage_keep_days * _DAY_S)
     old = blobs.older_than(_ORPHAN_S)
     with database.transaction() as session:
         orphans = old - known_files(session, old)

@@ -311,6 +311,11 @@ def result_lines(session: Session, batch: Batch) -> Iterator[ResultLine]:
         session.expunge(result)
 
 
+def models_of(session: Session, batch: Batch) -> list[str]:
+    """The models that lines of an open batch ask for."""
+    return list(session.scalars(select(BatchModel.model).where(BatchModel.batch_number == batch.number)))
+
+
 def forget_requests(session: Session, batch: Batch) -> None:
     """Drop the requests and results of a batch whose output is written: the files hold them from here on."""
     for table in (BatchRequest, BatchResult, BatchCount, BatchModel):

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from controlplane.store.joining import join_node
 from controlplane.store.keys import make_key
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Desired, EndpointRow, Instance, Role
+from controlplane.store.usage import Usage, UsageKey, put_usage
 from dataplane.messages import Join, SlotSpec
 from ops.cli import app, main
 from ops.commands import deletes
@@ -361,6 +363,27 @@ def test_the_audit_is_filtered(served: Run) -> None:
     assert "region.put" in shown
     assert "position 0 -> 7" in shown
     assert served("audit", "--since", "noon").status == 2
+
+
+def test_usage_is_added_up(served: Run, database: Database) -> None:
+    hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    with database.transaction() as session:
+        counts = {
+            UsageKey(hour - timedelta(hours=back), tenant, "m", "IW-N"): Usage(requests=1000, output_tokens=back)
+            for back in range(3)
+            for tenant in ("acme", "blue")
+        }
+        put_usage(session, "x", counts)
+    rows = served("usage", "--by", "tenant", "--json").json["data"]
+    assert [(row["tenant"], row["requests"], row["output_tokens"]) for row in rows] == [
+        ("acme", 3000, 3),
+        ("blue", 3000, 3),
+    ]
+    assert len(served("usage", "--by", "hour", "--tenant", "acme", "--limit", 2, "--json").json["data"]) == 2
+    shown = served("usage", "--since", "1d", "--by", "hour", "--by", "tenant").out
+    assert f"{hour:%Y-%m-%d %H:%M}" in shown
+    assert "1,000" in shown
+    assert served("usage", "--since", "2999-01-01").out == "Usage: none\n"
 
 
 def test_batches(served: Run, tmp_path: Path) -> None:

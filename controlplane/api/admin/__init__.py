@@ -18,6 +18,7 @@ from controlplane.api.admin import (
     spot,
     status,
     tenants,
+    usage,
 )
 from controlplane.api.admin.problems import PROBLEMS
 
@@ -31,6 +32,6 @@ def _operation_id(route: APIRoute) -> str:
 router = APIRouter(prefix="/admin", responses=PROBLEMS, generate_unique_id_function=_operation_id)
 for part in (
     *(status, live_status, regions, nodes, models, instances, spot, deletions),
-    *(demand, forecasts, plans, pins, keys, tenants),
+    *(demand, forecasts, plans, pins, keys, tenants, usage),
 ):
     router.include_router(part.router)

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from sqlalchemy import text
+from sqlalchemy import select, text
 
 from controlplane.dispatcher.finalize import FINALIZE
 from controlplane.policies.lifecycle import BatchRequestState
@@ -14,7 +14,8 @@ from controlplane.store.batches import cancel_batch, end_batch_requests, result_
 from controlplane.store.blobs import BlobStore
 from controlplane.store.files import get_file
 from controlplane.store.queue import Outcome, claim, finish, give_back, waiting_lots
-from tests.controlplane.world import World
+from controlplane.store.usage_tables import UsageHour
+from tests.controlplane.world import MODEL, World
 
 
 class CrashError(BaseException):
@@ -67,6 +68,10 @@ def test_a_crash_at_either_step_loses_nothing(world: World, blobs: BlobStore) ->
     assert [(line["custom_id"], line["response"]["body"]["n"]) for line in lines] == [("c1", 1), ("c2", 2), ("c3", 3)]
     assert (batch.total, batch.completed, batch.failed) == (3, 3, 0)
     assert (batch.input_tokens, batch.output_tokens) == (21, 9)
+    with world.database.transaction() as session:
+        [row] = session.scalars(select(UsageHour))
+        assert (row.tenant, row.model, row.tier, row.requests, row.failed) == ("acme", MODEL, "NIW", 3, 0)
+        assert (row.input_tokens, row.output_tokens) == (21, 9), "counted once, crashes or not"
 
 
 def test_a_batch_that_cannot_be_finalized_blocks_no_other_and_fails_in_the_end(world: World, blobs: BlobStore) -> None:
