@@ -43,40 +43,20 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None) -> FastAP
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
-        database = Database(make_engine(settings))
-        live = LiveStore(settings)
-        fleet = FleetCache(database, live, settings)
         client = agents or AgentClient(settings)
-        metrics = Metrics()
-        sender = Sender(fleet, client, settings)
-        door = Door(fleet, sender, settings)
-        metrics.watch_flex(lambda: door.waiting)
-        state = State(
-            settings=settings,
-            database=database,
-            live=live,
-            blobs=open_blobs(settings),
-            keys=KeyCache(database, settings),
-            fleet=fleet,
-            sender=sender,
-            door=door,
-            demand=DemandCounter(live, gateway=True),
-            metrics=metrics,
-            limits=LimitKeeper(LimitStore(settings), metrics, settings),
-            usage=UsageCounter(database),
-        )
+        state = _state_of_process(settings, client)
         app.state.tidepool = state
         async with (
-            fleet.following(),
+            state.fleet.following(),
             state.demand.flushing(),
             state.usage.flushing(),
             state.limits.running(),
-            state.keys.following(live),
+            state.keys.following(state.live),
         ):
             yield
         await client.close()
-        live.close()
-        database.close()
+        state.live.close()
+        state.database.close()
 
     app = DocumentedApi(
         title="Tidepool",
@@ -98,6 +78,31 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None) -> FastAP
         app.include_router(router)
     _wrap(app, settings)
     return app
+
+
+def _state_of_process(settings: Settings, client: AgentClient) -> State:
+    """What the process holds; connections are made when they are first used."""
+    database = Database(make_engine(settings))
+    live = LiveStore(settings)
+    fleet = FleetCache(database, live, settings)
+    metrics = Metrics()
+    sender = Sender(fleet, client, settings)
+    door = Door(fleet, sender, settings)
+    metrics.watch_flex(lambda: door.waiting)
+    return State(
+        settings=settings,
+        database=database,
+        live=live,
+        blobs=open_blobs(settings),
+        keys=KeyCache(database, settings),
+        fleet=fleet,
+        sender=sender,
+        door=door,
+        demand=DemandCounter(live, gateway=True),
+        metrics=metrics,
+        limits=LimitKeeper(LimitStore(settings), metrics, settings),
+        usage=UsageCounter(database),
+    )
 
 
 def _wrap(app: FastAPI, settings: Settings) -> None:
