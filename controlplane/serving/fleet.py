@@ -56,6 +56,7 @@ class FleetCache:
         self._view_threads, self._catalog_threads = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
         self._sent = SentTokens()
         self._placed_s: dict[str, float] = {}
+        self._made_s = time.monotonic()
         self._facts: dict[str, dict[str, InstanceFacts]] = {}
         self._facts_of: tuple[FleetView, Catalog, float] = (EMPTY_VIEW, self._catalog, 0.0)
         self._objectives = {
@@ -138,9 +139,9 @@ class FleetCache:
 
     def is_starting(self, model: str, within_s: float) -> bool:
         """Whether an instance of the model is on some node, or was within so many seconds: one that is not ready now
-        may be soon, and a node that restarts comes back.
+        may be soon, and a node that restarts comes back. A process that has just started cannot know better than yes.
         """
-        return time.monotonic() - self._placed_s.get(model, -math.inf) <= within_s
+        return time.monotonic() - self._placed_s.get(model, self._made_s) <= within_s
 
     def objective(self, model: Model, tier: Tier) -> Objective | None:
         """What a tier promises of a model; None for deferred requests."""

@@ -75,10 +75,20 @@ def test_the_wait_has_a_limit_and_says_why(world: World) -> None:
         assert (error["code"], error["message"]) == ("no_capacity", f"no instance of '{MODEL}' is ready yet")
 
 
+def test_a_gateway_that_has_just_started_waits_for_the_first_heartbeats(world: World) -> None:
+    agent = FakeAgent()
+    with served(agent.app) as url, running_gateway(world, request_start_wait_s=PATIENCE_S) as gateway:
+        world.join("n1", url=url)
+        made = world.place("n1")
+        answer = answer_while(gateway, lambda: report(world, "n1", made, "ready", url))
+        assert "turns" in answer.text
+
+
 @pytest.mark.parametrize("state", ["nowhere", "failed"])
 def test_what_is_not_on_its_way_is_not_waited_for(world: World, state: str) -> None:
     """The wait would outlast the test."""
     with running_gateway(world, request_start_wait_s=10 * PATIENCE_S) as gateway:
+        gateway.state.fleet._made_s -= 20 * PATIENCE_S
         if state == "failed":
             world.join("n1")
             report(world, "n1", world.place("n1"), "failed", NOBODY)
