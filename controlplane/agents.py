@@ -11,6 +11,7 @@ import msgspec
 from controlplane.errors import NodeError
 from controlplane.settings import Settings
 from dataplane.messages import INSTANCE_NOT_READY, Failed, Finished, Generate, Started, StreamEvent, Token, decode_lines
+from dataplane.tls import client_context
 
 _CONNECT_TIMEOUT_S = 2.0
 """To reach a node, and to wait for one of our own connections where all are in use."""
@@ -32,7 +33,9 @@ class AgentClient:
         self._room = asyncio.Semaphore(_CONNECTIONS_MAX)
         key = settings.node_key.get_secret_value()
         self._session = aiohttp.ClientSession(  # nodes are ours: no proxy stands between, and no cookie is kept
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_CONNECTION_S),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=_IDLE_CONNECTION_S, ssl=client_context(settings.tls_ca_file)
+            ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=self._silence_s),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             cookie_jar=aiohttp.DummyCookieJar(),

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, SecretStr, field_validator, model_va
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dataplane.messages import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S
+from dataplane.tls import check_tls_files
 
 _POSTGRES_SCHEMES = frozenset({"postgres", "postgresql", "postgresql+psycopg"})
 
@@ -39,8 +40,13 @@ class Settings(BaseSettings):
     )
     region: str | None = Field(None, description="region this gateway stands in; default: the first by preference")
     node_key: SecretStr = Field(SecretStr(""), description="what we show to node agents")
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", description="address that a gateway listens on; 0.0.0.0: all of this machine")
     port: int = Field(8080, ge=0, le=65535)
+    tls_cert_file: Path | None = Field(None, description="a gateway's certificate and those above it, PEM; none: http")
+    tls_key_file: Path | None = Field(None, description="... and its private key, PEM")
+    tls_ca_file: Path | None = Field(
+        None, description="PEM: who may have signed the certificates of nodes, instead of the system's authorities"
+    )
     cors_origins: str = Field(
         "", max_length=4096, description="web pages' origins that may call the API, separated by commas; *: all"
     )
@@ -173,6 +179,11 @@ class Settings(BaseSettings):
     def origins(self) -> list[str]:
         """The parts of `cors_origins`."""
         return [origin for origin in map(str.strip, self.cors_origins.split(",")) if origin]
+
+    @model_validator(mode="after")
+    def _tls_files_are_there(self) -> Self:
+        check_tls_files(self.tls_cert_file, self.tls_key_file, self.tls_ca_file)
+        return self
 
     @model_validator(mode="after")
     def _need_a_limit(self) -> Self:

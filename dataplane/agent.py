@@ -48,7 +48,8 @@ async def serve_agent(settings: AgentSettings) -> None:
     loop.add_signal_handler(signal.SIGTERM, leaving.set)
     loop.add_signal_handler(signal.SIGINT, stopping.set)
     listener = _listen(settings)
-    url = settings.advertise_url or f"http://{settings.host}:{listener.getsockname()[1]}"
+    scheme = "https" if settings.tls_cert_file else "http"
+    url = settings.advertise_url or f"{scheme}://{settings.host}:{listener.getsockname()[1]}"
     agent = Agent(settings, boot_id=new_boot_id())
     server = AgentServer(
         uvicorn.Config(
@@ -57,6 +58,8 @@ async def serve_agent(settings: AgentSettings) -> None:
             access_log=False,
             lifespan="off",
             ws="none",
+            ssl_certfile=settings.tls_cert_file,
+            ssl_keyfile=settings.tls_key_file,
             timeout_graceful_shutdown=max(1, round(settings.shutdown_grace_s)),
         )
     )

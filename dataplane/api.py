@@ -96,7 +96,10 @@ class AgentApi:
     def _authorize(self, request: Request) -> None:
         offered = request.headers.get("authorization", "").encode()
         if not hmac.compare_digest(offered, self._authorization):
-            raise UnauthorizedError("the node key is missing or wrong")
+            raise UnauthorizedError(
+                "wrong node key: TIDEPOOL_NODE_KEY of the control plane must be TIDEPOOL_AGENT_FLEET_KEY of the node,"
+                " or its TIDEPOOL_AGENT_NODE_KEY where it has none"
+            )
 
     async def _read_generate(self, request: Request) -> Generate:
         limit, body = self._agent.settings.body_bytes_max, bytearray()

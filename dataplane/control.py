@@ -16,6 +16,7 @@ from dataplane.errors import StaleGenerationError
 from dataplane.messages import DesiredInstances, Join, SlotSpec
 from dataplane.node import Agent
 from dataplane.settings import AgentSettings
+from dataplane.tls import client_context
 
 log = structlog.get_logger()
 
@@ -135,6 +136,7 @@ class ControlLink:
             timeout=self._settings.control_timeout_s,
             transport=self._transport,
             trust_env=False,
+            verify=client_context(self._settings.tls_ca_file),
         ) as client:
             while True:
                 await self._join(client)

@@ -12,6 +12,7 @@ from dataplane.engines.vllm.interfaces import TESTED, check_version, installed_v
 from dataplane.errors import ModelLoadError
 from dataplane.memory.sources import FetchRules
 from dataplane.messages import EngineKind
+from dataplane.tls import check_tls_files
 from dataplane.turns.decode import DecodeSettings
 from dataplane.turns.prefill import PrefillSettings
 from dataplane.turns.schedule import TurnSettings
@@ -99,6 +100,12 @@ class AgentSettings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="loopback: only the control plane's own network should reach an agent")
     port: int = Field(0, ge=0, le=65535, description="0 takes a free one")
+    tls_cert_file: Path | None = Field(None, description="the agent's certificate and those above it, PEM; none: http")
+    tls_key_file: Path | None = Field(None, description="... and its private key, PEM")
+    tls_ca_file: Path | None = Field(
+        None,
+        description="PEM: who may have signed a gateway's certificate, instead of the system's authorities",
+    )
     advertise_url: str | None = Field(None, description="how the control plane reaches this agent")
     control_url: str = "http://127.0.0.1:8080"
     node_key: SecretStr = Field(min_length=8, description="what we show to the control plane")
@@ -151,6 +158,11 @@ class AgentSettings(BaseSettings):
                         f"slots.{index}.gpus must be 1 on {self.device}, got {slot.gpus}: the torch engine and vLLM run"
                         " a model on one GPU here; make a slot of each"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _tls_files_are_there(self) -> Self:
+        check_tls_files(self.tls_cert_file, self.tls_key_file, self.tls_ca_file)
         return self
 
     @model_validator(mode="after")

@@ -1,5 +1,6 @@
 """`tidepool up`: the local stack in the foreground, with the demo's fleet at the first start."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from rich.console import Console
 from dataplane.logs import LogSettings
 from ops.commands.api import Api, open_api
 from ops.demo_fleet import is_empty, make_nodes, register_fleet
+from ops.home import EmbeddedError
 from ops.local import LocalNode, LocalStack
 from ops.tiny_models import build_tiny_models
 
@@ -26,9 +28,12 @@ def up(home: Path, port: int, *, bare: bool = False) -> None:
 
     Raises:
         ops.supervisor.SupervisorError: a child cannot be started.
+        ops.home.EmbeddedError: the home cannot be used, or TLS is asked for.
         OSError: the port is taken.
     """
     screen = _Screen(as_json=LogSettings().format == "json")
+    if tls := [name for name in ("TIDEPOOL_TLS_CERT_FILE", "TIDEPOOL_AGENT_TLS_CERT_FILE") if os.environ.get(name)]:
+        raise EmbeddedError(f"`tidepool up` serves http on the loopback interface: unset {tls[0]}")
     home = home.expanduser().resolve()
     models = [] if bare else build_tiny_models(home / "models")
     nodes: tuple[LocalNode, ...] = () if bare else make_nodes(models)

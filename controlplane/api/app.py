@@ -131,6 +131,8 @@ def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         app,
         host=settings.host,
         port=settings.port,
+        ssl_certfile=settings.tls_cert_file,
+        ssl_keyfile=settings.tls_key_file,
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=20,

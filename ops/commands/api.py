@@ -5,11 +5,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import typer
 
+from dataplane.tls import client_context
 from ops.commands.credentials import CredentialError, admin_key, api_url, client_key
 
 PAGE_ROWS = 100
@@ -125,7 +127,9 @@ def open_api(url: str, key: str, *, key_source: str | None = None) -> Iterator[A
     """
     try:
         headers = {"Authorization": f"Bearer {key}"}
-        client = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+        authorities = os.environ.get("TIDEPOOL_TLS_CA_FILE")
+        verify = client_context(Path(authorities) if authorities else None)
+        client = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False, verify=verify)
     except (httpx.InvalidURL, UnicodeEncodeError, ValueError) as error:
         raise CommandError(f"'{url}' or the key cannot be used: {error}") from None
     with client:

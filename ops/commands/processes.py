@@ -219,10 +219,10 @@ def explained() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        first = error.errors()[0]
-        name, *place = map(str, first["loc"] or ("?",))
-        setting = ".".join([_PREFIXES.get(error.title, "") + name.upper(), *place])
-        raise CommandError(f"setting {setting}: {first['msg']}") from error
+        first, prefix = error.errors()[0], _PREFIXES.get(error.title, "")
+        name, *place = map(str, first["loc"] or ("*",))
+        setting = ".".join([prefix + name.upper(), *place])
+        raise CommandError(f"setting {setting}: {first['msg'].removeprefix('Value error, ')}") from error
     except (EmbeddedError, SupervisorError, TracingError, InvalidValueError, SchemaError, OSError) as error:
         raise CommandError(mask(str(error))) from error
     except SQLAlchemyError as error:
