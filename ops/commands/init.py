@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ops.commands.api import CommandError
-from ops.commands.processes import explained
+from ops.commands.processes import running
 from ops.commands.screen import AsJson, print_json
 
 _NEXT = """
@@ -40,7 +40,7 @@ def init(
       TIDEPOOL_DATABASE_URL=postgres://me:secret@db/tidepool tidepool init --migrate
       tidepool init --print | jq -r .admin
     """
-    with explained():
+    with running():
         secrets, made, faults = _make(home.expanduser(), migrate=migrate, to_stdout=to_stdout, force=force)
     if faults:
         raise CommandError("; ".join(faults))

@@ -35,7 +35,7 @@ def up(
     Example:
       tidepool up --port 8080
     """
-    with _running():
+    with running():
         from ops.up import up as run_up  # noqa: PLC0415 - torch and Celery load only when they are needed
 
         run_up(home, port, bare=bare)
@@ -54,7 +54,7 @@ def demo(
       tidepool demo
       tidepool demo --demand week.csv
     """
-    with _running():
+    with running():
         from ops.demo import main as run_demo  # noqa: PLC0415 - heavy
 
         run_demo(demand=demand, keep=keep)
@@ -67,7 +67,7 @@ def api() -> None:
     Example:
       TIDEPOOL_PORT=8080 tidepool api
     """
-    with _running():
+    with running():
         import structlog  # noqa: PLC0415 - heavy
 
         from controlplane.api.app import serve  # noqa: PLC0415 - heavy
@@ -90,7 +90,7 @@ def dispatcher() -> None:
     Example:
       tidepool dispatcher
     """
-    with _running():
+    with running():
         from controlplane.dispatcher import serve  # noqa: PLC0415 - heavy
         from controlplane.settings import Settings  # noqa: PLC0415 - heavy
         from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
@@ -107,7 +107,7 @@ def worker() -> None:
     Example:
       tidepool worker
     """
-    with _running():
+    with running():
         from controlplane.loops.schedule import MAIN_QUEUE, process_settings, serve_worker  # noqa: PLC0415 - heavy
         from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
 
@@ -122,7 +122,7 @@ def forecaster() -> None:
     Example:
       tidepool forecaster
     """
-    with _running():
+    with running():
         from controlplane.loops.schedule import FORECAST_QUEUE, process_settings, serve_worker  # noqa: PLC0415 - heavy
         from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
 
@@ -137,7 +137,7 @@ def beat() -> None:
     Example:
       tidepool beat
     """
-    with _running():
+    with running():
         from controlplane.loops.schedule import process_settings, serve_beat  # noqa: PLC0415 - heavy
         from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
 
@@ -153,7 +153,7 @@ def agent() -> None:
       TIDEPOOL_AGENT_NODE=n1 TIDEPOOL_AGENT_REGION=us-east TIDEPOOL_AGENT_GPU_TYPE=H800 \\
       TIDEPOOL_AGENT_SLOTS='[{"gpus": 1, "memory_bytes": 80000000000}]' TIDEPOOL_AGENT_NODE_KEY=... tidepool agent
     """
-    with _running():
+    with running():
         from dataplane.agent import run_agent  # noqa: PLC0415 - heavy
         from dataplane.settings import AgentSettings  # noqa: PLC0415 - heavy
 
@@ -169,7 +169,7 @@ def migrate(
     Example:
       TIDEPOOL_DATABASE_URL=postgresql+psycopg://me@db/tidepool tidepool migrate
     """
-    with _running():
+    with running():
         import migrations  # noqa: PLC0415 - heavy
         from controlplane.settings import Settings  # noqa: PLC0415 - heavy
 
@@ -177,7 +177,7 @@ def migrate(
 
 
 @contextmanager
-def _running() -> Iterator[None]:
+def running() -> Iterator[None]:
     """Around a process: its logs, and one line for what stops it before it can log."""
     import structlog  # noqa: PLC0415 - heavy
 
@@ -185,11 +185,11 @@ def _running() -> Iterator[None]:
     from dataplane.tracing import start_tracing  # noqa: PLC0415 - heavy
     from ops.unknown_settings import unknown_settings  # noqa: PLC0415 - heavy
 
-    with explained():
+    with _explained():
         settings = LogSettings()
     with logging_to_stderr(settings):
         try:
-            with explained():
+            with _explained():
                 for complaint in unknown_settings(os.environ):
                     structlog.get_logger().warning(complaint)
                 start_tracing(f"tidepool-{sys.argv[1]}" if len(sys.argv) > 1 else "tidepool")
@@ -205,7 +205,7 @@ _PREFIXES = {"Settings": "TIDEPOOL_", "AgentSettings": "TIDEPOOL_AGENT_", "LogSe
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def _explained() -> Iterator[None]:
     """Bad settings, a busy port, a server that is away: a line each, in place of a traceback."""
     from pydantic import ValidationError  # noqa: PLC0415 - heavy
     from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - heavy

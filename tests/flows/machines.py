@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 STOP_S = 20.0
+_DIED = "the shell of this machine has ended"
 
 
 def ip(*words: str) -> str:
@@ -51,6 +52,7 @@ class Machine:
 
     def __enter__(self) -> Self:
         self._shell = self.begin("bash", "-e")
+        self.run(f"trap 'echo; echo {_DIED}' EXIT")
         return self
 
     def begin(self, *argv: str) -> subprocess.Popen[str]:
@@ -84,6 +86,8 @@ class Machine:
         for line in self._shell.stdout:
             if line.strip() == end:
                 return "".join(printed)
+            if line.strip() == _DIED:  # its output may stay open: what it started runs on
+                break
             printed.append(line)
         raise AssertionError(f"{self.namespace} failed:\n{lines}\n{''.join(printed)}\n{self.log.read_text()[-4000:]}")
 

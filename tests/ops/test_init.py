@@ -1,10 +1,15 @@
 """`tidepool init`, and the first keys when they are rotated."""
 
 import json
+import logging
 import stat
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from sqlalchemy import text
 
 from controlplane.settings import Settings
@@ -17,10 +22,15 @@ __all__ = ["database", "run", "served"]
 
 
 @pytest.fixture
-def init(run: Run, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """`init(...)`: `tidepool init` on the test's database, with an empty home."""
+def init(run: Run, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """`init(...)`: `tidepool init` on the test's database, with an empty home. Logs are as before afterwards."""
     monkeypatch.setenv("TIDEPOOL_DATABASE_URL", settings.database_url.get_secret_value())
-    return lambda *arguments: run("init", *arguments)
+    for module in (sys, threading):
+        monkeypatch.setattr(module, "excepthook", module.excepthook)
+    present = structlog.get_config()
+    yield lambda *arguments: run("init", *arguments)
+    logging.captureWarnings(capture=False)
+    structlog.configure(**present)
 
 
 def test_the_first_keys_without_up(init: Run, database: Database, tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ def test_processes_log_masked(settings: Settings) -> None:
     url = f"redis://:{SECRET}@127.0.0.1:9/0"
     code = (
         "import structlog\n"
-        "from ops.commands.processes import _running\n"
-        f"with _running(): structlog.get_logger().error('away', url={url!r}); raise OSError({url!r})\n"
+        "from ops.commands.processes import running\n"
+        f"with running(): structlog.get_logger().error('away', url={url!r}); raise OSError({url!r})\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
     assert "redis://:***@127.0.0.1" in done.stderr
