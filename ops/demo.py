@@ -20,14 +20,18 @@ from ops.demo_pool import pool
 from ops.demo_stage import Demo, DemoError, ServiceTier, ask
 from ops.local import LocalStack
 from ops.ports import free_port
+from ops.pretrained import SMOLLM2, speaking_model
 from ops.tiny_models import TinyModel, build_tiny_models
 
 INTERACTIVE: tuple[tuple[str, ServiceTier], ...] = (("IW-F", "priority"), ("IW-N", "default"))
 BATCH_REQUESTS = 200
+SPOKEN_TOKENS = 48
+SIMPLE_QUESTION = "What is the capital of France?"
 
 
-def main(*, demand: Path | None = None, keep: bool = False) -> None:
-    """Run the demo in a home of its own, which is removed at the end unless `keep`.
+def main(*, demand: Path | None = None, keep: bool = False, tiny: bool = False) -> None:
+    """Run the demo in a home of its own, which is removed at the end unless `keep`; with `tiny`, without a model that
+    speaks.
 
     Raises:
         DemoError: a step failed.
@@ -39,11 +43,13 @@ def main(*, demand: Path | None = None, keep: bool = False) -> None:
     try:
         with console.status("Building eight tiny models in Hugging Face format ..."):
             models = build_tiny_models(home / "models")
-        stack = LocalStack(home, free_port(), make_nodes(models), report=lambda line: console.print(f"[dim]{line}[/]"))
+        speaking = None if tiny else speaking_model(lambda line: console.print(line, markup=False))
+        nodes = make_nodes(models, speaking)
+        stack = LocalStack(home, free_port(), nodes, report=lambda line: console.print(f"[dim]{line}[/]"))
         with console.status("Starting Postgres, Valkey, API, dispatcher, worker, beat and three node agents ..."):
             stack.supervisor.start()
         try:
-            _steps(console, stack, models, demand)
+            _steps(console, stack, models, speaking, demand)
         finally:
             with console.status("Stopping every process ..."):
                 stack.stop()
@@ -57,12 +63,14 @@ def main(*, demand: Path | None = None, keep: bool = False) -> None:
     console.print(f"\n[bold green]Done[/] in {time.monotonic() - began_s:.0f} s; no process is left behind.")
 
 
-def _steps(console: Console, stack: LocalStack, models: list[TinyModel], demand: Path | None) -> None:
+def _steps(
+    console: Console, stack: LocalStack, models: list[TinyModel], speaking: TinyModel | None, demand: Path | None
+) -> None:
     with (
         open_api(stack.url, stack.keys["admin"]) as admin,
         openai.OpenAI(base_url=f"{stack.url}/v1", api_key=stack.keys["client"]) as client,
     ):
-        demo = Demo(console=console, stack=stack, admin=admin, client=client, models=models)
+        demo = Demo(console=console, stack=stack, admin=admin, client=client, models=models, speaking=speaking)
         set_up_fleet(demo)
         talk(demo)
         pool(demo)
@@ -75,9 +83,9 @@ def _steps(console: Console, stack: LocalStack, models: list[TinyModel], demand:
 def set_up_fleet(demo: Demo) -> None:
     """Register regions, GPU types, models and endpoints, and wait for one instance of each endpoint."""
     regions = ", ".join(f"{region.name} ({region.gpu_type})" for region in REGIONS)
-    with demo.step("Fleet", f"{regions}; models {', '.join(model.name for model in demo.models)}"):
-        register_fleet(demo.admin, demo.models)
-        wanted = sum(len(regions_of(model.name)) for model in demo.models)
+    with demo.step("Fleet", f"{regions}; models {', '.join(model.name for model in demo.offered)}"):
+        register_fleet(demo.admin, demo.offered)
+        wanted = sum(len(regions_of(model.name)) for model in demo.offered)
         demo.wait("instances ready", wanted, lambda: len(_ready(demo)))
 
 
@@ -93,6 +101,24 @@ def talk(demo: Demo) -> None:
                 model.name, tier, said.region, f"{said.waited_s * 1000:.0f} ms", str(said.tokens), said.text[:48]
             )
         demo.console.print(table)
+        if demo.speaking is not None:
+            _speak(demo, demo.speaking)
+
+
+def _speak(demo: Demo, model: TinyModel) -> None:
+    """Stream an answer in words, as it comes."""
+    [region] = regions_of(model.name)
+    demo.console.print(f"   [bold]{SIMPLE_QUESTION}[/]  ", end="")
+    said = ask(
+        demo.client,
+        model.name,
+        region.name,
+        max_tokens=SPOKEN_TOKENS,
+        question=SIMPLE_QUESTION,
+        heard=lambda text: demo.console.print(text, end="", markup=False, style="green"),
+    )
+    rate = said.tokens / (said.ended_s - said.began_s)
+    demo.console.print(f"\n   [dim]{SMOLLM2.about}, {said.tokens} tokens from {said.region}, {rate:.0f} tokens/s[/]")
 
 
 def run_batch(demo: Demo) -> None:

@@ -1,4 +1,6 @@
-"""The fleet of the demo and of a first `tidepool up`: three regions, two GPU types, eight tiny models."""
+"""The fleet of the demo and of a first `tidepool up`: three regions, two GPU types, eight tiny models and
+one that speaks.
+"""
 
 import re
 from collections import Counter
@@ -14,6 +16,7 @@ from dataplane.profile import load_gpu_profile
 from ops.checkpoints import describe_checkpoint
 from ops.commands.api import Api
 from ops.local import LocalNode
+from ops.pretrained import SMOLLM2
 from ops.tiny_models import TinyModel
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -39,6 +42,8 @@ POOL_REGION = REGIONS[0]
 """Its node is a pool: one slot that serves every model and has memory for two."""
 POOL_NODE = f"{POOL_REGION.name}-1"
 POOL_RESIDENTS = 2
+SPEAKING_REGION = REGIONS[2]
+"""Its node has memory for the model that speaks."""
 LONG_TAIL = ("tiny-qwen2", "tiny-phi3", "tiny-gemma2", "tiny-smollm3")
 """Models with little demand: offered on the pool only."""
 GPUS_PER_NODE, GPUS_OF_POOL = 8, 16
@@ -51,23 +56,31 @@ LOAD_TIME_S = 600.0
 
 def regions_of(model: str) -> tuple[DemoRegion, ...]:
     """Where a model is offered."""
+    if model == SMOLLM2.name:
+        return (SPEAKING_REGION,)
     return (POOL_REGION,) if model in LONG_TAIL else REGIONS
 
 
-def make_nodes(models: Sequence[TinyModel]) -> tuple[LocalNode, ...]:
-    """A node for each region; that of the pool as small as the checkpoints want it."""
+def make_nodes(models: Sequence[TinyModel], speaking: TinyModel | None = None) -> tuple[LocalNode, ...]:
+    """A node for each region; that of the pool as small as the checkpoints want it, one with room for `speaking`."""
+    more_bytes = 0 if speaking is None else _speaking_bytes(speaking)
     others = (
         LocalNode(
             name=f"{region.name}-1",
             region=region.name,
             gpu_type=region.gpu_type,
             gpus=GPUS_PER_NODE,
-            memory_bytes=MEMORY_BYTES,
+            memory_bytes=MEMORY_BYTES + (more_bytes if region is SPEAKING_REGION else 0),
         )
         for region in REGIONS
         if region is not POOL_REGION
     )
     return (_pool_node(models), *others)
+
+
+def _speaking_bytes(model: TinyModel) -> int:
+    """Memory for its weights, which are stored in 16 bits and computed in 32, and as much for KV."""
+    return 2 * 2 * (model.path / "model.safetensors").stat().st_size
 
 
 def _pool_node(models: Sequence[TinyModel]) -> LocalNode:
@@ -99,7 +112,7 @@ def _slabs(model: TinyModel) -> int:
     return sum(-(-size_bytes // POOL_SLAB_BYTES) for size_bytes in parts.values())
 
 
-def register_fleet(api: Api, models: list[TinyModel]) -> None:
+def register_fleet(api: Api, models: Sequence[TinyModel]) -> None:
     """Tell the control plane of everything in this file. Saying it again changes nothing."""
     for position, region in enumerate(REGIONS):
         api.put(f"/admin/regions/{region.name}", {"position": position})

@@ -27,14 +27,20 @@ class DemoError(CommandError):
 
 @dataclass(kw_only=True)
 class Demo:
-    """What the steps share."""
+    """What the steps share. `models` are the tiny ones; `speaking` is None where it cannot be had."""
 
     console: Console
     stack: LocalStack
     admin: Api
     client: openai.OpenAI
     models: list[TinyModel]
+    speaking: TinyModel | None = None
     took_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def offered(self) -> list[TinyModel]:
+        """Every model that is registered."""
+        return [*self.models, *([] if self.speaking is None else [self.speaking])]
 
     @contextmanager
     def step(self, title: str, words: str) -> Iterator[None]:
@@ -95,8 +101,11 @@ def ask(
     service_tier: ServiceTier = "default",
     max_tokens: int = ANSWER_TOKENS,
     to_the_end: bool = False,
+    question: str = QUESTION,
+    heard: Callable[[str], None] = lambda _text: None,
 ) -> Said:
-    """Stream the greedy answer to `QUESTION`, asked from a region. `to_the_end`: all `max_tokens`, come what may.
+    """Stream the greedy answer to `question`, asked from a region. `to_the_end`: all `max_tokens`, come what may.
+    `heard` is called with each piece of text as it comes.
 
     Raises:
         DemoError: the answer has no token.
@@ -107,7 +116,7 @@ def ask(
     tokens = 0
     stream = client.chat.completions.create(
         model=model,
-        messages=[{"role": "user", "content": QUESTION}],
+        messages=[{"role": "user", "content": question}],
         max_tokens=max_tokens,
         temperature=0,
         stream=True,
@@ -121,6 +130,7 @@ def ask(
             if chunk.choices and chunk.choices[0].delta.content:
                 first_s = first_s or time.monotonic()
                 text.append(chunk.choices[0].delta.content)
+                heard(text[-1])
             if chunk.usage is not None:
                 tokens = chunk.usage.completion_tokens
         served = stream.response.headers["x-tidepool-region"]

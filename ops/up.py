@@ -13,6 +13,7 @@ from ops.commands.api import Api, open_api
 from ops.demo_fleet import is_empty, make_nodes, register_fleet
 from ops.home import EmbeddedError
 from ops.local import LocalNode, LocalStack
+from ops.pretrained import speaking_model
 from ops.tiny_models import build_tiny_models
 
 log = structlog.get_logger()
@@ -20,11 +21,12 @@ _SERVE_WAIT_S = 120.0
 _POLL_S = 0.5
 
 
-def up(home: Path, port: int, *, bare: bool = False) -> None:
+def up(home: Path, port: int, *, bare: bool = False, tiny: bool = False) -> None:
     """Start everything, print one `ready` line when requests are served, and stay until SIGTERM or SIGINT.
 
-    A home that has a fleet keeps it; an empty one gets the demo's regions, GPU types, tiny models and endpoints, and
-    agents for their nodes. `bare`: no fleet and no agents, for a control plane whose nodes are elsewhere.
+    A home that has a fleet keeps it; an empty one gets the demo's regions, GPU types, models and endpoints, and
+    agents for their nodes. `bare`: no fleet and no agents, for a control plane whose nodes are elsewhere. `tiny`:
+    without the model that speaks, which is downloaded once.
 
     Raises:
         ops.supervisor.SupervisorError: a child cannot be started.
@@ -36,7 +38,8 @@ def up(home: Path, port: int, *, bare: bool = False) -> None:
         raise EmbeddedError(f"`tidepool up` serves http on the loopback interface: unset {tls[0]}")
     home = home.expanduser().resolve()
     models = [] if bare else build_tiny_models(home / "models")
-    nodes: tuple[LocalNode, ...] = () if bare else make_nodes(models)
+    speaking = None if bare or tiny else speaking_model(screen.say)
+    nodes: tuple[LocalNode, ...] = () if bare else make_nodes(models, speaking)
     stack = LocalStack(home, port, nodes, report=lambda line: screen.say(line, style="dim"))
     screen.say(f"home {home}; keys in {home / 'keys.json'}; logs in {home / 'logs'}")
 
@@ -44,7 +47,7 @@ def up(home: Path, port: int, *, bare: bool = False) -> None:
         if not bare:
             with open_api(stack.url, stack.keys["admin"]) as api:
                 if is_empty(api):
-                    register_fleet(api, models)
+                    register_fleet(api, [*models, *([] if speaking is None else [speaking])])
                 _wait_served(api, screen)
         sys.stdout.write(f"ready {stack.url}\n")
         sys.stdout.flush()

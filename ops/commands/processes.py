@@ -11,6 +11,10 @@ import typer
 
 from ops.commands.api import CommandError
 
+Tiny = Annotated[
+    bool, typer.Option("--tiny", help="Tiny models only: download no model that speaks (93 MB, once, into ~/.cache).")
+]
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
@@ -24,6 +28,7 @@ def up(
     ] = Path("~/.tidepool"),
     port: Annotated[int, typer.Option(envvar="TIDEPOOL_PORT", min=1, max=65535, help="Port of the API.")] = 8080,
     bare: Annotated[bool, typer.Option("--bare", help="No demo fleet and no agents.")] = False,
+    tiny: Tiny = False,
 ) -> None:
     """Run everything on this machine until Ctrl-C.
 
@@ -38,7 +43,7 @@ def up(
     with running():
         from ops.up import up as run_up  # noqa: PLC0415 - torch and Celery load only when they are needed
 
-        run_up(home, port, bare=bare)
+        run_up(home, port, bare=bare, tiny=tiny)
 
 
 def demo(
@@ -46,6 +51,7 @@ def demo(
         Path | None, typer.Option(exists=True, dir_okay=False, help="Your own demand, CSV, instead of generated.")
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the demo's home folder.")] = False,
+    tiny: Tiny = False,
 ) -> None:
     """Run the main job once, end to end, and stop.
 
@@ -53,11 +59,12 @@ def demo(
     Examples:
       tidepool demo
       tidepool demo --demand week.csv
+      tidepool demo --tiny
     """
     with running():
         from ops.demo import main as run_demo  # noqa: PLC0415 - heavy
 
-        run_demo(demand=demand, keep=keep)
+        run_demo(demand=demand, keep=keep, tiny=tiny)
 
 
 def api() -> None:

@@ -47,6 +47,8 @@ def test_the_demo_does_the_main_job_and_leaves_nothing_behind(tmp_path: Path) ->
         "agents hold the plan",
     ):
         assert words in ended.stdout, ended.stdout
+    spoken, why_not = "The capital of France is Paris.", "Without smollm2-135m, which speaks: "
+    assert (spoken in ended.stdout) is not (why_not in ended.stdout), ended.stdout
     assert _left_behind(str(tmp_path)) == []
     assert not list(tmp_path.glob("tidepool-demo-*"))
 
@@ -65,7 +67,7 @@ def _check_nothing_was_measured(url: str, key: str) -> None:
 def test_up_says_ready_serves_and_ends_with_all_its_children(tmp_path: Path) -> None:
     port = str(free_port())
     env = _environment(str(tmp_path), TIDEPOOL_HOME=str(tmp_path), TIDEPOOL_PORT=port)
-    with subprocess.Popen([*TIDEPOOL, "up"], env=env, stdout=subprocess.PIPE, text=True) as up:
+    with subprocess.Popen([*TIDEPOOL, "up", "--tiny"], env=env, stdout=subprocess.PIPE, text=True) as up:
         try:
             assert up.stdout is not None
             assert up.stdout.readline() == f"ready http://127.0.0.1:{port}\n"
