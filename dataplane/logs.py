@@ -5,6 +5,7 @@ people or as JSON.
 machine has one rule. Libraries log from `warning` on; at `debug`, from `info` on.
 """
 
+import io
 import logging
 import sys
 import threading
@@ -39,8 +40,12 @@ def logging_to_stderr(settings: LogSettings) -> Iterator[None]:
     _configure(settings, masked)
     # Kept after the end of the block: an error that nobody caught is reported when all blocks are left.
     sys.excepthook, threading.excepthook = _log_uncaught, _log_uncaught_of_thread
-    with redirect_stderr(cast("Any", PrintedLines() if settings.format == "json" else masked)):
-        yield
+    if settings.format == "console":
+        with redirect_stderr(cast("Any", masked)):
+            yield
+    else:
+        with PrintedLines() as printed, redirect_stderr(printed):
+            yield
 
 
 def _configure(settings: LogSettings, stream: MaskedStream) -> None:
@@ -78,14 +83,16 @@ def _rendering(settings: LogSettings) -> list[Processor]:
     return [structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)]
 
 
-class PrintedLines:
+class PrintedLines(io.TextIOBase):
     """A text stream in place of standard error: each line printed there becomes a warning of the log."""
-
-    encoding = "utf-8"
 
     def __init__(self) -> None:
         self._begun = ""
         self._lock = threading.RLock()
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
 
     def write(self, text: str) -> int:
         """Log the lines that are whole now, and keep the rest."""
@@ -95,12 +102,11 @@ class PrintedLines:
             structlog.get_logger().warning(line, logger="stderr")
         return len(text)
 
-    def flush(self) -> None:
-        """Nothing waits but a line without an end."""
-
-    def isatty(self) -> bool:
-        """No: colours and progress bars are for people."""
-        return False
+    def close(self) -> None:
+        """Log a line that was begun and not ended."""
+        if self._begun:
+            self.write("\n")
+        super().close()
 
     def fileno(self) -> int:
         """The real standard error's, for what writes below Python."""

@@ -27,6 +27,7 @@ with logging_to_stderr(LogSettings()):
     thread = threading.Thread(target=fail, name="t")
     thread.start()
     thread.join()
+    print("begun and not ended", end="", file=sys.stderr)
     raise RuntimeError("Bearer {SECRET}")
 """
 
@@ -61,6 +62,7 @@ def test_each_line_is_json() -> None:
     assert by_event["ours info"]["secret"] == "tp-client-***"
     assert by_event["theirs error"]["logger"] == "library"
     assert by_event["printed by a library, tp-client-***"]["logger"] == "stderr"
+    assert by_event["begun and not ended"]["logger"] == "stderr"
     assert any("a warning of Python's" in event for event in by_event)
     assert "ValueError" in by_event["caught"]["exception"]
     assert by_event["uncaught error in a thread"]["thread"] == "t"

@@ -18,6 +18,7 @@ from tests.flows.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 ADDRESSES = {"control-1": "10.77.0.1", "gateway-2": "10.77.0.2", "node-1": "10.77.0.3", "client": "10.77.0.4"}
+pytestmark = pytest.mark.slow
 QUICK = {"TIDEPOOL_SCALE_EVERY_S": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 CPU_NODE = {"TIDEPOOL_AGENT_SLOTS": '[{"gpus": 1, "memory_bytes": 67108864}]'}
 SERVERS = """
