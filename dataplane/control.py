@@ -34,6 +34,7 @@ def join_message(agent: Agent, url: str) -> Join:
         slots=slot_specs(settings),
         engine=settings.engine,
         host_bytes=agent.host_bytes,
+        dtype=None if settings.engine == "replay" else settings.dtype,
     )
 
 
@@ -45,6 +46,7 @@ def slot_specs(settings: AgentSettings) -> tuple[SlotSpec, ...]:
             gpus=sum(slot.gpus for slot in pool),
             memory_bytes=sum(slot.memory_bytes for slot in pool),
             workers=len(pool),
+            weights_bytes=max(1, min(settings.weights_bytes(slot) for slot in pool)),
         )
         for pool in pools
     )

@@ -168,21 +168,25 @@ class DesiredInstances(msgspec.Struct, frozen=True, kw_only=True):
 class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
     """GPUs of a node that serve as one. `memory_bytes` is their memory together. `workers`: the worker processes that
     drive them, each as many; an instance stands on every worker, so a model must fit on the GPUs of one. An agent from
-    before it said so has slots of one worker.
+    before it said so has slots of one worker. `weights_bytes`: what each worker has for weights; None: an agent from
+    before it said so.
     """
 
     gpus: int
     memory_bytes: int
     workers: int = 1
+    weights_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no workers can share.
 
         Raises:
-            ValueError: the GPUs are not as many for each worker.
+            ValueError: the GPUs are not as many for each worker, or there is no room for weights.
         """
         if self.gpus < 1 or self.workers < 1 or self.gpus % self.workers:
             raise ValueError(f"workers must be at least 1 and divide gpus, {self.gpus}, not {self.workers}")
+        if self.weights_bytes is not None and self.weights_bytes < 1:
+            raise ValueError(f"weights_bytes must be at least 1, not {self.weights_bytes}")
 
     @property
     def worker_gpus(self) -> int:
@@ -193,7 +197,8 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
 class Join(msgspec.Struct, frozen=True, kw_only=True):
     """A node introduces itself. Joining again with the same name replaces its url and slots.
 
-    `host_bytes`: host memory for the models of all its slots; None: an agent from before pools were planned.
+    `host_bytes`: host memory for the models of all its slots; None: an agent from before pools were planned. `dtype`:
+    what weights are converted to; None: they stay as stored (a replay), or an agent from before it said so.
     """
 
     node: str
@@ -203,6 +208,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
     slots: tuple[SlotSpec, ...]
     engine: EngineKind
     host_bytes: int | None = None
+    dtype: str | None = None
 
 
 class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ It may be a folder, or lie in a registry or on the hub. No tensor is read or fet
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,6 +14,7 @@ from dataplane.memory.safetensors_file import ITEM_BYTES, list_tensors, read_jso
 from dataplane.model_sources import check_source, is_remote
 from ops.remote_checkpoints import RemoteError, outline_registry, read_hub
 
+_FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 _CONFIG_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -23,9 +25,10 @@ class CheckpointError(ValueError):
 def describe_checkpoint(source: Path | str, private_hosts: tuple[str, ...] = ()) -> dict[str, Any]:
     """The body of `PUT /admin/models/{name}` for a checkpoint: a folder, `https://HOST/PATH/`, or `hf://ORG/NAME`.
 
-    `weights_bytes` is the size of all stored tensors. `kv_bytes_per_token` is 2 x layers x KV heads x head size x bytes
-    of an element in the checkpoint's own type. `context_tokens` is `max_position_embeddings`. `private_hosts`: names
-    and networks that may be read from though they are not public.
+    `weights_bytes` is the size of all stored tensors, `parameters` the number of their elements, an output head that is
+    tied to the embedding left out; None where some are of integer or 8-bit types. `kv_bytes_per_token` is 2 x layers x
+    KV heads x head size x bytes of an element in the checkpoint's own type. `context_tokens` is
+    `max_position_embeddings`. `private_hosts`: names and networks that may be read from though they are not public.
 
     Raises:
         CheckpointError: a file is missing, cannot be read, or lacks what is needed; a source is out of reach.
@@ -57,17 +60,19 @@ def _describe_remote(source: str, private_hosts: tuple[str, ...]) -> dict[str, A
 def _describe_folder(folder: Path, path: str) -> dict[str, Any]:
     """Describe the folder as what lies at `path`."""
     try:
-        bytes_by_type: Counter[str] = Counter()
         config = read_json(folder / "config.json")
-        for tensor in list_tensors(folder).values():
-            bytes_by_type[tensor.dtype] += tensor.size_bytes
+        tensors = {name: (tensor.dtype, tensor.size_bytes) for name, tensor in list_tensors(folder).items()}
     except ModelLoadError as error:
         raise CheckpointError(error.message.replace(str(folder), path.rstrip("/"))) from error
-    return _describe(path, config, bytes_by_type)
+    return _describe(path, config, tensors)
 
 
-def _describe(path: str, content: dict[str, Any], bytes_by_type: Counter[str]) -> dict[str, Any]:
+def _describe(path: str, content: dict[str, Any], tensors: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
+    """`tensors`: type and bytes of each by name."""
     config = _Config(f"{path.rstrip('/')}/config.json", content)
+    bytes_by_type: Counter[str] = Counter()
+    for dtype, size_bytes in tensors.values():
+        bytes_by_type[dtype] += size_bytes
     element_bytes = _element_bytes(path, bytes_by_type)
     heads = config.positive("num_attention_heads")
     kv_heads = config.positive("num_key_value_heads", default=heads)
@@ -77,6 +82,7 @@ def _describe(path: str, content: dict[str, Any], bytes_by_type: Counter[str]) -
         "path": path,
         "architecture": config.architecture(),
         "weights_bytes": bytes_by_type.total(),
+        "parameters": _parameters(tensors, tied=config.is_tied()),
         "kv_bytes_per_token": values * (config.element_bytes() or element_bytes),
         "context_tokens": config.positive("max_position_embeddings"),
     }
@@ -105,8 +111,18 @@ class _Config:
             raise CheckpointError(f"{self._file}: {key} must be a whole number above 0, is {value!r}")
         return value
 
+    def is_tied(self) -> bool:
+        return self._text.get("tie_word_embeddings") is True
+
     def element_bytes(self) -> int | None:
         return _CONFIG_BYTES.get(str(self._text.get("dtype", self._text.get("torch_dtype"))))
+
+
+def _parameters(tensors: Mapping[str, tuple[str, int]], *, tied: bool) -> int | None:
+    if any(dtype not in _FLOATS for dtype, _ in tensors.values()):
+        return None
+    left_out = {"lm_head.weight"} if tied and len(tensors) > 1 else set()
+    return sum(size // ITEM_BYTES[dtype] for name, (dtype, size) in tensors.items() if name not in left_out)
 
 
 def _element_bytes(path: str, bytes_by_type: Counter[str]) -> int:

@@ -1,6 +1,5 @@
 """What a checkpoint elsewhere consists of, without its weights: its small files, and the headers of the large ones."""
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,8 +47,8 @@ def outline_registry(source: str, folder: Path, private_hosts: tuple[str, ...] =
         raise RemoteError(f"{url} cannot be read: {error}") from error
 
 
-def read_hub(source: str) -> tuple[dict[str, Any], Counter[str]]:
-    """Of a checkpoint on the Hugging Face hub: `config.json`, and the bytes of its tensors by type.
+def read_hub(source: str) -> tuple[dict[str, Any], dict[str, tuple[str, int]]]:
+    """Of a checkpoint on the Hugging Face hub: `config.json`, and type and bytes of its tensors by name.
 
     Raises:
         RemoteError: the hub is out of reach or refuses, or has no such checkpoint.
@@ -65,12 +64,12 @@ def read_hub(source: str) -> tuple[dict[str, Any], Counter[str]]:
         metadata = hub.get_safetensors_metadata(repository, revision=revision or None)
     except Exception as error:  # the hub's client knows no common exception
         raise RemoteError(f"{source} cannot be read: {' '.join(str(error).split())}") from error
-    bytes_by_type: Counter[str] = Counter()
-    for file in metadata.files_metadata.values():
-        for tensor in file.tensors.values():
-            first, last = tensor.data_offsets
-            bytes_by_type[tensor.dtype] += last - first
-    return config, bytes_by_type
+    tensors: dict[str, tuple[str, int]] = {
+        name: (tensor.dtype, tensor.data_offsets[1] - tensor.data_offsets[0])
+        for file in metadata.files_metadata.values()
+        for name, tensor in file.tensors.items()
+    }
+    return config, tensors
 
 
 def _outline_file(

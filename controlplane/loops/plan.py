@@ -11,6 +11,7 @@ from controlplane.loops.draft import Draft, DraftOf, Problem, draft_of, failed_d
 from controlplane.loops.expected import expected_demand
 from controlplane.loops.pool_facts import planned_pools
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
+from controlplane.policies.fit import WeightsRoom, why_unfit
 from controlplane.policies.lifecycle import PlanState
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.facts import (
@@ -34,6 +35,7 @@ from controlplane.store.plans import (
 )
 from controlplane.store.session import Database
 from controlplane.store.tables import Desired
+from controlplane.store.weights import room_of, sizes_of
 
 _HOUR_S = 3600
 _NODE_SILENT_S = 60.0
@@ -174,7 +176,27 @@ def placement_facts(
         gpu_cost_per_hour={gpu.name: gpu.cost_per_hour for gpu in census.gpu_types},
         weights_present=frozenset(Endpoint(model=i.model, region=i.region) for i in census.instances),
         pool=pool,
+        unfit=_unfit(census),
     )
+
+
+def _unfit(census: Census) -> dict[EndpointGpu, str]:
+    """Where a model with a profile fits on no slot of the GPU type in the region, and why."""
+    nodes, sizes = {node.name: node for node in census.nodes}, sizes_of(census.models)
+    rooms: dict[RegionGpu, set[tuple[str, WeightsRoom]]] = {}
+    for slot in census.slots:
+        node = nodes[slot.node]
+        place = RegionGpu(region=node.region, gpu_type=node.gpu_type)
+        rooms.setdefault(place, set()).add((node.gpu_type, room_of(node, slot)))
+    unfit = {}
+    for row in census.profiles:
+        for place, found in rooms.items():
+            if place.gpu_type != row.gpu_type:
+                continue
+            reason = why_unfit(row.model, sizes[row.model], found, place.region)
+            if reason is not None:
+                unfit[EndpointGpu(model=row.model, region=place.region, gpu_type=place.gpu_type)] = reason
+    return unfit
 
 
 def _instances(census: Census, desired: Desired) -> Counter[EndpointGpu]:

@@ -16,6 +16,7 @@ from controlplane.policies.placement.poolable import (
 from controlplane.settings import Settings
 from controlplane.store.fleet import Census
 from controlplane.store.tables import Desired, Instance, Slot
+from controlplane.store.weights import room_of
 
 
 def planned_pools(census: Census, demand: Mapping[Endpoint, tuple[float, ...]], settings: Settings) -> PlannedPools:
@@ -26,6 +27,7 @@ def planned_pools(census: Census, demand: Mapping[Endpoint, tuple[float, ...]], 
             for row in census.profiles
         },
         weights_bytes={model.name: model.weights_bytes for model in census.models},
+        parameters={model.name: model.parameters for model in census.models if model.parameters is not None},
         endpoints=frozenset(
             Endpoint(model=row.model, region=row.region) for row in census.endpoints if row.instances_max
         ),
@@ -51,9 +53,11 @@ def poolable_settings(settings: Settings) -> PoolableSettings:
 
 def _nodes(census: Census) -> tuple[PoolNode, ...]:
     """Those that serve."""
+    nodes = {node.name: node for node in census.nodes}
     slots: dict[str, list[PoolSlotSize]] = defaultdict(list)
     for slot in census.slots:
-        slots[slot.node].append(PoolSlotSize(gpus=slot.gpus, workers=slot.workers))
+        weights = room_of(nodes[slot.node], slot)
+        slots[slot.node].append(PoolSlotSize(gpus=slot.gpus, workers=slot.workers, weights=weights))
     return tuple(
         PoolNode(region=node.region, gpu_type=node.gpu_type, slots=tuple(slots[node.name]), host_bytes=node.host_bytes)
         for node in census.nodes

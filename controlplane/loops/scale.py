@@ -38,6 +38,7 @@ from controlplane.store.keys import record, snapshot
 from controlplane.store.live import LiveStore
 from controlplane.store.spot import end_due_leases, give_notice
 from controlplane.store.tables import Desired, EndpointRow, LeaseEnd
+from controlplane.store.weights import sizes_of
 
 ACTOR = "scale"
 
@@ -82,6 +83,7 @@ def scale(session: Session, live: LiveStore, settings: Settings, *, now_s: float
         slots=rooms,
         instances=instances,
         gpus=gpus,
+        sizes=sizes_of(fleet.census.models),
     )
     decision = joined(choose_slots(slots, now_s, _slot_settings(settings)), pooling)
     let_go = {change.instance_id for change in (*decision.drains, *decision.donates)}

@@ -30,6 +30,7 @@ from controlplane.store.pins import pins_in_force
 from controlplane.store.plans import entries_of, plan_in_force
 from controlplane.store.spot import active_leases
 from controlplane.store.tables import Desired, EndpointRow, Instance, SpotLease
+from controlplane.store.weights import room_of, sizes_of
 
 _OBSERVED_S = 300
 _MINUTE_S = 60
@@ -176,6 +177,7 @@ def slot_rooms(fleet: Fleet) -> tuple[SlotRoom, ...]:
             age_s=fleet.view.read_s - seen[slot.node].received_s if slot.node in seen else unknown_s,
             accepting=nodes[slot.node].accepting,
             workers=slot.workers,
+            weights=room_of(nodes[slot.node], slot),
         )
         for slot in fleet.census.slots
     )
@@ -216,6 +218,7 @@ def pool_facts(fleet: Fleet) -> PoolSlotFacts:
         rooms=slot_rooms(fleet),
         placed=placed_instances(fleet),
         pooled=pooled_instances(fleet.census, stuck),
+        sizes=sizes_of(fleet.census.models),
     )
 
 

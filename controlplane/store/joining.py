@@ -48,6 +48,7 @@ def join_node(session: Session, join: Join) -> Joined:
             url=join.url,
             engine=join.engine,
             host_bytes=join.host_bytes,
+            dtype=join.dtype,
         )
     )
     session.flush()
@@ -90,18 +91,27 @@ def _misfits(live: Sequence[Instance], slots: Sequence[SlotSpec]) -> tuple[str, 
 
 
 def _row(node: str, index: int, spec: SlotSpec) -> Slot:
-    return Slot(node=node, index=index, gpus=spec.gpus, workers=spec.workers, memory_bytes=spec.memory_bytes)
+    return Slot(
+        node=node,
+        index=index,
+        gpus=spec.gpus,
+        workers=spec.workers,
+        memory_bytes=spec.memory_bytes,
+        weights_bytes=spec.weights_bytes,
+    )
 
 
 def _says(node: Node) -> tuple[object, ...]:
-    return (node.region, node.gpu_type, node.url, node.engine, node.host_bytes)
+    return (node.region, node.gpu_type, node.url, node.engine, node.host_bytes, node.dtype)
 
 
 def _said(join: Join) -> tuple[object, ...]:
-    return (join.region, join.gpu_type, join.url, join.engine, join.host_bytes)
+    return (join.region, join.gpu_type, join.url, join.engine, join.host_bytes, join.dtype)
 
 
 def _slots_equal(session: Session, node: str, slots: Sequence[Slot]) -> bool:
-    query = select(Slot.index, Slot.gpus, Slot.workers, Slot.memory_bytes).where(Slot.node == node)
-    rows = [tuple(row) for row in session.execute(query.order_by(Slot.index))]
-    return rows == [(slot.index, slot.gpus, slot.workers, slot.memory_bytes) for slot in slots]
+    def said(slot: Slot) -> tuple[object, ...]:
+        return (slot.index, slot.gpus, slot.workers, slot.memory_bytes, slot.weights_bytes)
+
+    rows = session.scalars(select(Slot).where(Slot.node == node).order_by(Slot.index))
+    return [said(row) for row in rows] == [said(slot) for slot in slots]

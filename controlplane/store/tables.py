@@ -119,8 +119,9 @@ class GpuType(Base):
 
 class Node(Base):
     """A machine with GPUs of one type, run by one agent. `generation` counts changes of what it shall hold.
-    `host_bytes`: its model cache in host memory; None: its agent is too old to say. `draining`: an operator takes it
-    out of service; `leaving`: its agent is shutting down.
+    `host_bytes`: its model cache in host memory; None: its agent is too old to say. `dtype`: what weights are converted
+    to; None: they stay as stored, or its agent is too old to say. `draining`: an operator takes it out of service;
+    `leaving`: its agent is shutting down.
     """
 
     __tablename__ = "nodes"
@@ -131,6 +132,7 @@ class Node(Base):
     url: Mapped[str]
     engine: Mapped[EngineKind] = mapped_column(String)
     host_bytes: Mapped[int | None]
+    dtype: Mapped[str | None]
     draining: Mapped[bool] = mapped_column(server_default=text("false"))
     leaving: Mapped[bool] = mapped_column(server_default=text("false"))
     generation: Mapped[int] = mapped_column(server_default=text("0"))
@@ -144,34 +146,41 @@ class Node(Base):
 
 
 class Slot(Base):
-    """GPUs of a node that serve as one, in equal shares of its `workers`; an instance stands on every worker."""
+    """GPUs of a node that serve as one, in equal shares of its `workers`; an instance stands on every worker.
+    `weights_bytes`: what each worker has for weights; None: its agent is too old to say.
+    """
 
     __tablename__ = "slots"
     __table_args__ = (
         CheckConstraint("gpus > 0 AND memory_bytes > 0", name="positive"),
         CheckConstraint("workers > 0 AND gpus % workers = 0", name="workers_share_gpus"),
+        CheckConstraint("weights_bytes > 0", name="weights_bytes_positive"),
     )
     node: Mapped[str] = mapped_column(ForeignKey("nodes.name", ondelete="CASCADE"), primary_key=True)
     index: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     gpus: Mapped[int]
     workers: Mapped[int] = mapped_column(default=1, server_default=text("1"))
     memory_bytes: Mapped[int]
+    weights_bytes: Mapped[int | None]
 
 
 class Model(Base):
-    """An LLM. `path` is a checkpoint folder that nodes can read. `slo`: `ttft_s` and `tbt_s` by tier, where they differ
+    """An LLM. `path` is a checkpoint folder that nodes can read. `parameters`: elements of its weights, tied ones once;
+    None: not known. `slo`: `ttft_s` and `tbt_s` by tier, where they differ
     from the settings. `engine`: what its dedicated instances run on; auto: `policies.engines` decides.
     """
 
     __tablename__ = "models"
     __table_args__ = (
         CheckConstraint("weights_bytes > 0 AND context_tokens > 0", name="positive"),
+        CheckConstraint("parameters > 0", name="parameters_positive"),
         CheckConstraint("engine IN ('auto', 'torch', 'vllm')", name="engine"),
     )
     name: Mapped[str] = mapped_column(primary_key=True)
     path: Mapped[str]
     architecture: Mapped[str]
     weights_bytes: Mapped[int]
+    parameters: Mapped[int | None]
     kv_bytes_per_token: Mapped[int]
     context_tokens: Mapped[int]
     slo: Mapped[Json | None] = mapped_column(JSONB(none_as_null=True))

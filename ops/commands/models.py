@@ -14,7 +14,7 @@ from ops.checkpoints import CheckpointError, describe_checkpoint
 from ops.commands.api import Api, CommandError, connected
 from ops.commands.model_convert import convert_model, folder_of
 from ops.commands.model_options import parse_engine_rates, parse_objective, parse_rate
-from ops.commands.screen import AsJson, Columns, bytes_text, print_fields, print_json, print_table
+from ops.commands.screen import AsJson, Columns, bytes_text, notes, print_fields, print_json, print_table
 
 LatencyFiles = Annotated[
     list[Path] | None,
@@ -94,9 +94,9 @@ def add_model(
     Examples:
       tidepool model add qwen3-8b --path /models/qwen3-8b --tokens-per-s H800=12000 --region us-east --max 8
       tidepool model add qwen3-8b --path /models/qwen3-8b --tokens-per-s H800=12000 --latency ops/profiles/h800.toml
-      tidepool model add qwen3-8b --path hf://Qwen/Qwen3-8B --slo IW-F=0.5,0.05
-      tidepool model add qwen3-8b --path /models/qwen3-8b --engine vllm
-      tidepool model add smollm2 --path SmolLM2-135M-Instruct.Q4_1.gguf --to /models/smollm2
+      tidepool model add qwen3-8b --path hf://Qwen/Qwen3-8B --tokens-per-s H800=12000 --slo IW-F=0.5,0.05
+      tidepool model add qwen3-8b --path /models/qwen3-8b --engine vllm      once it has a profile
+      tidepool model add smol --path SmolLM2-135M-Instruct.Q4_1.gguf --to /models/smol --tokens-per-s cpu=2000
     """
     rates = dict(parse_rate(text) for text in tokens_per_s or [])
     measured = parse_engine_rates(engine_rates or [], list(rates))
@@ -104,24 +104,23 @@ def add_model(
         raise typer.BadParameter(f"--engine must be one of {', '.join(get_args(EngineChoice))}, not '{engine}'")
     if minimum > maximum:
         raise typer.BadParameter(f"--min {minimum} is above --max {maximum}")
-    try:
-        objectives = dict(parse_objective(text) for text in slo or [])
-        sizes = describe_checkpoint(folder_of(path, to), tuple(private_host or ()))
-        body = sizes | {"slo": objectives or None, "engine": engine}
-    except CheckpointError as error:
-        raise CommandError(str(error)) from error
+    objectives = dict(parse_objective(text) for text in slo or [])
+    body = _described(path, to, private_host or []) | {"slo": objectives or None, "engine": engine}
     latencies = _latencies(latency or [], list(rates), weights_bytes=body["weights_bytes"], gpus=gpus)
     with connected(context) as api:
         _require_known(api, gpu_types=list(rates), regions=region or [])
+        profiled = list(rates) or _require_profiles(api, name)
         made: dict[str, Any] = {"model": api.put(f"/admin/models/{name}", body)}
         made["profiles"] = _put_profiles(api, name, rates, latencies, measured, gpus=gpus, load_time_s=load_time_s)
         endpoint = {"model": name, "instances_min": minimum, "instances_max": maximum}
-        made["endpoints"] = [api.put("/admin/endpoints", endpoint | {"region": place}) for place in region or []]
+        made["endpoints"] = _put_endpoints(api, endpoint, region or [])
     if as_json:
         print_json(made)
         return
     typer.echo(f"model {name} is registered: {_words(made['model'])}")
-    typer.echo(f"profiles: {', '.join(rates) or 'none'}; regions: {', '.join(region or []) or 'none'}")
+    typer.echo(f"profiles: {', '.join(profiled)}; regions: {', '.join(region or []) or 'none'}")
+    if region and not minimum:
+        notes().print("nothing runs until a plan or demand asks for it; --min 1 keeps an instance ready")
 
 
 @models.command("profile")
@@ -235,6 +234,21 @@ def _put_profiles(
     return [api.put("/admin/profiles", body) for body in profiles]
 
 
+def _described(path: str, to: Path | None, private_hosts: list[str]) -> dict[str, Any]:
+    try:
+        return describe_checkpoint(folder_of(path, to), tuple(private_hosts))
+    except CheckpointError as error:
+        raise CommandError(str(error)) from error
+
+
+def _put_endpoints(api: Api, endpoint: dict[str, Any], regions: list[str]) -> list[dict[str, Any]]:
+    try:
+        return [api.put("/admin/endpoints", endpoint | {"region": region}) for region in regions]
+    except CommandError as error:
+        words = f"model {endpoint['model']} is registered, but not offered everywhere: {error}"
+        raise CommandError(words, status=error.status) from error
+
+
 def _latencies(files: list[Path], gpu_types: list[str], *, weights_bytes: int, gpus: int) -> dict[str, dict[str, Any]]:
     """Step and switch times by GPU type, from GPU profiles: those of the measured model that is nearest in size."""
     found: dict[str, dict[str, Any]] = {}
@@ -279,3 +293,20 @@ def _require_known(api: Api, *, gpu_types: list[str], regions: list[str]) -> Non
         api.get(f"/admin/gpu-types/{gpu_type}")
     for region in regions:
         api.get(f"/admin/regions/{region}")
+
+
+def _require_profiles(api: Api, name: str) -> list[str]:
+    """The GPU types on which a model that is known already has a profile, where the command names none.
+
+    Raises:
+        CommandError: it has none; nothing could place it.
+    """
+    known = [row["gpu_type"] for row in api.pages("/admin/profiles")["data"] if row["model"] == name]
+    if not known:
+        raise CommandError(
+            f"--tokens-per-s GPU=NUMBER is missing, and {name} has no profile yet: plans and scaling place a model by"
+            " its input tokens/s on a GPU type. `tidepool node profile DIR --out FILE.toml` measures its step times on"
+            " a node; the rate is what one instance carries within its objectives (too low a rate costs GPUs, too high"
+            " a rate breaks objectives)"
+        )
+    return known

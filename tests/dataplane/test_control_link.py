@@ -92,7 +92,8 @@ def test_joins_heartbeats_and_follows() -> None:
             URL,
             "replay",
         )
-        assert join.slots == (SlotSpec(gpus=1, memory_bytes=2 * 2**20),)
+        assert join.slots == (SlotSpec(gpus=1, memory_bytes=2 * 2**20, weights_bytes=2**20),)
+        assert join.dtype is None, "a replay keeps weights as they are stored"
         assert join.host_bytes == agent.host_bytes == 2**20
         assert control.heartbeats[0] == Heartbeat(node="n1", boot_id="boot", generation=0, instances=())
         last = control.heartbeats[-1]
@@ -116,9 +117,17 @@ def test_what_serves_together_joins_as_one_slot(changes: dict[str, Any], slots: 
     assert [(spec.gpus, spec.memory_bytes // 2**20, spec.workers) for spec in specs] == list(slots)
 
 
+def test_a_slot_says_what_each_worker_has_for_weights() -> None:
+    given = tuple(SlotSettings(memory_bytes=units * 2**20) for units in (10, 20))
+    alone = slot_specs(settings(slots=given, kv_share=0.25))
+    assert [spec.weights_bytes for spec in alone] == [7.5 * 2**20, 15 * 2**20]
+    [together] = slot_specs(settings(slots=given, kv_share=0.25, together=True))
+    assert together.weights_bytes == 7.5 * 2**20, "a model stands on every worker"
+
+
 def test_an_agent_from_before_has_slots_of_one_worker() -> None:
     said = msgspec.json.decode(b'{"gpus": 8, "memory_bytes": 1}', type=SlotSpec)
-    assert (said.workers, said.worker_gpus) == (1, 8)
+    assert (said.workers, said.worker_gpus, said.weights_bytes) == (1, 8, None)
 
 
 @pytest.mark.parametrize("said", [b'{"gpus": 8, "memory_bytes": 1, "workers": 3}', b'{"gpus": 0, "memory_bytes": 1}'])

@@ -49,6 +49,7 @@ def test_sizes_are_derived(tmp_path: Path) -> None:
         "path": str(tmp_path),
         "architecture": "LlamaForCausalLM",
         "weights_bytes": (32 + 16) * 2,
+        "parameters": 32 + 16,
         "kv_bytes_per_token": 2 * 3 * 2 * 16 * 2,
         "context_tokens": 2048,
     }

@@ -268,12 +268,27 @@ def test_refusals_name_the_field_and_make_nothing(served: Run, tmp_path: Path) -
     assert "(401)" in served("--key", "wrong", "region", "list").err
 
 
+def test_a_model_is_added_with_a_rate_or_has_a_profile_already(served: Run, tmp_path: Path) -> None:
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
+    folder = write_checkpoint(tmp_path / "tiny")
+    outcome = served("model", "add", "m", "--path", folder)
+    assert outcome.status == 1
+    assert "--tokens-per-s GPU=NUMBER is missing, and m has no profile yet" in outcome.err
+    assert "tidepool node profile" in outcome.err
+    assert served("model", "list", "--json").json["data"] == []
+    served("model", "add", "m", "--path", folder, "--tokens-per-s", "H800=1200")
+    again = served("model", "add", "m", "--path", folder, "--slo", "IW-F=0.5,0.05")
+    assert (again.status, "profiles: H800" in again.out) == (0, True)
+
+
 def test_a_model_may_lie_in_a_registry(served: Run, tmp_path: Path) -> None:
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
     registry = Registry.of(write_checkpoint(tmp_path / "tiny"))
-    made = served("model", "add", "m", "--path", registry.url, "--private-host", "127.0.0.1", "--json").json
+    given = ("--path", registry.url, "--tokens-per-s", "H800=1200", "--private-host", "127.0.0.1")
+    made = served("model", "add", "m", *given, "--json").json
     assert (made["model"]["path"], made["model"]["weights_bytes"]) == (registry.url, 96)
     registry.answers = [404]
-    outcome = served("model", "add", "m", "--path", registry.url, "--private-host", "127.0.0.1")
+    outcome = served("model", "add", "m", *given)
     assert (outcome.status, outcome.err) == (1, f"error: {registry.url}manifest.json answers 404\n")
     registry.close()
 
@@ -325,7 +340,8 @@ def test_keys(served: Run) -> None:
 
 def test_demand(served: Run, tmp_path: Path) -> None:
     served("region", "add", "us-east")
-    served("model", "add", "m", "--path", write_checkpoint(tmp_path / "tiny"))
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
+    served("model", "add", "m", "--path", write_checkpoint(tmp_path / "tiny"), "--tokens-per-s", "H800=1200")
     lines = ["start_s,region,model,tokens_per_s", *(f"{60 * i},us-east,m,{i}" for i in range(120))]
     plain, packed = tmp_path / "week.csv", tmp_path / "week.csv.gz"
     plain.write_text("\n".join(lines))
@@ -387,7 +403,8 @@ def test_usage_is_added_up(served: Run, database: Database) -> None:
 
 
 def test_batches(served: Run, tmp_path: Path) -> None:
-    served("model", "add", "m", "--path", write_checkpoint(tmp_path / "tiny"))
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
+    served("model", "add", "m", "--path", write_checkpoint(tmp_path / "tiny"), "--tokens-per-s", "H800=1200")
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     file = tmp_path / "requests.jsonl"
     request = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
@@ -453,7 +470,9 @@ def test_a_plan_is_explained_drawn_and_rolled_back(served: Run, tmp_path: Path) 
 
 def test_pins(served: Run, tmp_path: Path) -> None:
     served("region", "add", "us-east")
-    served("model", "add", "org/m", "--path", write_checkpoint(tmp_path / "tiny"), "--region", "us-east")
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
+    folder = write_checkpoint(tmp_path / "tiny")
+    served("model", "add", "org/m", "--path", folder, "--tokens-per-s", "H800=1200", "--region", "us-east")
     until = time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime(time.time() + 86_400))
     add = ("pin", "add", "org/m", "us-east", "--instances", 4)
     assert "launch" not in served(*add, "--until", until, "--note", "launch week").out
@@ -471,7 +490,8 @@ def test_pins(served: Run, tmp_path: Path) -> None:
 def test_spot(served: Run, tmp_path: Path, database: Database) -> None:
     served("region", "add", "us-east")
     served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
-    served("model", "add", "org/m", "--path", write_checkpoint(tmp_path / "tiny"), "--region", "us-east")
+    folder = write_checkpoint(tmp_path / "tiny")
+    served("model", "add", "org/m", "--path", folder, "--tokens-per-s", "H800=1200", "--region", "us-east")
     slot = SlotSpec(gpus=1, memory_bytes=2**30)
     join = Join(node="n-1", region="us-east", gpu_type="H800", url="http://x", slots=(slot,), engine="replay")
     assert served("spot", "list").out == "Spot instances: none\n"

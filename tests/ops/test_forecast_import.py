@@ -66,7 +66,8 @@ def test_what_was_written_is_read_again_as_it_is_gaps_included(run: Run, tmp_pat
 
 def test_the_api_gets_minutes(served: Run, tmp_path: Path) -> None:
     served("region", "add", "us")
-    served("model", "add", "m", "--path", write_checkpoint(tmp_path / "tiny"))
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
+    served("model", "add", "m", "--path", write_checkpoint(tmp_path / "tiny"), "--tokens-per-s", "H800=1200")
     source = tmp_path / "rates.csv"
     source.write_text(SERVEGEN + "m,0,4,1,100\nm,600,0,0,0\nm,1200,2,1,100\n")
     sent = served("forecast", "import", "servegen", source, "--start", "0", "--region", "us", "--kind", "NIW")

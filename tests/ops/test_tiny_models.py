@@ -7,13 +7,17 @@ from shutil import rmtree
 from typing import Any
 
 import pytest
+import torch
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer
 
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
+from dataplane.engines.torch.skeleton import build_skeleton
+from dataplane.memory.slabs import ALIGNMENT_BYTES
 from dataplane.messages import ModelSpec
+from ops.checkpoints import describe_checkpoint
 from ops.tiny_models import RECIPES, build_tiny_models
 from ops.tiny_tokenizer import VOCABULARY, printable_ids, train_tokenizer
 from tests.dataplane.engines.torch.drive import drain, request
@@ -124,3 +128,12 @@ def test_greedy_answers_print_and_are_long_enough(folder: Path) -> None:
             assert answer.isprintable()
             lengths.append(len(tokens))
     assert sorted(lengths)[len(lengths) // 2] == 24
+
+
+@pytest.mark.parametrize(("dtype", "element_bytes"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_weights_take_in_an_engine_what_their_number_says(folder: Path, dtype: torch.dtype, element_bytes: int) -> None:
+    """Up to the gaps between tensors. The control plane places models by that number."""
+    for name in RECIPES:
+        skeleton = build_skeleton(folder / name, dtype, torch.device("cpu"))
+        gaps = skeleton.size_bytes - element_bytes * describe_checkpoint(folder / name)["parameters"]
+        assert 0 <= gaps < ALIGNMENT_BYTES * len(skeleton.places), name

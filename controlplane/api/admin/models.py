@@ -32,6 +32,7 @@ from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep
 from controlplane.loops.schedule import enqueue
 from controlplane.store import fleet, tables
+from controlplane.store.weights import require_fit
 from dataplane.messages import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S, EngineChoice
 
 router = APIRouter(tags=["admin: models"], route_class=IdempotentRoute)
@@ -52,6 +53,12 @@ class ModelChange(Body):
     )
     architecture: Architecture
     weights_bytes: PositiveInt = Field(examples=[16_381_470_720])
+    parameters: PositiveInt | None = Field(
+        None,
+        examples=[8_190_735_360],
+        description="elements of the weights, tied ones once; with it, models are kept from slots that are too small"
+        " for them in the data type of the node",
+    )
     kv_bytes_per_token: PositiveInt = Field(examples=[147_456])
     context_tokens: PositiveInt = Field(description="the longest prompt and answer together", examples=[40_960])
     slo: dict[Literal["IW-F", "IW-N"], Objective] | None = Field(
@@ -71,6 +78,7 @@ class Model(Answer):
     path: str = Field(examples=["/models/qwen3-8b"])
     architecture: str = Field(examples=["Qwen3ForCausalLM"])
     weights_bytes: int = Field(examples=[16_381_470_720])
+    parameters: int | None = Field(examples=[8_190_735_360])
     kv_bytes_per_token: int = Field(examples=[147_456])
     context_tokens: int = Field(examples=[40_960])
     slo: dict[str, Objective] | None = Field(examples=[{"IW-F": {"ttft_s": 1.0, "tbt_s": 0.1}}])
@@ -195,7 +203,11 @@ def list_profiles(session: SessionDep, _: Viewer, limit: Limit = 20, after: Afte
 def put_endpoint(
     change: EndpointChange, session: SessionDep, caller: Operator, after_commit: BackgroundTasks
 ) -> Endpoint:
-    """Scaling and plans keep the number of instances within the limits."""
+    """Scaling and plans keep the number of instances within the limits. A model whose weights fit on no slot of the
+    region is refused; where no node has joined yet, that is found out when one does, and said in the status.
+    """
+    if change.instances_max:
+        require_fit(session, model=change.model, region=change.region)
     row = put_row(
         session,
         caller,

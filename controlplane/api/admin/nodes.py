@@ -29,6 +29,7 @@ class Slot(Answer):
     gpus: int
     workers: int = Field(description="worker processes that share the GPUs; a model must fit on those of one")
     memory_bytes: int
+    weights_bytes: int | None = Field(description="of these for weights, on each worker; null: its agent does not say")
 
 
 class Node(Answer):
@@ -45,6 +46,10 @@ class Node(Answer):
     generation: int = Field(description="rises with every change of what it shall hold")
     last_seen_at: datetime | None
     host_bytes: int | None = Field(description="host memory for models; null: its agent does not say")
+    dtype: str | None = Field(
+        examples=["bfloat16"],
+        description="what weights are converted to; null: they stay as stored, or it does not say",
+    )
     slots: list[Slot]
 
 

@@ -58,6 +58,10 @@ def to_document(facts: PlacementFacts, settings: PlacementSettings) -> dict[str,
         ],
         pins=[schema.Pin(model=at.model, region=at.region, count=pin) for at, pin in sorted(facts.pins.items())],
         weights=[schema.Weights(model=at.model, region=at.region) for at in sorted(facts.weights_present)],
+        unfit=[
+            schema.Unfit(model=at.model, region=at.region, gpu=at.gpu_type, reason=reason)
+            for at, reason in sorted(facts.unfit.items())
+        ],
         epsilon=settings.epsilon,
         pool=None if facts.pool is None else _pool(facts.pool),
         solver=schema.Solver(
@@ -179,6 +183,7 @@ def _facts(problem: Problem) -> PlacementFacts:
         ),
         spot=spot,
         pins={_endpoint(each): each.count for each in problem.pins},
+        unfit={_cell(each): each.reason for each in problem.unfit},
         pool=None if problem.pool is None or not problem.pool.on else _pool_facts(problem, problem.pool),
     )
 

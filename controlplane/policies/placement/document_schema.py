@@ -106,6 +106,15 @@ class Weights(_Section, frozen=True, kw_only=True):
     region: Name
 
 
+class Unfit(_Section, frozen=True, kw_only=True):
+    """A GPU type in a region where a model's weights fit on no slot, and why: nothing new of it is placed there."""
+
+    model: Name
+    region: Name
+    gpu: Name
+    reason: str
+
+
 class PoolShare(_Section, frozen=True, kw_only=True):
     """What a model in a region takes of one pool GPU, where that is known."""
 
@@ -200,6 +209,7 @@ class Problem(_Section, frozen=True, kw_only=True):
     weights: Annotated[
         list[Weights] | UnsetType, Meta(description="without it: where instances are present or spot")
     ] = UNSET
+    unfit: list[Unfit] = []
     epsilon: Annotated[float, Meta(ge=0, le=1, description="share of a peak that its own region must serve")] = 0.8
     pool: Pool | None = None
     solver: Solver = Solver()

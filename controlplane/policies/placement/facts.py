@@ -122,6 +122,7 @@ class PlacementFacts:
         spot: donated instances: they hold GPUs of the region, but are free to take.
         pins: an operator keeps exactly so many instances of an endpoint; overrides `limits`, and rules pools out.
         pool: None = no pools.
+        unfit: where a model's weights fit on no slot, and why; nothing new is placed there.
 
     Raises:
         ValueError: an unknown name, a negative number, min above max, or windows of different length.
@@ -139,6 +140,7 @@ class PlacementFacts:
     spot: Mapping[EndpointGpu, int] = field(default_factory=dict)
     pins: Mapping[Endpoint, int] = field(default_factory=dict)
     pool: PoolFacts | None = None
+    unfit: Mapping[EndpointGpu, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -168,6 +170,7 @@ class PlacementFacts:
             ("limits", self.limits),
             ("pins", self.pins),
             ("weights_present", sorted(self.weights_present)),
+            ("unfit", self.unfit),
         ]
         if self.pool is not None:
             named += [

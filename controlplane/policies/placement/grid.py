@@ -155,7 +155,7 @@ def _cells(facts: PlacementFacts, model: PlacementModel) -> Iterable[Cell]:
         for gpu_type, profile in profiles.items():
             key = EndpointGpu(model=model.name, region=endpoint.region, gpu_type=gpu_type)
             room = facts.capacity.get(RegionGpu(region=endpoint.region, gpu_type=gpu_type), 0) // profile.gpus
-            room = room if most is None else min(room, most)
+            room = 0 if key in facts.unfit else room if most is None else min(room, most)
             if facts.present.get(key, 0) or (wanted and room):
                 yield _cell(facts, key, profile, room, near=endpoint in facts.weights_present)
 

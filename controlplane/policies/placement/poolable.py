@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
+from controlplane.policies.fit import UNKNOWN_ROOM, ModelSize, WeightsRoom, fits
 from controlplane.policies.placement.facts import PoolFacts
 from controlplane.policies.placement.pools import LATENCY_FIELDS, PoolLoad, occupancy_of
 
@@ -28,10 +29,13 @@ class PoolProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSlotSize:
-    """A slot: its GPUs, and the workers that share them. A worker holds a model; a request runs on any of them."""
+    """A slot: its GPUs, and the workers that share them. A worker holds a model; a request runs on any of them.
+    `weights`: what each worker has for weights.
+    """
 
     gpus: int
     workers: int = 1
+    weights: WeightsRoom = UNKNOWN_ROOM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,7 @@ class PoolableFacts:
     Attributes:
         profiles: of every model and GPU type.
         weights_bytes: by model.
+        parameters: elements of the weights by model, where known.
         endpoints: those that may have instances.
         demand: input tokens per second for each window of the coming hour; a missing key means none.
         nodes: those that serve.
@@ -70,6 +75,17 @@ class PoolableFacts:
     nodes: tuple[PoolNode, ...]
     present: Mapping[RegionGpu, int] = field(default_factory=dict)
     pooled: frozenset[EndpointGpu] = frozenset()
+    parameters: Mapping[str, int] = field(default_factory=dict)
+
+    def misfit(self, pair: ModelGpu) -> str | None:
+        """Why a model's weights do not fit on every slot of a GPU type, any of which may be the pool's."""
+        if pair.model not in self.weights_bytes:
+            return None
+        size = ModelSize(weights_bytes=self.weights_bytes[pair.model], parameters=self.parameters.get(pair.model))
+        rooms = {slot.weights for node in self.nodes if node.gpu_type == pair.gpu_type for slot in node.slots}
+        if all(fits(size, room) for room in rooms):
+            return None
+        return f"the weights do not fit on every slot with {pair.gpu_type}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +144,7 @@ def choose_poolable(facts: PoolableFacts, settings: PoolableSettings) -> Planned
     occupancy: dict[EndpointGpu, float] = {}
     left_out: dict[ModelGpu, str] = {}
     for pair, profile in facts.profiles.items():
-        reason = _why_not(pair.gpu_type, profile, worker_gpus.get(pair.gpu_type), host_bytes)
+        reason = _why_not(pair.gpu_type, profile, worker_gpus.get(pair.gpu_type), host_bytes) or facts.misfit(pair)
         if reason is not None:
             left_out[pair] = reason
             continue

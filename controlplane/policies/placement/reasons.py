@@ -1,6 +1,8 @@
 """Why a placement is as it is, in plain words from the rows that bind: take one instance away and see what breaks."""
 
-from controlplane.policies.facts import Endpoint, RegionGpu
+from msgspec import structs
+
+from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
 from controlplane.policies.placement.decision import BelowMinimum, Constraint, Unserved
 from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
 from controlplane.policies.placement.grid import Cell, EndpointRow, Grid, ModelRow, PoolOption
@@ -173,7 +175,11 @@ class Explanation:
             return f"{word} {row.most} in {endpoint.region}"
         gpu_types = sorted(key.gpu_type for key in self._facts.profiles if key.model == endpoint.model)
         places = [RegionGpu(region=endpoint.region, gpu_type=gpu_type) for gpu_type in gpu_types]
-        places = [place for place in places if self._facts.capacity.get(place, 0)]
+        keys = {place: EndpointGpu(model=endpoint.model, **structs.asdict(place)) for place in places}
+        unfit = [self._facts.unfit[key] for key in keys.values() if key in self._facts.unfit]
+        places = [each for each in places if self._facts.capacity.get(each, 0) and keys[each] not in self._facts.unfit]
+        if unfit and not places:
+            return "; ".join(unfit)
         if not places:
             return f"no GPU in {endpoint.region} that {endpoint.model} has a profile for"
         return f"GPUs full in {endpoint.region}: {', '.join(self._usage_words(place) for place in places)}"

@@ -1,9 +1,10 @@
 """What the choice of places is told and what it answers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from controlplane.policies.facts import Endpoint, InstanceKind, ModelGpu
+from controlplane.policies.fit import UNKNOWN_ROOM, ModelSize, WeightsRoom
 from controlplane.policies.scaling.facts import KindStep, ScaleStep
 
 
@@ -16,6 +17,7 @@ class SlotRoom:
         age_s: seconds since its node's last heartbeat.
         accepting: False for a node that is being drained.
         pooled: it is in the pool, or shall be; nothing but pooled instances starts there or is lent out there.
+        weights: what each of its workers has for weights.
     """
 
     node_id: str
@@ -28,6 +30,7 @@ class SlotRoom:
     accepting: bool = True
     pooled: bool = False
     workers: int = 1
+    weights: WeightsRoom = UNKNOWN_ROOM
 
     @property
     def worker_gpus(self) -> int:
@@ -79,13 +82,16 @@ class PlacedInstance:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotFacts:
-    """Steps to carry out, the fleet's slots and what is on them. `gpus`: GPUs of one instance, for each profile."""
+    """Steps to carry out, the fleet's slots and what is on them. `gpus`: GPUs of one instance, for each profile;
+    `sizes`: of models' weights, as far as they matter.
+    """
 
     steps: tuple[ScaleStep, ...]
     slots: tuple[SlotRoom, ...]
     instances: tuple[PlacedInstance, ...]
     gpus: Mapping[ModelGpu, int]
     kinds: tuple[KindStep, ...] = ()
+    sizes: Mapping[str, ModelSize] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 from controlplane.policies.facts import Endpoint
+from controlplane.policies.fit import fits, why_unfit
 from controlplane.policies.scaling.facts import KindStep, ScaleStep
 from controlplane.policies.slots.facts import PlacedInstance, SlotAdd, SlotFacts, SlotRoom, SlotSettings
 
@@ -20,6 +21,7 @@ class Filling:
     def __init__(self, facts: SlotFacts, settings: SlotSettings) -> None:
         self._settings = settings
         self._gpus = {(profile.model, profile.gpu_type): gpus for profile, gpus in facts.gpus.items()}
+        self._sizes = facts.sizes
         self._profiled: dict[str, list[str]] = {}
         for model, gpu_type in sorted(self._gpus):
             self._profiled.setdefault(model, []).append(gpu_type)
@@ -150,6 +152,12 @@ class Filling:
         here = [slot for slot in self._slots if slot.region == region and slot.gpu_type in wanted]
         if not here:
             return f"no {names} in {region}"
+        size = self._sizes.get(step.endpoint.model)
+        if size is not None:
+            rooms = [(slot.gpu_type, slot.weights) for slot in here]
+            if (unfit := why_unfit(step.endpoint.model, size, rooms, region)) is not None:
+                return unfit
+            here = [slot for slot in here if fits(size, slot.weights)]
         silent = len({slot.node_id for slot in here} - self._alive)
         free = sum(self._free.get(slot.place, 0) for slot in here)
         need = min(self._gpus[step.endpoint.model, gpu_type] for gpu_type in wanted)
@@ -169,7 +177,7 @@ class Filling:
             if slot.gpu_type not in gpu_types:
                 continue
             need = self._need(step, slot)
-            if need > slot.worker_gpus:
+            if need > slot.worker_gpus or not self._holds_weights(step, slot):
                 continue
             spare: tuple[PlacedInstance, ...] = ()
             promised = self._promised.get(place, 0) if leased else 0
@@ -255,7 +263,7 @@ class Filling:
                 continue  # as it was once
             seen.append(room)
             need = self._need(step, slot)
-            if need > min(self._free[slot.place], slot.worker_gpus):
+            if need > min(self._free[slot.place], slot.worker_gpus) or not self._holds_weights(step, slot):
                 continue
             beside.append(slot)
             here = (step.endpoint, slot.node_id)
@@ -273,6 +281,10 @@ class Filling:
 
     def _need(self, step: ScaleStep, slot: SlotRoom) -> int:
         return self._gpus[step.endpoint.model, slot.gpu_type]
+
+    def _holds_weights(self, step: ScaleStep, slot: SlotRoom) -> bool:
+        size = self._sizes.get(step.endpoint.model)
+        return size is None or fits(size, slot.weights)
 
     def _rank(self, step: ScaleStep, slot: SlotRoom) -> tuple[bool, int, _Room]:
         """Not where the endpoint's instances do not come up, else spread."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceKind, RegionGpu
+from controlplane.policies.fit import ModelSize
 from controlplane.policies.scaling.facts import ScaleStep
 from controlplane.policies.slots.facts import PlacedInstance, SlotDecision, SlotRoom
 from controlplane.policies.slots.pools import PooledInstance, PoolSlotDecision, PoolSlotFacts
@@ -42,6 +43,7 @@ def pool_slot_facts(
     rooms: tuple[SlotRoom, ...],
     placed: tuple[PlacedInstance, ...],
     pooled: tuple[PooledInstance, ...],
+    sizes: Mapping[str, ModelSize] | None = None,
 ) -> PoolSlotFacts:
     """The facts for `choose_pool_slots`.
 
@@ -52,6 +54,7 @@ def pool_slot_facts(
         rooms: all slots.
         placed: all instances of their own.
         pooled: all pooled instances, draining ones included.
+        sizes: of models' weights; None: they do not matter.
     """
     serving = [each for each in placed if each.serving and not each.stuck]
     present = Counter(_key(each) for each in serving)
@@ -67,6 +70,7 @@ def pool_slot_facts(
         instances=pooled,
         served=frozenset(_served(planned, limits, serving)),
         dedicated=placed,
+        sizes=sizes or {},
         missing={key: count - present[key] for key, count in wanted.items() if count > present[key]},
     )
 

@@ -11,10 +11,11 @@ last endpoint on it where that is to have instances of its own.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
+from controlplane.policies.fit import ModelSize, fits, why_unfit
 from controlplane.policies.slots.facts import InstanceChange, PlacedInstance, SlotAdd, SlotRoom, Unplaced
 from controlplane.policies.slots.pool_sizes import Holds, Rank, whole_slots
 
@@ -58,6 +59,7 @@ class PoolSlotFacts:
             ones, or shall have nothing at all.
         dedicated: instances with GPUs of their own, draining and spot ones included.
         missing: dedicated instances that are wanted and not there, by endpoint and GPU type.
+        sizes: of models' weights, as far as they matter.
     """
 
     pool_gpus: Mapping[RegionGpu, int]
@@ -67,6 +69,7 @@ class PoolSlotFacts:
     served: frozenset[Endpoint]
     dedicated: tuple[PlacedInstance, ...] = ()
     missing: Mapping[EndpointGpu, int] = field(default_factory=dict)
+    sizes: Mapping[str, ModelSize] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,14 +174,25 @@ class _Filling:
         open_slots = {at: slot for at, slot in slots.items() if not slot.leased}
         occupancy = self._facts.occupancy
         for key in sorted(self._keys[place], key=lambda key: (key not in self._pooled_of, -occupancy[key], key)):
-            slot = self._stand(key, open_slots) or self._start(key, open_slots)
+            fitting = {at: slot for at, slot in open_slots.items() if self._holds_weights(key, slot.room)}
+            slot = self._stand(key, fitting) or self._start(key, fitting)
             if slot is not None:
                 slot.occupied += occupancy[key]
             else:
+                unfit = self._why_unfit(key, open_slots.values())
                 what = f"slot of {place.gpu_type} in {place.region} for the pool"
-                reason = f"no {what} but leased ones" if slots else f"no free {what}"
+                reason = unfit or (f"no {what} but leased ones" if slots else f"no free {what}")
                 endpoint = Endpoint(model=key.model, region=key.region)
                 self.unplaced.append(Unplaced(endpoint=endpoint, gpu_type=key.gpu_type, count=1, reason=reason))
+
+    def _holds_weights(self, key: EndpointGpu, room: SlotRoom) -> bool:
+        size = self._facts.sizes.get(key.model)
+        return size is None or fits(size, room.weights)
+
+    def _why_unfit(self, key: EndpointGpu, slots: Iterable[_PoolSlot]) -> str | None:
+        size = self._facts.sizes.get(key.model)
+        rooms = [(slot.room.gpu_type, slot.room.weights) for slot in slots]
+        return None if size is None else why_unfit(key.model, size, rooms, key.region)
 
     def dedicates(self) -> Iterator[InstanceChange]:
         """Pooled instances that are alone on a slot which leaves the pool, and may have it for themselves."""

@@ -278,3 +278,22 @@ def test_a_heartbeat_makes_a_node_alive(ask: Ask, node: str, api: Any, secrets: 
     ]
     assert status["plan"] is None
     assert status["requests_waiting"] == 0
+
+
+def test_an_endpoint_whose_weights_fit_on_no_slot_is_refused(ask: Ask, fleet: None, database: Database) -> None:
+    """Where nobody has joined it is accepted; and limits of an endpoint may always go down to none."""
+    ask("PUT", "/admin/models/llama", json=MODEL | {"weights_bytes": 257 * 2**20, "parameters": 257 * 2**19})
+    ask("PUT", "/admin/endpoints", json=ENDPOINT)
+    slot = SlotSpec(gpus=1, memory_bytes=512 * 2**20, weights_bytes=256 * 2**20)
+    url = "http://127.0.0.1:1"
+    join = Join(node="n", region="us-east", gpu_type="H800", url=url, slots=(slot,), engine="torch", dtype="float32")
+    with database.transaction() as session:
+        join_node(session, join)
+    refused = ask("PUT", "/admin/endpoints", json=ENDPOINT, status=400)
+    assert refused["param"] == "model"
+    for words in ("514 MiB in float32", "the largest slot of H800 has 256 MiB", "To change that"):
+        assert words in refused["detail"]
+    ask("PUT", "/admin/endpoints", json=ENDPOINT | {"instances_max": 0})
+    ask("PUT", "/admin/endpoints", json=ENDPOINT | {"region": "us-west"})
+    shown = ask("GET", "/admin/nodes/n")
+    assert (shown["dtype"], shown["slots"][0]["weights_bytes"]) == ("float32", 256 * 2**20)

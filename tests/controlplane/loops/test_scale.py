@@ -2,19 +2,26 @@
 
 import threading
 
+import msgspec
 import pytest
 from sqlalchemy import delete, select
 
+from controlplane.loops.plan import placement_facts
 from controlplane.loops.scale import Scaled, scale
 from controlplane.policies.lifecycle import InstanceState
+from controlplane.policies.placement.choose import choose_placement
+from controlplane.policies.placement.facts import PlacementSettings
 from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.endpoint_summary import read_unplaced
+from controlplane.store.fleet import take_census
 from controlplane.store.instances import desired_of
+from controlplane.store.joining import join_node
 from controlplane.store.live import LiveStore
 from controlplane.store.plan_tables import PlanEntry
 from controlplane.store.plans import add_plan, apply_plan
-from controlplane.store.tables import Desired, EndpointRow, Instance, Profile
+from controlplane.store.tables import Desired, EndpointRow, Instance, Model, Profile
+from dataplane.messages import Join, SlotSpec
 from tests.controlplane.store.test_plans import a_plan
 from tests.controlplane.world import World
 
@@ -193,3 +200,39 @@ def test_a_node_that_drains_takes_nothing_new(world: World, settings: Settings) 
     with world.database.transaction() as session:
         fleet.set_node_draining(session, "n1", draining=True)
     assert run(world, settings).started == 0
+
+
+def test_weights_that_fit_nowhere_are_not_placed_by_scaling_nor_by_a_plan(world: World, settings: Settings) -> None:
+    """A checkpoint of 257 MiB in bfloat16, and a node of 256 MiB a slot that computes in float32."""
+    slots = (SlotSpec(gpus=2, memory_bytes=512 * 2**20, weights_bytes=256 * 2**20),) * 2
+    join = Join(
+        node="n1",
+        region="us-east",
+        gpu_type="H800",
+        url=URL,
+        slots=slots,
+        engine="torch",
+        host_bytes=1,
+        dtype="float32",
+    )
+    with world.database.transaction() as session:
+        join_node(session, join)
+        fleet.touch_node(session, "n1")
+        model = session.get_one(Model, "tide")
+        model.weights_bytes, model.parameters = 257 * 2**20, 257 * 2**19
+    world.report("n1", "none", region="us-east", url=URL)
+    endpoint(world, 1, 4)
+    assert run(world, settings).started == 0
+    expected = "the weights of tide fit on no slot in us-east: 514 MiB in float32, the largest slot of H800 has 256 MiB"
+    with world.database.transaction() as session:
+        [kept] = read_unplaced(session)
+        facts = placement_facts(take_census(session, silent_s=60.0), demand={}, pins={}, pool=None)
+    assert kept.reason.startswith(expected)
+    placement = choose_placement(facts, 0.0, PlacementSettings())
+    assert not any(entry.after for entry in placement.entries)
+    [below] = placement.below_minimum
+    assert below.reason.startswith(expected)
+    with world.database.transaction() as session:
+        join_node(session, msgspec.structs.replace(join, dtype="bfloat16"))
+        session.get_one(Model, "tide").parameters = 256 * 2**19
+    assert run(world, settings).started == 1

@@ -58,6 +58,7 @@ def small_facts(draw: st.DrawFn, *, pools: bool = False) -> PlacementFacts:
         weights_present=frozenset(endpoint for endpoint in endpoints if draw(st.booleans())),
         spot={cell: draw(st.integers(0, 2)) for cell in cells if draw(st.booleans())},
         pins={endpoint: draw(st.integers(0, 4)) for endpoint in endpoints if draw(st.integers(0, 3)) == 0},
+        unfit={cell: "too large" for cell in cells if draw(st.integers(0, 7)) == 0},
     )
     if not pools:
         return facts

@@ -274,3 +274,13 @@ def test_bad_facts_are_refused_by_name(changes: dict[str, Any], message: str) ->
 def test_bad_settings_are_refused_by_name(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
         PlacementSettings(**change)
+
+
+def test_where_the_weights_fit_on_no_slot_nothing_is_placed_and_the_shortage_says_so() -> None:
+    unfit = {cell("a", "us-west"): "514 MiB do not fit"}
+    placement = place(fleet(demand={WEST: (3000.0,)}, limits={WEST: (1, 4), EAST: (0, 4)}, unfit=unfit))
+    assert after(placement) == {("a", "us-east", "H800"): 2}, "the rest is served elsewhere"
+    [short] = [each for each in placement.unserved if each.region == "us-west"]
+    assert short.reason == "not served at home; 514 MiB do not fit"
+    [below] = placement.below_minimum
+    assert below.reason == "514 MiB do not fit"

@@ -49,7 +49,7 @@ def choices_of(facts: PlacementFacts) -> Iterator[Choice]:
         pooled = frozenset(key for key in pooling if key is not None)
         pool_gpus = {at: _pool_gpus(facts, at, pooled) for at in facts.capacity}
         away = {(key.model, key.region) for key in pooled}
-        ranges = [range(1 if (c.model, c.region) in away else CAPACITY_MAX + 1) for c in cells]
+        ranges = [range(1 if (c.model, c.region) in away or c in facts.unfit else CAPACITY_MAX + 1) for c in cells]
         for counts in itertools.product(*ranges):
             choice = Choice(counts=dict(zip(cells, counts, strict=True)), pooled=pooled, pool_gpus=pool_gpus)
             if _fits(facts, choice):
@@ -128,6 +128,8 @@ class Oracle:
         return any(max(self.facts.demand[e]) > 0 or self._fewest(e) for e in self.facts.demand if e.model == model)
 
     def _room(self, cell: EndpointGpu) -> int:
+        if cell in self.facts.unfit:
+            return 0
         capacity = self.facts.capacity[RegionGpu(region=cell.region, gpu_type=cell.gpu_type)]
         return min(
             capacity // _profile(self.facts, cell).gpus, self._most(Endpoint(model=cell.model, region=cell.region))
@@ -262,6 +264,7 @@ def turned(facts: PlacementFacts) -> PlacementFacts:
         weights_present=facts.weights_present,
         spot=dict(reversed(list(facts.spot.items()))),
         pins=dict(reversed(list(facts.pins.items()))),
+        unfit=dict(reversed(list(facts.unfit.items()))),
         pool=pool and replace(pool, occupancy=dict(reversed(list(pool.occupancy.items())))),
     )
 

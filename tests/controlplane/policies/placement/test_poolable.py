@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
+from controlplane.policies.fit import WeightsRoom
 from controlplane.policies.placement.poolable import (
     PoolableFacts,
     PoolableSettings,
@@ -154,3 +155,12 @@ def test_they_can_be_disabled() -> None:
         "round_s": 12.0,
         "left_out": [],
     }
+
+
+def test_weights_must_fit_on_every_slot() -> None:
+    small = PoolSlotSize(gpus=1, weights=WeightsRoom(weights_bytes=60, dtype="float32"))
+    given_facts = facts(nodes=(replace(NODE, slots=(ONE_GPU, small)),), parameters={"a": 15, "b": 16})
+    pools = choose_poolable(given_facts, PoolableSettings())
+    assert pools.left_out == {ModelGpu(model="b", gpu_type="H800"): "the weights do not fit on every slot with H800"}
+    assert pools.facts is not None
+    assert set(pools.facts.occupancy) == {ON_H800}

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controlplane.policies.facts import Endpoint, InstanceKind, ModelGpu
+from controlplane.policies.fit import ModelSize, WeightsRoom
 from controlplane.policies.scaling.facts import KindStep, ScaleStep
 from controlplane.policies.slots.choose import choose_slots
 from controlplane.policies.slots.facts import (
@@ -389,3 +390,21 @@ def test_no_slot_is_overfull_and_nothing_is_left_undone_with_room(
         if endpoint in missing:
             takes = [min(room, each.worker_gpus) for room, each in zip(left, slots, strict=True)]
             assert max(takes) < _gpus(endpoint)
+
+
+def test_weights_that_do_not_fit_go_where_they_do_or_are_said() -> None:
+    """The emptiest slots are too small for them in the type that their node computes in."""
+    mib, sizes = 2**20, {"a": ModelSize(weights_bytes=257 * 2**20, parameters=257 * 2**19)}
+    small = replace(slot("n1"), weights=WeightsRoom(weights_bytes=256 * mib, dtype="float32"))
+    large = replace(slot("n2", free=1), weights=WeightsRoom(weights_bytes=600 * mib, dtype="float32"))
+    spare = spot("s", B, gpus=4)
+    for others in ((), (spare,)):
+        rooms = (replace(small, gpus_free=0) if others else small, large)
+        facts = SlotFacts(steps=(step(A, 2),), slots=rooms, instances=others, gpus=GPUS, sizes=sizes)
+        decision = choose_slots(facts, 0.0, SlotSettings())
+        assert [add.node_id for add in decision.adds] == ["n2"]
+        assert not decision.redeploys
+        assert decision.unplaced[0].reason.startswith("GPUs full in west: 0 of 4 H free")
+    nowhere = SlotFacts(steps=(step(A, 1),), slots=(small,), instances=(), gpus=GPUS, sizes=sizes)
+    [unplaced] = choose_slots(nowhere, 0.0, SlotSettings()).unplaced
+    assert unplaced.reason.startswith("the weights of a fit on no slot in west: 514 MiB in float32")

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
+from controlplane.policies.fit import ModelSize, WeightsRoom
 from controlplane.policies.slots.facts import PlacedInstance, SlotRoom, SpotFacts
 from controlplane.policies.slots.pools import PooledInstance, PoolSlotDecision, PoolSlotFacts, choose_pool_slots
 
@@ -215,6 +216,23 @@ def test_what_comes_up_nowhere_is_tried_on_one_more_slot_and_no_more() -> None:
     twice = choose(facts(4, shares, slots, (*others, once, pooled("a", "n2", stuck=True))))
     assert (twice.adds, twice.drains) == ((), ())
     assert twice.stranded == {key("a")}
+
+
+def test_a_pooled_model_stands_where_its_weights_fit() -> None:
+    small, large = (
+        replace(room(node), weights=WeightsRoom(weights_bytes=memory, dtype="bfloat16"))
+        for node, memory in (("n1", 100), ("n2", 200))
+    )
+    given_facts = replace(
+        facts(2, {"a": 0.5, "b": 0.4}, (small, large)),
+        sizes={"a": ModelSize(weights_bytes=400, parameters=100), "b": ModelSize(weights_bytes=50, parameters=50)},
+    )
+    assert added(choose(given_facts)) == {"a": "n2", "b": "n1"}
+    there = replace(given_facts, slots=(small,), instances=(pooled("a", "n1", stuck=True),))
+    decision = choose(there)
+    assert added(decision) == {"b": "n1"}
+    [unplaced] = decision.unplaced
+    assert unplaced.reason.startswith("the weights of a fit on no slot in east")
 
 
 SIZES = (room("n1"), room("n2"), room("n4", gpus=4), room("n8", gpus=8))

@@ -1,0 +1,90 @@
+"""Whether a model's weights fit on a slot: in the data type that its node computes in, against what each worker of the
+slot has for weights. Placement, pools, scaling and the admin API all ask here.
+
+What is not known is not held against a model: an agent from before it said so, a model registered without its number of
+parameters. The node then finds out when it loads the model.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """A model's weights: their bytes as stored, and how many elements they are, tied ones once; None: not known."""
+
+    weights_bytes: int
+    parameters: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsRoom:
+    """What each worker of a slot has for weights; None: its agent does not say. `dtype`: what the node computes in;
+    None: it keeps weights as they are stored, as replays do.
+    """
+
+    weights_bytes: int | None = None
+    dtype: str | None = None
+
+
+UNKNOWN_ROOM = WeightsRoom()
+"""Of a slot whose agent does not say."""
+
+
+def needed_bytes(size: ModelSize, room: WeightsRoom) -> int | None:
+    """What the weights take on such a slot; None: not known."""
+    if room.dtype is None:
+        return size.weights_bytes
+    if size.parameters is None or room.dtype not in _ELEMENT_BYTES:
+        return None
+    return size.parameters * _ELEMENT_BYTES[room.dtype]
+
+
+def fits(size: ModelSize, room: WeightsRoom) -> bool:
+    """Whether the weights fit on such a slot, as far as is known."""
+    needed = needed_bytes(size, room)
+    return needed is None or room.weights_bytes is None or needed <= room.weights_bytes
+
+
+def why_unfit(model: str, size: ModelSize, rooms: Iterable[tuple[str, WeightsRoom]], region: str) -> str | None:
+    """Why the weights fit on none of the slots, in MiB and with what to change; None: they do, or there are none.
+
+    Args:
+        model: its name.
+        size: its weights.
+        rooms: GPU type and memory of each slot that could be meant.
+        region: where these slots are.
+    """
+    largest: dict[str, WeightsRoom] = {}
+    for gpu_type, room in rooms:
+        if fits(size, room):
+            return None
+        if gpu_type not in largest or _lack(size, room) < _lack(size, largest[gpu_type]):
+            largest[gpu_type] = room
+    if not largest:
+        return None
+    told = [_words(size, gpu_type, room) for gpu_type, room in sorted(largest.items())]
+    halved = any(_halved(size, room) for room in largest.values())
+    dtype = "set TIDEPOOL_AGENT_DTYPE=bfloat16 there, " if halved else ""
+    return (
+        f"the weights of {model} fit on no slot in {region}: {'; '.join(told)}. To change that {dtype}give slots more"
+        " memory_bytes or a smaller TIDEPOOL_AGENT_KV_SHARE, or take a smaller model"
+    )
+
+
+def _lack(size: ModelSize, room: WeightsRoom) -> int:
+    return (needed_bytes(size, room) or 0) - (room.weights_bytes or 0)
+
+
+def _halved(size: ModelSize, room: WeightsRoom) -> bool:
+    """Whether they would fit in half the bytes an element."""
+    return room.dtype == "float32" and fits(size, WeightsRoom(weights_bytes=room.weights_bytes, dtype="bfloat16"))
+
+
+def _words(size: ModelSize, gpu_type: str, room: WeightsRoom) -> str:
+    kept = "as stored" if room.dtype is None else f"in {room.dtype}"
+    needed, most = needed_bytes(size, room) or 0, room.weights_bytes or 0
+    return f"{-(-needed // _MIB):,} MiB {kept}, the largest slot of {gpu_type} has {most // _MIB:,} MiB for weights"

@@ -1,0 +1,53 @@
+"""Whether weights fit on slots, and how it is said where they do not."""
+
+import pytest
+
+from controlplane.policies.fit import ModelSize, WeightsRoom, fits, needed_bytes, why_unfit
+
+MIB = 2**20
+STORED = ModelSize(weights_bytes=257 * MIB, parameters=257 * MIB // 2)
+"""A checkpoint in bfloat16."""
+
+
+def room(mib: int | None, dtype: str | None = "float32") -> WeightsRoom:
+    return WeightsRoom(weights_bytes=None if mib is None else mib * MIB, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("where", "needed_mib", "fitting"),
+    [
+        (room(256), 514, False),
+        (room(513), 514, False),
+        (room(514), 514, True),
+        (room(256, "bfloat16"), 257, False),
+        (room(257, "bfloat16"), 257, True),
+        (room(256, None), 257, False),  # a replay
+        (room(None), 514, True),  # an agent that does not say
+        (room(None, None), 257, True),
+    ],
+)
+def test_weights_count_in_the_type_of_the_node(where: WeightsRoom, needed_mib: int, *, fitting: bool) -> None:
+    assert needed_bytes(STORED, where) == needed_mib * MIB
+    assert fits(STORED, where) is fitting
+
+
+def test_what_is_not_known_is_not_held_against_a_model() -> None:
+    unknown = ModelSize(weights_bytes=257 * MIB)
+    assert needed_bytes(unknown, room(256)) is None
+    assert fits(unknown, room(256)), "stored as float32 it might be half as large there"
+    assert needed_bytes(STORED, room(256, "float8")) is None
+    assert why_unfit("m", unknown, [("H800", room(256))], "us-east") is None
+
+
+def test_a_misfit_says_mib_and_what_to_change() -> None:
+    small = [("H800", room(200)), ("H800", room(300)), ("L40S", room(100, "bfloat16"))]
+    words = why_unfit("m", STORED, small, "us-east")
+    assert words == (
+        "the weights of m fit on no slot in us-east: 514 MiB in float32, the largest slot of H800 has 300 MiB for"
+        " weights; 257 MiB in bfloat16, the largest slot of L40S has 100 MiB for weights. To change that set"
+        " TIDEPOOL_AGENT_DTYPE=bfloat16 there, give slots more memory_bytes or a smaller TIDEPOOL_AGENT_KV_SHARE, or"
+        " take a smaller model"
+    )
+    assert "TIDEPOOL_AGENT_DTYPE" not in (why_unfit("m", STORED, small[:1], "us-east") or ""), "it would not help"
+    assert why_unfit("m", STORED, [*small, ("L40S", room(257, "bfloat16"))], "us-east") is None
+    assert why_unfit("m", STORED, [], "us-east") is None, "nobody has joined"
