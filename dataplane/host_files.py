@@ -8,22 +8,20 @@ does not refuse to start: what is free is a matter of the machine and of the mom
 models that fit are served. One that never can fit fails by itself, with an error that names the limit.
 """
 
-import contextlib
 import fcntl
 import os
-import shutil
-import tempfile
 from pathlib import Path
-from typing import TextIO
 
 import structlog
 
 from dataplane.memory.model_cache import HostMemoryError, default_cache_folder, room_bytes
+from dataplane.private_folder import NotPrivateError, PrivateFolder
 from dataplane.settings import AgentSettings
 
 log = structlog.get_logger()
 
-_LOCK = "lock"
+_LOCK, _AGENT = "lock", "agent-"
+_MADE = os.O_RDWR | os.O_CREAT
 
 
 class HostFiles:
@@ -37,7 +35,8 @@ class HostFiles:
         self._settings = settings
         self._boot_id = boot_id
         self._files = 0
-        self._lock: TextIO | None = None
+        self._root: PrivateFolder | None = None
+        self._lock: int | None = None
         self._own = Path()
 
     @property
@@ -50,17 +49,18 @@ class HostFiles:
 
         Raises:
             HostMemoryError: the file system has no room for models beside the KV of the prefill slots.
+            NotPrivateError: the folder that the settings name, or something of the same name in it, is not ours alone.
         """
-        root = self._settings.cache_dir or default_cache_folder(_needed_bytes(self._settings), _temporary_folder())
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with (root / _LOCK).open("w") as lock:
+        given = self._settings.cache_dir
+        root = default_cache_folder(_needed_bytes(self._settings)) if given is None else _given_folder(given)
+        with root.opened(_LOCK, _MADE) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for folder in root.glob("agent-*"):
-                _remove_unless_held(folder)
-            self._own = root / f"agent-{self._boot_id}"
-            self.cache_bytes = self._fitting_cache_bytes(root)
-            self._own.mkdir(mode=0o700)
-            self._lock = (self._own / _LOCK).open("w")
+            for name in root.names():
+                if name.startswith(_AGENT):
+                    _remove_unless_held(root, name)
+            self._own = root.path / f"{_AGENT}{self._boot_id}"
+            self.cache_bytes = self._fitting_cache_bytes(root.path)
+            self._root, self._lock = root, root.inner(self._own.name).open(_LOCK, _MADE)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def new_kv_file(self, slot: int) -> Path:
@@ -70,10 +70,10 @@ class HostFiles:
 
     def close(self) -> None:
         """Remove the agent's folder."""
-        if self._lock is not None:
-            shutil.rmtree(self._own, ignore_errors=True)
-            self._lock.close()
-            self._lock = None
+        if self._root is not None and self._lock is not None:
+            self._root.remove_tree(self._own.name)
+            os.close(self._lock)
+            self._root = self._lock = None
 
     def _fitting_cache_bytes(self, root: Path) -> int:
         wanted_bytes = self._settings.cache_bytes
@@ -99,11 +99,21 @@ def _needed_bytes(settings: AgentSettings) -> int:
     return settings.cache_bytes + sum(settings.host_kv_bytes_of(slot) for slot in settings.slots)
 
 
-def _temporary_folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"tidepool-{os.getuid()}"
+def _given_folder(path: Path) -> PrivateFolder:
+    """The folder of the settings, which others may read as far as we let them, but not change."""
+    return PrivateFolder(path, readable=True)
 
 
-def _remove_unless_held(folder: Path) -> None:
-    with (folder / _LOCK).open("w") as lock, contextlib.suppress(BlockingIOError):
+def _remove_unless_held(root: PrivateFolder, name: str) -> None:
+    try:
+        lock = root.inner(name).open(_LOCK, _MADE)
+    except NotPrivateError as error:
+        log.warning("left alone", reason=error.message)
+        return
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
+        root.remove_tree(name)
+    except BlockingIOError:
+        return  # its agent lives
+    finally:
+        os.close(lock)

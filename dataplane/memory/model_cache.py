@@ -16,6 +16,7 @@ import hashlib
 import mmap
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dataplane.errors import DataplaneError
+from dataplane.private_folder import PrivateFolder, find_folder, make_folder
 
 _COMPLETE = ".model"
 _FILLING = ".filling"
@@ -76,28 +78,32 @@ def choose_cache_evictions(
     return tuple(chosen) if excess_bytes <= 0 else None
 
 
-def default_cache_folder(capacity_bytes: int, otherwise: Path) -> Path:
-    """This user's folder in shared memory if it can grow to `capacity_bytes`, else the folder `otherwise`."""
-    folder = _SHARED_MEMORY / f"tidepool-models-{os.getuid()}"
-    if not os.path.ismount(_SHARED_MEMORY) or (folder.exists() and folder.stat().st_uid != os.getuid()):
-        return otherwise
-    return folder if room_bytes(_SHARED_MEMORY, folder) >= capacity_bytes else otherwise
+def default_cache_folder(capacity_bytes: int) -> PrivateFolder:
+    """This user's folder in shared memory if it can grow to `capacity_bytes`, else the one for temporary files."""
+    if os.path.ismount(_SHARED_MEMORY):
+        name = f"tidepool-models-{os.geteuid()}"
+        ours = find_folder(_SHARED_MEMORY, name)
+        if room_bytes(_SHARED_MEMORY, None if ours is None else ours.path) >= capacity_bytes:
+            return ours or make_folder(_SHARED_MEMORY, name)
+    parent, name = Path(tempfile.gettempdir()), f"tidepool-{os.geteuid()}"
+    return find_folder(parent, name) or make_folder(parent, name)
 
 
-def room_bytes(present: Path, folder: Path) -> int:
+def room_bytes(present: Path, folder: Path | None) -> int:
     """Bytes that `folder` could hold now: what it holds, and what is free in its file system, that of `present`."""
     held_bytes = 0
-    for path, _, names in os.walk(folder):
+    for path, _, names in () if folder is None else os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):
-                held_bytes += (Path(path) / name).stat().st_blocks * 512
+                held_bytes += (Path(path) / name).lstat().st_blocks * 512
     return _free_bytes(present) + held_bytes
 
 
 class CachedModel:
     """A complete model file, mapped. Nobody evicts it until it is released and no tensor lies over it any more."""
 
-    def __init__(self, file: Path, mapping: mmap.mmap) -> None:
+    def __init__(self, folder: PrivateFolder, file: str, mapping: mmap.mmap) -> None:
+        self._folder = folder
         self._file = file
         self._view: memoryview | None = memoryview(mapping)
 
@@ -114,17 +120,21 @@ class CachedModel:
         """Give the file back. Twice does no harm."""
         if self._view is not None:
             self._view = None
-            with suppress(FileNotFoundError):
-                _touch(self._file)
+            with suppress(FileNotFoundError), self._folder.opened(self._file, os.O_RDWR) as descriptor:
+                _touch(descriptor)
 
 
 class ModelCache:
     """Files of one folder, at most `capacity_bytes` together, shared by the processes and threads of a node."""
 
     def __init__(self, folder: Path, capacity_bytes: int) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Open the folder, made if it is missing.
+
+        Raises:
+            NotPrivateError: it is not this user's alone.
+        """
         self.capacity_bytes = capacity_bytes
-        self._folder = folder
+        self._folder = PrivateFolder(folder)
 
     @property
     def used_bytes(self) -> int:
@@ -141,14 +151,14 @@ class ModelCache:
             OSError: the file system fails in another way.
         """
         assert size_bytes > 0, f"{key} has no bytes"
-        complete = self._folder / f"{_stem(key)}-{size_bytes}{_COMPLETE}"
-        partial = complete.with_suffix(_FILLING)
+        stem = f"{_stem(key)}-{size_bytes}"
+        complete, partial = f"{stem}{_COMPLETE}", f"{stem}{_FILLING}"
         while True:
             with self._locked():
-                if complete.exists():
+                if self._folder.has(complete):
                     return self._map_complete(complete)
-                begin = not (partial.exists() and _held(partial))
-                descriptor = self._begin(key, size_bytes, partial) if begin else os.open(partial, os.O_RDWR)
+                begin = not (self._folder.has(partial) and self._held(partial))
+                descriptor = self._begin(key, size_bytes, partial) if begin else self._folder.open(partial, os.O_RDWR)
             if begin:
                 return self._fill(key, descriptor, partial, complete, fill)
             with _closing(descriptor):
@@ -156,48 +166,49 @@ class ModelCache:
 
     def want_room(self) -> None:
         """Ask the other slots of the node to let go of files that they can spare."""
-        (self._folder / _WANTED).write_text(str(os.getpid()))
+        with self._folder.opened(_WANTED, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as descriptor:
+            os.write(descriptor, str(os.getpid()).encode())
 
     def room_is_wanted(self) -> bool:
         """Whether another slot asked for room a moment ago."""
-        wanted = self._folder / _WANTED
-        with suppress(OSError):
-            return time.time() - wanted.stat().st_mtime < _WANTED_S and wanted.read_text() != str(os.getpid())
+        with suppress(OSError), self._folder.opened(_WANTED, os.O_RDONLY) as descriptor:
+            recent = time.time() - os.fstat(descriptor).st_mtime < _WANTED_S
+            return recent and os.read(descriptor, 32) != str(os.getpid()).encode()
         return False
 
-    def _map_complete(self, file: Path) -> CachedModel:
-        descriptor = os.open(file, os.O_RDWR)
-        with _closing(descriptor):
+    def _map_complete(self, file: str) -> CachedModel:
+        with self._folder.opened(file, os.O_RDWR) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-            _touch(file)
-            return CachedModel(file, mmap.mmap(descriptor, 0))
+            _touch(descriptor)
+            return CachedModel(self._folder, file, mmap.mmap(descriptor, 0))
 
-    def _begin(self, key: str, size_bytes: int, partial: Path) -> int:
+    def _begin(self, key: str, size_bytes: int, partial: str) -> int:
         """Make room, and a file of that size that this descriptor has locked."""
-        partial.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            self._folder.remove(partial)
         self._make_room(key, size_bytes)
-        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = self._folder.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.ftruncate(descriptor, size_bytes)
         return descriptor
 
     def _fill(
-        self, key: str, descriptor: int, partial: Path, complete: Path, fill: Callable[[memoryview], None]
+        self, key: str, descriptor: int, partial: str, complete: str, fill: Callable[[memoryview], None]
     ) -> CachedModel:
         with _closing(descriptor):
             try:
-                mapping = self._reserve(key, descriptor, partial.name)
+                mapping = self._reserve(key, descriptor, partial)
                 fill(memoryview(mapping))
                 os.fsync(descriptor)
             except BaseException:
                 with self._locked():
-                    partial.unlink()
+                    self._folder.remove(partial)
                 raise
             with self._locked():
-                partial.rename(complete)
+                self._folder.rename(partial, complete)
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
-                _touch(complete)
-            return CachedModel(complete, mapping)
+                _touch(descriptor)
+            return CachedModel(self._folder, complete, mapping)
 
     def _reserve(self, key: str, descriptor: int, partial: str) -> mmap.mmap:
         """Map the file once it has all its pages: writing to a page that cannot be had would kill the process."""
@@ -206,10 +217,10 @@ class ModelCache:
             with self._locked():
                 files = [file for file in self._files() if file.name != partial]
                 spare = [file for file in files if not file.held]
-                lack_bytes = size_bytes - os.fstat(descriptor).st_blocks * 512 - _free_bytes(self._folder)
+                lack_bytes = size_bytes - os.fstat(descriptor).st_blocks * 512 - _free_bytes(self._folder.path)
                 if not spare or lack_bytes > sum(file.size_bytes for file in spare):
-                    raise _no_room(key, size_bytes, f"on the file system of {self._folder}", lack_bytes, files)
-                (self._folder / min(spare, key=_last_use).name).unlink()
+                    raise _no_room(key, size_bytes, f"on the file system of {self._folder.path}", lack_bytes, files)
+                self._folder.remove(min(spare, key=_last_use).name)
         return mmap.mmap(descriptor, size_bytes)
 
     def _make_room(self, key: str, size_bytes: int) -> None:
@@ -218,34 +229,37 @@ class ModelCache:
         evictions = choose_cache_evictions(files, size_bytes, self.capacity_bytes)
         if evictions is None:
             held_bytes = sum(file.size_bytes for file in files if file.held)
-            where = f"in the model cache {self._folder} of {self.capacity_bytes} bytes"
+            where = f"in the model cache {self._folder.path} of {self.capacity_bytes} bytes"
             raise _no_room(key, size_bytes, where, held_bytes + size_bytes - self.capacity_bytes, files)
         for name in evictions:
-            (self._folder / name).unlink()
+            self._folder.remove(name)
 
     def _remove_stale(self) -> None:
-        for file in self._folder.glob(f"*{_FILLING}"):
-            if not _held(file):
-                file.unlink()
+        for name in self._folder.names():
+            if name.endswith(_FILLING) and not self._held(name):
+                self._folder.remove(name)
 
     def _files(self) -> list[CachedFile]:
         return [
-            CachedFile(name=file.name, size_bytes=size_bytes, used_s=used_s, held=_held(file))
-            for file, size_bytes, used_s in self._list()
+            CachedFile(name=name, size_bytes=size_bytes, used_s=used_s, held=self._held(name))
+            for name, size_bytes, used_s in self._list()
         ]
 
-    def _list(self) -> Iterator[tuple[Path, int, float]]:
+    def _list(self) -> Iterator[tuple[str, int, float]]:
         """Files with size in bytes and time of last use; files that vanish meanwhile are left out."""
-        for file in self._folder.iterdir():
-            if file.suffix in {_COMPLETE, _FILLING}:
+        for name in self._folder.names():
+            if name.endswith((_COMPLETE, _FILLING)):
                 with suppress(FileNotFoundError):
-                    stat = file.stat()
-                    yield file, stat.st_size, stat.st_mtime
+                    stat = self._folder.stat(name)
+                    yield name, stat.st_size, stat.st_mtime
+
+    def _held(self, name: str) -> bool:
+        with self._folder.opened(name, os.O_RDWR) as descriptor:
+            return not _try_lock(descriptor, fcntl.LOCK_EX)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        descriptor = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        with _closing(descriptor):
+        with self._folder.opened("lock", os.O_RDWR | os.O_CREAT) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
 
@@ -283,8 +297,8 @@ def _allocated(descriptor: int, size_bytes: int) -> bool:
     return True
 
 
-def _touch(file: Path) -> None:
-    os.utime(file, ns=(time.time_ns(), time.time_ns()))
+def _touch(descriptor: int) -> None:
+    os.utime(descriptor, ns=(time.time_ns(), time.time_ns()))
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:
@@ -293,12 +307,6 @@ def _try_lock(descriptor: int, kind: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _held(file: Path) -> bool:
-    descriptor = os.open(file, os.O_RDWR)
-    with _closing(descriptor):
-        return not _try_lock(descriptor, fcntl.LOCK_EX)
 
 
 @contextmanager

@@ -33,7 +33,11 @@ def host_memory(size_bytes: int, file: Path | None) -> torch.Tensor:
     """
     if file is None:
         return torch.empty(size_bytes, dtype=torch.uint8)
-    with file.open("r+b" if size_bytes == 0 else "x+b") as opened:
+    with open(file, "r+b" if size_bytes == 0 else "x+b", opener=_no_link) as opened:
         if size_bytes:
             os.posix_fallocate(opened.fileno(), 0, size_bytes)  # a full file system must say so now
         return torch.frombuffer(mmap.mmap(opened.fileno(), 0), dtype=torch.uint8)
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)

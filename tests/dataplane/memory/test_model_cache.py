@@ -282,10 +282,12 @@ def test_room_is_what_is_free_and_what_is_ours(tmp_path: Path) -> None:
     assert room_bytes(tmp_path, ours) - room_bytes(tmp_path, tmp_path / "none") >= 2**19
 
 
-def test_shared_memory_is_the_default_where_it_has_room(tmp_path: Path) -> None:
-    assert default_cache_folder(2**60, tmp_path) == tmp_path
-    shared = Path("/dev/shm") / f"tidepool-models-{os.getuid()}"
-    assert default_cache_folder(1, tmp_path) == (shared if os.path.ismount("/dev/shm") else tmp_path)
+def test_shared_memory_is_the_default_where_it_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert default_cache_folder(2**60).path == tmp_path / f"tidepool-{os.geteuid()}"
+    shared = Path("/dev/shm") / f"tidepool-models-{os.geteuid()}"
+    folder = default_cache_folder(1).path
+    assert folder == (shared if os.path.ismount("/dev/shm") else tmp_path / f"tidepool-{os.geteuid()}")
 
 
 @given(
