@@ -65,7 +65,7 @@ def note_failure(session: Session, batch_id: str, due: Due, *, reason: str, coun
 def give_up(session: Session, batch: Batch, due: Due, *, reason: str) -> None:
     """End a batch that cannot be taken further. The requests and results that it has are kept."""
     what = "validated, and nothing of it ran" if due == Due.VALIDATION else "finalized"
-    message = f"the batch could not be {what}: {reason} (attempts: {batch.attempts})"
+    message = f"the batch could not be {what}: {reason}"
     fail_batch(session, batch, [BatchError(code="attempts_exhausted", message=message)])
 
 

@@ -218,6 +218,7 @@ def _explained() -> Iterator[None]:
     from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - heavy
 
     from controlplane.errors import InvalidValueError, SchemaError  # noqa: PLC0415 - heavy
+    from dataplane.errors import DataplaneError  # noqa: PLC0415 - heavy
     from dataplane.masked import mask  # noqa: PLC0415 - heavy
     from dataplane.tracing import TracingError  # noqa: PLC0415 - heavy
     from ops.home import EmbeddedError  # noqa: PLC0415 - heavy
@@ -230,7 +231,15 @@ def _explained() -> Iterator[None]:
         name, *place = map(str, first["loc"] or ("*",))
         setting = ".".join([prefix + name.upper(), *place])
         raise CommandError(f"setting {setting}: {first['msg'].removeprefix('Value error, ')}") from error
-    except (EmbeddedError, SupervisorError, TracingError, InvalidValueError, SchemaError, OSError) as error:
+    except (
+        EmbeddedError,
+        SupervisorError,
+        TracingError,
+        InvalidValueError,
+        SchemaError,
+        DataplaneError,
+        OSError,
+    ) as error:
         raise CommandError(mask(str(error))) from error
     except SQLAlchemyError as error:
         raise CommandError(mask(f"the database: {str(error).splitlines()[0]}")) from error

@@ -1,6 +1,8 @@
 """Folders under names that others can guess: nothing of ours is reached over what they made first."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,6 +104,28 @@ def test_a_folder_of_the_settings_that_is_not_ours_is_refused(
     with pytest.raises(NotPrivateError, match=says):
         ModelCache(tmp_path / "cache", 100)
     assert victim.read_text() == "precious"
+
+
+def test_an_agent_that_may_not_use_its_folder_says_so_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    changes = {
+        "NODE": "n1",
+        "REGION": "r",
+        "GPU_TYPE": "H800",
+        "NODE_KEY": "k",
+        "ENGINE": "replay",
+        "PORT": "0",
+        "SLOTS": '[{"gpus": 1, "memory_bytes": 80000000000}]',
+        "CACHE_DIR": str(tmp_path / "cache"),
+    }
+    environment = {**os.environ, **{f"TIDEPOOL_AGENT_{name}": value for name, value in changes.items()}}
+    run = subprocess.run(
+        [sys.executable, "-m", "ops.cli", "agent"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 1
+    assert "Traceback" not in run.stderr
+    assert run.stderr.splitlines()[-1].endswith("chmod 700 it, or name another folder (TIDEPOOL_AGENT_CACHE_DIR)")
 
 
 def test_a_folder_of_the_settings_may_be_readable_and_what_is_in_it_is_not(tmp_path: Path) -> None:
