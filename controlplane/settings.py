@@ -164,6 +164,7 @@ class Settings(BaseSettings):
     plan_forecasts_s: float = Field(120.0, gt=0, description="seconds a plan takes to make late forecasts itself")
     plan_forecasts_max: int = Field(50, ge=0, description="late series that a plan forecasts itself, the busiest first")
     forecast_task_series_max: int = Field(50, ge=1, description="series that one task forecasts, one after another")
+    event_keep_days: int = Field(14, ge=1, description="forget older events of instances, nodes and plans")
     usage_keep_days: int = Field(400, ge=2, description="forget older usage of tenants")
     plan_keep_days: int = Field(90, ge=2, description="forget plans that ended and are older")
     pin_days_max: int = Field(90, ge=1, le=3650, description="the longest that a pin may last")

@@ -12,6 +12,7 @@ from ops.commands import (
     batches,
     deletes,
     demand,
+    events,
     faults,
     fleet,
     forecast_backtest,
@@ -49,6 +50,7 @@ processes.register(app)
 app.command("init")(init.init)
 app.command("status")(fleet.show_status)
 app.command("top")(top.show_top)
+app.command("events")(events.show_events)
 app.command("audit")(audit.show_audit)
 app.command("usage")(usage.show_usage)
 app.command("logs")(logs.show_logs)

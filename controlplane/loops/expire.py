@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from controlplane.settings import Settings
 from controlplane.store.blobs import BlobStore
 from controlplane.store.demand import forget_demand
+from controlplane.store.events import forget_events, note_lost
 from controlplane.store.files import expire_files, known_files
 from controlplane.store.instances import forget_stopped, lose_silent_nodes
 from controlplane.store.keys import forget_answers
@@ -37,6 +38,7 @@ def expire(database: Database, blobs: BlobStore, settings: Settings, *, now_s: f
         silent = lose_silent_nodes(
             session, silent_s=_NODE_LOST_S, heard_s=settings.heartbeat_stale_s, grace_s=_NODE_GRACE_S
         )
+        note_lost(session, silent)
         if settings.demand_keep_days is not None:
             forget_demand(session, before_s=int(now_s) - settings.demand_keep_days * _DAY_S)
         forget_stopped(session, keep_s=settings.instance_keep_days * _DAY_S)
@@ -49,11 +51,12 @@ def expire(database: Database, blobs: BlobStore, settings: Settings, *, now_s: f
 
 def sweep(database: Database, blobs: BlobStore, settings: Settings, *, now_s: float) -> int:
     """Delete bytes that no row knows of, a day after they were written: what uploads and crashes left behind; and
-    plans, forecasts and usage that are too old.
+    plans, forecasts, events and usage that are too old.
     """
     with database.transaction() as session:
         forget_plans(session, keep_s=settings.plan_keep_days * _DAY_S)
         forget_forecasts(session, before_s=int(now_s) - settings.forecast_keep_days * _DAY_S)
+        forget_events(session, keep_s=settings.event_keep_days * _DAY_S)
         add_up_usage(session, older_s=_DAY_S, keep_s=settings.usage_keep_days * _DAY_S)
     old = blobs.older_than(_ORPHAN_S)
     with database.transaction() as session:

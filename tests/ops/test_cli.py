@@ -381,6 +381,26 @@ def test_the_audit_is_filtered(served: Run) -> None:
     assert served("audit", "--since", "noon").status == 2
 
 
+def test_events_tell_what_became_of_nodes(served: Run, database: Database) -> None:
+    served("region", "add", "us-east")
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
+    slots = (SlotSpec(gpus=8, memory_bytes=2**30),)
+    with database.transaction() as session:
+        for name in ("n-1", "n-2"):
+            url = "http://127.0.0.1:1"
+            join = Join(node=name, region="us-east", gpu_type="H800", url=url, slots=slots, engine="replay")
+            join_node(session, join)
+    served("node", "drain", "n-1")
+
+    def what(*options: object) -> list[str]:
+        return [f"{row['subject']} {row['what']}" for row in served("events", *options, "--json").json["data"]]
+
+    assert what() == ["n-1 draining", "n-2 joined", "n-1 joined"]
+    assert what("--node", "n-1", "--what", "joined") == ["n-1 joined"]
+    assert what("--kind", "plan") == what("--since", "2999-01-01") == []
+    assert "H800 at http://127.0.0.1:1" in served("events", "--subject", "n-2").out
+
+
 def test_usage_is_added_up(served: Run, database: Database) -> None:
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     with database.transaction() as session:

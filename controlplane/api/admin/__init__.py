@@ -6,6 +6,7 @@ from fastapi.routing import APIRoute
 from controlplane.api.admin import (
     deletions,
     demand,
+    events,
     forecasts,
     instances,
     keys,
@@ -32,6 +33,6 @@ def _operation_id(route: APIRoute) -> str:
 router = APIRouter(prefix="/admin", responses=PROBLEMS, generate_unique_id_function=_operation_id)
 for part in (
     *(status, live_status, regions, nodes, models, instances, spot, deletions),
-    *(demand, forecasts, plans, pins, keys, tenants, usage),
+    *(demand, forecasts, plans, pins, keys, tenants, usage, events),
 ):
     router.include_router(part.router)
