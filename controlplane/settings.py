@@ -135,6 +135,7 @@ class Settings(BaseSettings):
     engine_retry_max_s: float = Field(86_400.0, gt=0, description="... longer each time, up to this")
     scale_every_s: float = Field(15.0, gt=0)
     expire_every_s: float = Field(30.0, gt=0)
+    pulse_every_s: float = Field(15.0, gt=0, description="how often workers, beat and dispatchers note that they work")
 
     forecast_history_s: int = Field(7 * 86_400, ge=3600)
     demand_keep_days: int | None = Field(None, ge=8, description="forget older demand; none: keep all")

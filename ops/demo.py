@@ -161,4 +161,4 @@ def _batch_line(number: int, model: str) -> str:
 
 
 def _ready(demo: Demo) -> list[dict[str, Any]]:
-    return [row for row in live_instances(demo.admin) if row["observed"] == "ready"]
+    return [row for row in live_instances(demo.admin) if row["state"] == "ready"]

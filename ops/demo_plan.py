@@ -95,7 +95,7 @@ def _follow(demo: Demo) -> None:
         planned, live = _plan_in_force(demo), live_instances(demo.admin)
         if any(row["desired"] == "draining" for row in live):
             return 0
-        ready = Counter((row["model"], row["region"]) for row in live if row["observed"] == "ready")
+        ready = Counter((row["model"], row["region"]) for row in live if row["state"] == "ready")
         return sum(ready[cell] == planned.get(cell, 0) for cell in cells)
 
     demo.wait("endpoints as planned", len(cells), matching)

@@ -131,7 +131,7 @@ class ReplayStack:
         while True:
             query = {"live_only": True, "limit": 100} | ({"after": after} if after else {})
             page = await self.admin("GET", "/admin/instances", params=query)
-            ready |= {(row["model"], row["region"]) for row in page["data"] if row["observed"] == "ready"}
+            ready |= {(row["model"], row["region"]) for row in page["data"] if row["state"] == "ready"}
             if not page["has_more"]:
                 return len(ready)
             after = page["next"]

@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ops.commands.api import Api, CommandError
+from ops.commands.health import health_causes, loops_words
 from ops.commands.screen import unplaced_words
 
-STATES = ("ready", "loading", "draining", "spot", "failed")
+STATES = ("ready", "loading", "draining", "spot", "failed", "lost")
 BUSY, FULL = 0.5, 0.7
 """Utilization from which an endpoint is shown yellow, and red: where routing prefers other regions."""
 ROWS_MAX = 30
@@ -22,6 +23,7 @@ _ROWS_MIN = 3
 _UNPLACED_MAX = 3
 _DROPPED_FIRST = ("load", "tokens left")
 """Columns that a narrow terminal goes without."""
+_STYLES = {"ok": "green", "degraded": "yellow", "unavailable": "red"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ def take_snapshot(api: Api, url: str) -> Snapshot:
     return Snapshot(
         at_s=time.time(),
         url=url,
-        ready=ask("readiness", lambda: api.get("/readyz")),
+        ready=ask("readiness", lambda: api.probe("/readyz")),
         status=ask("fleet", lambda: api.get("/admin/status")),
         live=ask("endpoints", lambda: api.get("/admin/status/live")),
         away=away,
@@ -71,12 +73,12 @@ def screen(snapshot: Snapshot, *, width: int, height: int | None = None) -> Rend
     """The whole picture in `width` columns; parts that are away say so. `height`: the lines there are; regions,
     endpoints and queues share what the rest leaves, and say how many more there are. None: as many as it takes.
     """
-    head: list[Text] = [_head(snapshot)]
+    head = _head(snapshot)
     head += [Text(f"{part}: {why}", style="red") for part, why in snapshot.away.items()]
     if snapshot.live is not None and not snapshot.live["view_fresh"]:
         head.append(Text("the live view is old: Redis is away; the last copy is shown", style="red"))
     if snapshot.status is not None:
-        head += _plan(snapshot.status) + _unplaced(snapshot.status)
+        head += [_loops(snapshot.status), *_plan(snapshot.status), *_unplaced(snapshot.status)]
     rows = _rows(snapshot, None if height is None else height - len(head))
     tables: list[Table] = []
     if snapshot.status is not None:
@@ -114,10 +116,18 @@ def _rows(snapshot: Snapshot, lines: int | None) -> _Rows:
     return _Rows(regions=regions, endpoints=max(1, min(endpoints, free - regions - queues)), queues=queues)
 
 
-def _head(snapshot: Snapshot) -> Text:
+def _head(snapshot: Snapshot) -> list[Text]:
     at = time.strftime("%H:%M:%S", time.gmtime(snapshot.at_s))
     words = Text(f"tidepool {snapshot.url}  {at}Z  ", style="bold")
-    return words.append("ready" if snapshot.ready else "not ready", style="green" if snapshot.ready else "red")
+    if snapshot.ready is None:
+        return [words.append("health unknown", style="red")]
+    style = _STYLES[snapshot.ready["status"]]
+    lines = [words.append(snapshot.ready["status"], style=style)]
+    return [*lines, _line(causes, style)] if (causes := health_causes(snapshot.ready)) else lines
+
+
+def _line(words: str, style: str = "") -> Text:
+    return Text(words, style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _table(texts: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
@@ -128,6 +138,11 @@ def _table(texts: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
     for header in numbers:
         table.add_column(header, justify="right", no_wrap=True)
     return table
+
+
+def _loops(status: Mapping[str, Any]) -> Text:
+    late = any(loop["late"] for loop in status["loops"])
+    return _line(f"last success: {loops_words(status['loops'])}", "red" if late else "")
 
 
 def _titled(title: str, count: int, shown: int) -> str:
@@ -151,7 +166,7 @@ def _plan(status: Mapping[str, Any]) -> list[Text]:
     running = f"{status['requests_waiting']} requests waiting, {status['requests_running']} running"
     words = "none" if plan is None else f"{plan['id']} ({plan['status']}), {plan['reason']}"
     lines = (f"plan in force: {words}", f"batches: {batches}; {running}")
-    return [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
+    return [_line(line) for line in lines]
 
 
 def _unplaced(status: Mapping[str, Any]) -> list[Text]:
@@ -160,7 +175,7 @@ def _unplaced(status: Mapping[str, Any]) -> list[Text]:
     words = [f"not placed: {row['model']} in {row['region']}: {unplaced_words(row)}" for row in rows[:_UNPLACED_MAX]]
     if len(rows) > _UNPLACED_MAX:
         words.append(f"not placed: {len(rows) - _UNPLACED_MAX} more, see tidepool status")
-    return [Text(line, style="red", no_wrap=True, overflow="ellipsis") for line in words]
+    return [_line(line, "red") for line in words]
 
 
 def _objectives(live: Mapping[str, Any]) -> Table:

@@ -81,7 +81,7 @@ def _unserved(api: Api) -> list[str]:
 def _reasons(api: Api, models: list[str]) -> str:
     """What instances of these models wait for."""
     rows = api.pages("/admin/instances", live_only=True)["data"]
-    late = [row for row in rows if row["model"] in models and row["observed"] != "ready"]
+    late = [row for row in rows if row["model"] in models and row["state"] != "ready"]
     return ", ".join(sorted({row["error"] or row["waits_for"] or "its node was not heard of yet" for row in late})) or (
         "no instance is placed yet"
     )

@@ -2,24 +2,77 @@
 
 Interactive requests need a view, a catalog and a key, not the servers these came from: while Postgres or Redis is away,
 a gateway that has them goes on for minutes and stays ready. What needs Postgres, the Batch API above all, answers 503.
+`read_health` is the one verdict on the system: probes, `/admin/status` and with it the command line, and metrics.
 """
 
-import contextlib
 from collections.abc import Callable
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, TypeVar
 
 import anyio
 import anyio.to_thread
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Depends, Response
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import SQLAlchemyError
 
 from controlplane.api.state import State, StateDep
 from controlplane.errors import SchemaError, UnavailableError
+from controlplane.loops.runs import loop_periods_s
+from controlplane.policies.readiness import (
+    Health,
+    HealthFacts,
+    HealthStatus,
+    LoopFacts,
+    choose_health,
+    choose_late_loops,
+)
+from controlplane.store.fleet import lost_nodes
+from controlplane.store.loop_runs import read_loop_runs
 from controlplane.store.schema import check_schema
 
 router = APIRouter(tags=["health"])
 _ANSWERS_WITHIN_S = 2.0
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """What Postgres knows of the system's health: its own Unix time, the loops' runs, and nodes that are lost; or only
+    what is wrong with its schema.
+    """
+
+    now_s: float = 0.0
+    loops: tuple[LoopFacts, ...] = ()
+    lost: tuple[str, ...] = ()
+    schema_fault: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemHealth:
+    """The verdict, and what it rests on; `stored` is empty while Postgres is away."""
+
+    verdict: Health
+    stored: Stored
+
+
+async def read_health(state: StateDep) -> SystemHealth:
+    """Ask both servers, each for two seconds at most, and judge."""
+    stored = await _answer(lambda: _read_stored(state), state.postgres_probes)
+    redis = await _answer(lambda: _ping(state), state.redis_probes)
+    away = [name for name, answer in (("postgres", stored), ("redis", redis)) if answer is None]
+    missing = [*(["draining"] if state.draining else []), *state.fleet.missing()]
+    if stored is None and not state.keys.knows_any():
+        missing.append("keys")
+    told = stored or Stored()
+    if told.schema_fault is not None:
+        missing.append(told.schema_fault)
+    late = choose_late_loops(told.loops, told.now_s, loop_periods_s(state.settings))
+    verdict = choose_health(HealthFacts(missing=tuple(missing), away=tuple(away), late=late, lost=told.lost))
+    return SystemHealth(verdict=verdict, stored=told)
+
+
+HealthDep = Annotated[SystemHealth, Depends(read_health)]
 
 
 @router.get("/livez")
@@ -37,38 +90,44 @@ async def health(state: StateDep) -> Response:
 
 
 @router.get("/readyz", responses={503: {"description": "it cannot serve; the body says what is missing"}})
-async def readyz(state: StateDep) -> JSONResponse:
-    """Whether this process can serve interactive requests; what it lacks for that, and which server is away."""
-    asked = {"postgres": state.database.ping, "redis": state.live.ping}
-    away = [name for name, ask in asked.items() if not await _answers(ask, state.probe_threads)]
-    missing = [*(["draining"] if state.draining else []), *state.fleet.missing()]
-    if "postgres" not in away and not state.schema_fits:
-        missing += await _schema_fault(state)
-    if "postgres" in away and not state.keys.knows_any():
-        missing.append("keys")
-    status = "unavailable" if missing else "degraded" if away else "ok"
-    body: dict[str, Any] = {"status": status, "missing": missing, "away": away}
-    return JSONResponse(body, status_code=503 if missing else 200)
+async def readyz(health: HealthDep) -> JSONResponse:
+    """Whether this process can serve interactive requests: what it lacks for that, which servers are away, which loops
+    are late and which nodes with instances are lost. Only what is missing makes it 503.
+    """
+    unavailable = health.verdict.status == HealthStatus.UNAVAILABLE
+    return JSONResponse(asdict(health.verdict), status_code=503 if unavailable else 200)
 
 
 @router.get("/metrics", response_class=Response)
-async def metrics(state: StateDep) -> Response:
+async def metrics(state: StateDep, health: HealthDep) -> Response:
     """Prometheus metrics."""
+    state.metrics.show_loops(health.stored.loops, late=health.verdict.late)
     return Response(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _schema_fault(state: State) -> list[str]:
-    """What is wrong with the database's schema. One that fits is not looked at again."""
+def _read_stored(state: State) -> Stored:
+    if not state.schema_fits:  # one that fits is not looked at again
+        try:
+            check_schema(state.database)
+        except SchemaError as error:
+            return Stored(schema_fault=error.message)
+        state.schema_fits = True
+    with state.database.transaction() as session:
+        now_s, loops = read_loop_runs(session)
+        lost = lost_nodes(session, alive_s=state.settings.heartbeat_stale_s)
+    return Stored(now_s=now_s, loops=loops, lost=lost)
+
+
+def _ping(state: State) -> bool:
+    state.live.ping()
+    return True
+
+
+async def _answer(ask: Callable[[], Answer], threads: anyio.CapacityLimiter) -> Answer | None:
+    """What a server answers; None: nothing in time. One that hangs keeps its own threads, and no probe waits for it."""
     try:
-        state.schema_fits = await _answers(lambda: check_schema(state.database), state.probe_threads)
-    except SchemaError as error:
-        return [error.message]
-    return []
-
-
-async def _answers(ask: Callable[[], None], threads: anyio.CapacityLimiter) -> bool:
-    """Whether a server answers in time. One that hangs keeps threads of its own, and no probe waits for it."""
-    with anyio.move_on_after(_ANSWERS_WITHIN_S), contextlib.suppress(SQLAlchemyError, UnavailableError):
-        await anyio.to_thread.run_sync(ask, abandon_on_cancel=True, limiter=threads)
-        return True
-    return False
+        with anyio.move_on_after(_ANSWERS_WITHIN_S):
+            return await anyio.to_thread.run_sync(ask, abandon_on_cancel=True, limiter=threads)
+    except (SQLAlchemyError, UnavailableError):
+        return None
+    return None

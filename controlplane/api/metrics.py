@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from controlplane.policies.readiness import Loop, LoopFacts
+
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _LONG_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 
@@ -40,7 +42,23 @@ class Metrics:
             "tidepool_limits_local", "1 while limits are counted in this process alone.", registry=self._registry
         )
         self.streams = Gauge("tidepool_streams", "Requests being answered right now.", registry=self._registry)
+        self._loop_success_s = Gauge(
+            "tidepool_loop_last_success_timestamp_seconds",
+            "Unix time of a loop's last success.",
+            ("loop",),
+            registry=self._registry,
+        )
+        self._loop_late = Gauge(
+            "tidepool_loop_late", "1 while a loop has not succeeded for too long.", ("loop",), registry=self._registry
+        )
         self._flex_waiting = Gauge("tidepool_flex_waiting", "Flex requests in line.", registry=self._registry)
+
+    def show_loops(self, loops: tuple[LoopFacts, ...], *, late: tuple[Loop, ...]) -> None:
+        """Show when each loop last succeeded, as far as it ever did, and whether it is late."""
+        for facts in loops:
+            self._loop_late.labels(facts.loop).set(facts.loop in late)
+            if facts.last_success_s is not None:
+                self._loop_success_s.labels(facts.loop).set(facts.last_success_s)
 
     def watch_flex(self, waiting: Callable[[], int]) -> None:
         """Ask `waiting` for the length of the line whenever somebody looks."""

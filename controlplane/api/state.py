@@ -50,7 +50,8 @@ class State:
     limits: LimitKeeper
     usage: UsageCounter
     beats: BeatThreads = field(default_factory=BeatThreads)
-    probe_threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
+    postgres_probes: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
+    redis_probes: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
     draining: bool = False
     schema_fits: bool = False
     """Whether the database was seen with a schema that this version can use."""

@@ -1,9 +1,12 @@
-"""The dispatcher's process: four loops over the same parts. Any number may run; Postgres keeps them apart."""
+"""The dispatcher's process: loops over the same parts, and one that notes whether they succeed. Any number may run;
+Postgres keeps them apart.
+"""
 
 import asyncio
 import contextlib
 import functools
 import signal
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import anyio.to_thread
@@ -14,9 +17,12 @@ from sqlalchemy.exc import SQLAlchemyError
 from controlplane.agents import AgentClient
 from controlplane.dispatcher.finalize import FINALIZE
 from controlplane.dispatcher.ingest import VALIDATE
+from controlplane.dispatcher.outcomes import Outcomes
 from controlplane.dispatcher.release import Releaser
 from controlplane.dispatcher.steps import Stepper
 from controlplane.errors import TidepoolError
+from controlplane.loops.runs import note
+from controlplane.policies.readiness import Loop
 from controlplane.serving.demand import DemandCounter
 from controlplane.serving.fleet import FleetCache
 from controlplane.serving.send import Sender
@@ -40,16 +46,17 @@ class Dispatcher:
 
     async def run(self) -> None:
         """Validate, release, renew leases and finalize, each in its own loop."""
-        settings = self._settings
-        async with self._parts() as (database, blobs, releaser), asyncio.TaskGroup() as group:
+        settings, outcomes = self._settings, Outcomes()
+        async with self._parts() as (database, blobs, fleet, releaser), asyncio.TaskGroup() as group:
             for step, what in ((VALIDATE, "validate"), (FINALIZE, "finalize")):
                 steps = Stepper(step, database, blobs, settings)
-                group.create_task(_forever(functools.partial(_all_due, steps), _BATCHES_EVERY_S, what))
-            group.create_task(_forever(releaser.release, _RELEASE_EVERY_S, "release"))
-            group.create_task(_forever(releaser.renew, settings.niw_lease_s / 3, "renew"))
+                group.create_task(_forever(functools.partial(_all_due, steps), _BATCHES_EVERY_S, what, outcomes))
+            group.create_task(_forever(releaser.release, _RELEASE_EVERY_S, "release", outcomes))
+            group.create_task(_forever(releaser.renew, settings.niw_lease_s / 3, "renew", outcomes))
+            group.create_task(_noting(database, fleet, outcomes, settings.pulse_every_s))
 
     @contextlib.asynccontextmanager
-    async def _parts(self) -> AsyncGenerator[tuple[Database, BlobStore, Releaser], None]:
+    async def _parts(self) -> AsyncGenerator[tuple[Database, BlobStore, FleetCache, Releaser], None]:
         settings = self._settings
         database = Database(make_engine(settings))
         live = LiveStore(settings)
@@ -60,7 +67,7 @@ class Dispatcher:
         try:
             async with fleet.following(), demand.flushing():
                 try:
-                    yield database, open_blobs(settings), releaser
+                    yield database, open_blobs(settings), fleet, releaser
                 finally:
                     await releaser.stop()
         finally:
@@ -74,25 +81,32 @@ async def _all_due(steps: Stepper) -> None:
         pass
 
 
-async def _forever(work: Callable[[], Awaitable[None]], every_s: float, what: str) -> None:
+async def _noting(database: Database, fleet: FleetCache, outcomes: Outcomes, every_s: float) -> None:
+    """Note again and again whether the loops succeed, and where not, why."""
+    while True:
+        trouble = outcomes.trouble(time.monotonic()) if fleet.is_fresh() else "the live view is old"
+        await anyio.to_thread.run_sync(note, database, Loop.DISPATCHER, trouble)
+        await asyncio.sleep(every_s)
+
+
+async def _forever(work: Callable[[], Awaitable[None]], every_s: float, what: str, outcomes: Outcomes) -> None:
     """Do it again and again. While Postgres, Redis or the disk is away, say so once and try every second."""
-    down = False
+    outcomes.begin(what, time.monotonic())
     while True:
         try:
             await work()
         except (SQLAlchemyError, TidepoolError, OSError) as error:
-            if not down:
+            if outcomes.end(what, time.monotonic(), error):
                 log.warning("the dispatcher waits", what=what, error=f"{type(error).__name__}: {error}".splitlines()[0])
-            down = True
             await asyncio.sleep(_RETRY_AFTER_S)
             continue
-        except Exception:
+        except Exception as error:
+            outcomes.end(what, time.monotonic(), error)
             log.exception("a defect in the dispatcher", what=what)  # the other loops and batches go on
             await asyncio.sleep(_RETRY_AFTER_S)
             continue
-        if down:
+        if outcomes.end(what, time.monotonic()):
             log.info("the dispatcher goes on", what=what)
-        down = False
         await asyncio.sleep(every_s)
 
 

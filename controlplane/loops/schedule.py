@@ -2,7 +2,6 @@
 
 import functools
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,15 +17,21 @@ from controlplane.loops.expire import expire, sweep
 from controlplane.loops.forecast import forecast_one, series_to_forecast
 from controlplane.loops.measure import measure
 from controlplane.loops.plan import plan_hour
+from controlplane.loops.runs import note, noted
 from controlplane.loops.scale import scale
 from controlplane.policies.facts import Endpoint
+from controlplane.policies.lifecycle import PlanState
+from controlplane.policies.readiness import Loop
 from controlplane.settings import Settings
 from controlplane.store.blobs import BlobStore, open_blobs
 from controlplane.store.live import LiveStore
+from controlplane.store.plans import newest_scheduled
 from controlplane.store.session import Database, make_engine
 
 log = structlog.get_logger()
 _VISIBILITY_TIMEOUT_S = 3600
+_BROKER_TIMEOUT_S = 10
+"""A broker that does not answer within this is away."""
 MAIN_QUEUE, FORECAST_QUEUE = "tidepool", "forecasts"
 _FORECAST_TASKS = 256
 """Forecast tasks of an hour while they hold few series each: enough to keep that many workers busy."""
@@ -36,6 +41,12 @@ _FORECAST_TASKS = 256
 def process_settings() -> Settings:
     """The settings of this process, read once."""
     return Settings()
+
+
+def _pulse(process: Loop, queue: str, every_s: float) -> dict[str, object]:
+    """A task that proves, by being run, that the workers of a queue do their work."""
+    options = {"queue": queue, "expires": every_s}
+    return {"task": "pulse", "schedule": schedule(every_s), "args": (process,), "options": options}
 
 
 def _make_celery(settings: Settings) -> Celery:
@@ -52,10 +63,19 @@ def _make_celery(settings: Settings) -> Celery:
         task_time_limit=1000,
         worker_prefetch_multiplier=1,
         broker_connection_retry_on_startup=True,
-        broker_transport_options={"visibility_timeout": _VISIBILITY_TIMEOUT_S, "global_keyprefix": "tidepool:celery:"},
+        broker_connection_max_retries=None,
+        broker_transport_options={
+            "visibility_timeout": _VISIBILITY_TIMEOUT_S,
+            "global_keyprefix": "tidepool:celery:",
+            "socket_connect_timeout": _BROKER_TIMEOUT_S,
+            "socket_timeout": _BROKER_TIMEOUT_S,
+            "socket_keepalive": True,
+        },
         timezone="UTC",
         beat_scheduler="celery.beat:Scheduler",
         beat_schedule={
+            "pulse of workers": _pulse(Loop.WORKER, MAIN_QUEUE, settings.pulse_every_s),
+            "pulse of forecasters": _pulse(Loop.FORECASTER, FORECAST_QUEUE, settings.pulse_every_s),
             "measure": {"task": "measure", "schedule": crontab(), "options": {"expires": 55}},
             "forecast": {"task": "forecast", "schedule": crontab(minute="50"), "options": {"expires": 600}},
             "plan": {"task": "plan", "schedule": crontab(minute="58,3,8,13,18"), "options": {"expires": 600}},
@@ -105,10 +125,22 @@ def parts() -> Parts:
     )
 
 
+@celery.task(name="pulse")
+def run_pulse(process: str) -> None:
+    """Every 15 seconds, on each queue."""
+    note(parts().database, Loop(process))
+
+
+@signals.after_task_publish.connect(sender="pulse")
+def note_beat(**_: object) -> None:
+    """Beat has reached the broker."""
+    note(parts().database, Loop.BEAT)
+
+
 @celery.task(name="measure")
 def run_measure() -> None:
     """Every minute."""
-    with parts().database.transaction() as session:
+    with noted(parts().database, Loop.MEASURE), parts().database.transaction() as session:
         measure(session, parts().live, now_s=time.time())
 
 
@@ -116,10 +148,11 @@ def run_measure() -> None:
 def run_forecast(origin_s: int | None = None) -> None:
     """Every hour, ten minutes before it ends: tasks of some series each, as many at once as there are workers."""
     at_s = origin_s if origin_s is not None else int(time.time()) // 60 * 60
-    with parts().database.transaction() as session:
-        endpoints = series_to_forecast(session, origin_s=at_s, settings=parts().settings)
-    shares = share_out(endpoints, most=parts().settings.forecast_task_series_max)
-    group(run_forecast_some.s([(each.model, each.region) for each in share], at_s) for share in shares).apply_async()
+    with noted(parts().database, Loop.FORECAST):
+        with parts().database.transaction() as session:
+            endpoints = series_to_forecast(session, origin_s=at_s, settings=parts().settings)
+        shares = share_out(endpoints, most=parts().settings.forecast_task_series_max)
+        group(run_forecast_some.s([(e.model, e.region) for e in share], at_s) for share in shares).apply_async()
 
 
 def share_out(endpoints: Sequence[Endpoint], *, most: int) -> list[Sequence[Endpoint]]:
@@ -145,12 +178,18 @@ def run_forecast_some(series: list[tuple[str, str]], origin_s: int) -> None:
             return
         except Exception:
             log.exception("forecast failed", model=model, region=region, origin_s=origin_s)
+        note(parts().database, Loop.FORECASTER)  # pulses wait until all series are done
 
 
 @celery.task(name="plan")
 def run_plan() -> None:
     """Every hour, two minutes before it begins."""
-    plan_id = plan_hour(parts().database, parts().settings, now_s=time.time())
+    with noted(parts().database, Loop.PLAN) as run:
+        plan_id = plan_hour(parts().database, parts().settings, now_s=time.time())
+        with parts().database.transaction() as session:
+            newest = newest_scheduled(session)
+        if newest is not None and newest.id == plan_id and newest.state == PlanState.FAILED:
+            run.error = newest.reason
     if plan_id is not None:
         log.info("plan made", plan=plan_id)
         run_scale.delay()
@@ -159,7 +198,7 @@ def run_plan() -> None:
 @celery.task(name="scale")
 def run_scale() -> None:
     """Every 15 seconds, and after each plan."""
-    with parts().database.transaction() as session:
+    with noted(parts().database, Loop.SCALE), parts().database.transaction() as session:
         scaled = scale(session, parts().live, parts().settings, now_s=time.time())
     if changes := scaled.changes():
         log.info("scaled", **changes)
@@ -170,7 +209,8 @@ def run_scale() -> None:
 @celery.task(name="expire")
 def run_expire() -> None:
     """Every 30 seconds."""
-    expired = expire(parts().database, parts().blobs, parts().settings, now_s=time.time())
+    with noted(parts().database, Loop.EXPIRE):
+        expired = expire(parts().database, parts().blobs, parts().settings, now_s=time.time())
     if expired.leases or expired.requests:
         log.info("expired", leases=expired.leases, requests=expired.requests)
 
@@ -178,7 +218,8 @@ def run_expire() -> None:
 @celery.task(name="sweep")
 def run_sweep() -> None:
     """Every hour."""
-    swept = sweep(parts().database, parts().blobs, parts().settings, now_s=time.time())
+    with noted(parts().database, Loop.SWEEP):
+        swept = sweep(parts().database, parts().blobs, parts().settings, now_s=time.time())
     if swept:
         log.info("swept", blobs=swept)
 
@@ -192,25 +233,3 @@ def enqueue(task: str, **arguments: object) -> bool:
         log.warning("not enqueued", task=task, error=str(error))
         return False
     return True
-
-
-def serve_worker(queue: str = MAIN_QUEUE) -> None:
-    """Run a Celery worker until SIGTERM. Forecasts are long and many: workers of their own take them, so that scaling
-    and measuring never wait behind them.
-    """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    celery.worker_main(
-        [
-            "--quiet",
-            "worker",
-            "--concurrency=2",
-            "--without-gossip",
-            "--without-mingle",
-            f"--queues={queue}",
-        ]
-    )
-
-
-def serve_beat() -> None:
-    """Run the clock until SIGTERM."""
-    celery.start(["--quiet", "beat"])

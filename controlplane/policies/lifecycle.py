@@ -61,6 +61,15 @@ class BatchRequestState(StrEnum):
     CANCELLED = "cancelled"
 
 
+LOST = "lost"
+"""Shown in place of an instance's state while its node is not heard of: nobody knows what became of it."""
+
+
+def shown_state(observed: str, *, node_alive: bool) -> str:
+    """The state of an instance as everybody is shown it: what its node last said, while the node is heard of."""
+    return observed if node_alive or observed == InstanceState.STOPPED else LOST
+
+
 State = TypeVar("State", bound=StrEnum)
 Machine = Mapping[State, frozenset[State]]
 

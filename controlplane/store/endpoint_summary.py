@@ -9,15 +9,16 @@ from sqlalchemy import func, literal, select
 from sqlalchemy.orm import Session
 
 from controlplane.policies.facts import Endpoint, InstanceFacts
-from controlplane.policies.lifecycle import BatchState
+from controlplane.policies.lifecycle import BatchState, shown_state
 from controlplane.policies.routing import is_usable, utilization_of
 from controlplane.store.batch_tables import Batch, BatchModel, QueuedRequest
-from controlplane.store.tables import Desired, EndpointRow, Instance
+from controlplane.store.fleet import heard_of
+from controlplane.store.tables import Desired, EndpointRow, Instance, Node
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointSummary:
-    """A model in a region. `instances` are the live ones by observed state. `utilization` (SageServe 6.1) and
+    """A model in a region. `instances` are the live ones by shown state. `utilization` (SageServe 6.1) and
     `remaining_tokens` are over those that take requests and were heard of lately, `load` is that of their busiest node;
     None where there are none.
     """
@@ -36,11 +37,13 @@ def read_endpoints(
     """All endpoints by model and region; `facts` are the live view's instances."""
     states: dict[Endpoint, Counter[str]] = {}
     counted = (
-        select(Instance.model, Instance.region, Instance.observed, func.count())
+        select(Instance.model, Instance.region, Instance.observed, heard_of(stale_s).label("alive"), func.count())
+        .join(Node, Node.name == Instance.node)
         .where(Instance.desired != Desired.STOPPED)
-        .group_by(Instance.model, Instance.region, Instance.observed)
+        .group_by(Instance.model, Instance.region, Instance.observed, "alive")
     )
-    for model, region, state, count in session.execute(counted):
+    for model, region, observed, alive, count in session.execute(counted):
+        state = shown_state(observed, node_alive=alive)
         states.setdefault(Endpoint(model=model, region=region), Counter())[state] += count
     usable: dict[Endpoint, list[InstanceFacts]] = {}
     for instance in facts:

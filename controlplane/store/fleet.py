@@ -1,10 +1,10 @@
 """Regions, GPU types, nodes, models, profiles and endpoints. Every change bumps the fleet's index."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from sqlalchemy import delete, func, select, tuple_, update
+from sqlalchemy import ColumnElement, delete, false, func, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, InvalidValueError, NotFoundError
@@ -191,6 +191,24 @@ def load_catalog(session: Session) -> Catalog:
         nodes=dict(session.execute(select(Node.name, Node.url)).all()),
         latencies_ms=all_latencies(session),
     )
+
+
+def heard_of(within_s: float) -> ColumnElement[bool]:
+    """Whether a node was heard of in the last `within_s` seconds, on Postgres's clock: then it is alive."""
+    return func.coalesce(func.extract("epoch", func.clock_timestamp() - Node.last_seen_at) <= within_s, false())
+
+
+def alive_nodes(session: Session, nodes: Iterable[str], *, alive_s: float) -> frozenset[str]:
+    """Those of the nodes that were heard of in the last `alive_s` seconds."""
+    return frozenset(session.scalars(select(Node.name).where(Node.name.in_(list(nodes)), heard_of(alive_s))))
+
+
+def lost_nodes(session: Session, *, alive_s: float) -> tuple[str, ...]:
+    """Nodes that were not heard of in the last `alive_s` seconds and hold instances that are wanted or still draining,
+    by name.
+    """
+    holds = select(Instance.id).where(Instance.node == Node.name, Instance.desired != Desired.STOPPED).exists()
+    return tuple(session.scalars(select(Node.name).where(holds, ~heard_of(alive_s)).order_by(Node.name)))
 
 
 def touch_node(session: Session, name: str, *, leaving: bool = False) -> Node:

@@ -13,12 +13,11 @@ from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, InUseError, Use
 from controlplane.store.batch_tables import Batch, BatchModel
-from controlplane.store.fleet import bump_index, fleet_index, require
+from controlplane.store.fleet import alive_nodes, bump_index, fleet_index, require
 from controlplane.store.instances import LIVE, touch_generations
 from controlplane.store.key_tables import ApiKey
 from controlplane.store.plan_tables import Pin
 from controlplane.store.spot import ACTIVE
-from controlplane.store.summary import node_ages_s
 from controlplane.store.tables import (
     Base,
     Desired,
@@ -156,11 +155,8 @@ def delete_node(session: Session, name: str, *, alive_s: float) -> tuple[Node, l
         return _instances(session, here, then="drain the node, or use --drain")
 
     _refuse(f"node '{name}'", users())
-    age_s = node_ages_s(session, [name])[name]
-    if age_s is not None and age_s <= alive_s:
-        raise ConflictError(
-            f"node '{name}' was heard of {age_s:.0f} s ago: stop its agent first, or it would join again", param="node"
-        )
+    if alive_nodes(session, [name], alive_s=alive_s):
+        raise ConflictError(f"node '{name}' is alive: stop its agent first, or it would join again", param="node")
     keys = list(session.scalars(select(ApiKey).where(ApiKey.node == name, ApiKey.revoked_at.is_(None))))
     now = session.scalar(select(func.now()))
     for key in keys:

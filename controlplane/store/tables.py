@@ -78,13 +78,14 @@ class Desired(StrEnum):
 
 class Fleet(Base):
     """One row. `index` rises with every change that people or nodes make and a plan depends on, not with scaling;
-    whoever changes the fleet locks it.
+    whoever changes the fleet locks it. `created_at`: since when loops are expected to run.
     """
 
     __tablename__ = "fleet"
     __table_args__ = (CheckConstraint("id = 1", name="single"),)
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     index: Mapped[int] = mapped_column(server_default=text("0"))
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 class Region(Base):
@@ -203,6 +204,17 @@ class Profile(Base):
     load_time_s: Mapped[float]
     latency: Mapped[Json | None] = mapped_column(JSONB(none_as_null=True))
     engine_rates: Mapped[Json | None] = mapped_column(JSONB(none_as_null=True))
+
+
+class LoopRun(Base):
+    """When a loop last succeeded and last failed, and in which process (host:pid) it last ran."""
+
+    __tablename__ = "loop_runs"
+    loop: Mapped[str] = mapped_column(primary_key=True)
+    last_success_at: Mapped[datetime | None]
+    last_failure_at: Mapped[datetime | None]
+    last_error: Mapped[str | None]
+    last_process: Mapped[str]
 
 
 class EngineFailureRow(Base):

@@ -169,7 +169,7 @@ async def live(home: Path, requests: Sequence[Request], speed: float) -> tuple[l
 
             async def is_ready() -> bool:
                 rows = await asyncio.to_thread(live_instances, admin)
-                return len([row for row in rows if row["observed"] == "ready"]) == len(MODELS)
+                return len([row for row in rows if row["state"] == "ready"]) == len(MODELS)
 
             if not await wait_until(is_ready, READY_TIMEOUT_S):
                 raise TimeoutError(f"not every instance was ready after {READY_TIMEOUT_S:g} s")

@@ -54,6 +54,15 @@ class Api:
         """Read something; a query that is None is left out."""
         return self.send("GET", path, params={name: value for name, value in query.items() if value is not None})
 
+    def probe(self, path: str) -> Any:
+        """What a probe answers, be it yes or no.
+
+        Raises:
+            CommandError: the API is away.
+        """
+        with self._translated():
+            return self._client.get(path).json()
+
     def put(self, path: str, body: dict[str, Any]) -> Any:
         """Write something."""
         return self.send("PUT", path, json=body)

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from ops.commands.api import connected
+from ops.commands.health import health_causes, loops_words
 from ops.commands.screen import (
     AsJson,
     Columns,
@@ -32,7 +33,7 @@ _INSTANCE = {
     "pooled": "pooled",
     "engine": "engine",
     "wanted": "desired",
-    "observed": "observed",
+    "state": "state",
     "waits for": "waits_for",
     "error": "error",
 }
@@ -240,7 +241,7 @@ def list_instances(
 
 
 def show_status(context: typer.Context, as_json: AsJson = False) -> None:
-    """Show how the fleet is: regions, instances, batches, the plan in force.
+    """Show how the fleet is: health, loops, regions, instances, batches, the plan in force.
 
     \b
     Example:
@@ -264,6 +265,9 @@ def show_status(context: typer.Context, as_json: AsJson = False) -> None:
     plan = status["plan"]
     print_fields(
         [
+            ("health", status["health"]["status"]),
+            ("because of", health_causes(status["health"]) or None),
+            ("last success", loops_words(status["loops"])),
             ("models", status["models"]),
             ("nodes draining", status["nodes_draining"]),
             ("instances", f"{_counts(status['instances'])} ({status['instances_pooled']} of them pooled)"),

@@ -210,7 +210,7 @@ def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> No
     }
     print_table("Profiles", rates, profiles)
     print_table("Endpoints", {"region": "region", "min": "instances_min", "max": "instances_max"}, endpoints)
-    columns: Columns = {"node": "node", "slot": "slot", "observed": "observed", "engine": "engine"}
+    columns: Columns = {"node": "node", "slot": "slot", "state": "state", "engine": "engine"}
     print_table("Instances", {**columns, "why": "engine_reason"}, instances)
 
 

@@ -115,11 +115,12 @@ def worker() -> None:
       tidepool worker
     """
     with running():
-        from controlplane.loops.schedule import MAIN_QUEUE, process_settings, serve_worker  # noqa: PLC0415 - heavy
+        from controlplane.loops.processes import serve_worker  # noqa: PLC0415 - heavy
+        from controlplane.loops.schedule import process_settings  # noqa: PLC0415 - heavy
         from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
 
         check_schema_at_start(process_settings())
-        serve_worker(MAIN_QUEUE)
+        serve_worker()
 
 
 def forecaster() -> None:
@@ -130,7 +131,8 @@ def forecaster() -> None:
       tidepool forecaster
     """
     with running():
-        from controlplane.loops.schedule import FORECAST_QUEUE, process_settings, serve_worker  # noqa: PLC0415 - heavy
+        from controlplane.loops.processes import serve_worker  # noqa: PLC0415 - heavy
+        from controlplane.loops.schedule import FORECAST_QUEUE, process_settings  # noqa: PLC0415 - heavy
         from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
 
         check_schema_at_start(process_settings())
@@ -145,7 +147,8 @@ def beat() -> None:
       tidepool beat
     """
     with running():
-        from controlplane.loops.schedule import process_settings, serve_beat  # noqa: PLC0415 - heavy
+        from controlplane.loops.processes import serve_beat  # noqa: PLC0415 - heavy
+        from controlplane.loops.schedule import process_settings  # noqa: PLC0415 - heavy
         from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
 
         check_schema_at_start(process_settings())

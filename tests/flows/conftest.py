@@ -73,7 +73,7 @@ def register(
 def wait_ready(admin: Api, count: int) -> None:
     """Until `count` instances are ready."""
     wait_until(
-        lambda: sum(row["observed"] == "ready" for row in live_instances(admin)) >= count, f"{count} instances ready"
+        lambda: sum(row["state"] == "ready" for row in live_instances(admin)) >= count, f"{count} instances ready"
     )
 
 

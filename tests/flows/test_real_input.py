@@ -81,7 +81,7 @@ def test_real_weeks_are_forecast_planned_scaled_and_served(make_stack: StackMake
         admin.post(f"/admin/plans/{draft['plan']['id']}/apply", {"index": draft["index"]})
 
         def follows() -> bool:
-            rows = [row for row in live_instances(admin) if row["desired"] == "running" and row["observed"] == "ready"]
+            rows = [row for row in live_instances(admin) if row["desired"] == "running" and row["state"] == "ready"]
             return Counter((row["model"], row["region"]) for row in rows) == planned
 
         wait_until(follows, "the agents hold the plan")

@@ -9,6 +9,12 @@ from ops.commands.api import CommandError
 from ops.top import ROWS_MAX, Snapshot, screen, take_snapshot
 
 STATUS = {
+    "health": {"status": "ok", "missing": [], "away": [], "late": [], "lost": []},
+    "loops": [
+        {"loop": "scale", "late": False, "since_success_s": 3.2, "since_failure_s": 900.0, "last_error": "old"},
+        {"loop": "plan", "late": True, "since_success_s": 7200.0, "since_failure_s": 60.0, "last_error": "no solver"},
+        {"loop": "sweep", "late": True, "since_success_s": None, "since_failure_s": None, "last_error": None},
+    ],
     "regions": [{"name": "us-east", "nodes": 3, "nodes_alive": 2, "gpus": 24, "instances": 5, "instances_ready": 4}],
     "batches": {"in_progress": 2},
     "unplaced": [{"model": "ebb", "region": "us-east", "gpu_type": "H800", "count": 2, "reason": "GPUs full"}],
@@ -47,6 +53,9 @@ class FakeApi:
     def __init__(self, answers: dict[str, Any]) -> None:
         self._answers = answers
 
+    def probe(self, path: str) -> Any:
+        return self.get(path)
+
     def get(self, path: str) -> Any:
         answer = self._answers[path]
         if isinstance(answer, Exception):
@@ -55,7 +64,7 @@ class FakeApi:
 
 
 def _snapshot(**answers: Any) -> Snapshot:
-    whole = {"/readyz": {"status": "ok"}, "/admin/status": STATUS, "/admin/status/live": LIVE}
+    whole = {"/readyz": STATUS["health"], "/admin/status": STATUS, "/admin/status/live": LIVE}
     return take_snapshot(FakeApi({**whole, **answers}), "http://here")  # type: ignore[arg-type]
 
 
@@ -67,7 +76,7 @@ def _shown(snapshot: Snapshot, *, width: int = 140, height: int | None = None) -
 
 
 def test_everything_is_shown() -> None:
-    text = _shown(Snapshot(at_s=1000.0, url="http://here", status=STATUS, live=LIVE, ready={"status": "ok"}))
+    text = _shown(Snapshot(at_s=1000.0, url="http://here", status=STATUS, live=LIVE, ready=STATUS["health"]))
     for words in (
         "2 of 3",
         "4 of 5",
@@ -84,7 +93,8 @@ def test_everything_is_shown() -> None:
         "17 requests waiting, 3 running",
     ):
         assert words in text, words
-    assert "not ready" not in text
+    assert " ok\n" in text
+    assert "last success: plan 2 h LATE (no solver); sweep never LATE; scale 3 s\n" in text
 
 
 def test_what_is_away_is_said_and_the_rest_is_shown() -> None:
@@ -93,7 +103,7 @@ def test_what_is_away_is_said_and_the_rest_is_shown() -> None:
     assert snapshot.status is None
     assert snapshot.away == {"readiness": str(away), "fleet": str(away)}
     text = _shown(snapshot)
-    assert "not ready" in text
+    assert "health unknown" in text
     assert "fleet: the database does not answer" in text
     assert "73%" in text
     assert snapshot.as_json()["live"] == LIVE
@@ -159,3 +169,9 @@ def test_a_wide_terminal_shows_all_columns() -> None:
     text = _shown(_busy_fleet(), width=120, height=24)
     assert "12,345,678" in text
     assert "0.40" in text
+
+
+def test_the_head_says_what_the_probe_says() -> None:
+    late = {"status": "degraded", "missing": [], "away": ["redis"], "late": ["plan", "scale"], "lost": ["n1"]}
+    text = _shown(_snapshot(**{"/readyz": late}))
+    assert " degraded\naway: redis; late loops: plan, scale; lost nodes: n1\n" in text

@@ -1,15 +1,21 @@
 """Instances: what is wanted of each and what its node last said."""
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Query
 from pydantic import Field
+from sqlalchemy.orm import Session
 
-from controlplane.api.admin.fields import After, Answer, Limit, PageOf, page_of
+from controlplane.api.admin.fields import After, Answer, Limit, PageOf
 from controlplane.api.auth import Viewer
-from controlplane.api.state import SessionDep
+from controlplane.api.state import SessionDep, StateDep
+from controlplane.policies.lifecycle import shown_state
+from controlplane.store import tables
+from controlplane.store.fleet import alive_nodes
 from controlplane.store.instances import list_instances as read_instances
+from controlplane.store.keys import snapshot
 
 router = APIRouter(tags=["admin: fleet"])
 
@@ -27,6 +33,7 @@ class Instance(Answer):
     pooled: bool = Field(description="it takes turns with others on all GPUs of its slot")
     desired: str = Field(description="running, draining, spot or stopped", examples=["running"])
     observed: str = Field(description="what its node last said", examples=["ready"])
+    state: str = Field(description="`observed`, or `lost` while its node is not heard of", examples=["ready"])
     engine: str = Field(description="what it is told to run on; auto: its node decides", examples=["torch"])
     engine_reason: str | None = Field(examples=["chosen for the model"])
     error: str | None
@@ -35,9 +42,19 @@ class Instance(Answer):
     changed_at: datetime
 
 
+def instances_shown(session: Session, rows: Sequence[tables.Instance], *, alive_s: float) -> list[Instance]:
+    """Rows as the API answers them, in their order; `alive_s`: nodes silent for longer are not alive."""
+    alive = alive_nodes(session, {row.node for row in rows}, alive_s=alive_s)
+    return [
+        Instance.model_validate(snapshot(row) | {"state": shown_state(row.observed, node_alive=row.node in alive)})
+        for row in rows
+    ]
+
+
 @router.get("/instances", summary="List instances")
 def list_instances(
     session: SessionDep,
+    state: StateDep,
     _: Viewer,
     live_only: Annotated[bool, Query(description="leave out those that are stopped")] = True,
     limit: Limit = 20,
@@ -45,4 +62,5 @@ def list_instances(
 ) -> PageOf[Instance]:
     """Instances, the oldest first."""
     page = read_instances(session, after=after, limit=limit, live_only=live_only)
-    return page_of(Instance, page, lambda row: row.id)
+    data = instances_shown(session, page.rows, alive_s=state.settings.heartbeat_stale_s)
+    return PageOf(data=data, has_more=page.has_more, next=page.rows[-1].id if page.has_more else None)

@@ -21,7 +21,7 @@ class EndpointStatus(Answer):
 
     model: str
     region: str
-    instances: dict[str, int] = Field(description="live ones by observed state", examples=[{"ready": 2, "loading": 1}])
+    instances: dict[str, int] = Field(description="live ones by state", examples=[{"ready": 2, "loading": 1}])
     utilization: float | None = Field(description="effective memory utilization, 0 to 1; null: nothing is usable")
     remaining_tokens: int | None = Field(description="tokens still to prefill or to make, over its usable instances")
     load: float | None = Field(description="of its busiest node; above 1 that cannot keep up with its decodes")

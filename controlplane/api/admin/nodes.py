@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from controlplane.api.admin.fields import After, Answer, Limit, NodePath, PageOf
 from controlplane.api.admin.idempotency import IdempotentRoute
-from controlplane.api.admin.instances import Instance
+from controlplane.api.admin.instances import Instance, instances_shown
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.keys import Caller
 from controlplane.api.state import SessionDep, State, StateDep
@@ -17,7 +17,6 @@ from controlplane.errors import UnavailableError
 from controlplane.store import fleet, tables
 from controlplane.store.instances import instances_of
 from controlplane.store.keys import record, snapshot
-from controlplane.store.summary import node_ages_s
 
 router = APIRouter(tags=["admin: fleet"], route_class=IdempotentRoute)
 
@@ -96,7 +95,7 @@ def list_nodes(session: SessionDep, state: StateDep, _: Viewer, limit: Limit = 2
 def get_node(name: NodePath, session: SessionDep, state: StateDep, _: Viewer) -> NodeDetail:
     """What the control plane wants of the node (`instances`), and what the node says (`live`)."""
     row = fleet.require(session, tables.Node, name, param="node")
-    wanted = [Instance.model_validate(instance) for instance in instances_of(session, name)]
+    wanted = instances_shown(session, instances_of(session, name), alive_s=state.settings.heartbeat_stale_s)
     live, error = _live(state, name)
     node = _nodes(session, state, [row])[0]
     return NodeDetail(**dict(node), instances=wanted, live=live, live_error=error)
@@ -130,13 +129,11 @@ def _set_draining(session: Session, state: State, caller: Caller, name: str, *, 
 def _nodes(session: Session, state: State, rows: Sequence[tables.Node]) -> list[Node]:
     names = [row.name for row in rows]
     slots = fleet.slots_of(session, names)
-    ages_s = node_ages_s(session, names)
+    alive = fleet.alive_nodes(session, names, alive_s=state.settings.heartbeat_stale_s)
     nodes = []
     for row in rows:
-        age_s = ages_s[row.name]
-        alive = age_s is not None and age_s <= state.settings.heartbeat_stale_s
         of_node = [Slot.model_validate(slot) for slot in slots[row.name]]
-        nodes.append(Node.model_validate(snapshot(row) | {"alive": alive, "slots": of_node}))
+        nodes.append(Node.model_validate(snapshot(row) | {"alive": row.name in alive, "slots": of_node}))
     return nodes
 
 

@@ -5,6 +5,7 @@ from pydantic import BaseModel, Field
 
 from controlplane.api.admin.fields import Answer
 from controlplane.api.auth import Viewer
+from controlplane.api.health import HealthDep, SystemHealth
 from controlplane.api.state import SessionDep, StateDep
 from controlplane.store.endpoint_summary import read_unplaced
 from controlplane.store.fleet import fleet_index
@@ -56,14 +57,37 @@ class UnplacedStatus(Answer):
     reason: str
 
 
+class HealthStatus(Answer):
+    """What `/readyz` of this gateway says."""
+
+    status: str = Field(description="ok, degraded or unavailable", examples=["degraded"])
+    missing: list[str] = Field(description="what this gateway needs to serve and lacks")
+    away: list[str] = Field(description="servers that do not answer", examples=[["redis"]])
+    late: list[str] = Field(description="loops that have not succeeded for too long", examples=[["plan"]])
+    lost: list[str] = Field(description="nodes that hold instances and are not heard of", examples=[["node-us-east-1"]])
+
+
+class LoopStatus(BaseModel):
+    """One loop, and how its last runs ended."""
+
+    loop: str = Field(examples=["scale"])
+    late: bool
+    since_success_s: float | None = Field(description="seconds since its last success; null: there was none")
+    since_failure_s: float | None = Field(description="seconds since its last failure; null: there was none")
+    last_error: str | None = Field(description="of its last failure, which may be older than its last success")
+    last_process: str | None = Field(description="where it last ran", examples=["host-1:4711"])
+
+
 class Status(BaseModel):
     """The whole fleet at one moment."""
 
+    health: HealthStatus
+    loops: list[LoopStatus]
     fleet_index: int = Field(description="rises with every change that a plan could depend on")
     models: int
     regions: list[RegionStatus]
     nodes_draining: int
-    instances: dict[str, int] = Field(description="by observed state", examples=[{"ready": 4, "loading": 1}])
+    instances: dict[str, int] = Field(description="by state, as in their list", examples=[{"ready": 4, "loading": 1}])
     instances_pooled: int = Field(description="of these, those that share a slot")
     unplaced: list[UnplacedStatus] = Field(description="what the last run of scaling found no place for, and why")
     batches: dict[str, int] = Field(description="by state", examples=[{"in_progress": 1, "completed": 7}])
@@ -74,10 +98,12 @@ class Status(BaseModel):
 
 
 @router.get("/status", summary="How the fleet is")
-def get_status(session: SessionDep, state: StateDep, _: Viewer) -> Status:
-    """Regions, nodes, instances, batches, the queue and the plan in force."""
+def get_status(session: SessionDep, state: StateDep, health: HealthDep, _: Viewer) -> Status:
+    """Health, regions, nodes, instances, batches, the queue and the plan in force."""
     summary = read_summary(session, alive_s=state.settings.heartbeat_stale_s)
     return Status(
+        health=HealthStatus.model_validate(health.verdict),
+        loops=_loops(health),
         fleet_index=fleet_index(session),
         models=summary.models,
         regions=[RegionStatus.model_validate(region) for region in summary.regions],
@@ -91,3 +117,23 @@ def get_status(session: SessionDep, state: StateDep, _: Viewer) -> Status:
         plan=None if summary.plan is None else PlanStatus.model_validate(summary.plan),
         planning=None if summary.scheduled is None else PlanningStatus.model_validate(summary.scheduled),
     )
+
+
+def _loops(health: SystemHealth) -> list[LoopStatus]:
+    """None while Postgres is away."""
+    stored = health.stored
+
+    def since_s(then_s: float | None) -> float | None:
+        return None if then_s is None else max(0.0, stored.now_s - then_s)
+
+    return [
+        LoopStatus(
+            loop=facts.loop,
+            late=facts.loop in health.verdict.late,
+            since_success_s=since_s(facts.last_success_s),
+            since_failure_s=since_s(facts.last_failure_s),
+            last_error=facts.last_error,
+            last_process=facts.last_process,
+        )
+        for facts in stored.loops
+    ]

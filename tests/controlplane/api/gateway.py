@@ -77,6 +77,7 @@ def running_gateway(world: World, *agents: FakeAgent, used: float = 0.0, **chang
         "node_key": NODE_KEY,
     } | changes
     settings = Settings(**world.settings.model_dump() | values)
+    world.expect_no_loops()
     with ExitStack() as stack:
         for number, agent in enumerate(agents):
             agent.url = stack.enter_context(served(agent.app))

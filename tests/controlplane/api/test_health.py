@@ -4,16 +4,22 @@ from typing import Any
 
 import pytest
 from pydantic import SecretStr
+from sqlalchemy import text
 
+from controlplane.loops.runs import note
+from controlplane.policies.readiness import Loop
+from controlplane.store.tables import Role
 from ops.ports import free_port
 from tests.controlplane.api.gateway import running_gateway
 from tests.controlplane.world import FakeAgent, World
+
+WELL = {"status": "ok", "missing": [], "away": [], "late": [], "lost": []}
 
 
 def test_ready(world: World) -> None:
     with running_gateway(world, FakeAgent()) as gateway:
         ready = gateway.http.get("/readyz")
-        assert (ready.status_code, ready.json()) == (200, {"status": "ok", "missing": [], "away": []})
+        assert (ready.status_code, ready.json()) == (200, WELL)
         gateway.chat()
         metrics = gateway.http.get("/metrics")
         assert metrics.headers["content-type"].startswith("text/plain; version=")
@@ -56,3 +62,66 @@ def test_head_over_the_wire_leaves_the_connection_usable(world: World) -> None:
             head = gateway.http.head(path)
             assert (head.status_code, head.content) == (200, b""), path
             assert gateway.http.get(path).content
+
+
+def test_late_loops_degrade_and_are_named_everywhere(world: World) -> None:
+    with running_gateway(world, FakeAgent()) as gateway:
+        with world.database.transaction() as session:
+            session.execute(text("UPDATE fleet SET created_at = now() - interval '1 hour'"))
+        for loop in set(Loop) - {Loop.SCALE}:
+            note(world.database, loop)
+        note(world.database, Loop.SCALE, "ValueError: no GPU")
+        ready = gateway.http.get("/readyz")
+        degraded = WELL | {"status": "degraded", "late": ["scale"]}
+        assert (ready.status_code, ready.json()) == (200, degraded)
+        viewer = {"Authorization": f"Bearer {world.key(Role.VIEWER)}"}
+        status = gateway.http.get("/admin/status", headers=viewer).json()
+        assert status["health"] == degraded
+        loops = {loop["loop"]: loop for loop in status["loops"]}
+        assert loops.keys() == set(Loop)
+        assert (loops["scale"]["late"], loops["scale"]["since_success_s"]) == (True, None)
+        assert loops["scale"]["last_error"] == "ValueError: no GPU"
+        assert (loops["plan"]["late"], loops["plan"]["since_success_s"] >= 0) == (False, True)
+        metrics = gateway.http.get("/metrics").text
+        assert 'tidepool_loop_late{loop="scale"} 1.0' in metrics
+        assert 'tidepool_loop_late{loop="plan"} 0.0' in metrics
+        assert 'tidepool_loop_last_success_timestamp_seconds{loop="plan"} 1.' in metrics
+        assert 'last_success_timestamp_seconds{loop="scale"}' not in metrics
+
+        note(world.database, Loop.SCALE)
+        assert gateway.http.get("/readyz").json() == WELL
+        assert 'tidepool_loop_late{loop="scale"} 0.0' in gateway.http.get("/metrics").text
+
+
+def test_a_silent_node_is_lost_everywhere(world: World) -> None:
+    """The next heartbeat makes it well again."""
+    with running_gateway(world, FakeAgent(), heartbeat_stale_s=60.0) as gateway:
+        viewer = {"Authorization": f"Bearer {world.key(Role.VIEWER)}"}
+
+        def told(path: str) -> Any:
+            return gateway.http.get(path, headers=viewer).json()
+
+        def states() -> list[Any]:
+            status, live = told("/admin/status"), told("/admin/status/live")
+            [instance] = told("/admin/instances")["data"]
+            [of_node] = told("/admin/nodes/n0")["instances"]
+            [node] = told("/admin/nodes")["data"]
+            region = next(region for region in status["regions"] if region["name"] == "us-east")
+            endpoint = next(row for row in live["endpoints"] if row["region"] == "us-east")
+            assert told("/readyz") == status["health"]
+            return [
+                (instance["state"], of_node["state"], *status["instances"], *endpoint["instances"]),
+                (node["alive"], region["nodes_alive"], region["instances_ready"]),
+                (status["health"]["status"], status["health"]["lost"]),
+            ]
+
+        with world.database.transaction() as session:
+            session.execute(text("UPDATE instances SET observed = 'ready'"))
+        well = [("ready",) * 4, (True, 1, 1), ("ok", [])]
+        assert states() == well
+        with world.database.transaction() as session:
+            session.execute(text("UPDATE nodes SET last_seen_at = now() - interval '61 s'"))
+        assert states() == [("lost",) * 4, (False, 0, 0), ("degraded", ["n0"])]
+        with world.database.transaction() as session:
+            session.execute(text("UPDATE nodes SET last_seen_at = now()"))
+        assert states() == well

@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import select, text
 from structlog.testing import capture_logs
 
+from controlplane.dispatcher.outcomes import Outcomes
 from controlplane.dispatcher.process import Dispatcher, _forever
 from controlplane.dispatcher.release import Releaser
 from controlplane.settings import Settings
@@ -273,7 +274,7 @@ def test_no_room_no_release(world: World) -> None:
 @contextlib.asynccontextmanager
 async def releaser_of(world: World, **changes: Any) -> AsyncIterator[Releaser]:
     settings = Settings(**world.settings.model_dump() | FAST | changes)
-    async with Dispatcher(settings)._parts() as (_, _, releaser):
+    async with Dispatcher(settings)._parts() as (*_, releaser):
         yield releaser
 
 
@@ -333,5 +334,5 @@ def test_an_error_of_the_disk_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     errors: list[BaseException] = [asyncio.CancelledError(), OSError("gone"), OSError()]
     monkeypatch.setattr("controlplane.dispatcher.process._RETRY_AFTER_S", 0.0)
     with capture_logs() as logs, pytest.raises(asyncio.CancelledError):
-        asyncio.run(_forever(work, 0.0, "validated"))
+        asyncio.run(_forever(work, 0.0, "validated", Outcomes()))
     assert [(entry["event"], entry["error"]) for entry in logs] == [("the dispatcher waits", "OSError: ")]

@@ -1,0 +1,67 @@
+"""Runs of the loops: every loop notes how it ended, and `loop_periods_s` says how often each should succeed."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from controlplane.policies.readiness import Loop
+from controlplane.settings import Settings
+from controlplane.store.loop_runs import note_failure, note_success
+from controlplane.store.session import Database
+
+log = structlog.get_logger()
+_FORECASTER_EVERY_S = 120.0
+"""One series may take a forecaster that long, and pulses wait behind it."""
+_HOUR_S = 3600.0
+_PLAN_EVERY_S = 40 * 60.0
+"""The longest pause between two runs of the schedule's plan."""
+
+
+def loop_periods_s(settings: Settings) -> Mapping[Loop, float]:
+    """How often each loop should succeed, in seconds."""
+    return {
+        Loop.WORKER: settings.pulse_every_s,
+        Loop.BEAT: settings.pulse_every_s,
+        Loop.FORECASTER: max(_FORECASTER_EVERY_S, settings.pulse_every_s),
+        Loop.DISPATCHER: settings.pulse_every_s,
+        Loop.MEASURE: 60.0,
+        Loop.FORECAST: _HOUR_S,
+        Loop.PLAN: _PLAN_EVERY_S,
+        Loop.SCALE: settings.scale_every_s,
+        Loop.EXPIRE: settings.expire_every_s,
+        Loop.SWEEP: _HOUR_S,
+    }
+
+
+@dataclass
+class Run:
+    """One run of a loop. `error`: set by a loop that ended but did not do what it is for."""
+
+    error: str | None = None
+
+
+@contextlib.contextmanager
+def noted(database: Database, loop: Loop) -> Iterator[Run]:
+    """Around one run of a loop: note its success or failure. What it raises is raised on."""
+    run = Run()
+    try:
+        yield run
+    except Exception as error:
+        note(database, loop, f"{type(error).__name__}: {error}")
+        raise
+    note(database, loop, run.error)
+
+
+def note(database: Database, loop: Loop, error: str | None = None) -> None:
+    """Note a loop's success, or its error. While Postgres is away nothing can be noted, and the loop becomes late."""
+    try:
+        with database.transaction() as session:
+            if error is None:
+                note_success(session, loop)
+            else:
+                note_failure(session, loop, error)
+    except SQLAlchemyError as away:
+        log.warning("a run was not noted", loop=loop, error=str(away).splitlines()[0])

@@ -1,0 +1,28 @@
+"""When each loop last succeeded, and since when loops are expected to run: a fresh system is not late at once."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0020"
+down_revision = "0019"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    made = sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False)
+    op.add_column("fleet", made)
+    op.create_table(
+        "loop_runs",
+        sa.Column("loop", sa.String(), nullable=False),
+        sa.Column("last_success_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("last_failure_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("last_error", sa.String(), nullable=True),
+        sa.Column("last_process", sa.String(), nullable=False),
+        sa.PrimaryKeyConstraint("loop", name=op.f("pk_loop_runs")),
+    )
+
+
+def downgrade() -> None:
+    op.drop_table("loop_runs")
+    op.drop_column("fleet", "created_at")
