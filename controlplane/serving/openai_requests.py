@@ -103,7 +103,7 @@ class GenerationRequest(NeutralFields, ABC):
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> "GenerationRequest":
-        if self.stream_options is not None and any(dict(self.stream_options).values()) and not self.stream:
+        if not self.stream and self.stream_options is not None and any(dict(self.stream_options).values()):
             raise ValueError("stream_options is only allowed when stream is true")
         return self
 
