@@ -10,6 +10,7 @@ from typing import Any
 from ops.gguf.header import GgufError, GgufHeader
 
 _COUNT_MAX = 2**24
+_LAYERS_MAX = 1024
 _ROPE_BASE = 10_000.0
 """What llama.cpp takes where a file says nothing; also Gemma 3's base inside its windows."""
 
@@ -285,8 +286,10 @@ def _sizes(fields: Fields) -> dict[str, Any]:
     fields.expect("attention.value_length", head_dim)
     fields.expect("rope.dimension_count", head_dim)
     layers = fields.count("block_count")
-    if layers > len(fields.header.tensors):
-        raise fields.error(f"there are {len(fields.header.tensors)} tensors for {layers} layers")
+    if layers > min(_LAYERS_MAX, len(fields.header.tensors)):
+        raise fields.error(f"{layers} layers are more than its {len(fields.header.tensors)} tensors, or {_LAYERS_MAX}")
+    if head_dim % 2:
+        raise fields.error(f"the size of a head must be even, is {head_dim}")
     return {
         "vocab_size": vocabulary,
         "hidden_size": hidden,

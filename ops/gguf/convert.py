@@ -31,7 +31,6 @@ MARK = "tidepool-gguf.json"
 _RECIPE = 1
 """Raise it when the same file would be converted to other bytes."""
 _PIECE_VALUES = 4 * 2**20
-_HASH_BYTES = 8 * 2**20
 _SPARE_BYTES = 64 * 2**20
 _STORED = {
     GGMLQuantizationType.F32: (torch.float32, "F32"),
@@ -51,7 +50,7 @@ def convert(file: Path, folder: Path, told: Told = lambda _done, _total: None) -
     """
     header = read_header(file)
     config = read_config(header)
-    mark = {"recipe": _RECIPE, "sha256": _sha256(file), "source": file.name}
+    mark = {"recipe": _RECIPE, "sha256": _sha256(file)}
     if folder.exists():
         return _is_there(folder, mark, file)
     weights = find_weights(header, config)
@@ -144,9 +143,8 @@ def read_values(content: NDArray[np.uint8], weight: Weight) -> Iterator[NDArray[
     """A weight in float32, some rows at a time."""
     stored = weight.stored
     whole = content[stored.offset_bytes : stored.offset_bytes + stored.size_bytes]
-    row_values = stored.shape[-1]
-    table = whole.reshape(math.prod(stored.shape[:-1]), -1)
-    step = max(1, _PIECE_VALUES // row_values)
+    table = whole.reshape(weight.stored_rows, -1)
+    step = max(1, _PIECE_VALUES * weight.stored_rows // math.prod(stored.shape))
     for start in range(0, len(weight.rows), step):
         values = dequantize(table[weight.rows[start : start + step]], stored.kind)
         yield np.ascontiguousarray(values, dtype=np.float32) - np.float32(weight.shift)

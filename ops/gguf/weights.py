@@ -19,15 +19,19 @@ _NOT_WEIGHTS = frozenset(
     GGMLQuantizationType[name] for name in ["I8", "I16", "I32", "I64", "F64", "Q1_0", "Q8_1", "Q8_K"]
 )
 """Types that `gguf.dequantize` does not unpack."""
+_FLOATS = frozenset((GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A tensor of the checkpoint: rows of a stored one, in this order. `shift` is taken off every value."""
+    """A tensor of the checkpoint: of the `stored_rows` rows of a stored one these, in this order. `shift` is taken off
+    every value.
+    """
 
     name: str
     shape: tuple[int, ...]
     stored: GgufTensor
+    stored_rows: int
     rows: NDArray[np.int64]
     shift: float
 
@@ -86,19 +90,24 @@ def _from_file(
                     name=f"{layer}{fused}{expert}.{projection}.weight",
                     shape=(rows, columns),
                     stored=stored,
+                    stored_rows=experts * rows,
                     rows=np.arange(expert * rows, (expert + 1) * rows),
                     shift=0.0,
                 )
         return
     base, _, kind = name.rpartition(".")
-    rows_in_order = np.arange(shape[0] if len(shape) > 1 else 1)
     stored = _stored(header, names, base, f".{kind}", shape)
-    if architecture.permuted and base.endswith(("q_proj", "k_proj")):
+    permuted = architecture.permuted and base.endswith(("q_proj", "k_proj"))
+    stored_rows = shape[0] if len(shape) > 1 or permuted else 1
+    rows_in_order = np.arange(stored_rows)
+    if permuted:
+        if len(shape) == 1 and stored.kind not in _FLOATS:
+            raise GgufError(f"{header.path}: tensor {stored.name} must hold floats, not {stored.kind.name}")
         heads = config["num_attention_heads" if base.endswith("q_proj") else "num_key_value_heads"]
         # llama.cpp keeps the two halves of a head's rows interleaved
         rows_in_order = rows_in_order.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
     shift = 1.0 if architecture.norms_plus_one and base.endswith("norm") else 0.0
-    yield Weight(name=name, shape=shape, stored=stored, rows=rows_in_order, shift=shift)
+    yield Weight(name=name, shape=shape, stored=stored, stored_rows=stored_rows, rows=rows_in_order, shift=shift)
 
 
 def _stored(header: GgufHeader, names: Any, base: str, suffix: str, shape: tuple[int, ...]) -> GgufTensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quantize
-from gguf.constants import MODEL_ARCH_NAMES, TokenType
+from gguf.constants import MODEL_ARCH_NAMES, RopeScalingType, TokenType
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
@@ -58,10 +58,10 @@ _SETTINGS = {
 _PERMUTED = {"granite", "llama", "smollm3"}
 
 
-def save_original(architecture: str, folder: Path) -> Path:
-    """A tiny checkpoint whose rows are whole blocks, with the demo's vocabulary."""
+def save_original(architecture: str, folder: Path, **changes: Any) -> Path:
+    """A tiny checkpoint whose rows are whole blocks, with the demo's vocabulary. `changes` stand in for those of `CHANGES`."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "head_dim": 16, "initializer_range": 0.15}
-    return save_tiny(architecture, folder, **sizes, **CHANGES[architecture])
+    return save_tiny(architecture, folder, **{**sizes, **(changes or CHANGES[architecture])})
 
 
 def write_gguf(original: Path, file: Path, kind: GGMLQuantizationType = GGMLQuantizationType.F32, **more: Any) -> Path:
@@ -94,6 +94,9 @@ def _write_attention(writer: GGUFWriter, config: dict[str, Any]) -> None:
     rope = config.get("rope_parameters") or {}
     wide = rope.get("full_attention", rope)
     writer.add_rope_freq_base(wide.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    if wide.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(wide["factor"])
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     if config["model_type"] == "gemma3_text":

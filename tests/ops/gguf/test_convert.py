@@ -65,6 +65,20 @@ def test_the_way_back_leads_to_the_same_logits(architecture: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 20_000.0}},
+    ],
+)
+def test_biases_and_stretched_positions_too(changes: dict[str, Any], tmp_path: Path) -> None:
+    original = save_original("llama", tmp_path / "original", **changes)
+    convert(write_gguf(original, tmp_path / "model.gguf"), tmp_path / "back")
+    assert torch.equal(logits(tmp_path / "back"), logits(original))
+    assert not torch.equal(logits(original), logits(save_original("llama", tmp_path / "plain")))
+
+
+@pytest.mark.parametrize(
     ("kind", "dtype"),
     [
         (GGMLQuantizationType.F16, "float16"),
@@ -100,7 +114,7 @@ def test_k_quants_are_unpacked_row_by_row(tmp_path: Path) -> None:
     writer.close()
     order = np.array([9, 0, 4])
     stored = conversion.read_header(file).tensors["a"]
-    weight = conversion.Weight(name="a", shape=(3, 256), stored=stored, rows=order, shift=0.0)
+    weight = conversion.Weight(name="a", shape=(3, 256), stored=stored, stored_rows=10, rows=order, shift=0.0)
     [values] = conversion.read_values(np.memmap(file, dtype=np.uint8, mode="r"), weight)
     assert np.array_equal(values, dequantize(blocks, GGMLQuantizationType.Q4_K)[order])
 
