@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -90,6 +90,19 @@ class Settings(BaseSettings):
     circuit_open_max_s: float = Field(60.0, ge=1, description="failing instances are left alone at most for")
     stream_continuations_max: int = Field(5, ge=0, description="instances that may carry on one broken stream")
     stream_continue_wait_s: float = Field(30.0, ge=0, description="how long a broken stream waits for such an instance")
+
+    request_log: Literal["all", "errors", "off"] = Field(
+        "all", description="interactive requests that are logged; errors: those that failed or were slow"
+    )
+    request_log_lines: Literal["all", "errors", "off"] = Field(
+        "errors", description="those of them that are lines of the process's log too; a line costs as much as the row"
+    )
+    request_log_sample: float = Field(1.0, ge=0, le=1, description="share of the others that is logged")
+    request_log_slow_s: float = Field(10.0, ge=0, description="a first token that takes longer is slow")
+    request_log_keep_s: float = Field(86_400.0, ge=60, description="how long `tidepool request show` finds a request")
+    request_log_waiting_max: int = Field(
+        10_000, ge=1, description="records that a gateway keeps while Postgres is away; older ones are dropped"
+    )
 
     release_below_one: float = Field(0.6, gt=0, lt=1, description="utilization for 1 NIW request a signal")
     release_below_two: float = Field(0.5, gt=0, lt=1, description="... and 2")

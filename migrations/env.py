@@ -4,13 +4,14 @@ from alembic import context
 from sqlalchemy import create_engine, pool
 
 from controlplane.settings import Settings, psycopg_url
-from controlplane.store import batch_tables, demand_tables, key_tables, plan_tables, tables
+from controlplane.store import batch_tables, demand_tables, key_tables, plan_tables, request_log, tables
 
 for module, table in (
     (batch_tables, "batches"),
     (demand_tables, "forecasts"),
     (key_tables, "api_keys"),
     (plan_tables, "plans"),
+    (request_log, "request_log"),
 ):
     assert table in tables.Base.metadata.tables, f"{module.__name__} adds its tables to the same metadata"
 target = tables.Base.metadata

@@ -8,7 +8,7 @@ from fastapi import Depends, FastAPI
 from starlette.types import ASGIApp
 
 from controlplane.agents import AgentClient
-from controlplane.api import admin, batches, docs, errors, files, health, interactive, models, nodes
+from controlplane.api import admin, batches, docs, errors, files, health, interactive, models, nodes, own_requests
 from controlplane.api.auth import needs
 from controlplane.api.connections import connection_class
 from controlplane.api.keys import KeyCache
@@ -16,12 +16,14 @@ from controlplane.api.limits import AnswerHeaders, RequestLimits, UploadGate
 from controlplane.api.methods import HeadRequests, allow_origins
 from controlplane.api.metrics import Metrics
 from controlplane.api.openapi import DocumentedApi
+from controlplane.api.request_log import RequestRecords
 from controlplane.api.state import State
 from controlplane.api.tenant_limits import LimitKeeper
 from controlplane.api.tracing import Traces
 from controlplane.serving.admission import Door
 from controlplane.serving.demand import DemandCounter
 from controlplane.serving.fleet import FleetCache
+from controlplane.serving.request_log import RequestLog
 from controlplane.serving.send import Sender
 from controlplane.serving.usage import UsageCounter
 from controlplane.settings import Settings
@@ -47,6 +49,7 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None) -> FastAP
         state = _state_of_process(settings, client)
         app.state.tidepool = state
         async with (
+            state.requests.running(),
             state.fleet.following(),
             state.demand.flushing(),
             state.usage.flushing(),
@@ -69,6 +72,7 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None) -> FastAP
     errors.install(app)
     for scope, router in (
         (KeyScope.CHAT, interactive.router),
+        (KeyScope.CHAT, own_requests.router),
         (KeyScope.MODELS, models.router),
         (KeyScope.FILES, files.router),
         (KeyScope.BATCH, batches.router),
@@ -102,6 +106,7 @@ def _state_of_process(settings: Settings, client: AgentClient) -> State:
         metrics=metrics,
         limits=LimitKeeper(LimitStore(settings), metrics, settings),
         usage=UsageCounter(database),
+        requests=RequestLog(database, settings, on_drop=metrics.request_log_dropped.inc),
     )
 
 
@@ -109,6 +114,7 @@ def _wrap(app: FastAPI, settings: Settings) -> None:
     """Put the wrappers around the app; the last is the outermost."""
     app.add_middleware(RequestLimits, settings=settings)
     app.add_middleware(UploadGate)
+    app.add_middleware(RequestRecords)
     app.add_middleware(Traces)
     allow_origins(app, settings)
     app.add_middleware(AnswerHeaders)

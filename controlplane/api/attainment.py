@@ -36,6 +36,11 @@ class AnswerMeasure:
         """Whether a token came."""
         return self._tokens > 0
 
+    @property
+    def first_token_s(self) -> float | None:
+        """From its request's arrival to its first token; None before that."""
+        return self._first_s - self._arrived_s if self._tokens else None
+
     def tokens(self, count: int) -> None:
         """Tokens came, together."""
         if not count:

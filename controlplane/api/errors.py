@@ -13,6 +13,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from controlplane.api.request_log import CLIENT_GONE, note_failure, note_gone, record_of
 from controlplane.errors import (
     InUseError,
     InvalidValueError,
@@ -25,8 +26,6 @@ from controlplane.serving.openai_answers import openai_error
 from controlplane.serving.openai_requests import first_fault
 
 log = structlog.get_logger()
-CLIENT_GONE = 499
-"""nginx's status for a request whose client went away; nobody reads it, access logs do."""
 _RETRY_AFTER_S = 1
 
 
@@ -64,6 +63,8 @@ def problem(error: TidepoolError) -> dict[str, Any]:
 
 def error_response(request: Request, error: TidepoolError) -> JSONResponse:
     """The answer to a failed request, in the shape its path promises."""
+    if (record := record_of(request)) is not None:
+        note_failure(record, error)
     headers = {}
     if error.retry_after_s is not None or error.status in {
         HTTPStatus.TOO_MANY_REQUESTS,
@@ -119,8 +120,10 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return error_response(request, translate_validation(error))
 
-    async def on_http(request: Request, error: Exception) -> JSONResponse:
+    async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if isinstance(error.__cause__, ClientDisconnect):  # the framework takes it for a body that cannot be read
+            return await on_disconnect(request, error.__cause__)
         if error.status_code == HTTPStatus.NOT_FOUND:
             return error_response(request, NotFoundError(f"no such path: {request.method} {request.url.path}"))
         return error_response(request, RoutingError(str(error.detail), status=error.status_code))
@@ -129,12 +132,16 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, SQLAlchemyError)
         return error_response(request, translate_database(error))
 
-    async def on_disconnect(_request: Request, _error: Exception) -> Response:
+    async def on_disconnect(request: Request, _error: Exception) -> Response:
+        if (record := record_of(request)) is not None:
+            note_gone(record)
         return Response(status_code=CLIENT_GONE)
 
     async def on_any(request: Request, error: Exception) -> JSONResponse:
         log.exception("unhandled error", path=request.url.path, exc_info=error)
-        return error_response(request, InternalError("internal error; the request id finds it in the log"))
+        answer = error_response(request, InternalError("internal error; the request id finds it in the log"))
+        answer.headers["x-request-id"] = request.state.request_id  # it is made outside of what stamps the others
+        return answer
 
     app.add_exception_handler(TidepoolError, on_tidepool)
     app.add_exception_handler(RequestValidationError, on_validation)

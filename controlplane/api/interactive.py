@@ -1,5 +1,6 @@
 """The interactive flow: a request arrives, is checked, routed to an instance, and its tokens stream back."""
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable
@@ -15,8 +16,10 @@ from starlette.types import Receive, Scope, Send
 from controlplane.api.attainment import AnswerMeasure
 from controlplane.api.auth import require_model
 from controlplane.api.openapi import ANSWERS
+from controlplane.api.request_log import CLIENT_GONE, note_failure, note_gone, plain
 from controlplane.api.state import State, state_of
 from controlplane.errors import InvalidValueError, TidepoolError, UnavailableError
+from controlplane.policies.decisions import Route
 from controlplane.policies.facts import Endpoint, Tier
 from controlplane.serving.openai_answers import AnswerHead, collect, openai_error, sse
 from controlplane.serving.openai_requests import (
@@ -32,6 +35,7 @@ from controlplane.serving.openai_requests import (
 from controlplane.serving.send import Outgoing, Placed, Sent
 from controlplane.serving.tracing import step
 from controlplane.store.demand import IW, NIW
+from controlplane.store.request_log import OK, RequestRecord
 from dataplane.messages import Finished, StreamEvent, Token
 
 router = APIRouter(tags=["interactive"])
@@ -57,6 +61,8 @@ async def completions(body: CompletionRequest, request: Request, origin: Origin 
 
 async def _answer(body: AnyRequest, request: Request, origin: str | None) -> Response:
     state = state_of(request)
+    record: RequestRecord = request.state.record
+    record.model, record.tier = plain(body.model), body.tier().value
     if state.draining:
         raise UnavailableError("this gateway is going down; try again", retry_after_s=1)
     arrived_s = time.monotonic()
@@ -69,7 +75,7 @@ async def _answer(body: AnyRequest, request: Request, origin: str | None) -> Res
         kind = NIW if tier == Tier.NIW else IW
         state.demand.count(kind, Endpoint(model=model.name, region=home), outgoing.input_tokens_guess())
     head = AnswerHead.of(body, request_id=outgoing.request_id, service_tier=served_as(tier))
-    answering = Answering(state, outgoing, arrived_s, request.state.caller.tenant)
+    answering = Answering(state, outgoing, arrived_s, request.state.caller.tenant, record)
     sent = state.limits.limited(request, outgoing, answering.events())
     if not body.stream:
         whole = await _unless_gone(request, collect(sent, head))
@@ -97,15 +103,18 @@ def _origin(state: State, given: str | None) -> str | None:
 
 
 class Answering:
-    """One request being answered: passes its events on and measures them."""
+    """One request being answered: passes its events on, measures them and fills its record."""
 
-    def __init__(self, state: State, outgoing: Outgoing, arrived_s: float, tenant: str) -> None:
+    def __init__(self, state: State, outgoing: Outgoing, arrived_s: float, tenant: str, record: RequestRecord) -> None:
         self._state = state
         self._tenant = tenant
         self._outgoing = outgoing
         self._labels = outgoing.model.name, outgoing.tier.value
         objective = state.fleet.objective(outgoing.model, outgoing.tier)
         self._measure = AnswerMeasure(state.metrics, self._labels, objective, arrived_s)
+        self._arrived_s = arrived_s
+        self._record = record
+        self._tried: list[Route] = []
         self._region = ""
         self._input_tokens = 0
 
@@ -115,9 +124,9 @@ class Answering:
 
     async def events(self) -> Sent:
         """`Placed`, then the stream, once the request is let in. However it ends, it is counted."""
-        metrics, outcome = self._state.metrics, "cancelled"
+        metrics = self._state.metrics
         metrics.streams.inc()
-        sending = self._state.sender.send(self._outgoing)
+        sending = self._state.sender.send(self._outgoing, self._tried)
         try:
             with step("admission"):
                 await self._state.door.enter(self._outgoing)
@@ -130,17 +139,21 @@ class Answering:
                     elif isinstance(event, Finished):
                         self._measure.finished(event)
                         self._input_tokens = event.prompt_tokens
-                        outcome = "ok"
+                        self._record.outcome = OK
                 yield events
         except TidepoolError as error:
-            outcome = error.code
+            note_failure(self._record, error)
             self._measure.failed(error)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            note_gone(self._record)
             raise
         finally:
             await sending.aclose()
             metrics.streams.dec()
-            metrics.requests.labels(*self._labels, self._region, outcome).inc()
-            self._count_usage(failed=outcome != "ok")
+            self._fill_record()
+            metrics.requests.labels(*self._labels, self._region, self._record.outcome or "internal_error").inc()
+            self._count_usage(failed=self._record.outcome != OK)
 
     def _count_usage(self, *, failed: bool) -> None:
         model, tier = self._outgoing.model.name, self._outgoing.tier
@@ -151,8 +164,18 @@ class Answering:
 
     def _note_placed(self, placed: Placed) -> None:
         self._region = placed.route.region
+        self._record.prompt_tokens = placed.prompt_tokens
+        if self._record.placed_s is None:
+            self._record.placed_s = time.monotonic() - self._arrived_s
         if self._measure.begun:
+            self._record.continuations += 1
             self._state.metrics.continuations.labels(*self._labels).inc()
+
+    def _fill_record(self) -> None:
+        record = self._record
+        record.region = self._tried[-1].region if self._tried else None
+        record.nodes = [route.node_id for route in self._tried]
+        record.completion_tokens, record.first_token_s = self._measure.output_tokens, self._measure.first_token_s
 
 
 async def _lines(
@@ -212,7 +235,7 @@ class _EventStream(StreamingResponse):
 class ClientGoneError(TidepoolError):
     """The client hung up before its answer was ready; nobody reads this."""
 
-    status = 499
+    status = CLIENT_GONE
     code = "client_closed_request"
 
 

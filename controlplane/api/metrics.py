@@ -41,6 +41,9 @@ class Metrics:
         self.limits_local = Gauge(
             "tidepool_limits_local", "1 while limits are counted in this process alone.", registry=self._registry
         )
+        self.request_log_dropped = self._counter(
+            "request_log_dropped", "Records of requests that were dropped: Postgres was away, or too many ended."
+        )
         self.streams = Gauge("tidepool_streams", "Requests being answered right now.", registry=self._registry)
         self._loop_success_s = Gauge(
             "tidepool_loop_last_success_timestamp_seconds",

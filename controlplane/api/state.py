@@ -14,6 +14,7 @@ from controlplane.api.tenant_limits import LimitKeeper
 from controlplane.serving.admission import Door
 from controlplane.serving.demand import DemandCounter
 from controlplane.serving.fleet import FleetCache
+from controlplane.serving.request_log import RequestLog
 from controlplane.serving.send import Sender
 from controlplane.serving.usage import UsageCounter
 from controlplane.settings import Settings
@@ -49,6 +50,7 @@ class State:
     metrics: Metrics
     limits: LimitKeeper
     usage: UsageCounter
+    requests: RequestLog
     beats: BeatThreads = field(default_factory=BeatThreads)
     postgres_probes: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
     redis_probes: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))

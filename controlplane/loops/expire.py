@@ -10,6 +10,7 @@ from controlplane.store.files import expire_files, known_files
 from controlplane.store.instances import forget_stopped, lose_silent_nodes
 from controlplane.store.keys import forget_answers
 from controlplane.store.queue import expire_leases, expire_requests
+from controlplane.store.request_log import forget_requests
 from controlplane.store.retention import forget_forecasts, forget_plans
 from controlplane.store.session import Database
 from controlplane.store.usage import add_up_usage
@@ -18,6 +19,8 @@ _DAY_S = 86_400
 _ORPHAN_S = 86_400.0
 _NODE_LOST_S = 60.0
 _NODE_GRACE_S = 20.0
+_PIECE_ROWS = 5000
+_PIECES_MAX = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,16 @@ def expire(database: Database, blobs: BlobStore, settings: Settings, *, now_s: f
         forget_answers(session, keep_s=_DAY_S)
     for file_id in gone:
         blobs.delete(file_id)
+    _forget_requests(database, keep_s=settings.request_log_keep_s)
     return Expired(leases=leases, requests=requests, files=len(gone), silent_nodes=tuple(silent))
+
+
+def _forget_requests(database: Database, *, keep_s: float) -> None:
+    """Delete old rows of the request log, in small pieces; what is left then is for the next time."""
+    for _ in range(_PIECES_MAX):
+        with database.transaction() as session:
+            if forget_requests(session, keep_s=keep_s, count_max=_PIECE_ROWS) < _PIECE_ROWS:
+                return
 
 
 def sweep(database: Database, blobs: BlobStore, settings: Settings, *, now_s: float) -> int:

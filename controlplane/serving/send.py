@@ -53,11 +53,15 @@ class Outgoing:
     epoch: int = 0
 
     def input_tokens_guess(self) -> int:
-        """Prompt tokens before anyone has tokenized the prompt: its bytes over four."""
+        """Prompt tokens before anyone has tokenized the prompt: its bytes over four, at most the model's context. What
+        is longer is refused, and must count neither as demand nor as load.
+        """
         if self.prompt_tokens is not None:
-            return len(self.prompt_tokens)
-        texts = [self.prompt] if self.prompt is not None else [m.content for m in self.messages or ()]
-        return sum(len(text.encode()) // _BYTES_PER_TOKEN + 1 for text in texts if text is not None)
+            guess = len(self.prompt_tokens)
+        else:
+            texts = [self.prompt] if self.prompt is not None else [m.content for m in self.messages or ()]
+            guess = sum(len(text.encode()) // _BYTES_PER_TOKEN + 1 for text in texts if text is not None)
+        return min(guess, self.model.context_tokens)
 
     def tokens_guess(self) -> int:
         """Prompt and completion tokens together, for the queue it will join."""
@@ -125,8 +129,8 @@ class Sender:
         )
         self._circuits = Circuits(CircuitSettings(open_max_s=settings.circuit_open_max_s))
 
-    async def send(self, outgoing: Outgoing) -> Sent:
-        """`Placed`, then the events of the stream.
+    async def send(self, outgoing: Outgoing, tried: list[Route] | None = None) -> Sent:
+        """`Placed`, then the events of the stream. Every route that is tried is added to `tried`.
 
         Raises:
             CapacityError: no instance can take it now.
@@ -139,6 +143,8 @@ class Sender:
                 route = await self._next_route(outgoing, progress)
             sending = self._fleet.note_sent(route.instance_id, outgoing.tokens_guess(), outgoing.input_tokens_guess())
             self._circuits.note_sent(route)
+            if tried is not None:
+                tried.append(route)
             before = progress.position
             try:
                 with attempting(outgoing.request_id, route) as headers:

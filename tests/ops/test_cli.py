@@ -23,6 +23,7 @@ from controlplane.settings import Settings
 from controlplane.store.instances import add_instance, set_desired
 from controlplane.store.joining import join_node
 from controlplane.store.keys import make_key
+from controlplane.store.request_log import RequestRecord, write_requests
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Desired, EndpointRow, Instance, Role
 from controlplane.store.usage import Usage, UsageKey, put_usage
@@ -534,3 +535,36 @@ def test_spot(served: Run, tmp_path: Path, database: Database) -> None:
     assert "nobody leases" in served("spot", "return", held).err
     assert served(*lease, "--duration-s", 60, "--json").json["holder"] == "lab"
     assert served("spot", "return", held).out == f"{held} is returned\n"
+
+
+def test_requests(served: Run, database: Database) -> None:
+    with database.transaction() as session:
+        write_requests(session, [logged("req_a"), logged("req_b", outcome="no_capacity", status=503, nodes=[])])
+    shown = served("request", "show", "req_a")
+    assert (shown.status, shown.err) == (0, "")
+    for words in ("ok (200)", "n1, n2", "acme", "0.250 s", "/v1/completions"):
+        assert words in shown.out
+    assert served("request", "show", "req_b", "--json").json["data"][0]["outcome"] == "no_capacity"
+    listed = served("request", "list", "--since", "1h")
+    assert listed.out.index("req_b") < listed.out.index("req_a")
+    failed = served("request", "list", "--outcome", "failed", "--tenant", "acme", "--json").json
+    assert [row["request_id"] for row in failed["data"]] == ["req_b"]
+    assert "only the newest 1" in served("request", "list", "--limit", 1).out
+    assert served("request", "list", "--model", "none").out == "Requests: none\n"
+    unknown = served("request", "show", "req_c")
+    assert unknown.status == 1
+    assert "no request 'req_c' is in the log, which goes back 24 hours" in unknown.err
+    assert served("request", "list", "--since", "soon").status == 2
+
+
+def logged(request_id: str, **changes: Any) -> RequestRecord:
+    values: dict[str, Any] = {
+        "ended_at": datetime.now(UTC),
+        "endpoint": "/v1/completions",
+        "tenant": "acme",
+        "model": "tide",
+        "outcome": "ok",
+        "nodes": ["n1", "n2"],
+        "first_token_s": 0.25,
+    }
+    return RequestRecord(request_id=request_id, **(values | changes))

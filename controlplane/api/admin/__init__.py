@@ -16,6 +16,7 @@ from controlplane.api.admin import (
     pins,
     plans,
     regions,
+    requests,
     spot,
     status,
     tenants,
@@ -33,6 +34,6 @@ def _operation_id(route: APIRoute) -> str:
 router = APIRouter(prefix="/admin", responses=PROBLEMS, generate_unique_id_function=_operation_id)
 for part in (
     *(status, live_status, regions, nodes, models, instances, spot, deletions),
-    *(demand, forecasts, plans, pins, keys, tenants, usage, events),
+    *(demand, forecasts, plans, pins, keys, tenants, usage, events, requests),
 ):
     router.include_router(part.router)

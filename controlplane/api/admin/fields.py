@@ -51,6 +51,7 @@ PinPath = Annotated[str, Path(pattern=_ID, examples=["pin_0190f3c2a7b57c1e8d2f4b
 NodeName = Annotated[str, Field(pattern=_NODE, examples=["node-us-east-1"])]
 PlanPath = Annotated[str, Path(pattern=_ID, examples=["plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
 InstancePath = Annotated[str, Path(pattern=_ID, examples=["inst_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
+RequestPath = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$", examples=["req_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
 KeyPath = Annotated[str, Path(pattern=_ID, examples=["key_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
 
 Limit = Annotated[int, Query(ge=1, le=PAGE_MAX, description="rows of a page")]

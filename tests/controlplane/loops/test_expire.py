@@ -2,6 +2,7 @@
 
 import os
 import time
+from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import select, text
 from sqlalchemy.orm import Session
@@ -9,6 +10,7 @@ from sqlalchemy.orm import Session
 from controlplane.loops.expire import expire, sweep
 from controlplane.store.blobs import BlobStore
 from controlplane.store.queue import claim, expire_leases, waiting_lots
+from controlplane.store.request_log import RequestRecord, find_requests, write_requests
 from controlplane.store.tables import Desired, Instance, SpotLease
 from tests.controlplane.world import World
 
@@ -63,6 +65,20 @@ def test_instances_stopped_long_ago_are_forgotten_with_their_leases(world: World
     with world.database.transaction() as session:
         assert set(session.scalars(select(Instance.id))) == {names[6], running}
         assert session.scalars(select(SpotLease)).all() == []
+
+
+def test_old_rows_of_the_request_log_are_forgotten(world: World, blobs: BlobStore) -> None:
+    now = datetime.now(UTC)
+    ended = {"new": now, "old": now - timedelta(seconds=world.settings.request_log_keep_s + 60)}
+    with world.database.transaction() as session:
+        write_requests(
+            session,
+            [RequestRecord(request_id=name, ended_at=at, endpoint="/v1/completions") for name, at in ended.items()],
+        )
+    expire(world.database, blobs, world.settings, now_s=time.time())
+    with world.database.transaction() as session:
+        assert find_requests(session, "old") == []
+        assert len(find_requests(session, "new")) == 1
 
 
 def test_a_request_that_loses_every_dispatcher_ends_in_the_error_file(world: World) -> None:

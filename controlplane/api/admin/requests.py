@@ -1,0 +1,111 @@
+"""The request log: how interactive requests went, through whichever gateway they came."""
+
+from datetime import datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from pydantic import Field
+
+from controlplane.api.admin.fields import (
+    INT64_MAX,
+    TIME_S_MAX,
+    After,
+    Answer,
+    Limit,
+    ModelName,
+    PageOf,
+    RequestPath,
+    Tenant,
+    page_of,
+)
+from controlplane.api.auth import Admin
+from controlplane.api.state import SessionDep, StateDep
+from controlplane.errors import InvalidValueError, NotFoundError
+from controlplane.store.request_log import find_requests
+from controlplane.store.request_log import list_requests as read_requests
+
+router = APIRouter(tags=["admin: requests"])
+
+
+class OwnRequest(Answer):
+    """A request as its tenant sees it. Seconds are from its arrival."""
+
+    request_id: str = Field(description="x-request-id of its answer; where clients choose them, several may have one")
+    ended_at: datetime
+    endpoint: str = Field(examples=["/v1/chat/completions"])
+    model: str | None
+    tier: str | None = Field(examples=["IW-N"])
+    region: str | None = Field(description="where it was served last")
+    outcome: str = Field(description="ok, cancelled (its client left), or the code of the error", examples=["ok"])
+    status: int = Field(description="the error's HTTP status; of a stream that broke, what it would have had")
+    error: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    placed_s: float | None = Field(description="until a node had it")
+    first_token_s: float | None
+    duration_s: float
+
+
+class LoggedRequest(OwnRequest):
+    """A request as operators see it."""
+
+    tenant: str | None
+    key_id: str | None
+    nodes: list[str] = Field(description="nodes it was sent to, in order; the last one served it, if any did")
+    continuations: int = Field(description="how often another instance went on with its answer")
+
+
+class LoggedRequests(Answer):
+    """Requests with one id, the newest first."""
+
+    data: list[LoggedRequest]
+
+
+class OwnRequests(Answer):
+    """Requests with one id, the newest first."""
+
+    data: list[OwnRequest]
+
+
+def nothing_found(request_id: str, keep_s: float) -> NotFoundError:
+    """The refusal for an id that no row has."""
+    return NotFoundError(
+        f"no request '{request_id}' is in the log, which goes back {keep_s / 3600:g} hours", param="request_id"
+    )
+
+
+@router.get("/requests", summary="List requests")
+def list_requests(
+    session: SessionDep,
+    _: Admin,
+    outcome: Annotated[
+        str | None, Query(max_length=64, pattern="^[a-z_]+$", description="ok, cancelled, failed, or an error's code")
+    ] = None,
+    model: Annotated[ModelName | None, Query()] = None,
+    tenant: Annotated[Tenant | None, Query()] = None,
+    since_s: Annotated[float | None, Query(ge=0, le=TIME_S_MAX, description="Unix time")] = None,
+    limit: Limit = 20,
+    after: After = None,
+) -> PageOf[LoggedRequest]:
+    """Requests of the last day, the newest first."""
+    page = read_requests(
+        session, outcome=outcome, model=model, tenant=tenant, since_s=since_s, after=_number(after), limit=limit
+    )
+    return page_of(LoggedRequest, page, lambda row: str(row.number))
+
+
+@router.get("/requests/{request_id}", summary="How a request went")
+def get_request(request_id: RequestPath, session: SessionDep, state: StateDep, _: Admin) -> LoggedRequests:
+    """Every request with this id."""
+    rows = find_requests(session, request_id)
+    if not rows:
+        raise nothing_found(request_id, state.settings.request_log_keep_s)
+    return LoggedRequests(data=[LoggedRequest.model_validate(row) for row in rows])
+
+
+def _number(cursor: str | None) -> int | None:
+    if cursor is None:
+        return None
+    if not (cursor.isascii() and cursor.isdigit() and int(cursor) <= INT64_MAX):
+        raise InvalidValueError(f"after: '{cursor}' is no cursor of this list", param="after")
+    return int(cursor)

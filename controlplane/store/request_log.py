@@ -1,0 +1,136 @@
+"""The request log: one row for each request that ended, written in pieces and forgotten after a while."""
+
+from collections.abc import Sequence
+from datetime import datetime
+
+import msgspec
+import psycopg
+from sqlalchemy import DateTime, Identity, Index, String, delete, func, select, text
+from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Mapped, Session, mapped_column
+
+from controlplane.store.paging import Page, page
+from controlplane.store.tables import Base
+
+OK, CANCELLED = "ok", "cancelled"
+
+
+class LoggedRequest(Base):
+    """How a request went. Its id may be its client's choice, so several may have the same."""
+
+    __tablename__ = "request_log"
+    __table_args__ = (Index(None, "request_id"), Index(None, "ended_at"))
+    number: Mapped[int] = mapped_column(Identity(), primary_key=True)
+    request_id: Mapped[str]
+    ended_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
+    endpoint: Mapped[str]
+    tenant: Mapped[str | None]
+    key_id: Mapped[str | None]
+    model: Mapped[str | None]
+    tier: Mapped[str | None]
+    region: Mapped[str | None]
+    nodes: Mapped[list[str]] = mapped_column(ARRAY(String))
+    continuations: Mapped[int]
+    outcome: Mapped[str]
+    status: Mapped[int]
+    error: Mapped[str | None]
+    prompt_tokens: Mapped[int]
+    completion_tokens: Mapped[int]
+    placed_s: Mapped[float | None]
+    first_token_s: Mapped[float | None]
+    duration_s: Mapped[float]
+
+
+class RequestRecord(msgspec.Struct, kw_only=True):
+    """A request as it is logged, field for field a row. It never holds words of a prompt or an answer.
+
+    `nodes`: those that were tried, in order. `outcome`: `ok`, `cancelled`, or the code of the error that its client was
+    told, with its HTTP `status`. Seconds are from its arrival, to: a node has it, its first token, its end.
+    """
+
+    request_id: str
+    ended_at: datetime
+    endpoint: str
+    tenant: str | None = None
+    key_id: str | None = None
+    model: str | None = None
+    tier: str | None = None
+    region: str | None = None
+    nodes: list[str] = []
+    continuations: int = 0
+    outcome: str = ""
+    status: int = 200
+    error: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    placed_s: float | None = None
+    first_token_s: float | None = None
+    duration_s: float = 0.0
+
+
+_COLUMNS = ", ".join(RequestRecord.__struct_fields__)
+
+
+def write_requests(session: Session, records: Sequence[RequestRecord]) -> None:
+    """Add rows. A server that dies may lose those of its last second: nobody waits for its disk.
+
+    Raises:
+        DBAPIError: it did not work.
+    """
+    session.execute(text("SET LOCAL synchronous_commit = off"))
+    cursor = session.connection().connection.cursor()
+    try:
+        with cursor.copy(f"COPY request_log ({_COLUMNS}) FROM STDIN") as copy:
+            for record in records:
+                copy.write_row(msgspec.structs.astuple(record))
+    except psycopg.Error as error:
+        raise DBAPIError.instance("COPY", None, error, psycopg.Error) from error
+
+
+def find_requests(
+    session: Session, request_id: str, *, tenant: str | None = None, count_max: int = 100
+) -> list[LoggedRequest]:
+    """The requests of an id, the newest first; of one tenant's, if that is named."""
+    query = select(LoggedRequest).where(LoggedRequest.request_id == request_id)
+    if tenant is not None:
+        query = query.where(LoggedRequest.tenant == tenant)
+    return list(session.scalars(query.order_by(LoggedRequest.number.desc()).limit(count_max)))
+
+
+def list_requests(
+    session: Session,
+    *,
+    outcome: str | None,
+    model: str | None,
+    tenant: str | None,
+    since_s: float | None,
+    after: int | None,
+    limit: int,
+) -> Page[LoggedRequest]:
+    """Requests, the newest first. `outcome` `failed` is every one but `ok` and `cancelled`; `since_s`: a Unix time."""
+    query = select(LoggedRequest)
+    if outcome == "failed":
+        query = query.where(LoggedRequest.outcome.not_in((OK, CANCELLED)))
+    elif outcome is not None:
+        query = query.where(LoggedRequest.outcome == outcome)
+    if model is not None:
+        query = query.where(LoggedRequest.model == model)
+    if tenant is not None:
+        query = query.where(LoggedRequest.tenant == tenant)
+    if since_s is not None:
+        query = query.where(LoggedRequest.ended_at >= func.to_timestamp(since_s))
+    return page(session, query, LoggedRequest.number, after=after, limit=limit, newest_first=True)
+
+
+def forget_requests(session: Session, *, keep_s: float, count_max: int) -> int:
+    """Delete at most `count_max` rows that are older than `keep_s` seconds; returns how many."""
+    old = (
+        select(LoggedRequest.number)
+        .where(LoggedRequest.ended_at < func.now() - func.make_interval(0, 0, 0, 0, 0, 0, keep_s))
+        .order_by(LoggedRequest.ended_at)
+        .limit(count_max)
+        .with_for_update(skip_locked=True)
+    )
+    deleted = delete(LoggedRequest).where(LoggedRequest.number.in_(old.scalar_subquery()))
+    return len(session.execute(deleted.returning(LoggedRequest.number)).all())
