@@ -10,7 +10,7 @@ from controlplane.store.tables import Base
 
 class Event(Base):
     """What the system did, one change of an instance, a node or a plan a row. Triggers of those tables write it, in the
-    transaction of the change, whoever makes it (migration 0020). What people do is in the audit.
+    transaction of the change, whoever makes it (migration 0022). What people do is in the audit.
     """
 
     __tablename__ = "events"
