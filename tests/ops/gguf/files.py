@@ -59,7 +59,7 @@ _PERMUTED = {"granite", "llama", "smollm3"}
 
 
 def save_original(architecture: str, folder: Path, **changes: Any) -> Path:
-    """A tiny checkpoint whose rows are whole blocks, with the demo's vocabulary; `changes` replace those of `CHANGES`."""
+    """A tiny checkpoint whose rows are whole blocks, with the demo's vocabulary; `changes` instead of `CHANGES`."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "head_dim": 16, "initializer_range": 0.15}
     return save_tiny(architecture, folder, **{**sizes, **(changes or CHANGES[architecture])})
 
