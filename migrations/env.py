@@ -4,11 +4,12 @@ from alembic import context
 from sqlalchemy import create_engine, pool
 
 from controlplane.settings import Settings, psycopg_url
-from controlplane.store import batch_tables, demand_tables, key_tables, plan_tables, request_log, tables
+from controlplane.store import batch_tables, demand_tables, event_tables, key_tables, plan_tables, request_log, tables
 
 for module, table in (
     (batch_tables, "batches"),
     (demand_tables, "forecasts"),
+    (event_tables, "events"),
     (key_tables, "api_keys"),
     (plan_tables, "plans"),
     (request_log, "request_log"),
