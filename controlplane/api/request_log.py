@@ -72,4 +72,4 @@ def note_failure(record: RequestRecord, error: TidepoolError) -> None:
 
 def plain(words: str) -> str:
     """Words as they can be stored."""
-    return words[:_CHARACTERS_MAX].replace("\0", "\ufffd")
+    return words[:_CHARACTERS_MAX].replace("\0", "\ufffd").encode(errors="replace").decode()

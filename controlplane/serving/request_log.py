@@ -1,7 +1,6 @@
 """The request log of a process: what ended waits in memory for a second, then it is a row, and a line of the log.
 
-Requests never wait for it. While Postgres is away, or more ends than can be written, the oldest records are dropped and
-counted.
+Requests never wait for it. While Postgres is away, or more ends than can be written, records are dropped and counted.
 """
 
 import asyncio
@@ -52,9 +51,12 @@ class RequestLog:
 
     def add(self, record: RequestRecord) -> None:
         """Note a request that has ended, if the settings want it."""
-        if self._is_kept(record):
+        if not self._is_kept(record):
+            return
+        if len(self._ended) < self._settings.request_log_waiting_max:
             self._ended.append(record)
-            self._drop(self._ended)
+        else:
+            self._on_drop(1)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[None, None]:
@@ -76,7 +78,7 @@ class RequestLog:
                 record = self._ended.popleft()
                 self._say(record)
                 self._unwritten.append(record)
-            self._drop(self._unwritten)
+            self._drop_oldest()
             while self._unwritten:
                 piece = list(islice(self._unwritten, _PIECE))
                 with self._database.transaction() as session:
@@ -105,11 +107,10 @@ class RequestLog:
         say = log.warning if record.status >= _SERVER_ERRORS else log.info
         say("request", **fields)
 
-    def _drop(self, records: deque[RequestRecord]) -> None:
-        """Keep the newest."""
-        excess = len(records) - self._settings.request_log_waiting_max
+    def _drop_oldest(self) -> None:
+        excess = len(self._unwritten) - self._settings.request_log_waiting_max
         for _ in range(excess):
-            records.popleft()
+            self._unwritten.popleft()
         if excess > 0:
             self._on_drop(excess)
 
