@@ -1,9 +1,12 @@
-"""Machines of a test: network namespaces on one switch, each with a shell that keeps what is exported in it."""
+"""Machines of a test: network namespaces on one switch, each with a shell that keeps what is exported in it; and the
+README's lines, to be typed there.
+"""
 
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +15,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from ops.embedded import EmbeddedPostgres, EmbeddedValkey
+
+ROOT = Path(__file__).parents[2]
+QUICK = {"TIDEPOOL_SCALE_EVERY_S": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+SERVERS = """
+import time
+from pathlib import Path
+from ops.embedded import EmbeddedPostgres, EmbeddedValkey
+postgres, valkey = EmbeddedPostgres(Path({home!r}), 5432), EmbeddedValkey(Path({home!r}), 6379)
+while not (postgres.ping() and valkey.ping()):
+    time.sleep(0.1)
+postgres.ensure_database()
+"""
 STOP_S = 20.0
 _DIED = "the shell of this machine has ended"
 
@@ -154,3 +170,41 @@ def wired(addresses: Sequence[str]) -> Iterator[dict[str, str]]:
     finally:
         for name in made:
             ip("netns", "del", name)
+
+
+def readme_lines(title: str) -> list[tuple[str, str]]:
+    """The lines of a section of the README: on which machine, and what is typed there."""
+    _, _, section = (ROOT / "README.md").read_text().partition(f"### {title}\n")
+    section = re.split(r"^##", section, maxsplit=1, flags=re.MULTILINE)[0]
+    return re.findall(r"```sh\n# (\S+?)(?::.*?)?\n(.*?)```", section, flags=re.DOTALL)
+
+
+def filled(lines: str, words: Mapping[str, str]) -> str:
+    """Lines with their placeholders replaced."""
+    for word, value in words.items():
+        lines = re.sub(rf"\b{word}\b(?!,)", lambda _, value=value: value, lines)  # type: ignore[misc]
+    return lines
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """What processes on these machines inherit: `tidepool` on the PATH, loops that turn quickly, logs as JSON."""
+    program = folder / "bin" / "tidepool"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m ops.cli "$@"\n')
+    program.chmod(0o755)
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("TIDEPOOL_")}
+    paths = {"PYTHONPATH": str(ROOT), "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    return mine | QUICK | paths | {"TIDEPOOL_LOG_FORMAT": "json"}
+
+
+def start_servers(machine: Machine, home: Path) -> None:
+    """PostgreSQL and Redis that listen on the machine's address too, as an operator's own would."""
+    postgres, valkey = EmbeddedPostgres(home, 5432, fsync=False), EmbeddedValkey(home, 6379)
+    postgres.prepare()
+    valkey.prepare()
+    with (postgres.data / "pg_hba.conf").open("a") as rules:
+        rules.write("host all all 10.77.0.0/24 scram-sha-256\n")
+    logs = Machine(machine.namespace, home, dict(os.environ), home / "servers.log")
+    machine.adopt(logs.begin(*postgres.command(), "-c", "listen_addresses=*"))
+    machine.adopt(logs.begin(*valkey.command(), "--bind", "0.0.0.0"))
+    machine.run(f"{sys.executable} - <<'END'\n{SERVERS.format(home=str(home))}END")

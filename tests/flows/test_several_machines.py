@@ -1,42 +1,21 @@
 """The README's walk-through of several machines, line by line, with a network namespace as each machine."""
 
 import json
-import os
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from ops.embedded import EmbeddedPostgres, EmbeddedValkey
 from ops.home import password
 from ops.tiny_models import build_tiny_models
-from tests.flows.machines import Machine, why_not, wired
+from tests.flows.machines import Machine, environment, filled, readme_lines, start_servers, why_not, wired
 from tests.flows.waiting import wait_until
 
-ROOT = Path(__file__).parents[2]
 ADDRESSES = {"control-1": "10.77.0.1", "gateway-2": "10.77.0.2", "node-1": "10.77.0.3", "client": "10.77.0.4"}
 pytestmark = pytest.mark.slow
-QUICK = {"TIDEPOOL_SCALE_EVERY_S": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 CPU_NODE = {"TIDEPOOL_AGENT_SLOTS": '[{"gpus": 1, "memory_bytes": 67108864}]'}
-SERVERS = """
-import time
-from pathlib import Path
-from ops.embedded import EmbeddedPostgres, EmbeddedValkey
-postgres, valkey = EmbeddedPostgres(Path({home!r}), 5432), EmbeddedValkey(Path({home!r}), 6379)
-while not (postgres.ping() and valkey.ping()):
-    time.sleep(0.1)
-postgres.ensure_database()
-"""
-
-
-def walk_through() -> list[tuple[str, str]]:
-    """The README's lines: which machine, and what is typed there."""
-    _, _, section = (ROOT / "README.md").read_text().partition("### Several machines\n")
-    section = re.split(r"^##", section, maxsplit=1, flags=re.MULTILINE)[0]
-    return re.findall(r"```sh\n# (\S+)\n(.*?)```", section, flags=re.DOTALL)
 
 
 @pytest.fixture
@@ -44,13 +23,7 @@ def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
     """The machines by name, in one folder; PostgreSQL and Redis run on the first."""
     if reason := why_not():
         pytest.skip(reason)
-    program = tmp_path / "bin" / "tidepool"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m ops.cli "$@"\n')
-    program.chmod(0o755)
-    mine = {name: value for name, value in os.environ.items() if not name.startswith("TIDEPOOL_")}
-    shared = mine | QUICK | {"PYTHONPATH": str(ROOT), "PATH": f"{program.parent}:{os.environ['PATH']}"}
-    shared |= {"TIDEPOOL_LOG_FORMAT": "json"}
+    shared = environment(tmp_path)
     with ExitStack() as stack:
         namespaces = stack.enter_context(wired(list(ADDRESSES.values())))
         made = {}
@@ -58,21 +31,8 @@ def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
             own = {"TIDEPOOL_HOME": str(tmp_path / name)} | (CPU_NODE if name == "node-1" else {})
             machine = Machine(namespaces[address], tmp_path, shared | own, tmp_path / f"{name}.log")
             made[name] = stack.enter_context(machine)
-        _start_servers(made["control-1"], tmp_path / "servers")
+        start_servers(made["control-1"], tmp_path / "servers")
         yield made
-
-
-def _start_servers(machine: Machine, home: Path) -> None:
-    """PostgreSQL and Redis that listen on the machine's address too, as an operator's own would."""
-    postgres, valkey = EmbeddedPostgres(home, 5432, fsync=False), EmbeddedValkey(home, 6379)
-    postgres.prepare()
-    valkey.prepare()
-    with (postgres.data / "pg_hba.conf").open("a") as rules:
-        rules.write("host all all 10.77.0.0/24 scram-sha-256\n")
-    logs = Machine(machine.namespace, home, dict(os.environ), home / "servers.log")
-    machine.adopt(logs.begin(*postgres.command(), "-c", "listen_addresses=*"))
-    machine.adopt(logs.begin(*valkey.command(), "--bind", "0.0.0.0"))
-    machine.run(f"{sys.executable} - <<'END'\n{SERVERS.format(home=str(home))}END")
 
 
 def test_the_readmes_lines(machines: dict[str, Machine], tmp_path: Path) -> None:
@@ -83,14 +43,14 @@ def test_the_readmes_lines(machines: dict[str, Machine], tmp_path: Path) -> None
         "REDIS_PASSWORD": password(servers, "valkey"),
         "CHECKPOINT": str(checkpoint),
     }
-    blocks = walk_through()
+    blocks = readme_lines("Several machines")
     assert [name for name, _ in blocks] == ["control-1"] * 3 + ["node-1", "gateway-2", "client"]
     for name, lines in blocks[:-1]:
-        printed = machines[name].run(_filled(lines, words))
+        printed = machines[name].run(filled(lines, words))
         if "# NODE_KEY" in lines:
             keys = re.findall(r"^tp-\S+$", printed, flags=re.MULTILINE)
             words |= dict(zip(("FLEET_KEY", "CLIENT_KEY", "NODE_KEY"), keys, strict=True))
-    ask = _filled(blocks[-1][1], words).rstrip()
+    ask = filled(blocks[-1][1], words).rstrip()
     answers: list[str] = []
 
     def answered() -> bool:
@@ -123,19 +83,13 @@ def test_an_agent_with_another_nodes_key_is_told_so(machines: dict[str, Machine]
         "NODE_KEY": "tp-node-0123456789",
         "FLEET_KEY": "tp-node-9876543210",
     }
-    certificates, control, _, node, *_ = [lines for _, lines in walk_through()]
+    certificates, control, _, node, *_ = [lines for _, lines in readme_lines("Several machines")]
     machines["control-1"].run(certificates)
-    machines["control-1"].run(_filled(control, words))
-    machines["node-1"].run(_filled(node, words))
+    machines["control-1"].run(filled(control, words))
+    machines["node-1"].run(filled(node, words))
     log = machines["node-1"].log
     wait_until(lambda: "refuses this node" in log.read_text(), "a line that says why")
     (said,) = [line for line in map(json.loads, log.read_text().splitlines()) if "refuses" in line["event"]]
     assert said["status"] == 401
     assert "key" in said["reason"].lower()
     assert said["change"].endswith("tidepool key create NAME --role node --node node-1")
-
-
-def _filled(lines: str, words: dict[str, str]) -> str:
-    for word, value in words.items():
-        lines = re.sub(rf"\b{word}\b(?!,)", lambda _, value=value: value, lines)
-    return lines
