@@ -13,6 +13,11 @@ ENDPOINTS = [
     {"model": "herring", "region": "north", "instances_min": 1},
     {"model": "idle", "region": "north", "instances_min": 0},
 ]
+INSTANCES = [
+    {"model": "sardine", "state": "failed", "error": "no such file", "waits_for": None},
+    {"model": "herring", "state": "loading", "error": None, "waits_for": "its weights are loaded"},
+    {"model": "idle", "state": "loading", "error": None, "waits_for": "nothing that matters"},
+]
 
 
 def _live(utilization: dict[str, float | None]) -> dict[str, Any]:
@@ -40,10 +45,20 @@ def test_up_waits_for_usable_instances_and_asks_no_model_anything(monkeypatch: A
         asked.append(f"{request.method} {request.url.path}")
         if request.url.path == "/admin/endpoints":
             return {"data": ENDPOINTS, "has_more": False}
+        if request.url.path == "/admin/instances":
+            return {"data": INSTANCES, "has_more": False}
         return _live(next(views))
 
-    up._wait_served(_api(answer), up._Screen(as_json=True))
-    assert asked == ["GET /admin/endpoints", "GET /admin/status/live"] * 3
+    screen = up._Screen(as_json=True)
+    said: list[str] = []
+    monkeypatch.setattr(screen, "say", said.append)
+    up._wait_served(_api(answer), screen)
+    look = ["GET /admin/endpoints", "GET /admin/status/live"]
+    assert asked == [*look, "GET /admin/instances"] * 2 + look
+    assert said == [
+        "2 models are not served yet: its weights are loaded, no such file",
+        "1 models are not served yet: its weights are loaded",
+    ]
 
 
 def test_up_names_the_models_that_nothing_serves(monkeypatch: Any) -> None:
