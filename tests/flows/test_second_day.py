@@ -45,7 +45,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
         pytest.skip(reason)
     tools = postgres_binary("pg_dump").parent
     shared = environment(tmp_path) | NODE | {"TIDEPOOL_HOME": str(tmp_path / "home")}
-    shared["PATH"] += f":{tools}"
+    shared["PATH"] = f"{tools}:{shared['PATH']}"  # of the server's version, before any other
     with (
         wired([ADDRESS]) as namespaces,
         Machine(namespaces[ADDRESS], tmp_path, shared, tmp_path / "machine.log") as made,
@@ -128,9 +128,7 @@ def test_upgrade_failing_model_new_keys_and_restore(machine: Machine, tmp_path: 
     machine.run("tidepool endpoint set bad us-east --min 1 --max 4")
     wait_until(lambda: operator.is_served(client), "an answer of the good model")
     wait_until(lambda: "failed" in operator.instances("bad"), "the bad model has failed")
-    asked = 0
-    while asked < 8:  # turns of scaling, a second each
-        asked += 1
+    for _ in range(8):  # each look takes as long as a turn of scaling
         assert len(operator.instances("bad")) <= 2
     assert operator.is_served(client)
 
@@ -154,9 +152,9 @@ def test_upgrade_failing_model_new_keys_and_restore(machine: Machine, tmp_path: 
 
     # The disk is lost: everything from the backup, which knows nothing of the new keys.
     machine.run(STOP)
-    server = 'rpartition("/")[0] + "/postgres"'
-    sql(machine, "DROP DATABASE tidepool", database=f".{server}")
-    sql(machine, "CREATE DATABASE tidepool", database=f".{server}")
+    sql(machine, "DROP DATABASE tidepool", "CREATE DATABASE tidepool", database="postgres")
+    flush = 'import os, redis; redis.Redis.from_url(os.environ["TIDEPOOL_REDIS_URL"]).flushall()'
+    machine.run(f"{sys.executable} -c '{flush}'")
     shutil.rmtree(tmp_path / "home")
     (tmp_path / "home").mkdir()
     machine.run(restore)
