@@ -141,6 +141,7 @@ def install(app: FastAPI) -> None:
         log.exception("unhandled error", path=request.url.path, exc_info=error)
         answer = error_response(request, InternalError("internal error; the request id finds it in the log"))
         answer.headers["x-request-id"] = request.state.request_id  # it is made outside of what stamps the others
+        answer.headers["connection"] = "close"  # the server closes it after such an error: nobody may send on it again
         return answer
 
     app.add_exception_handler(TidepoolError, on_tidepool)

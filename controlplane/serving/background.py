@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 
@@ -18,3 +18,19 @@ async def in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+
+
+@contextlib.asynccontextmanager
+async def repeating(act: Callable[[], Awaitable[None]], every_s: float) -> AsyncIterator[None]:
+    """Act every `every_s` seconds while the block runs, and once more when it is left."""
+
+    async def repeat() -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            await act()
+
+    try:
+        async with in_background(repeat()):
+            yield
+    finally:
+        await act()

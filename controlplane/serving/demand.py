@@ -1,18 +1,16 @@
 """Counting demand: input tokens by minute, kept in memory for a second, then added to Redis."""
 
-import asyncio
-import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
 
 import anyio.to_thread
 import structlog
 
 from controlplane.errors import UnavailableError
 from controlplane.policies.facts import Endpoint
-from controlplane.serving.background import in_background
+from controlplane.serving.background import repeating
 from controlplane.store.live import LiveStore
 
 log = structlog.get_logger()
@@ -63,19 +61,9 @@ class DemandCounter:
             while len(self._minutes) > _MINUTES_KEPT:
                 self._minutes.pop(min(self._minutes))
 
-    @contextlib.asynccontextmanager
-    async def flushing(self) -> AsyncGenerator[None, None]:
+    def flushing(self) -> AbstractAsyncContextManager[None]:
         """Flush every second while the block runs, and once at its end."""
-        try:
-            async with in_background(self._repeat()):
-                yield
-        finally:
-            await self._try_flush()
-
-    async def _repeat(self) -> None:
-        while True:
-            await asyncio.sleep(_FLUSH_EVERY_S)
-            await self._try_flush()
+        return repeating(self._try_flush, _FLUSH_EVERY_S)
 
     async def _try_flush(self) -> None:
         try:

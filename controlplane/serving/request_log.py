@@ -3,12 +3,11 @@
 Requests never wait for it. While Postgres is away, or more ends than can be written, records are dropped and counted.
 """
 
-import asyncio
-import contextlib
 import random
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from itertools import islice
 
 import anyio
@@ -17,7 +16,7 @@ import msgspec
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from controlplane.serving.background import in_background
+from controlplane.serving.background import repeating
 from controlplane.settings import Settings
 from controlplane.store.request_log import OK, RequestRecord, write_requests
 from controlplane.store.session import Database
@@ -58,14 +57,9 @@ class RequestLog:
         else:
             self._on_drop(1)
 
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncGenerator[None, None]:
+    def running(self) -> AbstractAsyncContextManager[None]:
         """Write every second while the block runs, and once at its end."""
-        try:
-            async with in_background(self._repeat()):
-                yield
-        finally:
-            await self._write()
+        return repeating(self._write, _WRITE_EVERY_S)
 
     def write(self) -> None:
         """Write what has ended: lines first, then rows, in pieces of a thousand.
@@ -113,11 +107,6 @@ class RequestLog:
             self._unwritten.popleft()
         if excess > 0:
             self._on_drop(excess)
-
-    async def _repeat(self) -> None:
-        while True:
-            await asyncio.sleep(_WRITE_EVERY_S)
-            await self._write()
 
     async def _write(self) -> None:
         try:

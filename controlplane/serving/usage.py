@@ -1,10 +1,8 @@
 """Counting usage: what a gateway's answers took, kept in memory and written to Postgres every few seconds."""
 
-import asyncio
-import contextlib
 import threading
 import uuid
-from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -13,7 +11,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from controlplane.policies.facts import Tier
-from controlplane.serving.background import in_background
+from controlplane.serving.background import repeating
 from controlplane.store.session import Database
 from controlplane.store.usage import Usage, UsageKey, put_usage
 
@@ -65,19 +63,9 @@ class UsageCounter:
             for key in over:
                 del self._counts[key]
 
-    @contextlib.asynccontextmanager
-    async def flushing(self) -> AsyncGenerator[None, None]:
+    def flushing(self) -> AbstractAsyncContextManager[None]:
         """Flush every few seconds while the block runs, and once at its end."""
-        try:
-            async with in_background(self._repeat()):
-                yield
-        finally:
-            await self._try_flush()
-
-    async def _repeat(self) -> None:
-        while True:
-            await asyncio.sleep(_FLUSH_EVERY_S)
-            await self._try_flush()
+        return repeating(self._try_flush, _FLUSH_EVERY_S)
 
     async def _try_flush(self) -> None:
         if not self._changed:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ops.commands.api import Api, CommandError, connected
-from ops.commands.screen import AsJson, notes, print_json
+from ops.commands.screen import AsJson, notes, print_answer
 
 POLL_S = 1.0
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; without a terminal nothing is asked.")]
@@ -37,7 +37,7 @@ def delete_model(
                     _drain_endpoint(api, name, row["region"])
                     _delete_endpoint(api, name, row["region"])
         answer = api.delete(f"/admin/models/{name}")
-    _told(answer, f"model {name} is deleted", as_json=as_json)
+    print_answer(answer, f"model {name} is deleted", as_json=as_json)
 
 
 def delete_endpoint(
@@ -54,7 +54,7 @@ def delete_endpoint(
         if drain:
             _drain_endpoint(api, model, region)
         answer = _delete_endpoint(api, model, region)
-    _told(answer, f"{model} is not offered in {region} any more", as_json=as_json)
+    print_answer(answer, f"{model} is not offered in {region} any more", as_json=as_json)
 
 
 def delete_region(context: typer.Context, name: str, yes: Yes = False, as_json: AsJson = False) -> None:
@@ -95,26 +95,19 @@ def delete_node(
         if drain:
             _drain_node(api, name)
         answer = api.delete(f"/admin/nodes/{name}")
-    _told(answer, f"node {name} is deleted", as_json=as_json)
+    print_answer(answer, f"node {name} is deleted", as_json=as_json)
 
 
 def _delete(context: typer.Context, path: str, what: str, *, yes: bool, as_json: bool) -> None:
     _confirm(what, yes=yes or as_json)
     with connected(context) as api:
         answer = api.delete(path)
-    _told(answer, f"{what} is deleted", as_json=as_json)
+    print_answer(answer, f"{what} is deleted", as_json=as_json)
 
 
 def _confirm(what: str, *, yes: bool) -> None:
     if not yes and sys.stdin.isatty() and not typer.confirm(f"Delete {what}?", err=True):
         raise CommandError("nothing is deleted")
-
-
-def _told(answer: Any, words: str, *, as_json: bool) -> None:
-    if as_json:
-        print_json(answer)
-    else:
-        typer.echo(words)
 
 
 def _delete_endpoint(api: Api, model: str, region: str) -> Any:

@@ -11,6 +11,7 @@ from ops.commands.screen import (
     Columns,
     bytes_text,
     notes,
+    print_answer,
     print_fields,
     print_json,
     print_table,
@@ -54,7 +55,7 @@ def add_region(
     """
     with connected(context) as api:
         answer = api.put(f"/admin/regions/{name}", {} if position is None else {"position": position})
-    _told(answer, f"region {name} is registered at position {answer['position']}", as_json=as_json)
+    print_answer(answer, f"region {name} is registered at position {answer['position']}", as_json=as_json)
 
 
 @regions.command("list")
@@ -88,7 +89,7 @@ def add_gpu(
     body = {"memory_bytes": int(memory_gib * 2**30), "cost_per_hour": cost_per_hour}
     with connected(context) as api:
         answer = api.put(f"/admin/gpu-types/{name}", body)
-    _told(answer, f"GPU type {name} is registered", as_json=as_json)
+    print_answer(answer, f"GPU type {name} is registered", as_json=as_json)
 
 
 @gpus.command("list")
@@ -166,7 +167,7 @@ def drain_node(context: typer.Context, name: str, as_json: AsJson = False) -> No
     """
     with connected(context) as api:
         answer = api.post(f"/admin/nodes/{name}/drain")
-    _told(answer, f"node {name} is draining", as_json=as_json)
+    print_answer(answer, f"node {name} is draining", as_json=as_json)
 
 
 @nodes.command("undrain")
@@ -179,7 +180,7 @@ def undrain_node(context: typer.Context, name: str, as_json: AsJson = False) -> 
     """
     with connected(context) as api:
         answer = api.post(f"/admin/nodes/{name}/undrain")
-    _told(answer, f"node {name} is in service", as_json=as_json)
+    print_answer(answer, f"node {name} is in service", as_json=as_json)
 
 
 @endpoints.command("set")
@@ -200,7 +201,7 @@ def set_endpoint(
     body = {"model": model, "region": region, "instances_min": minimum, "instances_max": maximum}
     with connected(context) as api:
         answer = api.put("/admin/endpoints", body)
-    _told(answer, f"{model} in {region} may have {minimum} to {maximum} instances", as_json=as_json)
+    print_answer(answer, f"{model} in {region} may have {minimum} to {maximum} instances", as_json=as_json)
 
 
 @endpoints.command("list")
@@ -293,13 +294,6 @@ def _planning_words(planning: dict[str, Any] | None) -> str | None:
 
 def _counts(by_state: dict[str, int]) -> str:
     return ", ".join(f"{count} {state}" for state, count in sorted(by_state.items())) or "none"
-
-
-def _told(answer: Any, words: str, *, as_json: bool) -> None:
-    if as_json:
-        print_json(answer)
-    else:
-        typer.echo(words)
 
 
 def _listed(title: str, columns: Columns, answer: Any, rows: list[Any], *, as_json: bool) -> None:

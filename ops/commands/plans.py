@@ -6,7 +6,7 @@ import typer
 
 from ops.commands.api import connected
 from ops.commands.ids import whole_id
-from ops.commands.screen import AsJson, Columns, output, print_fields, print_json, print_table, time_text
+from ops.commands.screen import AsJson, Columns, output, print_answer, print_fields, print_json, print_table, time_text
 
 plans = typer.Typer(no_args_is_help=True, help="Plans: how many instances of what, where, for an hour.")
 Origin = Annotated[int | None, typer.Option("--origin-s", min=0, help="Use the forecasts of this Unix time.")]
@@ -148,7 +148,7 @@ def approve(context: typer.Context, plan_id: PlanId, as_json: AsJson = False) ->
     with connected(context) as api:
         plan_id = whole_id(api, "plan", plan_id)
         answer = api.post(f"/admin/plans/{plan_id}/approve")
-    _told(answer, f"plan {plan_id} is in force", as_json=as_json)
+    print_answer(answer, f"plan {plan_id} is in force", as_json=as_json)
 
 
 @plans.command("reject")
@@ -162,7 +162,7 @@ def reject(context: typer.Context, plan_id: PlanId, note: Why = "", as_json: AsJ
     with connected(context) as api:
         plan_id = whole_id(api, "plan", plan_id)
         answer = api.post(f"/admin/plans/{plan_id}/reject", {"note": note})
-    _told(answer, f"plan {plan_id} is rejected", as_json=as_json)
+    print_answer(answer, f"plan {plan_id} is rejected", as_json=as_json)
 
 
 @plans.command("rollback")
@@ -180,14 +180,7 @@ def roll_back(context: typer.Context, plan_id: PlanId, note: Why = "", as_json: 
         plan_id = whole_id(api, "plan", plan_id)
         answer = api.post(f"/admin/plans/{plan_id}/rollback", {"note": note})
     restored = answer["plan"]
-    _told(answer, f"plan {restored['id']} is in force: {restored['reason']}", as_json=as_json)
-
-
-def _told(answer: dict[str, Any], words: str, *, as_json: bool) -> None:
-    if as_json:
-        print_json(answer)
-    else:
-        typer.echo(words)
+    print_answer(answer, f"plan {restored['id']} is in force: {restored['reason']}", as_json=as_json)
 
 
 def _solve(context: typer.Context, *, dry_run: bool, origin_s: int | None) -> Any:

@@ -39,6 +39,14 @@ def print_json(answer: Any) -> None:
     typer.echo(json.dumps(answer, ensure_ascii=False, indent=2))
 
 
+def print_answer(answer: Any, words: str, *, as_json: bool) -> None:
+    """Print an answer as JSON, or what it means in words."""
+    if as_json:
+        print_json(answer)
+    else:
+        typer.echo(words)
+
+
 def print_table(title: str, columns: Columns, rows: Iterable[Mapping[str, Any]]) -> None:
     """Rows by columns, or field by field where the terminal is too narrow; a line that says so where there are none."""
     cells = [

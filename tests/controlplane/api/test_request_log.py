@@ -169,7 +169,7 @@ def test_a_defect_is_a_record(log: Log, monkeypatch: pytest.MonkeyPatch) -> None
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(log.gateway.state.fleet, "objective", broken)
-    log.chat(500)
+    assert log.chat(500).headers["connection"] == "close", "the next request would meet a connection that is closed"
     row = log.last()
     assert (row["outcome"], row["status"], row["error"]) == ("internal_error", 500, None)
 
