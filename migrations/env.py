@@ -4,7 +4,16 @@ from alembic import context
 from sqlalchemy import create_engine, pool
 
 from controlplane.settings import Settings, psycopg_url
-from controlplane.store import batch_tables, demand_tables, event_tables, key_tables, plan_tables, request_log, tables
+from controlplane.store import (
+    batch_tables,
+    demand_tables,
+    event_tables,
+    key_tables,
+    plan_tables,
+    request_log,
+    tables,
+    usage_tables,
+)
 
 for module, table in (
     (batch_tables, "batches"),
@@ -13,6 +22,7 @@ for module, table in (
     (key_tables, "api_keys"),
     (plan_tables, "plans"),
     (request_log, "request_log"),
+    (usage_tables, "usage_hours"),
 ):
     assert table in tables.Base.metadata.tables, f"{module.__name__} adds its tables to the same metadata"
 target = tables.Base.metadata
