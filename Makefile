@@ -22,7 +22,7 @@ WORKERS ?= 2
 .PHONY: help demo run test test-vllm test-clients check lint format lock lock-vllm lock-clients audit clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 $(READY): $(LOCK) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tidepool needs Python 3.11 or newer, this is " + sys.version.split()[0])'
