@@ -145,6 +145,15 @@ def test_regions_gpu_types_and_nodes(world: World) -> None:
         assert find(session, Model, MODEL) is not None
 
 
+def is_anyone_waiting(world: World) -> bool:
+    """Whether a statement waits for a lock. A transaction sees one snapshot of who waits, so each look has its own."""
+    waits = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    )
+    with world.database.transaction() as session:
+        return bool(session.scalar(waits))
+
+
 def test_the_foreign_key_refuses_what_the_look_did_not_see(world: World) -> None:
     """An endpoint is written past the fleet's lock while its model is deleted."""
     drop_endpoints(world)
@@ -160,11 +169,7 @@ def test_the_foreign_key_refuses_what_the_look_did_not_see(world: World) -> None
         session.add(EndpointRow(model=MODEL, region="us-east", instances_min=0, instances_max=1))
         session.flush()
         deleting.start()
-        with world.database.transaction() as other:
-            waits = text(
-                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-            )
-            until(lambda: other.scalar(waits))
+        until(lambda: is_anyone_waiting(world))
     deleting.join()
     assert len(refused) == 1
     assert "1 x endpoint (us-east)" in refused[0]
