@@ -13,8 +13,8 @@ _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-
 _HUB_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 _HUB_CHARACTERS_MAX = 96
 _HALF_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
-_NOT_IN_REVISION = re.compile(r"[ ~^:?*\[\\@{}]|\.\.|//|\.lock(/|$)|(^|/)\.|/$|\.$|^/")
-"""What git allows in no name of a branch or tag."""
+_NOT_IN_REVISION = re.compile(r"[ ~^:?*\[\\@{}%]|\.\.|//|\.lock(/|$)|(^|/)\.|/$|\.$|^/")
+"""What git allows in no name of a branch or tag, and "%", which a server may decode into any of it."""
 
 
 def is_remote(source: str) -> bool:

@@ -4,10 +4,16 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from ops.embedded import EmbeddedPostgres, EmbeddedValkey
 from ops.ports import free_port
 from ops.supervisor import Supervisor
+
+# The same examples in every run; `HYPOTHESIS_PROFILE=searching` looks further. Neither judges a loaded machine's speed.
+settings.register_profile("reproducible", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("searching", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "reproducible"))
 
 
 @pytest.fixture(scope="session")

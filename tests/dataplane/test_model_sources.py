@@ -5,7 +5,7 @@ import re
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.model_sources import SOURCE_CHARACTERS_MAX, check_source
@@ -68,6 +68,8 @@ BAD = (
     ("hf://a/b@x y", "no name of a branch"),
     ("hf://a/b@x?y", "no name of a branch"),
     ("hf://a/b@x@{1}", "no name of a branch"),
+    ("hf://a/b@%2F%2e", "no name of a branch"),
+    ("hf://a/b@%2e%2e%2fx", "no name of a branch"),
     ("https://", "name a host"),
     ("https:///m/", "name a host"),
     ("https://exa mple.org/", "name a host"),
@@ -108,6 +110,7 @@ def test_what_is_refused(source: str, why: str) -> None:
         check_source(source)
 
 
+@settings(max_examples=1000)
 @given(
     st.sampled_from(["/", "https://h/", "hf://o/n@", "hf://"]),
     st.lists(st.sampled_from(["..", ".", "/", "a", "%2e", "%2F", "%25", "\n", "\\", "@", "?"]), max_size=8),
