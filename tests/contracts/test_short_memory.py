@@ -100,7 +100,7 @@ PROMPT_TOKENS = st.sampled_from([1, 20, PREFILL_TOKENS_PER_STEP_MAX + 1, 50, 2 *
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), TIERS, PROMPT_TOKENS, st.integers(0, 6)), min_size=2, max_size=6))
 @example([("b", "NIW", 65, 0), ("a", "NIW", 33, 3)])  # a prefill and a decode took each other's weights for ever
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_nobody_blocks_another_for_ever_and_no_token_shows_who_made_way(
     pair: Pair, arrivals: list[tuple[str, Tier, int, int]]
 ) -> None:

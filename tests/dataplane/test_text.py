@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -43,14 +43,12 @@ def test_characters_are_never_broken() -> None:
 
 
 @given(st.text(max_size=30))
-@settings(deadline=None)
 def test_the_pieces_make_the_whole(text: str) -> None:
     pieces, _ = stream(text.encode())
     assert "".join(pieces) == text
 
 
 @given(st.binary(max_size=40))
-@settings(deadline=None)
 def test_bytes_that_are_no_text_come_out_too(data: bytes) -> None:
     pieces, _ = stream(data)
     assert all(isinstance(piece, str) for piece in pieces)
@@ -95,7 +93,6 @@ def test_stops(data: str, stop: tuple[str, ...], expected: str) -> None:
 
 
 @given(st.text(alphabet="ab", max_size=20), st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3))
-@settings(deadline=None)
 def test_stop_is_where_a_search_of_the_whole_text_ends(text: str, stop: list[str]) -> None:
     """The text ends before the stop string that is complete first; of those, before the one that begins first."""
     ends = sorted((text.index(s) + len(s), text.index(s)) for s in stop if s in text)

@@ -64,7 +64,7 @@ def bounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @given(TEXTS)
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_no_text_has_fewer_tokens(bounded: tuple[Any, TokenBound], text: str) -> None:
     tokenizer, bound = bounded
     count = len(tokenizer.encode(text, add_special_tokens=False))

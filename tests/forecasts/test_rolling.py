@@ -28,7 +28,7 @@ def test_each_origin_stands_beside_what_came() -> None:
     assert [each.forecast.origin_s for each in rolled] == [3600.0 * hour for hour in (7, 8, 9, 10)]
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     hour=st.integers(50, 54),
     bucket=st.integers(0, 11),

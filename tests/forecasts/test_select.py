@@ -119,7 +119,7 @@ def test_no_forecast_exceeds_the_clip() -> None:
     assert all(each.peak_upper <= 1.1 * exploding.rebin(300).maximum() * (1 + 1e-9) for each in forecast.candidates)
 
 
-@hypothesis_settings(max_examples=10, deadline=None)
+@hypothesis_settings(max_examples=10)
 @given(
     hours=st.integers(1, 54),
     seed=st.integers(0, 9),

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forecasts.series import DemandSeries
@@ -72,7 +72,6 @@ def test_last_hour_max_looks_back_sixty_minutes_and_skips_gaps() -> None:
     assert np.isnan(series(99, *[NAN] * 60).last_hour_max())
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e9) | st.just(NAN), min_size=1, max_size=60), st.integers(1, 7))
 def test_rebinning_stays_within_the_values(values: list[float], factor: int) -> None:
     before = series(*values)
@@ -83,7 +82,6 @@ def test_rebinning_stays_within_the_values(values: list[float], factor: int) -> 
         assert after.maximum() <= before.maximum() * (1 + 1e-12)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e9), min_size=1, max_size=30), st.floats(-100, 2000))
 def test_split_loses_nothing(values: list[float], origin_s: float) -> None:
     past, future = series(*values).split(origin_s)

@@ -307,7 +307,7 @@ FIELDS = st.sampled_from(
 
 
 def test_no_body_is_answered_by_a_500(gateway: Gateway) -> None:
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, suppress_health_check=list(HealthCheck))
     @given(changes=st.dictionaries(FIELDS, JSON, max_size=3))
     def check(changes: dict[str, Any]) -> None:
         body = {"model": "tide", "messages": [{"role": "user", "content": "hi"}]} | changes

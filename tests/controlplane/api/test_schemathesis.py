@@ -59,9 +59,7 @@ def test_the_document_is_kept(app: FastAPI, url: str, database: Database, part: 
 
         @hypothesis(
             max_examples=EXAMPLES,
-            derandomize=True,
             database=None,
-            deadline=None,
             phases=[Phase.explicit, Phase.generate],
             suppress_health_check=list(HealthCheck),
         )

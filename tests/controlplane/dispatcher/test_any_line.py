@@ -92,7 +92,7 @@ def mangled(data: bytes) -> st.SearchStrategy[bytes]:
     [b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "\\u0000", "prompt": ""}}']
 )
 @example([NESTED % b'{"model": "tide", "prompt": "", "\\u0000": 1}'])
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 def test_its_batch_ends(world: World, blobs: BlobStore, written: list[bytes]) -> None:
     batch_id = world.add_batch()
     with blobs.writing(world.batch(batch_id).input_file_id) as stream:

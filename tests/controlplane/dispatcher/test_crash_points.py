@@ -295,8 +295,6 @@ def test_whatever_dies_each_line_has_one_result(world: World, blobs: BlobStore) 
         settings=settings(
             max_examples=40,
             stateful_step_count=30,
-            deadline=None,
-            derandomize=True,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -157,7 +157,6 @@ INSTANCES = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(instances=INSTANCES, excluded=st.integers(0, 3))
 def test_safety_and_liveness(instances: list[InstanceFacts], excluded: int) -> None:
     """Never to what is not usable; always somewhere if anything is."""

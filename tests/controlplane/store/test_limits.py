@@ -40,7 +40,7 @@ def charge(limits: TenantLimits, tokens: int = 1, *, tenant: str = "acme", lease
     return Charge(tenant=tenant, limits=limits, tokens=tokens, lease=lease)
 
 
-@hypothesis(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(requests=maybe, tokens=maybe, at_once=maybe, asks=st.lists(st.tuples(st.integers(1, 30), st.booleans())))
 def test_redis_decides_as_the_policy_does(
     settings: Settings, requests: int | None, tokens: int | None, at_once: int | None, asks: list[tuple[int, bool]]

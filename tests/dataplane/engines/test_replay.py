@@ -25,7 +25,7 @@ def test_tokens_hang_on_model_prompt_and_seed_alone() -> None:
 
 
 @given(made=st.integers(0, 20), seed=st.integers(0, 2**31), temperature=st.sampled_from([0.0, 1.0]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_continued_request_gives_the_same_tokens(made: int, seed: int, temperature: float) -> None:
     asked = structs.replace(request(max_tokens=20), seed=seed, temperature=temperature)
     whole = tokens(run_one(asked))
@@ -104,7 +104,7 @@ TIERS = st.sampled_from(["IW-F", "IW-N", "NIW"])
     st.sampled_from([0, 300, 10_000]),
     st.sampled_from([16, 2048]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_preemption_changes_no_token_and_kv_never_overflows(
     shapes: list[tuple[str, Tier, int, int]], host_kv_bytes: int, prefill_tokens_per_step_max: int
 ) -> None:

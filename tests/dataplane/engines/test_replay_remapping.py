@@ -198,7 +198,7 @@ def test_kv_makes_way_for_a_model_that_is_to_run() -> None:
     st.sampled_from([EAGER, replace(EAGER, reverts=False), RemapSettings()]),
     st.sampled_from([0, 10_000]),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_in_any_order_no_token_changes_and_all_come_to_an_end(
     shapes: list[tuple[str, Tier, int, int, int, str]], way: KvPressure, remap: RemapSettings, host_kv_bytes: int
 ) -> None:

@@ -69,7 +69,7 @@ def test_the_last_place_of_the_rotating_layers_is_not_lent() -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_whatever_is_lent_and_taken_back_every_layer_is_there_when_it_runs(data: st.DataObject) -> None:
     layers = data.draw(st.integers(2, 9))
     places = LayerPlaces(layers)

@@ -141,7 +141,7 @@ def arenas(draw: st.DrawFn) -> ResidencyFacts:
 
 
 @given(arenas())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_no_run_is_better_than_the_one_chosen(f: ResidencyFacts) -> None:
     choice = choose_run(f)
     assert_best(f, choice)
@@ -221,4 +221,4 @@ class ResidencyMachine(RuleBasedStateMachine):
 
 
 TestResidency = ResidencyMachine.TestCase
-TestResidency.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestResidency.settings = settings(max_examples=60, stateful_step_count=40)

@@ -246,4 +246,4 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArena = ArenaMachine.TestCase
-TestArena.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestArena.settings = settings(max_examples=80, stateful_step_count=40)

@@ -53,7 +53,7 @@ def test_a_step_waits_for_what_is_not_hidden() -> None:
     assert wait_s(model(None), rotation) == 0.0
 
 
-@examples(max_examples=50, deadline=None)
+@examples(max_examples=50)
 @given(
     layers=st.integers(1, 60),
     load_s=st.floats(1e-4, 0.1),

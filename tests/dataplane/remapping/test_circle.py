@@ -107,7 +107,7 @@ def test_no_choice_of_layers_hides_what_even_spacing_does_not(layers: int) -> No
                 assert even == some, (load, rotation)
 
 
-@examples(max_examples=50, deadline=None)
+@examples(max_examples=50)
 @given(layers=st.integers(2, 12), load=st.integers(1, 30), data=st.data())
 def test_the_step_is_what_the_schedule_takes(layers: int, load: int, data: st.DataObject) -> None:
     given_up = data.draw(st.integers(1, layers - 1))
@@ -117,7 +117,7 @@ def test_the_step_is_what_the_schedule_takes(layers: int, load: int, data: st.Da
     assert step_s(circle(layers, load, 3), rotation) == pytest.approx(ticks)
 
 
-@examples(max_examples=50, deadline=None)
+@examples(max_examples=50)
 @given(layers=st.integers(2, 80), load_s=st.floats(0.01, 60.0), frames_max=st.integers(1, FRAMES_MAX))
 def test_what_is_hidden_costs_nothing_and_less_is_hidden_too(layers: int, load_s: float, frames_max: int) -> None:
     model = circle(layers, load_s)
@@ -133,7 +133,7 @@ def test_what_is_hidden_costs_nothing_and_less_is_hidden_too(layers: int, load_s
             assert not fewer or not is_hidden(model, Rotation(layers=layers, given_up=given_up, frames=fewer))
 
 
-@examples(max_examples=50, deadline=None)
+@examples(max_examples=50)
 @given(layers=st.integers(2, 30), load_s=st.floats(0.1, 40.0), data=st.data())
 def test_where_nothing_is_hidden_the_least_waiting_is_taken(layers: int, load_s: float, data: st.DataObject) -> None:
     given_up = data.draw(st.integers(1, layers - 1))
@@ -143,7 +143,7 @@ def test_where_nothing_is_hidden_the_least_waiting_is_taken(layers: int, load_s:
         assert taken <= step_s(model, Rotation(layers=layers, given_up=given_up, frames=frames)) + 1e-9
 
 
-@examples(max_examples=50, deadline=None)
+@examples(max_examples=50)
 @given(layers=st.integers(1, 200), data=st.data())
 def test_spacing_is_even(layers: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, layers))

@@ -177,7 +177,7 @@ CHOICES = st.builds(
 )
 
 
-@examples(max_examples=50, deadline=None)
+@examples(max_examples=50)
 @given(models=MODELS, short=st.integers(0, 3000), free=st.integers(0, 3000), settings=CHOICES)
 def test_bytes_add_up_and_nothing_is_given_up_beyond_its_cap(
     models: tuple[ModelFacts, ...], short: int, free: int, settings: RemapSettings
@@ -201,7 +201,7 @@ def test_bytes_add_up_and_nothing_is_given_up_beyond_its_cap(
         assert all(model.given_up >= choose_cap(model, settings).layers for model in after)
 
 
-@examples(max_examples=50, deadline=None)
+@examples(max_examples=50)
 @given(models=MODELS, short=st.integers(0, 2000), more=st.integers(0, 1000), settings=CHOICES)
 def test_more_pressure_never_brings_a_layer_back(
     models: tuple[ModelFacts, ...], short: int, more: int, settings: RemapSettings
@@ -216,7 +216,7 @@ def test_more_pressure_never_brings_a_layer_back(
         assert all(calm[name] <= pressed[name] for name in calm)
 
 
-@examples(max_examples=50, deadline=None)
+@examples(max_examples=50)
 @given(
     models=MODELS,
     demands=st.lists(st.integers(0, 60), min_size=1, max_size=4),

@@ -57,7 +57,7 @@ def test_nobody_to_make_way_and_no_way_to_wait() -> None:
     assert choose_relief(replace(FACTS, victim=None), ReliefSettings()) is None
 
 
-@examples(max_examples=50, deadline=None)
+@examples(max_examples=50)
 @given(
     wait_s=st.none() | st.floats(0.0, 0.1),
     victim=st.none() | st.builds(Victim, kv_bytes=st.integers(0, 10**10), recompute_s=st.floats(0.0, 5.0)),

@@ -42,7 +42,6 @@ def test_negative_coefficients_are_refused_by_name(name: str, value: float) -> N
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 512), st.integers(0, 512))
-@settings(deadline=None)
 def test_more_work_never_takes_less_time(tokens: int, more: int, batch: int, more_batch: int) -> None:
     model = QWEN_7B_H800
     assert model.prefill_s(tokens + more, (tokens + more) ** 2) >= model.prefill_s(tokens, tokens**2)
@@ -77,7 +76,7 @@ def test_one_outlier_moves_little(observed_s: float) -> None:
 
 
 @given(st.lists(st.floats(0.0, 1e6), max_size=300))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_factors_are_bounded(observations: list[float]) -> None:
     estimate = CostEstimate(latency=QWEN_7B_H800)
     for observed_s in observations:

@@ -82,7 +82,6 @@ rounds = st.lists(
 
 
 @given(rounds)
-@settings(deadline=None)
 def test_plans_hold_their_bounds(facts: list[BatchFacts]) -> None:
     settings_ = DecodeSettings()
     plan = plan_round(facts, settings_)
@@ -99,7 +98,6 @@ def test_plans_hold_their_bounds(facts: list[BatchFacts]) -> None:
     st.lists(st.tuples(st.floats(0.0, 3.0), st.sampled_from([0.0, 0.1, 0.5, 2.0])), min_size=1, max_size=6),
     st.floats(-1.0, 1.0),
 )
-@settings(deadline=None)
 def test_the_least_lasting_time_pays_for_what_is_exposed(rows: list[tuple[float, float]], spare: float) -> None:
     switches = [Switch(time_s=time_s, hidden_share=share) for time_s, share in rows]
     lasting_s = least_lasting_s(switches, spare)
@@ -132,7 +130,7 @@ def attained(facts: list[BatchFacts], quotas: tuple[Quota, ...], rounds_run: int
 
 
 @given(rounds)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_round_keeps_what_alpha_promises(facts: list[BatchFacts]) -> None:
     """Each batch is inside its deadlines for min(1, 1 / alpha) of the time, when quotas are of whole steps."""
     plan = plan_round(facts, DecodeSettings())
@@ -273,7 +271,7 @@ def test_let_in_brings_a_planned_turn_forward_and_gives_none_twice() -> None:
     present=st.lists(st.integers(0, 63), min_size=50, max_size=100),
     prefilled=st.lists(st.integers(0, 5), min_size=150, max_size=150),
 )
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_no_batch_starves(models: int, step_s: float, present: list[int], prefilled: list[int]) -> None:
     """Others come, go and are let in as they like: m0 runs again within two turns of each."""
     settings_ = DecodeSettings(quota_max_s=1.0)

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.messages import Tier
@@ -187,7 +187,6 @@ def test_order_rules_groups_and_what_is_in_them(order: Order, chosen: str, insid
     arrivals=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 3)), min_size=1, max_size=60),
     limit=st.integers(1, 8),
 )
-@settings(deadline=None)
 def test_nobody_is_overtaken_by_much(arrivals: list[tuple[str, int]], limit: int) -> None:
     """Requests come while others are served. A group at the front waits for those that a group may take, twice."""
     settings_ = PrefillSettings(group_requests_max=limit)

@@ -161,7 +161,7 @@ seconds = st.floats(0.0, 2.0)
 waiting = st.sampled_from([(True, True), (True, False), (False, True)])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(seconds, seconds, waiting), max_size=12))
 def test_with_one_model_that_needs_no_switch_the_account_of_shares_alone_decides(
     looks: list[tuple[float, float, tuple[bool, bool]]],

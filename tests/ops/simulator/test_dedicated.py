@@ -104,7 +104,7 @@ def test_same_token_times_as_the_live_engine_step_by_step(order: str, rate_per_s
         assert served.in_time == tokens_in_time(exact)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 10**6),
     rate_per_s=st.sampled_from([5.0, 50.0, 500.0]),

@@ -62,7 +62,7 @@ def watch_instances(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
     return seen
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     strategy=st.sampled_from(STRATEGIES),
     seed=st.integers(0, 1000),

@@ -137,7 +137,7 @@ def test_an_inactive_model_lends_before_the_active_one() -> None:
     assert [tenant.rotation.given_up for tenant in slot.tenants] == [0, 5]
 
 
-@examples(max_examples=25, deadline=None)
+@examples(max_examples=25)
 @given(
     way=st.sampled_from(WAYS),
     sharing=st.sampled_from(get_args(Sharing)),

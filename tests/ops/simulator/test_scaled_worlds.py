@@ -31,7 +31,7 @@ def served_of(scenario: Scenario, seed: int) -> Counter[tuple[str, str]]:
     return Counter((one.model, one.tier) for one in traffic_of(scenario, seed) if one.arrived_s >= learn_s)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(
     strategy=st.sampled_from(STRATEGIES),
     seed=st.integers(0, 1000),

@@ -83,7 +83,7 @@ def scenario_of(serving: str, *, seconds: float = 30.0, rate_per_s: float = 4.0,
 SERVINGS = ["dedicated", "pooled", "request-level", "split"]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(serving=st.sampled_from(SERVINGS), seed=st.integers(0, 1000), rate_per_s=st.sampled_from([1.0, 6.0]))
 def test_each_request_ends_once_and_none_before_it_came(serving: str, seed: int, rate_per_s: float) -> None:
     scenario = scenario_of(serving, rate_per_s=rate_per_s)

@@ -237,7 +237,7 @@ def test_large_problems_are_solved_by_prices() -> None:
     assert (priced.gap == 0) == (priced.status == PlacementStatus.OPTIMAL)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(facts=small_facts(pools=True))
 def test_both_ways_agree_within_what_they_prove(facts: PlacementFacts) -> None:
     exact, priced = place(facts), place(facts, replace(EXACT, exact_cells_max=0))

@@ -35,7 +35,7 @@ EXACT = PlacementSettings(gap=0.0)
 AT_HOME = PlacementSettings(gap=0.0, epsilon=1.0)
 """All demand served at home: then nothing is shared between regions, and the bound is exact."""
 QUICK = PriceSettings(climb_rounds=4, exact_rounds=4, choices=((500, 1.0),))
-SMALL = settings(max_examples=25, deadline=None)
+SMALL = settings(max_examples=25)
 
 
 @st.composite
@@ -119,7 +119,7 @@ def test_whatever_limits_cut_it_off_the_answer_fits(facts: PlacementFacts, seed:
     _fits(facts, solve_by_prices(facts, EXACT, limits=limits, should_stop=lambda: next(stops) >= seed))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(facts=small_facts(), share=st.sampled_from([0.0, 0.4, 1.0]))
 def test_the_bounds_of_regions_add_up_to_a_bound_at_any_price_of_demand(facts: PlacementFacts, share: float) -> None:
     grid = grid_of(facts, EXACT)
@@ -138,7 +138,7 @@ def test_the_bounds_of_regions_add_up_to_a_bound_at_any_price_of_demand(facts: P
         assert bound >= dual.bound - 1e-6 * max(1.0, abs(dual.bound)), "whole instances cost no less than parts of them"
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(facts=small_facts())
 def test_a_choice_among_columns_fits_and_is_never_worse(facts: PlacementFacts) -> None:
     grid = grid_of(facts, EXACT)
@@ -173,7 +173,7 @@ def _turned(facts: PlacementFacts) -> PlacementFacts:
     return replace(facts, **turned)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(facts=small_facts())
 def test_the_same_facts_give_the_same_answer_in_any_order(facts: PlacementFacts) -> None:
     assert solve_by_prices(facts, EXACT, limits=QUICK) == solve_by_prices(_turned(facts), EXACT, limits=QUICK)
@@ -271,7 +271,7 @@ def test_a_fleet_of_some_size_is_placed_within_the_gap_asked_for(pools: bool) ->
     assert bool(found.pooled) is pools
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.7]), st.sampled_from([2, 4000]))
 def test_the_search_of_endpoints_is_exact_and_lists_all_within_reach(seed: int, spare: float, labels_max: int) -> None:
     cells = _random_cells(np.random.default_rng(seed), size=6, types=3)

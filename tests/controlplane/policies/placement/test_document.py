@@ -116,7 +116,7 @@ def test_what_is_not_json_is_refused() -> None:
         parse("{")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(facts=small_facts(pools=True), epsilon=st.floats(0, 1))
 def test_there_and_back(facts: PlacementFacts, epsilon: float) -> None:
     how = PlacementSettings(epsilon=epsilon, gap=0.01, time_limit_s=3.0, minimum_ratio=7.0, exact_cells_max=12)

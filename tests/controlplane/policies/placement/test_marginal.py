@@ -71,7 +71,7 @@ def test_a_pin_that_is_not_kept_costs_more_than_its_demand() -> None:
     assert entry.cost_if_not > 2 * 1000 * TOKEN * 1900
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(facts=small_facts(pools=True))
 def test_it_is_the_rise_of_the_objective(facts: PlacementFacts) -> None:
     """Where the count of before fits, everything else as planned: the cost function says the same."""

@@ -237,13 +237,13 @@ def _check_lists(facts: PlacementFacts, placement: Placement, choice: Choice) ->
         assert (served < peak * (1 - 1e-6)) == (model.name in nowhere)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(facts=small_facts())
 def test_no_placement_is_cheaper(facts: PlacementFacts) -> None:
     check(facts)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(facts=small_facts(pools=True))
 def test_no_placement_with_pools_is_cheaper(facts: PlacementFacts) -> None:
     check(facts)
@@ -269,13 +269,13 @@ def turned(facts: PlacementFacts) -> PlacementFacts:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(facts=small_facts(pools=True))
 def test_the_same_facts_give_the_same_plan_in_any_order(facts: PlacementFacts) -> None:
     assert place(facts) == place(turned(facts))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(facts=small_facts(pools=True))
 def test_a_plan_that_is_in_force_stays(facts: PlacementFacts) -> None:
     """Once the fleet is as planned and no spot is left, the same demand asks for no move."""

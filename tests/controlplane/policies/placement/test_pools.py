@@ -82,7 +82,7 @@ def test_no_requests_take_nothing() -> None:
     assert occupancy_of(replace(LOAD, requests_per_s=0.0)).total == 0.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rate=st.floats(0, 50),
     factor=st.floats(1, 4),

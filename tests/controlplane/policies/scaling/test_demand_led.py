@@ -51,7 +51,7 @@ def test_a_step_says_why() -> None:
     assert step.reason == "350 tokens/s and 1.0 instances' memory in use: 4 of the plan's 8"
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(facts=any_endpoint())
 def test_never_more_than_lt_i_would_have(facts: EndpointScaleFacts) -> None:
     """Nor fewer than the minimum; `keep_limits` holds for all strategies."""

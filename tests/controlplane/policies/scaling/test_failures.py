@@ -147,7 +147,7 @@ def most_starts(starts: list[int], since: int) -> int:
     return max((sum(starts[at : at + span]) for at in range(since, len(starts))), default=0)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(case=any_case(), before=st.integers(0, 5))
 def test_loads_that_fail_take_one_more_than_is_wanted_and_try_again_seldom(case: dict[str, Any], before: int) -> None:
     """`before` instances were there when every load began to fail, one of them lost."""
@@ -161,7 +161,7 @@ def test_loads_that_fail_take_one_more_than_is_wanted_and_try_again_seldom(case:
         assert most_starts(broken.starts, broken.failing_since + 2) <= 1, broken.starts
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(case=any_case(), before=st.integers(0, 5), failing=st.integers(1, 100))
 def test_when_loads_succeed_again_all_that_was_wanted_is_there(case: dict[str, Any], before: int, failing: int) -> None:
     until = failing + 2

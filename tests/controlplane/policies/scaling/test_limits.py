@@ -16,7 +16,7 @@ def test_every_name_has_its_strategy() -> None:
     assert set(STRATEGIES) == set(StrategyName)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @any_case
 def test_no_step_leads_past_a_limit(facts: EndpointScaleFacts, strategy: str) -> None:
     steps = decide(strategy, facts).steps
@@ -28,7 +28,7 @@ def test_no_step_leads_past_a_limit(facts: EndpointScaleFacts, strategy: str) ->
     assert all(step.delta and step.reason for step in steps)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @any_case
 def test_unknown_utilization_lets_nothing_go_that_serves(facts: EndpointScaleFacts, strategy: str) -> None:
     if facts.utilization is None:
@@ -36,7 +36,7 @@ def test_unknown_utilization_lets_nothing_go_that_serves(facts: EndpointScaleFac
         assert not gone or (facts.ready == 0 and gone <= sum(facts.stuck.values()))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @any_case
 def test_below_the_minimum_is_scaled_out_at_once(facts: EndpointScaleFacts, strategy: str) -> None:
     if facts.working < facts.min and not any(facts.stuck.values()):
@@ -44,7 +44,7 @@ def test_below_the_minimum_is_scaled_out_at_once(facts: EndpointScaleFacts, stra
         assert facts.total + sum(step.delta for step in steps) >= facts.min
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @any_case
 def test_the_cooldown_holds(facts: EndpointScaleFacts, strategy: str) -> None:
     within = facts.min <= facts.working and facts.total <= facts.max and not any(facts.stuck.values())
@@ -53,7 +53,7 @@ def test_the_cooldown_holds(facts: EndpointScaleFacts, strategy: str) -> None:
         assert decide(strategy, facts).steps == ()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @any_case
 def test_deciding_again_while_work_is_under_way_adds_nothing(facts: EndpointScaleFacts, strategy: str) -> None:
     """What was asked for is starting now; the load is the same. Whoever asks again asks for less, and soon for none."""

@@ -135,7 +135,6 @@ def test_a_step_says_why() -> None:
     assert beyond == "6.0 times the forecast arrives, beyond the plan"
 
 
-@settings(deadline=None)
 @given(facts=any_endpoint())
 def test_lt_i_arrives_at_the_plan_and_stays(facts: EndpointScaleFacts) -> None:
     """Each round everything asked for becomes ready; the count reaches the plan's within the limits and rests there."""
@@ -160,7 +159,7 @@ def test_lt_i_arrives_at_the_plan_and_stays(facts: EndpointScaleFacts) -> None:
         }
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(facts=any_endpoint(), utilization=st.sampled_from([HOT, 1.0, COLD, 0.0]))
 def test_lt_u_under_steady_pressure_ends_between_here_and_the_plan(
     facts: EndpointScaleFacts, utilization: float

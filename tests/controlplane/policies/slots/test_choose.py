@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.policies.facts import Endpoint, InstanceKind, ModelGpu
@@ -326,7 +326,6 @@ any_spot = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(
     free=st.lists(st.integers(0, 2), min_size=3, max_size=3),
     held=st.lists(any_spot, max_size=6),
@@ -363,7 +362,6 @@ def _gpus(endpoint: Endpoint) -> int:
     return GPUS[ModelGpu(model=endpoint.model, gpu_type="H")]
 
 
-@settings(deadline=None)
 @given(
     free=st.lists(st.tuples(st.integers(0, 4), st.sampled_from([1, 2, 4])), min_size=1, max_size=5),
     wants=st.lists(st.tuples(st.sampled_from([A, B]), st.integers(1, 6)), max_size=2, unique_by=lambda want: want[0]),

@@ -62,7 +62,7 @@ def test_a_row_that_is_not_a_number_spoils_only_itself() -> None:
         assert {first, last} <= {0, 1}
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     temperature=st.floats(1e-6, 100),
     top_p=st.floats(0.01, 1),
