@@ -1,6 +1,7 @@
 """Bytes of files, shared by every API and dispatcher process. A file appears whole or not at all."""
 
 import os
+import re
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -14,6 +15,7 @@ from controlplane.settings import Settings
 
 CHUNK_BYTES = 1 << 20
 _DRAFT = ".part"
+_NAME = re.compile(rf"[A-Za-z0-9-]+({re.escape(_DRAFT)})?")
 
 
 class BlobStore(ABC):
@@ -86,9 +88,10 @@ class FolderBlobs(BlobStore):
         self._path(file_id).unlink(missing_ok=True)
 
     def older_than(self, age_s: float) -> set[str]:
-        """By the time of modification."""
+        """By the time of modification. What else lies in the folder is none of ours."""
         before_s = time.time() - age_s
-        return {entry.name for entry in os.scandir(self._folder) if entry.stat().st_mtime < before_s}
+        found = (entry for entry in os.scandir(self._folder) if _NAME.fullmatch(entry.name))
+        return {entry.name for entry in found if entry.stat().st_mtime < before_s}
 
     def free_bytes(self) -> int:
         """Of the folder's disk."""
@@ -115,8 +118,13 @@ def open_blobs(settings: Settings) -> BlobStore:
 
 
 def checked(name: str) -> str:
-    """A blob's name, which leads nowhere else."""
-    assert name.removesuffix(_DRAFT).replace("-", "").isalnum(), "file ids are ours"
+    """A blob's name that leads nowhere else: letters, digits and dashes.
+
+    Raises:
+        InvalidValueError: it is another one, such as a path.
+    """
+    if not _NAME.fullmatch(name):
+        raise InvalidValueError(f"a file id is letters, digits and dashes: {name[:100]!r}", param="file_id")
     return name
 
 

@@ -50,11 +50,12 @@ class BucketBlobs(BlobStore):
     @contextmanager
     def writing(self, file_id: str) -> Iterator[IO[bytes]]:
         """A draft without a name, then a put, in parts if it is large."""
+        name = checked(file_id)
         with TemporaryFile(dir=self._drafts) as draft:
             yield draft
             draft.seek(0)
             with _translated():
-                obstore.put(self._store, checked(file_id), draft, chunk_size=PART_BYTES, max_concurrency=2)
+                obstore.put(self._store, name, draft, chunk_size=PART_BYTES, max_concurrency=2)
 
     def open(self, file_id: str) -> IO[bytes]:
         """A stream that asks for a part whenever it has none left."""

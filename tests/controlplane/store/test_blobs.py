@@ -81,8 +81,14 @@ def test_lines_and_chunks_and_deleting(blobs: BlobStore) -> None:
     with pytest.raises(NotFoundError):
         blobs.open(name)
     assert blobs.free_bytes() > 0
-    with pytest.raises(AssertionError):
-        blobs.open("../keys.json")
+
+
+@pytest.mark.parametrize("name", ["../keys.json", "a/b", "", ".part", "file-1.part.part", "file-1\0", "f\u00e9"])
+def test_a_name_that_leads_elsewhere_is_refused(blobs: BlobStore, name: str) -> None:
+    for call in (blobs.open, blobs.delete, lambda name: blobs.writing(name).__enter__()):
+        with pytest.raises(InvalidValueError, match="letters, digits and dashes") as caught:
+            call(name)
+        assert caught.value.param == "file_id"
 
 
 def test_what_is_old_is_found(blobs: BlobStore) -> None:
@@ -90,6 +96,13 @@ def test_what_is_old_is_found(blobs: BlobStore) -> None:
     assert blobs.older_than(-60) == {name, empty}
     with blobs.open(empty) as stored:
         assert stored.read() == b""
+
+
+def test_what_others_keep_in_the_folder_is_left_alone(tmp_path: Path) -> None:
+    blobs = open_blobs(Settings(home=tmp_path))
+    name = write(blobs, b"x")
+    (tmp_path / "files" / "what is this.txt").write_bytes(b"x")
+    assert blobs.older_than(-60) == {name}
 
 
 def test_a_large_blob_goes_up_in_parts_and_comes_down_in_ranges(bucket: Bucket, in_bucket: BlobStore) -> None:
