@@ -15,7 +15,6 @@ from dataplane.tls import client_context
 
 _CONNECT_TIMEOUT_S = 2.0
 """To reach a node, and to wait for one of our own connections where all are in use."""
-_CONNECTIONS_MAX = 2000
 _IDLE_CONNECTION_S = 4.0
 """A connection is kept for less long than nodes keep it (5 s): else one might be closing as it is used."""
 _END_TIMEOUT_S = 2.0
@@ -30,7 +29,7 @@ class AgentClient:
         self._first_token_s = settings.first_token_timeout_s
         self._idle_s = settings.stream_idle_timeout_s
         self._silence_s = max(self._first_token_s, self._idle_s)
-        self._room = asyncio.Semaphore(_CONNECTIONS_MAX)
+        self._room = asyncio.Semaphore(settings.node_connections_max)
         key = settings.node_key.get_secret_value()
         self._session = aiohttp.ClientSession(  # nodes are ours: no proxy stands between, and no cookie is kept
             connector=aiohttp.TCPConnector(

@@ -54,6 +54,12 @@ class Settings(BaseSettings):
     database_pool_size: int = Field(10, ge=1, le=200)
     database_timeout_s: int = Field(10, ge=1, le=300, description="to connect, and for one statement")
 
+    node_connections_max: int = Field(
+        2000,
+        ge=1,
+        le=60_000,
+        description="connections to nodes that a gateway or dispatcher may have open, one a request",
+    )
     view_refresh_s: float = Field(0.25, gt=0, le=1)
     node_replace_s: float = Field(
         20.0, gt=0, description="instances of a node silent for longer are started elsewhere, if there is room"

@@ -65,14 +65,36 @@ def test_blank_lines_are_nothing(blank: bytes, before: int) -> None:
 
 
 def test_a_limit_of_our_own_is_no_fault_of_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controlplane.agents._CONNECTIONS_MAX", 0)
+    """The one connection that this gateway may have is taken."""
     monkeypatch.setattr("controlplane.agents._CONNECT_TIMEOUT_S", 0.01)
-    with pytest.raises(NodeError) as caught:
-        ask(lambda: AgentClient(Settings()))
-    assert (caught.value.status, caught.value.code, caught.value.retryable) == (429, "gateway_busy", True)
+    ended = anyio.Event()
+
+    async def node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        line = encode_line(EVENTS[0])
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(line), line))
+        await reader.read()  # until it is left
+        writer.close()
+        ended.set()
+
+    async def run() -> NodeError:
+        client = AgentClient(Settings(node_connections_max=1))
+        async with await asyncio.start_server(node, "127.0.0.1", port := free_port()):
+            url = f"http://127.0.0.1:{port}"
+            async with aclosing(client.generate(url, REQUEST)) as first:
+                await anext(first)
+                with pytest.raises(NodeError) as caught:
+                    await anext(client.generate(url, REQUEST))
+            await client.close()
+            with anyio.fail_after(60):
+                await ended.wait()
+        return caught.value
+
+    error = anyio.run(run)
+    assert (error.status, error.code, error.retryable) == (429, "gateway_busy", True)
     circuits = Circuits(CircuitSettings())
     for _ in range(20):
-        circuits.note_end(Route(instance_id="i", node_id="n", region="east", utilization=0.0), caught.value)
+        circuits.note_end(Route(instance_id="i", node_id="n", region="east", utilization=0.0), error)
     assert not circuits.avoided()
 
 
