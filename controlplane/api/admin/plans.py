@@ -12,7 +12,7 @@ from controlplane.api.admin.fields import TIME_S_MAX, After, Answer, Limit, Note
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep, StateDep
-from controlplane.errors import CapacityError, InvalidValueError, NotFoundError
+from controlplane.errors import InvalidValueError, NotFoundError
 from controlplane.loops.draft import DraftOf
 from controlplane.loops.explain import explanation_of
 from controlplane.loops.plan import draft_plan, hour_nearest
@@ -128,17 +128,19 @@ class Started(BaseModel):
 
 
 @router.post("/forecasts/run", status_code=202, summary="Forecast every series now")
-def run_forecasts(body: Run, session: SessionDep, caller: Operator) -> Started:
-    """Starts tasks of some series each, for all workers."""
+def run_forecasts(
+    body: Run, state: StateDep, session: SessionDep, caller: Operator, after_commit: BackgroundTasks
+) -> Started:
+    """Starts tasks of some series each, for all workers. While the task queue is away it is refused."""
     origin_s = body.origin_s
     _require_past(origin_s, time.time())
     if origin_s is None:
         known_s = latest_demand_s(session)
         minute_s = int(time.time()) // 60 * 60
         origin_s = minute_s if known_s is None else min(minute_s, known_s + 60)
-    if not enqueue("forecast", origin_s=origin_s):
-        raise CapacityError("the task queue does not answer; try again", retry_after_s=2)
+    state.live.ping()
     record(session, actor=caller.name, action="forecast.run", subject=str(origin_s), after={"origin_s": origin_s})
+    after_commit.add_task(enqueue, "forecast", origin_s=origin_s)
     return Started(origin_s=origin_s)
 
 

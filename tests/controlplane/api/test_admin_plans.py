@@ -7,8 +7,11 @@ import pytest
 import uuid_utils
 
 from controlplane.api.admin import pins, plans
+from controlplane.errors import UnavailableError
 from controlplane.policies.lifecycle import PlanState
 from controlplane.store.fleet import fleet_index
+from controlplane.store.keys import list_audit
+from controlplane.store.live import LiveStore
 from controlplane.store.plan_tables import Plan, PlanEntry
 from controlplane.store.plans import add_plan
 from controlplane.store.session import Database
@@ -65,6 +68,36 @@ def test_forecasts_of_the_future_are_no_basis_for_a_plan(ask: Ask, fleet: None, 
     later_s = int(datetime.now(UTC).timestamp()) + 3600
     refused = ask("POST", "/admin/plans", json={"dry_run": dry_run, "origin_s": later_s}, status=400)
     assert "in the future" in refused["detail"]
+
+
+def test_forecasts_are_asked_for_after_the_commit(
+    ask: Ask, fleet: None, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker may begin at once, and what it does is in the audit already."""
+    seen: list[list[str]] = []
+
+    def enqueue(task: str, **_: object) -> bool:
+        with database.transaction() as session:
+            seen.append([event.action for event in list_audit(session, after=None, limit=1).rows])
+        return True
+
+    monkeypatch.setattr(plans, "enqueue", enqueue)
+    assert ask("POST", "/admin/forecasts/run", role="admin", json={}, status=202).keys() == {"origin_s"}
+    assert seen == [["forecast.run"]]
+
+
+def test_no_forecasts_are_asked_for_while_the_task_queue_is_away(
+    ask: Ask, fleet: None, database: Database, enqueued: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(_: LiveStore) -> None:
+        raise UnavailableError("Redis does not answer")
+
+    monkeypatch.setattr(LiveStore, "ping", away)
+    refused = ask("POST", "/admin/forecasts/run", role="admin", json={}, status=503)
+    assert refused["detail"] == "Redis does not answer"
+    assert enqueued == []
+    with database.transaction() as session:
+        assert "forecast.run" not in [event.action for event in list_audit(session, after=None, limit=10).rows]
 
 
 def test_a_dry_run_shows_and_writes_nothing(ask: Ask, fleet: None) -> None:
