@@ -279,9 +279,14 @@ def _spot_facts(fleet: Fleet, instance: Instance) -> SpotFacts | None:
 
 
 def _presence(census: Census) -> Iterable[NodePresence]:
+    holding = {instance.node for instance in census.instances}
     return (
         NodePresence(
-            name=node.name, draining=node.draining, leaving=node.leaving, silent_s=census.silent_s.get(node.name)
+            name=node.name,
+            draining=node.draining,
+            leaving=node.leaving,
+            silent_s=census.silent_s.get(node.name),
+            has_instances=node.name in holding,
         )
         for node in census.nodes
     )

@@ -77,25 +77,33 @@ def choose_evacuation(instances: Iterable[PlacedInstance], rooms: Iterable[SlotR
 
 @dataclass(frozen=True, kw_only=True)
 class NodePresence:
-    """What tells whether a node goes. `silent_s`: since its last heartbeat; None: it never sent one."""
+    """What tells whether a node goes.
+
+    Attributes:
+        silent_s: seconds since its last heartbeat; None: it never sent one.
+        has_instances: whether an instance is wanted there or still drains. A node that is gone for good has none left.
+    """
 
     name: str
     draining: bool
     leaving: bool
     silent_s: float | None
+    has_instances: bool
 
 
 def choose_leaving(nodes: Iterable[NodePresence], *, replace_after_s: float) -> dict[str, str]:
     """The nodes whose instances shall be served elsewhere, with the reason.
 
-    Silence counts only while at least half of the nodes that ever reported are heard of: else it is the control plane
-    that was away, and replacing everything would make an outage worse.
+    Silent nodes with instances are replaced only while they are no more than the nodes that are heard of: else it is
+    the control plane that was away, and replacing everything would make an outage worse. Nodes without instances that
+    went away long ago and were never deleted do not count.
     """
     nodes = list(nodes)
-    heard = [node for node in nodes if node.silent_s is not None]
-    silent = [node for node in heard if node.silent_s is not None and node.silent_s > replace_after_s]
+    reported = [(node, node.silent_s) for node in nodes if node.silent_s is not None]
+    heard = [node for node, silent_s in reported if silent_s <= replace_after_s]
+    silent = [node for node, silent_s in reported if silent_s > replace_after_s and node.has_instances]
     reasons: dict[str, str] = {}
-    if 2 * len(silent) <= len(heard):
+    if len(silent) <= len(heard):
         reasons |= {node.name: f"node {node.name} has been silent for over {replace_after_s:g} s" for node in silent}
     reasons |= {node.name: f"node {node.name} is shutting down" for node in nodes if node.leaving}
     return reasons | {node.name: f"node {node.name} is being drained" for node in nodes if node.draining}

@@ -142,3 +142,16 @@ def test_a_silent_node_is_replaced_and_one_that_comes_back_costs_nothing(two_on_
     run(world, settings)
     beat(world, "n1")
     assert serving(world) == {"ready": ["n2", "n2"]}
+
+
+def test_nodes_that_left_long_ago_and_were_never_deleted_do_not_stop_a_replacement(
+    two_on_n1: World, settings: Settings
+) -> None:
+    world = two_on_n1
+    for name in ("n3", "n4"):
+        world.join(name)
+        beat(world, name)
+    with world.database.transaction() as session:
+        session.execute(text("UPDATE nodes SET last_seen_at = now() - interval '21 seconds' WHERE name = 'n1'"))
+        session.execute(text("UPDATE nodes SET last_seen_at = now() - interval '30 days' WHERE name IN ('n3', 'n4')"))
+    assert run(world, settings).changes() == {"started": 2}

@@ -64,8 +64,10 @@ def test_a_node_that_stays_after_all_settles_its_successors() -> None:
     assert (done.settled, done.succeeded) == (("i9",), frozenset())
 
 
-def presence(name: str, silent_s: float | None, *, draining: bool = False, is_leaving: bool = False) -> NodePresence:
-    return NodePresence(name=name, draining=draining, leaving=is_leaving, silent_s=silent_s)
+def presence(
+    name: str, silent_s: float | None, *, draining: bool = False, is_leaving: bool = False, holds: bool = True
+) -> NodePresence:
+    return NodePresence(name=name, draining=draining, leaving=is_leaving, silent_s=silent_s, has_instances=holds)
 
 
 def test_nodes_leave_by_order_by_themselves_and_by_silence() -> None:
@@ -87,3 +89,15 @@ def test_silence_of_most_nodes_is_an_outage_of_ours() -> None:
     nodes = [presence("a", 1.0), presence("b", 99.0), presence("c", 99.0)]
     assert choose_leaving(nodes, replace_after_s=20.0) == {}
     assert choose_leaving(nodes[:2], replace_after_s=20.0) == {"b": "node b has been silent for over 20 s"}
+
+
+def test_nodes_that_are_long_gone_do_not_hide_one_that_falls_silent() -> None:
+    gone = [presence(f"old{number}", 9e6, holds=False) for number in range(5)]
+    assert choose_leaving([presence("a", 1.0), presence("b", 99.0), *gone], replace_after_s=20.0) == {
+        "b": "node b has been silent for over 20 s"
+    }
+
+
+def test_idle_nodes_that_are_heard_of_prove_that_the_control_plane_is_not_away() -> None:
+    nodes = [presence("idle", 1.0, holds=False), presence("b", 99.0)]
+    assert choose_leaving(nodes, replace_after_s=20.0) == {"b": "node b has been silent for over 20 s"}
