@@ -165,7 +165,9 @@ class Settings(BaseSettings):
     forecast_quantile: float = Field(0.9, gt=0.5, lt=1)
     niw_demand_share: float = Field(0.1, ge=0, le=1, description="beta of SageServe 6.3")
     placement_epsilon: float = Field(0.8, ge=0, le=1, description="share of demand that must be served at home")
-    placement_time_limit_s: float = Field(30.0, gt=0)
+    placement_time_limit_s: float = Field(
+        30.0, gt=0, description="seconds to solve a placement in, half of them at most for the integer program"
+    )
     placement_gap: float = Field(0.001, ge=0, lt=1)
     pools_enabled: bool = Field(True, description="let plans pool endpoints whose latency and host memory are known")
     pool_fill: float = Field(0.8, gt=0, le=1, description="share of a pool's GPUs that a plan may fill")

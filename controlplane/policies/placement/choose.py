@@ -24,7 +24,7 @@ from controlplane.policies.placement.grid import Grid, grid_of
 from controlplane.policies.placement.marginal import Marginals
 from controlplane.policies.placement.program import Answer, build_program
 from controlplane.policies.placement.reasons import Explanation
-from controlplane.policies.placement.solvers import SOLVERS, Solve, Solved, SolverError, solve_first
+from controlplane.policies.placement.solvers import SOLVERS, NothingFoundError, Solve, Solved, SolverError, solve_first
 
 
 def choose_placement(
@@ -69,14 +69,19 @@ def _nothing_to_place(grid: Grid) -> Solved:
 def _solve(
     grid: Grid, settings: PlacementSettings, solvers: tuple[Solve, ...], should_stop: Callable[[], bool]
 ) -> tuple[Answer, Solved]:
-    """Solve by the integer program where it is small; by prices where it is large, or was not proven in time.
+    """Solve by the integer program where it is small; by prices where it is large, or was not proven in its share of
+    the time limit.
 
     Raises:
         SolverError: no solver answered, or its answer does not fit.
     """
     if len(grid.cells) + len(grid.options) > settings.exact_cells_max:
         return _by_prices(grid, settings, should_stop)
-    answer, solved = _exactly(grid, settings, solvers)
+    try:
+        answer, solved = _exactly(grid, settings, solvers)
+    except NothingFoundError as error:
+        answer, solved = _by_prices(grid, settings, should_stop)
+        return answer, replace(solved, said=f"{error}; by prices: {solved.said}")
     if solved.status == PlacementStatus.OPTIMAL:
         return answer, solved
     other, priced = _by_prices(grid, settings, should_stop)

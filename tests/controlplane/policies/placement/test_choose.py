@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import pulp
 import pytest
 from hypothesis import given, settings
 
@@ -17,7 +18,7 @@ from controlplane.policies.placement.facts import (
     Profile,
     StartTimes,
 )
-from controlplane.policies.placement.solvers import SolverError, solve_cbc, solve_highs
+from controlplane.policies.placement.solvers import NothingFoundError, Solved, SolverError, solve_cbc, solve_highs
 from tests.controlplane.policies.placement.problems import EAST, EXACT, WEST, after, cell, fleet, place, small_facts
 
 
@@ -223,6 +224,54 @@ def test_a_time_limit_is_not_called_optimal() -> None:
         assert placement.objective_per_hour is not None
         assert placement.bound_per_hour < placement.objective_per_hour
         assert "Time limit" in placement.reason
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_prices_have_time_left_where_the_program_took_all_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, *, found: bool
+) -> None:
+    """On this clock the solver takes all the time that it is given, and it proves nothing."""
+    limit_s, now_s, real = 10.0, 0.0, pulp.HiGHS
+    late: list[bool] = []
+
+    def highs(**options: Any) -> Any:
+        nonlocal now_s
+        now_s += options["timeLimit"]
+        return real(**options)
+
+    def solve(problem: Any, how: PlacementSettings, gap_abs: float) -> Solved:
+        solved = solve_highs(problem, how, gap_abs)
+        if not found:
+            raise NothingFoundError("HiGHS found no placement: Time limit reached")
+        return replace(solved, status=PlacementStatus.TIME_LIMIT, bound=0.0)
+
+    monkeypatch.setattr(pulp, "HiGHS", highs)
+
+    def should_stop() -> bool:
+        late.append(now_s >= limit_s)
+        return late[-1]
+
+    facts = fleet(demand={WEST: (2300.0,), EAST: (1800.0,)}, limits={WEST: (0, 1)})
+    placement = choose_placement(
+        facts, 0.0, replace(EXACT, time_limit_s=limit_s), solvers=(solve,), should_stop=should_stop
+    )
+    assert late
+    assert not any(late)
+    assert placement.status != PlacementStatus.FAILED
+    monkeypatch.undo()
+    assert after(placement) == after(place(facts))
+
+
+def test_a_working_solver_that_finds_nothing_is_the_last_one_asked() -> None:
+    """Another would need as long again, and prices would have no time left."""
+
+    def out_of_time(problem: Any, how: PlacementSettings, gap_abs: float) -> Any:
+        raise NothingFoundError("HiGHS found no placement: Time limit reached")
+
+    facts = fleet(demand={WEST: (2300.0,), EAST: (1800.0,)}, limits={WEST: (0, 1)})
+    placement = choose_placement(facts, 0.0, EXACT, solvers=(out_of_time, solve_cbc))
+    assert placement.solver == "prices"
+    assert placement.reason.startswith("HiGHS found no placement: Time limit reached; by prices: ")
 
 
 def test_large_problems_are_solved_by_prices() -> None:
