@@ -14,9 +14,10 @@ from itertools import count
 import torch
 
 from dataplane.engine import EngineRequest
+from dataplane.engines.torch.copies.base import Copy, CopyStream, Line
+from dataplane.engines.torch.copies.open import make_stream
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
-from dataplane.engines.torch.streams import Copy, CopyStream, Line, make_stream
 from dataplane.memory.events import Event
 from ops.bench.checkpoints import VOCABULARY, BenchModel, DtypeName
 from ops.bench.figures import Figure, interleaved, medians

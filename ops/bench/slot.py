@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from dataplane.engines.torch.copies.base import Copy, CopyStream
+from dataplane.engines.torch.copies.open import make_stream
 from dataplane.engines.torch.host_models import HostModel, HostModels
-from dataplane.engines.torch.streams import Copy, CopyStream, make_stream
 from dataplane.engines.torch.weights import WeightStore
 from dataplane.engines.torch.wire_rate import wire_rates
 from dataplane.memory.events import PASSED, Event

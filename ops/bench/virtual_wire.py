@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dataplane.engines.torch.streams import Copy, flat_bytes
+from dataplane.engines.torch.copies.base import Copy, flat_bytes
 from dataplane.memory.events import Event
 
 POLL_S = 0.0002

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dataplane.engines.torch.cuda_stream import pin, unpin
-from dataplane.engines.torch.streams import Copy, CopyStream, make_stream, mark
+from dataplane.engines.torch.copies.base import Copy, CopyStream
+from dataplane.engines.torch.copies.cuda import pin, unpin
+from dataplane.engines.torch.copies.open import make_stream, mark
 from dataplane.memory.events import FlagEvent, TransferError
 
 pytestmark = [

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from dataplane.engines.torch.streams import Copy, ThreadStream
+from dataplane.engines.torch.copies.base import Copy
+from dataplane.engines.torch.copies.cpu import ThreadStream
 from ops.bench import figures
 from ops.bench.checkpoints import BenchModel, Shape, build_checkpoints, parameters_of, shape_of
 from ops.bench.control import measure_control

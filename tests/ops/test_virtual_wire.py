@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from dataplane.engines.torch.streams import Copy
+from dataplane.engines.torch.copies.base import Copy
 from ops.bench.virtual_wire import VirtualTime, VirtualWire
 
 

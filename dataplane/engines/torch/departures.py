@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dataplane.engines.torch.streams import unpinned
+from dataplane.engines.torch.copies.open import unpinned
 from dataplane.memory.events import Event
 from dataplane.memory.model_cache import CachedModel
 

@@ -14,6 +14,8 @@ from dataplane.engine import PoolStats
 from dataplane.engines.pressure import Shortage
 from dataplane.engines.relief import KvRelief
 from dataplane.engines.slot_engine import Made, SlotEngine
+from dataplane.engines.torch.copies.base import CopyStream
+from dataplane.engines.torch.copies.open import make_stream
 from dataplane.engines.torch.host_models import HostModels
 from dataplane.engines.torch.kv import KvStore, SequenceKv
 from dataplane.engines.torch.pooled import Pooled, make_pooled
@@ -21,7 +23,6 @@ from dataplane.engines.torch.relief import TorchSlotMemory
 from dataplane.engines.torch.report import pool_stats
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.engines.torch.steps import ModelFailedError, Sampled, Steps, Watch
-from dataplane.engines.torch.streams import CopyStream, make_stream
 from dataplane.engines.torch.weights import WeightStore
 from dataplane.engines.torch.wire_rate import wire_rates
 from dataplane.errors import ModelLoadError

@@ -17,11 +17,12 @@ import structlog
 import torch
 
 from dataplane.engines.torch.checkpoint import StoredTensor, list_tensors, read_tensors
+from dataplane.engines.torch.copies.base import Copy, CopyStream
+from dataplane.engines.torch.copies.open import pinned
 from dataplane.engines.torch.departures import Departures
 from dataplane.engines.torch.layout import cache_key, match_tensors
 from dataplane.engines.torch.mapping import as_stored
 from dataplane.engines.torch.skeleton import PlacedTensor, Skeleton, build_skeleton
-from dataplane.engines.torch.streams import Copy, CopyStream, pinned
 from dataplane.errors import ModelLoadError
 from dataplane.memory.events import Event
 from dataplane.memory.model_cache import CachedModel, HostMemoryError, ModelCache

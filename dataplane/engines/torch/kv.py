@@ -14,8 +14,9 @@ import torch
 
 from dataplane.engine import KvHandle
 from dataplane.engines.kv import Place
+from dataplane.engines.torch.copies.base import Copy, CopyStream
+from dataplane.engines.torch.copies.open import mark, pinned
 from dataplane.engines.torch.kv_file import KvFile, host_memory
-from dataplane.engines.torch.streams import Copy, CopyStream, mark, pinned
 from dataplane.engines.torch.wire_rate import WireRates
 from dataplane.memory.events import PASSED, Event
 from dataplane.memory.kv_cache import HostSlabs, KvCache, KvShape, OutOfBlocksError, blocks_for

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from dataplane.engines.torch.copies.open import mark
 from dataplane.engines.torch.skeleton import Skeleton
-from dataplane.engines.torch.streams import mark
 from dataplane.memory.events import PASSED, Event, Over, TransferError
 from dataplane.memory.layer_places import LayerPlaces, Load
 from dataplane.memory.slabs import Run, SlabArena

@@ -2,9 +2,9 @@
 
 from dataplane.engine import KvShapeStats, PoolStats
 from dataplane.engines.relief import KvRelief
+from dataplane.engines.torch.copies.open import PINS
 from dataplane.engines.torch.kv import KvStore, SequenceKv
 from dataplane.engines.torch.pooled import Pooled
-from dataplane.engines.torch.streams import PINS
 from dataplane.engines.torch.weights import WeightStore
 from dataplane.engines.turn_log import TurnLog
 from dataplane.memory.kv_cache import KvCache

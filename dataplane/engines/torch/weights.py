@@ -11,9 +11,10 @@ from functools import partial
 
 import torch
 
+from dataplane.engines.torch.copies.base import CopyStream
+from dataplane.engines.torch.copies.open import mark
 from dataplane.engines.torch.host_models import HostModel
 from dataplane.engines.torch.remapped import RemappedLayers
-from dataplane.engines.torch.streams import CopyStream, mark
 from dataplane.engines.torch.wire_rate import WireRate
 from dataplane.memory.events import Event, Together
 from dataplane.memory.residency import ResidencyFacts, ResidentModel, choose_run

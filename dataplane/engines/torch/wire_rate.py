@@ -7,7 +7,7 @@ from math import inf
 
 import torch
 
-from dataplane.engines.torch.streams import pinned, unpinned
+from dataplane.engines.torch.copies.open import pinned, unpinned
 from dataplane.memory.events import Event, TimedEvent
 
 RATE_SAMPLE_BYTES = 2**25

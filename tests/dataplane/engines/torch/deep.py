@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from dataplane.engine import EngineRequest, PoolStats
+from dataplane.engines.torch.copies.base import CopyStream
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
-from dataplane.engines.torch.streams import CopyStream
 from dataplane.remapping.settings import RemapSettings
 from dataplane.turns.decode import DecodeSettings
 from dataplane.turns.schedule import TurnSettings

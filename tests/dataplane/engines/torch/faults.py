@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from random import Random
 
-from dataplane.engines.torch.streams import Copy, CopyStream
+from dataplane.engines.torch.copies.base import Copy, CopyStream
 from dataplane.memory.events import Event, TransferError
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from dataplane.engines.torch import departures, host_models, streams
+from dataplane.engines.torch import departures, host_models
+from dataplane.engines.torch.copies.open import PINS
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.host_models import HostModel, HostModels
 from dataplane.errors import ModelLoadError
@@ -189,7 +190,7 @@ def test_the_engine_tells_what_host_memory_is_worth_and_keeps_to_the_limit(
     assert pool is not None
     assert pool.weights_bytes_per_s == pytest.approx(engine._weights.bytes_per_s)
     assert pool.unpinned is None
-    monkeypatch.setattr(streams.PINS, "_reason", "ulimit -l is 8 bytes")
+    monkeypatch.setattr(PINS, "_reason", "ulimit -l is 8 bytes")
     pool = engine.stats().pool
     assert pool is not None
     assert pool.unpinned == "0 bytes of host memory are not pinned: ulimit -l is 8 bytes"

@@ -10,9 +10,9 @@ from typing import Literal
 import pytest
 
 from dataplane.engine import EngineRequest
+from dataplane.engines.torch.copies.cpu import ThreadStream
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
-from dataplane.engines.torch.streams import ThreadStream
 from dataplane.turns.decode import DecodeSettings
 from dataplane.turns.schedule import TurnSettings
 from tests.dataplane.engines.torch.drive import Gathered, drain, request

@@ -11,8 +11,9 @@ import pytest
 from msgspec import structs
 
 from dataplane.engine import EngineOutput, EngineRequest
+from dataplane.engines.torch.copies.base import Copy, CopyStream
+from dataplane.engines.torch.copies.cpu import ThreadStream
 from dataplane.engines.torch.engine import TorchEngine
-from dataplane.engines.torch.streams import Copy, CopyStream, ThreadStream
 from dataplane.errors import ContextLengthError
 from dataplane.memory.events import Event
 from dataplane.turns.decode import DecodeSettings

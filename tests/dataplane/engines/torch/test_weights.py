@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dataplane.engines.torch import wire_rate
+from dataplane.engines.torch.copies.base import Copy
 from dataplane.engines.torch.host_models import HostModel
-from dataplane.engines.torch.streams import Copy
 from dataplane.engines.torch.weights import WeightStore
 from dataplane.engines.torch.wire_rate import RATE_SHARE, WireRate
 from dataplane.memory.events import Event, TransferError

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dataplane.engines.torch.streams import CHUNK_BYTES, Copy, Line, Movers, check_copies, cut, flat_bytes
+from dataplane.engines.torch.copies.base import CHUNK_BYTES, Copy, Line, Movers, check_copies, cut, flat_bytes
 from dataplane.memory.events import Event, TransferError
 
 

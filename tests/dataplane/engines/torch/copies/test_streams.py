@@ -9,18 +9,11 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from dataplane.engines.torch import cuda_stream, streams
-from dataplane.engines.torch.streams import (
-    Copy,
-    CopyStream,
-    Pins,
-    ThreadStream,
-    cut,
-    make_stream,
-    mark,
-    pinned,
-    unpinned,
-)
+from dataplane.engines.torch.copies import base
+from dataplane.engines.torch.copies import open as opening
+from dataplane.engines.torch.copies.base import Copy, CopyStream, cut
+from dataplane.engines.torch.copies.cpu import ThreadStream
+from dataplane.engines.torch.copies.open import Pins, make_stream, mark, pinned, unpinned
 from dataplane.memory.events import PASSED, Event, FlagEvent, TimedEvent, TransferError
 from tests.dataplane.engines.torch.faults import FaultyStream
 
@@ -51,7 +44,7 @@ def numbers(count: int, start: int = 0) -> torch.Tensor:
 
 
 def test_all_bytes_arrive_whatever_the_shapes_and_sizes(stream: CopyStream, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(base, "CHUNK_BYTES", 100)
     sources = [numbers(count, 7 * count) for count in (1, 12, 13, 1000)]
     targets = [torch.zeros_like(source) for source in sources]
     grid = torch.zeros(5, 8, dtype=torch.int32)
@@ -115,7 +108,7 @@ def test_a_failure_stays_with_its_submission_and_with_those_that_wait_for_it(str
 
 
 def test_a_copy_that_raises_fails_its_event_when_its_other_copies_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream, move, broken = ThreadStream("test", threads=2), streams._move, torch.zeros(4, dtype=torch.int64)
+    stream, move, broken = ThreadStream("test", threads=2), base._move, torch.zeros(4, dtype=torch.int64)
 
     def slow_or_broken(copy: Copy) -> None:
         if copy.target.data_ptr() == broken.data_ptr():
@@ -123,7 +116,7 @@ def test_a_copy_that_raises_fails_its_event_when_its_other_copies_are_over(monke
         time.sleep(0.05)
         move(copy)
 
-    monkeypatch.setattr(streams, "_move", slow_or_broken)
+    monkeypatch.setattr(base, "_move", slow_or_broken)
     target = torch.zeros(4, dtype=torch.int64)
     event = stream.submit([Copy(numbers(4), broken), Copy(numbers(4), target)])
     with pytest.raises(TransferError, match="no such memory"):
@@ -222,10 +215,10 @@ class Driver:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, bytes_max: int) -> None:
         self.pinned: dict[int, int] = {}
         self.bytes_max = bytes_max
-        monkeypatch.setattr(cuda_stream, "pin", self.pin)
-        monkeypatch.setattr(cuda_stream, "unpin", self.unpin)
+        monkeypatch.setattr(opening, "pin", self.pin)
+        monkeypatch.setattr(opening, "unpin", self.unpin)
         self.pins = Pins()
-        monkeypatch.setattr(streams, "PINS", self.pins)
+        monkeypatch.setattr(opening, "PINS", self.pins)
 
     def pin(self, host: torch.Tensor) -> None:
         if sum(self.pinned.values()) + host.nbytes > self.bytes_max:
