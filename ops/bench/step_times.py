@@ -13,12 +13,12 @@ from typing import Literal
 import torch
 
 from dataplane.engine import EngineRequest
+from dataplane.engines.core.sampler import Draw, choose_tokens
 from dataplane.engines.kv import Place
 from dataplane.engines.torch.host_models import HostModels
 from dataplane.engines.torch.kv import SequenceKv
 from dataplane.engines.torch.pooled import kv_shape
 from dataplane.engines.torch.runner import run_chunks
-from dataplane.engines.torch.sampler import Draw, choose_tokens
 from dataplane.engines.torch.sequences import Chunk, TokenSequence
 from dataplane.engines.torch.wire_rate import RATE_SAMPLE_BYTES, measured_rates
 from dataplane.memory.kv_cache import blocks_for

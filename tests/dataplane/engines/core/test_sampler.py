@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.engines.torch.sampler import Draw, choose_tokens, uniform
+from dataplane.engines.core.sampler import Draw, choose_tokens, uniform
 
 
 def draw(position: int = 0, *, temperature: float = 1.0, top_p: float = 1.0, banned: tuple[int, ...] = ()) -> Draw:
