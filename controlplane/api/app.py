@@ -27,7 +27,7 @@ from controlplane.serving.request_log import RequestLog
 from controlplane.serving.send import Sender
 from controlplane.serving.usage import UsageCounter
 from controlplane.settings import Settings
-from controlplane.store.blobs import open_blobs
+from controlplane.store.blobs.open import open_blobs
 from controlplane.store.key_tables import KeyScope
 from controlplane.store.limits import LimitStore
 from controlplane.store.live import LiveStore

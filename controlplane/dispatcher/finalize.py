@@ -15,7 +15,7 @@ from controlplane.settings import Settings
 from controlplane.store.batch_attempts import Due
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import ResultLine, forget_requests, models_of, move_batch, result_lines
-from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs.base import BlobStore
 from controlplane.store.files import add_file, new_file_id
 from controlplane.store.usage import Usage, UsageKey, add_batch_usage
 

@@ -16,7 +16,7 @@ from controlplane.settings import Settings
 from controlplane.store.batch_attempts import Due
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import BatchError, NewRequest, add_requests, fail_batch, move_batch
-from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs.base import BlobStore
 from controlplane.store.fleet import load_catalog
 from controlplane.store.tables import Model
 from controlplane.store.tenants import batch_tokens_left

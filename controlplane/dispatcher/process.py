@@ -27,7 +27,8 @@ from controlplane.serving.demand import DemandCounter
 from controlplane.serving.fleet import FleetCache
 from controlplane.serving.send import Sender
 from controlplane.settings import Settings
-from controlplane.store.blobs import BlobStore, open_blobs
+from controlplane.store.blobs.base import BlobStore
+from controlplane.store.blobs.open import open_blobs
 from controlplane.store.live import LiveStore
 from controlplane.store.session import Database, make_engine
 

@@ -13,7 +13,7 @@ from controlplane.policies.lifecycle import BatchState
 from controlplane.settings import Settings
 from controlplane.store.batch_attempts import Due, begin_attempt, give_up, lock_due, note_failure
 from controlplane.store.batch_tables import Batch
-from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs.base import BlobStore
 from controlplane.store.session import Database
 
 log = structlog.get_logger()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from controlplane.settings import Settings
-from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs.base import BlobStore
 from controlplane.store.demand import forget_demand
 from controlplane.store.events import forget_events, note_lost
 from controlplane.store.files import expire_files, known_files

@@ -23,7 +23,8 @@ from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import PlanState
 from controlplane.policies.readiness import Loop
 from controlplane.settings import Settings
-from controlplane.store.blobs import BlobStore, open_blobs
+from controlplane.store.blobs.base import BlobStore
+from controlplane.store.blobs.open import open_blobs
 from controlplane.store.live import LiveStore
 from controlplane.store.plans import newest_scheduled
 from controlplane.store.session import Database, make_engine

@@ -27,7 +27,7 @@ from controlplane.settings import Settings
 from controlplane.store import fleet, queue
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import add_batch, counts_of, end_batch_requests
-from controlplane.store.blobs import FolderBlobs
+from controlplane.store.blobs.folder import FolderBlobs
 from controlplane.store.files import add_file, new_file_id
 from controlplane.store.queue import Claim, Outcome
 from controlplane.store.session import Database, make_engine

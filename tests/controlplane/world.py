@@ -22,7 +22,7 @@ from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import NewRequest, add_batch, add_requests, move_batch
-from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs.base import BlobStore
 from controlplane.store.files import add_file, new_file_id
 from controlplane.store.instances import add_instance, set_desired
 from controlplane.store.joining import join_node

@@ -11,7 +11,7 @@ from controlplane.dispatcher.finalize import FINALIZE
 from controlplane.dispatcher.ingest import VALIDATE
 from controlplane.serving.openai_requests import parse_json
 from controlplane.store import queue
-from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs.base import BlobStore
 from controlplane.store.queue import Outcome
 from tests.controlplane.world import World
 

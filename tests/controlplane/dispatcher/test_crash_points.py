@@ -32,7 +32,7 @@ from controlplane.dispatcher.steps import Step, Stepper
 from controlplane.errors import ConflictError
 from controlplane.store import queue
 from controlplane.store.batches import cancel_batch
-from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs.base import BlobStore
 from controlplane.store.queue import Claim, Outcome
 from controlplane.store.session import Database, make_engine
 from dataplane.engine import EngineRequest

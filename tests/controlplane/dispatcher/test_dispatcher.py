@@ -18,7 +18,7 @@ from controlplane.settings import Settings
 from controlplane.store import queue
 from controlplane.store.batch_tables import BatchResult, QueuedRequest
 from controlplane.store.batches import cancel_batch
-from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs.base import BlobStore
 from controlplane.store.queue import Claim, expire_leases, expire_requests
 from tests.controlplane.world import NODE_KEY, PATIENCE_S, FakeAgent, World, served
 

@@ -11,7 +11,7 @@ from controlplane.dispatcher.finalize import FINALIZE
 from controlplane.policies.lifecycle import BatchRequestState
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import cancel_batch, end_batch_requests, result_lines
-from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs.base import BlobStore
 from controlplane.store.files import get_file
 from controlplane.store.queue import Outcome, claim, finish, give_back, waiting_lots
 from controlplane.store.usage_tables import UsageHour

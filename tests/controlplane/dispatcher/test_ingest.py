@@ -13,7 +13,8 @@ from controlplane.dispatcher.ingest import VALIDATE
 from controlplane.errors import UnavailableError
 from controlplane.store import queue
 from controlplane.store.batch_tables import BatchModel, BatchRequest, QueuedRequest
-from controlplane.store.blobs import BlobStore, FolderBlobs
+from controlplane.store.blobs.base import BlobStore
+from controlplane.store.blobs.folder import FolderBlobs
 from tests.controlplane.world import World
 
 

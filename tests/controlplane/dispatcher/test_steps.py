@@ -14,7 +14,7 @@ from controlplane.policies.lifecycle import BatchState
 from controlplane.store.batch_attempts import Due
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import move_batch
-from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs.base import BlobStore
 from tests.controlplane.world import World
 
 

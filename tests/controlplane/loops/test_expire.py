@@ -8,7 +8,7 @@ from sqlalchemy import select, text
 from sqlalchemy.orm import Session
 
 from controlplane.loops.expire import expire, sweep
-from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs.base import BlobStore
 from controlplane.store.queue import claim, expire_leases, waiting_lots
 from controlplane.store.request_log import RequestRecord, find_requests, write_requests
 from controlplane.store.tables import Desired, Instance, SpotLease

@@ -9,7 +9,7 @@ from controlplane.loops.schedule import Parts
 from controlplane.policies.lifecycle import PlanState
 from controlplane.policies.readiness import Loop, LoopFacts
 from controlplane.settings import Settings
-from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs.base import BlobStore
 from controlplane.store.loop_runs import read_loop_runs
 from controlplane.store.plans import newest_scheduled
 from controlplane.store.session import Database

@@ -11,7 +11,7 @@ from controlplane.loops import schedule
 from controlplane.loops.schedule import Parts, run_forecast, run_forecast_some, share_out
 from controlplane.policies.facts import Endpoint
 from controlplane.settings import Settings
-from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs.base import BlobStore
 from controlplane.store.demand import IW, DemandRow, put_demand, read_forecasts
 from tests.controlplane.world import World
 

@@ -1,5 +1,5 @@
-"""As much of an S3 server as `store.bucket` asks for, in memory. Its behaviour is that of moto's server, which the same
-tests have been run against.
+"""As much of an S3 server as `store.blobs.bucket` asks for, in memory. Its behaviour is that of moto's server, which
+the same tests have been run against.
 """
 
 from dataclasses import dataclass, field

@@ -8,8 +8,9 @@ import pytest
 
 from controlplane.errors import InvalidValueError, NotFoundError, UnavailableError
 from controlplane.settings import Settings
-from controlplane.store.blobs import BlobStore, open_blobs
-from controlplane.store.bucket import PART_BYTES
+from controlplane.store.blobs.base import BlobStore
+from controlplane.store.blobs.bucket import PART_BYTES
+from controlplane.store.blobs.open import open_blobs
 from controlplane.store.files import new_file_id
 from tests.controlplane.store.s3_server import Bucket
 from tests.controlplane.world import served
@@ -154,6 +155,6 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 
 
 def test_a_bucket_without_its_extra_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "controlplane.store.bucket", None)
+    monkeypatch.setitem(sys.modules, "controlplane.store.blobs.bucket", None)
     with pytest.raises(InvalidValueError, match=r"files_url .*tidepool\[s3\]"):
         open_blobs(Settings(home=tmp_path, files_url="s3://tide"))

@@ -9,7 +9,7 @@ from controlplane.loops.expire import expire, sweep
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
 from controlplane.store import fleet
-from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs.base import BlobStore
 from controlplane.store.event_tables import Event
 from controlplane.store.events import list_events
 from controlplane.store.instances import set_desired, set_engine

@@ -10,7 +10,7 @@ import migrations
 from controlplane.dispatcher.finalize import FINALIZE
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import BatchCounts, counts_of
-from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs.base import BlobStore
 from controlplane.store.queue import Outcome, claim, expire_leases, finish
 from tests.controlplane.world import World
 

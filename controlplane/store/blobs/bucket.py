@@ -19,7 +19,7 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from controlplane.errors import UnavailableError
-from controlplane.store.blobs import BlobStore, checked, gone
+from controlplane.store.blobs.base import BlobStore, checked, gone
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

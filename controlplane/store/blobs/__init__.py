@@ -1,0 +1,1 @@
+"""Bytes of files, shared by every API and dispatcher process."""

@@ -1,0 +1,58 @@
+"""Bytes of files in a folder, on a disk that every process reaches."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from controlplane.store.blobs.base import DRAFT, NAME, BlobStore, checked, gone
+
+
+class FolderBlobs(BlobStore):
+    """One folder, on a disk that all of them reach."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    @contextmanager
+    def writing(self, file_id: str) -> Iterator[IO[bytes]]:
+        """A draft beside the others, renamed when it is whole."""
+        target = self._path(file_id)
+        draft = target.with_suffix(DRAFT)
+        try:
+            with draft.open("wb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            draft.rename(target)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+
+    def open(self, file_id: str) -> IO[bytes]:
+        """The file itself."""
+        try:
+            return self._path(file_id).open("rb")
+        except FileNotFoundError:
+            raise gone(file_id) from None
+
+    def delete(self, file_id: str) -> None:
+        """Unlink it."""
+        self._path(file_id).unlink(missing_ok=True)
+
+    def older_than(self, age_s: float) -> set[str]:
+        """By the time of modification. What else lies in the folder is none of ours."""
+        before_s = time.time() - age_s
+        found = (entry for entry in os.scandir(self._folder) if NAME.fullmatch(entry.name))
+        return {entry.name for entry in found if entry.stat().st_mtime < before_s}
+
+    def free_bytes(self) -> int:
+        """Of the folder's disk."""
+        return shutil.disk_usage(self._folder).free
+
+    def _path(self, file_id: str) -> Path:
+        return self._folder / checked(file_id)
