@@ -98,7 +98,7 @@ def run_dry(engine: TorchEngine, gathered: Gathered, *, steps_max: int = 20_000)
             engine.check()
             return most
         gathered.take(engine.step())
-        most = max(most, sum(engine._weights.given_up.values()))
+        most = max(most, sum(pool_of(engine).given_up.values()))
         if number % 4 == 0:
             engine.check()
     raise AssertionError(f"not done after {steps_max} steps")

@@ -91,9 +91,9 @@ def test_kv_leaves_the_layers_that_an_active_model_must_wait_for(deep: Deep, und
     for wanted in requests:
         engine.add(wanted)
     gathered = Gathered()
-    steps_until(engine, gathered, lambda: sum(engine._weights.given_up.values()) >= 2)
+    steps_until(engine, gathered, lambda: sum(pool_of(engine).given_up.values()) >= 2)
     engine._weights._rate.s_per_byte = 1.0
-    steps_until(engine, gathered, lambda: not engine._weights.given_up)
+    steps_until(engine, gathered, lambda: not pool_of(engine).given_up)
     assert engine.has_work(), "before the requests had ended by themselves"
     run_dry(engine, gathered)
     assert gathered.tokens == undisturbed(requests)
@@ -107,7 +107,7 @@ def decoding(engine: TorchEngine, name: str) -> TokenSequence:
     """The model's first sequence that is past its prefill; all of the model's weights are there."""
 
     def is_there() -> bool:
-        return bool(engine._models[name].decoding_here) and name in engine._weights.resident_models
+        return bool(engine._models[name].decoding_here) and name in engine.stats().resident_models
 
     if not is_there():
         steps_until(engine, Gathered(), is_there)
@@ -171,7 +171,7 @@ def test_models_with_less_urgent_requests_give_up_first(deep: Deep) -> None:
     assert priorities()["gemma3_text"] == 0
     engine.add(request("late", [5, 6, 7], instance_id="gemma3_text", tier="NIW"))
     assert engine._relief.relieve(Shortage(sequence=asks, tokens=120, victim=None)) == "remap"
-    assert set(engine._weights.given_up) == {"qwen2"}
+    assert set(pool_of(engine).given_up) == {"qwen2"}
     engine.close()
 
 
@@ -186,7 +186,7 @@ def test_models_that_are_active_both_give_up_in_turn(deep: Deep) -> None:
     sequences = [decoding(engine, name) for name in names]
     assert all(sequence in engine._models[sequence.model].decoding_here for sequence in sequences)
     assert engine._relief.relieve(Shortage(sequence=sequences[0], tokens=150, victim=None)) == "remap"
-    given_up = engine._weights.given_up
+    given_up = pool_of(engine).given_up
     assert given_up.keys() == set(names)
     assert abs(given_up["llama"] - given_up["qwen2"]) <= 1
     engine.close()
@@ -207,8 +207,8 @@ def test_a_busy_model_that_is_away_finds_a_place_beside_layers_that_were_given_u
     steps_until(engine, gathered, lambda: bool(engine._models["llama"].decoding_here))
     for wanted in [*burst[1:], *late]:
         engine.add(wanted)
-    steps_until(engine, gathered, lambda: "qwen2" in engine._weights.resident_models and bool(pool_of(engine).given_up))
-    assert set(engine._weights.given_up) == {"llama"}
+    steps_until(engine, gathered, lambda: "qwen2" in engine.stats().resident_models and bool(pool_of(engine).given_up))
+    assert set(pool_of(engine).given_up) == {"llama"}
     run_dry(engine, gathered)
     assert gathered.tokens == undisturbed([*first, *burst, *late])
     engine.close()
