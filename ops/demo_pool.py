@@ -18,7 +18,6 @@ TOKENS = 32
 TIMELINE_COLUMNS = 96
 _MARKS = {"decode": ("█", "green"), "prefill": ("▒", "yellow")}
 _POLL_S = 0.05
-_WAIT_S = 240.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,16 +76,20 @@ def _talk_at_once(demo: Demo) -> Seen:
 
 
 def follow(
-    slot: Callable[[], dict[str, Any]], answers: Collection["Future[Said]"], show: Callable[[int], None]
+    slot: Callable[[], dict[str, Any]],
+    answers: Collection["Future[Said]"],
+    show: Callable[[int], None],
+    *,
+    patience_s: float = 240.0,
 ) -> tuple[dict[str, Any], int]:
     """Look at the slot until all answers have ended and nothing is left of them: its last word, and the most models
     that were in its memory. A slot whose worker was replaced has no word of its pool until the next one's first; the
     streams go on meanwhile, and so does this.
 
     Raises:
-        DemoError: that is not so within four minutes.
+        DemoError: that is not so within `patience_s`.
     """
-    ends_s, resident_most = time.monotonic() + _WAIT_S, 0
+    ends_s, resident_most = time.monotonic() + patience_s, 0
     while True:
         ended = sum(answer.done() for answer in answers)
         now = slot()
@@ -96,7 +99,7 @@ def follow(
             if ended == len(answers) and not any(one["remaining_tokens"] for one in now["instances"]):
                 return now, resident_most
         if time.monotonic() > ends_s:
-            raise DemoError(f"{ended} of {len(answers)} streams on {POOL_NODE} ended within {_WAIT_S:g} s")
+            raise DemoError(f"{ended} of {len(answers)} streams on {POOL_NODE} ended within {patience_s:g} s")
         time.sleep(_POLL_S)
 
 

@@ -10,10 +10,6 @@ from pathlib import Path
 
 from ops.privileges import leashed
 
-LOG_BYTES_MAX = 20 * 2**20
-SETTLED_S = 1.0
-"""A child without a ready check counts as ready when it has lived for so long."""
-
 _TAIL_LINES = 15
 _TAIL_BYTES = 64 * 2**10
 
@@ -24,7 +20,8 @@ class Child:
 
     `argv` must stay in the foreground. `env` is its whole environment, None for the supervisor's own. `ready` answers
     within about a second whether the child can serve; an exception counts as no. `after` names children that must be
-    ready before this one is first started. stdout and stderr are appended to `log`.
+    ready before this one is first started. stdout and stderr are appended to `log`, which is put aside at a start where
+    it is longer than `log_bytes_max`. Without `ready` a child counts as ready when it has lived for `settled_s`.
     """
 
     name: str
@@ -36,6 +33,8 @@ class Child:
     stop_signal: signal.Signals = signal.SIGTERM
     stop_timeout_s: float = 10.0
     after: tuple[str, ...] = field(default=())
+    settled_s: float = 1.0
+    log_bytes_max: int = 20 * 2**20
 
 
 class Process:
@@ -61,7 +60,7 @@ class Process:
     def launch(self, now_s: float) -> None:
         """Start the process in a session of its own."""
         child = self.child
-        _rotate(child.log)
+        _rotate(child.log, child.log_bytes_max)
         with child.log.open("ab") as output:
             self._popen = subprocess.Popen(
                 leashed(child.argv, child.stop_signal),
@@ -86,7 +85,7 @@ class Process:
     def check_ready(self, now_s: float) -> bool:
         """Ask the child's ready check, and remember a yes."""
         try:
-            ready = self.child.ready() if self.child.ready else now_s - self.started_s >= SETTLED_S
+            ready = self.child.ready() if self.child.ready else now_s - self.started_s >= self.child.settled_s
         except Exception as error:  # told to the reader if the child never gets ready
             ready, self.unready_cause = False, f"{type(error).__name__}: {error}"
         if ready:
@@ -130,8 +129,8 @@ def log_tail(log: Path) -> str:
     return "\n".join([f"  last lines of {log}:", *(f"    {line}" for line in lines[-_TAIL_LINES:])])
 
 
-def _rotate(log: Path) -> None:
+def _rotate(log: Path, bytes_max: int) -> None:
     """Make room for a new log when the old one has grown over its limit; one old one is kept."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    if log.exists() and log.stat().st_size > LOG_BYTES_MAX:
+    if log.exists() and log.stat().st_size > bytes_max:
         log.replace(log.with_name(f"{log.name}.1"))

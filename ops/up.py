@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -17,8 +18,6 @@ from ops.pretrained import speaking_model
 from ops.tiny_models import build_tiny_models
 
 log = structlog.get_logger()
-_SERVE_WAIT_S = 120.0
-_POLL_S = 0.5
 
 
 def up(home: Path, port: int, *, bare: bool = False, tiny: bool = False) -> None:
@@ -48,7 +47,9 @@ def up(home: Path, port: int, *, bare: bool = False, tiny: bool = False) -> None
             with open_api(stack.url, stack.keys["admin"]) as api:
                 if is_empty(api):
                     register_fleet(api, [*models, *([] if speaking is None else [speaking])])
-                _wait_served(api, screen)
+                if late := wait_served(api, screen.say):
+                    words = f"not served yet: {', '.join(late)}; the logs of the agents say why"
+                    screen.say(words, style="yellow")
         sys.stdout.write(f"ready {stack.url}\n")
         sys.stdout.flush()
 
@@ -87,17 +88,17 @@ def _reasons(api: Api, models: list[str]) -> str:
     )
 
 
-def _wait_served(api: Api, screen: _Screen) -> None:
-    """Until every model that should have an instance can be served. Says what the others wait for, and after two
-    minutes which they are.
+def wait_served(api: Api, say: Callable[[str], None], *, patience_s: float = 120.0, poll_s: float = 0.5) -> list[str]:
+    """Until every model that should have an instance can be served, or `patience_s` are over. Says what the others wait
+    for, and returns those that are left.
     """
-    deadline_s, said = time.monotonic() + _SERVE_WAIT_S, ""
+    deadline_s, said = time.monotonic() + patience_s, ""
     while unserved := _unserved(api):
         if time.monotonic() > deadline_s:
-            screen.say(f"not served yet: {', '.join(unserved)}; the logs of the agents say why", style="yellow")
-            return
+            return unserved
         words = f"{len(unserved)} models are not served yet: {_reasons(api, unserved)}"
         if words != said:
-            screen.say(words)
+            say(words)
             said = words
-        time.sleep(_POLL_S)
+        time.sleep(poll_s)
+    return []

@@ -14,11 +14,12 @@ def version_text() -> str:
         package = version("tidepool")
     except PackageNotFoundError:
         package = "of unknown version (not installed)"
-    revision = _revision(Path(__file__).parents[1])
+    revision = revision_of(Path(__file__).parents[1])
     return f"tidepool {package}{f' (git {revision})' if revision else ''}, Python {platform.python_version()}"
 
 
-def _revision(folder: Path) -> str | None:
+def revision_of(folder: Path) -> str | None:
+    """The git revision of a checkout, `+` at its end where it has changes; None where git knows of none."""
     if not (folder / ".git").exists():
         return None
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*"]

@@ -57,7 +57,7 @@ def submit(
             batch = _watch(api, batch)
         if output is not None and batch["output_file_id"]:
             _save(api, batch["output_file_id"], output)
-    _show_batch(batch, as_json=as_json)
+    show_batch(batch, as_json=as_json)
     if batch["status"] in _ENDED - {"completed"}:
         raise CommandError(f"batch {batch['id']} is {batch['status']}{_first_error(batch)}")
 
@@ -104,7 +104,7 @@ def show(
         batch = api.get(f"/v1/batches/{batch_id}")
         if watch:
             batch = _watch(api, batch)
-    _show_batch(batch, as_json=as_json)
+    show_batch(batch, as_json=as_json)
 
 
 @batches.command("cancel")
@@ -118,7 +118,7 @@ def cancel(context: typer.Context, batch_id: BatchId, as_json: AsJson = False) -
     with connected(context, as_client=True) as api:
         batch_id = whole_id(api, "batch", batch_id)
         batch = api.post(f"/v1/batches/{batch_id}/cancel")
-    _show_batch(batch, as_json=as_json)
+    show_batch(batch, as_json=as_json)
 
 
 @batches.command("output")
@@ -194,7 +194,8 @@ def _save(api: Api, file_id: str, target: Path | None) -> None:
             raise CommandError(f"{target} cannot be written: {error}") from error
 
 
-def _show_batch(batch: dict[str, Any], *, as_json: bool) -> None:
+def show_batch(batch: dict[str, Any], *, as_json: bool) -> None:
+    """Print a batch: its state and counts, errors of its input, and the commands that read its files."""
     if as_json:
         print_json(batch)
         return

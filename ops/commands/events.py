@@ -1,6 +1,6 @@
 """`events`: what the system did."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from time import sleep
 from typing import Annotated, Any
@@ -51,7 +51,7 @@ def show_events(
     with connected(context) as api:
         rows = newest(api, "/admin/events", limit, **query, **from_then)
         if follow:
-            _follow(api, rows, query)
+            follow_events(api, rows, query)
         elif as_json:
             print_json({"data": rows})
         else:
@@ -72,9 +72,9 @@ def _print(rows: list[Any]) -> None:
     print_table("Events", columns, rows)
 
 
-def _follow(api: Api, rows: list[Any], query: Mapping[str, Any]) -> None:
+def follow_events(api: Api, rows: list[Any], query: Mapping[str, Any], pause: Callable[[float], None] = sleep) -> None:
     """A line for each event, the oldest first. Transactions that end later may have lower ids: the last events are
-    looked at again. An API that is away is said once and waited for.
+    looked at again. An API that is away is said once and waited for. `pause` waits for so many seconds.
     """
     seen: set[int] = set()
     away = False
@@ -84,7 +84,7 @@ def _follow(api: Api, rows: list[Any], query: Mapping[str, Any]) -> None:
             for row in reversed(new):
                 typer.echo(_line(row))
             seen = {row["id"] for row in new} | set(sorted(seen)[-_LOOKED_BACK * 10 :])
-            sleep(POLL_S)
+            pause(POLL_S)
             try:
                 rows, away = newest(api, "/admin/events", _LOOKED_BACK, **query), False
             except CommandError as error:

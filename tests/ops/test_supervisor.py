@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from ops import processes
 from ops.processes import Child
 from ops.supervisor import START_ATTEMPTS_MAX, Supervisor, SupervisorError
 
@@ -25,11 +24,6 @@ PARENT_OF_STUBBORN = f"import subprocess, sys; subprocess.run([sys.executable, '
 TIMEOUT_S = 30.0
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-
-@pytest.fixture(autouse=True)
-def settled_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "SETTLED_S", 0.1)
 
 
 def is_alive(pid: int) -> bool:
@@ -60,7 +54,8 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def child(folder: Path, name: str, code: str, **more: object) -> Child:
-    return Child(**{"name": name, "argv": (*PYTHON, code), "log": folder / f"{name}.log", **more})  # type: ignore[arg-type]
+    given = {"name": name, "argv": (*PYTHON, code), "log": folder / f"{name}.log", "settled_s": 0.1, **more}
+    return Child(**given)  # type: ignore[arg-type]
 
 
 def test_children_start_after_what_they_need_and_stop_before_it(tmp_path: Path) -> None:
@@ -192,10 +187,9 @@ def test_bad_sets_of_children_are_refused(
         Supervisor([one, two])
 
 
-def test_a_log_over_its_limit_is_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "LOG_BYTES_MAX", 10)
+def test_a_log_over_its_limit_is_put_aside(tmp_path: Path) -> None:
     (tmp_path / "one.log").write_text("old words\n" * 2)
-    with Supervisor([child(tmp_path, "one", f"print('new', flush=True); {SLEEP}")]):
+    with Supervisor([child(tmp_path, "one", f"print('new', flush=True); {SLEEP}", log_bytes_max=10)]):
         eventually(lambda: (tmp_path / "one.log").read_text() == "new\n")
     assert (tmp_path / "one.log.1").read_text() == "old words\n" * 2
 

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx2 as httpx
+import pytest
 
-from ops import up
 from ops.commands.api import Api
+from ops.up import wait_served
 
 ENDPOINTS = [
     {"model": "sardine", "region": "north", "instances_min": 1},
@@ -30,8 +31,7 @@ def _api(answer: Callable[[httpx.Request], Any]) -> Api:
     return Api(httpx.Client(base_url="http://gateway", transport=transport))
 
 
-def test_up_waits_for_usable_instances_and_asks_no_model_anything(monkeypatch: Any) -> None:
-    monkeypatch.setattr(up, "_POLL_S", 0.0)
+def test_up_waits_for_usable_instances_and_asks_no_model_anything() -> None:
     asked: list[str] = []
     views = iter(
         [
@@ -49,10 +49,8 @@ def test_up_waits_for_usable_instances_and_asks_no_model_anything(monkeypatch: A
             return {"data": INSTANCES, "has_more": False}
         return _live(next(views))
 
-    screen = up._Screen(as_json=True)
     said: list[str] = []
-    monkeypatch.setattr(screen, "say", said.append)
-    up._wait_served(_api(answer), screen)
+    assert wait_served(_api(answer), said.append, poll_s=0.0) == []
     look = ["GET /admin/endpoints", "GET /admin/status/live"]
     assert asked == [*look, "GET /admin/instances"] * 2 + look
     assert said == [
@@ -61,16 +59,10 @@ def test_up_waits_for_usable_instances_and_asks_no_model_anything(monkeypatch: A
     ]
 
 
-def test_up_names_the_models_that_nothing_serves(monkeypatch: Any) -> None:
-    monkeypatch.setattr(up, "_SERVE_WAIT_S", -1.0)
-    said: list[str] = []
-    screen = up._Screen(as_json=True)
-    monkeypatch.setattr(screen, "say", lambda line, style: said.append(line))
-
+def test_up_names_the_models_that_nothing_serves() -> None:
     def answer(request: httpx.Request) -> Any:
         if request.url.path == "/admin/endpoints":
             return {"data": ENDPOINTS, "has_more": False}
         return _live({"sardine": None, "herring": 0.0})
 
-    up._wait_served(_api(answer), screen)
-    assert [line.split(";")[0] for line in said] == ["not served yet: sardine"]
+    assert wait_served(_api(answer), pytest.fail, patience_s=-1.0) == ["sardine"]

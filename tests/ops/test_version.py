@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ops import version as of_version
+import ops
 from ops.cli import main
+from ops.version import revision_of
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,8 +21,8 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_revision_is_that_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert of_version._revision(tmp_path) is None, "an installed package has none"
+    assert revision_of(tmp_path) is None, "an installed package has none"
     (tmp_path / ".git").mkdir()
-    assert of_version._revision(tmp_path) is None, "a folder that git does not know"
+    assert revision_of(tmp_path) is None, "a folder that git does not know"
     monkeypatch.setenv("PATH", "")
-    assert of_version._revision(Path(of_version.__file__).parents[1]) is None, "no git"
+    assert revision_of(Path(ops.__file__).parents[1]) is None, "no git"

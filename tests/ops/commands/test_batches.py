@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ops.commands.batches import _show_batch
+from ops.commands.batches import show_batch
 
 
 def _batch(**values: Any) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def test_errors_of_the_input_file_are_printed(capsys: pytest.CaptureFixture[str]
         }
         for line in range(1, 31)
     ]
-    _show_batch(_batch(errors={"object": "list", "data": errors}), as_json=False)
+    show_batch(_batch(errors={"object": "list", "data": errors}), as_json=False)
     shown = capsys.readouterr().out
     for words in ("The model 'm1' does not exist.", "body.model", "model_not_found", "The model 'm20' does not exist."):
         assert words in shown, words
@@ -32,7 +32,7 @@ def test_errors_of_the_input_file_are_printed(capsys: pytest.CaptureFixture[str]
 
 
 def test_files_are_shown_with_the_command_that_reads_them(capsys: pytest.CaptureFixture[str]) -> None:
-    _show_batch(_batch(status="completed", output_file_id="file-1", error_file_id="file-2"), as_json=False)
+    show_batch(_batch(status="completed", output_file_id="file-1", error_file_id="file-2"), as_json=False)
     shown = capsys.readouterr().out
     assert "file-1 (tidepool batch output batch_1 -o FILE)" in shown
     assert "file-2 (tidepool batch output batch_1 --errors -o FILE)" in shown

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from ops.commands import events
 from ops.commands.api import CommandError
+from ops.commands.events import follow_events
 
 
 def _row(number: int) -> dict[str, Any]:
@@ -28,11 +28,10 @@ class FakeApi:
         return {"data": [_row(number) for number in look], "has_more": False}
 
 
-def test_each_event_is_shown_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "sleep", lambda _: None)
+def test_each_event_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     away = CommandError("http://x cannot be reached")
     api: Any = FakeApi([4, 2, 1], away, away, [5, 4, 3, 2, 1], [5, 4, 3, 2, 1])
-    events._follow(api, [_row(2), _row(1)], {})
+    follow_events(api, [_row(2), _row(1)], {}, pause=lambda _: None)
     shown = capsys.readouterr()
     assert [line.split()[3] for line in shown.out.splitlines()] == [f"inst_{number}" for number in (1, 2, 4, 3, 5)]
     assert shown.out.startswith("2026-11-22 10:00:00Z instance inst_1 ready (m, us-east, n1)\n")

@@ -14,13 +14,13 @@ class FakeApi:
     """Lists as the API does: a page after a cursor, in the order of the ids, or the newest first."""
 
     def __init__(self, kind: str, *, newest_first: bool, current: str | None = None) -> None:
-        self._ids = sorted((f"{kind}_{one}" for one in IDS), reverse=newest_first)
+        self.ids = sorted((f"{kind}_{one}" for one in IDS), reverse=newest_first)
         self._newest_first, self._current = newest_first, current
 
     def get(self, path: str, *, limit: int = 20, after: str | None = None, **_: Any) -> Any:
         if path == "/admin/status":
             return {"plan": None if self._current is None else {"id": self._current}}
-        rest = [one for one in self._ids if after is None or (one < after if self._newest_first else one > after)]
+        rest = [one for one in self.ids if after is None or (one < after if self._newest_first else one > after)]
         return {"data": [{"id": one} for one in rest[:limit]]}
 
 
@@ -44,7 +44,7 @@ def test_an_id_is_found_by_its_first_characters(kind: str, newest_first: bool) -
 
 def test_many_matches_are_not_all_listed() -> None:
     api: Any = FakeApi("plan", newest_first=True)
-    api._ids = [f"plan_{number:032x}" for number in range(40, 0, -1)]
+    api.ids = [f"plan_{number:032x}" for number in range(40, 0, -1)]
     with pytest.raises(CommandError) as refused:
         whole_id(api, "plan", "0")
     assert len(str(refused.value).splitlines()) == 12
@@ -59,6 +59,6 @@ def test_latest_and_current() -> None:
     assert whole_id(api, "key", "latest") == "latest"
     with pytest.raises(CommandError, match="no plan is in force"):
         whole_id(FakeApi("plan", newest_first=True), "plan", "current")  # type: ignore[arg-type]
-    api._ids = []
+    api.ids = []
     with pytest.raises(CommandError, match="no batch yet"):
         whole_id(api, "batch", "latest")
