@@ -73,7 +73,7 @@ def _make_celery(settings: Settings) -> Celery:
             "socket_keepalive": True,
         },
         timezone="UTC",
-        beat_scheduler="celery.beat:Scheduler",
+        beat_scheduler="controlplane.loops.beat:BeatScheduler",
         beat_schedule={
             "pulse of workers": _pulse(Loop.WORKER, MAIN_QUEUE, settings.pulse_every_s),
             "pulse of forecasters": _pulse(Loop.FORECASTER, FORECAST_QUEUE, settings.pulse_every_s),
