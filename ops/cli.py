@@ -103,7 +103,10 @@ def options(
     context: typer.Context,
     url: Annotated[
         str | None,
-        typer.Option(help="Where the API is; default: TIDEPOOL_URL, else http://127.0.0.1:TIDEPOOL_PORT (8080)."),
+        typer.Option(
+            help="Where the API is; default: TIDEPOOL_URL, else http://127.0.0.1:TIDEPOOL_PORT, else that of the"
+            " `tidepool up` of TIDEPOOL_HOME, else port 8080."
+        ),
     ] = None,
     key: Annotated[
         str | None,

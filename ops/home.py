@@ -1,5 +1,5 @@
-"""The home folder: where it is, who may write it, the first keys in `keys.json`, and the ports and passwords of
-embedded servers in `embedded.json`.
+"""The home folder: where it is, who may write it, the first keys in `keys.json`, the ports and passwords of embedded
+servers in `embedded.json`, and in `api-url` where the API of a running `tidepool up` is.
 """
 
 import json
@@ -7,6 +7,8 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+
+_API_URL = "api-url"
 
 
 class EmbeddedError(Exception):
@@ -44,6 +46,30 @@ def read_secrets(home: Path) -> dict[str, str]:
 def write_secrets(home: Path, kept: dict[str, str]) -> None:
     """Write keys.json, readable by its owner only, whole or not at all."""
     write_secret(keys_file(home), json.dumps(kept, indent=2) + "\n")
+
+
+def write_api_url(home: Path, url: str) -> None:
+    """Note where the API is, for commands of the same home."""
+    write_secret(home / _API_URL, f"{url}\n")
+
+
+def read_api_url(home: Path) -> str | None:
+    """Where the API of `tidepool up` is; None while it does not run.
+
+    Raises:
+        EmbeddedError: the note may not be read.
+    """
+    try:
+        return (home / _API_URL).read_text().strip() or None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise EmbeddedError(f"{home / _API_URL} cannot be read: {error}") from error
+
+
+def forget_api_url(home: Path) -> None:
+    """The API runs no more."""
+    (home / _API_URL).unlink(missing_ok=True)
 
 
 def make_home(home: Path) -> None:

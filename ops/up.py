@@ -12,7 +12,7 @@ from rich.console import Console
 from dataplane.logs import LogSettings
 from ops.commands.api import Api, open_api
 from ops.demo_fleet import is_empty, make_nodes, register_fleet
-from ops.home import EmbeddedError
+from ops.home import EmbeddedError, forget_api_url, write_api_url
 from ops.local import LocalNode, LocalStack
 from ops.pretrained import speaking_model
 from ops.tiny_models import build_tiny_models
@@ -53,7 +53,11 @@ def up(home: Path, port: int, *, bare: bool = False, tiny: bool = False) -> None
         sys.stdout.write(f"ready {stack.url}\n")
         sys.stdout.flush()
 
-    stack.supervisor.run(on_ready)
+    write_api_url(home, stack.url)
+    try:
+        stack.supervisor.run(on_ready)
+    finally:
+        forget_api_url(home)
 
 
 class _Screen:

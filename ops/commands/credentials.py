@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ops.home import EmbeddedError, home_of, keys_file, read_secrets
+from ops.home import EmbeddedError, home_of, keys_file, read_api_url, read_secrets
 
 _EVERYWHERE = frozenset({"", "0.0.0.0", "::"})  # noqa: S104  (compared with, not bound)
 _CLIENTS = ("tp-client-", "tp-node-")
@@ -23,12 +23,20 @@ class Credential:
 
 def api_url(given: str | None, environment: Mapping[str, str]) -> str:
     """--url, TIDEPOOL_URL, else this machine's API: TIDEPOOL_HOST, TIDEPOOL_PORT and whether it has a certificate.
+    Where none of these is set, the address that a running `tidepool up` keeps in its home.
 
     Raises:
-        CredentialError: TIDEPOOL_PORT is no port.
+        CredentialError: TIDEPOOL_PORT is no port, or the kept address cannot be read.
     """
     if url := given or environment.get("TIDEPOOL_URL"):
         return url
+    if not (environment.get("TIDEPOOL_HOST") or environment.get("TIDEPOOL_PORT")):
+        try:
+            kept = read_api_url(home_of(environment))
+        except EmbeddedError as error:
+            raise CredentialError(str(error)) from error
+        if kept is not None:
+            return kept
     port = environment.get("TIDEPOOL_PORT") or "8080"
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise CredentialError(f"TIDEPOOL_PORT must be 1 to 65535: '{port}'")

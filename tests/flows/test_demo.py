@@ -66,13 +66,19 @@ def _check_nothing_was_measured(url: str, key: str) -> None:
 @pytest.mark.slow
 def test_up_says_ready_serves_and_ends_with_all_its_children(tmp_path: Path) -> None:
     port = str(free_port())
-    env = _environment(str(tmp_path), TIDEPOOL_HOME=str(tmp_path), TIDEPOOL_PORT=port)
-    with subprocess.Popen([*TIDEPOOL, "up", "--tiny"], env=env, stdout=subprocess.PIPE, text=True) as up:
+    env = _environment(str(tmp_path), TIDEPOOL_HOME=str(tmp_path))
+    with subprocess.Popen(
+        [*TIDEPOOL, "up", "--tiny", "--port", port], env=env, stdout=subprocess.PIPE, text=True
+    ) as up:
         try:
             assert up.stdout is not None
             assert up.stdout.readline() == f"ready http://127.0.0.1:{port}\n"
             keys = tmp_path / "keys.json"
             assert keys.stat().st_mode & 0o777 == 0o600
+            status = subprocess.run(
+                [*TIDEPOOL, "status", "--json"], env=env, capture_output=True, text=True, check=False
+            )
+            assert status.returncode == 0, f"commands of this home find its API: {status.stderr}"
             _check_nothing_was_measured(f"http://127.0.0.1:{port}", json.loads(keys.read_text())["admin"])
             with openai.OpenAI(
                 base_url=f"http://127.0.0.1:{port}/v1", api_key=json.loads(keys.read_text())["client"]

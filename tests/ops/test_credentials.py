@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ops.commands.credentials import CredentialError, admin_key, api_url, client_key
+from ops.home import forget_api_url, write_api_url
 
 CLIENT, ADMIN, OPERATOR = "tp-client-c", "tp-admin-a", "tp-operator-o"
 
@@ -23,8 +24,35 @@ CLIENT, ADMIN, OPERATOR = "tp-client-c", "tp-admin-a", "tp-operator-o"
         ("http://x", {"TIDEPOOL_URL": "https://api"}, "http://x"),
     ],
 )
-def test_the_address(given: str | None, environment: dict[str, str], url: str) -> None:
+def test_the_address(given: str | None, environment: dict[str, str], url: str, tmp_path: Path) -> None:
+    assert api_url(given, {"TIDEPOOL_HOME": str(tmp_path), **environment}) == url
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "url"),
+    [
+        (None, {}, "http://127.0.0.1:9123"),
+        ("http://x", {}, "http://x"),
+        (None, {"TIDEPOOL_URL": "https://api"}, "https://api"),
+        (None, {"TIDEPOOL_PORT": "9000"}, "http://127.0.0.1:9000"),
+        (None, {"TIDEPOOL_HOST": "10.0.0.1"}, "http://10.0.0.1:8080"),
+    ],
+)
+def test_the_address_that_up_keeps_in_its_home(
+    given: str | None, environment: dict[str, str], url: str, tmp_path: Path
+) -> None:
+    environment["TIDEPOOL_HOME"] = str(tmp_path)
+    before = api_url(given, environment)
+    write_api_url(tmp_path, "http://127.0.0.1:9123")
     assert api_url(given, environment) == url
+    forget_api_url(tmp_path)
+    assert api_url(given, environment) == before
+
+
+def test_an_address_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "api-url").mkdir()
+    with pytest.raises(CredentialError, match="api-url cannot be read"):
+        api_url(None, {"TIDEPOOL_HOME": str(tmp_path)})
 
 
 @pytest.mark.parametrize("port", ["x", "0", "65536", "-1"])
