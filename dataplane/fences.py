@@ -4,7 +4,7 @@ A dispatcher that was paused or cut off may wake up after its lease was given to
 older than one this node has seen, and it is refused; a newer epoch ends the run of an older one.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import ref
@@ -13,18 +13,32 @@ from dataplane.errors import StaleEpochError
 from dataplane.flights import Flight
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Run:
+    """`cancel` frees what the flight holds."""
+
     epoch: int
-    flight: "ref[Flight] | None" = None
+    flight: "ref[Flight]"
+    cancel: Callable[[Flight], None]
+
+    def end(self) -> None:
+        """A newer claim has come."""
+        flight = self.flight()
+        if flight is not None:
+            self.cancel(flight)
+            flight.outputs.put(StaleEpochError("a newer claim of this request has come", param="epoch"))
 
 
 class Fences:
-    """The newest epoch of each fence, of the last `keys_max` fences; `cancel` frees what a run holds."""
+    """The newest epoch of each fence whose request is in flight, and of the last `keys_max` others."""
 
     def __init__(self, keys_max: int) -> None:
         self._keys_max = keys_max
-        self._runs: OrderedDict[str, tuple[_Run, Callable[[Flight], None] | None]] = OrderedDict()
+        self._runs: dict[str, _Run] = {}
+        self._over: deque[str] = deque()
+        """Fences whose flight is gone. The garbage collector adds to it, on any thread."""
+        self._epochs: OrderedDict[str, int] = OrderedDict()
+        """Of the fences without a flight."""
 
     def enter(self, fence: str | None, epoch: int) -> None:
         """Let a command in, and remember its epoch. The run of an older one ends.
@@ -35,14 +49,17 @@ class Fences:
         if fence is None:
             return
         self._check(fence, epoch)
-        run, cancel = self._runs.get(fence, (_Run(epoch=epoch), None))
-        if run.epoch < epoch:
-            _end(run, cancel)
-            run, cancel = _Run(epoch=epoch), None
-        self._keep(fence, run, cancel)
+        run = self._runs.get(fence)
+        if run is not None and run.epoch == epoch:
+            return
+        if run is not None:
+            del self._runs[fence]
+            run.end()
+        self._remember(fence, epoch)
 
     def run(self, fence: str | None, epoch: int, flight: Flight, cancel: Callable[[Flight], None]) -> None:
-        """What a command that was let in became. The run of an older one, or an earlier one of the same epoch, ends.
+        """What a command that was let in became; `cancel` frees what it holds. The run of an older one, or an earlier
+        one of the same epoch, ends.
 
         Raises:
             dataplane.errors.StaleEpochError: a newer epoch came meanwhile; the flight must end.
@@ -50,26 +67,33 @@ class Fences:
         if fence is None:
             return
         self._check(fence, epoch)
-        if (before := self._runs.get(fence)) is not None:
-            _end(*before)
-        self._keep(fence, _Run(epoch=epoch, flight=ref(flight)), cancel)
+        before = self._runs.get(fence)
+        gone = ref(flight, lambda _: self._over.append(fence))
+        self._runs[fence] = _Run(epoch=epoch, flight=gone, cancel=cancel)
+        self._epochs.pop(fence, None)
+        if before is not None:
+            before.end()
 
     def _check(self, fence: str, epoch: int) -> None:
-        before = self._runs.get(fence)
-        if before is not None and epoch < before[0].epoch:
+        self._settle()
+        run = self._runs.get(fence)
+        newest = self._epochs.get(fence) if run is None else run.epoch
+        if newest is not None and epoch < newest:
             raise StaleEpochError(
-                f"epoch {epoch} of {fence} is older than {before[0].epoch}, which was here before", param="epoch"
+                f"epoch {epoch} of {fence} is older than {newest}, which was here before", param="epoch"
             )
 
-    def _keep(self, fence: str, run: _Run, cancel: Callable[[Flight], None] | None) -> None:
-        self._runs[fence] = (run, cancel)
-        self._runs.move_to_end(fence)
-        if len(self._runs) > self._keys_max:
-            self._runs.popitem(last=False)
+    def _settle(self) -> None:
+        """Move the fences whose flight is gone to those that may be forgotten."""
+        while self._over:
+            fence = self._over.popleft()
+            run = self._runs.get(fence)
+            if run is not None and run.flight() is None:
+                del self._runs[fence]
+                self._remember(fence, run.epoch)
 
-
-def _end(run: _Run, cancel: Callable[[Flight], None] | None) -> None:
-    flight = run.flight() if run.flight is not None else None
-    if flight is not None and cancel is not None:
-        cancel(flight)
-        flight.outputs.put(StaleEpochError("a newer claim of this request has come", param="epoch"))
+    def _remember(self, fence: str, epoch: int) -> None:
+        self._epochs[fence] = epoch
+        self._epochs.move_to_end(fence)
+        if len(self._epochs) > self._keys_max:
+            self._epochs.popitem(last=False)

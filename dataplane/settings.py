@@ -118,7 +118,9 @@ class AgentSettings(BaseSettings):
     stop_strings_max: int = Field(16, ge=1)
     long_prompt_chars: int = Field(2**16, ge=1, description="characters from which a prompt is a long one")
     long_prompts_max: int = Field(2, ge=1, le=64, description="long prompts that are tokenized at once")
-    fences_max: int = Field(10_000, ge=1, description="deferred requests whose newest claim is remembered")
+    fences_max: int = Field(
+        10_000, ge=1, description="deferred requests not in flight whose newest claim is remembered"
+    )
     heartbeat_every_s: float = Field(1.0, gt=0, le=60)
     heartbeat_gap_s: float = Field(0.2, gt=0, description="least time between two heartbeats")
     control_timeout_s: float = Field(3.0, gt=0, description="less than the time after which a silent node is unknown")

@@ -74,3 +74,37 @@ def test_memory_is_bounded() -> None:
     fences.enter("a", 1)  # forgotten
     with pytest.raises(StaleEpochError):
         fences.enter("c", 1)
+
+
+def test_the_fence_of_a_request_in_flight_is_kept_however_many_come_after_it() -> None:
+    fences, ended = Fences(keys_max=2), list[str]()
+
+    def cancel(flight: Flight) -> None:
+        ended.append(flight.request_id)
+
+    long = [flight(f"long-{number}") for number in range(3)]  # more than keys_max at once
+    for number, each in enumerate(long):
+        fences.enter(f"l/{number}", 5)
+        fences.run(f"l/{number}", 5, each, cancel)
+    for name in ("a", "b", "c"):
+        fences.enter(name, 5)
+    for number in range(3):
+        with pytest.raises(StaleEpochError):
+            fences.enter(f"l/{number}", 4)
+    with pytest.raises(StaleEpochError):
+        fences.enter("c", 4)
+    fences.enter("l/0", 6)
+    assert ended == ["long-0"], "a newer claim still ends it"
+
+
+def test_the_fence_of_a_request_that_ended_is_forgotten_in_its_turn() -> None:
+    fences = Fences(keys_max=2)
+    ending = flight("ending")
+    fences.enter("e", 5)
+    fences.run("e", 5, ending, lambda _: None)
+    del ending
+    with pytest.raises(StaleEpochError):
+        fences.enter("e", 4)
+    for name in ("a", "b"):
+        fences.enter(name, 5)
+    fences.enter("e", 4)
