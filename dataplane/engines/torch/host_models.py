@@ -118,15 +118,14 @@ class HostModels:
             HostMemoryError: on another thread: there is no room now; a later try may find some.
         """
         putting_off = threading.get_ident() == self._engine_thread
-        with self._lock:
-            known = self._models.get(name)
-        if known is not None and known.folder == folder and (putting_off or known.host is not None):
-            return known
-        if known is not None and self._in_use(name):
-            if known.folder == folder:
-                return known
-            raise ModelLoadError(f"{name} is loaded from {known.folder}, not from {folder}")
+        usable = self._usable(name, folder, putting_off=putting_off)
+        if usable is not None:
+            return usable
         with self._building:
+            usable = self._usable(name, folder, putting_off=putting_off)  # another thread may have built it meanwhile
+            if usable is not None:
+                return usable
+            known = self._models.get(name)
             if known is None or known.folder != folder:
                 model = self._build(name, folder, slabs_max)
                 with self._lock:
@@ -144,6 +143,22 @@ class HostModels:
                 self.forget(name)
                 raise
         return model
+
+    def _usable(self, name: str, folder: Path, *, putting_off: bool) -> HostModel | None:
+        """The model if there is nothing left to prepare.
+
+        Raises:
+            ModelLoadError: it is loaded from another folder.
+        """
+        with self._lock:
+            known = self._models.get(name)
+        if known is None:
+            return None
+        if known.folder == folder and (putting_off or known.host is not None or self._in_use(name)):
+            return known
+        if self._in_use(name):
+            raise ModelLoadError(f"{name} is loaded from {known.folder}, not from {folder}")
+        return None
 
     def forget(self, name: str) -> None:
         """Let go of a model and its host copy."""

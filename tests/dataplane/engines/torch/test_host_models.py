@@ -130,6 +130,29 @@ def test_who_finds_no_room_for_too_long_fails_by_the_limits_name(checkpoint: Che
     slot.models.close()
 
 
+def test_two_preparers_of_a_new_model_build_it_once(slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
+    built, build = list[str](), host_models.build_skeleton
+    building, go_on = threading.Event(), threading.Event()
+
+    def slow(folder: Path, *args: Any) -> Any:
+        built.append(folder.name)
+        building.set()
+        assert go_on.wait(30)
+        return build(folder, *args)
+
+    monkeypatch.setattr(host_models, "build_skeleton", slow)
+    with ThreadPoolExecutor(2) as loaders:
+        first = loaders.submit(slot.prepare, "llama")
+        assert building.wait(30)
+        second = loaders.submit(slot.prepare, "llama")
+        with pytest.raises(TimeoutError):
+            second.result(0.05)  # it waits for the first
+        go_on.set()
+        assert second.result() is first.result()
+    assert len(built) == 1
+    assert first.result().host is not None
+
+
 def test_a_copy_in_flight_keeps_its_source_pinned(
     slot: Slot, monkeypatch: pytest.MonkeyPatch, checkpoint: Checkpoint
 ) -> None:
