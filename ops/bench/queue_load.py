@@ -245,8 +245,9 @@ def measure_ingest(url: str, folder: Path, lines: int) -> tuple[float, float]:
             line = {"custom_id": f"request-{number}", "method": "POST", "url": batch.endpoint}
             stream.write(msgspec.json.encode({**line, "body": {"model": "model-0", **BODY}}) + b"\n")
     began_s, cpu_s = time.perf_counter(), time.process_time()
-    assert Stepper(VALIDATE, database, blobs, _settings(url)).one() == batch.id
+    validated = Stepper(VALIDATE, database, blobs, _settings(url)).one()
     elapsed_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
+    assert validated == batch.id
     with database.transaction() as session:
         batch = session.get_one(Batch, batch.id)
         assert (batch.state, batch.total) == (BatchState.IN_PROGRESS, lines), batch.errors

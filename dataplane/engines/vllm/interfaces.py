@@ -105,16 +105,21 @@ def check_interfaces(engine: Any) -> None:
         ModelLoadError: names what is missing.
     """
     try:
-        assert isinstance(kv_usage(engine), float)
-        assert kv_tokens(engine) > 0
-        assert isinstance(_scheduler(engine).requests, dict)
-        assert callable(engine.engine_core._finalizer.detach)  # noqa: SLF001
-        assert callable(engine.engine_core.engine_core.model_executor.shutdown)
-        assert engine.collective_rpc(lambda worker: len(kv_tensors(worker)))[0] > 0
-        assert isinstance(_scheduler(engine).needs_kv_cache_zeroing, bool)
+        right = {
+            "kv_cache_manager.usage": isinstance(kv_usage(engine), float),
+            "get_max_concurrency_for_kv_cache_config": kv_tokens(engine) > 0,
+            "scheduler.requests": isinstance(_scheduler(engine).requests, dict),
+            "_finalizer.detach": callable(engine.engine_core._finalizer.detach),  # noqa: SLF001
+            "model_executor.shutdown": callable(engine.engine_core.engine_core.model_executor.shutdown),
+            "kv_caches": engine.collective_rpc(lambda worker: len(kv_tensors(worker)))[0] > 0,
+            "needs_kv_cache_zeroing": isinstance(_scheduler(engine).needs_kv_cache_zeroing, bool),
+        }
         scratch()
-    except (AttributeError, AssertionError) as error:
-        raise ModelLoadError(f"vLLM {installed_version()} is not as it was when it was tested: {error}") from error
+    except AttributeError as error:
+        raise ModelLoadError(_changed(str(error))) from error
+    changed = [name for name, is_right in right.items() if not is_right]
+    if changed:
+        raise ModelLoadError(_changed(", ".join(changed)))
 
 
 def computed_tokens(engine: Any, vllm_id: str) -> int:
@@ -212,3 +217,7 @@ def keep_weights_in_torch() -> None:
 
 def _scheduler(engine: Any) -> Any:
     return engine.engine_core.engine_core.scheduler
+
+
+def _changed(what: str) -> str:
+    return f"vLLM {installed_version()} is not as it was when it was tested: {what}"

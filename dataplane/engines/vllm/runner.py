@@ -137,9 +137,15 @@ class Runner:
         self._copy = HostCopy(host=host, sizes=sizes, cached=cached)
 
     def sleep(self) -> None:
-        """Leave the device. Requests stay: their tokens are prefilled again after `wake`."""
+        """Leave the device. Requests stay: their tokens are prefilled again after `wake`.
+
+        Raises:
+            ModelLoadError: vLLM does not let go of its KV; the model stays as it is.
+        """
         assert self._copy is not None, "keep_host_copy comes first"
-        assert self._engine.reset_prefix_cache(reset_running_requests=True)
+        is_reset = self._engine.reset_prefix_cache(reset_running_requests=True)
+        if not is_reset:
+            raise ModelLoadError(f"{self._name}: vLLM did not reset its KV cache, so the model cannot leave the device")
         self._note_preemptions()
         (self._kv_sizes,) = self._engine.collective_rpc(sleep.put_away)
 

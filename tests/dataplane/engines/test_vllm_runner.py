@@ -1,0 +1,83 @@
+"""A model in vLLM that must leave its device, on a stand-in for vLLM's engine: no vLLM is needed for it."""
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dataplane.engines.vllm import interfaces
+from dataplane.engines.vllm.settings import VllmEngineSettings
+from dataplane.errors import ModelLoadError
+
+
+class StandIn:
+    """As much of an engine as a runner and `check_interfaces` ask for. `lets_go`: whether its KV can be reset."""
+
+    def __init__(self) -> None:
+        self.lets_go = True
+        self.called: list[str] = []
+        model_config = SimpleNamespace(max_model_len=8, get_vocab_size=lambda: 16)
+        self.vllm_config = SimpleNamespace(model_config=model_config)
+        scheduler = SimpleNamespace(
+            requests={}, needs_kv_cache_zeroing=False, kv_cache_manager=SimpleNamespace(usage=0.5), kv_cache_config=None
+        )
+        core = SimpleNamespace(scheduler=scheduler, model_executor=SimpleNamespace(shutdown=lambda: None))
+        self.engine_core = SimpleNamespace(engine_core=core, _finalizer=SimpleNamespace(detach=lambda: None))
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
+        assert reset_running_requests
+        self.called.append("reset")
+        return self.lets_go
+
+    def collective_rpc(self, function: Any, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.called.append(function.__name__)
+        return [1]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    monkeypatch.setattr(interfaces, "kv_tokens", lambda engine: 64)
+    monkeypatch.setattr(interfaces, "scratch", lambda: None)
+    return StandIn()
+
+
+@pytest.fixture
+def runner(engine: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
+    vllm = ModuleType("vllm")
+    for name in ("EngineArgs", "LLMEngine", "SamplingParams"):
+        setattr(vllm, name, object)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.delitem(sys.modules, "dataplane.engines.vllm.runner", raising=False)
+    module = importlib.import_module("dataplane.engines.vllm.runner")
+    monkeypatch.setitem(sys.modules, "dataplane.engines.vllm.runner", module)  # so that it is forgotten again
+    monkeypatch.setattr(module, "_build", lambda *_: engine)
+    made = module.Runner("tide", tmp_path, VllmEngineSettings(weights_bytes=1, kv_bytes=1), None)
+    monkeypatch.setattr(made, "_copy", object())
+    engine.called.clear()
+    return made
+
+
+def test_a_model_leaves_once_its_kv_was_reset(engine: StandIn, runner: Any) -> None:
+    runner.sleep()
+    assert engine.called == ["reset", "put_away"]
+    assert not runner.awake
+
+
+def test_a_model_whose_kv_cannot_be_reset_stays_and_says_so(engine: StandIn, runner: Any) -> None:
+    engine.lets_go = False
+    with pytest.raises(ModelLoadError, match="tide: vLLM did not reset its KV cache"):
+        runner.sleep()
+    assert engine.called == ["reset"]
+    assert runner.awake
+
+
+def test_an_interface_that_changed_is_named(engine: StandIn) -> None:
+    interfaces.check_interfaces(engine)
+    engine.engine_core.engine_core.scheduler.kv_cache_manager.usage = "half"
+    with pytest.raises(ModelLoadError, match=r"not as it was when it was tested: kv_cache_manager\.usage"):
+        interfaces.check_interfaces(engine)
+    del engine.engine_core._finalizer
+    with pytest.raises(ModelLoadError, match=r"not as it was when it was tested: .*_finalizer"):
+        interfaces.check_interfaces(engine)
