@@ -157,7 +157,12 @@ class Settings(BaseSettings):
     pulse_every_s: float = Field(15.0, gt=0, description="how often workers, beat and dispatchers note that they work")
 
     forecast_history_s: int = Field(7 * 86_400, ge=3600)
-    demand_keep_days: int | None = Field(None, ge=8, description="forget older demand; none: keep all")
+    demand_keep_days: int = Field(
+        90,
+        ge=8,
+        le=36_500,
+        description="days that demand is kept, imported demand from its import on; not fewer than forecast_history_s",
+    )
     forecast_keep_days: int = Field(90, ge=8, description="forget older forecasts")
     forecast_origins_max: int = Field(
         12, ge=1, le=168, description="past hours replayed for a series never forecast before"
@@ -222,6 +227,14 @@ class Settings(BaseSettings):
         if self.scale_room_in <= self.scale_room_out:
             raise ValueError(
                 f"scale_room_in must be above scale_room_out {self.scale_room_out:g}: {self.scale_room_in:g}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _keep_what_forecasts_read(self) -> Self:
+        if self.demand_keep_days * 86_400 < self.forecast_history_s:
+            raise ValueError(
+                f"demand_keep_days must cover forecast_history_s ({self.forecast_history_s} s): {self.demand_keep_days}"
             )
         return self
 

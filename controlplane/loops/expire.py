@@ -1,75 +1,105 @@
-"""Expiring: leases of dispatchers that are gone, requests past their deadline, silent nodes, old rows and files."""
+"""Expiring what is over, and deleting what is old. Every job has its own transactions: one that fails, or that is slow,
+holds up and rolls back none of the others.
+"""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
+from sqlalchemy.orm import Session
+
+from controlplane.loops.runs import JobsRun, run_jobs
 from controlplane.settings import Settings
 from controlplane.store.blobs.base import BlobStore
-from controlplane.store.demand import forget_demand
 from controlplane.store.events import forget_events, note_lost
 from controlplane.store.files import expire_files, known_files
 from controlplane.store.instances import forget_stopped, lose_silent_nodes
 from controlplane.store.keys import forget_answers
 from controlplane.store.queue import expire_leases, expire_requests
 from controlplane.store.request_log import forget_requests
-from controlplane.store.retention import forget_forecasts, forget_plans
+from controlplane.store.retention import forget_demand, forget_forecasts, forget_plans
 from controlplane.store.session import Database
-from controlplane.store.usage import add_up_usage
+from controlplane.store.usage import add_up_usage, forget_usage
 
 _DAY_S = 86_400
 _ORPHAN_S = 86_400.0
 _NODE_LOST_S = 60.0
 _NODE_GRACE_S = 20.0
 _PIECE_ROWS = 5000
-_PIECES_MAX = 50
+"""Rows deleted in one transaction, which takes a fraction of a second."""
+_PIECES_MAX = 200
+"""Transactions of one job in one run. What is left then is for the next run."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Expired:
-    """How much came to its end."""
+def expire(database: Database, blobs: BlobStore, settings: Settings) -> JobsRun:
+    """End what others wait for; running it again ends nothing more."""
+    return run_jobs(
+        {
+            "requests": partial(_once, database, expire_requests),
+            "leases": partial(_once, database, partial(expire_leases, attempts_max=settings.niw_attempts_max)),
+            "silent_nodes": partial(_once, database, partial(_lose_nodes, heard_s=settings.heartbeat_stale_s)),
+            "files": partial(_expire_files, database, blobs),
+            "request_log": partial(_in_pieces, database, partial(forget_requests, keep_s=settings.request_log_keep_s)),
+        }
+    )
 
-    leases: int
-    requests: int
-    files: int
-    silent_nodes: tuple[str, ...]
+
+def sweep(database: Database, blobs: BlobStore, settings: Settings, *, now_s: float) -> JobsRun:
+    """Delete rows that are old, and bytes of files that no row knows of."""
+    now_s = int(now_s)
+    old: dict[str, Callable[..., int]] = {
+        "demand": partial(forget_demand, before_s=now_s - settings.demand_keep_days * _DAY_S),
+        "forecasts": partial(forget_forecasts, before_s=now_s - settings.forecast_keep_days * _DAY_S),
+        "plans": partial(forget_plans, keep_s=settings.plan_keep_days * _DAY_S),
+        "events": partial(forget_events, keep_s=settings.event_keep_days * _DAY_S),
+        "stopped_instances": partial(forget_stopped, keep_s=settings.instance_keep_days * _DAY_S),
+        "idempotency_keys": partial(forget_answers, keep_s=_DAY_S),
+        "usage": partial(forget_usage, keep_s=settings.usage_keep_days * _DAY_S),
+    }
+    jobs = {name: partial(_in_pieces, database, forget) for name, forget in old.items()}
+    return run_jobs(
+        {
+            **jobs,
+            "usage_added_up": partial(_once, database, partial(add_up_usage, older_s=_DAY_S)),
+            "blobs": partial(_delete_orphans, database, blobs),
+        }
+    )
 
 
-def expire(database: Database, blobs: BlobStore, settings: Settings, *, now_s: float) -> Expired:
-    """End what is over; running it again ends nothing more. Bytes of files go after their rows are committed."""
+def _once(database: Database, job: Callable[[Session], int]) -> int:
+    """A job in one transaction."""
     with database.transaction() as session:
-        requests = expire_requests(session)
-        leases = expire_leases(session, attempts_max=settings.niw_attempts_max)
-        silent = lose_silent_nodes(
-            session, silent_s=_NODE_LOST_S, heard_s=settings.heartbeat_stale_s, grace_s=_NODE_GRACE_S
-        )
-        note_lost(session, silent)
-        if settings.demand_keep_days is not None:
-            forget_demand(session, before_s=int(now_s) - settings.demand_keep_days * _DAY_S)
-        forget_stopped(session, keep_s=settings.instance_keep_days * _DAY_S)
-        gone = expire_files(session)
-        forget_answers(session, keep_s=_DAY_S)
-    for file_id in gone:
-        blobs.delete(file_id)
-    _forget_requests(database, keep_s=settings.request_log_keep_s)
-    return Expired(leases=leases, requests=requests, files=len(gone), silent_nodes=tuple(silent))
+        return job(session)
 
 
-def _forget_requests(database: Database, *, keep_s: float) -> None:
-    """Delete old rows of the request log, in small pieces; what is left then is for the next time."""
+def _in_pieces(database: Database, forget: Callable[..., int]) -> int:
+    """Delete old rows in short transactions, a bounded number of them."""
+    deleted = 0
     for _ in range(_PIECES_MAX):
         with database.transaction() as session:
-            if forget_requests(session, keep_s=keep_s, count_max=_PIECE_ROWS) < _PIECE_ROWS:
-                return
+            count = forget(session, count_max=_PIECE_ROWS)
+        deleted += count
+        if count < _PIECE_ROWS:
+            break
+    return deleted
 
 
-def sweep(database: Database, blobs: BlobStore, settings: Settings, *, now_s: float) -> int:
-    """Delete bytes that no row knows of, a day after they were written: what uploads and crashes left behind; and
-    plans, forecasts, events and usage that are too old.
-    """
+def _lose_nodes(session: Session, *, heard_s: float) -> int:
+    """How many fell silent since the last run."""
+    silent = lose_silent_nodes(session, silent_s=_NODE_LOST_S, heard_s=heard_s, grace_s=_NODE_GRACE_S)
+    return note_lost(session, silent)
+
+
+def _expire_files(database: Database, blobs: BlobStore) -> int:
+    """Rows first, their bytes after the commit; bytes that stay then are orphans."""
     with database.transaction() as session:
-        forget_plans(session, keep_s=settings.plan_keep_days * _DAY_S)
-        forget_forecasts(session, before_s=int(now_s) - settings.forecast_keep_days * _DAY_S)
-        forget_events(session, keep_s=settings.event_keep_days * _DAY_S)
-        add_up_usage(session, older_s=_DAY_S, keep_s=settings.usage_keep_days * _DAY_S)
+        gone = expire_files(session)
+    for file_id in gone:
+        blobs.delete(file_id)
+    return len(gone)
+
+
+def _delete_orphans(database: Database, blobs: BlobStore) -> int:
+    """Bytes a day old that no row knows of: what uploads and crashes left behind."""
     old = blobs.older_than(_ORPHAN_S)
     with database.transaction() as session:
         orphans = old - known_files(session, old)

@@ -1,7 +1,7 @@
 """Runs of the loops: every loop notes how it ended, and `loop_periods_s` says how often each should succeed."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -41,6 +41,36 @@ class Run:
     """One run of a loop. `error`: set by a loop that ended but did not do what it is for."""
 
     error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobsRun:
+    """What the jobs of one run did, by their names: how many rows or files each ended, and why some failed."""
+
+    counts: Mapping[str, int]
+    failed: Mapping[str, str]
+
+    @property
+    def error(self) -> str | None:
+        """Which jobs failed, and why; None: all went well."""
+        return "; ".join(f"{name}: {why}" for name, why in self.failed.items()) or None
+
+    def done(self) -> dict[str, int]:
+        """The counts that are not zero."""
+        return {name: count for name, count in self.counts.items() if count}
+
+
+def run_jobs(jobs: Mapping[str, Callable[[], int]]) -> JobsRun:
+    """Run one job after the other, each in transactions of its own: one that fails leaves the others be."""
+    counts: dict[str, int] = {}
+    failed: dict[str, str] = {}
+    for name, job in jobs.items():
+        try:
+            counts[name] = job()
+        except Exception as error:  # whatever it is, the other jobs go on
+            log.exception("a job failed", job=name)
+            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return JobsRun(counts=counts, failed=failed)
 
 
 @contextlib.contextmanager

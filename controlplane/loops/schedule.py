@@ -210,19 +210,21 @@ def run_scale() -> None:
 @celery.task(name="expire")
 def run_expire() -> None:
     """Every 30 seconds."""
-    with noted(parts().database, Loop.EXPIRE):
-        expired = expire(parts().database, parts().blobs, parts().settings, now_s=time.time())
-    if expired.leases or expired.requests:
-        log.info("expired", leases=expired.leases, requests=expired.requests)
+    with noted(parts().database, Loop.EXPIRE) as run:
+        expired = expire(parts().database, parts().blobs, parts().settings)
+        run.error = expired.error
+    if done := expired.done():
+        log.info("expired", **done)
 
 
 @celery.task(name="sweep")
 def run_sweep() -> None:
     """Every hour."""
-    with noted(parts().database, Loop.SWEEP):
+    with noted(parts().database, Loop.SWEEP) as run:
         swept = sweep(parts().database, parts().blobs, parts().settings, now_s=time.time())
-    if swept:
-        log.info("swept", blobs=swept)
+        run.error = swept.error
+    if done := swept.done():
+        log.info("swept", **done)
 
 
 def enqueue(task: str, **arguments: object) -> bool:

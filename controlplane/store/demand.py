@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import delete, func, select, text, tuple_, update
+from sqlalchemy import func, select, text, tuple_, update
 from sqlalchemy.dialects.postgresql import distinct_on, insert
 from sqlalchemy.orm import Session, undefer
 
@@ -27,8 +27,9 @@ class DemandRow:
     tokens_per_s: float
 
 
-def put_demand(session: Session, rows: Iterable[DemandRow]) -> int:
+def put_demand(session: Session, rows: Iterable[DemandRow], *, imported: bool = False) -> int:
     """Write demand; a minute written before is replaced, so the same rows may come twice. Returns how many came.
+    `imported`: it was not measured here just now but may be of any age, and is kept as if it was of today.
 
     Writers take turns: two that write the same minutes in different orders would wait for each other's rows.
     """
@@ -48,10 +49,12 @@ def put_demand(session: Session, rows: Iterable[DemandRow]) -> int:
             count += 1
     session.execute(
         text(
-            "INSERT INTO demand_buckets (model, region, kind, start_s, tokens_per_s)"
-            " SELECT DISTINCT ON (model, region, kind, start_s) * FROM incoming_demand"
-            " ON CONFLICT (model, region, kind, start_s) DO UPDATE SET tokens_per_s = excluded.tokens_per_s"
-        )
+            "INSERT INTO demand_buckets (model, region, kind, start_s, tokens_per_s, imported_at)"
+            " SELECT DISTINCT ON (model, region, kind, start_s) *, CASE WHEN :imported THEN now() END"
+            " FROM incoming_demand ON CONFLICT (model, region, kind, start_s) DO UPDATE"
+            " SET tokens_per_s = excluded.tokens_per_s, imported_at = excluded.imported_at"
+        ),
+        {"imported": imported},
     )
     session.execute(text("DROP TABLE incoming_demand"))
     return count
@@ -125,11 +128,6 @@ def peak_demand(session: Session, *, kind: str, since_s: int, until_s: int) -> d
 def latest_demand_s(session: Session) -> int | None:
     """When the newest demand bucket starts."""
     return session.scalar(select(func.max(DemandBucket.start_s)))
-
-
-def forget_demand(session: Session, *, before_s: int) -> None:
-    """Drop demand older than anything a forecast reads."""
-    session.execute(delete(DemandBucket).where(DemandBucket.start_s < before_s))
 
 
 def put_forecasts(session: Session, forecasts: Sequence[Forecast]) -> None:

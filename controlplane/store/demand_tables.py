@@ -11,7 +11,9 @@ from controlplane.store.tables import Base, Json
 
 
 class DemandBucket(Base):
-    """Input tokens per second of one minute. `kind`: IW (both interactive tiers) or NIW. No row is a gap, not zero."""
+    """Input tokens per second of one minute. `kind`: IW (both interactive tiers) or NIW. No row is a gap, not zero.
+    `imported_at`: when it was imported; None: it was measured.
+    """
 
     __tablename__ = "demand_buckets"
     __table_args__ = (
@@ -25,6 +27,7 @@ class DemandBucket(Base):
     kind: Mapped[str] = mapped_column(primary_key=True)
     start_s: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     tokens_per_s: Mapped[float]
+    imported_at: Mapped[datetime | None]
 
 
 class Forecast(Base):

@@ -3,11 +3,12 @@
 from collections.abc import Collection, Mapping
 from datetime import datetime, timedelta
 
-from sqlalchemy import delete, func, insert, literal, select
+from sqlalchemy import func, insert, literal, select
 from sqlalchemy.orm import Session
 
 from controlplane.store.event_tables import Event
 from controlplane.store.paging import Page, page
+from controlplane.store.retention import delete_some
 from controlplane.store.tables import Node
 
 
@@ -21,16 +22,20 @@ def list_events(
     return page(session, query, Event.id, after=after, limit=limit, newest_first=True)
 
 
-def note_lost(session: Session, nodes: Collection[str]) -> None:
-    """That nodes have been silent for long; once for each silence. A trigger notes when they return."""
+def note_lost(session: Session, nodes: Collection[str]) -> int:
+    """That nodes have been silent for long; once for each silence. Returns how many were noted. A trigger notes when
+    they return.
+    """
     noted = select(Event.id).where(Event.subject == Node.name, Event.kind == "node", Event.what == "lost")
     age_s = func.round(func.extract("epoch", func.now() - Node.last_seen_at))
     lost = select(
         literal("node"), literal("lost"), Node.name, Node.region, Node.name, func.concat("silent for ", age_s, " s")
     ).where(Node.name.in_(nodes), ~noted.where(Event.at > Node.last_seen_at).exists())
-    session.execute(insert(Event).from_select(["kind", "what", "subject", "region", "node", "message"], lost))
+    noted_now = insert(Event).from_select(["kind", "what", "subject", "region", "node", "message"], lost)
+    return len(session.execute(noted_now.returning(Event.id)).all())
 
 
-def forget_events(session: Session, *, keep_s: float) -> None:
-    """Delete events that are older."""
-    session.execute(delete(Event).where(Event.at < func.now() - timedelta(seconds=keep_s)))
+def forget_events(session: Session, *, keep_s: float, count_max: int) -> int:
+    """Delete at most `count_max` events that are older than `keep_s` seconds; returns how many."""
+    old = Event.at < func.now() - timedelta(seconds=keep_s)
+    return delete_some(session, Event, old, order=Event.at, count_max=count_max)

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import uuid_utils
-from sqlalchemy import delete, func, select, tuple_, update
+from sqlalchemy import func, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from controlplane.policies.engines import TORCH, VLLM
@@ -17,6 +17,7 @@ from controlplane.policies.lifecycle import INSTANCE, InstanceState, can_move
 from controlplane.store.demand import IW, mean_demand
 from controlplane.store.fleet import fleet_index
 from controlplane.store.paging import Page, page
+from controlplane.store.retention import delete_some
 from controlplane.store.spot import active_leases, end_leases
 from controlplane.store.storable import storable
 from controlplane.store.tables import Desired, Instance, LeaseEnd, Model, Node
@@ -252,11 +253,20 @@ def _move(instance: Instance, state: InstanceState) -> bool:
     return state == InstanceState.STOPPED
 
 
-def forget_stopped(session: Session, *, keep_s: float) -> None:
-    """Delete instances that were stopped longer ago, with their leases; the audit log keeps what it says of them."""
-    old = func.now() - func.make_interval(0, 0, 0, 0, 0, 0, keep_s)
-    gone = (Instance.desired == Desired.STOPPED, Instance.observed == InstanceState.STOPPED, Instance.changed_at < old)
-    session.execute(delete(Instance).where(*gone))
+def forget_stopped(session: Session, *, keep_s: float, count_max: int) -> int:
+    """Delete at most `count_max` instances that were stopped longer ago, with their leases; returns how many. The audit
+    log keeps what it says of them.
+    """
+    before = func.now() - func.make_interval(0, 0, 0, 0, 0, 0, keep_s)
+    old = (
+        Instance.desired == Desired.STOPPED,
+        Instance.observed == InstanceState.STOPPED,
+        Instance.changed_at < before,
+    )
+    if session.scalar(select(Instance.id).where(*old).limit(1)) is None:
+        return 0
+    fleet_index(session, lock=True)  # instances that succeed one of them change with it
+    return delete_some(session, Instance, *old, order=Instance.changed_at, count_max=count_max)
 
 
 def lose_silent_nodes(session: Session, *, silent_s: float, heard_s: float, grace_s: float) -> list[str]:
@@ -264,14 +274,17 @@ def lose_silent_nodes(session: Session, *, silent_s: float, heard_s: float, grac
 
     Nothing is given up unless some other node was heard of within `heard_s`: else it is the control plane that was
     away. An instance first goes back to pending and is given up `grace_s` later, so that nodes have time to come back
-    after an outage of the control plane. What drains or is lent out there is gone at once, its lease with it.
+    after an outage of the control plane. What drains or is lent out there is gone at once, its lease with it. The fleet
+    is locked only if there is something to give up.
     """
     age_s = func.extract("epoch", func.now() - Node.last_seen_at)
     if session.scalar(select(Node.name).where(age_s <= heard_s).limit(1)) is None:
         return []
+    silent = select(Node.name).where(age_s > silent_s).order_by(Node.name)
+    if session.scalar(select(Instance.id).where(Instance.node.in_(silent), LIVE).limit(1)) is None:
+        return list(session.scalars(silent))
     fleet_index(session, lock=True)
-    silent = select(Node.name).where(age_s > silent_s).order_by(Node.name).with_for_update()
-    names = list(session.scalars(silent))
+    names = list(session.scalars(silent.with_for_update()))
     now = session.scalar(select(func.now()))
     assert now is not None
     stopped: set[str] = set()

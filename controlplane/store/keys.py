@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 import uuid_utils
-from sqlalchemy import ColumnElement, delete, func, inspect, or_, select
+from sqlalchemy import ColumnElement, func, inspect, or_, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, NotFoundError
 from controlplane.store.key_tables import ApiKey, AuditEvent, IdempotencyKey, KeyScope, Tenant
 from controlplane.store.paging import Page, page
+from controlplane.store.retention import delete_some
 from controlplane.store.tables import Base, Json, Role
 
 _PREFIX_CHARS = 14
@@ -232,10 +233,12 @@ def keep_answer(session: Session, *, api_key_id: str, key: str, status: int, bod
     row.status, row.body = status, body
 
 
-def forget_answers(session: Session, *, keep_s: int) -> None:
-    """Drop idempotency keys older than `keep_s` seconds; a retry comes within minutes."""
-    age_s = func.extract("epoch", func.now() - IdempotencyKey.created_at)
-    session.execute(delete(IdempotencyKey).where(age_s > keep_s))
+def forget_answers(session: Session, *, keep_s: int, count_max: int) -> int:
+    """Delete at most `count_max` idempotency keys older than `keep_s` seconds; returns how many. A retry comes within
+    minutes.
+    """
+    old = func.extract("epoch", func.now() - IdempotencyKey.created_at) > keep_s
+    return delete_some(session, IdempotencyKey, old, order=IdempotencyKey.created_at, count_max=count_max)
 
 
 def has_key_named(session: Session, name: str) -> bool:

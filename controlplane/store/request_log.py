@@ -5,12 +5,13 @@ from datetime import datetime
 
 import msgspec
 import psycopg
-from sqlalchemy import DateTime, Identity, Index, String, delete, func, select, text
+from sqlalchemy import DateTime, Identity, Index, String, func, select, text
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from controlplane.store.paging import Page, page
+from controlplane.store.retention import delete_some
 from controlplane.store.tables import Base
 
 OK, CANCELLED = "ok", "cancelled"
@@ -125,12 +126,5 @@ def list_requests(
 
 def forget_requests(session: Session, *, keep_s: float, count_max: int) -> int:
     """Delete at most `count_max` rows that are older than `keep_s` seconds; returns how many."""
-    old = (
-        select(LoggedRequest.number)
-        .where(LoggedRequest.ended_at < func.now() - func.make_interval(0, 0, 0, 0, 0, 0, keep_s))
-        .order_by(LoggedRequest.ended_at)
-        .limit(count_max)
-        .with_for_update(skip_locked=True)
-    )
-    deleted = delete(LoggedRequest).where(LoggedRequest.number.in_(old.scalar_subquery()))
-    return len(session.execute(deleted.returning(LoggedRequest.number)).all())
+    old = LoggedRequest.ended_at < func.now() - func.make_interval(0, 0, 0, 0, 0, 0, keep_s)
+    return delete_some(session, LoggedRequest, old, order=LoggedRequest.ended_at, count_max=count_max)

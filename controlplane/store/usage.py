@@ -11,6 +11,7 @@ from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
+from controlplane.store.retention import delete_some
 from controlplane.store.usage_tables import UsageHour
 
 _BATCHES = "batches"
@@ -84,11 +85,16 @@ def read_usage(
     return [{name: int(value) if name in _COUNTED else value for name, value in row.items()} for row in rows]
 
 
-def add_up_usage(session: Session, *, older_s: float, keep_s: float) -> None:
-    """Make one row of those of many processes for hours that ended `older_s` seconds ago, and forget what is older than
-    `keep_s`. No process writes of an hour that long ago any more.
+def forget_usage(session: Session, *, keep_s: float, count_max: int) -> int:
+    """Delete at most `count_max` rows of hours that are older than `keep_s` seconds; returns how many."""
+    old = UsageHour.hour < func.now() - timedelta(seconds=keep_s)
+    return delete_some(session, UsageHour, old, order=UsageHour.hour, count_max=count_max)
+
+
+def add_up_usage(session: Session, *, older_s: float) -> int:
+    """Make one row of those of many processes for hours that ended `older_s` seconds ago; returns how many rows were
+    added up. No process writes of an hour that long ago any more.
     """
-    session.execute(delete(UsageHour).where(UsageHour.hour < func.now() - timedelta(seconds=keep_s)))
     old = UsageHour.hour < func.now() - timedelta(seconds=older_s)
     gone = session.execute(delete(UsageHour).where(old, UsageHour.writer != "").returning(UsageHour)).scalars().all()
     whole: dict[UsageKey, Usage] = {}
@@ -98,6 +104,7 @@ def add_up_usage(session: Session, *, older_s: float, keep_s: float) -> None:
             setattr(usage, name, getattr(usage, name) + getattr(row, name))
     if whole:
         _add(session, _rows("", whole))
+    return len(gone)
 
 
 def _rows(writer: str, counts: Mapping[UsageKey, Usage]) -> list[dict[str, Any]]:

@@ -108,7 +108,7 @@ def import_demand(body: SpooledBody, session: SessionDep, caller: Operator, kind
 def _write(session: SessionDep, rows: Iterator[DemandRow]) -> DemandImport:
     count, endpoints, first_s, last_s = 0, set[Endpoint](), TIME_S_MAX, 0
     while chunk := {(row.endpoint, row.start_s): row for row in itertools.islice(rows, ROWS_PER_WRITE)}:
-        put_demand(session, chunk.values())
+        put_demand(session, chunk.values(), imported=True)
         count += len(chunk)
         endpoints.update(endpoint for endpoint, _ in chunk)
         first_s = min(first_s, *(start_s for _, start_s in chunk))

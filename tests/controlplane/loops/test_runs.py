@@ -1,7 +1,7 @@
 """Every loop notes how it ended."""
 
 import pytest
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, text
 
 from controlplane.loops import schedule
 from controlplane.loops.runs import loop_periods_s, note, noted
@@ -83,6 +83,16 @@ def test_every_scheduled_loop_notes_its_success(parts: Parts, monkeypatch: pytes
     done = {Loop.MEASURE, Loop.SCALE, Loop.EXPIRE, Loop.SWEEP, Loop.PLAN, Loop.WORKER, Loop.FORECASTER, Loop.BEAT}
     for loop in done:
         assert facts_of(parts.database, loop).last_success_s is not None, loop
+
+
+@pytest.mark.parametrize(("loop", "table"), [(Loop.EXPIRE, "request_log"), (Loop.SWEEP, "demand_buckets")])
+def test_a_job_that_fails_makes_its_loop_fail_and_is_named(parts: Parts, loop: Loop, table: str) -> None:
+    with parts.database.transaction() as session:
+        session.execute(text(f"ALTER TABLE {table} RENAME TO elsewhere"))
+    {Loop.EXPIRE: schedule.run_expire, Loop.SWEEP: schedule.run_sweep}[loop]()
+    facts = facts_of(parts.database, loop)
+    assert facts.last_success_s is None
+    assert str(facts.last_error).startswith(f"{table.removesuffix('_buckets')}: ProgrammingError: ")
 
 
 def test_an_hour_without_a_plan_is_a_failure_of_the_loop(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from sqlalchemy.exc import OperationalError
 from controlplane.policies.facts import Tier
 from controlplane.serving.usage import UsageCounter
 from controlplane.store.session import Database
-from controlplane.store.usage import Usage, UsageKey, add_batch_usage, add_up_usage, read_usage
+from controlplane.store.usage import Usage, UsageKey, add_batch_usage, add_up_usage, forget_usage, read_usage
 from controlplane.store.usage_tables import UsageHour
 
 LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
@@ -78,16 +78,16 @@ def test_processes_add_up_and_so_do_their_hours_later(database: Database) -> Non
 
     before = rows()
     with database.transaction() as session:
-        add_up_usage(session, older_s=3600 * 2, keep_s=86_400)
+        add_up_usage(session, older_s=3600 * 2)
     assert rows() == before, "hours of now stay as their processes wrote them"
     with database.transaction() as session:
         session.execute(update(UsageHour).values(hour=hour - timedelta(hours=20)))
     for _ in range(2):
         with database.transaction() as session:
-            add_up_usage(session, older_s=3600 * 2, keep_s=86_400)
+            add_up_usage(session, older_s=3600 * 2)
         assert totals(database, "tenant") == expected
     with database.transaction() as session:
         assert set(session.scalars(select(UsageHour.writer))) == {""}
     with database.transaction() as session:
-        add_up_usage(session, older_s=3600 * 2, keep_s=3600)
+        assert forget_usage(session, keep_s=3600, count_max=100) > 0
     assert totals(database, "tenant") == []

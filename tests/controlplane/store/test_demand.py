@@ -14,7 +14,6 @@ from controlplane.store.demand import (
     NIW,
     DemandRow,
     endpoints_with_demand,
-    forget_demand,
     latest_demand_s,
     mean_demand,
     put_demand,
@@ -23,6 +22,7 @@ from controlplane.store.demand import (
     read_forecasts,
 )
 from controlplane.store.demand_tables import DemandBucket, Forecast
+from controlplane.store.retention import forget_demand
 from controlplane.store.session import Database, make_engine
 from tests.controlplane.world import World
 
@@ -42,7 +42,7 @@ def test_a_hundred_thousand_rows_twice(world: World) -> None:
         assert session.scalar(select(func.count()).select_from(DemandBucket)) == 100_000
         assert read_demand(session, kind=IW, since_s=0, until_s=120, only=WEST) == {WEST: [(0, 2.0), (60, 6.0)]}
         assert latest_demand_s(session) == 60 * 49_999
-        forget_demand(session, before_s=60 * 49_999)
+        assert forget_demand(session, before_s=60 * 49_999, count_max=100_000) == 99_998
         assert len(read_demand(session, kind=IW, since_s=0, until_s=60 * 50_000)[EAST]) == 1
 
 

@@ -92,7 +92,7 @@ def test_a_node_is_lost_once_for_each_silence_and_returns(world: World, blobs: B
     for _ in range(2):
         fall_silent()
         for _ in range(2):
-            expire(world.database, blobs, settings, now_s=1000.0)
+            expire(world.database, blobs, settings)
         heard()
         heard()
         with world.database.transaction() as session:

@@ -2,12 +2,13 @@
 
 from sqlalchemy import select, text
 
+from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import PlanState
-from controlplane.store.demand import put_forecasts
-from controlplane.store.demand_tables import Forecast
+from controlplane.store.demand import IW, DemandRow, put_demand, put_forecasts
+from controlplane.store.demand_tables import DemandBucket, Forecast
 from controlplane.store.plan_tables import Plan, PlanEntry
 from controlplane.store.plans import add_plan
-from controlplane.store.retention import forget_forecasts, forget_plans
+from controlplane.store.retention import forget_demand, forget_forecasts, forget_plans
 from tests.controlplane.store.test_plans import a_plan, index_of
 from tests.controlplane.world import World
 
@@ -32,12 +33,13 @@ def test_plans_that_ended_long_ago_go(world: World) -> None:
     waiting = old_plan(world, PlanState.DRAFT, days=18)
     young = old_plan(world, PlanState.REJECTED, days=9, previous=failed)
     with world.database.transaction() as session:
-        assert forget_plans(session, keep_s=10 * DAY_S) == 2
+        assert forget_plans(session, keep_s=10 * DAY_S, count_max=1) == 1
+        assert forget_plans(session, keep_s=10 * DAY_S, count_max=5) == 1
     with world.database.transaction() as session:
         left = {plan.id: plan.previous_plan_id for plan in session.scalars(select(Plan))}
         assert left == {before: None, in_force: before, waiting: None, young: None}
         assert set(session.scalars(select(PlanEntry.plan_id))) == set(left)
-        assert forget_plans(session, keep_s=10 * DAY_S) == 0
+        assert forget_plans(session, keep_s=10 * DAY_S, count_max=5) == 0
 
 
 def test_old_forecasts_go(world: World) -> None:
@@ -47,5 +49,32 @@ def test_old_forecasts_go(world: World) -> None:
 
     with world.database.transaction() as session:
         put_forecasts(session, [forecast(0), forecast(3600)])
-        forget_forecasts(session, before_s=3600)
+        assert forget_forecasts(session, before_s=3600, count_max=5) == 1
         assert list(session.scalars(select(Forecast.origin_s))) == [3600]
+
+
+def minutes(*starts_s: int) -> list[DemandRow]:
+    tide = Endpoint(model="tide", region="us-east")
+    return [DemandRow(endpoint=tide, kind=IW, start_s=start_s, tokens_per_s=1.0) for start_s in starts_s]
+
+
+def test_old_demand_goes_in_pieces_the_oldest_first(world: World) -> None:
+    with world.database.transaction() as session:
+        put_demand(session, minutes(240, 60, 180, 0, 120))
+        assert forget_demand(session, before_s=240, count_max=3) == 3
+        assert sorted(session.scalars(select(DemandBucket.start_s))) == [180, 240]
+        assert forget_demand(session, before_s=240, count_max=3) == 1
+        assert forget_demand(session, before_s=240, count_max=3) == 0
+
+
+def test_an_imported_trace_is_kept_from_its_import_on(world: World) -> None:
+    """However old it is; a minute that was measured later is a measured one."""
+    with world.database.transaction() as session:
+        put_demand(session, minutes(0, 60, 120), imported=True)
+        put_demand(session, minutes(120))
+        put_demand(session, minutes(60), imported=True)
+        assert forget_demand(session, before_s=10 * DAY_S, count_max=5) == 1
+        assert sorted(session.scalars(select(DemandBucket.start_s))) == [0, 60]
+        session.execute(text(f"UPDATE demand_buckets SET imported_at = to_timestamp({9 * DAY_S}) WHERE start_s = 0"))
+        assert forget_demand(session, before_s=10 * DAY_S, count_max=5) == 1
+        assert list(session.scalars(select(DemandBucket.start_s))) == [60]
