@@ -7,30 +7,32 @@ import uvicorn
 from fastapi import Depends, FastAPI
 from starlette.types import ASGIApp
 
-from controlplane.agents import AgentClient
-from controlplane.api import admin, batches, docs, errors, files, health, interactive, models, nodes, own_requests
+from controlplane.api import admin, docs, errors, health, nodes, own_requests
 from controlplane.api.auth import needs
 from controlplane.api.connections import connection_class
-from controlplane.api.keys import KeyCache
-from controlplane.api.limits import AnswerHeaders, RequestLimits, UploadGate
+from controlplane.api.credentials import KeyCache
 from controlplane.api.methods import HeadRequests, allow_origins
 from controlplane.api.metrics import Metrics
-from controlplane.api.openapi import DocumentedApi
+from controlplane.api.openai import batches, files, models
+from controlplane.api.openai import chat
+from controlplane.api.openai.openapi import DocumentedApi
+from controlplane.api.request_limits import AnswerHeaders, RequestLimits, UploadGate
 from controlplane.api.request_log import RequestRecords
 from controlplane.api.state import State
 from controlplane.api.tenant_limits import LimitKeeper
 from controlplane.api.tracing import Traces
 from controlplane.serving.admission import Door
-from controlplane.serving.demand import DemandCounter
-from controlplane.serving.fleet import FleetCache
+from controlplane.serving.agent_client import AgentClient
+from controlplane.serving.demand_counter import DemandCounter
+from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.request_log import RequestLog
 from controlplane.serving.send import Sender
 from controlplane.serving.usage import UsageCounter
 from controlplane.settings import Settings
 from controlplane.store.blobs.open import open_blobs
 from controlplane.store.key_tables import KeyScope
-from controlplane.store.limits import LimitStore
-from controlplane.store.live import LiveStore
+from controlplane.store.redis.limits import LimitStore
+from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Role
 
@@ -71,7 +73,7 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None) -> FastAP
     )
     errors.install(app)
     for scope, router in (
-        (KeyScope.CHAT, interactive.router),
+        (KeyScope.CHAT, chat.router),
         (KeyScope.CHAT, own_requests.router),
         (KeyScope.MODELS, models.router),
         (KeyScope.FILES, files.router),

@@ -6,7 +6,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from controlplane.api.keys import Caller
+from controlplane.api.credentials import Caller
 from controlplane.api.state import state_of
 from controlplane.errors import AuthenticationError, PermissionDeniedError, UnknownModelError
 from controlplane.store.key_tables import KeyScope

@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from controlplane.api.state import State, StateDep
 from controlplane.errors import SchemaError, UnavailableError
-from controlplane.loops.runs import loop_periods_s
+from controlplane.planner.runs import loop_periods_s
 from controlplane.policies.readiness import (
     Health,
     HealthFacts,

@@ -15,15 +15,15 @@ from fastapi.concurrency import run_in_threadpool
 from controlplane.api.admin.fields import NODE_NAME
 from controlplane.api.admin.problems import PROBLEMS
 from controlplane.api.auth import NodeCaller, needs
-from controlplane.api.keys import Caller
+from controlplane.api.credentials import Caller
 from controlplane.api.state import State, StateDep
 from controlplane.errors import InvalidValueError, PermissionDeniedError, UnavailableError
-from controlplane.loops.schedule import enqueue
+from controlplane.planner.schedule import enqueue
 from controlplane.store.fleet import touch_node
 from controlplane.store.instances import desired_of, observe
 from controlplane.store.joining import join_node
 from controlplane.store.keys import record, snapshot
-from controlplane.store.live import NodeView, of_instances
+from controlplane.store.redis.live import NodeView, of_instances
 from controlplane.store.tables import Node, Role
 from dataplane.messages import DesiredInstances, Heartbeat, Join
 

@@ -5,7 +5,7 @@ from fastapi import APIRouter
 from controlplane.api.admin.fields import RequestPath
 from controlplane.api.admin.requests import OwnRequest, OwnRequests, nothing_found
 from controlplane.api.auth import Client
-from controlplane.api.openapi import ERRORS
+from controlplane.api.openai.openapi import ERRORS
 from controlplane.api.state import SessionDep, StateDep
 from controlplane.store.request_log import find_requests
 

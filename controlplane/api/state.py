@@ -8,18 +8,19 @@ import anyio
 from fastapi import Depends, Request
 from sqlalchemy.orm import Session
 
-from controlplane.api.keys import KeyCache
+from controlplane.api.credentials import KeyCache
 from controlplane.api.metrics import Metrics
 from controlplane.api.tenant_limits import LimitKeeper
 from controlplane.serving.admission import Door
-from controlplane.serving.demand import DemandCounter
-from controlplane.serving.fleet import FleetCache
+from controlplane.serving.demand_counter import DemandCounter
+from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.request_log import RequestLog
 from controlplane.serving.send import Sender
 from controlplane.serving.usage import UsageCounter
 from controlplane.settings import Settings
+from controlplane.store.blobs import BlobStore
 from controlplane.store.blobs.base import BlobStore
-from controlplane.store.live import LiveStore
+from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 
 

@@ -15,7 +15,7 @@ import structlog
 import uuid_utils
 from fastapi import Request
 
-from controlplane.api.keys import Caller
+from controlplane.api.credentials import Caller
 from controlplane.api.metrics import Metrics
 from controlplane.errors import InvalidValueError, RateLimitError, UnavailableError
 from controlplane.policies.limits import (
@@ -31,7 +31,7 @@ from controlplane.policies.limits import (
 from controlplane.serving.background import in_background
 from controlplane.serving.send import Outgoing, Placed, Sent
 from controlplane.settings import Settings
-from controlplane.store.limits import Charge, LimitStore
+from controlplane.store.redis.limits import Charge, LimitStore
 from dataplane.messages import Finished, StreamEvent, Token
 
 log = structlog.get_logger()

@@ -14,22 +14,23 @@ import structlog
 import uvloop
 from sqlalchemy.exc import SQLAlchemyError
 
-from controlplane.agents import AgentClient
 from controlplane.dispatcher.finalize import FINALIZE
 from controlplane.dispatcher.ingest import VALIDATE
 from controlplane.dispatcher.outcomes import Outcomes
 from controlplane.dispatcher.release import Releaser
 from controlplane.dispatcher.steps import Stepper
 from controlplane.errors import TidepoolError
-from controlplane.loops.runs import note
+from controlplane.planner.runs import note
 from controlplane.policies.readiness import Loop
-from controlplane.serving.demand import DemandCounter
-from controlplane.serving.fleet import FleetCache
+from controlplane.serving.agent_client import AgentClient
+from controlplane.serving.demand_counter import DemandCounter
+from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.send import Sender
 from controlplane.settings import Settings
+from controlplane.store.blobs import BlobStore, open_blobs
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.blobs.open import open_blobs
-from controlplane.store.live import LiveStore
+from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database, make_engine
 
 log = structlog.get_logger()

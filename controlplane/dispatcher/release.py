@@ -16,8 +16,8 @@ from controlplane.errors import CapacityError, NodeError, TidepoolError, Unknown
 from controlplane.policies.decisions import Release
 from controlplane.policies.facts import Backoff, Endpoint, LotFacts, ReleaseFacts, Tier
 from controlplane.policies.release import ReleaseSettings, choose_backoff, choose_releases
-from controlplane.serving.demand import DemandCounter
-from controlplane.serving.fleet import FleetCache
+from controlplane.serving.demand_counter import DemandCounter
+from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.openai_answers import AnswerHead, collect, openai_error
 from controlplane.serving.openai_requests import parse_json, served_as, to_outgoing
 from controlplane.serving.send import Sender
@@ -26,8 +26,8 @@ from controlplane.settings import Settings
 from controlplane.store import queue
 from controlplane.store.batches import ATTEMPTS_EXHAUSTED
 from controlplane.store.demand import NIW
-from controlplane.store.live import LiveStore
 from controlplane.store.queue import Claim, Outcome
+from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from dataplane.messages import STALE_EPOCH
 

@@ -9,7 +9,7 @@ from controlplane.policies.admission import AdmissionSettings, choose_admission
 from controlplane.policies.decisions import Admit, Refuse, Wait
 from controlplane.policies.facts import AdmissionFacts, Tier
 from controlplane.policies.routing import RoutingSettings
-from controlplane.serving.fleet import FleetCache
+from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.send import Outgoing, Sender
 from controlplane.settings import Settings
 

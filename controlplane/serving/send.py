@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from controlplane.agents import AgentClient
 from controlplane.errors import CapacityError, NodeError
 from controlplane.policies.decisions import NoRoute, Route
 from controlplane.policies.facts import RoutingFacts, Tier
 from controlplane.policies.health import CircuitSettings
 from controlplane.policies.routing import RoutingSettings, choose_route
+from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.circuits import Circuits
-from controlplane.serving.fleet import FleetCache
+from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.tracing import attempting, step
 from controlplane.settings import Settings
 from controlplane.store.tables import Model

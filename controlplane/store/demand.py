@@ -9,7 +9,7 @@ from sqlalchemy.dialects.postgresql import distinct_on, insert
 from sqlalchemy.orm import Session, undefer
 
 from controlplane.policies.facts import Endpoint
-from controlplane.policies.plan_words import ForecastRecord
+from controlplane.policies.plan_explanations import ForecastRecord
 from controlplane.store.demand_tables import DemandBucket, Forecast
 
 IW, NIW = "IW", "NIW"

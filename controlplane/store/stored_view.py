@@ -7,7 +7,7 @@ from sqlalchemy.orm import Session
 
 from controlplane.policies.facts import InstanceKind
 from controlplane.policies.lifecycle import InstanceState
-from controlplane.store.live import FleetView, NodeView
+from controlplane.store.redis.live import FleetView, NodeView
 from controlplane.store.tables import Desired, Instance, Node
 from dataplane.messages import Heartbeat, InstanceReport
 

@@ -20,7 +20,7 @@ from controlplane.store import fleet
 from controlplane.store.instances import add_instance
 from controlplane.store.joining import join_node
 from controlplane.store.keys import make_key
-from controlplane.store.live import LiveStore
+from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Model, Role
 from dataplane.messages import Heartbeat, InstanceReport, Join, SlotSpec

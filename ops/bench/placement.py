@@ -18,11 +18,11 @@ import pulp
 import typer
 
 from controlplane.policies.placement.cost import complaints_of, fleet_cost, gap_of, grid_cost
-from controlplane.policies.placement.decomposition import PricedSolution, PriceSettings, solve_grid
+from controlplane.policies.placement.exact.program import build_program
+from controlplane.policies.placement.exact.solvers import solve_highs
 from controlplane.policies.placement.facts import PlacementSettings
 from controlplane.policies.placement.grid import Grid, grid_of
-from controlplane.policies.placement.program import build_program
-from controlplane.policies.placement.solvers import solve_highs
+from controlplane.policies.placement.priced.decomposition import PricedSolution, PriceSettings, solve_grid
 from ops.bench.placement_plain import plain_program
 from ops.bench.placement_problems import ProblemShape, demand_shares, make_problem
 from ops.commands.screen import AsJson, Columns, notes, print_json, print_table

@@ -16,8 +16,8 @@ import typer
 from pydantic import SecretStr
 
 import migrations
-from controlplane.loops.draft import DraftOf
-from controlplane.loops.plan import draft_plan
+from controlplane.planner.draft import DraftOf
+from controlplane.planner.plan import draft_plan
 from controlplane.policies.placement.pools import PoolLoad, occupancy_of
 from controlplane.settings import Settings
 from controlplane.store import fleet

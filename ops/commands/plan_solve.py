@@ -99,8 +99,8 @@ def _read(problem: Path, gap: float | None, time_limit_s: float | None) -> "tupl
 
 
 def _write_lp(facts: "PlacementFacts", settings: "PlacementSettings", path: Path) -> None:
+    from controlplane.policies.placement.exact.program import build_program  # noqa: PLC0415
     from controlplane.policies.placement.grid import grid_of  # noqa: PLC0415
-    from controlplane.policies.placement.program import build_program  # noqa: PLC0415
 
     try:
         build_program(grid_of(facts, settings)).problem.writeLP(str(path))

@@ -115,8 +115,8 @@ def worker() -> None:
       tidepool worker
     """
     with running():
-        from controlplane.loops.processes import serve_worker  # noqa: PLC0415 - heavy
-        from controlplane.loops.schedule import process_settings  # noqa: PLC0415 - heavy
+        from controlplane.planner.processes import serve_worker  # noqa: PLC0415 - heavy
+        from controlplane.planner.schedule import process_settings  # noqa: PLC0415 - heavy
         from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
 
         check_schema_at_start(process_settings())
@@ -131,8 +131,8 @@ def forecaster() -> None:
       tidepool forecaster
     """
     with running():
-        from controlplane.loops.processes import serve_worker  # noqa: PLC0415 - heavy
-        from controlplane.loops.schedule import FORECAST_QUEUE, process_settings  # noqa: PLC0415 - heavy
+        from controlplane.planner.processes import serve_worker  # noqa: PLC0415 - heavy
+        from controlplane.planner.schedule import FORECAST_QUEUE, process_settings  # noqa: PLC0415 - heavy
         from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
 
         check_schema_at_start(process_settings())
@@ -147,8 +147,8 @@ def beat() -> None:
       tidepool beat
     """
     with running():
-        from controlplane.loops.processes import serve_beat  # noqa: PLC0415 - heavy
-        from controlplane.loops.schedule import process_settings  # noqa: PLC0415 - heavy
+        from controlplane.planner.processes import serve_beat  # noqa: PLC0415 - heavy
+        from controlplane.planner.schedule import process_settings  # noqa: PLC0415 - heavy
         from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
 
         check_schema_at_start(process_settings())

@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Unpack
 
-from controlplane.policies.facts import Endpoint, InstanceKind, ModelGpu
-from controlplane.policies.placement.facts import StartTimes
-from controlplane.policies.slots.facts import (
+from controlplane.policies.assignment.facts import (
     InstanceChange,
     PlacedInstance,
     SlotAdd,
@@ -24,7 +22,9 @@ from controlplane.policies.slots.facts import (
     SlotRoom,
     SpotFacts,
 )
-from controlplane.policies.slots.pools import PooledInstance
+from controlplane.policies.assignment.pools import PooledInstance
+from controlplane.policies.facts import Endpoint, InstanceKind, ModelGpu
+from controlplane.policies.placement.facts import StartTimes
 from ops.simulator.events import Events, Kind
 from ops.simulator.fleet_pools import FleetPools
 from ops.simulator.held import Changes, FleetNode, Held

@@ -5,8 +5,8 @@ A slot is in a pool while it holds pooled instances: all its GPUs count as the p
 
 from collections.abc import Callable, Mapping
 
+from controlplane.policies.assignment.facts import SlotAdd
 from controlplane.policies.facts import InstanceKind, RegionGpu
-from controlplane.policies.slots.facts import SlotAdd
 from dataplane.messages import ModelSpec
 from ops.simulator.pool_slot import PooledServer, PoolSlot
 from ops.simulator.usage import Use

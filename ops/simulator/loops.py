@@ -9,6 +9,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from controlplane.policies.assignment.choose import choose_slots, moved_endpoints, settled_endpoints
+from controlplane.policies.assignment.facts import SlotFacts, SlotSettings
+from controlplane.policies.assignment.pooling import (
+    PlanPools,
+    joined,
+    planned_beside,
+    pool_slot_facts,
+    release_steps,
+    rooms_beside,
+)
+from controlplane.policies.assignment.pools import PoolSlotFacts, choose_pool_slots
 from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceKind
 from controlplane.policies.routing import utilization_of
 from controlplane.policies.scaling.choose import choose_scaling, kind_for
@@ -20,17 +31,6 @@ from controlplane.policies.scaling.facts import (
     ScalingFacts,
     ScalingSettings,
 )
-from controlplane.policies.slots.choose import choose_slots, moved_endpoints, settled_endpoints
-from controlplane.policies.slots.facts import SlotFacts, SlotSettings
-from controlplane.policies.slots.pooling import (
-    PlanPools,
-    joined,
-    planned_beside,
-    pool_slot_facts,
-    release_steps,
-    rooms_beside,
-)
-from controlplane.policies.slots.pools import PoolSlotFacts, choose_pool_slots
 from ops.simulator.events import Kind
 from ops.simulator.fleet import Fleet
 from ops.simulator.held import Held

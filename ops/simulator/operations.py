@@ -3,11 +3,11 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 
+from controlplane.policies.assignment.facts import SlotAdd, SlotSettings
 from controlplane.policies.facts import Endpoint, ModelGpu
 from controlplane.policies.placement.facts import PlacementSettings, Profile
 from controlplane.policies.placement.poolable import PoolProfile
 from controlplane.policies.scaling.facts import ScaleStep
-from controlplane.policies.slots.facts import SlotAdd, SlotSettings
 from dataplane.profile import GpuProfile
 from forecasts.settings import ForecastSettings
 from ops.simulator.demand import Demand

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from controlplane.policies.assignment.pooling import PlanPools
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.policies.placement.decision import Placement
 from controlplane.policies.placement.facts import PoolFacts
@@ -15,7 +16,6 @@ from controlplane.policies.placement.poolable import (
     PoolSlotSize,
     choose_poolable,
 )
-from controlplane.policies.slots.pooling import PlanPools
 from ops.simulator.fleet import Fleet
 from ops.simulator.held import Held
 

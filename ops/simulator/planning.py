@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from controlplane.policies.assignment.pooling import PlanPools
 from controlplane.policies.demand import demand_to_plan, forecast_at
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.decision import Placement
 from controlplane.policies.placement.facts import PlacementFacts, PlacementModel, PlacementSettings, Profile
-from controlplane.policies.slots.pooling import PlanPools
 from forecasts.select import PeakForecast, forecast_peak
 from forecasts.series import DemandSeries
 from forecasts.settings import ForecastSettings

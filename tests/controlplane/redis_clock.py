@@ -4,7 +4,7 @@ import pytest
 import redis
 
 from controlplane.settings import Settings
-from controlplane.store import limits
+from controlplane.store.redis import limits
 
 _CLOCK = "test:clock"
 

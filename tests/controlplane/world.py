@@ -27,7 +27,7 @@ from controlplane.store.files import add_file, new_file_id
 from controlplane.store.instances import add_instance, set_desired
 from controlplane.store.joining import join_node
 from controlplane.store.keys import make_key
-from controlplane.store.live import LiveStore
+from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from controlplane.store.tables import Desired, Model, Node, Profile, Role
 from dataplane.messages import (

@@ -7,7 +7,7 @@ import pytest
 
 from controlplane.api.app import make_app
 from controlplane.settings import Settings
-from controlplane.store.live import LiveStore
+from controlplane.store.redis.live import LiveStore
 from ops.bench.heartbeats import Used, beat, figures, fill_fleet
 from tests.controlplane.world import served
 

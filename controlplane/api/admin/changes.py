@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy.orm import Session
 
-from controlplane.api.keys import Caller
+from controlplane.api.credentials import Caller
 from controlplane.store.fleet import find, fleet_index
 from controlplane.store.keys import record, snapshot
 from controlplane.store.tables import Base, Json

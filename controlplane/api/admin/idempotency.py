@@ -14,7 +14,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
 
 from controlplane.api.auth import authenticate
-from controlplane.api.keys import Caller
+from controlplane.api.credentials import Caller
 from controlplane.api.state import SessionDep
 from controlplane.store.keys import claim_idempotency, keep_answer
 

@@ -30,7 +30,7 @@ from controlplane.api.admin.fields import (
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep
-from controlplane.loops.schedule import enqueue
+from controlplane.planner.schedule import enqueue
 from controlplane.store import fleet, tables
 from controlplane.store.weights import require_fit
 from dataplane.messages import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S, EngineChoice

@@ -11,7 +11,7 @@ from controlplane.api.admin.fields import After, Answer, Limit, NodePath, PageOf
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.admin.instances import Instance, instances_shown
 from controlplane.api.auth import Operator, Viewer
-from controlplane.api.keys import Caller
+from controlplane.api.credentials import Caller
 from controlplane.api.state import SessionDep, State, StateDep
 from controlplane.errors import UnavailableError
 from controlplane.store import fleet, tables

@@ -24,7 +24,7 @@ from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep, StateDep
 from controlplane.errors import InvalidValueError
-from controlplane.loops.schedule import enqueue
+from controlplane.planner.schedule import enqueue
 from controlplane.policies.facts import Endpoint
 from controlplane.store import pins
 from controlplane.store.keys import record, snapshot

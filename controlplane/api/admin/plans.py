@@ -13,10 +13,10 @@ from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep, StateDep
 from controlplane.errors import InvalidValueError, NotFoundError
-from controlplane.loops.draft import DraftOf
-from controlplane.loops.explain import explanation_of
-from controlplane.loops.plan import draft_plan, hour_nearest
-from controlplane.loops.schedule import enqueue
+from controlplane.planner.draft import DraftOf
+from controlplane.planner.explain import explanation_of
+from controlplane.planner.plan import draft_plan, hour_nearest
+from controlplane.planner.schedule import enqueue
 from controlplane.store import plans
 from controlplane.store.demand import latest_demand_s
 from controlplane.store.keys import record

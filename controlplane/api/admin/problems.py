@@ -3,7 +3,7 @@
 from typing import Any
 
 from controlplane.api.errors import problem
-from controlplane.api.openapi import Problem, ref
+from controlplane.api.openai.openapi import Problem, ref
 from controlplane.errors import (
     AuthenticationError,
     CapacityError,

@@ -20,7 +20,7 @@ from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep, StateDep
 from controlplane.errors import InvalidValueError
-from controlplane.loops.schedule import enqueue
+from controlplane.planner.schedule import enqueue
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.store import spot, tables
 from controlplane.store.instances import touch_generations

@@ -18,13 +18,20 @@ from controlplane.policies.placement.decision import (
     PooledEndpoint,
     PoolSize,
 )
-from controlplane.policies.placement.decomposition import PriceSettings, solve_grid
+from controlplane.policies.placement.exact.program import Answer, build_program
+from controlplane.policies.placement.exact.solvers import (
+    SOLVERS,
+    NothingFoundError,
+    Solve,
+    Solved,
+    SolverError,
+    solve_first,
+)
 from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
 from controlplane.policies.placement.grid import Grid, grid_of
 from controlplane.policies.placement.marginal import Marginals
-from controlplane.policies.placement.program import Answer, build_program
+from controlplane.policies.placement.priced.decomposition import PriceSettings, solve_grid
 from controlplane.policies.placement.reasons import Explanation
-from controlplane.policies.placement.solvers import SOLVERS, NothingFoundError, Solve, Solved, SolverError, solve_first
 
 
 def choose_placement(

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
 from controlplane.policies.placement.cost import endpoint_cost, place_cost, pool_gpus_needed, unserved_cost
+from controlplane.policies.placement.exact.program import Answer
 from controlplane.policies.placement.grid import Cell, EndpointRow, Grid, ModelRow, PlaceRow
-from controlplane.policies.placement.program import Answer
 
 
 @dataclass(frozen=True, kw_only=True)

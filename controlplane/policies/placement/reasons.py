@@ -4,9 +4,9 @@ from msgspec import structs
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
 from controlplane.policies.placement.decision import BelowMinimum, Constraint, Unserved
+from controlplane.policies.placement.exact.program import Answer
 from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
 from controlplane.policies.placement.grid import Cell, EndpointRow, Grid, ModelRow, PoolOption
-from controlplane.policies.placement.program import Answer
 
 # Shortages below this share of what was asked are the solver's rounding.
 ROUNDING = 1e-6

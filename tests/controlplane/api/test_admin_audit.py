@@ -11,8 +11,8 @@ from fastapi.testclient import TestClient
 from controlplane.api.admin import pins, plans, spot
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
-from controlplane.store.live import LiveStore
 from controlplane.store.plans import get_plan
+from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from controlplane.store.tables import Desired, Instance, Node
 from tests.controlplane.api.conftest import ENDPOINT, MODEL, PROFILE, Ask

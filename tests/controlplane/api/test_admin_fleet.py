@@ -9,7 +9,7 @@ from controlplane.store.joining import join_node
 from controlplane.store.session import Database
 from dataplane.messages import Join, SlotSpec
 from tests.controlplane.api.conftest import ENDPOINT, MODEL, PROFILE, Ask
-from tests.controlplane.loops.pool_fleet import LATENCY
+from tests.controlplane.planner.pool_fleet import LATENCY
 
 BIG = 2**63
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import SecretStr
 from sqlalchemy import text
 
-from controlplane.loops.runs import note
+from controlplane.planner.runs import note
 from controlplane.policies.readiness import Loop
 from controlplane.store.tables import Role
 from ops.ports import free_port

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from controlplane.api.state import State
 from controlplane.errors import UnavailableError
 from controlplane.store.instances import add_instance
-from controlplane.store.live import LiveStore
+from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from dataplane.messages import Heartbeat, InstanceReport, Join, SlotSpec
 from tests.controlplane.api.conftest import Ask

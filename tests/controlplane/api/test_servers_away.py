@@ -14,7 +14,7 @@ from sqlalchemy import create_engine, text
 
 import migrations
 from controlplane.settings import Settings
-from controlplane.store.live import LiveStore
+from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database, make_engine
 from ops.embedded import EmbeddedPostgres, EmbeddedValkey
 from ops.ports import free_port

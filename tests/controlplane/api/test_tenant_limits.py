@@ -14,7 +14,7 @@ from controlplane.api.tenant_limits import LimitKeeper
 from controlplane.errors import UnavailableError
 from controlplane.policies.limits import TenantLimits
 from controlplane.store.key_tables import Tenant
-from controlplane.store.limits import Charge, LimitStore
+from controlplane.store.redis.limits import Charge, LimitStore
 from controlplane.store.tenants import put_tenant
 from ops.ports import free_port
 from tests.controlplane.api.conftest import Ask

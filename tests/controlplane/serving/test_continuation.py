@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from controlplane.agents import AgentClient
 from controlplane.errors import NodeError
 from controlplane.policies.facts import Endpoint, InstanceFacts, Objective, Tier
-from controlplane.serving.fleet import FleetCache
+from controlplane.serving.agent_client import AgentClient
+from controlplane.serving.fleet_cache import FleetCache
+from controlplane.serving.in_flight_tokens import Sending
 from controlplane.serving.send import Outgoing, Placed, Sender
-from controlplane.serving.sent import Sending
 from controlplane.settings import Settings
 from controlplane.store.tables import Model
 from dataplane import messages

@@ -5,7 +5,7 @@ from typing import Any
 
 from sqlalchemy import select, update
 
-from controlplane.loops.expire import expire, sweep
+from controlplane.planner.expire import expire, sweep
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
 from controlplane.store import fleet

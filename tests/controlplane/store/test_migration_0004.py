@@ -4,7 +4,7 @@ from alembic import command
 from sqlalchemy import create_engine, pool, text
 
 import migrations
-from tests.controlplane.loops.pool_fleet import add_models, join
+from tests.controlplane.planner.pool_fleet import add_models, join
 from tests.controlplane.world import World
 
 PLACED = (

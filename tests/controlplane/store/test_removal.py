@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import select, text, update
 
 from controlplane.errors import ConflictError, InUseError, NotFoundError
-from controlplane.loops.scale import scale
+from controlplane.planner.scale import scale
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from controlplane.policies.assignment.pooling import PlanPools
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
-from controlplane.policies.slots.pooling import PlanPools
 from ops.simulator.events import Kind
 from ops.simulator.fleet import Fleet
 from ops.simulator.planning import Plan, Planner

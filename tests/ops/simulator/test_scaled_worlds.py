@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controlplane.policies.slots.facts import InstanceChange, SlotDecision
+from controlplane.policies.assignment.facts import InstanceChange, SlotDecision
 from ops.simulator import planning
 from ops.simulator.fleet import Fleet
 from ops.simulator.formats import traffic_of

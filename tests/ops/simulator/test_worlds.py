@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 import controlplane.policies
 import dataplane.turns
 import ops.simulator
-from controlplane.loops import expected as live_expected
-from controlplane.loops import forecast as live_forecast
-from controlplane.loops import plan as live_plan
-from controlplane.loops import pool_facts as live_pool_facts
-from controlplane.loops import scale as live_scale
-from controlplane.loops import scale_facts as live_scale_facts
+from controlplane.planner import expected as live_expected
+from controlplane.planner import forecast as live_forecast
+from controlplane.planner import plan as live_plan
+from controlplane.planner import pool_facts as live_pool_facts
+from controlplane.planner import scale as live_scale
+from controlplane.planner import scale_facts as live_scale_facts
 from controlplane.policies.decisions import Admit, Refuse
 from ops.simulator import loops as sim_loops
 from ops.simulator import planned_pools as sim_planned_pools

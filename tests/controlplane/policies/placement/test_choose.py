@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from controlplane.policies.facts import Endpoint, ModelGpu, RegionGpu, Tier
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.decision import Placement, PlacementStatus
+from controlplane.policies.placement.exact.solvers import NothingFoundError, Solved, SolverError, solve_cbc, solve_highs
 from controlplane.policies.placement.facts import (
     PlacementFacts,
     PlacementModel,
@@ -18,7 +19,6 @@ from controlplane.policies.placement.facts import (
     Profile,
     StartTimes,
 )
-from controlplane.policies.placement.solvers import NothingFoundError, Solved, SolverError, solve_cbc, solve_highs
 from tests.controlplane.policies.placement.problems import EAST, EXACT, WEST, after, cell, fleet, place, small_facts
 
 

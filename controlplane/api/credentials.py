@@ -1,0 +1,161 @@
+"""Keys a gateway has seen lately, so that no request waits for Postgres to know its caller."""
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import anyio
+import anyio.to_thread
+from sqlalchemy.exc import SQLAlchemyError
+
+from controlplane.errors import AuthenticationError, UnavailableError
+from controlplane.policies.limits import TenantLimits
+from controlplane.serving.background import in_background
+from controlplane.settings import Settings
+from controlplane.store.key_tables import KeyScope
+from controlplane.store.keys import find_with_tenant, hash_secret
+from controlplane.store.redis.live import LiveStore
+from controlplane.store.session import Database
+from controlplane.store.tables import Role
+from controlplane.store.tenants import limits_of
+
+_STALE_KEY_KEEP_S = 300.0
+_KEYS_MAX = 10_000
+_FOLLOW_EVERY_S = 1.0
+_LOADS_MAX = 10
+"""Keys that are looked up at once. The threads are not those of other requests: each may wait for a Postgres that
+hangs.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """Who is asking. `scopes`, `models`: None is all; `node`: the only one that a node's key may act for."""
+
+    key_id: str
+    name: str
+    tenant: str
+    role: Role
+    scopes: frozenset[KeyScope] | None = None
+    models: frozenset[str] | None = None
+    node: str | None = None
+    limits: TenantLimits = field(default_factory=TenantLimits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Known:
+    """What Postgres said of a secret, and when. No caller: it is no good key. Times are of the monotonic clock."""
+
+    caller: Caller | None
+    at_s: float
+    good_until_s: float = math.inf
+
+    def is_good_for(self, keep_s: float) -> bool:
+        """Whether it still counts if answers count for `keep_s`."""
+        now_s = time.monotonic()
+        return now_s - self.at_s < keep_s and now_s < self.good_until_s
+
+
+class KeyCache:
+    """Keys by the hash of their secret. A revoked key stops working once Redis has told of it (a second), or after
+    `key_cache_s`. While Postgres is away, good keys work for minutes more, and bad ones stay bad.
+    """
+
+    def __init__(self, database: Database, settings: Settings) -> None:
+        self._database = database
+        self._settings = settings
+        self._good: dict[str, _Known] = {}
+        self._bad: dict[str, _Known] = {}
+        self._loading: dict[str, tuple[float, asyncio.Task[_Known]]] = {}
+        self._load_threads, self._follow_threads = anyio.CapacityLimiter(_LOADS_MAX), anyio.CapacityLimiter(1)
+
+    async def find(self, secret: str) -> Caller:
+        """The caller of a secret.
+
+        Raises:
+            AuthenticationError: the key is unknown, revoked or expired.
+        """
+        hashed = hash_secret(secret)
+        known = self._good.get(hashed) or self._bad.get(hashed)
+        if known is None or not known.is_good_for(self._settings.key_cache_s):
+            known = await self._ask(hashed, secret, known)
+        if known.caller is None:
+            raise AuthenticationError("Incorrect API key provided.")
+        return known.caller
+
+    def knows_any(self) -> bool:
+        """Whether some key works without Postgres."""
+        return any(known.is_good_for(_STALE_KEY_KEEP_S) for known in self._good.values())
+
+    def forget(self, hashes: frozenset[str]) -> None:
+        """These secrets are good no more, whatever the cache says."""
+        for hashed in hashes & self._good.keys():
+            self._note(hashed, _Known(caller=None, at_s=time.monotonic()))
+
+    @contextlib.asynccontextmanager
+    async def following(self, live: LiveStore) -> AsyncIterator[None]:
+        """Hear of revocations in the background, every second."""
+        async with in_background(self._follow(live)):
+            yield
+
+    async def _follow(self, live: LiveStore) -> None:
+        while True:
+            with contextlib.suppress(UnavailableError):  # then keys are asked for anew after `key_cache_s`
+                self.forget(await anyio.to_thread.run_sync(live.read_revoked, limiter=self._follow_threads))
+            await asyncio.sleep(_FOLLOW_EVERY_S)
+
+    async def _ask(self, hashed: str, secret: str, last: _Known | None) -> _Known:
+        """What Postgres says; while it is away or slow, what it said last. Requests with one key ask once."""
+        now_s = time.monotonic()
+        if hashed not in self._loading:
+            task = asyncio.create_task(self._load(hashed, secret))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # even if nobody waits any more
+            self._loading[hashed] = (now_s, task)
+        asked_s, loading = self._loading[hashed]
+        may_go_on = last is not None and last.is_good_for(_STALE_KEY_KEEP_S)
+        patience_s = max(0.0, asked_s + self._settings.key_wait_s - now_s)
+        try:
+            async with asyncio.timeout(patience_s if may_go_on else None):
+                return await asyncio.shield(loading)
+        except (SQLAlchemyError, TimeoutError):
+            if last is not None and last.is_good_for(_STALE_KEY_KEEP_S):
+                return last
+            raise
+
+    async def _load(self, hashed: str, secret: str) -> _Known:
+        try:
+            known = await anyio.to_thread.run_sync(self._read, secret, limiter=self._load_threads)
+        finally:
+            del self._loading[hashed]
+        self._note(hashed, known)
+        return known
+
+    def _note(self, hashed: str, known: _Known) -> None:
+        kept, other = (self._bad, self._good) if known.caller is None else (self._good, self._bad)
+        other.pop(hashed, None)
+        if len(kept) >= _KEYS_MAX:
+            kept.clear()  # made-up keys fill a table of their own, and push no good one out
+        kept[hashed] = known
+
+    def _read(self, secret: str) -> _Known:
+        at_s = time.monotonic()
+        with self._database.transaction() as session:
+            found = find_with_tenant(session, secret)
+            if found is None:
+                return _Known(caller=None, at_s=at_s)
+            row = found.row
+            caller = Caller(
+                key_id=row.id,
+                name=row.name,
+                tenant=row.tenant,
+                role=Role(row.role),
+                scopes=None if row.scopes is None else frozenset(KeyScope(scope) for scope in row.scopes),
+                models=None if row.models is None else frozenset(row.models),
+                node=row.node,
+                limits=limits_of(found.tenant, self._settings),
+            )
+        good_until_s = math.inf if found.good_for_s is None else at_s + found.good_for_s
+        return _Known(caller=caller, at_s=at_s, good_until_s=good_until_s)

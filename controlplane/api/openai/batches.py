@@ -1,0 +1,137 @@
+"""The Batch API: create, list, look at and cancel. A dispatcher validates and runs what is created here."""
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field
+
+from controlplane.api.auth import Client
+from controlplane.api.openai.files import KEEP_MAX_S, KEEP_MIN_S, listing
+from controlplane.api.openai.openapi import ERRORS
+from controlplane.api.state import SessionDep
+from controlplane.errors import InvalidValueError
+from controlplane.policies.lifecycle import BatchState
+from controlplane.store import batches
+from controlplane.store.batch_tables import Batch
+from controlplane.store.batches import BatchCounts
+from controlplane.store.files import get_file
+
+router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=ERRORS)
+_WINDOW_HOURS_MAX = 168
+
+Label = Annotated[str, Field(max_length=512)]
+LabelName = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class OutputExpiry(BaseModel):
+    """How long the output files of a batch are kept, from the moment that they are written."""
+
+    model_config = ConfigDict(extra="forbid")
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=KEEP_MIN_S, le=KEEP_MAX_S)
+
+
+class NewBatch(BaseModel):
+    """What a batch is made of."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "example": {"input_file_id": "file-0192", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        },
+    )
+    input_file_id: str = Field(max_length=64)
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    completion_window: Annotated[str, Field(pattern="^[1-9][0-9]{0,2}h$")]
+    metadata: Annotated[dict[LabelName, Label], Field(max_length=16)] | None = None
+    output_expires_after: OutputExpiry | None = None
+
+    def window_s(self) -> int:
+        """The completion window in seconds; OpenAI's is always 24 h, ours may be 1 to 168 h."""
+        hours = int(self.completion_window.removesuffix("h"))
+        if hours > _WINDOW_HOURS_MAX:
+            raise InvalidValueError(f"at most {_WINDOW_HOURS_MAX}h, not {hours}h", param="completion_window")
+        return hours * 3600
+
+
+@router.post("", summary="Create a batch")
+def create(body: NewBatch, session: SessionDep, caller: Client) -> dict[str, Any]:
+    """Accepts a batch; it is `validating` until every line was checked, and then runs whole or fails whole."""
+    row = get_file(session, body.input_file_id, tenant=caller.tenant)
+    if row.purpose != "batch":
+        raise InvalidValueError(f"file '{row.id}' has purpose '{row.purpose}', not 'batch'", param="input_file_id")
+    batch = batches.add_batch(
+        session,
+        tenant=caller.tenant,
+        input_file_id=row.id,
+        endpoint=body.endpoint,
+        completion_window=body.completion_window,
+        window_s=body.window_s(),
+        labels=dict(body.metadata) if body.metadata else None,
+        output_keep_s=None if body.output_expires_after is None else body.output_expires_after.seconds,
+        models=None if caller.models is None else sorted(caller.models),
+    )
+    return _batch(batch, BatchCounts())
+
+
+@router.get("", summary="List batches")
+def list_batches(
+    session: SessionDep, caller: Client, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+) -> dict[str, Any]:
+    """The newest first, each with its counts right now."""
+    page = batches.list_batches(session, tenant=caller.tenant, after=after, limit=limit)
+    counts = batches.counts_of(session, page.rows)
+    return listing([_batch(batch, counts[batch.id]) for batch in page.rows], has_more=page.has_more)
+
+
+@router.get("/{batch_id}", summary="Retrieve a batch")
+def get_batch(batch_id: str, session: SessionDep, caller: Client) -> dict[str, Any]:
+    """Its state and its counts right now."""
+    batch = batches.get_batch(session, batch_id, tenant=caller.tenant)
+    return _batch(batch, batches.counts_of(session, [batch])[batch.id])
+
+
+@router.post("/{batch_id}/cancel", summary="Cancel a batch")
+def cancel(batch_id: str, session: SessionDep, caller: Client) -> dict[str, Any]:
+    """What waits never runs; finished lines are kept and can be fetched."""
+    batch = batches.cancel_batch(session, batch_id, tenant=caller.tenant)
+    return _batch(batch, batches.counts_of(session, [batch])[batch.id])
+
+
+def _batch(batch: Batch, counts: BatchCounts) -> dict[str, Any]:
+    state = BatchState(batch.state)
+    ended = {
+        f"{name}_at": _seconds(batch.ended_at) if state == name else None
+        for name in (BatchState.COMPLETED, BatchState.FAILED, BatchState.EXPIRED, BatchState.CANCELLED)
+    }
+    return {
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "errors": batch.errors,
+        "input_file_id": batch.input_file_id,
+        "completion_window": batch.completion_window,
+        "status": batch.state,
+        "output_file_id": batch.output_file_id,
+        "error_file_id": batch.error_file_id,
+        "created_at": _seconds(batch.created_at),
+        "in_progress_at": _seconds(batch.in_progress_at),
+        "expires_at": _seconds(batch.deadline_at),
+        "finalizing_at": _seconds(batch.finalizing_at),
+        "cancelling_at": _seconds(batch.cancelling_at),
+        **ended,
+        "request_counts": {"total": counts.total, "completed": counts.completed, "failed": counts.failed},
+        "usage": {
+            "input_tokens": counts.input_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": counts.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": counts.input_tokens + counts.output_tokens,
+        },
+        "metadata": batch.labels,
+    }
+
+
+def _seconds(at: datetime | None) -> int | None:
+    return None if at is None else int(at.timestamp())

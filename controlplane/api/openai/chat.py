@@ -1,0 +1,263 @@
+"""The interactive flow: a request arrives, is checked, routed to an instance, and its tokens stream back."""
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Annotated, TypeVar
+
+import anyio
+import msgspec
+from fastapi import APIRouter, Header, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from controlplane.api.auth import require_model
+from controlplane.api.openai.attainment import AnswerMeasure
+from controlplane.api.openai.openapi import ANSWERS
+from controlplane.api.request_log import CLIENT_GONE, note_failure, note_gone, plain
+from controlplane.api.state import State, state_of
+from controlplane.errors import InvalidValueError, TidepoolError, UnavailableError
+from controlplane.policies.decisions import Route
+from controlplane.policies.facts import Endpoint, Tier
+from controlplane.serving.openai_answers import AnswerHead, collect, openai_error, sse
+from controlplane.serving.openai_requests import (
+    CHAT,
+    COMPLETIONS,
+    AnyRequest,
+    ChatRequest,
+    CompletionRequest,
+    StreamOptions,
+    served_as,
+    to_outgoing,
+)
+from controlplane.serving.send import Outgoing, Placed, Sent
+from controlplane.serving.tracing import step
+from controlplane.store.demand import IW, NIW
+from controlplane.store.request_log import OK, RequestRecord
+from dataplane.messages import Finished, StreamEvent, Token
+
+router = APIRouter(tags=["interactive"])
+T = TypeVar("T")
+_PLAIN_WORD = re.compile("[A-Za-z0-9_-]{1,64}")
+_WARNINGS_MAX = 8
+Origin = Annotated[str | None, Header(alias="x-tidepool-region", description="region the request comes from")]
+
+
+@router.post(CHAT, summary="Chat completion", responses=ANSWERS)
+async def chat(body: ChatRequest, request: Request, origin: Origin = None) -> Response:
+    """A chat completion, whole or (`stream: true`) as server-sent events. `service_tier` chooses the tier: `priority`
+    is IW-F, `default` and `auto` are IW-N, `flex` is NIW and takes only spare capacity.
+    """
+    return await _answer(body, request, origin)
+
+
+@router.post(COMPLETIONS, summary="Text completion", responses=ANSWERS)
+async def completions(body: CompletionRequest, request: Request, origin: Origin = None) -> Response:
+    """A completion of a plain prompt, whole or as server-sent events."""
+    return await _answer(body, request, origin)
+
+
+async def _answer(body: AnyRequest, request: Request, origin: str | None) -> Response:
+    state = state_of(request)
+    record: RequestRecord = request.state.record
+    record.model, record.tier = plain(body.model), body.tier().value
+    if state.draining:
+        raise UnavailableError("this gateway is going down; try again", retry_after_s=1)
+    arrived_s = time.monotonic()
+    model = await state.fleet.model(body.model)
+    require_model(request.state.caller, model.name)
+    home = _origin(state, origin)
+    tier = body.tier()
+    outgoing = to_outgoing(body, model, request_id=request.state.request_id, tier=tier, origin=home)
+    if home is not None:
+        kind = NIW if tier == Tier.NIW else IW
+        state.demand.count(kind, Endpoint(model=model.name, region=home), outgoing.input_tokens_guess())
+    head = AnswerHead.of(body, request_id=outgoing.request_id, service_tier=served_as(tier))
+    answering = Answering(state, outgoing, arrived_s, request.state.caller.tenant, record)
+    sent = state.limits.limited(request, outgoing, answering.events())
+    if not body.stream:
+        whole = await _unless_gone(request, collect(sent, head))
+        return JSONResponse(whole, headers=answering.headers())
+    first = await _unless_gone(request, anext(sent))
+    options = body.stream_options or StreamOptions()
+    lines = _lines(first, sent, head, include_usage=bool(options.include_usage))
+    return _EventStream(lines, headers=answering.headers() | _warning(options))
+
+
+def _warning(options: StreamOptions) -> dict[str, str]:
+    """The header that names what was ignored. Of names that are no plain words it tells nothing."""
+    plain = [f"stream_options.{name}" for name in options.ignored() if _PLAIN_WORD.fullmatch(name)]
+    return {"x-tidepool-warning": f"ignored: {', '.join(plain[:_WARNINGS_MAX])}"} if plain else {}
+
+
+def _origin(state: State, given: str | None) -> str | None:
+    """The region a request counts for: the one it names, else the gateway's own, else the first."""
+    known = state.fleet.preference(None)
+    if given is not None and given not in known:
+        raise InvalidValueError(
+            f"x-tidepool-region: '{given}' is not one of {', '.join(known)}", param="x-tidepool-region"
+        )
+    return given or state.settings.region or (known[0] if known else None)
+
+
+class Answering:
+    """One request being answered: passes its events on, measures them and fills its record."""
+
+    def __init__(self, state: State, outgoing: Outgoing, arrived_s: float, tenant: str, record: RequestRecord) -> None:
+        self._state = state
+        self._tenant = tenant
+        self._outgoing = outgoing
+        self._labels = outgoing.model.name, outgoing.tier.value
+        objective = state.fleet.objective(outgoing.model, outgoing.tier)
+        self._measure = AnswerMeasure(state.metrics, self._labels, objective, arrived_s)
+        self._arrived_s = arrived_s
+        self._record = record
+        self._tried: list[Route] = []
+        self._region = ""
+        self._input_tokens = 0
+
+    def headers(self) -> dict[str, str]:
+        """Where the request was served."""
+        return {"x-tidepool-region": self._region, "Cache-Control": "no-cache"}
+
+    async def events(self) -> Sent:
+        """`Placed`, then the stream, once the request is let in. However it ends, it is counted."""
+        metrics = self._state.metrics
+        metrics.streams.inc()
+        sending = self._state.sender.send(self._outgoing, self._tried)
+        try:
+            with step("admission"):
+                await self._state.door.enter(self._outgoing)
+            async for events in sending:
+                for event in events:
+                    if isinstance(event, Token):
+                        self._measure.tokens(len(event.token_ids))
+                    elif isinstance(event, Placed):
+                        self._note_placed(event)
+                    elif isinstance(event, Finished):
+                        self._measure.finished(event)
+                        self._input_tokens = event.prompt_tokens
+                        self._record.outcome = OK
+                yield events
+        except TidepoolError as error:
+            note_failure(self._record, error)
+            self._measure.failed(error)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            note_gone(self._record)
+            raise
+        finally:
+            await sending.aclose()
+            metrics.streams.dec()
+            self._fill_record()
+            metrics.requests.labels(*self._labels, self._region, self._record.outcome or "internal_error").inc()
+            self._count_usage(failed=self._record.outcome != OK)
+
+    def _count_usage(self, *, failed: bool) -> None:
+        model, tier = self._outgoing.model.name, self._outgoing.tier
+        made = self._measure.output_tokens
+        self._state.usage.count(
+            self._tenant, model, tier, failed=failed, input_tokens=self._input_tokens, output_tokens=made
+        )
+
+    def _note_placed(self, placed: Placed) -> None:
+        self._region = placed.route.region
+        self._record.prompt_tokens = placed.prompt_tokens
+        if self._record.placed_s is None:
+            self._record.placed_s = time.monotonic() - self._arrived_s
+        if self._measure.begun:
+            self._record.continuations += 1
+            self._state.metrics.continuations.labels(*self._labels).inc()
+
+    def _fill_record(self) -> None:
+        record = self._record
+        record.region = self._tried[-1].region if self._tried else None
+        record.nodes = [route.node_id for route in self._tried]
+        record.completion_tokens, record.first_token_s = self._measure.output_tokens, self._measure.first_token_s
+
+
+async def _lines(
+    first: list[Placed | StreamEvent], rest: Sent, head: AnswerHead, *, include_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """The server-sent events of a stream: one for each piece of text, and one write for what came together. A failure
+    in mid-stream is an event too, and the last.
+    """
+    frame = head.text_frame()
+    role = head.first_chunk()
+    try:
+        yield (sse(role) if role is not None else b"") + _written(first, head, frame, include_usage=include_usage)
+        async for events in rest:
+            if written := _written(events, head, frame, include_usage=include_usage):
+                yield written
+        yield b"data: [DONE]\n\n"
+    except TidepoolError as error:
+        yield sse(openai_error(error))
+    finally:
+        await rest.aclose()
+
+
+def _written(
+    events: list[Placed | StreamEvent], head: AnswerHead, frame: tuple[bytes, bytes], *, include_usage: bool
+) -> bytes:
+    before, after = frame
+    pieces: list[bytes] = []
+    for event in events:
+        if isinstance(event, Token):
+            if event.text:
+                pieces += (before, msgspec.json.encode(event.text), after)
+        elif isinstance(event, Finished):
+            pieces.append(sse(head.last_chunk(event)))
+            if include_usage:
+                pieces.append(sse(head.usage_chunk(event)))
+    return b"".join(pieces)
+
+
+class _EventStream(StreamingResponse):
+    """A stream whose source is closed at once when the client goes away, so that the node drops the request."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, lines: AsyncGenerator[bytes, None], *, headers: dict[str, str]) -> None:
+        super().__init__(lines, headers=headers)
+        self._lines = lines
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._lines.aclose()
+
+
+class ClientGoneError(TidepoolError):
+    """The client hung up before its answer was ready; nobody reads this."""
+
+    status = CLIENT_GONE
+    code = "client_closed_request"
+
+
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away."""
+    result: T | None = None
+    failure: TidepoolError | None = None
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch)
+        try:
+            result = await work
+        except TidepoolError as error:
+            failure = error
+        group.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    if result is None:
+        raise ClientGoneError("the client went away")
+    return result

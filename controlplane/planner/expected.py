@@ -1,0 +1,167 @@
+"""What demand a plan is made for: forecasts where they are, and what stands in for those that are not, with the reason.
+
+A series whose task was lost or is late is forecast here, the busiest first, up to limits in number and time, each in a
+transaction of its own. The rest fall to their last forecast, and failing that to the highest minute of the last hour:
+worse, but never taken for idle, and never silent.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+from celery.exceptions import SoftTimeLimitExceeded
+from sqlalchemy.orm import Session
+
+from controlplane.planner.forecast import forecast_one, make_forecast, series_to_forecast
+from controlplane.policies.demand import demand_to_plan
+from controlplane.policies.facts import Endpoint
+from controlplane.settings import Settings
+from controlplane.store.demand import IW, NIW, last_forecasts, mean_demand, peak_demand, read_forecasts
+from controlplane.store.demand_tables import Forecast
+from controlplane.store.session import Database
+from controlplane.store.tables import Json
+
+log = structlog.get_logger()
+_HOUR_S = 3600
+_DAY_S = 24 * _HOUR_S
+_FRESH_S = 1800
+_LAST_FORECAST_S = 3 * _HOUR_S
+_HEADROOM = 1.5
+"""Over the highest minute known, where there is no forecast to take an upper quantile from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedSeries:
+    """One endpoint's coming hour in tokens per second. `stand_in`: why this is no forecast from the plan's origin."""
+
+    endpoint: Endpoint
+    forecaster: str
+    peak_q50: float
+    peak_upper: float
+    path: tuple[float, ...]
+    stand_in: str | None = None
+
+    def record(self) -> Json:
+        """The series as a plan keeps it."""
+        return {
+            "model": self.endpoint.model,
+            "region": self.endpoint.region,
+            "forecaster": self.forecaster,
+            "peak_q50": self.peak_q50,
+            "peak_upper": self.peak_upper,
+            "stand_in": self.stand_in,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """The coming hour. `demand`: per window, upper forecasts and the share of NIW; windows are of one length."""
+
+    origin_s: int
+    quantile: float
+    series: tuple[ExpectedSeries, ...]
+    demand: dict[Endpoint, tuple[float, ...]]
+
+    def record(self) -> Json:
+        """The forecasts as a plan keeps them."""
+        series = [each.record() for each in self.series]
+        return {"origin_s": self.origin_s, "quantile": self.quantile, "series": series}
+
+
+def expected_demand(
+    database: Database, settings: Settings, *, now_s: float, origin_s: int | None, keep: bool = True
+) -> Expected:
+    """Upper forecasts for each window of the coming hour, plus beta of the NIW tokens of the past hour (6.3).
+
+    Args:
+        now_s: Unix time.
+        origin_s: use the forecasts of that moment; None: the newest, if they are of the last half hour.
+        keep: write down the forecasts that had to be made here.
+    """
+    with database.transaction() as session:
+        forecasts = read_forecasts(session, origin_s=origin_s, until_s=int(now_s))
+        fresh = origin_s is not None or (forecasts and now_s - forecasts[0].origin_s <= _FRESH_S)
+        if not fresh:
+            forecasts = []
+        at_s = forecasts[0].origin_s if forecasts else origin_s if origin_s is not None else int(now_s) // 60 * 60
+        known = [_forecast(row, None) for row in forecasts]
+        done = {each.endpoint for each in known}
+        missing = [each for each in series_to_forecast(session, origin_s=at_s, settings=settings) if each not in done]
+        recent = mean_demand(session, kind=IW, since_s=at_s - _HOUR_S, until_s=at_s) if missing else {}
+    busiest = sorted(missing, key=lambda endpoint: (-recent.get(endpoint, 0.0), endpoint))
+    made, lacking = _made_here(database, settings, busiest, at_s=at_s, keep=keep)
+    with database.transaction() as session:
+        series = (*known, *made, *_stand_ins(session, lacking, at_s=at_s))
+        deferred = mean_demand(session, kind=NIW, since_s=at_s - _HOUR_S, until_s=at_s)
+    paths = {each.endpoint: each.path for each in series}
+    demand = demand_to_plan(paths, deferred, niw_share=settings.niw_demand_share)
+    return Expected(origin_s=at_s, quantile=settings.forecast_quantile, series=series, demand=demand)
+
+
+def _made_here(
+    database: Database, settings: Settings, busiest: Sequence[Endpoint], *, at_s: int, keep: bool
+) -> tuple[list[ExpectedSeries], dict[Endpoint, str]]:
+    """Forecasts for the busiest of these, and why there is none for the others."""
+    make = forecast_one if keep else make_forecast
+    most, until_s = settings.plan_forecasts_max, time.monotonic() + settings.plan_forecasts_s
+    made: list[ExpectedSeries] = []
+    lacking = dict.fromkeys(busiest[most:], f"late, and over the {most} that a plan makes itself")
+    for endpoint in busiest[:most]:
+        if time.monotonic() > until_s:
+            lacking[endpoint] = f"late, and over the {settings.plan_forecasts_s:g} s that a plan takes for them"
+            continue
+        try:
+            with database.transaction() as session:
+                made.append(_forecast(make(session, endpoint, origin_s=at_s, settings=settings), None))
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception as error:  # whatever a forecaster does with one series, the fleet has a plan
+            log.exception("no forecast", model=endpoint.model, region=endpoint.region)
+            lacking[endpoint] = f"failed: {error}"
+    if lacking:
+        log.warning("plan without forecasts", series=len(lacking), of=len(busiest), origin_s=at_s)
+    return made, lacking
+
+
+def _stand_ins(session: Session, lacking: dict[Endpoint, str], *, at_s: int) -> list[ExpectedSeries]:
+    if not lacking:
+        return []
+    earlier = last_forecasts(session, since_s=at_s - _LAST_FORECAST_S, before_s=at_s)
+    hour = peak_demand(session, kind=IW, since_s=at_s - _HOUR_S, until_s=at_s)
+    silent = lacking.keys() - earlier.keys() - hour.keys()
+    day = peak_demand(session, kind=IW, since_s=at_s - _DAY_S, until_s=at_s) if silent else {}
+    found = []
+    for endpoint, why in sorted(lacking.items()):
+        if endpoint in earlier:
+            row = earlier[endpoint]
+            found.append(
+                _forecast(row, f"{why}; the forecast of {(at_s - row.origin_s) // 60} minutes before stands in")
+            )
+            continue
+        peak = hour.get(endpoint, day.get(endpoint, 0.0))
+        span = "hour" if endpoint in hour else "day"
+        words = f"the last {span}'s highest minute stands in" if peak else "no demand in the last day"
+        found.append(
+            ExpectedSeries(
+                endpoint=endpoint,
+                forecaster="none",
+                peak_q50=peak,
+                peak_upper=_HEADROOM * peak,
+                path=(_HEADROOM * peak,),
+                stand_in=f"{why}; {words}",
+            )
+        )
+    return found
+
+
+def _forecast(row: Forecast, stand_in: str | None) -> ExpectedSeries:
+    """A forecast's row; one of another hour counts with its peak throughout, its path is that hour's."""
+    return ExpectedSeries(
+        endpoint=Endpoint(model=row.model, region=row.region),
+        forecaster=row.forecaster,
+        peak_q50=row.peak_q50,
+        peak_upper=row.peak_upper,
+        path=(row.peak_upper,) if stand_in else tuple(row.path),
+        stand_in=stand_in,
+    )

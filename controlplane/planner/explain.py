@@ -1,0 +1,111 @@
+"""A plan in words: gathers what was kept with it, and what came of the forecasts it was made from."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from controlplane.policies.facts import Endpoint
+from controlplane.policies.plan_explanations import CellTold, ForecastRecord, PlanTold, PoolTold, SeriesTold, tell_plan
+from controlplane.store.demand import read_record
+from controlplane.store.plan_tables import Plan
+from controlplane.store.plans import entries_of, get_plan, inputs_of
+
+_DAY_S = 86_400
+_ENDPOINTS_MAX = 50
+"""Endpoints whose past forecasts are looked up, the largest: more would be slow and say the same."""
+
+
+def explanation_of(session: Session, plan_id: str) -> str:
+    """The plan as an engineer would tell it.
+
+    Raises:
+        NotFoundError: no such plan.
+    """
+    plan = get_plan(session, plan_id)
+    forecasts = (inputs_of(session, plan_id) or {}).get("forecasts")
+    cells = tuple(
+        CellTold(
+            name=f"{entry.model} in {entry.region} on {entry.gpu_type}",
+            before=entry.before,
+            after=entry.after,
+            reason=entry.reason,
+            constraint=entry.constraint,
+            cost_if_not=entry.cost_if_not,
+        )
+        for entry in entries_of(session, plan_id)
+    )
+    day_before, came = _records(session, forecasts)
+    return tell_plan(
+        PlanTold(
+            plan_id=plan.id,
+            state=plan.state,
+            window_start_s=plan.window_start_s,
+            made_by=plan.created_by if plan.created_by != plan.origin else f"the {plan.origin}",
+            index=plan.fleet_index,
+            approved_by=plan.approved_by,
+            approval_reason=plan.approval_reason,
+            previous_plan_id=plan.previous_plan_id,
+            reason=plan.reason,
+            solver=plan.solver,
+            status=plan.status,
+            solve_time_s=plan.solve_time_s,
+            objective_per_hour=plan.objective_per_hour,
+            bound_per_hour=plan.bound_per_hour,
+            gap=plan.gap,
+            origin_s=None if forecasts is None else forecasts["origin_s"],
+            quantile=None if forecasts is None else forecasts["quantile"],
+            series=() if forecasts is None else tuple(_series(each) for each in forecasts["series"]),
+            cells=cells,
+            pools=_pools(plan),
+            shortfalls=tuple(_shortfall(each) for each in plan.unserved),
+            day_before=day_before,
+            came=came,
+        )
+    )
+
+
+def _records(
+    session: Session, forecasts: Mapping[str, Any] | None
+) -> tuple[ForecastRecord | None, ForecastRecord | None]:
+    """How the forecasts of the day before the plan's origin did, and those of the plan itself."""
+    if forecasts is None:
+        return None, None
+    origin_s, endpoints = forecasts["origin_s"], _largest(forecasts["series"])
+    before = read_record(session, endpoints, since_s=origin_s - _DAY_S, until_s=origin_s - 1)
+    return before, read_record(session, endpoints, since_s=origin_s, until_s=origin_s)
+
+
+def _largest(series: Sequence[Mapping[str, Any]]) -> list[Endpoint]:
+    largest = sorted(series, key=lambda each: -each["peak_upper"])[:_ENDPOINTS_MAX]
+    return [Endpoint(model=each["model"], region=each["region"]) for each in largest]
+
+
+def _series(each: Mapping[str, Any]) -> SeriesTold:
+    return SeriesTold(
+        name=f"{each['model']} in {each['region']}",
+        forecaster=each["forecaster"],
+        peak_q50=each["peak_q50"],
+        peak_upper=each["peak_upper"],
+        stand_in=each["stand_in"],
+    )
+
+
+def _pools(plan: Plan) -> tuple[PoolTold, ...]:
+    return tuple(
+        PoolTold(
+            name=f"{pool['gpu_type']} in {pool['region']}",
+            before=pool["before"],
+            after=pool["after"],
+            endpoints=tuple(each["model"] for each in pool["pooled"]),
+            new=tuple(each["model"] for each in pool["pooled"] if not each["before"]),
+            occupied=sum(each["occupancy"] for each in pool["pooled"]),
+        )
+        for pool in plan.pools
+    )
+
+
+def _shortfall(each: Mapping[str, Any]) -> str:
+    where = each["region"] or "all regions"
+    what = f"{each['tokens_per_s']:,.0f} tokens/s" if each["tokens_per_s"] else "too few instances"
+    return f"{each['model']} in {where}: {what}; {each['reason']}"

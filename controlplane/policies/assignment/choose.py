@@ -1,0 +1,159 @@
+"""From counts to places (part of SageServe 6.4).
+
+A start takes, in this order: a draining instance of the same model (it still has its requests); a spot instance of the
+same model (it still has its weights) that nobody leases, or whose lease has notice; the place of spot instances of
+other models that nobody leases; free GPUs; and last, with notice, a leased instance of the same model, then the place
+of leased ones of others. New instances spread over nodes, so that one lost node costs an endpoint little. A slot's GPUs
+are never given twice.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+from controlplane.policies.assignment.facts import (
+    InstanceChange,
+    PlacedInstance,
+    SlotAdd,
+    SlotDecision,
+    SlotFacts,
+    SlotSettings,
+    Unplaced,
+)
+from controlplane.policies.assignment.filling import Filling
+from controlplane.policies.facts import Endpoint
+from controlplane.policies.scaling.facts import Counts, KindStep, ScaleStep
+
+
+def choose_slots(facts: SlotFacts, now_s: float, settings: SlotSettings) -> SlotDecision:
+    """Turn steps into places. Scarce GPUs go round the endpoints, one instance each, until they are used up.
+
+    Args:
+        facts: steps, slots, instances. Their order does not matter.
+        now_s: Unix time; ages are in the facts, so it changes nothing.
+        settings: see SlotSettings.
+    """
+    filling = Filling(facts, settings)
+    changed_kinds = [change for step in facts.kinds for change in _change_kind(filling, step)]
+    starts = _Starts()
+    for step in _one_by_one(facts.steps):
+        starts.place(step, filling)
+    drains: list[InstanceChange] = []
+    donates: list[InstanceChange] = []
+    for step in _ordered(facts.steps):
+        for instance in filling.let_go(step):
+            change = InstanceChange(instance_id=instance.instance_id, reason=step.reason, kind=instance.kind)
+            (donates if filling.may_be_lent(instance) else drains).append(change)
+    stops, notices = _end_spot(filling, settings)
+    return SlotDecision(
+        revives=tuple(starts.revives),
+        reclaims=tuple(starts.reclaims),
+        redeploys=tuple(starts.redeploys),
+        adds=tuple(starts.adds),
+        notices=(*starts.notices, *notices),
+        drains=tuple(drains),
+        donates=tuple(donates),
+        stops=tuple(stops),
+        changed_kinds=tuple(changed_kinds),
+        unplaced=tuple(
+            Unplaced(endpoint=step.endpoint, gpu_type=step.gpu_type, count=count, reason=filling.why_not(step))
+            for step, count in starts.missing.items()
+        ),
+    )
+
+
+def moved_endpoints(steps: Iterable[ScaleStep], unplaced: Iterable[Unplaced]) -> tuple[Endpoint, ...]:
+    """Endpoints that were scaled, ordered. One of which nothing found a place was not: it keeps the time at which it
+    was scaled last, so that what does not come up is tried elsewhere in the end.
+    """
+    asked: Counter[Endpoint] = Counter()
+    for step in steps:
+        asked[step.endpoint] += abs(step.delta)
+    for each in unplaced:
+        asked[each.endpoint] -= each.count
+    return tuple(sorted(endpoint for endpoint, moved in asked.items() if moved > 0))
+
+
+def settled_endpoints(
+    settled: Mapping[Endpoint, Counts | None], unplaced: Iterable[Unplaced]
+) -> dict[Endpoint, Counts | None]:
+    """What endpoints are settled at, less what found no place."""
+    missing: dict[Endpoint, Counter[str]] = {}
+    for each in unplaced:
+        missing.setdefault(each.endpoint, Counter())[each.gpu_type or ""] += each.count
+    return {
+        endpoint: counts if counts is None else Counter(counts) - missing.get(endpoint, Counter())
+        for endpoint, counts in settled.items()
+    }
+
+
+class _Starts:
+    """Where starts went so far."""
+
+    def __init__(self) -> None:
+        self.revives: list[InstanceChange] = []
+        self.reclaims: list[InstanceChange] = []
+        self.redeploys: list[SlotAdd] = []
+        self.adds: list[SlotAdd] = []
+        self.notices: list[InstanceChange] = []
+        self.missing: dict[ScaleStep, int] = {}
+
+    def place(self, step: ScaleStep, filling: Filling) -> None:
+        """Place one instance."""
+        if revived := filling.take_draining(step):
+            self.revives.append(_change(revived, step))
+        elif reclaimed := filling.take_spot(step):
+            self.reclaims.append(_change(reclaimed, step))
+        elif filling.await_spot(step, noticed=True):
+            return
+        elif redeployed := filling.replace_spot(step):
+            self.redeploys.append(redeployed)
+        elif added := filling.add(step):
+            self.adds.append(added)
+        elif mine := filling.await_spot(step, noticed=False):
+            self.notices.append(_change(mine, step))
+        elif (leased := filling.wait_for_leases(step)) is not None:
+            self.notices += [_change(each, step) for each in leased if each.spot and not each.spot.noticed]
+        else:
+            self.missing[step] = self.missing.get(step, 0) + 1
+
+
+def _change(instance: PlacedInstance, step: ScaleStep) -> InstanceChange:
+    return InstanceChange(instance_id=instance.instance_id, reason=step.reason, kind=step.kind, succeeds=step.succeeds)
+
+
+def _change_kind(filling: Filling, step: KindStep) -> list[InstanceChange]:
+    words = f"{step.before.value} instances are to spare, {step.after.value} ones are missing"
+    return [
+        InstanceChange(instance_id=instance.instance_id, reason=words, kind=step.after)
+        for instance in filling.change_kind(step)
+    ]
+
+
+def _end_spot(filling: Filling, settings: SlotSettings) -> tuple[list[InstanceChange], list[InstanceChange]]:
+    """Spot instances that shall be lent no longer: those to stop, and those whose lessees get notice first."""
+    stops, notices = [], []
+    for instance in filling.spot_left():
+        assert instance.spot is not None, "these are the spot ones"
+        reason = filling.why_not_lent(instance)
+        too_old = settings.spot_max_age_s is not None and instance.spot.age_s > settings.spot_max_age_s
+        if reason is None and too_old and not instance.spot.leased:
+            reason = f"nobody leases it, and it has been spot for {instance.spot.age_s:.0f} s"
+        if reason is None:
+            continue
+        change = InstanceChange(instance_id=instance.instance_id, reason=reason, kind=instance.kind)
+        if not instance.spot.leased:
+            stops.append(change)
+        elif not instance.spot.noticed:
+            notices.append(change)
+    return stops, notices
+
+
+def _ordered(steps: tuple[ScaleStep, ...]) -> list[ScaleStep]:
+    return sorted(steps, key=lambda step: (step.endpoint, step.kind, step.gpu_type or "", step.delta))
+
+
+def _one_by_one(steps: tuple[ScaleStep, ...]) -> Iterator[ScaleStep]:
+    for turn in range(max((step.delta for step in steps), default=0)):
+        for step in _ordered(steps):
+            if turn < step.delta:
+                yield step

@@ -1,0 +1,109 @@
+"""Instances leave a node that goes: a successor is started elsewhere first, and the instance drains once that is ready.
+
+A node goes when an operator drains it, when its agent is shutting down, or when it has been silent for a while. Pooled
+instances are moved by `policies.assignment.pools`, which gives them slots on accepting nodes only.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from controlplane.policies.assignment.facts import InstanceChange, PlacedInstance, SlotRoom
+from controlplane.policies.scaling.facts import ScaleStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evacuation:
+    """What becomes of instances on nodes that go.
+
+    Attributes:
+        steps: successors to start, one instance each; `succeeds` names the instance.
+        drains: instances whose successor is ready, and those that never served and have one.
+        succeeded: instances with a live successor, by id. The successor counts for the endpoint in their place.
+        settled: successors of instances whose node stays after all; they are ordinary instances from now on.
+    """
+
+    steps: tuple[ScaleStep, ...] = ()
+    drains: tuple[InstanceChange, ...] = ()
+    succeeded: frozenset[str] = frozenset()
+    settled: tuple[str, ...] = ()
+
+
+def choose_evacuation(instances: Iterable[PlacedInstance], rooms: Iterable[SlotRoom], *, stale_s: float) -> Evacuation:
+    """Successors and drains for the instances that leave their nodes.
+
+    A successor that does not come up is replaced by the rules of scaling (`policies.scaling.limits`), not by another
+    successor, so a broken model starts no row of them. Where a region has no accepting slot of the same GPU type, any
+    other profiled type will do.
+
+    Args:
+        instances: all instances with GPUs of their own; `leaving` says why one must go.
+        rooms: all slots.
+        stale_s: a node silent for longer takes nothing new.
+    """
+    serving = sorted((each for each in instances if each.serving), key=lambda each: each.instance_id)
+    successors = {each.succeeds: each for each in serving if each.succeeds is not None}
+    staying = {each.instance_id for each in serving if each.leaving is None}
+    open_types = {(room.region, room.gpu_type) for room in rooms if room.accepting and room.age_s <= stale_s}
+    steps: list[ScaleStep] = []
+    drains: list[InstanceChange] = []
+    succeeded: set[str] = set()
+    for each in serving:
+        if each.leaving is None:
+            continue
+        successor = successors.get(each.instance_id)
+        if successor is not None:
+            succeeded.add(each.instance_id)
+            if successor.ready or not each.ready:
+                drains.append(InstanceChange(instance_id=each.instance_id, reason=each.leaving, kind=each.kind))
+        elif not each.stuck:
+            same_type = (each.endpoint.region, each.gpu_type) in open_types
+            steps.append(
+                ScaleStep(
+                    endpoint=each.endpoint,
+                    gpu_type=each.gpu_type if same_type else None,
+                    delta=1,
+                    reason=each.leaving,
+                    kind=each.kind,
+                    succeeds=each.instance_id,
+                )
+            )
+    return Evacuation(
+        steps=tuple(steps),
+        drains=tuple(drains),
+        succeeded=frozenset(succeeded),
+        settled=tuple(each.instance_id for each in serving if each.succeeds in staying),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePresence:
+    """What tells whether a node goes.
+
+    Attributes:
+        silent_s: seconds since its last heartbeat; None: it never sent one.
+        has_instances: whether an instance is wanted there or still drains. A node that is gone for good has none left.
+    """
+
+    name: str
+    draining: bool
+    leaving: bool
+    silent_s: float | None
+    has_instances: bool
+
+
+def choose_leaving(nodes: Iterable[NodePresence], *, replace_after_s: float) -> dict[str, str]:
+    """The nodes whose instances shall be served elsewhere, with the reason.
+
+    Silent nodes with instances are replaced only while they are no more than the nodes that are heard of: else it is
+    the control plane that was away, and replacing everything would make an outage worse. Nodes without instances that
+    went away long ago and were never deleted do not count.
+    """
+    nodes = list(nodes)
+    reported = [(node, node.silent_s) for node in nodes if node.silent_s is not None]
+    heard = [node for node, silent_s in reported if silent_s <= replace_after_s]
+    silent = [node for node, silent_s in reported if silent_s > replace_after_s and node.has_instances]
+    reasons: dict[str, str] = {}
+    if len(silent) <= len(heard):
+        reasons |= {node.name: f"node {node.name} has been silent for over {replace_after_s:g} s" for node in silent}
+    reasons |= {node.name: f"node {node.name} is shutting down" for node in nodes if node.leaving}
+    return reasons | {node.name: f"node {node.name} is being drained" for node in nodes if node.draining}

@@ -1,0 +1,1 @@
+"""Placement as one integer program, for an exact solver."""

@@ -1,0 +1,183 @@
+"""One way of serving for each endpoint, by HiGHS: the integer program over some of the columns, the others closed.
+
+    one column per endpoint
+    GPUs of the columns + beyond <= capacity left        weights pooled - their shares - beyond <= 0     each place
+    shares pooled + beyond = P, GPUs of whole slots of the pool                                          each place
+    demand not served <= what is not served now                                                          each model
+
+It starts from the choice that stands and never makes it worse. Endpoints without an open column stay as they are, and
+what they take is taken off the limits: so the same program improves a fleet, a region, or the endpoints in doubt.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+from scipy import sparse
+
+from controlplane.policies.placement.priced.columns import Columns, Rows
+from controlplane.policies.placement.priced.repair import pool_gpus, served_by, standing_of
+from controlplane.policies.placement.priced.tables import Bools, Floats, Ints, Tables
+
+SEED = 1
+LEAST_PART = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """When to stop: at an objective, at a distance in cost per hour from the best of these columns, or after nodes."""
+
+    target: float
+    gap_abs: float
+    nodes_max: int
+    should_stop: Callable[[], bool]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Chooser:
+    """The problem, and the columns to choose among."""
+
+    tables: Tables
+    rows: Rows
+    columns: Columns
+
+    def cost(self, choice: Ints) -> float:
+        """Cost per hour of a choice of one column per endpoint, [E], as if there were spot GPUs enough."""
+        tables, rows = self.tables, self.rows
+        use = np.asarray(self.columns.use_by_column[choice].sum(axis=0)).ravel()
+        short = np.maximum(use[2 * rows.places :] - rows.limit[2 * rows.places :], 0.0) * rows.scale
+        cost = self.columns.cost[choice].sum() + (short * tables.total_price).sum() + self._beyond(choice).sum()
+        return float(cost + tables.constant)
+
+    def by_region(self, choice: Ints, token: Floats) -> Floats:
+        """Cost per hour of each region, less what it serves at prices of a token/s of each model [I]; [J]."""
+        tables, standing = self.tables, standing_of(self.columns, choice)
+        served = served_by(tables, np.arange(len(choice)), standing.counts, standing.pooled)
+        value = self.columns.cost[choice] - token[tables.model_of] * served
+        return np.asarray(np.bincount(tables.region_of, weights=value) + self._beyond(choice).sum(axis=1))
+
+    def _beyond(self, choice: Ints) -> Floats:
+        """Price of the GPUs that pools have beyond the shares taken of them, [J, K]."""
+        tables, pooled = self.tables, self.columns.pooled[choice]
+        beyond = pool_gpus(tables, np.arange(len(choice)), pooled).astype(float)
+        if tables.pools is not None:
+            at = np.flatnonzero(pooled >= 0)
+            share = tables.pools.occupancy[at, pooled[at]] / tables.pools.fill
+            np.subtract.at(beyond, (tables.region_of[at], pooled[at]), share)
+        return np.asarray(beyond * tables.gpu_price)
+
+    def better(self, choice: Ints, open_: Bools, effort: Effort) -> Ints:
+        """A choice that fits and costs no more, from the columns that are open [M] and those chosen now."""
+        current = np.zeros(len(self.columns), bool)
+        current[choice] = True
+        free = np.zeros(len(choice), bool)
+        free[self.columns.endpoint[open_ & ~current]] = True
+        at = np.flatnonzero((open_ | current) & free[self.columns.endpoint])
+        if not len(at):
+            return choice
+        program = _Program(self, choice, free, at)
+        picked = program.solved(current[at], effort, self.cost(choice))
+        if picked is None:
+            return choice
+        changed = choice.copy()
+        changed[free] = picked
+        better = self._fits(changed) and self.cost(changed) <= self.cost(choice)
+        return changed if better else choice
+
+    def _fits(self, choice: Ints) -> bool:
+        tables, standing = self.tables, standing_of(self.columns, choice)
+        taken = pool_gpus(tables, np.arange(len(choice)), standing.pooled)
+        np.add.at(taken, tables.region_of, standing.counts * tables.gpus[tables.model_of])
+        return bool((taken <= tables.capacity).all())
+
+
+class _Program:
+    """Variables: columns, demand not served by model, GPUs beyond the shares of a pool and slots of it by place."""
+
+    def __init__(self, chooser: Chooser, choice: Ints, free: Bools, at: Ints) -> None:
+        tables, rows, columns = chooser.tables, chooser.rows, chooser.columns
+        self._columns, self._at, self._tables = columns, at, tables
+        fixed = choice[~free]
+        left = rows.limit - np.asarray(columns.use_by_column[fixed].sum(axis=0)).ravel()
+        taken = sparse.csr_matrix(columns.use_by_column[at].T)
+        touched = np.flatnonzero(np.diff(taken.indptr))
+        places = np.unique(touched[touched < 2 * rows.places] % rows.places)
+        models = touched[touched >= 2 * rows.places]
+        pools = places if tables.pools else places[:0]
+        shares = columns.use_by_column[:, places] if tables.pools else columns.use_by_column[:, :0]
+        pooled = sparse.diags((columns.pooled >= 0).astype(float))
+        shares = sparse.csr_matrix(pooled @ shares)
+        self._share = sparse.csr_matrix(shares[at].T)
+        self._share_fixed = np.asarray(shares[fixed].sum(axis=0)).ravel()
+        self._blocks = [taken[places], taken[rows.places + pools], taken[models]]
+        self._left = [left[places], left[rows.places + pools], left[models]]
+        self._model_price = (tables.total_price * rows.scale)[models - 2 * rows.places]
+        self._place_price = tables.gpu_price[pools % len(tables.gpu_types)]
+        whole = pool_gpus(tables, np.arange(len(choice)), columns.pooled[choice]).ravel()
+        self._pool_now = whole[pools].astype(float)
+        self._step = tables.pools.step.ravel()[pools].astype(float) if tables.pools else self._pool_now
+        self._slots_most = tables.capacity.ravel()[pools] // self._step
+
+    def solved(self, current: Bools, effort: Effort, cost_now: float) -> Ints | None:
+        """The columns chosen, one for each free endpoint in order; None if HiGHS has none. `cost_now`: of the whole
+        choice that stands, of which the program knows a part.
+        """
+        start = self._start(current)
+        lp = self._lp(start)
+        target = effort.target - cost_now + float(lp.col_cost_ @ start)
+        solver = highspy.Highs()  # type: ignore[no-untyped-call]
+        options = {"output_flag": False, "threads": 1, "random_seed": SEED, "mip_rel_gap": 0.0}
+        options |= {"mip_abs_gap": effort.gap_abs, "mip_max_nodes": effort.nodes_max, "objective_target": target}
+        for name, value in options.items():
+            solver.setOptionValue(name, value)
+        solver.passModel(lp)
+        first = highspy.HighsSolution()
+        first.col_value = start.tolist()
+        solver.setSolution(first)
+        solver.cbMipInterrupt.subscribe(lambda event: event.interrupt() if effort.should_stop() else None)
+        solver.run()
+        if solver.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return None
+        picked = self._at[np.array(solver.getSolution().col_value)[: len(self._at)] > LEAST_PART]
+        free = np.unique(self._columns.endpoint[self._at])
+        return picked if np.array_equal(self._columns.endpoint[picked], free) else None
+
+    def _start(self, current: Bools) -> Floats:
+        chosen = current.astype(float)
+        short = np.maximum(self._blocks[2] @ chosen - self._left[2], 0.0)
+        beyond = self._pool_now - self._share_fixed - self._share @ chosen
+        return np.concatenate([chosen, short, np.maximum(beyond, 0.0), self._pool_now / self._step])
+
+    def _lp(self, start: Floats) -> highspy.HighsLp:
+        columns, at = self._columns, self._at
+        endpoints, which = np.unique(columns.endpoint[at], return_inverse=True)
+        size, shorts, pools = len(at), len(self._left[2]), len(self._pool_now)
+        one = sparse.csr_matrix((np.ones(size), (which, np.arange(size))), shape=(len(endpoints), size))
+        of_pool, none = sparse.identity(pools), sparse.csr_matrix((len(self._left[0]), pools))
+        at_place = of_pool if pools else none
+        blocks = [[one, None, None, None], [self._blocks[0], None, at_place, none]]
+        if pools:
+            blocks += [[self._blocks[1], None, -of_pool, None], [self._share, None, of_pool, -sparse.diags(self._step)]]
+        blocks.append([self._blocks[2], -sparse.identity(shorts), None, None])
+        matrix = sparse.csc_matrix(sparse.bmat(blocks))
+        ones, below = np.ones(len(endpoints)), [self._left[0], *([self._left[1], -self._share_fixed] if pools else [])]
+        upper = np.concatenate([ones, *below, self._left[2]])
+        lower = np.full(len(upper), -np.inf)
+        lower[: len(ones)] = 1.0
+        if pools:
+            exact = slice(len(upper) - shorts - pools, len(upper) - shorts)
+            lower[exact] = upper[exact]
+        lp = highspy.HighsLp()
+        lp.num_row_, lp.num_col_ = matrix.shape
+        lp.col_cost_ = np.concatenate([columns.cost[at], self._model_price, self._place_price, np.zeros(pools)])
+        lp.col_lower_ = np.zeros(matrix.shape[1])
+        most_short = start[size : size + shorts]
+        lp.col_upper_ = np.concatenate([np.ones(size), most_short, np.full(pools, np.inf), self._slots_most])
+        lp.row_lower_, lp.row_upper_ = lower, upper
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
+        whole = np.concatenate([np.ones(size), np.zeros(shorts + pools), np.ones(pools)])
+        kind = highspy.HighsVarType
+        lp.integrality_ = [kind.kInteger if each else kind.kContinuous for each in whole.tolist()]
+        return lp

@@ -1,0 +1,132 @@
+"""Columns: ways to serve one endpoint, each with what it costs and what it takes of what endpoints share.
+
+Shared are the rows: GPUs of a place (J x K), host memory for pooled weights there (J x K), and the demand of a model
+over all regions (I). A pooled endpoint takes its occupancy over the fill in GPUs, as if pools came in parts of a GPU;
+the host row holds what its weights take beyond that. So every price of the rows gives a lower bound.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy import sparse
+
+from controlplane.policies.placement.priced.relax import cost_of_counts
+from controlplane.policies.placement.priced.tables import Bools, Floats, Ints, Tables
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows:
+    """The shared rows: use <= `limit`, price between 0 and `price_most`; `scale`: tokens/s per unit of demand, [I]."""
+
+    limit: Floats
+    price_most: Floats
+    scale: Floats
+    places: int
+
+    def of_places(self, prices: Floats) -> tuple[Floats, Floats, Floats]:
+        """Prices of a GPU [JK], of host memory [JK], and of a token/s of each model [I]."""
+        gpu, host, token = np.split(prices, [self.places, 2 * self.places])
+        return gpu, host, token / self.scale
+
+
+def rows_of(tables: Tables) -> Rows:
+    """The shared rows of these tables. Demand rows are divided by the model's best throughput."""
+    scale = np.where(tables.total_price > 0, tables.speed.max(axis=1), 1.0)
+    scale = np.where(scale > 0, scale, 1.0)
+    places = tables.capacity.size
+    host_most = np.tile(tables.gpu_price, len(tables.regions)) if tables.pools else np.zeros(places)
+    return Rows(
+        limit=np.concatenate([tables.capacity.ravel().astype(float), np.zeros(places), -tables.total / scale]),
+        price_most=np.concatenate([np.full(places, np.inf), host_most, tables.total_price * scale]),
+        scale=scale,
+        places=places,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Columns:
+    """M ways to serve endpoints, ordered by endpoint, none twice.
+
+    Attributes:
+        endpoint: whose it is, [M].
+        counts: instances, [M, K]; all zero where pooled.
+        pooled: GPU type of the pool, -1 = none, [M].
+        cost: per hour, prices of what lacks at home included, [M].
+        use: of the shared rows by each column, [rows, M].
+        first: the first column of each endpoint that has any.
+    """
+
+    endpoint: Ints
+    counts: Ints
+    pooled: Ints
+    cost: Floats
+    use: sparse.csr_matrix
+    first: Ints = field(init=False)
+    use_by_column: sparse.csr_matrix = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Index the endpoints."""
+        object.__setattr__(self, "first", np.flatnonzero(np.diff(self.endpoint, prepend=-1)))
+        object.__setattr__(self, "use_by_column", self.use.T.tocsr())
+
+    def __len__(self) -> int:
+        """Number of columns."""
+        return len(self.endpoint)
+
+    def spread(self, by_endpoint: Floats) -> Floats:
+        """A number of each endpoint that has columns, for each of its columns, [M]."""
+        return np.repeat(by_endpoint, np.diff(self.first, append=len(self.endpoint)))
+
+    def take(self, chosen: Bools) -> "Columns":
+        """Some of the columns, [M]."""
+        return Columns(
+            endpoint=self.endpoint[chosen],
+            counts=self.counts[chosen],
+            pooled=self.pooled[chosen],
+            cost=self.cost[chosen],
+            use=self.use[:, np.flatnonzero(chosen)],
+        )
+
+    def priced(self, prices: Floats) -> Floats:
+        """Cost at these prices, [M]."""
+        return np.asarray(self.cost + self.use_by_column @ prices)
+
+
+def make_columns(tables: Tables, rows: Rows, endpoint: Ints, counts: Ints, pooled: Ints) -> Columns:
+    """Columns of these answers, doubles left out."""
+    distinct = np.unique(np.column_stack([endpoint, pooled, counts]), axis=0)
+    endpoint, pooled, counts = distinct[:, 0], distinct[:, 1], distinct[:, 2:]
+    model, region = tables.model_of[endpoint], tables.region_of[endpoint]
+    served = (counts * tables.speed[model]).sum(axis=1)
+    cost = cost_of_counts(counts, tables.room[endpoint], tables.price[endpoint]).sum(axis=1)
+    alone = pooled < 0
+    cost += alone * np.maximum(tables.home[endpoint] - served, 0.0) * tables.home_price[endpoint]
+    cost += alone * np.maximum(tables.fewest[endpoint] - counts.sum(axis=1), 0) * tables.fewest_price[endpoint]
+    gpus = (counts * tables.gpus[model]).astype(float)
+    host = np.zeros(len(endpoint))
+    if tables.pools and len(at := np.flatnonzero(~alone)):
+        kind, of = pooled[at], endpoint[at]
+        share = tables.pools.occupancy[of, kind] / tables.pools.fill
+        gpus[at, kind] = share
+        host[at] = tables.pools.weights[of, kind] - share
+        cost[at] += tables.pools.extra[of, kind] + tables.gpu_price[kind] * share
+        served[at] = tables.pools.served[of]
+    types = tables.capacity.shape[1]
+    place = region[:, None] * types + np.arange(types)
+    at_row = np.column_stack([place, rows.places + region * types + np.maximum(pooled, 0), 2 * rows.places + model])
+    amount = np.column_stack([gpus, host, -served / rows.scale[model]])
+    number = np.broadcast_to(np.arange(len(endpoint))[:, None], amount.shape)
+    used = amount != 0
+    use = sparse.csr_matrix((amount[used], (at_row[used], number[used])), shape=(len(rows.limit), len(endpoint)))
+    return Columns(endpoint=endpoint, counts=counts, pooled=pooled, cost=cost, use=use)
+
+
+def joined(tables: Tables, rows: Rows, columns: Columns, endpoint: Ints, counts: Ints, pooled: Ints) -> Columns:
+    """These columns and more."""
+    return make_columns(
+        tables,
+        rows,
+        np.concatenate([columns.endpoint, endpoint]),
+        np.concatenate([columns.counts, counts]),
+        np.concatenate([columns.pooled, pooled]),
+    )

@@ -1,0 +1,294 @@
+"""Large placement problems by prices: a good placement, and a proven bound on every other.
+
+Capacity and a model's whole demand are all that endpoints share. Priced, the problem falls apart into one small exact
+search per endpoint, whatever the size of the fleet; the prices that make those answers fit best also bound the cost
+from below. Then one way of serving is chosen for each endpoint so that all fit: by an integer program over the ways
+that cost least at those prices, for the whole fleet, and region by region. Where a region stays far above its bound,
+its own integer program raises the bound.
+
+    prices_tables.py   the problem as arrays          prices_master.py   best prices over columns known, by HiGHS
+    prices_search.py   one endpoint, exactly          prices_repair.py   a first choice, made to fit
+    prices_relax.py    its relaxation                 prices_near.py     the columns nearest to the best
+    prices_columns.py  ways of serving, as columns    prices_choice.py   one of them for each endpoint, by HiGHS
+    prices_dual.py     prices, and what they prove    prices_regions.py  a better bound for one region, by HiGHS
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from controlplane.policies.facts import EndpointGpu, RegionGpu
+from controlplane.policies.placement.cost import fleet_cost, gap_of, grid_cost
+from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
+from controlplane.policies.placement.grid import Grid, grid_of
+from controlplane.policies.placement.priced.choice import Chooser, Effort
+from controlplane.policies.placement.priced.columns import Columns
+from controlplane.policies.placement.priced.dual import Dual, climb, first_dual, priced_out, soft_choice
+from controlplane.policies.placement.priced.master import relax_master
+from controlplane.policies.placement.priced.near import Near, near_columns, near_of
+from controlplane.policies.placement.priced.regions import region_bound
+from controlplane.policies.placement.priced.repair import Standing, moved, pool_gpus, relieved, rounded, standing_of
+from controlplane.policies.placement.priced.tables import Floats, Tables, build_tables
+
+SAFETY = 0.95
+"""The share of the gap that is aimed at: the fleet that it is a share of is not known yet."""
+LEAST_GAIN = 1e-6
+LEAST_TAU = 1e-3
+LEAST_PROMISE, NEARNESS = 0.05, 0.01
+"""A region this share of the gap above its bound is worth an integer program for a better one, solved to this share of
+what it is above: what is left open in each region adds up over all of them.
+"""
+SPARE, FEW = 0.08, 20
+"""Columns are near that cost at most this share of what an endpoint costs on average above its best; less where fewer
+than `FEW` of each endpoint are kept.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriceSettings:
+    """Limits of the search; none is a time, so that the same facts end the same way.
+
+    Attributes:
+        climb_rounds: of raising the bound by the smoothed dual; fewer where it rises no more.
+        exact_rounds: of raising it by the linear program over the columns, while they are at most `exact_columns_max`.
+        choices: columns that each choice for the whole fleet may take beyond those that stand, and the share of the
+            gap to which it is solved; one after the other, until the gap is reached.
+        near_max: near columns in all, about; `near_each_most` and `near_each_least` for each endpoint.
+        region_cells_max: cells of a region whose bound may be raised by an integer program.
+        nodes_max: of branch and bound in each choice; `region_nodes_max` where a region's bound is raised.
+        moves_max: of single instances after a choice, per model and region at a time.
+    """
+
+    climb_rounds: int = 24
+    exact_rounds: int = 8
+    exact_columns_max: int = 60_000
+    choices: tuple[tuple[int, float], ...] = ((2_500, 1.0), (5_000, 0.6), (10_000, 0.4))
+    near_max: int = 40_000
+    near_each_most: int = 100
+    near_each_least: int = 4
+    region_cells_max: int = 400
+    nodes_max: int = 20
+    region_nodes_max: int = 200
+    moves_max: int = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedSolution:
+    """A placement found by prices.
+
+    Attributes:
+        counts: instances; cells without any are left out.
+        pooled: endpoints pooled, and where.
+        pool_gpus: GPUs given to pools.
+        objective: cost per hour, as `cost_of` says.
+        bound: no placement costs less.
+        gap: (objective - bound) as a share of the fleet's cost.
+        iterations: rounds in which the bound was raised.
+        reason: how it ended, in plain words.
+    """
+
+    counts: Mapping[EndpointGpu, int]
+    pooled: frozenset[EndpointGpu]
+    pool_gpus: Mapping[RegionGpu, int]
+    objective: float
+    bound: float
+    gap: float
+    iterations: int
+    reason: str
+
+
+def solve_by_prices(
+    facts: PlacementFacts,
+    settings: PlacementSettings,
+    *,
+    limits: PriceSettings | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> PricedSolution:
+    """Place by prices.
+
+    Args:
+        facts: the fleet and the demand; their order does not matter.
+        settings: epsilon, prices of falling short, and the gap that will do.
+        limits: of the search.
+        should_stop: asked between rounds and by HiGHS; True ends the search with what there is.
+
+    Returns:
+        A placement that fits, and its proven distance to the best.
+    """
+    return solve_grid(grid_of(facts, settings), settings.gap, limits or PriceSettings(), should_stop)
+
+
+def solve_grid(grid: Grid, gap: float, limits: PriceSettings, should_stop: Callable[[], bool]) -> PricedSolution:
+    """The same for a grid that is laid out already."""
+    if not grid.cells and not grid.options:
+        cost = grid_cost(grid, {}, frozenset(), {})
+        return PricedSolution(
+            counts={},
+            pooled=frozenset(),
+            pool_gpus={},
+            objective=cost,
+            bound=cost,
+            gap=0.0,
+            iterations=0,
+            reason="nothing can stand anywhere",
+        )
+    return _Search(grid, build_tables(grid), gap, limits, should_stop).run()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Mix:
+    """Columns, and how much of each a relaxation takes: 1 in all for each endpoint."""
+
+    columns: Columns
+    weights: Floats
+
+
+class _Search:
+    def __init__(
+        self, grid: Grid, tables: Tables, gap: float, limits: PriceSettings, should_stop: Callable[[], bool]
+    ) -> None:
+        self._grid, self._tables, self._gap, self._limits, self._should_stop = grid, tables, gap, limits, should_stop
+
+    def run(self) -> PricedSolution:
+        limits, tables = self._limits, self._tables
+        dual = climb(tables, first_dual(tables), limits.climb_rounds, self._gap / 20, self._should_stop)
+        dual, mix = self._exact(dual)
+        standing = self._rounded(dual, mix)
+        best = self._solution(dual.rounds, dual.bound, standing, "rounded from the prices")
+        if best.gap <= self._gap or self._should_stop():
+            return best
+        fleet = fleet_cost(self._grid, best.counts, best.pool_gpus)
+        size = len(tables.home)
+        each_max = min(max(limits.near_max // size, limits.near_each_least), limits.near_each_most)
+        spare = SPARE * fleet / size * min(1.0, each_max / FEW)
+        near = near_columns(tables, dual, mix.columns, standing, spare=spare, each_max=each_max)
+        choices = _Choices(tables, dual, near, limits, SAFETY * self._gap * fleet, self._should_stop)
+        for number, share in limits.choices:
+            if best.gap <= self._gap or self._should_stop():
+                break
+            choices.improve(number, share)
+            standing = moved(tables, choices.standing(), limits.moves_max)
+            found = self._solution(dual.rounds, choices.bound, standing, "chosen among ways near the prices")
+            best = min(found, self._bounded(best, choices.bound), key=lambda each: each.objective)
+            choices.go_on_from(near_of(tables, dual, near.columns, standing, near.least, spare=spare))
+        return best
+
+    def _exact(self, dual: Dual) -> tuple[Dual, _Mix]:
+        """The best prices over the columns, and the columns they ask for, until that raises the bound no more."""
+        tables = self._tables
+        tau = LEAST_TAU * float(tables.gpu_price.max(initial=0.0) or 1.0)
+        mix = _Mix(columns=dual.columns, weights=soft_choice(dual.columns, dual.prices, tau)[1])
+        for _ in range(self._limits.exact_rounds):
+            if len(dual.columns) > self._limits.exact_columns_max or self._should_stop():
+                break
+            relaxed = relax_master(tables, dual.rows, dual.columns, self._should_stop)
+            if relaxed is None:
+                break
+            mix = _Mix(columns=dual.columns, weights=relaxed.weights)
+            dual = priced_out(tables, dual, relaxed.prices)
+            if relaxed.objective - dual.bound <= max(LEAST_GAIN, self._gap / 20) * abs(dual.bound):
+                break
+        return dual, mix
+
+    def _rounded(self, dual: Dual, mix: _Mix) -> Standing:
+        """A column for each endpoint, made to fit."""
+        choice = rounded(self._tables, dual.rows, mix.columns, mix.weights, dual.prices)
+        choice = relieved(self._tables, mix.columns, choice, dual.prices)
+        return moved(self._tables, standing_of(mix.columns, choice), self._limits.moves_max)
+
+    def _solution(self, rounds: int, bound: float, standing: Standing, how: str) -> PricedSolution:
+        tables = self._tables
+        counts, pooled = tables.counts_by_key(standing.counts), tables.pooled_keys(standing.pooled)
+        gpus = tables.pool_gpus_by_key(pool_gpus(tables, np.arange(len(tables.home)), standing.pooled))
+        found = PricedSolution(
+            counts=counts,
+            pooled=pooled,
+            pool_gpus=gpus,
+            objective=grid_cost(self._grid, counts, pooled, gpus),
+            bound=bound,
+            gap=0.0,
+            iterations=rounds,
+            reason=how,
+        )
+        return self._bounded(found, bound)
+
+    def _bounded(self, found: PricedSolution, bound: float) -> PricedSolution:
+        """The same placement with another bound."""
+        bound = float(min(bound, found.objective))
+        gap = gap_of(found.objective, bound, fleet_cost(self._grid, found.counts, found.pool_gpus))
+        return replace(found, bound=bound, gap=gap)
+
+
+class _Choices:
+    """A choice among near columns, and a bound, while both get better. `slack`: cost per hour that may be between."""
+
+    def __init__(
+        self,
+        tables: Tables,
+        dual: Dual,
+        near: Near,
+        limits: PriceSettings,
+        slack: float,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.bound = dual.bound
+        self._tables, self._rows, self._limits = tables, dual.rows, limits
+        self._slack, self._should_stop = slack, should_stop
+        self.go_on_from(near)
+        gpu, _host, self._token = dual.rows.of_places(dual.prices)
+        gpus = (gpu.reshape(tables.capacity.shape) * tables.capacity).sum(axis=1)
+        self._low = np.bincount(tables.region_of, weights=near.least) - gpus
+        self._raised = np.zeros(len(tables.regions), bool)
+
+    def go_on_from(self, near: Near) -> None:
+        """Choose among these columns from now on, beginning with what stands."""
+        self._near, self.choice = near, near.choice
+        self._chooser = Chooser(tables=self._tables, rows=self._rows, columns=near.columns)
+
+    def standing(self) -> Standing:
+        """The placement chosen."""
+        return standing_of(self._near.columns, self.choice)
+
+    def improve(self, number: int, share: float) -> None:
+        """For the whole fleet, with so many more columns open, to a share of the slack; then region by region; then
+        the bound.
+        """
+        self.choice = self._chooser.better(self.choice, self._near.nearest(number), self._effort(share * self._slack))
+        region = self._tables.region_of[self._near.columns.endpoint]
+        regions = len(self._tables.regions)
+        for j in range(regions):
+            if self._reached() or self._should_stop():
+                return
+            self.choice = self._chooser.better(self.choice, region == j, self._effort(self._slack / (5 * regions)))
+        self._raise_bound()
+
+    def _raise_bound(self) -> None:
+        tables, limits = self._tables, self._limits
+        excess = self._chooser.by_region(self.choice, self._token) - self._low
+        cells = np.bincount(tables.region_of, weights=(tables.room.sum(axis=2) > 0).sum(axis=1))
+        worth_it = (excess > LEAST_PROMISE * self._slack) & (cells <= limits.region_cells_max) & ~self._raised
+        for j in sorted(np.flatnonzero(worth_it).tolist(), key=lambda j: -excess[j]):
+            if self._reached() or self._should_stop():
+                break
+            bound = region_bound(
+                tables,
+                j,
+                self._token,
+                gap_abs=NEARNESS * excess[j],
+                nodes_max=limits.region_nodes_max,
+                should_stop=self._should_stop,
+            )
+            gain = max(0.0, bound - float(self._low[j]))
+            self._low[j], self.bound, self._raised[j] = self._low[j] + gain, self.bound + gain, True
+
+    def _reached(self) -> bool:
+        return self._chooser.cost(self.choice) - self.bound <= self._slack
+
+    def _effort(self, gap_abs: float) -> Effort:
+        return Effort(
+            target=self.bound + self._slack,
+            gap_abs=gap_abs,
+            nodes_max=self._limits.nodes_max,
+            should_stop=self._should_stop,
+        )

@@ -1,0 +1,200 @@
+"""Prices of what endpoints share, and the lower bound they prove (Lagrangian relaxation, columns made as needed).
+
+For any prices y >= 0 of the shared rows (use <= limit), no placement costs less than
+
+    L(y) = sum over endpoints (cheapest way to serve it at y) - limit y
+
+The first term is found exactly (prices_search.py), so L(y) is proven however y came about. y climbs on the columns
+known so far: L is smoothed by a soft minimum of width tau, which falls, and L-BFGS climbs within a box around the best
+y; then the columns that are cheapest at the new y are added. Where columns are few, the linear program over them
+(prices_master.py) gives y exactly.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy import optimize
+
+from controlplane.policies.placement.priced.columns import Columns, Rows, joined, make_columns, rows_of
+from controlplane.policies.placement.priced.relax import Cells
+from controlplane.policies.placement.priced.search import search
+from controlplane.policies.placement.priced.tables import Floats, Ints, Tables
+
+CHUNK, CHUNK_SPARE = 4096, 512
+"""Endpoints searched at a time: it bounds the memory."""
+WIDTH_FIRST, WIDTH_GROWTH = 1.0, 1.5
+"""The box around the best prices, in their scale: it grows with each step that raised the bound, else it halves."""
+TAU_FIRST, TAU_LAST, TAU_FALL = 0.1, 0.001, 0.7
+"""In dearest prices of a GPU per hour."""
+CLIMB_STEPS, PATIENCE = 400, 4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dual:
+    """Where the climb stands. `bound`: proven by `prices`. `rounds`: in which the bound was looked for."""
+
+    rows: Rows
+    columns: Columns
+    bound: float
+    prices: Floats
+    rounds: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ways:
+    """Ways to serve N endpoints, as columns are made of.
+
+    Attributes:
+        least: proven least cost of each endpoint, [N].
+        endpoint: whose each way is, [M], with `counts` [M, K] and `pooled` [M].
+    """
+
+    least: Floats
+    endpoint: Ints
+    counts: Ints
+    pooled: Ints
+
+
+def ways_at(
+    tables: Tables,
+    rows: Rows,
+    prices: Floats,
+    *,
+    among: Ints | None = None,
+    keep: int = 1,
+    spare: Floats | None = None,
+    exact: bool = True,
+) -> Ways:
+    """The cheapest ways to serve each endpoint at these prices.
+
+    Args:
+        tables: the problem.
+        rows: its shared rows.
+        prices: of them.
+        among: these endpoints only, [N].
+        keep: ways of each endpoint at most.
+        spare: list ways that cost so much more than the cheapest too, [N].
+        exact: False = good ways found quickly, and a weaker bound.
+    """
+    gpu, host, token = rows.of_places(prices)
+    gpu, host = gpu.reshape(tables.capacity.shape), host.reshape(tables.capacity.shape)
+    among = np.arange(len(tables.home)) if among is None else among
+    least, found = np.zeros(len(among)), []
+    size = CHUNK if spare is None else CHUNK_SPARE
+    for start in range(0, len(among), size):
+        part = slice(start, start + size)
+        at = among[part]
+        model, region = tables.model_of[at], tables.region_of[at]
+        unit = gpu[region] * tables.gpus[model] - token[model][:, None] * tables.speed[model]
+        cells = Cells(
+            speed=tables.speed[model],
+            room=tables.room[at],
+            price=tables.price[at] + unit[:, :, None],
+            most=tables.most[at],
+            fewest=tables.fewest[at],
+            fewest_price=tables.fewest_price[at],
+            home=tables.home[at],
+            home_price=tables.home_price[at],
+        )
+        answer = search(cells, keep=keep, spare=0.0 if spare is None else spare[part], exact=exact)
+        least[part] = answer.bound
+        found.append((at[answer.endpoint], answer.counts, np.full(len(answer.endpoint), -1)))
+    if tables.pools:
+        cost = _pool_costs(tables, gpu, host, token)[among]
+        least = np.minimum(least, cost.min(axis=1))
+        limit = least + (0.0 if spare is None else spare)
+        number, kind = np.nonzero(cost <= limit[:, None])
+        found.append((among[number], np.zeros((len(number), tables.capacity.shape[1]), np.int64), kind))
+    endpoint, counts, pooled = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return Ways(least=least, endpoint=endpoint, counts=counts, pooled=pooled)
+
+
+def _pool_costs(tables: Tables, gpu: Floats, host: Floats, token: Floats) -> Floats:
+    """What each pool costs each endpoint at these prices, [E, K]; infinite where it cannot be pooled."""
+    assert tables.pools is not None
+    region = tables.region_of
+    share = tables.pools.occupancy / tables.pools.fill
+    pooled = np.isfinite(share)
+    share = np.where(pooled, share, 0.0)
+    value = tables.pools.extra + (tables.gpu_price + gpu[region] - host[region]) * share
+    value += host[region] * tables.pools.weights - (token[tables.model_of] * tables.pools.served)[:, None]
+    return np.where(pooled, value, np.inf)
+
+
+def first_dual(tables: Tables) -> Dual:
+    """Columns to begin with: nothing, each GPU type alone where it is the only cheap one; prices of zero."""
+    rows, (regions, types) = rows_of(tables), tables.capacity.shape
+    size = len(tables.home)
+    parts = [(np.arange(size), np.zeros((size, types), np.int64), np.full(size, -1))]
+    dear = 2.0 * np.tile(tables.gpu_price, (regions, 1))
+    for kind in range(types):
+        gpu = dear.copy()
+        gpu[:, kind] = 0.0
+        prices = np.concatenate([gpu.ravel(), np.zeros(len(rows.limit) - gpu.size)])
+        ways = ways_at(tables, rows, prices, exact=False)
+        parts.append((ways.endpoint, ways.counts, ways.pooled))
+    endpoint, counts, pooled = (np.concatenate(part) for part in zip(*parts, strict=True))
+    columns = make_columns(tables, rows, endpoint, counts, pooled)
+    none = np.zeros(len(rows.limit))
+    return Dual(rows=rows, columns=columns, bound=-np.inf, prices=none)
+
+
+def climb(tables: Tables, dual: Dual, rounds: int, least_gain: float, should_stop: Callable[[], bool]) -> Dual:
+    """Raise the bound, adding columns, for so many rounds at most, or until `PATIENCE` of them raise it by less than
+    the share `least_gain`.
+    """
+    step = _step_of_prices(tables, dual.rows)
+    width, prices, bounds = WIDTH_FIRST, dual.prices, [-np.inf]
+    for turn in range(rounds):
+        dual = priced_out(tables, dual, prices)
+        width = width * WIDTH_GROWTH if dual.bound > bounds[-1] else width / 2
+        bounds.append(dual.bound)
+        if turn + 1 == rounds or should_stop():
+            break
+        if turn >= PATIENCE and bounds[-1] - bounds[-1 - PATIENCE] <= least_gain * abs(bounds[-1]):
+            break
+        tau = max(TAU_FIRST * TAU_FALL**turn, TAU_LAST) * float(tables.gpu_price.max(initial=0.0) or 1.0)
+        low = np.maximum(0.0, dual.prices - width * step)
+        high = np.minimum(dual.rows.price_most, dual.prices + width * step)
+        prices = _climb_smoothed(dual, np.clip(prices, low, high), low, high, tau)
+    return dual
+
+
+def priced_out(tables: Tables, dual: Dual, prices: Floats, *, keep: int = 3) -> Dual:
+    """The bound that these prices prove, if it is better, and the columns that are cheapest at them."""
+    ways = ways_at(tables, dual.rows, prices, keep=keep)
+    bound = float(ways.least.sum() - dual.rows.limit @ prices) + tables.constant
+    columns = joined(tables, dual.rows, dual.columns, ways.endpoint, ways.counts, ways.pooled)
+    if bound > dual.bound:
+        dual = replace(dual, bound=bound, prices=prices)
+    return replace(dual, columns=columns, rounds=dual.rounds + 1)
+
+
+def _step_of_prices(tables: Tables, rows: Rows) -> Floats:
+    """What a price may change by in a round: that of a GPU; of the model's cheapest instance per unit of its demand."""
+    instance = np.where(tables.speed > 0, tables.gpu_price * tables.gpus, np.inf).min(axis=1)
+    gpus = np.tile(tables.gpu_price, len(tables.regions))
+    return np.concatenate([gpus, gpus, np.where(np.isfinite(instance), instance, 0.0)])
+
+
+def _climb_smoothed(dual: Dual, start: Floats, low: Floats, high: Floats, tau: float) -> Floats:
+    columns, limit = dual.columns, dual.rows.limit
+
+    def negated(prices: Floats) -> tuple[float, Floats]:
+        value, weights = soft_choice(columns, prices, tau)
+        return float(limit @ prices) - value, limit - columns.use @ weights
+
+    options = {"maxiter": CLIMB_STEPS, "maxcor": 20}
+    bounds = np.column_stack([low, high])
+    found = optimize.minimize(negated, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+    return np.asarray(np.clip(found.x, low, high))
+
+
+def soft_choice(columns: Columns, prices: Floats, tau: float) -> tuple[float, Floats]:
+    """The soft minimum over each endpoint's columns, summed, and its weights."""
+    value = columns.priced(prices)
+    least = np.minimum.reduceat(value, columns.first)
+    weights = np.exp(-(value - columns.spread(least)) / tau)
+    total = np.add.reduceat(weights, columns.first)
+    return float(np.sum(least - tau * np.log(total))), weights / columns.spread(total)

@@ -1,0 +1,91 @@
+"""The columns nearest to the best at the best prices: what a good placement is chosen among.
+
+A column's excess is what it costs at the prices above the cheapest of its endpoint. A placement costs the bound, plus
+the excesses of its columns, plus what it leaves of the shared rows at their prices: so a good one has small excesses.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from controlplane.policies.placement.priced.columns import Columns, joined
+from controlplane.policies.placement.priced.dual import Dual, ways_at
+from controlplane.policies.placement.priced.relax import TOLERANCE
+from controlplane.policies.placement.priced.repair import Standing, served_by
+from controlplane.policies.placement.priced.tables import Bools, Floats, Ints, Tables
+
+MORE = np.array([1, 2, 4, 8])
+"""Instances that an endpoint which lacks some may get in one choice."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Near:
+    """Near columns.
+
+    Attributes:
+        columns: M of them; those of the standing placement are among them.
+        excess: of each column, per hour, [M].
+        choice: the column of each endpoint that stands, [E].
+        least: what each endpoint costs at least at the prices, [E].
+    """
+
+    columns: Columns
+    excess: Floats
+    choice: Ints
+    least: Floats
+
+    def nearest(self, number: int) -> Bools:
+        """The columns of least excess, about so many beyond one for each endpoint, [M]."""
+        number += len(self.choice)
+        if number >= len(self.columns):
+            return np.ones(len(self.columns), bool)
+        return np.asarray(self.excess <= np.partition(self.excess, number)[number])
+
+
+def near_columns(
+    tables: Tables, dual: Dual, known: Columns, standing: Standing, *, spare: float, each_max: int
+) -> Near:
+    """Columns with an excess of at most `spare`, at most `each_max` found for each endpoint; what stands; and what
+    would serve more where too little is served.
+    """
+    every = np.arange(len(tables.home))
+    ways = ways_at(tables, dual.rows, dual.prices, keep=each_max, spare=np.full(len(every), spare))
+    columns = joined(tables, dual.rows, known, ways.endpoint, ways.counts, ways.pooled)
+    return near_of(tables, dual, columns, standing, ways.least, spare=spare)
+
+
+def near_of(tables: Tables, dual: Dual, columns: Columns, standing: Standing, least: Floats, *, spare: float) -> Near:
+    """Those of these columns that are near, what stands, and what would serve more where too little is served."""
+    every = np.arange(len(tables.home))
+    endpoint, counts = _serving_more(tables, standing)
+    columns = joined(
+        tables,
+        dual.rows,
+        columns,
+        np.concatenate([endpoint, every]),
+        np.concatenate([counts, standing.counts]),
+        np.concatenate([np.full(len(endpoint), -1), standing.pooled]),
+    )
+    value = columns.priced(dual.prices)
+    excess = value - columns.spread(np.minimum.reduceat(value, columns.first))
+    now = standing.counts[columns.endpoint]
+    stands = (columns.counts == now).all(axis=1) & (columns.pooled == standing.pooled[columns.endpoint])
+    more = np.isin(columns.endpoint, endpoint) & (columns.counts >= now).all(axis=1)
+    kept = stands | more | (excess <= spare)
+    return Near(columns=columns.take(kept), excess=excess[kept], choice=np.flatnonzero(stands[kept]), least=least)
+
+
+def _serving_more(tables: Tables, standing: Standing) -> tuple[Ints, Ints]:
+    """Some instances more of one GPU type, for each endpoint that serves too little, or whose model does; others may
+    make room. Endpoints, and counts [., K].
+    """
+    every, types = np.arange(len(tables.home)), tables.capacity.shape[1]
+    served = served_by(tables, every, standing.counts, standing.pooled)
+    lacks = np.bincount(tables.model_of, weights=served) < tables.total * (1 - TOLERANCE)
+    short = lacks[tables.model_of] | (served < tables.home * (1 - TOLERANCE))
+    at = np.flatnonzero(short & (standing.pooled < 0))
+    endpoint, kind, step = (each.ravel() for each in np.meshgrid(at, np.arange(types), MORE, indexing="ij"))
+    counts = standing.counts[endpoint]
+    counts[np.arange(len(endpoint)), kind] += step
+    fits = (counts <= tables.room[endpoint].sum(axis=2)).all(axis=1) & (counts.sum(axis=1) <= tables.most[endpoint])
+    return endpoint[fits], counts[fits]

@@ -1,0 +1,137 @@
+"""A region as a whole, by HiGHS: what it costs at least at the prices of models' demand, with whole instances.
+
+Regions share nothing but the demand of models. The prices of a place's GPUs may mix two ways of serving an endpoint, an
+integer program of the region may not, so its bound is higher where a few large instances fill a place. The sum over
+regions is again a bound on the fleet (Lagrangian relaxation of the demand rows alone).
+
+    min  sum (price_s - token speed) x_s + home_price lacks + few_price few + (extra - token served) z + gpu_price P
+    sum speed x + home Z + lacks >= home            sum x + fewest Z + few >= fewest         sum x + most Z <= most
+    Z = sum z <= 1, sum g x + P <= capacity         sum occupancy z <= fill P                sum weights z <= P
+
+x_s: instances in a segment of cost, z: pooled. In a demand row an instance counts for no more than the row asks.
+"""
+
+from collections.abc import Callable
+
+import highspy
+import numpy as np
+from scipy import sparse
+
+from controlplane.policies.placement.priced.tables import Floats, Ints, Tables
+
+SEED = 1
+
+
+def region_bound(
+    tables: Tables, region: int, token: Floats, *, gap_abs: float, nodes_max: int, should_stop: Callable[[], bool]
+) -> float:
+    """What the region costs per hour at least, less what it serves at these prices.
+
+    Args:
+        tables: the problem.
+        region: its number.
+        token: price per token/s of each model, [I].
+        gap_abs: distance per hour to the region's best that ends the search.
+        nodes_max: of branch and bound.
+        should_stop: asked now and then; True ends the search.
+    """
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
+    options = {"output_flag": False, "threads": 1, "random_seed": SEED, "mip_rel_gap": 0.0}
+    for name, value in {**options, "mip_abs_gap": gap_abs, "mip_max_nodes": nodes_max}.items():
+        solver.setOptionValue(name, value)
+    solver.passModel(_Program(tables, region, token).lp())
+    solver.cbMipInterrupt.subscribe(lambda event: event.interrupt() if should_stop() else None)
+    solver.run()
+    return float(solver.getInfo().mip_dual_bound)
+
+
+class _Program:
+    """Rows are added block by block; each holds columns x, z, lacks, few and P of one region."""
+
+    def __init__(self, tables: Tables, region: int, token: Floats) -> None:
+        here = np.flatnonzero(tables.region_of == region)
+        model = tables.model_of[here]
+        self._rows: list[sparse.csr_matrix] = []
+        self._limits: list[tuple[Floats, Floats]] = []
+        owner, kind, segment = np.nonzero(tables.room[here])
+        speed, gpus = tables.speed[model[owner], kind], tables.gpus[model[owner], kind]
+        self._instance = (owner, kind)
+        self._pooled = self._poolable(tables, here)
+        self._sizes = (len(owner), len(self._pooled[0]), len(here), len(here), len(tables.gpu_types))
+        price = tables.price[here][owner, kind, segment] - token[model[owner]] * speed
+        self._cost = [price, self._pool_price(tables, here, token), tables.home_price[here], tables.fewest_price[here]]
+        self._step = tables.pools.step[region] if tables.pools else np.ones(self._sizes[4], np.int64)
+        self._cost.append(tables.gpu_price * self._step)
+        self._upper = [tables.room[here][owner, kind, segment].astype(float), np.ones(self._sizes[1])]
+        self._upper += [tables.home[here], tables.fewest[here].astype(float)]
+        slots = (tables.capacity[region] // self._step).astype(float)
+        self._upper.append(slots if tables.pools else np.zeros(self._sizes[4]))
+        self._add_endpoints(tables, here, speed)
+        self._add_places(tables, here, region, gpus)
+
+    def _poolable(self, tables: Tables, here: Ints) -> tuple[Ints, Ints]:
+        if tables.pools is None:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        owner, kind = np.nonzero(np.isfinite(tables.pools.occupancy[here]))
+        return owner, kind
+
+    def _pool_price(self, tables: Tables, here: Ints, token: Floats) -> Floats:
+        if tables.pools is None:
+            return np.zeros(0)
+        at, kind = here[self._pooled[0]], self._pooled[1]
+        return np.asarray(tables.pools.extra[at, kind] - token[tables.model_of[at]] * tables.pools.served[at])
+
+    def _add_endpoints(self, tables: Tables, here: Ints, speed: Floats) -> None:
+        owner, pooled, none = self._instance[0], self._pooled[0], np.zeros(0)
+        home, fewest, most = tables.home[here], tables.fewest[here].astype(float), tables.most[here].astype(float)
+        every, beyond = np.ones(len(here)), np.full(len(here), np.inf)
+        best = tables.speed[tables.model_of[here]].max(axis=1)
+        unit = np.where(best > 0, best, np.maximum(home, 1.0))  # rows of about 1, whatever the demand
+        counted = np.minimum(speed, home[owner]) / unit[owner]
+        each = [owner, pooled, np.arange(len(here))]
+        self._add(home / unit, beyond, each, [counted, (home / unit)[pooled], 1.0 / unit, none, none])
+        few = [owner, pooled, each[2][:0], each[2]]
+        ones = np.ones(len(owner))
+        self._add(fewest, beyond, few, [ones, fewest[pooled], none, every, none])
+        self._add(-beyond, most, each[:2], [ones, most[pooled], none, none, none])
+        self._add(-beyond, every, [owner[:0], pooled], [none, np.ones(len(pooled)), none, none, none])
+
+    def _add_places(self, tables: Tables, here: Ints, region: int, gpus: Ints) -> None:
+        none, no = np.zeros(0), np.zeros(0, np.int64)
+        types, kind, pooled = np.arange(self._sizes[4]), self._instance[1], self._pooled[1]
+        any_, capacity = np.full(len(types), -np.inf), tables.capacity[region].astype(float)
+        step = self._step.astype(float)
+        self._add(any_, capacity, [kind, no, no, no, types], [gpus.astype(float), none, none, none, step])
+        if tables.pools is None:
+            return
+        at = here[self._pooled[0]]
+        share = tables.pools.occupancy[at, pooled] / tables.pools.fill
+        for taken in (share, tables.pools.weights[at, pooled]):
+            self._add(any_, 0.0 * capacity, [no, pooled, no, no, types], [none, taken, none, none, -step])
+
+    def _add(self, low: Floats, high: Floats, rows: list[Ints], values: list[Floats]) -> None:
+        """A row for each limit; for each kind of column the row of each and its value, or nothing."""
+        parts = []
+        for number, size in enumerate(self._sizes):
+            row = rows[number] if number < len(rows) and len(rows[number]) else np.zeros(0, np.int64)
+            value = values[number][: len(row)]
+            parts.append(sparse.csr_matrix((value, (row, np.arange(len(row)))), shape=(len(low), size)))
+        self._rows.append(sparse.hstack(parts, format="csr"))
+        self._limits.append((low, high))
+
+    def lp(self) -> highspy.HighsLp:
+        """The program for HiGHS."""
+        matrix = sparse.csc_matrix(sparse.vstack(self._rows))
+        matrix.eliminate_zeros()
+        lp = highspy.HighsLp()
+        lp.num_row_, lp.num_col_ = matrix.shape
+        lp.col_cost_, lp.col_upper_ = np.concatenate(self._cost), np.concatenate(self._upper)
+        lp.col_lower_ = np.zeros(matrix.shape[1])
+        lp.row_lower_, lp.row_upper_ = (np.concatenate(side) for side in zip(*self._limits, strict=True))
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
+        instances, pools, home, few, types = self._sizes
+        kind = highspy.HighsVarType
+        lp.integrality_ = [kind.kInteger] * (instances + pools) + [kind.kContinuous] * (home + few)
+        lp.integrality_ += [kind.kInteger] * types
+        return lp

@@ -1,0 +1,169 @@
+"""From a choice of columns to a placement that fits: over-full places are relieved, then single instances move.
+
+Both are greedy by what they cost at the prices of the shared rows. An endpoint served by nothing fits anywhere, so
+relief always ends.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from controlplane.policies.placement.priced.columns import Columns, Rows
+from controlplane.policies.placement.priced.tables import Floats, Ints, Tables
+
+ROUNDING = 1e-9
+LEAST_NEED = 1e-3
+LEAST_GAIN = 1e-7
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Standing:
+    """A placement: instances [E, K], and the GPU type each endpoint is pooled on, [E], -1 = none."""
+
+    counts: Ints
+    pooled: Ints
+
+
+def served_by(tables: Tables, endpoint: Ints, counts: Ints, pooled: Ints) -> Floats:
+    """Tokens/s that ways to serve endpoints take off their models' rows."""
+    served = (counts * tables.speed[tables.model_of[endpoint]]).sum(axis=1)
+    return served if tables.pools is None else np.where(pooled >= 0, tables.pools.served[endpoint], served)
+
+
+def pool_gpus(tables: Tables, endpoint: Ints, pooled: Ints) -> Ints:
+    """GPUs of whole slots that pools need for these endpoints, pooled on these GPU types (-1 = not pooled), [J, K]."""
+    if tables.pools is None:
+        return np.zeros(tables.capacity.shape, np.int64)
+    at, kind = endpoint[pooled >= 0], pooled[pooled >= 0]
+    share, weights = np.zeros(tables.capacity.shape), np.zeros(tables.capacity.shape)
+    place = (tables.region_of[at], kind)
+    np.add.at(share, place, tables.pools.occupancy[at, kind] / tables.pools.fill)
+    np.add.at(weights, place, tables.pools.weights[at, kind])
+    slots = np.ceil((np.maximum(share, weights) - ROUNDING) / tables.pools.step)
+    return np.asarray(slots * tables.pools.step).astype(np.int64)
+
+
+def rounded(tables: Tables, rows: Rows, columns: Columns, weights: Floats, prices: Floats) -> Ints:
+    """One column per endpoint, [E], from a mix, region by region: what each model serves follows the mix."""
+    token = rows.of_places(prices)[2] + LEAST_GAIN
+    region, model = tables.region_of[columns.endpoint], tables.model_of[columns.endpoint]
+    served = served_by(tables, columns.endpoint, columns.counts, columns.pooled)
+    value = columns.priced(prices)
+    mean = np.bincount(columns.endpoint, weights=weights * served, minlength=len(tables.home))
+    behind, choice = np.zeros(len(tables.total)), np.zeros(len(tables.home), np.int64)
+    for j in range(len(tables.regions)):
+        at = np.flatnonzero(region == j)
+        here = tables.region_of == j
+        behind += mean[here]
+        score = value[at] + token[model[at]] * np.abs(behind[model[at]] - served[at])
+        order = at[np.lexsort((score, columns.endpoint[at]))]
+        first = np.flatnonzero(np.diff(columns.endpoint[order], prepend=-1))
+        choice[here] = order[first]
+        behind -= served[order[first]]
+    return choice
+
+
+def relieved(tables: Tables, columns: Columns, choice: Ints, prices: Floats) -> Ints:
+    """The choice of one column per endpoint, [E], changed until every place holds what stands there.
+
+    `columns` must let every endpoint be served by nothing.
+    """
+    value = columns.priced(prices)
+    region = tables.region_of[columns.endpoint]
+    choice = choice.copy()
+    for j in range(len(tables.regions)):
+        _relieve_region(tables, columns, choice, j, np.flatnonzero(region == j), value)
+    return choice
+
+
+def _relieve_region(tables: Tables, columns: Columns, choice: Ints, j: int, at: Ints, value: Floats) -> None:
+    """Change the choice among one region's columns `at`: the least harm per GPU too many, again and again."""
+    endpoint, value = columns.endpoint[at], value[at]
+    gpus = columns.counts[at] * tables.gpus[tables.model_of[endpoint]]
+    need = gpus + _pool_need(tables, columns, at)
+    here, turn = np.unique(endpoint, return_inverse=True)
+    chosen = np.searchsorted(at, choice[here])
+    while True:
+        pools = pool_gpus(tables, here, columns.pooled[at[chosen]])[j]
+        over = gpus[chosen].sum(axis=0) + pools - tables.capacity[j]
+        if (over <= 0).all():
+            break
+        now = chosen[turn]
+        after = np.maximum(over - need[now] + need, 0)
+        less = np.maximum(over, 0).sum() - after.sum(axis=1)
+        rate = np.where(less > 0, (value - value[now]) / np.where(less > 0, less, 1.0), np.inf)
+        best = int(rate.argmin())
+        assert np.isfinite(rate[best]), "an endpoint served by nothing relieves its place"
+        chosen[turn[best]] = best
+    choice[here] = at[chosen]
+
+
+def _pool_need(tables: Tables, columns: Columns, at: Ints) -> Floats:
+    """Parts of a GPU that pooled columns take, [., K]."""
+    need = np.zeros((len(at), tables.capacity.shape[1]))
+    if tables.pools is not None:
+        some = np.flatnonzero(columns.pooled[at] >= 0)
+        kind, endpoint = columns.pooled[at[some]], columns.endpoint[at[some]]
+        share = tables.pools.occupancy[endpoint, kind] / tables.pools.fill
+        need[some, kind] = np.maximum(np.maximum(share, tables.pools.weights[endpoint, kind]), LEAST_NEED)
+    return need
+
+
+def moved(tables: Tables, standing: Standing, steps_max: int) -> Standing:
+    """Single instances added where demand is short and GPUs are free, and left out where nothing needs them."""
+    counts, pooled = standing.counts.copy(), standing.pooled
+    free = tables.capacity - pool_gpus(tables, np.arange(len(pooled)), pooled)
+    gpus = tables.gpus[tables.model_of]
+    shape = (len(tables.models), len(tables.regions), len(tables.gpu_types))
+    for _ in range(steps_max):
+        left = free - (counts * gpus).reshape(shape).sum(axis=0)
+        gain, step = _gains(tables, counts, pooled, left)
+        best = gain.reshape(shape).max(axis=(1, 2))
+        cell = gain.reshape(shape[0], -1).argmax(axis=1)
+        moving = np.flatnonzero(best > LEAST_GAIN)
+        if not len(moving):
+            break
+        order = moving[np.lexsort((moving, -best[moving], cell[moving]))]
+        _, first = np.unique(cell[order], return_index=True)
+        chosen = order[first]
+        at, kind = chosen * shape[1] + cell[chosen] // shape[2], cell[chosen] % shape[2]
+        counts[at, kind] += step[at, kind]
+    return Standing(counts=counts, pooled=pooled)
+
+
+def _gains(tables: Tables, counts: Ints, pooled: Ints, left: Ints) -> tuple[Floats, Ints]:
+    """What one instance more or less of each cell saves per hour, the better of the two, [E, K], and which it is."""
+    model, region = tables.model_of, tables.region_of
+    speed, gpus = tables.speed[model], tables.gpus[model]
+    served = (counts * speed).sum(axis=1)
+    busy = served if tables.pools is None else np.where(pooled >= 0, tables.pools.served, served)
+    short = tables.total - np.bincount(model, weights=busy, minlength=len(tables.total))
+    lacks = (tables.home - served)[:, None]
+    below, price = short[model][:, None], tables.total_price[model][:, None]
+    few = (tables.fewest - counts.sum(axis=1))[:, None]
+    held = np.cumsum(tables.room, axis=2)
+    dearer = np.take_along_axis(tables.price, _segment(held, counts), axis=2)[..., 0]
+    saved = np.take_along_axis(tables.price, _segment(held, counts - 1), axis=2)[..., 0]
+    home_price, few_price = tables.home_price[:, None], tables.fewest_price[:, None]
+
+    def penalty(change: Floats, number: int) -> Floats:
+        home = home_price * np.maximum(lacks - change, 0) + few_price * np.maximum(few - number, 0)
+        return np.asarray(home + price * np.maximum(below - change, 0))
+
+    now = penalty(np.zeros_like(speed), 0)
+    alone = (pooled < 0)[:, None]
+    may_add = alone & (counts < held[..., -1]) & (gpus <= left[region]) & (counts.sum(axis=1) < tables.most)[:, None]
+    more = np.where(may_add, now - penalty(speed, 1) - dearer, -np.inf)
+    less = np.where(counts > 0, now - penalty(-speed, -1) + saved, -np.inf)
+    return np.maximum(more, less), np.where(more >= less, 1, -1)
+
+
+def _segment(held: Ints, counts: Ints) -> Ints:
+    """Segment that the instance after so many is in, [E, K, 1]."""
+    before = (held <= np.maximum(counts, 0)[..., None]).sum(axis=2, keepdims=True)
+    return np.asarray(np.minimum(before, held.shape[2] - 1))
+
+
+def standing_of(columns: Columns, choice: Ints) -> Standing:
+    """The placement of a choice of one column per endpoint."""
+    return Standing(counts=columns.counts[choice].copy(), pooled=columns.pooled[choice].copy())

@@ -1,0 +1,257 @@
+"""What a gateway or dispatcher knows of the fleet without asking Postgres or Redis: the live view and the catalog.
+
+Both are refreshed in the background, and the last good copy serves on while its source is away. A process that starts
+without Redis takes its first view from Postgres.
+"""
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+
+import anyio
+import anyio.to_thread
+import msgspec
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from controlplane.errors import TidepoolError, UnavailableError, UnknownModelError
+from controlplane.policies.facts import InstanceFacts, Objective, Tier
+from controlplane.policies.objectives import choose_objective
+from controlplane.policies.routing import choose_preference
+from controlplane.serving.background import in_background
+from controlplane.serving.in_flight_tokens import Sending, SentTokens
+from controlplane.settings import Settings
+from controlplane.store.fleet import Catalog, load_catalog
+from controlplane.store.redis.live import EMPTY_VIEW, FleetView, LiveStore, instance_facts
+from controlplane.store.session import Database
+from controlplane.store.stored_view import stored_view
+from controlplane.store.tables import Model
+
+log = structlog.get_logger()
+_CATALOG_REFRESH_S = 2.0
+_LOOK_UP_EVERY_S = 1.0
+"""At most this often the catalog is read for names that it does not have: anybody can make up names."""
+_VIEW_KEEP_S = 600.0
+_AGE_STEP_S = 0.5
+"""Ages of instances are right to within this."""
+
+
+class FleetCache:
+    """The live view (refreshed several times a second) and the catalog of models and regions (every two seconds).
+    `sent`: tokens this process sent to instances since they last reported.
+    """
+
+    def __init__(self, database: Database, live: LiveStore, settings: Settings) -> None:
+        self._database = database
+        self._live = live
+        self._settings = settings
+        self._view: FleetView = EMPTY_VIEW
+        self._view_at = 0.0
+        self._catalog = Catalog(models={}, regions=(), nodes={})
+        self._view_away = self._has_view = self._has_catalog = False
+        self._looking_up = asyncio.Lock()
+        self._catalog_asked_s = -math.inf
+        self._view_threads, self._catalog_threads = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
+        self._sent = SentTokens()
+        self._placed_s: dict[str, float] = {}
+        self._made_s = time.monotonic()
+        self._facts: dict[str, dict[str, InstanceFacts]] = {}
+        self._facts_of: tuple[FleetView, Catalog, float] = (EMPTY_VIEW, self._catalog, 0.0)
+        self._objectives = {
+            Tier.IW_F: Objective(ttft_s=settings.slo_iw_f_ttft_s, tbt_s=settings.slo_iw_f_tbt_s),
+            Tier.IW_N: Objective(ttft_s=settings.slo_iw_n_ttft_s, tbt_s=settings.slo_iw_n_tbt_s),
+        }
+
+    @contextlib.asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        """Read both once (errors are logged, not raised), then keep them fresh while the block runs."""
+        await self._refresh(self._read_catalog, "catalog")
+        await self._refresh(self._read_view, "live view")
+        async with (
+            in_background(self._repeat(self._read_view, self._settings.view_refresh_s, "live view")),
+            in_background(self._repeat(self._read_catalog, _CATALOG_REFRESH_S, "catalog")),
+        ):
+            yield
+
+    async def model(self, name: str) -> Model:
+        """A registered model; a name not seen yet is looked up once more in Postgres, within about a second.
+
+        Raises:
+            UnknownModelError: nobody registered it.
+        """
+        if name not in self._catalog.models:
+            await self._look_up()
+        found = self._catalog.models.get(name)
+        if found is None:
+            raise UnknownModelError(f"The model '{name}' does not exist.", param="model")
+        return found
+
+    def models(self) -> list[Model]:
+        """All registered models by name."""
+        return [self._catalog.models[name] for name in sorted(self._catalog.models)]
+
+    def context_tokens(self, model: Model) -> int:
+        """Tokens of prompt and answer together that every ready instance of a model takes: fewer than its context where
+        a node's KV memory holds no more.
+        """
+        reports = (report for node in self._view.nodes.values() for report in node.heartbeat.instances)
+        said = (each.context_tokens for each in reports if each.model == model.name and each.state == "ready")
+        return min([model.context_tokens, *(tokens for tokens in said if tokens is not None)])
+
+    def preference(self, origin: str | None) -> tuple[str, ...]:
+        """Regions in the order a request from `origin` prefers them."""
+        return choose_preference(self._catalog.regions, origin, self._catalog.latencies_ms)
+
+    def node_url(self, node: str) -> str | None:
+        """Where a node's agent listens."""
+        view = self._view.nodes.get(node)
+        return view.url if view is not None else self._catalog.nodes.get(node)
+
+    def instances(self, model: str | None = None) -> tuple[InstanceFacts, ...]:
+        """Every instance of the view (of one model, if that is named), aged by the time since it was read, with what
+        was sent since it reported. Those of a model are made once for a view: a request costs little, however many
+        there are. While Redis is away nobody can know better, so the view does not age for its first ten minutes; which
+        instances are gone is found out by trying.
+        """
+        self._drop_old_facts()
+        if model is None:
+            return self._make_facts(None)
+        facts = self._facts.get(model)
+        if facts is None:
+            facts = self._facts[model] = {each.instance_id: each for each in self._make_facts(model)}
+        return tuple(facts.values())
+
+    def _make_facts(self, model: str | None) -> tuple[InstanceFacts, ...]:
+        view, catalog, aged_s = self._facts_of
+        aged = FleetView(read_s=view.read_s + aged_s, nodes=view.nodes)
+        return instance_facts(aged, models=catalog.models, sent=self._sent.of, model=model)
+
+    def _drop_old_facts(self) -> None:
+        """Facts are of the view and catalog of now, and as old as these are."""
+        view, catalog, aged_s = self._facts_of
+        now_aged_s = self._aged_s()
+        if view is not self._view:
+            self._sent.forget(self._heard_at_s())
+        if view is not self._view or catalog is not self._catalog or abs(now_aged_s - aged_s) > _AGE_STEP_S:
+            self._facts, self._facts_of = {}, (self._view, self._catalog, now_aged_s)
+
+    def is_starting(self, model: str, within_s: float) -> bool:
+        """Whether an instance of the model is on some node, or was within so many seconds: one that is not ready now
+        may be soon, and a node that restarts comes back. A process that has just started cannot know better than yes.
+        """
+        return time.monotonic() - self._placed_s.get(model, self._made_s) <= within_s
+
+    def objective(self, model: Model, tier: Tier) -> Objective | None:
+        """What a tier promises of a model; None for deferred requests."""
+        return choose_objective(tier, model.slo, self._objectives)
+
+    def note_sent(self, instance_id: str, tokens: int, input_tokens: int = 0) -> Sending:
+        """Count what is on its way to an instance (`tokens`, and the prompt's part of them) until its next heartbeat
+        shows it.
+        """
+        sending = self._sent.add(instance_id, tokens, input_tokens)
+        self._show_sent(instance_id)
+        return sending
+
+    def note_refused(self, instance_id: str, sending: Sending) -> None:
+        """Count it no more: the instance did not take it."""
+        self._sent.take_back(instance_id, sending)
+        self._show_sent(instance_id)
+
+    def _show_sent(self, instance_id: str) -> None:
+        """Bring the one instance's facts up to date."""
+        tokens, input_tokens = self._sent.of(instance_id)
+        for facts in list(self._facts.values()):
+            if instance_id in facts:
+                shown = msgspec.structs.replace(facts[instance_id], sent_tokens=tokens, sent_input_tokens=input_tokens)
+                facts[instance_id] = shown
+
+    def _heard_at_s(self) -> dict[str, float]:
+        """When each instance's last heartbeat came, on this process's monotonic clock."""
+        return {
+            report.instance_id: self._view_at - (self._view.read_s - node.received_s)
+            for node in self._view.nodes.values()
+            for report in node.heartbeat.instances
+        }
+
+    def _aged_s(self) -> float:
+        unread_s = time.monotonic() - self._view_at
+        return 0.0 if self._view_away and self._has_view and unread_s < _VIEW_KEEP_S else unread_s
+
+    def is_fresh(self) -> bool:
+        """Whether the view was read within the time after which nodes count as unknown."""
+        return time.monotonic() - self._view_at < self._settings.heartbeat_stale_s
+
+    def missing(self) -> list[str]:
+        """What requests cannot be served without: a view that still counts, and the catalog."""
+        missing = [] if self._has_view and self._aged_s() < self._settings.heartbeat_stale_s else ["live view"]
+        return missing if self._has_catalog else [*missing, "catalog"]
+
+    def _read_view(self) -> None:
+        """A first view may come from Postgres while Redis is away; UnavailableError is raised all the same."""
+        keep_s = self._settings.heartbeat_stale_s
+        try:
+            view = _merged(self._view, self._live.read_view(), was_away=self._view_away, keep_s=keep_s)
+        except UnavailableError:
+            if not self._view.nodes:
+                with self._database.transaction() as session:
+                    self._take_view(stored_view(session, heard_s=keep_s))
+            raise
+        self._take_view(view)
+
+    def _take_view(self, view: FleetView) -> None:
+        self._view, self._view_at, self._has_view = view, time.monotonic(), True
+        reports = (report for node in view.nodes.values() for report in node.heartbeat.instances)
+        self._placed_s |= {report.model: self._view_at for report in reports if report.state != "failed"}
+
+    async def _look_up(self) -> None:
+        """Read the catalog as it is from now on. Requests that wait for this share one read."""
+        now_s = time.monotonic()
+        async with self._looking_up:
+            if self._catalog_asked_s >= now_s:
+                return
+            await asyncio.sleep(self._catalog_asked_s + _LOOK_UP_EVERY_S - time.monotonic())
+            await self._refresh(self._read_catalog, "catalog")
+
+    def _read_catalog(self) -> None:
+        self._catalog_asked_s = time.monotonic()
+        with self._database.transaction() as session:
+            self._catalog = load_catalog(session)
+        self._has_catalog = True
+
+    async def _repeat(self, read: Callable[[], None], every_s: float, what: str) -> None:
+        down = False
+        while True:
+            await asyncio.sleep(every_s)
+            ok = await self._refresh(read, what, quiet=down)
+            if read == self._read_view:
+                self._view_away = not ok
+            if ok and down:
+                log.info("source is back", what=what)
+            down = not ok
+
+    async def _refresh(self, read: Callable[[], None], what: str, *, quiet: bool = False) -> bool:
+        """Threads of its own: others may all be waiting for a Postgres that hangs. One read of a source at a time."""
+        threads = self._view_threads if read == self._read_view else self._catalog_threads
+        try:
+            await anyio.to_thread.run_sync(read, limiter=threads)
+        except (TidepoolError, SQLAlchemyError) as error:
+            if not quiet:
+                log.warning("source is away; the last copy serves on", what=what, error=str(error).splitlines()[0])
+            return False
+        return True
+
+
+def _merged(before: FleetView, now: FleetView, *, was_away: bool, keep_s: float) -> FleetView:
+    """The newer of what is known of each node. A Redis that comes back may have forgotten them, and nobody was heard
+    while it was away: their silence begins anew.
+    """
+    heard = dict(now.nodes)
+    for name, node in before.nodes.items():
+        received_s = now.read_s if was_away else node.received_s
+        newer = name not in heard or heard[name].received_s < received_s
+        if newer and now.read_s - received_s <= keep_s:
+            heard[name] = msgspec.structs.replace(heard.get(name, node), received_s=received_s)
+    return FleetView(read_s=now.read_s, nodes=heard)

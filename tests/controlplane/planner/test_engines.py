@@ -1,0 +1,83 @@
+"""Engines through the scale loop: new instances get theirs, and live ones move one after the other."""
+
+import time
+
+import pytest
+from sqlalchemy import select
+
+from controlplane.planner.scale import scale
+from controlplane.policies.lifecycle import InstanceState
+from controlplane.settings import Settings
+from controlplane.store import fleet
+from controlplane.store.instances import desired_of
+from controlplane.store.joining import join_node
+from controlplane.store.tables import Instance, Model, Profile
+from dataplane.messages import EngineChoice, EngineKind, Join, SlotSpec
+from tests.controlplane.world import World
+
+URL = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def settings(settings: Settings) -> Settings:
+    return settings.model_copy(update={"heartbeat_stale_s": 60.0, "spot_enabled": False})
+
+
+def join(world: World, engine: EngineKind, *, workers: int = 1) -> None:
+    slots = tuple(SlotSpec(gpus=workers, memory_bytes=80 << 30, workers=workers) for _ in range(2))
+    join = Join(node="n1", region="us-east", gpu_type="H800", url=URL, slots=slots, engine=engine)
+    with world.database.transaction() as session:
+        join_node(session, join)
+        fleet.touch_node(session, "n1")
+        fleet.put_endpoint(session, model="tide", region="us-east", minimum=2, maximum=2)
+    world.report("n1", "none", region="us-east", url=URL)
+
+
+def settle(world: World, settings: Settings, *, late_s: float = 0.0) -> int:
+    """Scale so much later; how many had to move. What is wanted is ready then."""
+    with world.database.transaction() as session:
+        moved = scale(session, world.live, settings, now_s=time.time() + late_s).moved
+        for row in session.scalars(select(Instance)):
+            row.observed = InstanceState.READY
+        return moved
+
+
+def told(world: World) -> tuple[int, list[tuple[str, str]]]:
+    """The node's generation, and what it is told of its instances, with the reasons that people are shown."""
+    with world.database.transaction() as session:
+        desired = desired_of(session, "n1")
+        reasons = {row.id: row.engine_reason or "" for row in session.scalars(select(Instance))}
+    engines = [(each.model.engine, reasons[each.instance_id]) for each in desired.instances]
+    return desired.generation, sorted(engines)
+
+
+def choose(world: World, engine: EngineChoice) -> None:
+    with world.database.transaction() as session:
+        session.get_one(Model, "tide").engine = engine
+
+
+def test_live_instances_move_one_after_the_other(world: World, settings: Settings) -> None:
+    join(world, "torch")
+    assert settle(world, settings) == 0
+    first, engines = told(world)
+    assert engines == [("torch", "not measured on both engines: the one that its node prefers")] * 2
+    choose(world, "vllm")
+    assert [settle(world, settings, late_s=late_s) for late_s in (61, 30, 61, 61)] == [1, 0, 1, 0]
+    assert told(world) == (first + 2, [("vllm", "chosen for the model")] * 2)
+
+
+def test_slots_of_several_workers_stay_on_the_torch_engine(world: World, settings: Settings) -> None:
+    join(world, "vllm", workers=2)
+    choose(world, "vllm")
+    assert settle(world, settings) == 0
+    assert told(world)[1] == [("torch", "2 workers of its slot serve together: only the torch engine does that")] * 2
+
+
+def test_the_faster_engine_is_taken_where_both_were_measured(world: World, settings: Settings) -> None:
+    join(world, "vllm")
+    settle(world, settings)
+    assert [engine for engine, _ in told(world)[1]] == ["vllm", "vllm"]
+    with world.database.transaction() as session:
+        session.get_one(Profile, ("tide", "H800")).engine_rates = {"torch": 415.0, "vllm": 124.0}
+    assert [settle(world, settings, late_s=61) for _ in range(3)] == [1, 1, 0]
+    assert told(world)[1] == [("torch", "measured: torch 415, vLLM 124 tokens/s")] * 2

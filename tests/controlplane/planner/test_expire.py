@@ -1,0 +1,185 @@
+"""Expiring ends what is over, and nothing more the second time."""
+
+import os
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from sqlalchemy import select, text
+from sqlalchemy.orm import Session
+
+from controlplane.planner.expire import expire, sweep
+from controlplane.settings import Settings
+from controlplane.store.blobs import BlobStore
+from controlplane.store.blobs.base import BlobStore
+from controlplane.store.fleet import fleet_index
+from controlplane.store.queue import claim, expire_leases, waiting_lots
+from controlplane.store.request_log import RequestRecord, find_requests, write_requests
+from controlplane.store.session import Database, make_engine
+from controlplane.store.tables import Desired, Instance, SpotLease
+from tests.controlplane.world import World
+
+
+def lease_all(session: Session, count: int) -> None:
+    """Up to `count` requests of each batch."""
+    claim(session, {(lot.batch, lot.model): count for lot in waiting_lots(session)}, lease_s=60)
+
+
+def test_everything_that_is_over(world: World, blobs: BlobStore) -> None:
+    world.join("n1")
+    world.join("n2")
+    late, batch_id = world.add_batch(lines=1), world.add_batch(lines=2)
+    file_id = world.batch(batch_id).input_file_id
+    with blobs.writing(file_id) as stream:
+        stream.write(b"x")
+    with world.database.transaction() as session:
+        lease_all(session, 1)
+        session.execute(text("UPDATE queued_requests SET lease_until = now() - interval '1 s' WHERE line = 1"))
+        session.execute(text(f"UPDATE batches SET deadline_at = now() - interval '1 s' WHERE id = '{late}'"))
+        session.execute(text("UPDATE nodes SET last_seen_at = now() - interval '61 s' WHERE name = 'n2'"))
+        session.execute(text("UPDATE files SET expires_at = now() - interval '1 s'"))
+    first = expire(world.database, blobs, world.settings)
+    assert first.done() == {"leases": 1, "requests": 1, "files": 2, "silent_nodes": 1}
+    again = expire(world.database, blobs, world.settings)
+    assert (again.done(), again.error) == ({}, None)
+    assert not list((world.settings.home / "files").iterdir())
+    with world.database.transaction() as session:
+        waiting = session.execute(text("SELECT line FROM queued_requests WHERE lease_until IS NULL ORDER BY line"))
+        assert waiting.scalars().all() == [1, 2]
+        ended = session.execute(text("SELECT state FROM batch_results")).scalars().all()
+    assert ended == ["expired"]
+
+
+@pytest.fixture
+def impatient(settings: Settings) -> Iterator[Database]:
+    """The test's database, for whom a statement may take a second."""
+    database = Database(make_engine(settings.model_copy(update={"database_timeout_s": 1})))
+    yield database
+    database.close()
+
+
+def test_a_job_that_fails_holds_up_none_of_the_others(world: World, blobs: BlobStore, impatient: Database) -> None:
+    """The request log cannot be deleted from, nor the fleet be locked, and yet a lease and a deadline are over."""
+    world.join("n1")
+    world.join("n2")
+    world.place("n2")
+    late, _ = world.add_batch(lines=1), world.add_batch(lines=1)
+    with world.database.transaction() as session:
+        lease_all(session, 1)
+        session.execute(text("UPDATE queued_requests SET lease_until = now() - interval '1 s'"))
+        session.execute(text(f"UPDATE batches SET deadline_at = now() - interval '1 s' WHERE id = '{late}'"))
+        session.execute(text("UPDATE nodes SET last_seen_at = now() - interval '61 s' WHERE name = 'n2'"))
+        session.execute(text("UPDATE files SET expires_at = now() - interval '1 s'"))
+    with world.database.transaction() as other:
+        fleet_index(other, lock=True)
+        other.execute(text("LOCK TABLE request_log IN ACCESS EXCLUSIVE MODE"))
+        expired = expire(impatient, blobs, world.settings)
+    assert expired.done() == {"leases": 1, "requests": 1, "files": 2}
+    assert expired.failed.keys() == {"silent_nodes", "request_log"}
+    assert "request_log: OperationalError" in str(expired.error)
+    assert expire(impatient, blobs, world.settings).done() == {"silent_nodes": 1}
+
+
+def test_a_slow_deletion_rolls_back_no_other(world: World, blobs: BlobStore, impatient: Database) -> None:
+    with world.database.transaction() as session:
+        old_rows(session, 2)
+    with world.database.transaction() as other:
+        other.execute(text("LOCK TABLE demand_buckets IN ACCESS EXCLUSIVE MODE"))
+        swept = sweep(impatient, blobs, world.settings, now_s=time.time())
+    assert (swept.done(), swept.failed.keys()) == ({"events": 2}, {"demand"})
+    assert sweep(impatient, blobs, world.settings, now_s=time.time()).done() == {"demand": 2}
+
+
+def test_what_is_old_goes_by_default_however_much_it_is(world: World, blobs: BlobStore) -> None:
+    with world.database.transaction() as session:
+        old_rows(session, 12_000)
+    assert sweep(world.database, blobs, world.settings, now_s=time.time()).done() == {
+        "demand": 12_000,
+        "events": 12_000,
+    }
+
+
+def test_demand_that_forecasts_read_is_kept() -> None:
+    with pytest.raises(ValueError, match="demand_keep_days must cover forecast_history_s"):
+        Settings(demand_keep_days=8, forecast_history_s=9 * 86_400)
+
+
+def old_rows(session: Session, count: int) -> None:
+    """So many events and minutes of demand of half a year ago."""
+    session.execute(
+        text(
+            "INSERT INTO demand_buckets (model, region, kind, start_s, tokens_per_s) SELECT 'tide', 'us-east', 'IW',"
+            " 60 * (floor(extract(epoch FROM now()) / 60) - 180 * 1440 - number), 1 FROM generate_series(1, :count)"
+            " AS number"
+        ),
+        {"count": count},
+    )
+    session.execute(
+        text(
+            "INSERT INTO events (kind, what, subject, at) SELECT 'node', 'joined', 'n1', now() - interval '180 days'"
+            " FROM generate_series(1, :count)"
+        ),
+        {"count": count},
+    )
+
+
+def test_instances_stopped_long_ago_are_forgotten_with_their_leases(world: World, blobs: BlobStore) -> None:
+    world.join("n1")
+    names = {days: world.place("n1", desired=Desired.STOPPED) for days in (6, 8)}
+    running = world.place("n1")
+    with world.database.transaction() as session:
+        for days, name in names.items():
+            session.execute(
+                text(f"UPDATE instances SET changed_at = now() - interval '{days} days' WHERE id = '{name}'")
+            )
+        session.execute(text(f"UPDATE instances SET changed_at = to_timestamp(0) WHERE id = '{running}'"))
+        session.execute(
+            text(
+                "INSERT INTO spot_leases (id, instance_id, holder, created_by, expires_at, ended_at, end_reason) "
+                f"VALUES ('l', '{names[8]}', 'lab', 'lab', now(), now(), 'lost')"
+            )
+        )
+    assert sweep(world.database, blobs, world.settings, now_s=1e9).done() == {"stopped_instances": 1}
+    with world.database.transaction() as session:
+        assert set(session.scalars(select(Instance.id))) == {names[6], running}
+        assert session.scalars(select(SpotLease)).all() == []
+
+
+def test_old_rows_of_the_request_log_are_forgotten(world: World, blobs: BlobStore) -> None:
+    now = datetime.now(UTC)
+    ended = {"new": now, "old": now - timedelta(seconds=world.settings.request_log_keep_s + 60)}
+    with world.database.transaction() as session:
+        write_requests(
+            session,
+            [RequestRecord(request_id=name, ended_at=at, endpoint="/v1/completions") for name, at in ended.items()],
+        )
+    expire(world.database, blobs, world.settings)
+    with world.database.transaction() as session:
+        assert find_requests(session, "old") == []
+        assert len(find_requests(session, "new")) == 1
+
+
+def test_a_request_that_loses_every_dispatcher_ends_in_the_error_file(world: World) -> None:
+    world.add_batch(lines=2)
+    with world.database.transaction() as session:
+        lease_all(session, 2)
+        session.execute(text("UPDATE queued_requests SET lease_until = now() - interval '1 s'"))
+        session.execute(text("UPDATE queued_requests SET attempts = 5 WHERE line = 2"))
+    with world.database.transaction() as session:
+        assert expire_leases(session, attempts_max=5) == 2
+    with world.database.transaction() as session:
+        waiting = session.execute(text("SELECT line FROM queued_requests WHERE lease_until IS NULL")).scalars().all()
+        ended = session.execute(text("SELECT line, error ->> 'code' FROM batch_results")).all()
+    assert (waiting, [tuple(row) for row in ended]) == ([1], [(2, "attempts_exhausted")])
+
+
+def test_the_sweep_deletes_what_no_row_knows_of(world: World, blobs: BlobStore) -> None:
+    known = world.batch(world.add_batch(lines=1)).input_file_id
+    folder = world.settings.home / "files"
+    for name in (known, "file-orphan", "file-half.part", "file-fresh"):
+        (folder / name).write_bytes(b"x")
+        if name != "file-fresh":
+            os.utime(folder / name, (0, 0))
+    assert sweep(world.database, blobs, world.settings, now_s=time.time()).done() == {"blobs": 2}
+    assert {path.name for path in folder.iterdir()} == {known, "file-fresh"}

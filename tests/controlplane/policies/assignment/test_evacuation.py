@@ -1,0 +1,103 @@
+"""Instances that must leave their node: successors first, drains after."""
+
+from typing import Any
+
+import pytest
+
+from controlplane.policies.assignment.evacuation import Evacuation, NodePresence, choose_evacuation, choose_leaving
+from controlplane.policies.assignment.facts import PlacedInstance, SlotRoom
+from tests.controlplane.policies.assignment.test_choose import instance, names, slot, spot
+
+GOES = "node n1 is being drained"
+ROOMS = (slot("n1", accepting=False), slot("n2"))
+
+
+def leaving(name: str, **changes: Any) -> PlacedInstance:
+    return instance(name, leaving=GOES, **changes)
+
+
+def evacuate(*instances: PlacedInstance, rooms: tuple[SlotRoom, ...] = ROOMS) -> Evacuation:
+    return choose_evacuation(instances, rooms, stale_s=5.0)
+
+
+def test_each_gets_one_successor_of_its_own_gpu_type() -> None:
+    done = evacuate(leaving("i1"), leaving("i2"), instance("i3", node_id="n2"))
+    assert [(step.delta, step.gpu_type, step.succeeds, step.reason) for step in done.steps] == [
+        (1, "H", "i1", GOES),
+        (1, "H", "i2", GOES),
+    ]
+    assert (done.drains, done.succeeded) == ((), frozenset())
+
+
+@pytest.mark.parametrize(
+    ("successor_ready", "own_ready", "drained"), [(False, True, []), (True, True, ["i1"]), (False, False, ["i1"])]
+)
+def test_it_drains_once_its_successor_is_ready_or_if_it_never_served(
+    successor_ready: bool, own_ready: bool, drained: list[str]
+) -> None:
+    successor = instance("i9", node_id="n2", succeeds="i1", ready=successor_ready)
+    done = evacuate(leaving("i1", ready=own_ready), successor)
+    assert (done.steps, done.succeeded) == ((), {"i1"}), "one successor is enough"
+    assert names(done.drains) == drained
+
+
+def test_what_does_not_come_up_gets_no_row_of_successors() -> None:
+    assert evacuate(leaving("i1", stuck=True, ready=False)).steps == ()
+    stuck_successor = instance("i9", node_id="n2", succeeds="i1", ready=False, stuck=True)
+    done = evacuate(leaving("i1"), stuck_successor)
+    assert (done.steps, done.drains) == ((), ())
+
+
+def test_what_drains_or_is_lent_out_needs_no_successor() -> None:
+    lent = spot("i2", leaving=GOES)
+    assert evacuate(leaving("i1", draining=True), lent) == Evacuation()
+
+
+def test_another_gpu_type_where_the_region_has_no_open_slot_of_the_same() -> None:
+    for rooms in ((slot("n1", accepting=False), slot("n2", gpu_type="L")), (slot("n1", age_s=9), slot("n2", age_s=9))):
+        (step,) = evacuate(leaving("i1"), rooms=rooms).steps
+        assert step.gpu_type is None
+
+
+def test_a_node_that_stays_after_all_settles_its_successors() -> None:
+    done = evacuate(instance("i1"), instance("i9", node_id="n2", succeeds="i1"))
+    assert (done.settled, done.succeeded) == (("i9",), frozenset())
+
+
+def presence(
+    name: str, silent_s: float | None, *, draining: bool = False, is_leaving: bool = False, holds: bool = True
+) -> NodePresence:
+    return NodePresence(name=name, draining=draining, leaving=is_leaving, silent_s=silent_s, has_instances=holds)
+
+
+def test_nodes_leave_by_order_by_themselves_and_by_silence() -> None:
+    nodes = [
+        presence("a", 1.0),
+        presence("b", 1.0, draining=True),
+        presence("c", 1.0, is_leaving=True),
+        presence("d", 21.0),
+        presence("never", None),
+    ]
+    assert choose_leaving(nodes, replace_after_s=20.0) == {
+        "b": "node b is being drained",
+        "c": "node c is shutting down",
+        "d": "node d has been silent for over 20 s",
+    }
+
+
+def test_silence_of_most_nodes_is_an_outage_of_ours() -> None:
+    nodes = [presence("a", 1.0), presence("b", 99.0), presence("c", 99.0)]
+    assert choose_leaving(nodes, replace_after_s=20.0) == {}
+    assert choose_leaving(nodes[:2], replace_after_s=20.0) == {"b": "node b has been silent for over 20 s"}
+
+
+def test_nodes_that_are_long_gone_do_not_hide_one_that_falls_silent() -> None:
+    gone = [presence(f"old{number}", 9e6, holds=False) for number in range(5)]
+    assert choose_leaving([presence("a", 1.0), presence("b", 99.0), *gone], replace_after_s=20.0) == {
+        "b": "node b has been silent for over 20 s"
+    }
+
+
+def test_idle_nodes_that_are_heard_of_prove_that_the_control_plane_is_not_away() -> None:
+    nodes = [presence("idle", 1.0, holds=False), presence("b", 99.0)]
+    assert choose_leaving(nodes, replace_after_s=20.0) == {"b": "node b has been silent for over 20 s"}

@@ -1,0 +1,318 @@
+"""The solver by prices against every possible placement, against the exact program, and on its own promises."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu, Tier
+from controlplane.policies.placement.choose import choose_placement
+from controlplane.policies.placement.cost import complaints_of, cost_of
+from controlplane.policies.placement.facts import (
+    PlacementFacts,
+    PlacementModel,
+    PlacementSettings,
+    PoolFacts,
+    Profile,
+    StartTimes,
+)
+from controlplane.policies.placement.grid import grid_of
+from controlplane.policies.placement.priced.choice import Chooser, Effort
+from controlplane.policies.placement.priced.decomposition import PricedSolution, PriceSettings, solve_by_prices
+from controlplane.policies.placement.priced.dual import climb, first_dual
+from controlplane.policies.placement.priced.near import near_columns
+from controlplane.policies.placement.priced.regions import region_bound
+from controlplane.policies.placement.priced.relax import Cells
+from controlplane.policies.placement.priced.repair import pool_gpus, standing_of
+from controlplane.policies.placement.priced.search import search
+from controlplane.policies.placement.priced.tables import build_tables
+from ops.bench.placement_problems import ProblemShape, make_problem
+
+EXACT = PlacementSettings(gap=0.0)
+AT_HOME = PlacementSettings(gap=0.0, epsilon=1.0)
+"""All demand served at home: then nothing is shared between regions, and the bound is exact."""
+QUICK = PriceSettings(climb_rounds=4, exact_rounds=4, choices=((500, 1.0),))
+SMALL = settings(max_examples=25)
+
+
+@st.composite
+def small_facts(draw: st.DrawFn, *, pools: bool | None = None) -> PlacementFacts:
+    """Up to three models, three regions and two GPU types, a few GPUs each; everything that facts can hold."""
+    models, regions, types = "abc"[: draw(st.integers(1, 3))], "rst"[: draw(st.integers(1, 3))], "GH"
+    endpoints = [Endpoint(model=model, region=region) for model in models for region in regions]
+    places = [RegionGpu(region=region, gpu_type=kind) for region in regions for kind in types]
+    profiles = {
+        ModelGpu(model=model, gpu_type=kind): Profile(
+            tokens_per_s=draw(st.sampled_from([700.0, 1300.0, 1900.0])),
+            gpus=draw(st.integers(1, 2)),
+            start=StartTimes(spot_other_s=draw(st.sampled_from([120.0, 600.0]))),
+        )
+        for model in models
+        for kind in types
+        if draw(st.integers(0, 4))
+    }
+    cells = [
+        EndpointGpu(model=at.model, region=at.region, gpu_type=kind)
+        for at in endpoints
+        for kind in types
+        if ModelGpu(model=at.model, gpu_type=kind) in profiles
+    ]
+    limits = {}
+    for at in endpoints:
+        if draw(st.booleans()):
+            fewest = draw(st.integers(0, 2))
+            limits[at] = (fewest, fewest + draw(st.integers(0, 3)))
+    pool = None
+    if draw(st.booleans()) if pools is None else pools:
+        pool = PoolFacts(
+            occupancy={key: draw(st.sampled_from([0.05, 0.2, 0.7, 1.3])) for key in cells if draw(st.booleans())},
+            weights_bytes={model: draw(st.integers(1, 30)) for model in models},
+            host_bytes_per_gpu={"G": 40, "H": draw(st.sampled_from([0, 50]))},
+            present={place: draw(st.integers(0, 2)) for place in places},
+            pooled=frozenset(key for key in cells if key.gpu_type == "G" and draw(st.booleans())),
+        )
+    return PlacementFacts(
+        regions=tuple(regions),
+        models=tuple(PlacementModel(name=name, tier=draw(st.sampled_from(list(Tier)))) for name in models),
+        capacity={place: draw(st.integers(0, 6)) for place in places},
+        profiles=profiles,
+        present={key: draw(st.integers(0, 2)) for key in cells},
+        demand={at: tuple(100.0 * draw(st.integers(0, 60)) for _ in range(2)) for at in endpoints},
+        limits=limits,
+        gpu_cost_per_hour={"G": 2.0, "H": draw(st.sampled_from([1.0, 3.5]))},
+        weights_present=frozenset(at for at in endpoints if draw(st.booleans())),
+        spot={key: draw(st.integers(0, 1)) for key in cells},
+        pins={at: draw(st.integers(0, 2)) for at in endpoints if not draw(st.integers(0, 5))},
+        pool=pool,
+    )
+
+
+def _fits(facts: PlacementFacts, found: PricedSolution) -> None:
+    grid = grid_of(facts, EXACT)
+    assert complaints_of(grid, found.counts, found.pooled, found.pool_gpus) == ()
+    cost = cost_of(facts, EXACT, found.counts, found.pooled, found.pool_gpus)
+    assert found.objective == pytest.approx(cost, rel=1e-9, abs=1e-9)
+    assert found.bound <= found.objective
+    assert found.gap >= 0
+
+
+@SMALL
+@given(facts=small_facts())
+def test_the_bound_is_below_the_best_and_the_best_below_the_answer(facts: PlacementFacts) -> None:
+    found = solve_by_prices(facts, EXACT)
+    _fits(facts, found)
+    exact = choose_placement(facts, 0.0, EXACT)
+    assert exact.objective_per_hour is not None
+    slack = 1e-6 * max(1.0, abs(exact.objective_per_hour))
+    assert found.bound <= exact.objective_per_hour + slack
+    assert exact.objective_per_hour <= found.objective + slack
+
+
+@SMALL
+@given(facts=small_facts(), seed=st.integers(0, 9))
+def test_whatever_limits_cut_it_off_the_answer_fits(facts: PlacementFacts, seed: int) -> None:
+    stops = itertools.count()
+    limits = PriceSettings(climb_rounds=1 + seed % 3, exact_rounds=seed % 2, choices=((10, 1.0), (20, 0.5))[: seed % 3])
+    _fits(facts, solve_by_prices(facts, EXACT, limits=limits, should_stop=lambda: next(stops) >= seed))
+
+
+@settings(max_examples=15)
+@given(facts=small_facts(), share=st.sampled_from([0.0, 0.4, 1.0]))
+def test_the_bounds_of_regions_add_up_to_a_bound_at_any_price_of_demand(facts: PlacementFacts, share: float) -> None:
+    grid = grid_of(facts, EXACT)
+    if not grid.cells:
+        return
+    tables = build_tables(grid)
+    dual = climb(tables, first_dual(tables), 4, 0.0, lambda: False)
+    token = share * dual.rows.of_places(dual.prices)[2]
+    bound = tables.constant + float(token @ tables.total)
+    for region in range(len(tables.regions)):
+        bound += region_bound(tables, region, token, gap_abs=0.0, nodes_max=1000, should_stop=lambda: False)
+    exact = choose_placement(facts, 0.0, EXACT).objective_per_hour
+    assert exact is not None
+    assert bound <= exact + 1e-6 * max(1.0, abs(exact))
+    if share == 1.0:
+        assert bound >= dual.bound - 1e-6 * max(1.0, abs(dual.bound)), "whole instances cost no less than parts of them"
+
+
+@settings(max_examples=15)
+@given(facts=small_facts())
+def test_a_choice_among_columns_fits_and_is_never_worse(facts: PlacementFacts) -> None:
+    grid = grid_of(facts, EXACT)
+    if not grid.cells:
+        return
+    tables = build_tables(grid)
+    dual = climb(tables, first_dual(tables), 4, 0.0, lambda: False)
+    nothing = standing_of(dual.columns, dual.columns.first)
+    near = near_columns(tables, dual, dual.columns, nothing, spare=5.0, each_max=50)
+    chooser = Chooser(tables=tables, rows=dual.rows, columns=near.columns)
+    effort = Effort(target=-np.inf, gap_abs=0.0, nodes_max=1000, should_stop=lambda: False)
+    choice = chooser.better(near.choice, np.ones(len(near.columns), bool), effort)
+    assert chooser.cost(choice) <= chooser.cost(near.choice)
+    found = standing_of(near.columns, choice)
+    counts, pooled = tables.counts_by_key(found.counts), tables.pooled_keys(found.pooled)
+    gpus = tables.pool_gpus_by_key(pool_gpus(tables, np.arange(len(tables.home)), found.pooled))
+    assert complaints_of(grid, counts, pooled, gpus) == ()
+    if not any(facts.spot.values()):
+        moves_of_pools = sum(abs(gpus.get(row.place, 0) - row.pool_before) for row in grid.places) * tables.move_price
+        cost = cost_of(facts, EXACT, counts, pooled, gpus)
+        assert chooser.cost(choice) == pytest.approx(cost - moves_of_pools, rel=1e-9, abs=1e-6)
+    closed = chooser.better(choice, np.zeros(len(near.columns), bool), effort)
+    assert np.array_equal(closed, choice), "with every other column closed all stays"
+
+
+def _turned(facts: PlacementFacts) -> PlacementFacts:
+    turned = {
+        name: type(value)(reversed(list(value.items()))) if isinstance(value, dict) else value[::-1]
+        for name, value in vars(facts).items()
+        if isinstance(value, dict | tuple)
+    }
+    return replace(facts, **turned)
+
+
+@settings(max_examples=10)
+@given(facts=small_facts())
+def test_the_same_facts_give_the_same_answer_in_any_order(facts: PlacementFacts) -> None:
+    assert solve_by_prices(facts, EXACT, limits=QUICK) == solve_by_prices(_turned(facts), EXACT, limits=QUICK)
+
+
+def _one(**changes: object) -> PlacementFacts:
+    """One model of 1,000 tokens/s on one GPU at 2 an hour, one region with 4 GPUs, weights there, one running."""
+    here = Endpoint(model="a", region="r")
+    facts = PlacementFacts(
+        regions=("r",),
+        models=(PlacementModel(name="a"),),
+        capacity={RegionGpu(region="r", gpu_type="G"): 4},
+        profiles={ModelGpu(model="a", gpu_type="G"): Profile(tokens_per_s=1000.0, gpus=1)},
+        present={EndpointGpu(model="a", region="r", gpu_type="G"): 1},
+        demand={here: (2500.0,)},
+        limits={},
+        gpu_cost_per_hour={"G": 2.0},
+        weights_present=frozenset({here}),
+    )
+    return replace(facts, **changes)  # type: ignore[arg-type]
+
+
+KEY = EndpointGpu(model="a", region="r", gpu_type="G")
+HERE = Endpoint(model="a", region="r")
+
+
+@pytest.mark.parametrize(
+    ("changes", "count", "objective"),
+    [
+        ({}, 3, 3 * 2 + 2 * (2 / 6 + 0.002)),  # two started in 10 min at 2 an hour, two moves
+        ({"demand": {HERE: (0.0,)}}, 0, 0.002),  # nothing wanted: stopped, one move
+        ({"demand": {}, "limits": {HERE: (2, 4)}}, 2, 2 * 2 + 2 / 6 + 0.002),
+        ({"pins": {HERE: 4}}, 4, 4 * 2 + 3 * (2 / 6 + 0.002)),
+        ({"limits": {HERE: (0, 0)}, "demand": {}}, 0, 0.002),
+    ],
+    ids=["demand", "no demand", "minimum", "pin", "maximum of none"],
+)
+def test_one_endpoint_to_the_last_cent(changes: dict[str, object], count: int, objective: float) -> None:
+    found = solve_by_prices(_one(**changes), AT_HOME)
+    assert found.counts.get(KEY, 0) == count
+    assert found.objective == pytest.approx(objective)
+    assert found.bound == pytest.approx(objective)
+
+
+def test_without_capacity_all_is_unserved_at_the_price_of_the_program() -> None:
+    facts = _one(capacity={}, present={})
+    found = solve_by_prices(facts, EXACT)
+    assert (found.counts, found.pooled, found.pool_gpus) == ({}, frozenset(), {})
+    assert found.objective == pytest.approx(cost_of(facts, EXACT, {}))
+    assert found.bound == pytest.approx(found.objective)
+    assert found.objective > 1000
+
+
+def test_too_little_capacity_serves_what_it_can() -> None:
+    facts = _one(capacity={RegionGpu(region="r", gpu_type="G"): 2})
+    found = solve_by_prices(facts, AT_HOME)
+    assert found.counts == {KEY: 2}
+    assert found.bound == pytest.approx(found.objective)
+
+
+@pytest.mark.parametrize("slot_gpus", [1, 4])
+def test_a_pool_is_shared_by_the_tail(slot_gpus: int) -> None:
+    """Ten models of a twentieth of a GPU each: one pool GPU holds 0.8 / 0.05 = 16 of them, dedicated takes ten. Four in
+    a slot are cheaper still.
+    """
+    models = [f"m{number}" for number in range(10)]
+    keys = [EndpointGpu(model=model, region="r", gpu_type="G") for model in models]
+    facts = _one(
+        models=tuple(PlacementModel(name=model) for model in models),
+        capacity={RegionGpu(region="r", gpu_type="G"): 12},
+        profiles={ModelGpu(model=model, gpu_type="G"): Profile(tokens_per_s=1000.0, gpus=1) for model in models},
+        present={},
+        demand={Endpoint(model=model, region="r"): (20.0,) for model in models},
+        weights_present=frozenset(),
+        pool=PoolFacts(
+            occupancy=dict.fromkeys(keys, 0.05),
+            weights_bytes=dict.fromkeys(models, 10),
+            host_bytes_per_gpu={"G": 100},
+            slot_gpus={RegionGpu(region="r", gpu_type="G"): slot_gpus},
+        ),
+    )
+    found = solve_by_prices(facts, EXACT)
+    assert found.counts == {}
+    assert found.pooled == frozenset(keys)
+    assert found.pool_gpus == {RegionGpu(region="r", gpu_type="G"): slot_gpus}
+
+
+@pytest.mark.parametrize("pools", [False, True])
+def test_a_fleet_of_some_size_is_placed_within_the_gap_asked_for(pools: bool) -> None:
+    facts = make_problem(ProblemShape(models=12, regions=6, gpu_types=3, seed=5, skew=3.6, pools=pools))
+    how = PlacementSettings(gap=0.02)
+    found = solve_by_prices(facts, how)
+    assert complaints_of(grid_of(facts, how), found.counts, found.pooled, found.pool_gpus) == ()
+    assert found.gap <= how.gap
+    assert bool(found.pooled) is pools
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10**6), st.sampled_from([0.0, 0.7]), st.sampled_from([2, 4000]))
+def test_the_search_of_endpoints_is_exact_and_lists_all_within_reach(seed: int, spare: float, labels_max: int) -> None:
+    cells = _random_cells(np.random.default_rng(seed), size=6, types=3)
+    found = search(cells, spare=spare, keep=5, labels_max=labels_max)
+    for at in range(6):
+        values = _all_values(cells, at)
+        best = min(values.values())
+        listed = {tuple(counts) for counts in found.counts[found.endpoint == at].tolist()}
+        within = {counts for counts, value in values.items() if value < best + found.reach[at] - 1e-7}
+        assert found.bound[at] <= best + 1e-7
+        if labels_max > 2:
+            assert found.value[at] == pytest.approx(best, abs=1e-7)
+            assert found.bound[at] == pytest.approx(best, abs=1e-7)
+            assert within <= listed
+
+
+def _random_cells(random: np.random.Generator, *, size: int, types: int) -> Cells:
+    fewest = random.integers(0, 3, size=size)
+    return Cells(
+        speed=random.choice([0.5, 1.0, 1.3, 2.1, 3.7], size=(size, types)),
+        room=random.integers(0, 3, size=(size, types, 3)),
+        price=np.sort(random.uniform(-0.2, 2.5, size=(size, types, 3)), axis=2),
+        most=np.maximum(fewest, random.integers(0, 9, size=size)),
+        fewest=fewest,
+        fewest_price=random.choice([0.5, 5.0, 50.0], size=size),
+        home=random.uniform(0, 9, size=size) * random.integers(0, 2, size=size),
+        home_price=random.choice([0.2, 1.0, 50.0], size=size),
+    )
+
+
+def _all_values(cells: Cells, at: int) -> dict[tuple[int, ...], float]:
+    """What every answer of an endpoint costs, straight from the definition."""
+    values = {}
+    for counts in itertools.product(*(range(total + 1) for total in cells.room[at].sum(axis=1).tolist())):
+        if sum(counts) > cells.most[at]:
+            continue
+        served = float(np.dot(counts, cells.speed[at]))
+        value = cells.home_price[at] * max(0.0, cells.home[at] - served)
+        value += cells.fewest_price[at] * max(0, cells.fewest[at] - sum(counts))
+        for kind, count in enumerate(counts):
+            each = np.repeat(cells.price[at, kind], cells.room[at, kind])
+            value += each[:count].sum()
+        values[counts] = float(value)
+    return values

@@ -1,0 +1,175 @@
+"""The client to nodes: odd streams, and a limit that is its own."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+
+import anyio
+import msgspec
+import pytest
+from dataplane.protocol.messages import Finished, Generate, Sampling, Started, StreamEvent, Token, encode_line
+from ops.local.ports import free_port
+
+from controlplane.errors import NodeError
+from controlplane.policies.decisions import Route
+from controlplane.policies.health import CircuitSettings
+from controlplane.serving.agent_client import AgentClient
+from controlplane.serving.circuits import Circuits
+from controlplane.settings import Settings
+
+EVENTS: list[StreamEvent] = [
+    Started(prompt_tokens=1),
+    Token(text="a", token_ids=(1,)),
+    Finished(finish_reason="stop", prompt_tokens=1, completion_tokens=1),
+]
+REQUEST = Generate(request_id="r", instance_id="i", model="m", tier="IW-N", prompt="x", sampling=Sampling())
+
+
+class Node(AgentClient):
+    """To a node whose stream comes in these chunks."""
+
+    def __init__(self, chunks: Callable[[], AsyncIterator[bytes]]) -> None:
+        super().__init__(Settings())
+        self._chunks = chunks
+
+    @asynccontextmanager
+    async def _post(
+        self, url: str, request: Generate, headers: Mapping[str, str] | None
+    ) -> AsyncGenerator[tuple[int, AsyncIterator[bytes]], None]:
+        yield 200, self._chunks()
+
+
+def ask(client: Callable[[], AgentClient]) -> list[StreamEvent]:
+    """The events of one request."""
+
+    async def run() -> list[StreamEvent]:
+        agents = client()
+        try:
+            return [event async for events in agents.generate("http://n1", REQUEST) for event in events]
+        finally:
+            await agents.close()
+
+    return anyio.run(run)
+
+
+@pytest.mark.parametrize("blank", [b"\n", b"\n\n", b" \n"])
+@pytest.mark.parametrize("before", range(len(EVENTS)))
+def test_blank_lines_are_nothing(blank: bytes, before: int) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for number, event in enumerate(EVENTS):
+            if number == before:
+                yield blank
+            yield encode_line(event)
+
+    assert ask(lambda: Node(chunks)) == EVENTS
+
+
+def test_a_limit_of_our_own_is_no_fault_of_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one connection that this gateway may have is taken."""
+    monkeypatch.setattr("controlplane.serving.agent_client._CONNECT_TIMEOUT_S", 0.01)
+    ended = anyio.Event()
+
+    async def node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        line = encode_line(EVENTS[0])
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(line), line))
+        await reader.read()  # until it is left
+        writer.close()
+        ended.set()
+
+    async def run() -> NodeError:
+        client = AgentClient(Settings(node_connections_max=1))
+        async with await asyncio.start_server(node, "127.0.0.1", port := free_port()):
+            url = f"http://127.0.0.1:{port}"
+            async with aclosing(client.generate(url, REQUEST)) as first:
+                await anext(first)
+                with pytest.raises(NodeError) as caught:
+                    await anext(client.generate(url, REQUEST))
+            await client.close()
+            with anyio.fail_after(60):
+                await ended.wait()
+        return caught.value
+
+    error = anyio.run(run)
+    assert (error.status, error.code, error.retryable) == (429, "gateway_busy", True)
+    circuits = Circuits(CircuitSettings())
+    for _ in range(20):
+        circuits.note_end(Route(instance_id="i", node_id="n", region="east", utilization=0.0), error)
+    assert not circuits.avoided()
+
+
+def test_a_node_that_is_not_there_is_lost_and_another_may_do() -> None:
+    async def run() -> None:
+        client = AgentClient(Settings())
+        with pytest.raises(NodeError, match="cannot be reached") as caught:
+            _ = [events async for events in client.generate(f"http://127.0.0.1:{free_port()}", REQUEST)]
+        assert caught.value.retryable
+        await client.close()
+
+    anyio.run(run)
+
+
+@pytest.mark.parametrize(
+    ("said", "first_token_s", "idle_s"), [(0, 0.2, 0.2), (1, 0.2, 0.2), (2, 0.2, 0.2), (1, 0.2, 60.0), (2, 60.0, 0.2)]
+)
+def test_a_silent_node_is_given_up(said: int, first_token_s: float, idle_s: float) -> None:
+    """After so many events; by the connection's limit, or by a shorter one of ours."""
+    ended = anyio.Event()
+
+    async def node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        lines = b"".join(map(encode_line, EVENTS[:said]))
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"%x\r\n%b\r\n" % (len(lines), lines) if lines else b"")
+        await reader.read()  # until it is left
+        writer.close()
+        ended.set()
+
+    async def run() -> None:
+        client = AgentClient(Settings(first_token_timeout_s=first_token_s, stream_idle_timeout_s=idle_s))
+        async with await asyncio.start_server(node, "127.0.0.1", port := free_port()):
+            with pytest.raises(NodeError, match="was silent for too long") as caught:
+                _ = [events async for events in client.generate(f"http://127.0.0.1:{port}", REQUEST)]
+            assert caught.value.retryable
+            await client.close()
+            with anyio.fail_after(60):
+                await ended.wait()
+
+    anyio.run(run)
+
+
+def test_whoever_leaves_early_drops_the_request_and_a_whole_stream_keeps_its_connection() -> None:
+    """The node sees the end of the connection in the first case, and the next request on the same one in the second."""
+    connections, ended = [], anyio.Event()
+
+    async def node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            size_bytes = int(head.lower().partition(b"content-length: ")[2].split()[0])
+            asked = msgspec.json.decode(await reader.readexactly(size_bytes), type=Generate)
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            for event in EVENTS[:2] if asked.model == "endless" else EVENTS:
+                line = encode_line(event)
+                writer.write(b"%x\r\n%b\r\n" % (len(line), line))
+            if asked.model == "endless":
+                assert await reader.read() == b""
+                break
+            writer.write(b"0\r\n\r\n")
+        writer.close()
+        ended.set()
+
+    async def run() -> None:
+        client = AgentClient(Settings())
+        async with await asyncio.start_server(node, "127.0.0.1", port := free_port()):
+            for _ in range(3):
+                events = [events async for events in client.generate(f"http://127.0.0.1:{port}", REQUEST)]
+                assert [event for together in events for event in together] == EVENTS
+            assert len(connections) == 1
+            endless = client.generate(f"http://127.0.0.1:{port}", msgspec.structs.replace(REQUEST, model="endless"))
+            async with aclosing(endless):
+                await anext(endless)
+            with anyio.fail_after(30):
+                await ended.wait()
+            await client.close()
+
+    anyio.run(run)

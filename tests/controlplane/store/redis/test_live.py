@@ -1,0 +1,94 @@
+"""The live view, demand counters and signals in Redis."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+from pydantic import SecretStr
+
+from controlplane.errors import UnavailableError
+from controlplane.policies.facts import Endpoint, SlotId
+from controlplane.settings import Settings
+from controlplane.store.redis.live import EMPTY_VIEW, LiveStore, instance_facts
+from controlplane.store.tables import Model
+from ops.ports import free_port
+from tests.controlplane.world import PATIENCE_S, World, until
+
+EAST = Endpoint(model="org/tide", region="us-east")
+
+
+def test_the_view_and_its_ages(world: World) -> None:
+    assert world.live.read_view().nodes == {}
+    world.report("n1", "i1", region="us-east", url="http://n1", used=0.25)
+    world.report("n2", "i2", region="us-west", url="http://n2")
+    world.report("n1", "i3", region="us-east", url="http://n1", used=0.5)
+    view = world.live.read_view()
+    assert {name: (node.region, node.url) for name, node in view.nodes.items()} == {
+        "n1": ("us-east", "http://n1"),
+        "n2": ("us-west", "http://n2"),
+    }
+    models = {"tide": Model(name="tide", kv_bytes_per_token=3)}
+    sent = {"i3": (8, 5), "i2": (0, 0)}
+    facts = {f.instance_id: f for f in instance_facts(view, models=models, sent=sent.__getitem__)}
+    assert instance_facts(view, model="other") == ()
+    assert {f.instance_id for f in instance_facts(view, model="tide")} == set(facts)
+    assert set(facts) == {"i2", "i3"}, "a heartbeat replaces the one before"
+    chosen = facts["i3"]
+    assert (chosen.node_id, chosen.endpoint.region, chosen.accepting) == ("n1", "us-east", True)
+    assert (chosen.kv_used_bytes / chosen.kv_capacity_bytes, chosen.sent_tokens, chosen.kv_bytes_per_token) == (
+        0.5,
+        8,
+        3,
+    )
+    assert 0 <= chosen.age_s < PATIENCE_S
+    time.sleep(0.02)
+    later = instance_facts(world.live.read_view())
+    assert max(f.age_s for f in later) > chosen.age_s
+
+
+def test_nodes_of_another_version_and_of_long_ago_are_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.report("n1", "i1", region="us-east", url="http://n1")
+    world.live._redis.hset("tidepool:view", "n2", '{"version": 2}')
+    assert set(world.live.read_view().nodes) == {"n1"}
+    monkeypatch.setattr("controlplane.store.redis.live._FORGET_NODE_S", -1)
+    assert world.live.read_view().nodes == {}
+    assert world.live._redis.hlen("tidepool:view") == 0
+
+
+def test_demand_adds_up_and_a_gap_is_not_zero(world: World) -> None:
+    assert world.live.read_demand(60) is None
+    world.live.count_demand({}, minute_s=60)
+    assert world.live.read_demand(60) == []
+    for _ in range(2):
+        world.live.count_demand({("IW", EAST): 10.0, ("NIW", EAST): 1.0}, minute_s=120)
+    counted = {(c.kind, c.endpoint, c.start_s): c.tokens for c in world.live.read_demand(120) or []}
+    assert counted == {("IW", EAST, 120): 20.0, ("NIW", EAST, 120): 2.0}
+    assert 0 < int(str(world.live._redis.ttl("tidepool:demand:120"))) <= 7200
+
+
+def test_an_endpoint_signals_once_in_an_interval(world: World) -> None:
+    west = Endpoint(model="org/tide", region="us-west")
+    assert world.live.take_signal(EAST, every_s=60)
+    assert not world.live.take_signal(EAST, every_s=60)
+    assert world.live.take_signal(west, every_s=0.05)
+    until(lambda: world.live.take_signal(west, every_s=60))
+    slots = [SlotId(node_id="n1", number=0), SlotId(node_id="n1", number=1)]
+    assert [world.live.take_signal(slot, every_s=60) for slot in [*slots, *slots]] == [True, True, False, False]
+
+
+def test_an_absent_redis_is_said_at_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("redis.retry.sleep")  # it is not waited for
+    gone = settings.model_copy(update={"redis_url": SecretStr(f"redis://127.0.0.1:{free_port()}/0")})
+    live = LiveStore(gone)
+    calls: list[Callable[[], object]] = [
+        live.ping,
+        live.read_view,
+        lambda: live.read_demand(0),
+        lambda: live.count_demand({}, minute_s=0),
+        lambda: live.take_signal(EAST, every_s=1),
+    ]
+    for call in calls:
+        with pytest.raises(UnavailableError):
+            call()
+    live.close()
+    assert instance_facts(EMPTY_VIEW) == ()
