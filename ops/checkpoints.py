@@ -9,9 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from dataplane.errors import ModelLoadError
-from dataplane.memory.safetensors_file import ITEM_BYTES, list_tensors, read_json
-from dataplane.model_sources import check_source, is_remote
+from dataplane.checkpoints.safetensors_file import ITEM_BYTES, list_tensors, read_json
+from dataplane.protocol.errors import ModelLoadError
+from dataplane.protocol.model_sources import check_source, is_remote
 from ops.remote_checkpoints import RemoteError, outline_registry, read_hub
 
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.numpy import load_file
 
 from dataplane.memory.slabs import aligned
-from dataplane.profile import load_gpu_profile
+from dataplane.scheduling.profile import load_gpu_profile
 from ops.checkpoints import describe_checkpoint
 from ops.commands.api import Api
 from ops.local import LocalNode

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
+from dataplane.engines.torch.model.skeleton import Skeleton, build_skeleton
 from dataplane.engines.torch.settings import TorchEngineSettings
-from dataplane.engines.torch.skeleton import Skeleton, build_skeleton
 from dataplane.memory.kv_cache import blocks_for
-from dataplane.messages import ModelSpec
-from dataplane.turns.decode import DecodeSettings
-from dataplane.turns.schedule import TurnSettings
+from dataplane.protocol.messages import ModelSpec
+from dataplane.scheduling.decode import DecodeSettings
+from dataplane.scheduling.schedule import TurnSettings
 from ops.interleaving import CheckReport, CheckSettings, Interleaving, Told
 from ops.reference import longest_prompt, make_prompts, run_reference
 
@@ -35,7 +35,7 @@ def check_models(folders: Sequence[Path], settings: CheckSettings, tell: Told) -
     """Compare all models.
 
     Raises:
-        dataplane.errors.ModelLoadError: a folder holds no model that the engine runs.
+        ModelLoadError: a folder holds no model that the engine runs.
         ValueError: the device cannot be used, or a model's context has no room for `tokens` and a prompt.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():

@@ -17,11 +17,11 @@ from typing import Literal
 
 import torch
 
-from dataplane.engine import EngineOutput, EngineRequest
+from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.sequences import TokenSequence
 from dataplane.engines.torch.settings import TorchEngineSettings
-from dataplane.messages import ModelSpec
+from dataplane.protocol.messages import ModelSpec
 from ops.reference import Continuation, Reference
 
 JOIN_EVERY_STEPS = 3

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from dataplane.engines.torch.skeleton import Skeleton
+from dataplane.engines.torch.model.skeleton import Skeleton
 
 PROMPT_TOKENS = 40
 WINDOW_TOKENS_MAX = 1024

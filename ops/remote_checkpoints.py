@@ -7,9 +7,9 @@ from typing import Any
 import httpx2 as httpx
 import msgspec
 
-from dataplane.memory.fetch import MANIFEST_BYTES_MAX, Manifest, RemoteFile
-from dataplane.memory.safetensors_file import HEADER_BYTES_MAX, read_json
-from dataplane.memory.sources import FetchError, FetchRules, open_client
+from dataplane.checkpoints.fetch import MANIFEST_BYTES_MAX, Manifest, RemoteFile
+from dataplane.checkpoints.safetensors_file import HEADER_BYTES_MAX, read_json
+from dataplane.checkpoints.sources import FetchError, FetchRules, open_client
 
 LIKELY_HEADER_BYTES = 100_000
 """Asked for first; the header of most files is not longer."""

@@ -4,8 +4,8 @@ import difflib
 from collections.abc import Iterable
 
 from controlplane.settings import Settings
-from dataplane.logs import LogSettings
-from dataplane.settings import AgentSettings
+from dataplane.agent.settings import AgentSettings
+from dataplane.runtime.logs import LogSettings
 
 _PREFIX = "TIDEPOOL_"
 _AGENT_PREFIX = f"{_PREFIX}AGENT_"

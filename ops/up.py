@@ -9,7 +9,7 @@ from pathlib import Path
 import structlog
 from rich.console import Console
 
-from dataplane.logs import LogSettings
+from dataplane.runtime.logs import LogSettings
 from ops.commands.api import Api, open_api
 from ops.demo_fleet import is_empty, make_nodes, register_fleet
 from ops.home import EmbeddedError, forget_api_url, write_api_url

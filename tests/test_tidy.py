@@ -11,11 +11,17 @@ import pytest
 
 from controlplane.policies import lifecycle
 from controlplane.policies.facts import Tier
-from dataplane import messages
+from dataplane.protocol import messages
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("controlplane", "dataplane", "forecasts", "migrations", "ops")
-PURE = ("controlplane/policies", "forecasts", "dataplane/memory/residency.py", "dataplane/remapping", "dataplane/turns")
+PURE = (
+    "controlplane/policies",
+    "forecasts",
+    "dataplane/engines/core/remapping",
+    "dataplane/memory/residency.py",
+    "dataplane/scheduling",
+)
 SQL = {"delete", "func", "insert", "literal_column", "select", "text", "update"}
 SQL_HOMES = ("controlplane/store/", "migrations/", "ops/bench/queue_load.py", "ops/faults/check.py")  # two look on
 FILE_LINES_MAX = 500

@@ -13,8 +13,7 @@ from controlplane.api.connections import connection_class
 from controlplane.api.credentials import KeyCache
 from controlplane.api.methods import HeadRequests, allow_origins
 from controlplane.api.metrics import Metrics
-from controlplane.api.openai import batches, files, models
-from controlplane.api.openai import chat
+from controlplane.api.openai import batches, chat, files, models
 from controlplane.api.openai.openapi import DocumentedApi
 from controlplane.api.request_limits import AnswerHeaders, RequestLimits, UploadGate
 from controlplane.api.request_log import RequestRecords

@@ -25,7 +25,7 @@ from controlplane.store.joining import join_node
 from controlplane.store.keys import record, snapshot
 from controlplane.store.redis.live import NodeView, of_instances
 from controlplane.store.tables import Node, Role
-from dataplane.messages import DesiredInstances, Heartbeat, Join
+from dataplane.protocol.messages import DesiredInstances, Heartbeat, Join
 
 T = TypeVar("T")
 _BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}}
@@ -34,7 +34,7 @@ router = APIRouter(prefix="/node", tags=["nodes"], dependencies=[Depends(needs(R
 
 @router.post("/join", summary="A node introduces itself", openapi_extra=_BODY)
 async def join(request: Request, state: StateDep, caller: NodeCaller) -> Response:
-    """Body: `dataplane.messages.Join`. Answers what the node shall hold."""
+    """Body: `dataplane.protocol.messages.Join`. Answers what the node shall hold."""
     message = _decoded(await request.body(), Join)
     _check_own(caller, message.node, state)
     if not NODE_NAME.fullmatch(message.node):
@@ -45,7 +45,7 @@ async def join(request: Request, state: StateDep, caller: NodeCaller) -> Respons
 
 @router.post("/heartbeat", summary="What a node sees", openapi_extra=_BODY)
 async def heartbeat(request: Request, state: StateDep, caller: NodeCaller) -> Response:
-    """Body: `dataplane.messages.Heartbeat`. Answers what the node shall hold; 404 asks it to join first.
+    """Body: `dataplane.protocol.messages.Heartbeat`. Answers what the node shall hold; 404 asks it to join first.
 
     Postgres has the truth: without Redis the node is told what it shall hold all the same. Without Postgres it is not,
     but the view is kept fresh, so that requests go on.

@@ -32,7 +32,7 @@ from controlplane.serving.background import in_background
 from controlplane.serving.send import Outgoing, Placed, Sent
 from controlplane.settings import Settings
 from controlplane.store.redis.limits import Charge, LimitStore
-from dataplane.messages import Finished, StreamEvent, Token
+from dataplane.protocol.messages import Finished, StreamEvent, Token
 
 log = structlog.get_logger()
 _AWAY_RETRY_S = 1.0

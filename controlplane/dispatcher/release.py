@@ -29,7 +29,7 @@ from controlplane.store.demand import NIW
 from controlplane.store.queue import Claim, Outcome
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
-from dataplane.messages import STALE_EPOCH
+from dataplane.protocol.messages import STALE_EPOCH
 
 log = structlog.get_logger()
 _RETRY_DELAY_S = 1.0

@@ -10,8 +10,17 @@ import msgspec
 
 from controlplane.errors import NodeError
 from controlplane.settings import Settings
-from dataplane.messages import INSTANCE_NOT_READY, Failed, Finished, Generate, Started, StreamEvent, Token, decode_lines
-from dataplane.tls import client_context
+from dataplane.protocol.messages import (
+    INSTANCE_NOT_READY,
+    Failed,
+    Finished,
+    Generate,
+    Started,
+    StreamEvent,
+    Token,
+    decode_lines,
+)
+from dataplane.protocol.tls import client_context
 
 _CONNECT_TIMEOUT_S = 2.0
 """To reach a node, and to wait for one of our own connections where all are in use."""

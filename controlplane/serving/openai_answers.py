@@ -10,7 +10,7 @@ import msgspec
 from controlplane.errors import NodeError, TidepoolError
 from controlplane.serving.openai_requests import AnyRequest, ChatRequest
 from controlplane.serving.send import Sent
-from dataplane.messages import Finished, Token
+from dataplane.protocol.messages import Finished, Token
 
 _OPENAI_TYPES = {
     401: "authentication_error",

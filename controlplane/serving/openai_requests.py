@@ -28,7 +28,7 @@ from controlplane.serving.openai_fields import (
 )
 from controlplane.serving.send import Outgoing
 from controlplane.store.tables import Model
-from dataplane.messages import ChatMessage, Sampling
+from dataplane.protocol.messages import ChatMessage, Sampling
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default of the older endpoint

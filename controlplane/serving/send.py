@@ -24,7 +24,16 @@ from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.tracing import attempting, step
 from controlplane.settings import Settings
 from controlplane.store.tables import Model
-from dataplane.messages import STALE_EPOCH, ChatMessage, Generate, Objective, Sampling, Started, StreamEvent, Token
+from dataplane.protocol.messages import (
+    STALE_EPOCH,
+    ChatMessage,
+    Generate,
+    Objective,
+    Sampling,
+    Started,
+    StreamEvent,
+    Token,
+)
 
 _BYTES_PER_TOKEN = 4
 _OUTPUT_TOKENS_GUESS = 256

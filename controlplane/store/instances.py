@@ -21,7 +21,14 @@ from controlplane.store.retention import delete_some
 from controlplane.store.spot import active_leases, end_leases
 from controlplane.store.storable import storable
 from controlplane.store.tables import Desired, Instance, LeaseEnd, Model, Node
-from dataplane.messages import DesiredInstance, DesiredInstances, EngineChoice, Heartbeat, InstanceReport, ModelSpec
+from dataplane.protocol.messages import (
+    DesiredInstance,
+    DesiredInstances,
+    EngineChoice,
+    Heartbeat,
+    InstanceReport,
+    ModelSpec,
+)
 
 _HOUR_S = 3600
 _GENERATION_MAX = 2**62

@@ -11,7 +11,7 @@ from controlplane.store.fleet import bump_index, require
 from controlplane.store.instances import instances_of, set_desired, touch_generations
 from controlplane.store.spot import end_leases
 from controlplane.store.tables import Desired, GpuType, Instance, LeaseEnd, Node, Region, Slot
-from dataplane.messages import Join, SlotSpec
+from dataplane.protocol.messages import Join, SlotSpec
 
 
 @dataclass(frozen=True, kw_only=True)

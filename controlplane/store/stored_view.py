@@ -9,7 +9,7 @@ from controlplane.policies.facts import InstanceKind
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.store.redis.live import FleetView, NodeView
 from controlplane.store.tables import Desired, Instance, Node
-from dataplane.messages import Heartbeat, InstanceReport
+from dataplane.protocol.messages import Heartbeat, InstanceReport
 
 
 def stored_view(session: Session, *, heard_s: float) -> FleetView:

@@ -25,7 +25,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from controlplane.policies.engines import Engine
 from controlplane.policies.facts import InstanceKind
 from controlplane.policies.lifecycle import InstanceState
-from dataplane.messages import EngineChoice, EngineKind
+from dataplane.protocol.messages import EngineChoice, EngineKind
 
 Json = dict[str, Any]
 

@@ -23,8 +23,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataplane.errors import DataplaneError
-from dataplane.private_folder import PrivateFolder, find_folder, make_folder
+from dataplane.protocol.errors import DataplaneError
+from dataplane.runtime.private_folder import PrivateFolder, find_folder, make_folder
 
 _COMPLETE = ".model"
 _FILLING = ".filling"

@@ -16,8 +16,8 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from dataplane.profile import load_gpu_profile
-from dataplane.turns.attainment import expected_active_models
+from dataplane.scheduling.attainment import expected_active_models
+from dataplane.scheduling.profile import load_gpu_profile
 from ops.commands.screen import AsJson, notes, print_fields, print_json, print_table
 from ops.plots.lines_plot import LinesPanel, draw_lines
 from ops.plots.plot_option import check_plot

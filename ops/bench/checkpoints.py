@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dataplane.messages import ModelSpec
+from dataplane.protocol.messages import ModelSpec
 
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "mistral")
 VOCABULARY = 8192

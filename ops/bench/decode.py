@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from dataplane.engine import Engine, EngineRequest
+from dataplane.engines.interface import Engine, EngineRequest
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
 from ops.bench.checkpoints import VOCABULARY, BenchModel, DtypeName

@@ -20,11 +20,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dataplane.engine import Engine, EngineRequest
+from dataplane.engines.interface import Engine, EngineRequest
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
-from dataplane.engines.vllm.interfaces import check_version, installed_version, prepare_process
-from dataplane.errors import ModelLoadError
+from dataplane.engines.vllm.interfaces import prepare_process
+from dataplane.engines.vllm.version import check_version, installed_version
+from dataplane.protocol.errors import ModelLoadError
 from ops.bench.checkpoints import VOCABULARY, BenchModel, DtypeName, build_checkpoints, parameters_of, shape_of
 from ops.bench.decode import PROMPT_TOKENS, STEP_TOKENS_MAX, TOKENS, engine_run
 from ops.bench.figures import interleaved, medians

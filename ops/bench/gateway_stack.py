@@ -23,7 +23,7 @@ from controlplane.store.keys import make_key
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Model, Role
-from dataplane.messages import Heartbeat, InstanceReport, Join, SlotSpec
+from dataplane.protocol.messages import Heartbeat, InstanceReport, Join, SlotSpec
 from ops.embedded import EmbeddedPostgres, EmbeddedValkey
 from ops.ports import free_port
 from ops.supervisor import Supervisor

@@ -8,7 +8,7 @@ import asyncio
 import sys
 import time
 
-from dataplane.messages import Finished, Started, Token, encode_line
+from dataplane.protocol.messages import Finished, Started, Token, encode_line
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n"
 _OPENAI_HEAD = HEAD.replace(b"application/x-ndjson", b"text/event-stream")

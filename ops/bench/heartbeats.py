@@ -26,7 +26,7 @@ from controlplane.store.joining import join_node
 from controlplane.store.keys import make_key
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Model, Role
-from dataplane.messages import Heartbeat, InstanceReport, Join, SlotSpec
+from dataplane.protocol.messages import Heartbeat, InstanceReport, Join, SlotSpec
 from ops.bench.gateway_load import cpu_s
 from ops.bench.gateway_stack import GatewayProcess, gateway_process
 from ops.commands.screen import AsJson, notes, print_fields, print_json

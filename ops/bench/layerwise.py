@@ -12,15 +12,15 @@ from contextlib import ExitStack, closing
 from itertools import count
 
 import torch
+from ops.profiling.checkpoints import VOCABULARY, BenchModel, DtypeName
+from ops.profiling.figures import Figure, interleaved, medians
 
-from dataplane.engine import EngineRequest
+from dataplane.engines.interface import EngineRequest
 from dataplane.engines.torch.copies.base import Copy, CopyStream, Line
 from dataplane.engines.torch.copies.open import make_stream
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.memory.events import Event
-from ops.bench.checkpoints import VOCABULARY, BenchModel, DtypeName
-from ops.bench.figures import Figure, interleaved, medians
 
 SOONER_MIN = 0.25
 PROMPT_TOKENS = 512

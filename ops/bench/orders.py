@@ -17,7 +17,7 @@ from typing import Annotated, get_args
 
 import typer
 
-from dataplane.turns.ordering import Order
+from dataplane.scheduling.ordering import Order
 from ops.commands.screen import AsJson, Columns, notes, print_json, print_table
 from ops.simulator.run import simulate
 from ops.simulator.scenario import PROFILES, Scenario

@@ -26,8 +26,8 @@ from controlplane.store.demand_tables import Forecast
 from controlplane.store.joining import join_node
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Model, Profile
-from dataplane.messages import Join, SlotSpec
-from dataplane.profile import GpuProfile, ModelProfile, load_gpu_profile
+from dataplane.protocol.messages import Join, SlotSpec
+from dataplane.scheduling.profile import GpuProfile, ModelProfile, load_gpu_profile
 from ops.commands.screen import AsJson, print_json, print_table
 from ops.embedded import EmbeddedPostgres
 from ops.ports import free_port

@@ -14,14 +14,14 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from dataplane.engine import EngineRequest, EngineStats, KvHandle
-from dataplane.engines.replay import ReplayEngine, ReplaySettings
-from dataplane.engines.replay_memory import REPLAY_KV_FILE
-from dataplane.messages import ModelSpec, Objective, Tier
-from dataplane.profile import GpuProfile, load_gpu_profile
-from dataplane.turns.attainment import ServedRequest, service_attainment, token_attainment
-from dataplane.turns.schedule import TurnSettings
-from dataplane.turns.tiers import TIER_OBJECTIVES
+from dataplane.engines.interface import EngineRequest, EngineStats, KvHandle
+from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings
+from dataplane.engines.replay.memory import REPLAY_KV_FILE
+from dataplane.protocol.messages import ModelSpec, Objective, Tier
+from dataplane.scheduling.attainment import ServedRequest, service_attainment, token_attainment
+from dataplane.scheduling.profile import GpuProfile, load_gpu_profile
+from dataplane.scheduling.schedule import TurnSettings
+from dataplane.scheduling.tiers import TIER_OBJECTIVES
 from ops.commands.screen import AsJson, Columns, print_json, print_table
 
 PROFILE = Path(__file__).parents[1] / "profiles" / "h800.toml"

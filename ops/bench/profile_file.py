@@ -1,12 +1,12 @@
-"""Profile files from fits: the TOML that `dataplane.profile` reads, with the quality of each fit as comments."""
+"""Profile files from fits: the TOML that `scheduling.profile` reads, with the quality of each fit as comments."""
 
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from dataplane.profile import ProfileError, load_gpu_profile
-from dataplane.turns.costs import LatencyModel
-from dataplane.turns.fit import LatencyFit
+from dataplane.scheduling.costs import LatencyModel
+from dataplane.scheduling.fit import LatencyFit
+from dataplane.scheduling.profile import ProfileError, load_gpu_profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ def write_profile(path: Path, gpu: GpuFacts, models: list[FittedModel]) -> None:
     """Write a profile; one that is there is replaced.
 
     Raises:
-        dataplane.profile.ProfileError: the figures make no valid profile; nothing is written.
+        dataplane.scheduling.profile.ProfileError: the figures make no valid profile; nothing is written.
         OSError: the file cannot be written.
     """
     lines = [
@@ -55,7 +55,7 @@ def append_models(path: Path, gpu_type: str, models: list[FittedModel]) -> None:
     """Add models to a profile, which stays as it is otherwise.
 
     Raises:
-        dataplane.profile.ProfileError: the file is no valid profile, or one of another GPU type.
+        dataplane.scheduling.profile.ProfileError: the file is no valid profile, or one of another GPU type.
         OSError: the file cannot be written.
     """
     there = load_gpu_profile(path).gpu_type

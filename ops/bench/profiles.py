@@ -4,7 +4,7 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-from dataplane.turns.fit import fit_latency
+from dataplane.scheduling.fit import fit_latency
 from ops.bench.profile_file import FittedModel, GpuFacts
 from ops.bench.published_points import PointSet, read_points
 from ops.bench.step_times import StepTimesSettings, Told, machine_memory, measure_step_times
@@ -19,7 +19,7 @@ def measured_profile(
     """Run steps of each checkpoint on this machine. `gpu_type` None: the device's own name.
 
     Raises:
-        dataplane.errors.ModelLoadError: a folder holds no model that the engine runs.
+        ModelLoadError: a folder holds no model that the engine runs.
         ValueError: too few points could be measured.
     """
     device, memory_bytes = machine_memory(settings.device)

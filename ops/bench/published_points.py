@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataplane.turns.fit import DecodePoint, PrefillPoint
+from dataplane.scheduling.fit import DecodePoint, PrefillPoint
 
 COLUMNS = ("set", "model", "device", "tp", "input_len", "batch_size", "prefill_avg_s", "decode_avg_s")
 UNUSED_COLUMNS = ("prefill_p50_s", "prefill_p90_s", "decode_p50_s", "decode_p90_s")

@@ -7,7 +7,7 @@ least of the rivals begins to lack memory, and twice that.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dataplane.remapping.settings import RemapSettings
+from dataplane.engines.core.remapping.settings import RemapSettings
 from ops.simulator.remapping_load import Lengths, SharedLoad
 from ops.simulator.remapping_memory import SharedSettings, Sharing, Way
 from ops.simulator.remapping_models import COMBINATIONS, GRACE_HOPPER, WIRES, Wire

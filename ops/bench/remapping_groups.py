@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dataplane.engines.pressure import KvPressure
-from dataplane.remapping.settings import RemapSettings
+from dataplane.engines.core.pressure import KvPressure
+from dataplane.engines.core.remapping.settings import RemapSettings
 
 WIRES = {"450 GB/s": 4.0e12 / 450e9 / 2, "PCIe 5": 3.35e12 / 55.6e9 / 2, "PCIe 4": 2.04e12 / 25e9 / 2}
 """Load over compute of a layer: GH200 (HBM of 4.0 TB/s), H100 (3.35 TB/s, 55.6 GB/s measured), A100 (2.04 TB/s)."""

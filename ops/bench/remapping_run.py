@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
-from dataplane.engine import EngineRequest
-from dataplane.engines.pressure import KvPressure
+from dataplane.engines.core.pressure import KvPressure
+from dataplane.engines.core.remapping.settings import RemapSettings
+from dataplane.engines.interface import EngineRequest
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
-from dataplane.remapping.settings import RemapSettings
 from ops.bench.checkpoints import VOCABULARY, BenchModel, Shape
 from ops.bench.percentiles import percentile
 from ops.bench.remapping_groups import CAPPED, Asked, Case, Load, Part, asked_of

@@ -1,7 +1,7 @@
 """Remapping against KV swapping and recomputing, simulated: the paper's comparisons, its figures beside ours.
 
 The slot is simulated (`ops.simulator.remapping_slot`); who gives up which layers, and which way out is cheapest, is
-decided by the code of the live node (`dataplane.remapping`).
+decided by the code of the live node (`dataplane.engines.core.remapping`).
 """
 
 from collections.abc import Mapping, Sequence

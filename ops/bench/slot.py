@@ -6,15 +6,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from dataplane.engines.torch.streams import Copy, CopyStream, make_stream
+from ops.profiling.checkpoints import BenchModel, DtypeName
 
 from dataplane.engines.torch.copies.base import Copy, CopyStream
 from dataplane.engines.torch.copies.open import make_stream
-from dataplane.engines.torch.host_models import HostModel, HostModels
-from dataplane.engines.torch.weights import WeightStore
-from dataplane.engines.torch.wire_rate import wire_rates
+from dataplane.engines.torch.memory.host_models import HostModel, HostModels
+from dataplane.engines.torch.memory.weights import WeightStore
+from dataplane.engines.torch.memory.wire_rate import wire_rates
 from dataplane.memory.events import PASSED, Event
 from dataplane.memory.slabs import SlabArena
-from ops.bench.checkpoints import BenchModel, DtypeName
 
 SLAB_BYTES = 2**20
 

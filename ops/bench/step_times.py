@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from dataplane.engines.torch.sampler import Draw, choose_tokens
 
-from dataplane.engine import EngineRequest
+from dataplane.engines.core.kv import Place
 from dataplane.engines.core.sampler import Draw, choose_tokens
-from dataplane.engines.kv import Place
-from dataplane.engines.torch.host_models import HostModels
-from dataplane.engines.torch.kv import SequenceKv
-from dataplane.engines.torch.pooled import kv_shape
-from dataplane.engines.torch.runner import run_chunks
+from dataplane.engines.interface import EngineRequest
+from dataplane.engines.torch.memory.host_models import HostModels
+from dataplane.engines.torch.memory.kv import SequenceKv
+from dataplane.engines.torch.memory.pooled import kv_shape
+from dataplane.engines.torch.memory.wire_rate import RATE_SAMPLE_BYTES, measured_rates
+from dataplane.engines.torch.model.runner import run_chunks
 from dataplane.engines.torch.sequences import Chunk, TokenSequence
-from dataplane.engines.torch.wire_rate import RATE_SAMPLE_BYTES, measured_rates
 from dataplane.memory.kv_cache import blocks_for
-from dataplane.turns.fit import DecodePoint, PrefillPoint
+from dataplane.scheduling.fit import DecodePoint, PrefillPoint
 
 BATCHES = (1, 4, 16)
 SHORTEST_TOKENS = 16
@@ -60,7 +61,7 @@ def measure_step_times(folder: Path, settings: StepTimesSettings, tell: Told) ->
     """Run steps of the torch engine's runner, short ones first, each several times: the median counts.
 
     Raises:
-        dataplane.errors.ModelLoadError: the folder holds no model that the engine runs.
+        ModelLoadError: the folder holds no model that the engine runs.
     """
     bench = _Bench(folder, settings)
     prefill = [

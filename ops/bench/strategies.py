@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dataplane.profile import ProfileError
+from dataplane.scheduling.profile import ProfileError
 from forecasts.importers.lines import DemandFileError
 from ops.bench.strategies_cases import CASES, POINTS, SCENARIO, VARIANTS, case_scenario
 from ops.bench.strategies_figures import StrategyFigures, figures_of

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from dataplane.engines.torch.host_models import HostModel
+from dataplane.engines.torch.memory.host_models import HostModel
 from ops.bench.checkpoints import BenchModel, DtypeName
 from ops.bench.figures import Figure, interleaved, medians, seconds
 from ops.bench.slot import BenchSlot, open_slot

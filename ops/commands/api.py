@@ -11,7 +11,7 @@ from typing import Any
 import httpx2 as httpx
 import typer
 
-from dataplane.tls import client_context
+from dataplane.protocol.tls import client_context
 from ops.commands.credentials import CredentialError, admin_key, api_url, client_key
 
 PAGE_ROWS = 100

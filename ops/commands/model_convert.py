@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dataplane.model_sources import is_remote
+from dataplane.protocol.model_sources import is_remote
 from ops.checkpoints import describe_checkpoint
 from ops.commands.api import CommandError
 from ops.commands.screen import AsJson, notes, print_json

@@ -7,9 +7,9 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from dataplane.messages import EngineChoice
-from dataplane.profile import ProfileError, load_gpu_profile
-from dataplane.turns.costs import switch_s
+from dataplane.protocol.messages import EngineChoice
+from dataplane.scheduling.costs import switch_s
+from dataplane.scheduling.profile import ProfileError, load_gpu_profile
 from ops.checkpoints import CheckpointError, describe_checkpoint
 from ops.commands.api import Api, CommandError, connected
 from ops.commands.model_convert import convert_model, folder_of

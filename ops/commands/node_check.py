@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dataplane.errors import ModelLoadError
+from dataplane.protocol.errors import ModelLoadError
 from ops.commands.api import CommandError
 from ops.commands.screen import Columns, notes, print_fields, print_json, print_table
 

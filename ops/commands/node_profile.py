@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dataplane.errors import ModelLoadError
-from dataplane.profile import load_gpu_profile
+from dataplane.protocol.errors import ModelLoadError
+from dataplane.scheduling.profile import load_gpu_profile
 from ops.commands.api import CommandError
 from ops.commands.node_check import Device, Dtype
 from ops.commands.screen import Columns, notes, print_json, print_table

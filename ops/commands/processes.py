@@ -164,8 +164,8 @@ def agent() -> None:
       TIDEPOOL_AGENT_SLOTS='[{"gpus": 1, "memory_bytes": 80000000000}]' TIDEPOOL_AGENT_NODE_KEY=... tidepool agent
     """
     with running():
-        from dataplane.agent import run_agent  # noqa: PLC0415 - heavy
-        from dataplane.settings import AgentSettings  # noqa: PLC0415 - heavy
+        from dataplane.agent.process import run_agent  # noqa: PLC0415 - heavy
+        from dataplane.agent.settings import AgentSettings  # noqa: PLC0415 - heavy
 
         run_agent(AgentSettings())
 
@@ -191,8 +191,8 @@ def running() -> Iterator[None]:
     """Around a process: its logs, and one line for what stops it before it can log."""
     import structlog  # noqa: PLC0415 - heavy
 
-    from dataplane.logs import LogSettings, logging_to_stderr  # noqa: PLC0415 - heavy
-    from dataplane.tracing import start_tracing  # noqa: PLC0415 - heavy
+    from dataplane.runtime.logs import LogSettings, logging_to_stderr  # noqa: PLC0415 - heavy
+    from dataplane.runtime.tracing import start_tracing  # noqa: PLC0415 - heavy
     from ops.unknown_settings import unknown_settings  # noqa: PLC0415 - heavy
 
     with _explained():
@@ -221,9 +221,9 @@ def _explained() -> Iterator[None]:
     from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - heavy
 
     from controlplane.errors import InvalidValueError, SchemaError  # noqa: PLC0415 - heavy
-    from dataplane.errors import DataplaneError  # noqa: PLC0415 - heavy
-    from dataplane.masked import mask  # noqa: PLC0415 - heavy
-    from dataplane.tracing import TracingError  # noqa: PLC0415 - heavy
+    from dataplane.protocol.errors import DataplaneError  # noqa: PLC0415 - heavy
+    from dataplane.runtime.masked import mask  # noqa: PLC0415 - heavy
+    from dataplane.runtime.tracing import TracingError  # noqa: PLC0415 - heavy
     from ops.home import EmbeddedError  # noqa: PLC0415 - heavy
     from ops.supervisor import SupervisorError  # noqa: PLC0415 - heavy
 

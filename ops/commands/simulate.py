@@ -121,7 +121,7 @@ def _simulated(
     report: Path | None,
 ) -> "Result":
     """The result of a scenario's file, written where that is wanted."""
-    from dataplane.profile import ProfileError  # noqa: PLC0415 - --help needs none of it
+    from dataplane.scheduling.profile import ProfileError  # noqa: PLC0415 - --help needs none of it
     from forecasts.importers.lines import DemandFileError  # noqa: PLC0415
     from ops.simulator.pages import PageError, write_page  # noqa: PLC0415
     from ops.simulator.report import report as page_of  # noqa: PLC0415

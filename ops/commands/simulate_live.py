@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from dataplane.profile import load_gpu_profile
+from dataplane.scheduling.profile import load_gpu_profile
 from ops.commands.api import Api, CommandError, connected
 from ops.commands.screen import notes, time_text
 

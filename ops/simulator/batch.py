@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
-from dataplane.engines.room import choose_victim
-from dataplane.turns.costs import LatencyModel
+from dataplane.engines.core.room import choose_victim
+from dataplane.scheduling.costs import LatencyModel
 from ops.simulator.leaps import Leap, Pace
 from ops.simulator.requests import Sequence
 from ops.simulator.timeline import Timeline

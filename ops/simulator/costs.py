@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dataplane.turns.costs import LatencyModel
-from dataplane.turns.schedule import TurnSettings
+from dataplane.scheduling.costs import LatencyModel
+from dataplane.scheduling.schedule import TurnSettings
 
 Batching = Literal["turns", "prefill-first"]
 """`turns`: as the live slot does. `prefill-first`: a waiting prompt always goes before the batch, as elsewhere."""

@@ -19,8 +19,8 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 from math import inf
 
-from dataplane.turns.schedule import Kind as TurnKind
-from dataplane.turns.schedule import settle_shares
+from dataplane.scheduling.schedule import Kind as TurnKind
+from dataplane.scheduling.schedule import settle_shares
 from ops.simulator.batch import Batch
 from ops.simulator.costs import InstanceSettings, ModelCosts
 from ops.simulator.leaps import Leap

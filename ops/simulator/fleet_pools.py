@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from controlplane.policies.assignment.facts import SlotAdd
 from controlplane.policies.facts import InstanceKind, RegionGpu
-from dataplane.messages import ModelSpec
+from dataplane.protocol.messages import ModelSpec
 from ops.simulator.pool_slot import PooledServer, PoolSlot
 from ops.simulator.usage import Use
 from ops.simulator.world import World

@@ -19,15 +19,15 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from dataplane.engine import EngineStats, PoolStats
-from dataplane.engines.kv import Place
-from dataplane.engines.replay import ReplayEngine, ReplaySettings
-from dataplane.engines.replay_memory import SequenceKv
-from dataplane.engines.replay_models import Answers, ReplayModel, ReplaySequence, replayed
-from dataplane.engines.slot_engine import Made
-from dataplane.messages import ModelSpec
-from dataplane.turns.prefill import PrefillQueue
-from dataplane.turns.schedule import SlotFacts, Turn, choose_turn
+from dataplane.engines.core.kv import Place
+from dataplane.engines.core.slot_engine import Made
+from dataplane.engines.interface import EngineStats, PoolStats
+from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings
+from dataplane.engines.replay.memory import SequenceKv
+from dataplane.engines.replay.models import Answers, ReplayModel, ReplaySequence, replayed
+from dataplane.protocol.messages import ModelSpec
+from dataplane.scheduling.prefill import PrefillQueue
+from dataplane.scheduling.schedule import SlotFacts, Turn, choose_turn
 from ops.simulator.leap_models import LeapModel, ServedOf
 from ops.simulator.leaps import Leap, Pace, decode_pace
 

@@ -8,9 +8,9 @@ sum over all riders is always right. Nobody else may look at a rider's books: wh
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dataplane.engines.kv import Place
-from dataplane.engines.replay_models import ReplayModel, ReplaySequence
-from dataplane.turns.decode import BatchFacts
+from dataplane.engines.core.kv import Place
+from dataplane.engines.replay.models import ReplayModel, ReplaySequence
+from dataplane.scheduling.decode import BatchFacts
 from ops.simulator.batch import Batch
 from ops.simulator.leaps import Leap
 from ops.simulator.requests import Sequence, Served

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from dataplane.turns.costs import LatencyModel
+from dataplane.scheduling.costs import LatencyModel
 
 
 class Pace(Struct, frozen=True, gc=False):

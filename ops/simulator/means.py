@@ -4,10 +4,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from dataplane.profile import GpuProfile, load_gpu_profile
-from dataplane.turns.decode import DecodeSettings
-from dataplane.turns.prefill import PrefillSettings
-from dataplane.turns.schedule import TurnSettings
+from dataplane.scheduling.decode import DecodeSettings
+from dataplane.scheduling.prefill import PrefillSettings
+from dataplane.scheduling.profile import GpuProfile, load_gpu_profile
+from dataplane.scheduling.schedule import TurnSettings
 from ops.simulator.costs import InstanceSettings, ModelCosts
 from ops.simulator.scenario import FleetPart, ModelPart, Scenario, ScenarioError
 from ops.simulator.scenario_values import by_gpu_type
@@ -38,7 +38,7 @@ def load_profiles(fleet: FleetPart) -> dict[str, GpuProfile]:
     """The profiles of a fleet by their paths: those of its nodes, or where it has none its own.
 
     Raises:
-        dataplane.profile.ProfileError: one cannot be used.
+        dataplane.scheduling.profile.ProfileError: one cannot be used.
     """
     return {path: load_gpu_profile(path) for path in dict.fromkeys(part.path for part in _parts(fleet))}
 

@@ -7,8 +7,8 @@ that hangs on memory bandwidth does not get faster by that, but a prefill of one
 
 from collections.abc import Callable, Iterator, Sequence
 
-from dataplane.engines.replay import ReplaySettings
-from dataplane.messages import ModelSpec
+from dataplane.engines.replay.engine import ReplaySettings
+from dataplane.protocol.messages import ModelSpec
 from ops.simulator.events import Events
 from ops.simulator.pool import PoolServer
 from ops.simulator.requests import Served

@@ -8,7 +8,7 @@ from controlplane.policies.facts import Endpoint, ModelGpu
 from controlplane.policies.placement.facts import PlacementSettings, Profile
 from controlplane.policies.placement.poolable import PoolProfile
 from controlplane.policies.scaling.facts import ScaleStep
-from dataplane.profile import GpuProfile
+from dataplane.scheduling.profile import GpuProfile
 from forecasts.settings import ForecastSettings
 from ops.simulator.demand import Demand
 from ops.simulator.failures import Failure, Failures

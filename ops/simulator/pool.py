@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import cast
 
 from controlplane.policies.facts import Endpoint, InstanceFacts
-from dataplane.dispatch import Dispatcher
-from dataplane.engine import EngineOutput, EngineRequest
-from dataplane.engines.replay import ReplaySettings
-from dataplane.flights import Flight
-from dataplane.frames import Unload
-from dataplane.messages import ModelSpec
-from dataplane.settings import SlotKind
-from dataplane.slots import Slot
+from dataplane.agent.dispatch import Dispatcher
+from dataplane.agent.requests import Flight
+from dataplane.agent.settings import SlotKind
+from dataplane.agent.workers import Slot
+from dataplane.engines.interface import EngineOutput, EngineRequest
+from dataplane.engines.replay.engine import ReplaySettings
+from dataplane.protocol.messages import ModelSpec
+from dataplane.worker.frames import Unload
 from ops.simulator.events import Events
 from ops.simulator.leaps import Leap
 from ops.simulator.requests import Request, Served

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from msgspec.structs import replace
 
 from controlplane.policies.facts import Endpoint, InstanceFacts, InstanceKind
-from dataplane.engines.replay import ReplaySettings
-from dataplane.messages import ModelSpec
+from dataplane.engines.replay.engine import ReplaySettings
+from dataplane.protocol.messages import ModelSpec
 from ops.simulator.events import Events
 from ops.simulator.pool import PoolServer
 from ops.simulator.requests import Request, Served

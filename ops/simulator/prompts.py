@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from dataplane.turns.prefill import GroupState, PrefillQueue, PrefillRequest, PrefillSettings, choose_group
+from dataplane.scheduling.prefill import GroupState, PrefillQueue, PrefillRequest, PrefillSettings, choose_group
 from ops.simulator.costs import ModelCosts
 from ops.simulator.requests import Sequence
 

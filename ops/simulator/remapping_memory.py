@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
-from dataplane.remapping.caps import wait_s
-from dataplane.remapping.control import RemapDecision, RemapFacts, RemapState, choose_remap
-from dataplane.remapping.relief import ReliefFacts, ReliefSettings, Victim, choose_relief
-from dataplane.remapping.relief import Way as Relief
-from dataplane.remapping.settings import RemapSettings
+from dataplane.engines.core.remapping.caps import wait_s
+from dataplane.engines.core.remapping.control import RemapDecision, RemapFacts, RemapState, choose_remap
+from dataplane.engines.core.remapping.relief import ReliefFacts, ReliefSettings, Victim, choose_relief
+from dataplane.engines.core.remapping.relief import Way as Relief
+from dataplane.engines.core.remapping.settings import RemapSettings
 from ops.simulator.remapping_models import Wire
 from ops.simulator.remapping_tenants import Ask, Tenant
 

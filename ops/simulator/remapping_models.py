@@ -8,7 +8,7 @@ at alpha = 9 of 40, which puts it between 0.41 and 0.47 ms at 450 GB/s.
 
 from dataclasses import dataclass, replace
 
-from dataplane.turns.costs import LatencyModel
+from dataplane.scheduling.costs import LatencyModel
 
 GPU_BYTES = 97_871 * 2**20
 """GH200's 96 GB as its driver counts them."""

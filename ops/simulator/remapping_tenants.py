@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf, nan
 
-from dataplane.remapping.caps import ModelFacts
-from dataplane.remapping.circle import Rotation
+from dataplane.engines.core.remapping.caps import ModelFacts
+from dataplane.engines.core.remapping.circle import Rotation
 from ops.simulator.remapping_models import SharedModel
 
 PREFILL_SHARE = 0.2

@@ -4,8 +4,8 @@ import math
 
 from msgspec import Struct
 
-from dataplane.messages import Objective, Tier
-from dataplane.turns.tiers import TIER_RANKS
+from dataplane.protocol.messages import Objective, Tier
+from dataplane.scheduling.tiers import TIER_RANKS
 from ops.simulator.leaps import Leap
 
 
@@ -25,7 +25,7 @@ class Served(Struct, eq=False):
     """A request on its way. `back_s`: how long its tokens travel to where it came from; all times are at the instance.
 
     `late_s` is the most that any token was late by the fixed schedule. A deadline that restarts from each late token
-    moves by exactly that much in all, so it is also the overdue time of `dataplane.turns.attainment.service_share`.
+    moves by exactly that much in all, so it is also the overdue time of `scheduling.attainment.service_share`.
     """
 
     request: Request
@@ -89,7 +89,7 @@ class Served(Struct, eq=False):
 
     @property
     def share(self) -> float:
-        """Share of its service in which no token was overdue: `dataplane.turns.attainment.service_share` of it."""
+        """Share of its service in which no token was overdue: `dataplane.scheduling.attainment.service_share` of it."""
         return 1.0 - self.late_s / self.service_s if self.late_s > 0 else 1.0
 
 

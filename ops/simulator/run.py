@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from controlplane.policies.admission import AdmissionSettings
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.routing import RoutingSettings
-from dataplane.messages import Objective
-from dataplane.turns.tiers import TIER_OBJECTIVES
+from dataplane.protocol.messages import Objective
+from dataplane.scheduling.tiers import TIER_OBJECTIVES
 from forecasts.importers.lines import DemandFileError
 from ops.simulator.events import Events
 from ops.simulator.fleet import Fleet
@@ -42,7 +42,7 @@ def simulate(scenario: Scenario, *, seed: int | None = None, told: Told = lambda
     Raises:
         ops.simulator.scenario.ScenarioError: the instances of the beginning find no room, no instance can be of the
             recording's models, or GPU types do not go together.
-        dataplane.profile.ProfileError: a GPU profile cannot be used.
+        dataplane.scheduling.profile.ProfileError: a GPU profile cannot be used.
         forecasts.importers.lines.DemandFileError: the recording cannot be used.
     """
     seed = scenario.seed if seed is None else seed

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, ValidationError, model_validator
 
 from controlplane.policies.facts import InstanceKind
-from dataplane.engines.pressure import KvPressure
-from dataplane.messages import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S, Tier
-from dataplane.turns.ordering import Order
+from dataplane.engines.core.pressure import KvPressure
+from dataplane.protocol.messages import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S, Tier
+from dataplane.scheduling.ordering import Order
 from ops.simulator.changes import ChangeError, with_settings, with_trace
 from ops.simulator.costs import Batching
 from ops.simulator.request_level import Switching

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.messages import Tier
+from dataplane.protocol.messages import Tier
 from ops.simulator.traffic import draw_names
 
 NameArray = npt.NDArray[np.object_]

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from dataplane.engines.replay import ReplaySettings
-from dataplane.messages import ModelSpec
-from dataplane.settings import SlotKind
+from dataplane.agent.settings import SlotKind
+from dataplane.engines.replay.engine import ReplaySettings
+from dataplane.protocol.messages import ModelSpec
 from ops.simulator.costs import InstanceSettings, ModelCosts
 from ops.simulator.means import Means
 from ops.simulator.multiplexed import multiplexed_gpus

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 
 from greenlet import greenlet  # type: ignore[import-untyped]
 
-from dataplane.engine import EngineOutput, EngineStats
-from dataplane.engines.replay import ReplaySettings
-from dataplane.frames import Add, Command, Load, Release, Unload
-from dataplane.messages import ModelSpec
-from dataplane.settings import SlotKind
+from dataplane.agent.settings import SlotKind
+from dataplane.engines.interface import EngineOutput, EngineStats
+from dataplane.engines.replay.engine import ReplaySettings
+from dataplane.protocol.messages import ModelSpec
+from dataplane.worker.frames import Add, Command, Load, Release, Unload
 from ops.simulator.events import END, Events
 from ops.simulator.leap_engine import LeapEngine
 from ops.simulator.leap_models import ServedOf
@@ -26,7 +26,7 @@ Heard = Callable[["SlotProcess", list[EngineOutput], Leap | None], None]
 
 
 class SlotProcess:
-    """One slot. To the live dispatcher it looks like `dataplane.slots.Slot`."""
+    """One slot. To the live dispatcher it looks like `dataplane.agent.workers.Slot`."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.messages import Tier
+from dataplane.protocol.messages import Tier
 from ops.simulator.requests import Request
 
 DAY_S = 86_400.0

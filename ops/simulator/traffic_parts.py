@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from dataplane.messages import Tier
+from dataplane.protocol.messages import Tier
 from ops.simulator.scenario_values import Part, Positive, Share
 from ops.simulator.traffic import Lengths
 

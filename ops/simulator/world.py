@@ -19,8 +19,8 @@ from controlplane.policies.facts import Objective as PolicyObjective
 from controlplane.policies.facts import Tier as PolicyTier
 from controlplane.policies.release import ReleaseSettings
 from controlplane.policies.routing import RoutingSettings, choose_route
-from dataplane.messages import Objective, Tier
-from dataplane.turns.tiers import TIER_OBJECTIVES
+from dataplane.protocol.messages import Objective, Tier
+from dataplane.scheduling.tiers import TIER_OBJECTIVES
 from ops.simulator.deferred import Deferred
 from ops.simulator.demand import Demand
 from ops.simulator.events import ARRIVAL, TICK, EventLog, Events

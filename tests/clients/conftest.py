@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from dataplane.words import WORDS
+from dataplane.engines.replay.words import WORDS
 from ops.demo_fleet import POOL_REGION, TOKENS_PER_S
 from ops.local import LocalStack
 from tests.flows.conftest import REPLAY_NODES, admin_of, client_of, register, replay_stack, wait_ready

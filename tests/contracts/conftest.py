@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.engine import Engine
+from dataplane.engines.interface import Engine
 from tests.contracts.engines import ENGINES, Subject
 
 

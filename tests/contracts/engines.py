@@ -7,12 +7,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dataplane.engine import Engine, EngineRequest
-from dataplane.engines.replay import ReplayEngine, ReplaySettings
+from dataplane.engines.interface import Engine, EngineRequest
+from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
-from dataplane.messages import ModelSpec
-from dataplane.profile import load_gpu_profile
+from dataplane.protocol.messages import ModelSpec
+from dataplane.scheduling.profile import load_gpu_profile
 from tests.dataplane.engines.torch.drive import request
 from tests.dataplane.engines.torch.tiny import save_tiny
 

@@ -3,8 +3,8 @@
 import pytest
 from msgspec import structs
 
-from dataplane.engine import Engine, EngineRequest, KvHandle
-from dataplane.errors import BadRequestError, ContextLengthError, ModelLoadError, UnknownInstanceError
+from dataplane.engines.interface import Engine, EngineRequest, KvHandle
+from dataplane.protocol.errors import BadRequestError, ContextLengthError, ModelLoadError, UnknownInstanceError
 from tests.contracts.engines import CONTEXT_TOKENS, KV_TOKENS, PREFILL_TOKENS_PER_STEP_MAX, Subject, ask
 from tests.dataplane.engines.torch.drive import drain
 

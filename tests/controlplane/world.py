@@ -30,7 +30,7 @@ from controlplane.store.keys import make_key
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from controlplane.store.tables import Desired, Model, Node, Profile, Role
-from dataplane.messages import (
+from dataplane.protocol.messages import (
     Failed,
     Finished,
     Generate,

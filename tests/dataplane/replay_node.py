@@ -11,10 +11,10 @@ import httpx2 as httpx
 import msgspec
 import uvicorn
 
-from dataplane.api import make_app
-from dataplane.messages import DesiredInstance, DesiredInstances, Generate, ModelSpec, Sampling
-from dataplane.node import Agent
-from dataplane.settings import AgentSettings, SlotSettings
+from dataplane.agent.http import make_app
+from dataplane.agent.node import Agent
+from dataplane.agent.settings import AgentSettings, SlotSettings
+from dataplane.protocol.messages import DesiredInstance, DesiredInstances, Generate, ModelSpec, Sampling
 
 PROFILE = Path(__file__).parents[2] / "ops" / "profiles" / "h800.toml"
 KEY = "node-key-for-tests"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from dataplane.messages import Failed, Generate, StreamEvent, Token, decode_line
+from dataplane.protocol.messages import Failed, Generate, StreamEvent, Token, decode_line
 from tests.dataplane.replay_node import Node
 
 

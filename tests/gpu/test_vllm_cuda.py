@@ -11,8 +11,8 @@ import torch
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.engines.vllm.interfaces import prepare_process
-from dataplane.turns.decode import DecodeSettings
-from dataplane.turns.schedule import TurnSettings
+from dataplane.scheduling.decode import DecodeSettings
+from dataplane.scheduling.schedule import TurnSettings
 from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.test_greedy import prompts
 from tests.dataplane.engines.torch.tiny import VOCABULARY, save_tiny, spec_of

@@ -27,7 +27,7 @@ from controlplane.store.request_log import RequestRecord, write_requests
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Desired, EndpointRow, Instance, Role
 from controlplane.store.usage import Usage, UsageKey, put_usage
-from dataplane.messages import Join, SlotSpec
+from dataplane.protocol.messages import Join, SlotSpec
 from ops.cli import app, main
 from ops.commands import deletes
 from tests.dataplane.registry import Registry

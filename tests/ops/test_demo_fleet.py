@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dataplane.engines.torch.skeleton import build_skeleton
-from dataplane.settings import AgentSettings, SlotSettings
+from dataplane.agent.settings import AgentSettings, SlotSettings
+from dataplane.engines.torch.model.skeleton import build_skeleton
 from ops.demo_fleet import (
     GPUS_OF_POOL,
     LONG_TAIL,

@@ -16,7 +16,7 @@ from controlplane.settings import Settings
 from controlplane.store.keys import make_key
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Role
-from dataplane.masked import MaskedStream
+from dataplane.runtime.masked import MaskedStream
 
 SECRET = "tp-client-Xy3q6rT0c1n2m3b4v5c6x7z8a9s0d1f2g3h4j5k6l7q8"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane.engines.torch import attention
+from dataplane.engines.torch.model import attention
 from ops import interleaving
 from ops.cli import main
 from ops.reference import router_margins

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dataplane.profile import load_gpu_profile
-from dataplane.turns.costs import LatencyModel
+from dataplane.scheduling.costs import LatencyModel
+from dataplane.scheduling.profile import load_gpu_profile
 from ops.bench.checkpoints import BenchModel, Shape, build_checkpoints
 from ops.bench.published_points import COLUMNS, read_points
 from ops.bench.step_times import BATCHES, StepTimesSettings, grid, measure_step_times

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("gguf", reason="install the gguf extra")
 
-from dataplane.messages import ChatMessage
-from dataplane.text import ModelText
+from dataplane.agent.tokenization import ModelText
+from dataplane.protocol.messages import ChatMessage
 from ops import pretrained
 from ops.demo_fleet import SPEAKING_REGION, make_nodes, regions_of
 from ops.pretrained import SMOLLM2, NotOfferedError, Pretrained, cache_folder, fetch, speaking_model

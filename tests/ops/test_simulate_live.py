@@ -13,7 +13,7 @@ from controlplane.store.instances import add_instance
 from controlplane.store.joining import join_node
 from controlplane.store.session import Database
 from controlplane.store.tables import Node
-from dataplane.messages import Join, SlotSpec
+from dataplane.protocol.messages import Join, SlotSpec
 from ops.commands.simulate_live import profiles_by_type
 from ops.simulator.live import LiveError, cut_demand
 from tests.ops.test_checkpoints import write_checkpoint

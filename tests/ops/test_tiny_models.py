@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer
 
 from dataplane.engines.torch.engine import TorchEngine
+from dataplane.engines.torch.model.skeleton import build_skeleton
 from dataplane.engines.torch.settings import TorchEngineSettings
-from dataplane.engines.torch.skeleton import build_skeleton
 from dataplane.memory.slabs import ALIGNMENT_BYTES
-from dataplane.messages import ModelSpec
+from dataplane.protocol.messages import ModelSpec
 from ops.checkpoints import describe_checkpoint
 from ops.tiny_models import RECIPES, build_tiny_models
 from ops.tiny_tokenizer import VOCABULARY, printable_ids, train_tokenizer

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dataplane.engine import Engine
+from dataplane.engines.interface import Engine
 from tests.contracts import test_engine
 from tests.contracts.engines import CONTEXT_TOKENS, KV_TOKENS, PREFILL_TOKENS_PER_STEP_MAX, Subject
 from tests.dataplane.engines.torch.tiny import save_tiny, spec_of

@@ -6,10 +6,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dataplane.messages import DesiredInstance, EngineChoice, Failed, Finished, Generate, Sampling
+from dataplane.protocol.messages import DesiredInstance, EngineChoice, Failed, Finished, Generate, Sampling
+from tests.dataplane.agent.test_torch_node import checkpoint, torch_settings
 from tests.dataplane.replay_node import Node, desired, generate, running_node
 from tests.dataplane.streams import read, token_ids
-from tests.dataplane.test_torch_node import checkpoint, torch_settings
 from tests.vllm.conftest import HEAD_DIM
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")

@@ -10,7 +10,7 @@ import torch
 
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
-from dataplane.errors import DeviceLostError
+from dataplane.protocol.errors import DeviceLostError
 from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.test_greedy import prompts
 from tests.dataplane.engines.torch.tiny import VOCABULARY, greedy_tokens, spec_of

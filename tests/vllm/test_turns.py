@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from dataplane.engines.vllm import interfaces
-from dataplane.errors import ModelLoadError
-from dataplane.turns.decode import DecodeSettings
-from dataplane.turns.schedule import TurnSettings
+from dataplane.protocol.errors import ModelLoadError
+from dataplane.scheduling.decode import DecodeSettings
+from dataplane.scheduling.schedule import TurnSettings
 from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.test_greedy import prompts
 from tests.dataplane.engines.torch.tiny import VOCABULARY, greedy_tokens, spec_of

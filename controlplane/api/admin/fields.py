@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from controlplane.errors import InvalidValueError
 from controlplane.store.paging import PAGE_MAX, Page
 from controlplane.store.tables import Base
-from dataplane.model_sources import SOURCE_CHARACTERS_MAX, check_source
+from dataplane.protocol.model_sources import SOURCE_CHARACTERS_MAX, check_source
 
 INT64_MAX = 2**63 - 1
 TIME_S_MAX = 253_402_300_799

@@ -6,7 +6,7 @@ from controlplane.api.metrics import Metrics
 from controlplane.errors import TidepoolError
 from controlplane.policies.facts import Objective
 from controlplane.policies.objectives import tokens_in_time
-from dataplane.messages import Finished
+from dataplane.protocol.messages import Finished
 
 _SERVER_ERRORS = 500
 _TOO_MANY = 429

@@ -36,7 +36,7 @@ from controlplane.serving.send import Outgoing, Placed, Sent
 from controlplane.serving.tracing import step
 from controlplane.store.demand import IW, NIW
 from controlplane.store.request_log import OK, RequestRecord
-from dataplane.messages import Finished, StreamEvent, Token
+from dataplane.protocol.messages import Finished, StreamEvent, Token
 
 router = APIRouter(tags=["interactive"])
 T = TypeVar("T")

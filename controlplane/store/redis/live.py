@@ -19,7 +19,7 @@ from controlplane.errors import UnavailableError
 from controlplane.policies.facts import Endpoint, InstanceFacts, InstanceKind, SlotId
 from controlplane.settings import Settings
 from controlplane.store.tables import Model
-from dataplane.messages import Heartbeat
+from dataplane.protocol.messages import Heartbeat
 
 _VIEW = "tidepool:view"
 _DEMAND = "tidepool:demand:"

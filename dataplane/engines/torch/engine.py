@@ -10,28 +10,29 @@ from pathlib import Path
 
 import torch
 
-from dataplane.engine import PoolStats
-from dataplane.engines.pressure import Shortage
-from dataplane.engines.relief import KvRelief
-from dataplane.engines.slot_engine import Made, SlotEngine
+from dataplane.engines.core.pressure import Shortage
+from dataplane.engines.core.relief import KvRelief
+from dataplane.engines.core.remapping.relief import Way
+from dataplane.engines.core.slot_engine import Made, SlotEngine
+from dataplane.engines.interface import PoolStats
 from dataplane.engines.torch.copies.base import CopyStream
 from dataplane.engines.torch.copies.open import make_stream
-from dataplane.engines.torch.host_models import HostModels
-from dataplane.engines.torch.kv import KvStore, SequenceKv
-from dataplane.engines.torch.pooled import Pooled, make_pooled
-from dataplane.engines.torch.relief import TorchSlotMemory
+from dataplane.engines.torch.memory.host_models import HostModels
+from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
+from dataplane.engines.torch.memory.pooled import Pooled, make_pooled
+from dataplane.engines.torch.memory.relief import TorchSlotMemory
+from dataplane.engines.torch.memory.weights import WeightStore
+from dataplane.engines.torch.memory.wire_rate import wire_rates
 from dataplane.engines.torch.report import pool_stats
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.engines.torch.steps import ModelFailedError, Sampled, Steps, Watch
-from dataplane.engines.torch.weights import WeightStore
-from dataplane.engines.torch.wire_rate import wire_rates
-from dataplane.errors import ModelLoadError
+from dataplane.engines.torch.streams import CopyStream, make_stream
 from dataplane.memory.events import TransferError
 from dataplane.memory.model_cache import ModelCache
 from dataplane.memory.slabs import SlabArena
-from dataplane.messages import ModelSpec
-from dataplane.remapping.relief import Way
-from dataplane.turns.schedule import Turn
+from dataplane.protocol.errors import ModelLoadError
+from dataplane.protocol.messages import ModelSpec
+from dataplane.scheduling.schedule import Turn
 
 IDLE_S = 0.001
 """How long a step waits when all that could run is on its way."""
@@ -40,7 +41,7 @@ CHECK_EVERY_S = 10.0
 
 
 class TorchEngine(SlotEngine[Pooled, SequenceKv]):
-    """Meets `dataplane.engine.Engine`. Single-threaded but for `prepare`: its owner calls one method at a time."""
+    """Meets `Engine`. Single-threaded but for `prepare`: its owner calls one method at a time."""
 
     def __init__(
         self,

@@ -1,16 +1,17 @@
 """What the torch engine says of its pool: the memory, the last turns."""
 
-from dataplane.engine import KvShapeStats, PoolStats
-from dataplane.engines.relief import KvRelief
+from dataplane.engines.core.relief import KvRelief
+from dataplane.engines.core.turn_log import TurnLog
+from dataplane.engines.interface import KvShapeStats, PoolStats
 from dataplane.engines.torch.copies.open import PINS
-from dataplane.engines.torch.kv import KvStore, SequenceKv
-from dataplane.engines.torch.pooled import Pooled
-from dataplane.engines.torch.weights import WeightStore
-from dataplane.engines.turn_log import TurnLog
+from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
+from dataplane.engines.torch.memory.pooled import Pooled
+from dataplane.engines.torch.memory.weights import WeightStore
+from dataplane.engines.torch.streams import PINS
 from dataplane.memory.kv_cache import KvCache
 from dataplane.memory.slabs import SlabArena
-from dataplane.turns.prefill import PrefillQueue
-from dataplane.turns.schedule import Turn
+from dataplane.scheduling.prefill import PrefillQueue
+from dataplane.scheduling.schedule import Turn
 
 
 def pool_stats(

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from dataplane.engines.pressure import KvPressure
-from dataplane.remapping.settings import RemapSettings
-from dataplane.turns.schedule import TurnSettings
+from dataplane.engines.core.pressure import KvPressure
+from dataplane.engines.core.remapping.settings import RemapSettings
+from dataplane.scheduling.schedule import TurnSettings
 
 SLAB_BYTES_MIN, SLAB_BYTES_MAX = 2**17, 2**25
 SLABS_WANTED = 512

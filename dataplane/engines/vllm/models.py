@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dataplane.engine import KvHandle
-from dataplane.engines.kv import Place
-from dataplane.engines.sequences import Chunk, TokenSequence
-from dataplane.engines.served_models import ServedModel
+from dataplane.engines.core.kv import Place
+from dataplane.engines.core.sequences import Chunk, TokenSequence
+from dataplane.engines.core.served_models import ServedModel
+from dataplane.engines.interface import KvHandle
 from dataplane.engines.vllm.runner import Runner
 
 
@@ -35,7 +35,7 @@ class VllmKv:
 
 
 class VllmKvMemory:
-    """Meets `dataplane.engines.kv.KvMemory`. vLLM itself makes room, so that only dropping is asked of it."""
+    """Meets `dataplane.engines.core.kv.KvMemory`. vLLM itself makes room, so that only dropping is asked of it."""
 
     leaving = False
     swapped_out_total = 0

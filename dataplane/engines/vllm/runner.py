@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from vllm import EngineArgs, LLMEngine, SamplingParams
 
+from dataplane.checkpoints.safetensors_file import list_tensors, read_json
 from dataplane.engines.vllm import interfaces, sleep
 from dataplane.engines.vllm.settings import VllmEngineSettings
-from dataplane.errors import ModelLoadError
+from dataplane.engines.vllm.version import check_version, installed_version
 from dataplane.memory.model_cache import CachedModel, ModelCache
-from dataplane.memory.safetensors_file import list_tensors, read_json
+from dataplane.protocol.errors import ModelLoadError
 
 _SAMPLING = "dataplane.engines.vllm.sampling:SeededSampling"
 _FREE_SHARE_MIN = 0.01
@@ -191,7 +192,7 @@ def read_ahead(folder: Path) -> None:
 
 
 def _build(name: str, folder: Path, settings: VllmEngineSettings) -> Any:
-    interfaces.check_version()
+    check_version()
     if settings.device == "cpu":
         torch.cpu._init_amx()  # noqa: SLF001 - or the first matrix product in bfloat16 is an illegal instruction
         if settings.models_max > 1:
@@ -240,6 +241,6 @@ def _cache_key(folder: Path, settings: VllmEngineSettings, sizes: list[int]) -> 
     state = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     kind = settings.device.partition(":")[0]
     device = torch.cuda.get_device_name() if kind == "cuda" else kind
-    layout = (interfaces.installed_version(), _ENVIRONMENT, torch.__version__, device, settings.dtype)
+    layout = (installed_version(), _ENVIRONMENT, torch.__version__, device, settings.dtype)
     described = repr((layout, state, sizes))
     return f"{folder.name}-vllm-{hashlib.blake2b(described.encode(), digest_size=12).hexdigest()}"

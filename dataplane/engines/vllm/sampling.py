@@ -11,8 +11,9 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from dataplane.engine import EngineRequest
 from dataplane.engines.core.sampler import Draw, choose_tokens
+from dataplane.engines.interface import EngineRequest
+from dataplane.engines.torch.sampler import Draw, choose_tokens
 
 _KEY = "tidepool"
 

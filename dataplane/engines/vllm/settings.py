@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from dataplane.turns.schedule import TurnSettings
+from dataplane.scheduling.schedule import TurnSettings
 
 
 @dataclass(frozen=True, kw_only=True)

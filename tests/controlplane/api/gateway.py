@@ -11,7 +11,7 @@ from controlplane.api.app import make_app
 from controlplane.api.state import State
 from controlplane.settings import Settings
 from controlplane.store.tables import Role
-from dataplane.messages import StreamEvent
+from dataplane.protocol.messages import StreamEvent
 from tests.controlplane.world import NODE_KEY, PATIENCE_S, FakeAgent, World, served
 
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from controlplane.store.tables import Model
-from dataplane.messages import Generate, Heartbeat, InstanceReport, StreamEvent
+from dataplane.protocol.messages import Generate, Heartbeat, InstanceReport, StreamEvent
 from tests.controlplane.api.gateway import Gateway, running_gateway
 from tests.controlplane.world import HANGS_S, KV_BYTES, PATIENCE_S, FakeAgent, World, until
 

@@ -8,7 +8,7 @@ from controlplane.api.state import State
 from controlplane.settings import Settings
 from controlplane.store.endpoint_summary import Backlog
 from controlplane.store.session import Database
-from dataplane.messages import Heartbeat, InstanceReport
+from dataplane.protocol.messages import Heartbeat, InstanceReport
 from tests.controlplane.api.conftest import Ask
 from tests.controlplane.api.test_heartbeats import JOIN, hold
 from tests.controlplane.world import HANGS_S, until

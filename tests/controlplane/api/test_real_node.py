@@ -6,7 +6,7 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from dataplane.errors import WorkerLostError
+from dataplane.protocol.errors import WorkerLostError
 from tests.controlplane.api.gateway import Gateway, running_gateway
 from tests.controlplane.world import World, until
 from tests.dataplane.replay_node import KEY, desired, instance, running_node

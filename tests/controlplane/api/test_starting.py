@@ -6,7 +6,7 @@ from collections.abc import Callable
 import httpx2 as httpx
 import pytest
 
-from dataplane.messages import Heartbeat, InstanceReport
+from dataplane.protocol.messages import Heartbeat, InstanceReport
 from tests.controlplane.api.gateway import Gateway, running_gateway
 from tests.controlplane.world import KV_BYTES, MODEL, PATIENCE_S, FakeAgent, World, served, until
 

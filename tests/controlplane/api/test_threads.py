@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from controlplane.api.app import make_app
 from controlplane.settings import Settings
 from controlplane.store.tables import Role
-from dataplane.messages import Heartbeat, InstanceReport
+from dataplane.protocol.messages import Heartbeat, InstanceReport
 from tests.controlplane.world import HANGS_S, NODE_KEY, PATIENCE_S, FakeAgent, World, served, until
 
 

@@ -71,7 +71,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     tracer = provider.get_tracer("tests")
     for module in USERS:
         monkeypatch.setattr(f"{module}.tracer", tracer)
-    monkeypatch.setattr("dataplane.tracing._tracer", tracer)
+    monkeypatch.setattr("dataplane.runtime.tracing._tracer", tracer)
     return exporter
 
 

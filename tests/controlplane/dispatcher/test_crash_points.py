@@ -35,10 +35,10 @@ from controlplane.store.batches import cancel_batch
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.queue import Claim, Outcome
 from controlplane.store.session import Database, make_engine
-from dataplane.engine import EngineRequest
-from dataplane.errors import StaleEpochError
-from dataplane.fences import Fences
-from dataplane.flights import Flight
+from dataplane.agent.fences import Fences
+from dataplane.agent.requests import Flight
+from dataplane.engines.interface import EngineRequest
+from dataplane.protocol.errors import StaleEpochError
 from tests.controlplane.world import World
 
 LINES = 4

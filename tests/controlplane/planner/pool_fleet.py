@@ -10,7 +10,7 @@ from controlplane.store.demand import put_forecasts
 from controlplane.store.demand_tables import Forecast
 from controlplane.store.joining import join_node
 from controlplane.store.tables import Instance, Profile
-from dataplane.messages import Join, SlotSpec
+from dataplane.protocol.messages import Join, SlotSpec
 from tests.controlplane.world import World
 
 LATENCY: dict[str, Any] = {

@@ -16,11 +16,12 @@ from controlplane.store.instances import desired_of, observe
 from controlplane.store.joining import join_node
 from controlplane.store.key_tables import AuditEvent
 from controlplane.store.tables import Instance, Model
-from dataplane import held, slots
-from dataplane.engine import EngineStats
-from dataplane.frames import Command, Configure, Load, Loaded, LoadFailed, Report, Stats
-from dataplane.messages import EngineChoice, Join, SlotSpec
-from dataplane.node import Agent
+from dataplane.agent import hosted_instances as held
+from dataplane.agent import workers as slots
+from dataplane.agent.node import Agent
+from dataplane.engines.interface import EngineStats
+from dataplane.protocol.messages import EngineChoice, Join, SlotSpec
+from dataplane.worker.frames import Command, Configure, Load, Loaded, LoadFailed, Report, Stats
 from tests.controlplane.world import World
 from tests.dataplane.replay_node import settings as node_settings
 

@@ -8,7 +8,7 @@ from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.instances import desired_of, observe
 from controlplane.store.tables import Desired, Instance
-from dataplane.messages import DesiredInstances, Heartbeat, InstanceReport
+from dataplane.protocol.messages import DesiredInstances, Heartbeat, InstanceReport
 from tests.controlplane.planner.test_scale import endpoint, run
 from tests.controlplane.world import MODEL, World
 

@@ -19,8 +19,8 @@ from controlplane.store.instances import desired_of, observe
 from controlplane.store.joining import join_node
 from controlplane.store.plans import plan_in_force
 from controlplane.store.tables import Instance
-from dataplane.control import join_message
-from dataplane.settings import AgentSettings
+from dataplane.agent.heartbeats import join_message
+from dataplane.agent.settings import AgentSettings
 from tests.controlplane.api.gateway import Gateway, running_gateway
 from tests.controlplane.planner.pool_fleet import add_models, expect, live_rows
 from tests.controlplane.world import World

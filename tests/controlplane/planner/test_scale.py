@@ -21,7 +21,7 @@ from controlplane.store.plan_tables import PlanEntry
 from controlplane.store.plans import add_plan, apply_plan
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.tables import Desired, EndpointRow, Instance, Model, Profile
-from dataplane.messages import Join, SlotSpec
+from dataplane.protocol.messages import Join, SlotSpec
 from tests.controlplane.store.test_plans import a_plan
 from tests.controlplane.world import World
 

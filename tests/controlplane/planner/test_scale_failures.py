@@ -9,7 +9,7 @@ from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
 from controlplane.store.instances import desired_of, observe
 from controlplane.store.tables import Instance
-from dataplane.messages import Heartbeat, InstanceReport
+from dataplane.protocol.messages import Heartbeat, InstanceReport
 from tests.controlplane.planner.test_scale import endpoint, follow, node, run, wanted
 from tests.controlplane.planner.test_scale_spot import heartbeat, held
 from tests.controlplane.world import MODEL, World

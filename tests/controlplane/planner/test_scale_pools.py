@@ -19,7 +19,7 @@ from controlplane.store.plan_tables import PlanEntry
 from controlplane.store.plans import add_plan, apply_plan
 from controlplane.store.spot import lease_spot
 from controlplane.store.tables import Profile, SpotLease
-from dataplane.messages import Heartbeat, InstanceReport, InstanceState
+from dataplane.protocol.messages import Heartbeat, InstanceReport, InstanceState
 from tests.controlplane.planner.pool_fleet import add_models, join, live_rows
 from tests.controlplane.store.test_plans import a_plan
 from tests.controlplane.world import World

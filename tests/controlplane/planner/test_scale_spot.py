@@ -20,7 +20,7 @@ from controlplane.store.key_tables import AuditEvent
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.spot import lease_spot
 from controlplane.store.tables import Desired, Instance, Node, SpotLease
-from dataplane.messages import DesiredInstance, Heartbeat, InstanceReport
+from dataplane.protocol.messages import DesiredInstance, Heartbeat, InstanceReport
 from tests.controlplane.planner.test_scale import endpoint, follow, node, run, wanted
 from tests.controlplane.world import MODEL, World
 

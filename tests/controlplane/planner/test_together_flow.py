@@ -12,7 +12,7 @@ from controlplane.policies.facts import Endpoint
 from controlplane.policies.routing import utilization_of
 from controlplane.settings import Settings
 from controlplane.store.redis.live import instance_facts
-from dataplane.settings import SlotSettings
+from dataplane.agent.settings import SlotSettings
 from tests.controlplane.api.gateway import running_gateway
 from tests.controlplane.planner.pool_fleet import add_models, live_rows
 from tests.controlplane.planner.test_pools_flow import MODELS, TIMEOUT_S, Fleet, ask, plan, running_fleet

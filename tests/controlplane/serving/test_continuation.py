@@ -18,13 +18,13 @@ from controlplane.serving.in_flight_tokens import Sending
 from controlplane.serving.send import Outgoing, Placed, Sender
 from controlplane.settings import Settings
 from controlplane.store.tables import Model
-from dataplane import messages
-from dataplane.answers import Answer
-from dataplane.engine import EngineOutput, EngineRequest
-from dataplane.flights import Flight
-from dataplane.measures import RequestMeasure, RequestMeasures
-from dataplane.messages import STALE_EPOCH, Failed, Finished, Generate, Sampling, Token, encode_line
-from dataplane.text import TextStream
+from dataplane.agent.answers import Answer
+from dataplane.agent.measures import RequestMeasure, RequestMeasures
+from dataplane.agent.requests import Flight
+from dataplane.agent.tokenization import TextStream
+from dataplane.engines.interface import EngineOutput, EngineRequest
+from dataplane.protocol import messages
+from dataplane.protocol.messages import STALE_EPOCH, Failed, Finished, Generate, Sampling, Token, encode_line
 
 BYTES = "tide 🌊 naïve «STO» 海 STOP rest".encode()
 """Each byte is a token, so characters come in halves."""

@@ -7,7 +7,7 @@ import pytest
 from controlplane.policies.facts import Tier
 from controlplane.serving.send import Outgoing
 from controlplane.store.tables import Model
-from dataplane.messages import ChatMessage, Sampling
+from dataplane.protocol.messages import ChatMessage, Sampling
 
 
 def outgoing(**prompt: Any) -> Outgoing:

@@ -7,7 +7,7 @@ from controlplane.policies.facts import Endpoint
 from controlplane.store.demand import DemandRow, put_demand
 from controlplane.store.instances import desired_of, lose_silent_nodes, observe, set_desired, touch_generations
 from controlplane.store.tables import Desired, Instance, Node
-from dataplane.messages import Heartbeat, InstanceReport
+from dataplane.protocol.messages import Heartbeat, InstanceReport
 from tests.controlplane.world import World
 
 STATES = ("loading", "ready", "draining", "failed")

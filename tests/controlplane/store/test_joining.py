@@ -12,7 +12,7 @@ from controlplane.store.instances import add_instance, desired_of, instances_of,
 from controlplane.store.joining import join_node
 from controlplane.store.spot import lease_spot
 from controlplane.store.tables import Desired, Instance, LeaseEnd, Node, Slot, SpotLease
-from dataplane.messages import Join, SlotSpec
+from dataplane.protocol.messages import Join, SlotSpec
 from tests.controlplane.world import World
 
 Size = int | tuple[int, int]

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataplane.engines.core.remapping.circle import spaced
 from dataplane.memory.layer_places import LayerPlaces, Load
-from dataplane.remapping.circle import spaced
 
 
 def rotated(layers: int, given_up: int, frames: int) -> LayerPlaces:

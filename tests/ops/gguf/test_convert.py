@@ -15,9 +15,9 @@ from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dataplane.engines.torch.skeleton import build_skeleton
-from dataplane.messages import ChatMessage
-from dataplane.text import ModelText
+from dataplane.agent.tokenization import ModelText
+from dataplane.engines.torch.model.skeleton import build_skeleton
+from dataplane.protocol.messages import ChatMessage
 from ops.checkpoints import describe_checkpoint
 from ops.gguf import convert as conversion
 from ops.gguf.configs import ARCHITECTURES

@@ -3,12 +3,12 @@
 from collections import deque
 from collections.abc import Sequence
 
-from dataplane.engine import EngineRequest, KvHandle
-from dataplane.engines.replay import ReplayEngine, ReplaySettings
-from dataplane.engines.replay_memory import REPLAY_KV_FILE
-from dataplane.messages import ModelSpec, Objective
-from dataplane.profile import GpuProfile, ModelProfile
-from dataplane.turns.costs import LatencyModel
+from dataplane.engines.interface import EngineRequest, KvHandle
+from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings
+from dataplane.engines.replay.memory import REPLAY_KV_FILE
+from dataplane.protocol.messages import ModelSpec, Objective
+from dataplane.scheduling.costs import LatencyModel
+from dataplane.scheduling.profile import GpuProfile, ModelProfile
 from ops.simulator.requests import Request
 
 LATENCY = LatencyModel(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dataplane.messages import Objective
+from dataplane.protocol.messages import Objective
 from ops.bench import aegaeon as bench
 from ops.simulator import aegaeon
 from ops.simulator.costs import InstanceSettings, ModelCosts

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.engines.replay import ReplaySettings
-from dataplane.messages import Objective
-from dataplane.turns.attainment import ServedRequest, service_share, tokens_in_time
-from dataplane.turns.costs import LatencyModel
-from dataplane.turns.prefill import PrefillSettings
-from dataplane.turns.schedule import TurnSettings
+from dataplane.engines.replay.engine import ReplaySettings
+from dataplane.protocol.messages import Objective
+from dataplane.scheduling.attainment import ServedRequest, service_share, tokens_in_time
+from dataplane.scheduling.costs import LatencyModel
+from dataplane.scheduling.prefill import PrefillSettings
+from dataplane.scheduling.schedule import TurnSettings
 from ops.simulator.costs import InstanceSettings, ModelCosts
 from ops.simulator.dedicated import Instance
 from ops.simulator.requests import Request, Served

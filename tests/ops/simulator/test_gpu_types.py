@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from controlplane.policies.facts import RegionGpu
 from controlplane.policies.placement.decision import Placement
 from controlplane.policies.placement.facts import PlacementFacts
-from dataplane.profile import ProfileError, load_gpu_profile
+from dataplane.scheduling.profile import ProfileError, load_gpu_profile
 from ops.simulator import planning
 from ops.simulator.fleet import Fleet, Held
 from ops.simulator.results import Result, held_hours

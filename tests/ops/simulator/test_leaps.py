@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.messages import Objective
+from dataplane.protocol.messages import Objective
 from ops.simulator.leaps import Leap, Pace, decode_pace
 from ops.simulator.requests import Request, Served
 from ops.simulator.timeline import Timeline

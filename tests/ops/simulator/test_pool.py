@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from dataplane.engines.pressure import KvPressure
-from dataplane.engines.replay import ReplaySettings
-from dataplane.frames import Add
-from dataplane.messages import Objective
-from dataplane.remapping.settings import RemapSettings
+from dataplane.engines.core.pressure import KvPressure
+from dataplane.engines.core.remapping.settings import RemapSettings
+from dataplane.engines.replay.engine import ReplaySettings
+from dataplane.protocol.messages import Objective
+from dataplane.worker.frames import Add
 from ops.simulator.events import Events, Kind
 from ops.simulator.leaps import Leap
 from ops.simulator.requests import Request, Served

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dataplane.messages import Objective
+from dataplane.protocol.messages import Objective
 from ops.simulator.events import Events, Kind
 from ops.simulator.pool_slot import PooledServer, PoolSlot
 from ops.simulator.requests import Request, Served

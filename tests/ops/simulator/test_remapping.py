@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from dataplane.turns.costs import LatencyModel
+from dataplane.scheduling.costs import LatencyModel
 from ops.simulator.remapping_figures import SharedFigures, measure
 from ops.simulator.remapping_load import Recordings, SharedLoad, draw_asks
 from ops.simulator.remapping_memory import SharedSettings, Sharing, Way

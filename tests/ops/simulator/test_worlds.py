@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import controlplane.policies
-import dataplane.turns
+import dataplane.scheduling
 import ops.simulator
 from controlplane.planner import expected as live_expected
 from controlplane.planner import forecast as live_forecast
@@ -152,7 +152,7 @@ def test_what_decides_in_the_loops_is_the_live_loops_own() -> None:
 
 def test_no_policy_is_written_twice() -> None:
     policies: dict[str, list[Any]] = {}
-    for module in modules_of(controlplane.policies) + modules_of(dataplane.turns):
+    for module in modules_of(controlplane.policies) + modules_of(dataplane.scheduling):
         for name in defined(module):
             policies.setdefault(name, []).append(getattr(module, name))
     used = set()
@@ -192,8 +192,8 @@ def test_no_policy_is_written_twice() -> None:
         ("pooling", "ops.simulator.planned_pools.choose_poolable"),
         ("pooling", "ops.simulator.loops.choose_pool_slots"),
         ("pooled", "ops.simulator.world.choose_route"),
-        ("pooled", "dataplane.engines.slot_engine.choose_turn"),
-        ("pooled", "dataplane.dispatch.choose_prefill_slot"),
+        ("pooled", "dataplane.engines.core.slot_engine.choose_turn"),
+        ("pooled", "dataplane.agent.dispatch.choose_prefill_slot"),
     ],
 )
 def test_the_policies_decide(serving: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:

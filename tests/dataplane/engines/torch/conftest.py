@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.engine import EngineRequest
+from dataplane.engines.interface import EngineRequest
 from tests.dataplane.engines.torch.deep import LAYERS, Deep, Undisturbed, loaded, slot
 from tests.dataplane.engines.torch.drive import drain
 from tests.dataplane.engines.torch.tiny import save_tiny

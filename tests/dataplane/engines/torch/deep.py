@@ -5,13 +5,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataplane.engine import EngineRequest, PoolStats
+from dataplane.engines.torch.streams import CopyStream
+
+from dataplane.engines.core.remapping.settings import RemapSettings
+from dataplane.engines.interface import EngineRequest, PoolStats
 from dataplane.engines.torch.copies.base import CopyStream
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
-from dataplane.remapping.settings import RemapSettings
-from dataplane.turns.decode import DecodeSettings
-from dataplane.turns.schedule import TurnSettings
+from dataplane.scheduling.decode import DecodeSettings
+from dataplane.scheduling.schedule import TurnSettings
 from tests.dataplane.engines.torch.drive import Gathered, request
 from tests.dataplane.engines.torch.slots import slot_for_one
 from tests.dataplane.engines.torch.tiny import VOCABULARY, spec_of

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataplane.engine import Engine, EngineOutput, EngineRequest
+from dataplane.engines.interface import Engine, EngineOutput, EngineRequest
 
 
 @dataclass

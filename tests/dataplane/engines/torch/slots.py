@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from dataplane.engines.torch.model.skeleton import build_skeleton
 from dataplane.engines.torch.settings import TorchEngineSettings
-from dataplane.engines.torch.skeleton import build_skeleton
 
 SLAB_BYTES = 2**14
 

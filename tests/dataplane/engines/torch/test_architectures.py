@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dataplane.engines.torch.host_models import HostModels
-from dataplane.engines.torch.skeleton import MODEL_TYPES
-from dataplane.errors import ModelLoadError
+from dataplane.engines.torch.memory.host_models import HostModels
+from dataplane.engines.torch.model.skeleton import MODEL_TYPES
+from dataplane.protocol.errors import ModelLoadError
 from tests.dataplane.engines.torch.tiny import ARCHITECTURES, VOCABULARY, save_tiny
 
 PROMPT = [(7 * n) % (VOCABULARY - 3) + 3 for n in range(33)]

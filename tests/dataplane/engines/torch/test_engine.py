@@ -8,7 +8,7 @@ import pytest
 
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
-from dataplane.errors import BadRequestError, ModelLoadError
+from dataplane.protocol.errors import BadRequestError, ModelLoadError
 from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.slots import slot_for_one
 from tests.dataplane.engines.torch.tiny import VOCABULARY, greedy_tokens, spec_of

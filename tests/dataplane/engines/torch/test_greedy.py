@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dataplane.engines.torch.engine import TorchEngine
+from dataplane.engines.torch.model.skeleton import MODEL_TYPES
 from dataplane.engines.torch.settings import TorchEngineSettings
-from dataplane.engines.torch.skeleton import MODEL_TYPES
 from ops.tiny_models import RECIPES, build_tiny_models
 from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.slots import slot_for_one

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from dataplane.engines.torch.streams import ThreadStream
 
-from dataplane.engine import EngineRequest
+from dataplane.engines.interface import EngineRequest
 from dataplane.engines.torch.copies.cpu import ThreadStream
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
-from dataplane.turns.decode import DecodeSettings
-from dataplane.turns.schedule import TurnSettings
+from dataplane.scheduling.decode import DecodeSettings
+from dataplane.scheduling.schedule import TurnSettings
 from tests.dataplane.engines.torch.drive import Gathered, drain, request
 from tests.dataplane.engines.torch.faults import FaultyStream
 from tests.dataplane.engines.torch.slots import slot_for_one

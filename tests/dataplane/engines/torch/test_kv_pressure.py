@@ -2,13 +2,13 @@
 
 import pytest
 
-from dataplane.engines.pressure import KvPressure, Shortage
-from dataplane.engines.torch import wire_rate
+from dataplane.engines.core.pressure import KvPressure, Shortage
+from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.torch.engine import TorchEngine
+from dataplane.engines.torch.memory import wire_rate
 from dataplane.engines.torch.sequences import TokenSequence
-from dataplane.messages import Tier
-from dataplane.remapping.settings import RemapSettings
-from dataplane.turns.decode import idle_s
+from dataplane.protocol.messages import Tier
+from dataplane.scheduling.decode import idle_s
 from tests.dataplane.engines.torch.deep import (
     Deep,
     Undisturbed,

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dataplane.engines.torch.streams import Copy, CopyStream, ThreadStream
 from msgspec import structs
 
-from dataplane.engine import EngineOutput, EngineRequest
+from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.engines.torch.copies.base import Copy, CopyStream
 from dataplane.engines.torch.copies.cpu import ThreadStream
 from dataplane.engines.torch.engine import TorchEngine
-from dataplane.errors import ContextLengthError
 from dataplane.memory.events import Event
-from dataplane.turns.decode import DecodeSettings
-from dataplane.turns.schedule import TurnSettings
+from dataplane.protocol.errors import ContextLengthError
+from dataplane.scheduling.decode import DecodeSettings
+from dataplane.scheduling.schedule import TurnSettings
 from tests.dataplane.engines.torch.drive import Gathered, drain, request
 from tests.dataplane.engines.torch.faults import FaultyStream
 from tests.dataplane.engines.torch.slots import slot_for_one

@@ -4,12 +4,13 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from dataplane.engines.torch.streams import Copy, CopyStream, ThreadStream
 
+from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.torch.copies.base import Copy, CopyStream
 from dataplane.engines.torch.copies.cpu import ThreadStream
-from dataplane.engines.torch.pooled import Pooled
+from dataplane.engines.torch.memory.pooled import Pooled
 from dataplane.memory.events import Event, TransferError
-from dataplane.remapping.settings import RemapSettings
 from tests.dataplane.engines.torch.deep import (
     Deep,
     Undisturbed,

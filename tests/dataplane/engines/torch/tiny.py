@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dataplane.messages import ModelSpec
+from dataplane.protocol.messages import ModelSpec
 
 VOCABULARY = 97
 CONTEXT_TOKENS = 256

@@ -1,0 +1,160 @@
+"""From a Generate message to its stream of events: checking it, and the text of what comes back."""
+
+import secrets
+from collections.abc import AsyncIterator, Callable
+
+from dataplane.agent.measures import RequestMeasure
+from dataplane.agent.requests import Flight
+from dataplane.agent.tokenization import TextStream
+from dataplane.engines.interface import EngineOutput, EngineRequest
+from dataplane.protocol.errors import BadRequestError, ContextLengthError, DataplaneError
+from dataplane.protocol.messages import Failed, Finished, FinishReason, Generate, ModelSpec, Started, StreamEvent, Token
+from dataplane.runtime.tracing import current_parent
+
+RETRYABLE_STATUSES = frozenset({409, 429, 500, 503})
+"""Refusals that say nothing about the request itself: another instance may take it."""
+
+TEMPERATURE_MAX = 2.0
+
+
+def failed_event(error: DataplaneError) -> Failed:
+    """The error as the wire says it."""
+    return Failed(
+        status=error.status,
+        code=error.code,
+        message=error.message,
+        param=error.param,
+        retryable=error.status in RETRYABLE_STATUSES,
+    )
+
+
+def check_sampling(generate: Generate, *, stop_strings_max: int) -> None:
+    """Refuse values that no model can follow.
+
+    Raises:
+        BadRequestError: names the field and its limits.
+    """
+    sampling = generate.sampling
+    sources = (generate.messages, generate.prompt, generate.prompt_tokens)
+    if sum(source is not None for source in sources) != 1:
+        raise BadRequestError("exactly one of messages, prompt and prompt_tokens must be set", param="messages")
+    if sampling.max_tokens is not None and sampling.max_tokens < 1:
+        raise BadRequestError(f"max_tokens must be at least 1, not {sampling.max_tokens}", param="max_tokens")
+    if not 0 <= sampling.temperature <= TEMPERATURE_MAX:
+        raise BadRequestError(f"temperature must be 0 to 2, not {sampling.temperature}", param="temperature")
+    if not 0 < sampling.top_p <= 1:
+        raise BadRequestError(f"top_p must be over 0 and at most 1, not {sampling.top_p}", param="top_p")
+    if len(sampling.stop) > stop_strings_max:
+        raise BadRequestError(f"stop holds {len(sampling.stop)} strings; {stop_strings_max} is the limit", param="stop")
+    if generate.sent_chars < 0:
+        raise BadRequestError(f"sent_chars must be at least 0, not {generate.sent_chars}", param="sent_chars")
+    if "" in sampling.stop:
+        raise BadRequestError("stop must not hold an empty string", param="stop")
+
+
+def engine_request(generate: Generate, prompt: tuple[int, ...], model: ModelSpec, *, tokens_max: int) -> EngineRequest:
+    """The request as the engine takes it: prompt and answer have at most `tokens_max` tokens together, and without
+    `max_tokens` the answer may fill them.
+
+    Raises:
+        ContextLengthError: prompt and answer fit neither the context nor the slot's KV memory.
+    """
+    sampling = generate.sampling
+    max_tokens = sampling.max_tokens if sampling.max_tokens is not None else max(1, tokens_max - len(prompt))
+    if len(prompt) + max_tokens > tokens_max:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} tokens and max_tokens is {max_tokens}; "
+            f"together {model.name} takes at most {tokens_max} here",
+            param="max_tokens" if sampling.max_tokens is not None else "messages",
+        )
+    return EngineRequest(
+        request_id=generate.request_id,
+        instance_id=generate.instance_id,
+        tier=generate.tier,
+        objective=generate.objective,
+        prompt=prompt,
+        generated=generate.generated,
+        max_tokens=max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=sampling.seed if sampling.seed is not None else secrets.randbits(31),
+        ignore_eos=sampling.ignore_eos,
+        trace=current_parent(),
+    )
+
+
+class Answer:
+    """One admitted request. `events` is its stream, once; `close` must be called at the end, however it ends.
+    `text` has taken in the tokens that another instance made; `resumed` is their text that was not streamed yet.
+    """
+
+    def __init__(
+        self,
+        flight: Flight,
+        text: TextStream,
+        *,
+        cancel: Callable[[EngineRequest], None],
+        measure: RequestMeasure,
+        resumed: str = "",
+    ) -> None:
+        self._flight = flight
+        self._text = text
+        self._cancel = cancel
+        self._measure = measure
+        self._resumed = resumed
+        self._completion_tokens = len(flight.request.generated)
+
+    def close(self) -> None:
+        """Free what the request still holds."""
+        self._cancel(self._flight.request)
+        self._measure.ended("abort")
+
+    async def events(self) -> AsyncIterator[StreamEvent]:
+        """Started, then tokens as they come, then Finished or Failed."""
+        yield Started(prompt_tokens=len(self._flight.request.prompt))
+        if self._resumed:
+            yield Token(text=self._resumed)
+        while True:
+            if self._text.stopped:
+                finished = self._finished("stop")
+                self.close()
+                yield finished
+                return
+            output = await self._flight.outputs.get()
+            if isinstance(output, DataplaneError):
+                self._measure.ended("error")
+                yield failed_event(output)
+                return
+            if output.error is not None:
+                self._measure.ended("error")
+                yield failed_event(DataplaneError(output.error))
+                return
+            event = self._token_event(output)
+            if event is not None:
+                yield event
+            if output.finish_reason is not None and not self._text.stopped:
+                yield self._finished(output.finish_reason)
+                return
+
+    def _token_event(self, output: EngineOutput) -> Token | None:
+        """The new text. Tokens behind a stop string were made for nothing and do not count."""
+        texts, token_ids = [], []
+        for token_id in output.token_ids:
+            texts.append(self._text.feed(token_id))
+            token_ids.append(token_id)
+            if self._text.stopped:
+                break
+        if output.finish_reason is not None:
+            texts.append(self._text.finish())
+        self._completion_tokens += len(token_ids)
+        self._measure.made(len(token_ids))
+        new = "".join(texts)
+        return Token(text=new, token_ids=tuple(token_ids)) if new or token_ids else None
+
+    def _finished(self, reason: FinishReason) -> Finished:
+        self._measure.ended(reason)
+        return Finished(
+            finish_reason=reason,
+            prompt_tokens=len(self._flight.request.prompt),
+            completion_tokens=self._completion_tokens,
+        )

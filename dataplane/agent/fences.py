@@ -1,0 +1,99 @@
+"""Fences: of several runs of one deferred request a node keeps to the newest claim, whoever asks.
+
+A dispatcher that was paused or cut off may wake up after its lease was given to another. The epoch of its claim is then
+older than one this node has seen, and it is refused; a newer epoch ends the run of an older one.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from weakref import ref
+
+from dataplane.agent.requests import Flight
+from dataplane.protocol.errors import StaleEpochError
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """`cancel` frees what the flight holds."""
+
+    epoch: int
+    flight: "ref[Flight]"
+    cancel: Callable[[Flight], None]
+
+    def end(self) -> None:
+        """A newer claim has come."""
+        flight = self.flight()
+        if flight is not None:
+            self.cancel(flight)
+            flight.outputs.put(StaleEpochError("a newer claim of this request has come", param="epoch"))
+
+
+class Fences:
+    """The newest epoch of each fence whose request is in flight, and of the last `keys_max` others."""
+
+    def __init__(self, keys_max: int) -> None:
+        self._keys_max = keys_max
+        self._runs: dict[str, _Run] = {}
+        self._over: deque[str] = deque()
+        """Fences whose flight is gone. The garbage collector adds to it, on any thread."""
+        self._epochs: OrderedDict[str, int] = OrderedDict()
+        """Of the fences without a flight."""
+
+    def enter(self, fence: str | None, epoch: int) -> None:
+        """Let a command in, and remember its epoch. The run of an older one ends.
+
+        Raises:
+            StaleEpochError: a newer epoch was here before.
+        """
+        if fence is None:
+            return
+        self._check(fence, epoch)
+        run = self._runs.get(fence)
+        if run is not None and run.epoch == epoch:
+            return
+        if run is not None:
+            del self._runs[fence]
+            run.end()
+        self._remember(fence, epoch)
+
+    def run(self, fence: str | None, epoch: int, flight: Flight, cancel: Callable[[Flight], None]) -> None:
+        """What a command that was let in became; `cancel` frees what it holds. The run of an older one, or an earlier
+        one of the same epoch, ends.
+
+        Raises:
+            StaleEpochError: a newer epoch came meanwhile; the flight must end.
+        """
+        if fence is None:
+            return
+        self._check(fence, epoch)
+        before = self._runs.get(fence)
+        gone = ref(flight, lambda _: self._over.append(fence))
+        self._runs[fence] = _Run(epoch=epoch, flight=gone, cancel=cancel)
+        self._epochs.pop(fence, None)
+        if before is not None:
+            before.end()
+
+    def _check(self, fence: str, epoch: int) -> None:
+        self._settle()
+        run = self._runs.get(fence)
+        newest = self._epochs.get(fence) if run is None else run.epoch
+        if newest is not None and epoch < newest:
+            raise StaleEpochError(
+                f"epoch {epoch} of {fence} is older than {newest}, which was here before", param="epoch"
+            )
+
+    def _settle(self) -> None:
+        """Move the fences whose flight is gone to those that may be forgotten."""
+        while self._over:
+            fence = self._over.popleft()
+            run = self._runs.get(fence)
+            if run is not None and run.flight() is None:
+                del self._runs[fence]
+                self._remember(fence, run.epoch)
+
+    def _remember(self, fence: str, epoch: int) -> None:
+        self._epochs[fence] = epoch
+        self._epochs.move_to_end(fence)
+        if len(self._epochs) > self._keys_max:
+            self._epochs.popitem(last=False)

@@ -1,0 +1,235 @@
+"""The agent's link to the control plane: joins, heartbeats each second, follows the desired state that comes back.
+
+While the control plane is away, or refuses the node, the node serves what it has; the link tries again with a growing
+pause, and the log says which of the two it is. Proxies named
+in the environment are not used: nodes and control plane share a network.
+"""
+
+import asyncio
+import time
+
+import httpx2 as httpx
+import msgspec
+import structlog
+
+from dataplane.agent.node import Agent
+from dataplane.agent.settings import AgentSettings
+from dataplane.protocol.errors import StaleGenerationError
+from dataplane.protocol.messages import DesiredInstances, Join, SlotSpec
+from dataplane.protocol.tls import client_context
+
+log = structlog.get_logger()
+
+BACKOFF_MIN_S = 0.1
+
+
+def join_message(agent: Agent, url: str) -> Join:
+    """How a node introduces itself. `url` is where the control plane reaches it."""
+    settings = agent.settings
+    return Join(
+        node=settings.node,
+        region=settings.region,
+        gpu_type=settings.gpu_type,
+        url=url,
+        slots=slot_specs(settings),
+        engine=settings.engine,
+        host_bytes=agent.host_bytes,
+        dtype=None if settings.engine == "replay" else settings.dtype,
+    )
+
+
+def slot_specs(settings: AgentSettings) -> tuple[SlotSpec, ...]:
+    """The slots of a node as the control plane knows them: one for each pool, in the pools' order."""
+    pools = ([settings.slots[index] for index in indices] for indices in settings.pools())
+    return tuple(
+        SlotSpec(
+            gpus=sum(slot.gpus for slot in pool),
+            memory_bytes=sum(slot.memory_bytes for slot in pool),
+            workers=len(pool),
+            weights_bytes=max(1, min(settings.weights_bytes(slot) for slot in pool)),
+        )
+        for pool in pools
+    )
+
+
+class UnknownNodeError(Exception):
+    """The control plane does not know this node: it must join again."""
+
+
+class RefusedError(Exception):
+    """The control plane answered, and refuses. The message is its own; `change` says what to do about it."""
+
+    def __init__(self, message: str, *, status: int, change: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.change = change
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """What the control plane says of a request that it refuses (RFC 9457)."""
+
+    detail: str
+    param: str | None = None
+
+
+_desired_decoder: msgspec.json.Decoder[DesiredInstances] = msgspec.json.Decoder(DesiredInstances)
+_problem_decoder: msgspec.json.Decoder[Problem] = msgspec.json.Decoder(Problem)
+_SETTINGS = {
+    "node": "TIDEPOOL_AGENT_NODE",
+    "region": "TIDEPOOL_AGENT_REGION",
+    "gpu_type": "TIDEPOOL_AGENT_GPU_TYPE",
+    "url": "TIDEPOOL_AGENT_ADVERTISE_URL",
+    "slots": "TIDEPOOL_AGENT_SLOTS",
+}
+"""Which setting an agent took a field of its join message from."""
+_PASSING = frozenset({httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS})
+_REGISTER = {"region": "tidepool region add NAME", "gpu_type": "tidepool gpu add NAME"}
+
+
+def refusal(response: httpx.Response, settings: AgentSettings) -> RefusedError | None:
+    """Why the control plane refuses this node, and what would change that; None: it does not, or it has trouble of its
+    own that may pass (5xx, 408, 429).
+    """
+    status = response.status_code
+    if not response.is_client_error or status in _PASSING:
+        return None
+    try:
+        problem = _problem_decoder.decode(response.content)
+    except msgspec.DecodeError:
+        change = f"TIDEPOOL_AGENT_CONTROL_URL must be the address of a tidepool api; it is {settings.control_url}"
+        return RefusedError(
+            f"the answer is no answer of Tidepool: {response.reason_phrase}", status=status, change=change
+        )
+    return RefusedError(problem.detail, status=status, change=_change(status, problem, settings))
+
+
+def _change(status: int, problem: Problem, settings: AgentSettings) -> str:
+    """What an operator can do about a refusal."""
+    if status in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
+        made = f"tidepool key create NAME --role node --node {settings.node}"
+        return f"set TIDEPOOL_AGENT_NODE_KEY to a key made by: {made}"
+    setting = _SETTINGS.get(problem.param or "")
+    if setting is None:
+        return "the agent and the control plane may be of different versions"
+    if status == httpx.codes.NOT_FOUND and problem.param in _REGISTER:
+        return f"run {_REGISTER[problem.param]}, or change {setting}"
+    return f"change {setting}"
+
+
+class ControlLink:
+    """One agent's link. `url` is where the control plane reaches the agent; `transport` replaces the network."""
+
+    def __init__(self, agent: Agent, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self._agent = agent
+        self._url = url
+        self._settings = agent.settings
+        self._transport = transport
+        self._trouble: str | None = None
+        """What was logged of the trouble that the link is in: each trouble is logged once."""
+
+    async def run(self) -> None:
+        """Join and heartbeat until cancelled."""
+        async with httpx.AsyncClient(
+            base_url=self._settings.control_url,
+            headers={
+                "authorization": f"Bearer {self._settings.node_key.get_secret_value()}",
+                "content-type": "application/json",
+            },
+            timeout=self._settings.control_timeout_s,
+            transport=self._transport,
+            trust_env=False,
+            verify=client_context(self._settings.tls_ca_file),
+        ) as client:
+            while True:
+                await self._join(client)
+                await self._heartbeat_until_unknown(client)
+
+    async def _join(self, client: httpx.AsyncClient) -> None:
+        settings, join = self._settings, join_message(self._agent, self._url)
+        backoff_s = BACKOFF_MIN_S
+        while True:
+            try:
+                response = await client.post("/node/join", content=msgspec.json.encode(join))
+                self._check(response)
+            except (httpx.HTTPError, RefusedError) as error:
+                self._note_trouble(error)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, settings.control_backoff_max_s)
+            else:
+                self._note_back()
+                log.info("joined", node=settings.node, control=settings.control_url)
+                return
+
+    async def _heartbeat_until_unknown(self, client: httpx.AsyncClient) -> None:
+        backoff_s = BACKOFF_MIN_S
+        while True:
+            self._agent.changed.clear()
+            started_s = time.monotonic()
+            try:
+                await self._heartbeat(client)
+            except UnknownNodeError:
+                log.warning("the control plane does not know this node; joining again", node=self._settings.node)
+                self._agent.forget_generation()
+                await asyncio.sleep(BACKOFF_MIN_S)
+                return
+            except (httpx.HTTPError, msgspec.DecodeError, RefusedError) as error:
+                self._note_trouble(error)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, self._settings.control_backoff_max_s)
+            else:
+                self._note_back()
+                backoff_s = BACKOFF_MIN_S
+                await self._pause(started_s)
+
+    async def _heartbeat(self, client: httpx.AsyncClient) -> None:
+        response = await client.post("/node/heartbeat", content=msgspec.json.encode(self._agent.heartbeat()))
+        if response.status_code == httpx.codes.NOT_FOUND:
+            raise UnknownNodeError
+        self._check(response)
+        try:
+            self._agent.apply(_desired_decoder.decode(response.content))
+        except StaleGenerationError as error:
+            log.warning("stale desired state refused", error=error.message)
+
+    async def _pause(self, started_s: float) -> None:
+        """Wait for the next heartbeat's time; a change of state shortens that, down to the least gap."""
+        remaining_s = started_s + self._settings.heartbeat_every_s - time.monotonic()
+        try:
+            async with asyncio.timeout(max(0.0, remaining_s)):  # wait_for of Python 3.11 can swallow a cancellation
+                await self._agent.changed.wait()
+        except TimeoutError:
+            return
+        await asyncio.sleep(max(0.0, started_s + self._settings.heartbeat_gap_s - time.monotonic()))
+
+    def _check(self, response: httpx.Response) -> None:
+        """Raise RefusedError if the control plane refuses this node, HTTPStatusError if it cannot answer."""
+        if (refused := refusal(response, self._settings)) is not None:
+            raise refused
+        response.raise_for_status()
+
+    def _note_trouble(self, error: Exception) -> None:
+        if isinstance(error, RefusedError):
+            trouble = f"refused: {error}"
+            if trouble != self._trouble:
+                facts = {"node": self._settings.node, "status": error.status, "change": error.change}
+                log.error("the control plane refuses this node", reason=str(error), **facts)
+        else:
+            trouble = "away"
+            if trouble != self._trouble:
+                log.warning("the control plane is away", error=_said(error), control=self._settings.control_url)
+        self._trouble = trouble
+
+    def _note_back(self) -> None:
+        if self._trouble is not None:
+            log.info("the control plane is back")
+        self._trouble = None
+
+
+def _said(error: Exception) -> str:
+    """An error in words; where the control plane answered, its own."""
+    if isinstance(error, httpx.HTTPStatusError):
+        try:
+            return f"{error.response.status_code}: {_problem_decoder.decode(error.response.content).detail}"
+        except msgspec.DecodeError:
+            return f"{error.response.status_code} {error.response.reason_phrase}"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,119 @@
+"""The files of one agent in host memory: its slots' KV, and the model cache where no folder is given for one.
+
+Each agent has a folder of its own and holds a lock in it, so that the next agent can remove what one that was killed
+left behind.
+
+Where the file system holds less than `cache_bytes`, the model cache is made smaller, and a warning says so. The agent
+does not refuse to start: what is free is a matter of the machine and of the moment, no mistake in the settings, and the
+models that fit are served. One that never can fit fails by itself, with an error that names the limit.
+"""
+
+import fcntl
+import os
+from pathlib import Path
+
+import structlog
+
+from dataplane.agent.settings import AgentSettings
+from dataplane.memory.model_cache import HostMemoryError, default_cache_folder, room_bytes
+from dataplane.runtime.private_folder import NotPrivateError, PrivateFolder
+
+log = structlog.get_logger()
+
+_LOCK, _AGENT = "lock", "agent-"
+_MADE = os.O_RDWR | os.O_CREAT
+
+
+class HostFiles:
+    """Host memory as files. Nothing is made before `open`; `close` removes what is the agent's own.
+
+    `cache_bytes`: the most that models may take, by the settings and, once open, by what the file system holds.
+    """
+
+    def __init__(self, settings: AgentSettings, boot_id: str) -> None:
+        self.cache_bytes = settings.cache_bytes
+        self._settings = settings
+        self._boot_id = boot_id
+        self._files = 0
+        self._root: PrivateFolder | None = None
+        self._lock: int | None = None
+        self._own = Path()
+
+    @property
+    def models(self) -> Path:
+        """The folder of the model cache. A given one outlives the agent."""
+        return (self._settings.cache_dir or self._own) / "models"
+
+    def open(self) -> None:
+        """Make the agent's folder, and remove those of dead agents beside it.
+
+        Raises:
+            HostMemoryError: the file system has no room for models beside the KV of the prefill slots.
+            NotPrivateError: the folder that the settings name, or something of the same name in it, is not ours alone.
+        """
+        given = self._settings.cache_dir
+        root = default_cache_folder(_needed_bytes(self._settings)) if given is None else _given_folder(given)
+        with root.opened(_LOCK, _MADE) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for name in root.names():
+                if name.startswith(_AGENT):
+                    _remove_unless_held(root, name)
+            self._own = root.path / f"{_AGENT}{self._boot_id}"
+            self.cache_bytes = self._fitting_cache_bytes(root.path)
+            self._root, self._lock = root, root.inner(self._own.name).open(_LOCK, _MADE)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def new_kv_file(self, slot: int) -> Path:
+        """Where the next worker of a slot makes its host KV; never the same twice."""
+        self._files += 1
+        return self._own / f"kv-{slot}-{self._files}"
+
+    def close(self) -> None:
+        """Remove the agent's folder."""
+        if self._root is not None and self._lock is not None:
+            self._root.remove_tree(self._own.name)
+            os.close(self._lock)
+            self._root = self._lock = None
+
+    def _fitting_cache_bytes(self, root: Path) -> int:
+        wanted_bytes = self._settings.cache_bytes
+        kv_bytes = _shared_kv_bytes(self._settings)
+        free_bytes = room_bytes(root, self.models) - kv_bytes
+        if free_bytes < 1:
+            raise HostMemoryError(
+                f"{root} has no room for models: {free_bytes + kv_bytes} bytes are free, and host_kv_bytes of the"
+                f" prefill slots take {kv_bytes}"
+            )
+        if free_bytes < wanted_bytes:
+            log.warning("model cache made smaller", folder=str(root), cache_bytes=wanted_bytes, free_bytes=free_bytes)
+        return min(wanted_bytes, free_bytes)
+
+
+def _shared_kv_bytes(settings: AgentSettings) -> int:
+    """Bytes of the KV files: only prefill slots have one."""
+    kinds = zip(settings.slots, settings.kinds(), strict=True)
+    return sum(settings.host_kv_bytes_of(slot) for slot, kind in kinds if kind == "prefill")
+
+
+def _needed_bytes(settings: AgentSettings) -> int:
+    return settings.cache_bytes + sum(settings.host_kv_bytes_of(slot) for slot in settings.slots)
+
+
+def _given_folder(path: Path) -> PrivateFolder:
+    """The folder of the settings, which others may read as far as we let them, but not change."""
+    return PrivateFolder(path, readable=True)
+
+
+def _remove_unless_held(root: PrivateFolder, name: str) -> None:
+    try:
+        lock = root.inner(name).open(_LOCK, _MADE)
+    except NotPrivateError as error:
+        log.warning("left alone", reason=error.message)
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        root.remove_tree(name)
+    except BlockingIOError:
+        return  # its agent lives
+    finally:
+        os.close(lock)

@@ -1,0 +1,130 @@
+"""The agent's HTTP face: /generate streams tokens, /livez, /metrics and /state tell how the node does.
+
+/generate and /state want `Authorization: Bearer <node key>`. A refusal is a `Failed` message with its HTTP status.
+"""
+
+import hmac
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import msgspec
+import structlog
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from dataplane.agent.answers import Answer, failed_event
+from dataplane.agent.metrics import agent_registry
+from dataplane.agent.node import Agent
+from dataplane.agent.state import node_state
+from dataplane.protocol.errors import BadRequestError, DataplaneError
+from dataplane.protocol.messages import Generate, encode_line
+from dataplane.runtime.tracing import admitting
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+_generate_decoder: msgspec.json.Decoder[Generate] = msgspec.json.Decoder(Generate)
+
+
+class UnauthorizedError(DataplaneError):
+    """No node key, or another one."""
+
+    status = 401
+    code = "invalid_node_key"
+
+
+class BodyTooLargeError(DataplaneError):
+    """A body beyond the limit."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class AnswerResponse(StreamingResponse):
+    """The stream of an answer. Whatever ends it, a vanished client included, ends the request in the worker."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(_lines(answer), media_type="application/x-ndjson")
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answer.close()
+
+
+async def _lines(answer: Answer) -> AsyncIterator[bytes]:
+    async for event in answer.events():
+        yield encode_line(event)
+
+
+class AgentApi:
+    """The endpoints of one agent."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._registry = agent_registry(agent)
+        self._authorization = f"Bearer {agent.settings.inbound_key()}".encode()
+
+    async def generate(self, request: Request) -> Response:
+        """POST a Generate; the answer is a stream of events, one JSON object a line."""
+        self._authorize(request)
+        generate = await self._read_generate(request)
+        structlog.contextvars.bind_contextvars(request_id=generate.request_id)  # this request's task has them alone
+        with admitting(request.headers, generate):
+            return AnswerResponse(await self._agent.admit(generate))
+
+    async def state(self, request: Request) -> Response:
+        """GET what is there: see `dataplane.agent.state`."""
+        self._authorize(request)
+        document = node_state(self._agent, time.monotonic())
+        return Response(msgspec.json.encode(document), media_type="application/json")
+
+    async def livez(self, request: Request) -> Response:
+        """GET whether the event loop turns."""
+        return PlainTextResponse("ok\n")
+
+    async def metrics(self, request: Request) -> Response:
+        """GET the metrics in Prometheus' text format."""
+        return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    def _authorize(self, request: Request) -> None:
+        offered = request.headers.get("authorization", "").encode()
+        if not hmac.compare_digest(offered, self._authorization):
+            raise UnauthorizedError(
+                "wrong node key: TIDEPOOL_NODE_KEY of the control plane must be TIDEPOOL_AGENT_FLEET_KEY of the node,"
+                " or its TIDEPOOL_AGENT_NODE_KEY where it has none"
+            )
+
+    async def _read_generate(self, request: Request) -> Generate:
+        limit, body = self._agent.settings.body_bytes_max, bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise BodyTooLargeError(f"the body is over {limit} bytes")
+        try:
+            return _generate_decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise BadRequestError(f"the body is no Generate message: {error}") from error
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, DataplaneError)
+    return Response(msgspec.json.encode(failed_event(error)), status_code=error.status, media_type="application/json")
+
+
+def make_app(agent: Agent) -> Starlette:
+    """The ASGI app of an agent. Running the agent is the caller's work."""
+    api = AgentApi(agent)
+    routes = [
+        Route("/generate", api.generate, methods=["POST"]),
+        Route("/state", api.state, methods=["GET"]),
+        Route("/livez", api.livez, methods=["GET"]),
+        Route("/metrics", api.metrics, methods=["GET"]),
+    ]
+    return Starlette(routes=routes, exception_handlers={DataplaneError: _refuse})

@@ -1,0 +1,102 @@
+"""The agent's process: one node with its HTTP face, its slots' workers and its link to the control plane."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import uuid
+from collections.abc import Iterator
+
+import structlog
+import uvicorn
+
+from dataplane.agent.heartbeats import ControlLink
+from dataplane.agent.http import make_app
+from dataplane.agent.node import Agent
+from dataplane.agent.settings import AgentSettings
+
+log = structlog.get_logger()
+
+HANDOVER_DECIDED_S = 3.0
+"""A control plane that has started no successor within this time has no room for one."""
+
+
+class AgentServer(uvicorn.Server):
+    """A uvicorn server that leaves the signals to the agent, which has workers to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+CLOSING_S = 1.0
+"""For gateways to hear that no instance of this node takes requests any more."""
+
+
+def run_agent(settings: AgentSettings) -> None:
+    """Run a node's agent until SIGTERM or SIGINT; then let streams end, and stop the workers. SIGTERM hands its
+    instances over to other nodes first, as far as they have room.
+    """
+    asyncio.run(serve_agent(settings))
+
+
+async def serve_agent(settings: AgentSettings) -> None:
+    """Serve the node's HTTP face, its slots and its link to the control plane until a signal comes."""
+    stopping, leaving = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, leaving.set)
+    loop.add_signal_handler(signal.SIGINT, stopping.set)
+    listener = _listen(settings)
+    scheme = "https" if settings.tls_cert_file else "http"
+    url = settings.advertise_url or f"{scheme}://{settings.host}:{listener.getsockname()[1]}"
+    agent = Agent(settings, boot_id=new_boot_id())
+    server = AgentServer(
+        uvicorn.Config(
+            make_app(agent),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            ssl_certfile=settings.tls_cert_file,
+            ssl_keyfile=settings.tls_key_file,
+            timeout_graceful_shutdown=max(1, round(settings.shutdown_grace_s)),
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    slots = asyncio.create_task(agent.run())  # first: the link tells how much host memory it found
+    linked = asyncio.create_task(ControlLink(agent, url).run())
+    log.info("agent started", node=settings.node, url=url, slots=len(settings.slots), engine=settings.engine)
+    stop = asyncio.create_task(stopping.wait())
+    handed_over = asyncio.create_task(_hand_over(agent, leaving))
+    try:
+        done, _ = await asyncio.wait({serving, linked, slots, stop, handed_over}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {stop}:
+            task.result()
+    finally:
+        log.info("agent stopping", node=settings.node)
+        server.should_exit = True
+        linked.cancel()
+        await asyncio.wait({serving, linked})
+        for task in (slots, stop, handed_over):
+            task.cancel()
+        await asyncio.gather(slots, linked, stop, handed_over, return_exceptions=True)
+        listener.close()
+
+
+async def _hand_over(agent: Agent, leaving: asyncio.Event) -> None:
+    """Once the agent is to leave: hand over, then let gateways hear that nothing more is taken here."""
+    await leaving.wait()
+    log.info("handing over", node=agent.settings.node)
+    await agent.hand_over(decided_s=HANDOVER_DECIDED_S, max_s=agent.settings.handover_max_s)
+    await asyncio.sleep(CLOSING_S)
+
+
+def new_boot_id() -> str:
+    """An id that tells this run of an agent from all others."""
+    return uuid.uuid4().hex
+
+
+def _listen(settings: AgentSettings) -> socket.socket:
+    """A listening socket, so that the port is known before the server starts."""
+    return socket.create_server((settings.host, settings.port), backlog=1024)

@@ -1,0 +1,282 @@
+"""Text in, tokens out, and back: a checkpoint's tokenizer, the word list of replayed models, and streamed text.
+
+The `tokenizers` library is used directly: transformers' AutoTokenizer imports torch, which an agent never does.
+"""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+from zlib import crc32
+
+from dataplane.agent.token_bounds import TokenBound
+from dataplane.engines.replay.words import WORDS
+from dataplane.protocol.errors import BadRequestError, ContextLengthError, ModelLoadError
+from dataplane.protocol.messages import ChatMessage, EngineKind
+
+REPLACEMENT = "\ufffd"
+"""What a decoder puts where bytes of a character are missing."""
+
+HELD_TOKENS_MAX = 8
+"""Tokens held back for a character's missing bytes; one takes 4 at most, so what is longer is no character at all."""
+
+_WORD_IDS = {word: token_id for token_id, word in enumerate(WORDS)}
+
+
+class Text(Protocol):
+    """The text side of a model."""
+
+    def encode_chat(self, messages: Sequence[ChatMessage], *, tokens_max: int) -> tuple[int, ...]:
+        """The prompt of a conversation, ending where the model shall answer.
+
+        Raises:
+            ContextLengthError: it has more than `tokens_max` tokens.
+        """
+
+    def encode_text(self, prompt: str, *, tokens_max: int) -> tuple[int, ...]:
+        """The tokens of a plain prompt; raises as `encode_chat` does."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens; special tokens are left out."""
+
+    def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
+        """Refuse ids that the model does not have.
+
+        Raises:
+            BadRequestError: an id is negative or beyond the vocabulary; it names `param`.
+        """
+
+
+class ModelText:
+    """The tokenizer of a checkpoint folder: `tokenizer.json`, and the chat template beside it."""
+
+    def __init__(self, folder: Path | str) -> None:
+        """Read the folder.
+
+        Raises:
+            ModelLoadError: `tokenizer.json` is missing or cannot be used.
+        """
+        # The library's own threads gain nothing for one prompt at a time, and handing it to them takes longer than it.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        from tokenizers import Tokenizer  # noqa: PLC0415  (an agent that only replays needs no torch extra)
+
+        path = Path(folder) / "tokenizer.json"
+        try:
+            if not path.is_file():
+                raise ModelLoadError(f"{path} is missing", param="path")
+            self._tokenizer = Tokenizer.from_file(str(path))
+            self._config = _read_json(Path(folder) / "tokenizer_config.json")
+            self._template = _chat_template(Path(folder), self._config)
+        except ModelLoadError:
+            raise
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ModelLoadError(f"{folder}: the tokenizer cannot be used: {error}", param="path") from error
+        self._vocabulary_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self._bound = TokenBound.of_file(path)
+
+    def encode_chat(self, messages: Sequence[ChatMessage], *, tokens_max: int) -> tuple[int, ...]:
+        """The chat template's rendering, or `role: content` lines when the checkpoint has no template.
+
+        Raises:
+            BadRequestError: the template refuses these messages.
+            ContextLengthError: they have more than `tokens_max` tokens.
+        """
+        if self._template is None:
+            return self._encode(_plain_chat(messages), "messages", tokens_max, special=True)
+        try:
+            rendered = self._template.render(
+                messages=[{"role": message.role, "content": message.content} for message in messages],
+                add_generation_prompt=True,
+                bos_token=_token_text(self._config.get("bos_token")),
+                eos_token=_token_text(self._config.get("eos_token")),
+            )
+        except Exception as error:  # the template is the checkpoint author's program
+            raise BadRequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+        return self._encode(rendered, "messages", tokens_max, special=False)
+
+    def encode_text(self, prompt: str, *, tokens_max: int) -> tuple[int, ...]:
+        """The tokens of a plain prompt, special tokens added as the checkpoint wants them."""
+        return self._encode(prompt, "prompt", tokens_max, special=True)
+
+    def _encode(self, text: str, param: str, tokens_max: int, *, special: bool) -> tuple[int, ...]:
+        """The tokens of a text. Other threads run meanwhile: the library's `encode` would let none run, for seconds."""
+        if self._bound is not None and len(text) > tokens_max:
+            _check_length(self._bound.least_tokens(text, enough=tokens_max), tokens_max, param)
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        _check_length(len(encoding), tokens_max, param)
+        return tuple(encoding.ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens; special tokens are left out."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
+        """Refuse ids that the tokenizer does not have."""
+        _check_range(token_ids, self._vocabulary_size, param)
+
+
+class WordText:
+    """The text of a replayed model without files: one token a word. Words it does not know become some other word."""
+
+    def encode_chat(self, messages: Sequence[ChatMessage], *, tokens_max: int) -> tuple[int, ...]:
+        """The words of `role: content` lines."""
+        return _word_ids(_plain_chat(messages), "messages", tokens_max)
+
+    def encode_text(self, prompt: str, *, tokens_max: int) -> tuple[int, ...]:
+        """One token per blank-separated word, the same one for the same word always."""
+        return _word_ids(prompt, "prompt", tokens_max)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Words with a blank between them."""
+        return " ".join(WORDS[token_id % len(WORDS)] for token_id in token_ids)
+
+    def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
+        """Refuse ids beyond the word list."""
+        _check_range(token_ids, len(WORDS), param)
+
+
+def _word_ids(text: str, param: str, tokens_max: int) -> tuple[int, ...]:
+    words = (found[0] for found in islice(re.finditer(r"\S+", text), tokens_max + 1))
+    token_ids = tuple(_WORD_IDS.get(word, crc32(word.encode()) % len(WORDS)) for word in words)
+    _check_length(len(token_ids), tokens_max, param)
+    return token_ids
+
+
+def load_text(path: str, engine: EngineKind) -> Text:
+    """The text side of a model. A replay answers with words when there is no tokenizer at `path`.
+
+    Raises:
+        ModelLoadError: the checkpoint's tokenizer is missing or cannot be used.
+    """
+    if engine == "replay" and not (Path(path) / "tokenizer.json").is_file():
+        return WordText()
+    return ModelText(path)
+
+
+class TextStream:
+    """Turns the tokens of one answer into text as they come, and ends it at a stop string.
+
+    `stopped` is set when a stop string was found; the text then ends before it and later tokens are ignored. Text is
+    held back while it may still change: the bytes of a character are incomplete, or a stop string may be forming. The
+    first `sent_chars` characters are left out: an answer that goes on here was streamed so far elsewhere.
+    """
+
+    def __init__(self, text: Text, stop: Sequence[str] = (), *, sent_chars: int = 0) -> None:
+        self._text = text
+        self._stop = tuple(stop)
+        self._sent_chars = sent_chars
+        self._token_ids: list[int] = []
+        #      start        read             end
+        #  ids   |-- context --|-- not yet text --|
+        self._start = 0
+        self._read = 0
+        self._held = ""
+        self.stopped = False
+
+    def resume(self, token_ids: Sequence[int]) -> str:
+        """Take in tokens made elsewhere; the text of theirs that was not sent yet."""
+        return "".join([self.feed(token_id) for token_id in token_ids])
+
+    def feed(self, token_id: int) -> str:
+        """The text that is certain now that this token has come."""
+        if self.stopped:
+            return ""
+        self._token_ids.append(token_id)
+        before, after = self._decode_window()
+        incomplete = after.endswith(REPLACEMENT) and len(self._token_ids) - self._read < HELD_TOKENS_MAX
+        if incomplete or len(after) <= len(before):
+            return ""
+        self._start, self._read = self._read, len(self._token_ids)
+        return self._release(after[len(before) :])
+
+    def finish(self) -> str:
+        """What was held back, once no token follows."""
+        if self.stopped:
+            return ""
+        before, after = self._decode_window()
+        self._start = self._read = len(self._token_ids)
+        return self._release(after[len(before) :], last=True)
+
+    def _decode_window(self) -> tuple[str, str]:
+        """Text of the context alone, and of the context with what follows: decoders need neighbours to place blanks."""
+        return (
+            self._text.decode(self._token_ids[self._start : self._read]),
+            self._text.decode(self._token_ids[self._start :]),
+        )
+
+    def _release(self, new: str, *, last: bool = False) -> str:
+        pending = self._held + new
+        found = [at for at in (pending.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            self._held = ""
+            return self._unsent(pending[: min(found)])
+        keep = 0 if last else max((_overlap(pending, stop) for stop in self._stop), default=0)
+        self._held = pending[len(pending) - keep :]
+        return self._unsent(pending[: len(pending) - keep])
+
+    def _unsent(self, text: str) -> str:
+        skipped = min(self._sent_chars, len(text))
+        self._sent_chars -= skipped
+        return text[skipped:]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _check_length(tokens: int, tokens_max: int, param: str) -> None:
+    if tokens > tokens_max:
+        raise ContextLengthError(
+            f"the prompt has at least {tokens} tokens; the model takes at most {tokens_max} here", param=param
+        )
+
+
+def _check_range(token_ids: Sequence[int], vocabulary_size: int, param: str) -> None:
+    outside = next((token_id for token_id in token_ids if not 0 <= token_id < vocabulary_size), None)
+    if outside is not None:
+        raise BadRequestError(f"token {outside} is not in the vocabulary (0 to {vocabulary_size - 1})", param=param)
+
+
+def _plain_chat(messages: Sequence[ChatMessage]) -> str:
+    lines = [f"{message.role}: {message.content}" for message in messages]
+    return "\n".join([*lines, "assistant:"])
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _token_text(token: Any) -> str:
+    """A special token of `tokenizer_config.json`: a text, or an object with its text in `content`."""
+    if isinstance(token, dict):
+        return str(token.get("content", ""))
+    return "" if token is None else str(token)
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> Any:
+    """The compiled chat template, run in a sandbox since it is the checkpoint author's program; None without one."""
+    path = folder / "chat_template.jinja"
+    source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    if isinstance(source, list):
+        named = {entry["name"]: entry["template"] for entry in source}
+        source = named.get("default")
+    if not source:
+        return None
+    from jinja2.ext import loopcontrols  # noqa: PLC0415  (comes with the torch extra)
+    from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.globals["raise_exception"] = _refuse
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    return environment.from_string(source)
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(message)

@@ -1,0 +1,86 @@
+"""The agent's end of one worker process: start it, talk to it, be sure that it is gone."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Self
+
+from dataplane.worker.frames import LENGTH, Command, Configure, Report, body_length, decode_report, encode_frame
+
+STOP_GRACE_S = 2.0
+"""How long a worker may take to end after its socket was closed, before it is killed."""
+
+
+class WorkerLink:
+    """A running worker process and the socket to it."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def start(cls, configure: Configure) -> Self:
+        """Start a worker process and tell it what to be."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = _start_process(theirs.fileno())
+        try:
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            process.kill()
+            process.wait()
+            raise
+        link = cls(process, reader, writer)
+        link.send(configure)
+        return link
+
+    @property
+    def pid(self) -> int:
+        """The worker's process id."""
+        return self._process.pid
+
+    def send(self, command: Command) -> None:
+        """Queue a command. What is sent to a dead worker is lost; `reports` then ends."""
+        if not self._writer.is_closing():
+            self._writer.write(encode_frame(command))
+
+    def hang_up(self) -> None:
+        """Have the worker end; `reports` then ends too."""
+        self._writer.close()
+
+    async def reports(self) -> AsyncIterator[Report]:
+        """What the worker says, until it is gone."""
+        while True:
+            try:
+                length = body_length(await self._reader.readexactly(LENGTH.size))
+                body = await self._reader.readexactly(length)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return
+            yield decode_report(body)
+
+    async def stop(self) -> int:
+        """Close the socket, which ends the worker, and wait; kill it when it lingers. Its exit status."""
+        self._writer.close()
+        try:
+            return await asyncio.to_thread(self._process.wait, STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return await asyncio.to_thread(self._process.wait)
+
+
+def _start_process(descriptor: int) -> subprocess.Popen[bytes]:
+    """A worker in a process group of its own: a Ctrl-C is for the agent, whose streams may still end well."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "dataplane.worker.main", str(descriptor)],
+        pass_fds=(descriptor,),
+        stdin=subprocess.DEVNULL,
+        env={"OMP_NUM_THREADS": "1"} | os.environ,
+        process_group=0,
+    )

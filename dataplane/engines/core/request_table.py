@@ -1,0 +1,228 @@
+"""The requests of a slot from `add` to their last output, as every engine keeps them."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Generic
+
+from dataplane.engines.core.kv import KvMemory, KvT, Place
+from dataplane.engines.core.sequences import TokenSequence
+from dataplane.engines.core.served_models import ServedModel
+from dataplane.engines.interface import EngineOutput, EngineRequest
+from dataplane.protocol.errors import BadRequestError, ContextLengthError
+from dataplane.scheduling.prefill import PrefillQueue, PrefillSettings
+
+_PLACE = attrgetter("place")
+
+
+class RequestTable(Generic[KvT]):
+    """Those that run or wait; those handed over whose KV waits to be read; ends that are still to be told. `models` are
+    the slot's, by name; who loads and unloads them changes it.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel[KvT]],
+        kv: KvMemory[KvT],
+        settings: PrefillSettings,
+        clock: Callable[[], float],
+    ) -> None:
+        self.prefills = PrefillQueue()
+        self._models = models
+        self._kv = kv
+        self._settings = settings
+        self._clock = clock
+        self._sequences: dict[str, TokenSequence[KvT]] = {}
+        self._handed_over: dict[str, KvT] = {}
+        self._ended: dict[str, EngineOutput] = {}
+        self._arrivals = 0
+        self._begun: dict[str, ServedModel[KvT]] = {}
+        """Models whose requests have KV."""
+        self._busy: list[ServedModel[KvT]] = []
+        self._busy_prefills: PrefillQueue | None = None
+        """The queue when `_busy` was made; None: other models have KV since."""
+
+    def __len__(self) -> int:
+        """Requests running or waiting, and ends still to be told."""
+        return len(self._sequences) + len(self._ended)
+
+    def __iter__(self) -> Iterator[TokenSequence[KvT]]:
+        """Those that run or wait."""
+        return iter(self._sequences.values())
+
+    @property
+    def all_kv(self) -> list[KvT]:
+        """Of those that run or wait, and of those that were handed over and not released."""
+        return [*(sequence.kv for sequence in self), *self._handed_over.values()]
+
+    @property
+    def waiting_models(self) -> frozenset[str]:
+        """Models of the requests that wait for their prefill."""
+        return frozenset([group.model for group in self.prefills.groups])
+
+    @property
+    def busy_models(self) -> Sequence[ServedModel[KvT]]:
+        """Models of requests that wait for their prefill or have KV, in the order of loading."""
+        if self._busy_prefills is not self.prefills:
+            busy = self._begun | {group.model: self._models[group.model] for group in self.prefills.groups}
+            self._busy = sorted(busy.values(), key=_PLACE)
+            self._busy_prefills = self.prefills
+        return self._busy
+
+    def next_prefills_s(self, prefills: PrefillQueue) -> dict[str, float]:
+        """By model, the estimate for the next request of its front group in a queue."""
+        if not prefills.groups:
+            return {}
+        first = {group.model: group.waiting[0].tokens for group in reversed(prefills.groups)}
+        return {name: self._models[name].estimate.prefill_s(tokens, tokens**2) for name, tokens in first.items()}
+
+    def find(self, request_ids: Iterable[str]) -> list[TokenSequence[KvT]]:
+        """Requests by their ids, in that order."""
+        return [self._sequences[request_id] for request_id in request_ids]
+
+    def of_instance(self, instance_id: str) -> list[TokenSequence[KvT]]:
+        """Those of one instance that run or wait."""
+        return [sequence for sequence in self if sequence.request.instance_id == instance_id]
+
+    def add(self, request: EngineRequest, model: ServedModel[KvT], *, kv_tokens_max: int) -> None:
+        """Queue a request, or let it decode at once where its KV can be read.
+
+        Raises:
+            BadRequestError: an id in use, an empty prompt, no token wanted, or a token the model does not know.
+            ContextLengthError: prompt + max_tokens exceed the context or `kv_tokens_max`.
+        """
+        request_id = request.request_id
+        if request_id in self._sequences or request_id in self._ended:
+            raise BadRequestError(f"request id {request_id} is in use", param="request_id")
+        _check(request, model, kv_tokens_max)
+        if len(request.generated) >= request.max_tokens:
+            self._ended[request_id] = EngineOutput(request_id=request_id, finish_reason="length")
+            return
+        self._arrivals += 1
+        sequence = TokenSequence(
+            request=request, model=model.name, order=self._arrivals, added_s=self._clock(), kv=model.new_kv()
+        )
+        self._sequences[request_id] = sequence
+        handle = request.kv
+        if handle is not None and handle.tokens == sequence.pending - 1 and self._kv.adopt(sequence.kv, handle):
+            sequence.cached, sequence.prefilled = handle.tokens, True
+            self.begin(sequence)
+        else:
+            self.queue(sequence)
+
+    def begin(self, sequence: TokenSequence[KvT]) -> None:
+        """Note that a sequence has KV now. Harmless when done twice."""
+        if not sequence.begun:
+            model = self._models[sequence.model]
+            model.begin(sequence)
+            if len(model.begun) == 1:
+                self._begun[model.name] = model
+                self._busy_prefills = None
+
+    def _leave(self, sequence: TokenSequence[KvT]) -> None:
+        """Note that it has none any more."""
+        if sequence.begun:
+            model = self._models[sequence.model]
+            model.leave(sequence)
+            if not model.begun:
+                del self._begun[model.name]
+                self._busy_prefills = None
+
+    def queue(self, sequence: TokenSequence[KvT]) -> None:
+        """Let a sequence wait for its prefill, from its first token on, without KV."""
+        self._kv.drop(sequence.kv)
+        self._leave(sequence)
+        if not sequence.prefilled:  # in the midst of its prefill it is still there
+            self.prefills = self.prefills.remove(sequence.request.request_id)
+        sequence.cached, sequence.prefilled = 0, False
+        self.prefills = self.prefills.join(sequence.to_prefill(), self._settings)
+
+    def queue_lost(self) -> None:
+        """Queue again what lost its KV because its transfer failed too often."""
+        begun = (sequence for model in self._begun.values() for sequence in model.begun)
+        for sequence in [sequence for sequence in begun if sequence.kv.place is Place.NOWHERE]:
+            self.queue(sequence)
+
+    def take(self, sequence: TokenSequence[KvT], token: int | None) -> EngineOutput:
+        """Append a new token to its sequence, and end that where it ends. None: the answer has ended by itself."""
+        request = sequence.request
+        if not sequence.prefilled:
+            self._models[sequence.model].end_prefill(sequence)
+            self.prefills = self.prefills.remove(request.request_id)
+        if token is None:
+            self.forget(request.request_id)
+            return EngineOutput(request_id=request.request_id, finish_reason="stop")
+        sequence.tokens.append(token)
+        if sequence.generated < request.max_tokens:
+            return EngineOutput(request_id=request.request_id, token_ids=(token,))
+        self.forget(request.request_id)
+        return EngineOutput(request_id=request.request_id, token_ids=(token,), finish_reason="length")
+
+    def hand_over(self) -> None:
+        """Send the KV of requests past their prefill to host memory, and let those go whose KV is there."""
+        for model in self.busy_models:
+            for sequence in model.decoding:
+                if sequence.kv.place is Place.HERE:
+                    self._kv.swap_out(sequence.kv, sequence.cached)
+                elif sequence.kv.place is Place.AWAY:
+                    self._let_go(sequence)
+
+    def _let_go(self, sequence: TokenSequence[KvT]) -> None:
+        """It leaves, and its KV stays until `release`."""
+        request_id = sequence.request.request_id
+        self._ended[request_id] = EngineOutput(request_id=request_id, kv=self._kv.handle(sequence.kv, sequence.cached))
+        self._handed_over[request_id] = sequence.kv
+        self._leave(sequence)
+        del self._sequences[request_id]
+
+    def forget(self, request_id: str) -> None:
+        """Take a request out and free its KV. Unknown ids are ignored."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            if not sequence.prefilled:
+                self.prefills = self.prefills.remove(request_id)
+            self._leave(sequence)
+            self._kv.drop(sequence.kv)
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request and free what it holds; nothing more is heard of it."""
+        self._ended.pop(request_id, None)
+        self.forget(request_id)
+        self.release(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Free the KV of a request that was handed over. Unknown ids are ignored."""
+        kv = self._handed_over.pop(request_id, None)
+        if kv is not None:
+            self._kv.drop(kv)
+
+    def end_all(self, sequences: Iterable[TokenSequence[KvT]], error: str) -> None:
+        """End requests with an error."""
+        for sequence in list(sequences):
+            request_id = sequence.request.request_id
+            self.forget(request_id)
+            self._ended[request_id] = EngineOutput(request_id=request_id, error=error)
+
+    def tell_ended(self) -> list[EngineOutput]:
+        """Last outputs that come out of no step."""
+        if not self._ended:
+            return []
+        outputs = list(self._ended.values())
+        self._ended.clear()
+        return outputs
+
+
+def _check(request: EngineRequest, model: ServedModel[KvT], kv_tokens_max: int) -> None:
+    if not request.prompt:
+        raise BadRequestError("prompt must hold at least one token", param="prompt")
+    if request.max_tokens < 1:
+        raise BadRequestError(f"max_tokens must be at least 1, got {request.max_tokens}", param="max_tokens")
+    if model.vocabulary is not None:
+        tokens = (*request.prompt, *request.generated)
+        unknown = next((token for token in tokens if not 0 <= token < model.vocabulary), None)
+        if unknown is not None:
+            raise BadRequestError(f"token {unknown} is outside of the vocabulary of {model.vocabulary}", param="prompt")
+    limit = min(model.context_tokens, kv_tokens_max)
+    if len(request.prompt) + request.max_tokens > limit:
+        what = "context" if limit == model.context_tokens else "KV cache"
+        asked = f"{len(request.prompt)} prompt tokens and max_tokens={request.max_tokens}"
+        raise ContextLengthError(f"{asked} exceed the {what} of {limit} tokens", param="max_tokens")

@@ -1,0 +1,109 @@
+"""A request on its way through an engine, and the pieces of it that one step runs. No tensors here.
+
+`tokens` are its prompt and what was generated; the first `cached` of them have keys and values:
+
+    tokens   | prompt ............... | generated .. |
+    cached   | ..................|                        prefill: several tokens may be pending
+    cached   | .................................. |       decode: exactly the last token is pending
+
+A step turns pending tokens into cached ones, and the last pending token's logits into one more token.
+"""
+
+from dataclasses import dataclass, field
+from typing import Generic
+
+from msgspec import Struct
+
+from dataplane.engines.core.kv import KvT
+from dataplane.engines.interface import EngineRequest
+from dataplane.scheduling.prefill import PrefillRequest
+from dataplane.scheduling.tiers import TIER_RANKS
+
+
+@dataclass(eq=False, kw_only=True)
+class TokenSequence(Generic[KvT]):
+    """A request and how far it has come. `order`: place in the order of arrival; `added_s`: when it was added;
+    `prefilled`: it is past its prefill, which made its first token here or elsewhere; `begun`: it has KV somewhere, as
+    its model knows; `tbt_s`: what it is promised between tokens.
+    """
+
+    request: EngineRequest
+    model: str
+    order: int
+    added_s: float
+    kv: KvT
+    tokens: list[int] = field(init=False)
+    cached: int = 0
+    prefilled: bool = False
+    begun: bool = False
+    came_back_at: int = 0
+    key: tuple[int, int] = field(init=False)
+    """The order of service: by tier, then first come, first served."""
+    tbt_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start after what was generated before."""
+        request = self.request
+        self.tokens = [*request.prompt, *request.generated]
+        self.key = TIER_RANKS[request.tier], self.order
+        self.tbt_s = request.promise.tbt_s
+
+    @property
+    def just_came_back(self) -> bool:
+        """Whether it made no token since its KV came back (`came_back_at`: its tokens then)."""
+        return self.came_back_at == len(self.tokens)
+
+    @property
+    def pending(self) -> int:
+        """Tokens without keys and values; at least 1 between steps."""
+        return len(self.tokens) - self.cached
+
+    @property
+    def generated(self) -> int:
+        """Tokens made so far, here and elsewhere."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Prompt tokens not yet prefilled + tokens still to make."""
+        return max(0, len(self.request.prompt) - self.cached) + self.request.max_tokens - self.generated
+
+    @property
+    def deadline_s(self) -> float:
+        """When its next token is due. A request that was begun elsewhere owes one at once, after a TBT."""
+        promise = self.request.promise
+        made = self.generated - len(self.request.generated)
+        return self.added_s + (promise.tbt_s if self.request.generated else promise.ttft_s) + made * promise.tbt_s
+
+    def to_prefill(self) -> PrefillRequest:
+        """What the prefill queue must know of it."""
+        return PrefillRequest(
+            request_id=self.request.request_id,
+            model=self.model,
+            tokens=self.pending,
+            tier=self.request.tier,
+            arrived_s=self.added_s,
+            ttft_s=self.request.promise.ttft_s,
+        )
+
+
+class Chunk(Struct, Generic[KvT], frozen=True, kw_only=True):
+    """The next `count` pending tokens of a sequence, all of one step."""
+
+    sequence: TokenSequence[KvT]
+    count: int
+
+    @property
+    def end(self) -> int:
+        """How many tokens are cached after it."""
+        return self.sequence.cached + self.count
+
+    @property
+    def squared_tokens(self) -> int:
+        """What attention costs: the growth of the squared length."""
+        return self.end**2 - self.sequence.cached**2
+
+    @property
+    def makes_token(self) -> bool:
+        """Whether nothing is pending after it, so that its last logits say what comes next."""
+        return self.count == self.sequence.pending

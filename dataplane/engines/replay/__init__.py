@@ -1,0 +1,1 @@
+"""The replay engine: deterministic tokens at the step times of a GPU profile, without a GPU."""

@@ -1,0 +1,151 @@
+"""An engine without weights: deterministic tokens, with the timing of a GPU profile. For load tests and large demos.
+
+Turns, switches, prefetching, swapping, preemption and remapping are those of the torch engine; only the arithmetic of a
+forward pass and the copying of bytes are replaced by waiting.
+"""
+
+from collections.abc import Callable, Iterable
+
+from dataplane.engines.core.kv import Place
+from dataplane.engines.core.pressure import Shortage
+from dataplane.engines.core.relief import KvRelief
+from dataplane.engines.core.remapping.relief import Way
+from dataplane.engines.core.slot_engine import Made, SlotEngine
+from dataplane.engines.interface import PoolStats
+from dataplane.engines.replay.memory import ReplayKvMemory, SequenceKv
+from dataplane.engines.replay.models import Answers, ReplayModel, replayed
+from dataplane.engines.replay.relief import ReplaySlotMemory
+from dataplane.engines.replay.report import pool_stats
+from dataplane.engines.replay.settings import ReplaySettings
+from dataplane.engines.replay.steps import ReplaySteps
+from dataplane.engines.replay.weights import WeightsMemory
+from dataplane.protocol.errors import ModelLoadError
+from dataplane.protocol.messages import ModelSpec
+from dataplane.scheduling.schedule import Turn
+
+__all__ = ["ReplayEngine", "ReplaySettings"]
+
+
+class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
+    """Meets `dataplane.engines.interface.Engine`. A step waits, through `sleep`, until its profiled time is over."""
+
+    def __init__(self, settings: ReplaySettings, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
+        self._settings = settings
+        self._weights = WeightsMemory(settings.weights_bytes)
+        self._kv = ReplayKvMemory(settings.kv_bytes, settings.host_kv_bytes, clock, self._weights)
+        super().__init__(
+            settings,
+            clock,
+            self._kv,
+            take_back=lambda _: False,  # weights borrow no memory of KV
+            relieve=self._relieve,
+        )
+        self._relief = KvRelief(
+            settings,
+            self._models,
+            ReplaySlotMemory(settings, self._weights, self._kv, clock),
+            self._kv,
+            clock,
+            requests=self._requests,
+            turns=lambda: self._state,
+        )
+        self._steps = ReplaySteps(
+            settings,
+            self._models,
+            self._weights,
+            self._kv,
+            self._step_batches,
+            clock=clock,
+            sleep=sleep,
+            make_way=self._make_way,
+        )
+        self._answers = Answers(settings.vocabulary_size, settings.mean_tokens)
+
+    def prepare(self, model: ModelSpec) -> None:
+        """Check that the model fits. Nothing is read: it need not exist.
+
+        Raises:
+            ModelLoadError: weights or one token of KV do not fit.
+        """
+        limits = (
+            ("weights_bytes", model.weights_bytes, self._settings.weights_bytes),
+            ("kv_bytes_per_token", model.kv_bytes_per_token, self._settings.kv_bytes),
+        )
+        for name, value, limit in limits:
+            if not 0 < value <= limit:
+                raise ModelLoadError(f"{name} of {model.name} is {value}; it must be 1 to {limit} here", param=name)
+
+    def _new_model(self, spec: ModelSpec, gpus: int) -> ReplayModel:
+        return replayed(ReplayModel, spec, self._settings, gpus)
+
+    def _forget_model(self, model: ReplayModel) -> None:
+        self._weights.evict(model.name)
+
+    def _settle(self) -> None:
+        self._kv.settle()
+        for name in self._relief.revert() if self._weights.lent_bytes else ():
+            self._clear(self._models[name].weights.layer_bytes - self._kv.spare_bytes)
+
+    def _relieve(self, shortage: Shortage) -> Way | None:
+        return self._relief.relieve(shortage)
+
+    def _make_way(self, model: ReplayModel) -> None:
+        """Have KV leave the layers that are in the way of a model which is to run. Who lent them leaves first, so that
+        no other KV takes the room.
+        """
+        self._weights.evict_all()
+        self._clear(self._kv.strayed_bytes - (self._settings.weights_bytes - model.weights_bytes))
+
+    def _clear(self, size_bytes: int) -> None:
+        """Have so much KV leave, of who comes last in the order of service; nothing while some is leaving."""
+        if self._kv.leaving:
+            return
+        here = [s for model in self._models.values() for s in model.begun if s.kv.place is Place.HERE]
+        going = set()
+        for sequence in sorted(here, key=lambda sequence: sequence.key, reverse=True):
+            if size_bytes <= 0:
+                break
+            going.add(sequence.kv)
+            size_bytes -= sequence.kv.here_bytes
+        self._room.clear(lambda kv: kv in going)
+
+    def _fit_together(self, models: Iterable[ReplayModel]) -> bool:
+        return self._weights.fit([model.weights for model in models], strayed_bytes=self._kv.strayed_bytes)
+
+    def _switch_s(self, model: ReplayModel) -> float:
+        return model.weights.switch_s
+
+    def _missing_s(self, model: ReplayModel, now_s: float) -> float:
+        return self._weights.missing_s(model.weights, now_s)
+
+    def _is_ready(self, model: ReplayModel) -> bool:
+        return True  # weights are always in host memory
+
+    def _run(self, turn: Turn, model: ReplayModel, now_s: float) -> Made[SequenceKv] | None:
+        makers = self._steps.run(turn, model, self._requests.find(turn.group), now_s)
+        return None if makers is None else [(sequence, self._answers.next_token(sequence)) for sequence in makers]
+
+    def _wait(self, now_s: float) -> None:
+        if self._requests:
+            self._steps.wait(now_s)
+
+    def _kv_tokens_max(self, model: ReplayModel) -> int:
+        return self._settings.kv_bytes // model.kv_bytes_per_token
+
+    def _kv_free_bytes(self, model: ReplayModel) -> int:
+        return self._kv.free_bytes
+
+    def _resident_models(self, now_s: float) -> tuple[str, ...]:
+        return self._weights.resident_models(now_s)
+
+    def _pool_stats(self, now_s: float) -> PoolStats:
+        return pool_stats(
+            now_s=now_s,
+            turn=self._state.turn,
+            load=self.load_alpha,
+            weights=self._weights,
+            kv=self._kv,
+            requests=self._requests,
+            log=self._log,
+            relief=self._relief,
+        )

@@ -1,0 +1,202 @@
+"""The KV of a replayed slot, counted in bytes: where it is, and when what moves arrives.
+
+KV on its way in and KV on its way out each have a wire to themselves, over which transfers go one after another at the
+full rate. KV lies in its own memory first; what has no room there lies in layers that models lend.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dataplane.engines.core.kv import Place
+from dataplane.engines.interface import KvHandle
+from dataplane.engines.replay.weights import WeightsMemory, Wire
+
+REPLAY_KV_FILE = ""
+"""The file of a handle to replayed KV. It can always be read: there is nothing in it."""
+_MOVING = (Place.LEAVING, Place.ARRIVING)
+
+
+@dataclass(eq=False, kw_only=True)
+class SequenceKv:
+    """The KV of one sequence. `here_bytes` of the slot's memory, `host_bytes` of its host memory (none where another
+    slot keeps it). `moved_tokens` is what a transfer moves, `moved_s` when that is over.
+    """
+
+    bytes_per_token: int
+    bytes_per_s: float
+    place: Place = Place.NOWHERE
+    here_bytes: int = 0
+    host_bytes: int = 0
+    moved_tokens: int = 0
+    moved_s: float = 0.0
+
+    @property
+    def moved_bytes(self) -> int:
+        """What a transfer moves."""
+        return self.moved_tokens * self.bytes_per_token
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes, on the side where it takes more."""
+        return max(self.here_bytes, self.host_bytes)
+
+
+class ReplayKvMemory:
+    """KV of a slot and of its host memory. Meets `dataplane.engines.core.kv.KvMemory`."""
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        host_bytes: int,
+        clock: Callable[[], float],
+        weights: WeightsMemory,
+    ) -> None:
+        """`weights`: those whose models lend layers."""
+        self._clock = clock
+        self._capacity_bytes = capacity_bytes
+        self._weights = weights
+        self._host_capacity_bytes = host_bytes
+        self._in, self._out = Wire(), Wire()
+        self._moving: list[SequenceKv] = []
+        self.used_bytes = 0
+        self.host_used_bytes = 0
+        self.swapped_out_total = 0
+        self.swapped_in_total = 0
+
+    @property
+    def spare_bytes(self) -> int:
+        """What its own memory and the layers that are lent have beyond what is used: negative while KV lies in layers
+        whose model has left.
+        """
+        return self._capacity_bytes + self._weights.lent_bytes - self.used_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """What can be given out now."""
+        spare_bytes = self._capacity_bytes + self._weights.lent_bytes - self.used_bytes
+        return spare_bytes if spare_bytes > 0 else 0
+
+    @property
+    def strayed_bytes(self) -> int:
+        """What lies in layers, lent or not."""
+        return max(self.used_bytes - self._capacity_bytes, 0)
+
+    @property
+    def leaving_s(self) -> float:
+        """How long KV sent out now would wait for what is on its way out."""
+        return self._out.waits_s(self._clock())
+
+    @property
+    def leaving(self) -> bool:
+        """Whether something is on its way out, so that there is more room soon."""
+        return Place.LEAVING in [kv.place for kv in self._moving]
+
+    @property
+    def next_move_s(self) -> float | None:
+        """When the next transfer is over; None when there is none."""
+        return min([kv.moved_s for kv in self._moving]) if self._moving else None
+
+    def lacks_bytes(self, kv: SequenceKv, tokens: int) -> int:
+        """By what there is too little room for the KV of so many tokens, or for what is AWAY."""
+        wanted_bytes = kv.moved_bytes if kv.place is Place.AWAY else tokens * kv.bytes_per_token
+        return max(wanted_bytes - kv.here_bytes - self.spare_bytes, 0)
+
+    def host_fits(self, kv: SequenceKv, tokens: int) -> bool:
+        """Whether host memory has room for the KV of so many tokens."""
+        return tokens * kv.bytes_per_token <= self._host_capacity_bytes - self.host_used_bytes
+
+    def fits(self, kv: SequenceKv, *, spare: int) -> bool:
+        """Whether KV that is AWAY has room on the slot beside `spare` more of its tokens."""
+        return kv.moved_bytes + spare * kv.bytes_per_token <= self.free_bytes
+
+    def grow(self, kv: SequenceKv, tokens: int) -> bool:
+        """Room for `tokens` tokens of KV that is HERE or NOWHERE; False when there is too little."""
+        more_bytes = tokens * kv.bytes_per_token - kv.here_bytes
+        if more_bytes > self.free_bytes:
+            return False
+        if more_bytes > 0:
+            self.used_bytes += more_bytes
+            kv.here_bytes += more_bytes
+        kv.place = Place.HERE
+        return True
+
+    def grow_unseen(self, size_bytes: int) -> None:
+        """Room for KV, of which there is enough, whose owner writes down later which sequences took it."""
+        self.used_bytes += size_bytes
+        assert self.spare_bytes >= 0
+
+    def swap_out(self, kv: SequenceKv, tokens: int) -> bool:
+        """Send the KV of `tokens` tokens to host memory; False when that is full."""
+        assert kv.place is Place.HERE
+        if not self.host_fits(kv, tokens):
+            return False
+        size_bytes = tokens * kv.bytes_per_token
+        self.used_bytes += size_bytes - kv.here_bytes
+        self.host_used_bytes += size_bytes
+        kv.here_bytes = kv.host_bytes = size_bytes
+        kv.moved_tokens = tokens
+        self._move(kv, Place.LEAVING, self._out)
+        self.swapped_out_total += 1
+        return True
+
+    def swap_in(self, kv: SequenceKv) -> bool:
+        """Send for KV that is AWAY; False when there is no room."""
+        assert kv.place is Place.AWAY
+        size_bytes = kv.moved_bytes
+        if size_bytes > self.free_bytes:
+            return False
+        self.used_bytes += size_bytes
+        kv.here_bytes = size_bytes
+        self._move(kv, Place.ARRIVING, self._in)
+        self.swapped_in_total += 1
+        return True
+
+    def adopt(self, kv: SequenceKv, handle: KvHandle) -> bool:
+        """Take note of KV that another slot keeps in its host memory; False when that cannot be read."""
+        assert kv.place is Place.NOWHERE
+        if handle.file != REPLAY_KV_FILE:
+            return False
+        kv.place, kv.moved_tokens = Place.AWAY, handle.tokens
+        return True
+
+    def handle(self, kv: SequenceKv, tokens: int) -> KvHandle:
+        """Where another slot finds KV that is AWAY."""
+        assert kv.place is Place.AWAY
+        return KvHandle(file=REPLAY_KV_FILE, slab_bytes=0, shape=(0, 0, 0, 0, 0), blocks=(), tokens=tokens)
+
+    def drop(self, kv: SequenceKv) -> None:
+        """Forget KV, wherever it is."""
+        if kv.place is Place.NOWHERE:
+            return
+        if kv.place in _MOVING:
+            self._moving.remove(kv)
+        self._leave(kv)
+        self._leave_host(kv)
+        kv.place = Place.NOWHERE
+
+    def settle(self) -> None:
+        """Take note of the transfers that are over."""
+        if not self._moving:
+            return
+        now_s = self._clock()
+        for kv in [kv for kv in self._moving if kv.moved_s <= now_s]:
+            self._moving.remove(kv)
+            if kv.place is Place.LEAVING:
+                self._leave(kv)
+                kv.place = Place.AWAY
+            else:
+                self._leave_host(kv)
+                kv.place = Place.HERE
+
+    def _move(self, kv: SequenceKv, place: Place, wire: Wire) -> None:
+        kv.place = place
+        kv.moved_s = wire.send(kv.moved_bytes / kv.bytes_per_s, self._clock())
+        self._moving.append(kv)
+
+    def _leave(self, kv: SequenceKv) -> None:
+        self.used_bytes -= kv.here_bytes
+        kv.here_bytes = 0
+
+    def _leave_host(self, kv: SequenceKv) -> None:
+        self.host_used_bytes -= kv.host_bytes
+        kv.host_bytes = 0

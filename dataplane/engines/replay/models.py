@@ -1,0 +1,104 @@
+"""The models of a replayed slot, and what they say."""
+
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+from dataplane.engines.core.sequences import TokenSequence
+from dataplane.engines.core.served_models import ServedModel
+from dataplane.engines.interface import EngineRequest
+from dataplane.engines.replay.memory import SequenceKv
+from dataplane.engines.replay.settings import ReplaySettings
+from dataplane.engines.replay.weights import Weights
+from dataplane.protocol.messages import ModelSpec
+from dataplane.scheduling.costs import CostEstimate, LatencyModel
+
+ReplaySequence = TokenSequence[SequenceKv]
+
+
+@dataclass(eq=False, kw_only=True)
+class ReplayModel(ServedModel[SequenceKv]):
+    """One model. `bytes_per_s`: how fast its weights and KV move."""
+
+    weights: Weights
+    kv_bytes_per_token: int
+    bytes_per_s: float
+
+    @property
+    def weights_bytes(self) -> int:
+        """The size of its weights."""
+        return self.weights.size_bytes
+
+    def compute_s(self, batch_max: int, *, decoding: bool) -> float | None:
+        """Time that a step spends in the layers: a decode step of the batch it has now, or a prefill step as of late;
+        before there was one, a decode step of one sequence, which is shorter. None where that takes none.
+        """
+        if not decoding and self.prefill_s:
+            return self.prefill_s
+        batch = self.decoding[:batch_max] if decoding else []
+        context_tokens = sum(sequence.cached for sequence in batch)
+        return self.estimate.decode_s(context_tokens, max(len(batch), 1)) or None
+
+    @property
+    def latency(self) -> LatencyModel:
+        """How long steps take."""
+        return self.estimate.latency
+
+    def new_kv(self) -> SequenceKv:
+        """The KV of a sequence that has none yet."""
+        return SequenceKv(bytes_per_token=self.kv_bytes_per_token, bytes_per_s=self.bytes_per_s)
+
+
+ReplayModelT = TypeVar("ReplayModelT", bound=ReplayModel)
+
+
+def replayed(kind: type[ReplayModelT], spec: ModelSpec, settings: ReplaySettings, gpus: int) -> ReplayModelT:
+    """A model as it runs on so many GPUs of a type, every time divided by `speed`."""
+    profile = settings.profile
+    latency = profile.nearest_model(spec.weights_bytes, gpus).latency
+    if settings.speed != 1:
+        latency = LatencyModel(**{name: value / settings.speed for name, value in asdict(latency).items()})
+    bytes_per_s = profile.pcie_bytes_per_s * profile.transfer_efficiency * gpus * settings.speed
+    return kind(
+        name=spec.name,
+        context_tokens=spec.context_tokens,
+        vocabulary=None,
+        estimate=CostEstimate(latency=latency),
+        weights=Weights(
+            model=spec.name,
+            size_bytes=spec.weights_bytes,
+            switch_s=spec.weights_bytes / bytes_per_s,
+            layers=min(settings.layers, spec.weights_bytes),
+        ),
+        kv_bytes_per_token=spec.kv_bytes_per_token,
+        bytes_per_s=bytes_per_s,
+    )
+
+
+class Answers:
+    """What the models say: token ids below `vocabulary_size`. `mean_tokens`: how long an answer is on average until it
+    ends by itself; None if none does.
+    """
+
+    def __init__(self, vocabulary_size: int, mean_tokens: int | None) -> None:
+        self._vocabulary_size = vocabulary_size
+        self._mean_tokens = mean_tokens
+        self._keys: WeakKeyDictionary[ReplaySequence, bytes] = WeakKeyDictionary()
+
+    def next_token(self, sequence: ReplaySequence) -> int | None:
+        """The next token, None for the end. It hangs on the sampling key and the position alone."""
+        key = self._keys.get(sequence)
+        if key is None:
+            key = self._keys[sequence] = _sampling_key(sequence.model, sequence.request)
+        drawn = blake2b(len(sequence.tokens).to_bytes(8, "little"), key=key, digest_size=16).digest()
+        chance = int.from_bytes(drawn[:8], "little") / 2**64
+        if self._mean_tokens is not None and not sequence.request.ignore_eos and chance < 1 / self._mean_tokens:
+            return None
+        return int.from_bytes(drawn[8:], "little") % self._vocabulary_size
+
+
+def _sampling_key(model: str, request: EngineRequest) -> bytes:
+    """What the tokens of a request hang on besides their position. Greedy answers do not hang on the seed."""
+    seed = request.seed if request.temperature > 0 else 0
+    return blake2b(repr((model, request.prompt, seed)).encode(), digest_size=32).digest()

@@ -1,0 +1,40 @@
+"""The replay engine's settings."""
+
+from dataclasses import dataclass, field
+
+from dataplane.engines.core.pressure import KvPressure
+from dataplane.engines.core.remapping.settings import RemapSettings
+from dataplane.engines.replay.words import WORDS
+from dataplane.scheduling.profile import GpuProfile
+from dataplane.scheduling.schedule import TurnSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings:
+    """What a slot gives its engine.
+
+    `weights_bytes` is the room for weights on the slot, `kv_bytes` that for KV, `host_kv_bytes` that for KV of
+    preempted and handed-over requests in host memory. A step decodes at most `batch_max` sequences and prefills at
+    most `prefill_tokens_per_step_max` tokens. `prefetch` brings the next model early; with `hands_over` a request
+    leaves after its first token, to be decoded by another slot. `kv_pressure`: what is done when KV has no room;
+    `remap`: which layers models give up then, of the `layers` that each has, alike, and in which all its weights are.
+
+    `speed` divides every time. Token ids are below `vocabulary_size`. `mean_tokens`: answers end by themselves after
+    about so many tokens (geometrically distributed); None lets each run to its `max_tokens`.
+    """
+
+    profile: GpuProfile
+    weights_bytes: int
+    kv_bytes: int
+    host_kv_bytes: int = 2**40
+    batch_max: int = 64
+    prefill_tokens_per_step_max: int = 2048
+    prefetch: bool = True
+    hands_over: bool = False
+    kv_pressure: KvPressure = "swap"
+    remap: RemapSettings = field(default_factory=RemapSettings)
+    layers: int = 32
+    speed: float = 1.0
+    vocabulary_size: int = len(WORDS)
+    mean_tokens: int | None = None
+    turns: TurnSettings = field(default_factory=TurnSettings)

@@ -1,0 +1,309 @@
+"""KV of a slot: blocks in the arena, blocks in host memory, and the transfers between them.
+
+Three rules (Aegaeon 5.3), each kept in one place. A step reads a sequence's KV only when it is HERE: what is on its
+way has an event that must pass first (`settle`). The next transfer of a sequence begins when its last one has passed.
+Blocks that a transfer reads or writes are not handed out: they are freed when it has passed, or with its event.
+"""
+
+import time
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from dataplane.engines.core.kv import Place
+from dataplane.engines.interface import KvHandle
+from dataplane.engines.torch.copies.base import Copy, CopyStream
+from dataplane.engines.torch.copies.open import mark, pinned
+from dataplane.engines.torch.memory.kv_file import KvFile, host_memory
+from dataplane.engines.torch.memory.wire_rate import WireRates
+from dataplane.engines.torch.streams import Copy, CopyStream, mark, pinned
+from dataplane.memory.events import PASSED, Event
+from dataplane.memory.kv_cache import HostSlabs, KvCache, KvShape, OutOfBlocksError, blocks_for
+from dataplane.memory.slabs import SlabArena
+
+TRIES_MAX = 5
+"""How often in a row a transfer of one sequence may fail before its KV is given up and computed anew."""
+
+POLL_S = 0.0002
+
+
+@dataclass(eq=False, kw_only=True)
+class SequenceKv:
+    """The KV of one sequence. `blocks` in the arena, `host` in host memory, or in `file` of another slot."""
+
+    shape: KvShape
+    place: Place = Place.NOWHERE
+    blocks: list[int] = field(default_factory=list)
+    host: list[int] = field(default_factory=list)
+    file: KvFile | None = None
+    event: Event = PASSED
+    sent_s: float = 0.0
+    tries: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes, on the side where it takes more."""
+        return max(len(self.blocks), len(self.host)) * self.shape.block_bytes
+
+
+class KvStore:
+    """The KV of one slot, over the arena's bytes. Called by one thread."""
+
+    def __init__(
+        self,
+        arena: SlabArena,
+        buffer: torch.Tensor,
+        slab_bytes: int,
+        *,
+        host_bytes: int,
+        host_file: Path | None,
+        make_stream: Callable[[str], CopyStream],
+        rates: WireRates,
+    ) -> None:
+        self._device = KvFile(bytes=buffer, slab_bytes=slab_bytes)
+        self._arena = arena
+        self.here = KvCache(arena, slab_bytes)
+        self._host_slabs = HostSlabs(host_bytes // slab_bytes)
+        self.away = KvCache(self._host_slabs, slab_bytes)
+        self._host_file = host_file
+        memory = host_memory(self._host_slabs.slabs * slab_bytes, host_file)
+        self._host = KvFile(bytes=pinned(memory, buffer.device), slab_bytes=slab_bytes)
+        self._in, self._out = make_stream("kv_in"), make_stream("kv_out")
+        self._rates = rates
+        self._views: dict[tuple[KvShape, torch.dtype], torch.Tensor] = {}
+        self._files: dict[str, KvFile] = {}
+        self._moving: list[SequenceKv] = []
+        self.swapped_out_total = 0
+        self.swapped_in_total = 0
+
+    @property
+    def slab_bytes(self) -> int:
+        """The size of a slab."""
+        return self._device.slab_bytes
+
+    @property
+    def moving(self) -> bool:
+        """Whether a transfer is under way."""
+        return bool(self._moving)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether one of them makes room in the arena, or weights do that lend some."""
+        return self._arena.lent_moving or any(kv.place is Place.LEAVING for kv in self._moving)
+
+    @property
+    def in_bytes_per_s(self) -> float:
+        """How fast KV comes from host memory; see `WireRate`."""
+        return self._rates.kv_in.bytes_per_s
+
+    @property
+    def out_bytes_per_s(self) -> float:
+        """How fast it goes there."""
+        return self._rates.kv_out.bytes_per_s
+
+    @property
+    def leaving_s(self) -> float:
+        """Estimated seconds until what is on its way to host memory is there."""
+        leaving_bytes = sum(kv.size_bytes for kv in self._moving if kv.place is Place.LEAVING)
+        return leaving_bytes / self.out_bytes_per_s
+
+    def fits(self, kv: SequenceKv, *, spare: int) -> bool:
+        """Whether KV that is AWAY has room in the arena, and so many blocks more."""
+        return self.free_blocks(kv.shape) >= len(kv.host) + spare
+
+    def free_blocks(self, shape: KvShape) -> int:
+        """Blocks of this shape that the arena could hand out now."""
+        return self.here.free_blocks(shape) + self._arena.free_kv_slabs * self.here.blocks_per_slab(shape)
+
+    def lacks_bytes(self, kv: SequenceKv, tokens: int) -> int:
+        """Of how many bytes in whole slabs the arena is short for the KV of so many tokens, or for what is AWAY."""
+        wanted = len(kv.host) if kv.place is Place.AWAY else blocks_for(tokens, kv.shape.block_tokens)
+        missing_blocks = wanted - len(kv.blocks) - self.here.free_blocks(kv.shape)
+        missing_slabs = -(-missing_blocks // self.here.blocks_per_slab(kv.shape)) - self._arena.free_kv_slabs
+        return max(missing_slabs, 0) * self._device.slab_bytes
+
+    def host_fits(self, kv: SequenceKv, tokens: int) -> bool:
+        """Whether host memory has room for the KV of so many tokens."""
+        free_blocks = self._host_slabs.free_slabs * self.away.blocks_per_slab(kv.shape)
+        return blocks_for(tokens, kv.shape.block_tokens) <= free_blocks + self.away.free_blocks(kv.shape)
+
+    def lies_in(self, kv: SequenceKv, slabs: Container[int]) -> bool:
+        """Whether one of its blocks in the arena is in one of these slabs."""
+        per_slab = self.here.blocks_per_slab(kv.shape)
+        return any(block // per_slab in slabs for block in kv.blocks)
+
+    def view(self, shape: KvShape, dtype: torch.dtype) -> torch.Tensor:
+        """The arena as blocks of a shape `[slabs, blocks_per_slab, layers, 2, block_tokens, kv_heads, head_dim]`."""
+        if (shape, dtype) not in self._views:
+            slab_bytes, per_slab = self._device.slab_bytes, self.here.blocks_per_slab(shape)
+            slabs = self._device.bytes.view(-1, slab_bytes)[:, : per_slab * shape.block_bytes]
+            sizes = (per_slab, shape.layers, 2, shape.block_tokens, shape.kv_heads, shape.head_dim)
+            self._views[shape, dtype] = slabs.view(dtype).view(self._arena.slabs, *sizes)
+        return self._views[shape, dtype]
+
+    def capacity_blocks(self, shape: KvShape) -> int:
+        """Blocks of this shape that the arena holds when nothing else does."""
+        return (self._arena.slabs - self._arena.weights_slabs) * self.here.blocks_per_slab(shape)
+
+    def capacity_tokens(self, shape: KvShape) -> int:
+        """Tokens that one request alone can have KV for: in the arena, and, to be handed over, in host memory."""
+        tokens = self.capacity_blocks(shape) * shape.block_tokens
+        if self._host_file is None:
+            return tokens
+        return min(tokens, self._host_slabs.slabs * self.away.blocks_per_slab(shape) * shape.block_tokens)
+
+    def check_fits(self, shape: KvShape) -> None:
+        """See that the arena could hold KV of this shape.
+
+        Raises:
+            ValueError: a block exceeds a slab, or there is no slab for KV.
+        """
+        if self.capacity_blocks(shape) == 0:
+            raise ValueError(f"kv_bytes is less than a slab of {self._device.slab_bytes} bytes")
+
+    def check(self, held: Sequence[SequenceKv]) -> None:
+        """Assert that the blocks in use are those of `held`, each once."""
+        self.here.check()
+        self.away.check()
+        for cache, blocks in ((self.here, "blocks"), (self.away, "host")):
+            used_bytes = sum(usage.used_bytes - usage.moving_bytes for usage in cache.usage().values())
+            mine = [kv for kv in held if blocks == "blocks" or kv.file is None]
+            known_bytes = sum(len(getattr(kv, blocks)) * kv.shape.block_bytes for kv in mine)
+            assert used_bytes == known_bytes, f"{used_bytes} bytes of {blocks} are in use, {known_bytes} are known of"
+
+    def grow(self, kv: SequenceKv, tokens: int) -> bool:
+        """Give a sequence that is HERE or NOWHERE blocks for so many tokens; False when there are too few."""
+        missing = blocks_for(tokens, kv.shape.block_tokens) - len(kv.blocks)
+        if missing > 0:
+            try:
+                kv.blocks += self.here.allocate(kv.shape, missing)
+            except OutOfBlocksError:
+                return False
+        kv.place = Place.HERE
+        return True
+
+    def swap_out(self, kv: SequenceKv, tokens: int) -> bool:
+        """Send the KV of the first `tokens` tokens to host memory; False when that is full."""
+        assert kv.place is Place.HERE
+        needed = blocks_for(tokens, kv.shape.block_tokens)
+        try:
+            kv.host = self.away.allocate(kv.shape, needed)
+        except OutOfBlocksError:
+            return False
+        self.here.free(kv.shape, kv.blocks[needed:])
+        kv.blocks = kv.blocks[:needed]
+        kv.place, kv.tries = Place.LEAVING, 0
+        self._send(kv)
+        return True
+
+    def swap_in(self, kv: SequenceKv) -> bool:
+        """Bring the KV back; False when the arena has too few blocks."""
+        assert kv.place is Place.AWAY
+        try:
+            kv.blocks = self.here.allocate(kv.shape, len(kv.host))
+        except OutOfBlocksError:
+            return False
+        kv.place, kv.tries = Place.ARRIVING, 0
+        self._send(kv)
+        return True
+
+    def settle(self) -> None:
+        """Take note of transfers that are over: free what they left, or send once more what failed."""
+        self._arena.settle()
+        self.here.settle()
+        self.away.settle()
+        for kv in [kv for kv in self._moving if kv.event.done()]:
+            self._moving.remove(kv)
+            if kv.event.error is None:
+                self._moved(kv)
+            elif kv.tries < TRIES_MAX:
+                kv.tries += 1
+                self._send(kv)
+            else:
+                self.drop(kv)
+
+    def await_one(self) -> None:
+        """Wait until the oldest transfer is over, if one is under way."""
+        while self._moving and not self._moving[0].event.done():
+            time.sleep(POLL_S)
+
+    def drop(self, kv: SequenceKv) -> None:
+        """Forget the KV, wherever it is; blocks under a transfer come back when it is over."""
+        if kv in self._moving:
+            self._moving.remove(kv)
+        if kv.blocks:
+            self.here.free(kv.shape, kv.blocks, after=kv.event)
+        if kv.host and kv.file is None:
+            self.away.free(kv.shape, kv.host, after=kv.event)
+        kv.blocks, kv.host, kv.file = [], [], None
+        kv.place, kv.event = Place.NOWHERE, PASSED
+
+    def handle(self, kv: SequenceKv, tokens: int) -> KvHandle:
+        """Where another slot finds the KV of a sequence that is AWAY."""
+        assert kv.place is Place.AWAY
+        assert self._host_file is not None, "the settings ask for a file where requests are handed over"
+        shape = kv.shape
+        return KvHandle(
+            file=str(self._host_file),
+            slab_bytes=self._host.slab_bytes,
+            shape=(shape.layers, shape.kv_heads, shape.head_dim, shape.block_tokens, shape.itemsize),
+            blocks=tuple(kv.host),
+            tokens=tokens,
+        )
+
+    def adopt(self, kv: SequenceKv, handle: KvHandle) -> bool:
+        """Take the KV that another slot left; False when it cannot be read or has another shape."""
+        file = self._open(handle)
+        slabs = 0 if file is None else file.bytes.numel() // file.slab_bytes
+        layers, kv_heads, head_dim, block_tokens, itemsize = handle.shape
+        shape = KvShape(
+            layers=layers, kv_heads=kv_heads, head_dim=head_dim, block_tokens=block_tokens, itemsize=itemsize
+        )
+        if file is None or shape != kv.shape:
+            return False
+        if not all(0 <= block < slabs * (file.slab_bytes // shape.block_bytes) for block in handle.blocks):
+            return False
+        kv.file, kv.host, kv.place = file, list(handle.blocks), Place.AWAY
+        return True
+
+    def _send(self, kv: SequenceKv) -> None:
+        host = kv.file or self._host
+        pairs = [
+            (self._device.block(kv.shape, block), host.block(kv.shape, away))
+            for block, away in zip(kv.blocks, kv.host, strict=True)
+        ]
+        after = [mark(self._device.bytes.device)]  # what was computed on these blocks until now
+        kv.sent_s = time.monotonic()
+        if kv.place is Place.LEAVING:
+            kv.event = self._out.submit([Copy(source=here, target=away) for here, away in pairs], after)
+            self.swapped_out_total += 1
+        else:
+            kv.event = self._in.submit([Copy(source=away, target=here) for here, away in pairs], after)
+            self.swapped_in_total += 1
+        self._moving.append(kv)
+
+    def _moved(self, kv: SequenceKv) -> None:
+        rate = self._rates.kv_out if kv.place is Place.LEAVING else self._rates.kv_in
+        rate.learn(kv.size_bytes, kv.sent_s, [kv.event])
+        if kv.place is Place.LEAVING:
+            self.here.free(kv.shape, kv.blocks)
+            kv.blocks, kv.place = [], Place.AWAY
+        else:
+            if kv.file is None:
+                self.away.free(kv.shape, kv.host)
+            kv.host, kv.file, kv.place = [], None, Place.HERE
+        kv.event = PASSED
+
+    def _open(self, handle: KvHandle) -> KvFile | None:
+        if handle.file not in self._files:
+            try:
+                memory = host_memory(0, Path(handle.file))
+            except (OSError, ValueError):
+                return None
+            gone = [file for file in self._files if not Path(file).exists()]
+            for file in gone:  # their slots are gone; what still reads them holds them
+                del self._files[file]
+            self._files[handle.file] = KvFile(bytes=memory, slab_bytes=handle.slab_bytes)
+        return self._files[handle.file]

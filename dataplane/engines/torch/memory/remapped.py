@@ -1,0 +1,139 @@
+"""A model that runs while some of its layers are in host memory only: KV has their places (Oneiros 5.4).
+
+Each place that is left has one layer at a time. A layer is sent for when it has a place: before a step begins, or when
+the layer whose place it takes has run. Three rules keep the bytes right. A copy into a place begins only after what was
+computed there, and after the last copy into it. A layer runs only after its copy. Slabs are KV's only once no copy
+writes to them.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dataplane.engines.core.remapping.circle import Rotation
+from dataplane.engines.torch.copies.open import mark
+from dataplane.engines.torch.model.skeleton import Skeleton
+from dataplane.engines.torch.streams import mark
+from dataplane.memory.events import PASSED, Event, Over, TransferError
+from dataplane.memory.layer_places import LayerPlaces, Load
+from dataplane.memory.slabs import Run, SlabArena
+
+LOAD_TRIES_MAX = 5
+"""How often in a row the load of a layer that is to run may fail before its step does."""
+
+Send = Callable[[int, torch.Tensor, Sequence[Event]], Event]
+"""Copies a part of the model from host memory to a place, after some events."""
+
+
+class RemappedLayers:
+    """The layers of one model, whose run in `arena` is `owner`'s. `slabs` and `buffers` are those of each place."""
+
+    def __init__(
+        self,
+        owner: str,
+        skeleton: Skeleton,
+        arena: SlabArena,
+        *,
+        slabs: Sequence[Run],
+        buffers: Sequence[torch.Tensor],
+        send: Send,
+    ) -> None:
+        self._owner = owner
+        self._skeleton = skeleton
+        self._arena = arena
+        self._slabs = tuple(slabs)
+        self._buffers = tuple(buffers)
+        self._send = send
+        self._places = LayerPlaces(len(self._buffers))
+        self._arrivals: dict[int, Event] = {}  # by place: the last copy into it
+        self.loads_total = 0
+
+    @property
+    def given_up(self) -> int:
+        """How many layers' places KV has."""
+        return len(self._places.lent)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every layer is there. One whose copy failed is not: it is sent for again when it is to run."""
+        arrived = (event.done() and event.error is None for event in self._arrivals.values())
+        return self._places.whole and all(arrived)
+
+    @property
+    def flying(self) -> list[Event]:
+        """Copies that are not over."""
+        return [event for event in self._arrivals.values() if not event.done()]
+
+    @property
+    def lent_places(self) -> tuple[Run, ...]:
+        """The slabs of each lent place, whether KV has taken them or not."""
+        return tuple(self._slabs[place] for place in sorted(self._places.lent))
+
+    def rotate(self, rotation: Rotation) -> None:
+        """Lend as many places as `rotation` gives up, at least as many as now, and have its layers share the rest."""
+        more = rotation.given_up - self.given_up
+        assert more >= 0, f"{self.given_up} are given up, not {rotation.given_up}: `take_back` gives back"
+        self._places.rotate(rotation.rotating)
+        for place, layer in self._places.lend(more) if more else ():
+            if layer is not None:
+                self._skeleton.unbind_part(layer + 1)
+            self._arena.lend(self._owner, self._slabs[place].slabs, Over(self._arrivals.pop(place, PASSED)))
+        self._places.check()
+
+    def take_back(self, count: int) -> int:
+        """End the loan of at most `count` places, those that KV has left; of how many. `rotate` must follow."""
+        taken = 0
+        for place in sorted(self._places.lent):
+            if taken < count and self._arena.take_back(self._owner, self._slabs[place].slabs):
+                self._places.take_back(place)
+                taken += 1
+        return taken
+
+    def fill(self) -> None:
+        """Send for what is to be there before a step begins."""
+        for load in self._places.loads():
+            self._load(load)
+
+    def await_part(self, part: int) -> None:
+        """See `Skeleton`.
+
+        Raises:
+            TransferError: the layer fails to come.
+        """
+        if part == 0:
+            self.fill()
+        layer = part - 1
+        if 0 <= layer < len(self._buffers):
+            self._await(layer)
+
+    def passed_part(self, part: int) -> None:
+        """See `Skeleton`."""
+        load = self._places.load_after(part - 1)
+        if load is not None:
+            self._load(load)
+
+    def _await(self, layer: int) -> None:
+        place = self._places.place_of(layer)
+        if place is None:  # the step before broke off, so that the layers are not where a step expects them
+            load = self._places.load_now(layer)
+            self._load(load)
+            place = load.place
+        for _ in range(LOAD_TRIES_MAX):
+            try:
+                self._arrivals.get(place, PASSED).wait()
+            except TransferError:
+                self._load(Load(layer=layer, place=place, instead_of=None))
+            else:
+                return
+        self._arrivals[place].wait()
+
+    def _load(self, load: Load) -> None:
+        """The place is the layer's from now on: what it held before fails loudly if it runs."""
+        if load.instead_of is not None:
+            self._skeleton.unbind_part(load.instead_of + 1)
+        part = load.layer + 1
+        target = self._buffers[load.place][: self._skeleton.parts[part].size_bytes]
+        after = (mark(target.device), Over(self._arrivals.get(load.place, PASSED)))
+        self._arrivals[load.place] = self._send(part, target, after)
+        self._skeleton.bind_part(part, target)
+        self.loads_total += 1

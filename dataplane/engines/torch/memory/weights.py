@@ -1,0 +1,315 @@
+"""Weights on the device: who is in the arena, who is arriving part by part, and who makes room.
+
+Bringing a model in is one copy per part, tracked by one event each. A forward pass may begin at once: each part is
+waited for when it is used. Leaving costs nothing, for the host keeps a copy of every weight.
+"""
+
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+
+from dataplane.engines.torch.copies.base import CopyStream
+from dataplane.engines.torch.copies.open import mark
+from dataplane.engines.torch.memory.host_models import HostModel
+from dataplane.engines.torch.memory.remapped import RemappedLayers
+from dataplane.engines.torch.memory.wire_rate import WireRate
+from dataplane.engines.torch.streams import CopyStream, mark
+from dataplane.memory.events import Event, Together
+from dataplane.memory.residency import ResidencyFacts, ResidentModel, choose_run
+from dataplane.memory.slabs import Run, SlabArena
+
+TRIES_MAX = 5
+"""How often in a row a part may fail to arrive before its model's requests fail."""
+POLL_S = 0.0002
+
+
+@dataclass(eq=False, kw_only=True)
+class Resident:
+    """A model whose parts are in the arena or on their way. `events`: one for each part, empty once all are there;
+    `began_s` by the engine's clock, `sent_s` by `time.monotonic`, that of the events. `remapped` once it has given up
+    layers, also when it has them again.
+    """
+
+    model: HostModel
+    buffers: tuple[torch.Tensor, ...]
+    events: list[Event] = field(default_factory=list)
+    tries: int = 0
+    began_s: float = 0.0
+    sent_s: float = 0.0
+    remapped: RemappedLayers | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether every part is there."""
+        return not self.events and (self.remapped is None or self.remapped.whole)
+
+    @property
+    def flying(self) -> list[Event]:
+        """Copies into its places that are not over."""
+        flying = [event for event in self.events if not event.done()]
+        return flying if self.remapped is None else flying + self.remapped.flying
+
+
+class WeightStore:
+    """The weights in one arena, whose bytes are `buffer`. Called by one thread. Layers that take turns come by
+    `layer_stream`, beside a model that is prefetched and not behind it; None: by the same stream as all.
+    """
+
+    def __init__(
+        self,
+        arena: SlabArena,
+        buffer: torch.Tensor,
+        slab_bytes: int,
+        stream: CopyStream,
+        rate: WireRate,
+        layer_stream: CopyStream | None = None,
+    ) -> None:
+        self._arena = arena
+        self._buffer = buffer
+        self._slab_bytes = slab_bytes
+        self._stream = stream
+        self._layer_stream = layer_stream or stream
+        self._residents: dict[str, Resident] = {}
+        self._homes: dict[str, int] = {}
+        self._used_s: dict[str, float] = {}
+        self._rate = rate
+        self.brought_total = 0
+
+    @property
+    def resident_models(self) -> tuple[str, ...]:
+        """Names of the models that are wholly there, in name order."""
+        return tuple(sorted(name for name, resident in list(self._residents.items()) if resident.whole))
+
+    @property
+    def arriving_models(self) -> tuple[str, ...]:
+        """Names of the models of which parts are on their way."""
+        return tuple(sorted(name for name, resident in list(self._residents.items()) if resident.events))
+
+    @property
+    def given_up(self) -> dict[str, int]:
+        """How many layers' places KV has, by model."""
+        remapped = {name: resident.remapped for name, resident in self._residents.items()}
+        return {name: layers.given_up for name, layers in remapped.items() if layers is not None and layers.given_up}
+
+    @property
+    def bytes_per_s(self) -> float:
+        """How fast weights come; see `WireRate`."""
+        return self._rate.bytes_per_s
+
+    def used_s(self, model: HostModel) -> float:
+        """When the model was last brought, by the engine's clock."""
+        return self._used_s[model.name]
+
+    def whole_s(self, model: HostModel) -> float:
+        """Estimated seconds that all of the model's weights take to come."""
+        return model.skeleton.size_bytes * self._rate.s_per_byte
+
+    def missing_s(self, model: HostModel, *, now_s: float) -> float:
+        """Estimated seconds until the model would be wholly there, were it brought now."""
+        resident = self._residents.get(model.name)
+        whole_s = self.whole_s(model)
+        if resident is None:
+            return whole_s
+        return max(0.0, resident.began_s + whole_s - now_s) if resident.events else 0.0
+
+    def fit_together(self, models: Iterable[HostModel]) -> bool:
+        """Whether all of them can stay in the arena beside the KV that is there, but for what they lent it."""
+        needed = sum(model.skeleton.slabs(self._slab_bytes) for model in models)
+        return needed <= self._arena.slabs - self._arena.stray_kv_slabs
+
+    def holds(self, model: HostModel) -> bool:
+        """Whether the model is there or arriving."""
+        return model.name in self._residents
+
+    def has_place(self, model: HostModel, *, beside: Collection[str]) -> bool:
+        """Whether a model that is away could come into the reserve, to run, while these and all KV stay."""
+        facts = self._facts(model, None)
+        residents = tuple(replace(resident, pinned=resident.model in beside) for resident in facts.residents)
+        return choose_run(replace(facts, residents=residents)) is not None
+
+    def bring(self, model: HostModel, now_s: float, *, keep: str | None = None) -> bool:
+        """See to it that the model is there or arriving, evicting others; False if there is no room now, or its host
+        copy is away. With `keep`, the model that runs meanwhile, it may borrow slabs of KV; without, it is to run now
+        and takes the reserve.
+        """
+        self._used_s[model.name] = now_s
+        resident, host = self._residents.get(model.name), model.host
+        if resident is not None and resident.remapped is not None and not resident.remapped.whole:
+            if host is not None:
+                resident.remapped.fill()
+                return True
+            self.evict(model.name)  # nowhere to load the missing layers from
+        elif resident is not None:
+            return True
+        if host is None:
+            return False
+        choice = choose_run(self._facts(model, keep))
+        if choice is None:
+            return False
+        for name in choice.evictions:
+            self.evict(name)
+        self._arena.take_run(model.name, choice.start, model.skeleton.slabs(self._slab_bytes))
+        self._homes[model.name] = choice.start
+        resident = Resident(model=model, buffers=self._part_buffers(model, choice.start), began_s=now_s)
+        self._residents[model.name] = resident
+        model.copies = [event for event in model.copies if not event.done()]
+        resident.sent_s = time.monotonic()
+        computed = mark(self._buffer.device)  # what ran on these slabs until now
+        resident.events = [
+            model.send(self._stream, number, buffer, [computed]) for number, buffer in enumerate(resident.buffers)
+        ]
+        model.skeleton.bind(resident.buffers)
+        model.skeleton.await_part = lambda part: self._await(resident, part)
+        model.fresh = False
+        self.brought_total += 1
+        return True
+
+    def layer_slabs(self, model: HostModel) -> int | None:
+        """How many slabs each layer takes; None where they differ, or the model is not settled: gone or arriving."""
+        resident = self._residents.get(model.name)
+        if resident is None or resident.events:
+            return None
+        layers = model.skeleton.parts[1 : model.skeleton.geometry.layers + 1]
+        sizes = {-(-part.size_bytes // self._slab_bytes) for part in layers}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    def remapped(self, model: HostModel) -> RemappedLayers:
+        """The layers of a model that has `layer_slabs`."""
+        resident, count = self._residents[model.name], self.layer_slabs(model)
+        assert count is not None, f"{model.name} cannot give up layers"
+        if resident.remapped is None:
+            first = self._arena.runs[model.name].start + -(-model.skeleton.parts[0].size_bytes // self._slab_bytes)
+            layers = range(model.skeleton.geometry.layers)
+            slabs = [Run(start=first + number * count, count=count) for number in layers]
+            resident.remapped = RemappedLayers(
+                model.name,
+                model.skeleton,
+                self._arena,
+                slabs=slabs,
+                buffers=[self._buffer[run.start * self._slab_bytes : run.end * self._slab_bytes] for run in slabs],
+                send=partial(model.send, self._layer_stream),
+            )
+            model.skeleton.await_part = resident.remapped.await_part
+            model.skeleton.passed_part = resident.remapped.passed_part
+        return resident.remapped
+
+    def guests_in_the_way(self, model: HostModel) -> frozenset[int]:
+        """KV below the reserve that keeps the model, which is to run now, from coming in: it has to leave. Who lent it
+        the room is evicted, so that no other takes its place. None where something else is in the way.
+        """
+        facts = self._facts(model, None)
+        choice = choose_run(replace(facts, blocked=facts.blocked - self._arena.guests))
+        if self.holds(model) or choice is None:
+            return frozenset()
+        for name in choice.evictions:
+            self.evict(name)
+        return self._arena.guests.intersection(range(choice.start, choice.start + facts.slabs_needed))
+
+    def ran(self, model: HostModel) -> None:
+        """Note that a step of the model came to its end."""
+        resident = self._residents[model.name]
+        if not resident.events:
+            resident.tries = 0
+            model.copies = [event for event in model.copies if not event.done()]
+
+    def settle(self) -> None:
+        """Note what has arrived whole, and how long it took."""
+        for resident in self._residents.values():
+            if resident.events and all(event.done() and event.error is None for event in resident.events):
+                if not resident.tries:
+                    self._rate.learn(resident.model.skeleton.size_bytes, resident.sent_s, resident.events)
+                resident.events = []
+                resident.tries = 0
+                resident.model.skeleton.await_part = None
+
+    def await_all(self, model: HostModel) -> None:
+        """Wait for every part.
+
+        Raises:
+            TransferError: one failed.
+        """
+        Together(self._residents[model.name].events).wait()
+
+    def try_again(self, model: HostModel) -> bool:
+        """Send failed parts once more; False when they failed too often."""
+        resident = self._residents[model.name]
+        host = model.host
+        resident.tries += 1
+        if resident.tries > TRIES_MAX or host is None:
+            return False
+        for number, event in enumerate(resident.events):
+            if event.done() and event.error is not None:
+                resident.events[number] = model.send(self._stream, number, resident.buffers[number])
+        return True
+
+    def evict(self, name: str) -> None:
+        """Forget a model's weights on the device; nothing happens when they are not there. Its slabs are free once
+        no transfer writes to them.
+        """
+        resident = self._residents.pop(name, None)
+        if resident is not None:
+            resident.model.skeleton.await_part = resident.model.skeleton.passed_part = None
+            resident.model.skeleton.unbind()
+            self._arena.free_run(name, Together(resident.flying))
+
+    def evict_idle_above(self, slab: int, *, keep: str | None) -> bool:
+        """Evict the model that was used longest ago of those that lie above `slab`; False when there is none."""
+        runs = self._arena.runs
+        idle = [
+            name
+            for name, resident in self._residents.items()
+            if name != keep and not resident.flying and runs[name].end > slab
+        ]
+        if not idle:
+            return False
+        self.evict(min(idle, key=lambda name: self._used_s[name]))
+        return True
+
+    def await_one(self) -> None:
+        """Wait until a part that is on its way has arrived, if there is one."""
+        flying = [event for resident in self._residents.values() for event in resident.flying]
+        time.sleep(POLL_S)
+        while flying and not any(event.done() for event in flying):
+            time.sleep(POLL_S)
+
+    def _await(self, resident: Resident, part: int) -> None:
+        if resident.events:
+            resident.events[part].wait()
+
+    def _part_buffers(self, model: HostModel, start: int) -> tuple[torch.Tensor, ...]:
+        buffers = []
+        for part in model.skeleton.parts:
+            first = start * self._slab_bytes
+            buffers.append(self._buffer[first : first + part.size_bytes])
+            start += -(-part.size_bytes // self._slab_bytes)
+        return tuple(buffers)
+
+    def _facts(self, model: HostModel, keep: str | None) -> ResidencyFacts:
+        """Home counts only while nobody else lives there: two models with one home would drive each other out."""
+        slabs = model.skeleton.slabs(self._slab_bytes)
+        home = self._homes.get(model.name, self._arena.slabs)
+        limit = self._arena.slabs if keep is not None else self._arena.weights_slabs
+        runs = self._arena.runs.values()
+        taken = home + slabs > limit or any(run.start < home + slabs and home < run.end for run in runs)
+        residents = tuple(
+            ResidentModel(
+                model=name,
+                start=run.start,
+                count=run.count,
+                used_s=self._used_s[name],
+                pinned=name == keep or bool(self._residents[name].flying),
+            )
+            for name, run in self._arena.runs.items()
+        )
+        return ResidencyFacts(
+            model=model.name,
+            slabs_needed=slabs,
+            home=None if taken else home,
+            slabs=limit,
+            residents=residents,
+            blocked=self._arena.blocked,
+            weights_slabs=self._arena.weights_slabs,
+        )

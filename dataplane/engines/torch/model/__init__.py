@@ -1,0 +1,1 @@
+"""Transformer models of the torch engine: checkpoint, layout, attention, forward pass."""

@@ -1,0 +1,55 @@
+"""Which tensor of a checkpoint goes where in a model's run-time layout, and the name of the bytes that come of it."""
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from dataplane.engines.torch.model.checkpoint import StoredTensor
+from dataplane.engines.torch.model.skeleton import PlacedTensor
+from dataplane.protocol.errors import ModelLoadError
+
+LAYOUT_VERSION = 1
+"""Part of a cache key: raise it when bytes are laid out differently."""
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+"""Old checkpoints store these; they follow from the config."""
+
+
+def match_tensors(
+    folder: Path, places: tuple[PlacedTensor, ...], stored: dict[str, StoredTensor]
+) -> list[tuple[PlacedTensor, StoredTensor]]:
+    """Each weight's tensor in the checkpoint. A tied weight may be stored under any of its names.
+
+    Raises:
+        ModelLoadError: names tensors that are missing, unexpected or of another shape.
+    """
+    pairs = []
+    missing = []
+    for place in places:
+        name = next((name for name in place.names if name in stored), None)
+        if name is None:
+            missing.append(place.names[0])
+        else:
+            pairs.append((place, stored[name]))
+    known = {name for place in places for name in place.names}
+    unexpected = [name for name in sorted(stored) if name not in known and not name.endswith(_IGNORED_SUFFIXES)]
+    for what, names in (("misses", missing), ("has unexpected", unexpected)):
+        if names:
+            raise ModelLoadError(
+                f"{folder}: the checkpoint {what} {len(names)} tensors, such as {', '.join(names[:3])}"
+            )
+    for place, tensor in pairs:
+        if place.shape != tensor.shape:
+            raise ModelLoadError(
+                f"{folder}: tensor {tensor.name} has shape {tensor.shape}, the config says {place.shape}"
+            )
+    return pairs
+
+
+def cache_key(folder: Path, dtype: torch.dtype, pairs: list[tuple[PlacedTensor, StoredTensor]]) -> str:
+    """What the bytes hang on: the files as they are now, the dtype and the layout."""
+    files = sorted({stored.file for _, stored in pairs})
+    state = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    layout = [(place.names[0], place.part, place.offset_bytes) for place, _ in pairs]
+    described = repr((LAYOUT_VERSION, str(dtype), state, layout))
+    return f"{folder.name}-{hashlib.blake2b(described.encode(), digest_size=12).hexdigest()}"

@@ -1,0 +1,69 @@
+"""One forward pass of a step batch: chunks of tokens in, one row of logits per chunk out."""
+
+from collections.abc import Sequence
+
+import torch
+
+from dataplane.engines.torch.model.attention import KvStep, Span
+from dataplane.engines.torch.model.skeleton import Skeleton
+from dataplane.engines.torch.sequences import Chunk
+from dataplane.memory.kv_cache import blocks_for
+
+
+@torch.inference_mode()
+def run_chunks(skeleton: Skeleton, cache: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
+    """Run the chunks' tokens through the model, filling their KV blocks.
+
+    The skeleton must be bound; `cache` is `KvStep.cache`. Returns the logits `[len(chunks), vocabulary]` after each
+    chunk's last token, float32.
+    """
+    order = sorted(range(len(chunks)), key=lambda index: chunks[index].count != 1)
+    per_slab, block_tokens = cache.shape[1], cache.shape[4]
+    rows = [_rows(chunks[index], block_tokens) for index in order]
+    flat = torch.tensor([row for chunk_rows in rows for row in chunk_rows], device=cache.device)
+    tokens, positions, blocks, offsets = flat.unbind(dim=1)
+    write = torch.stack((blocks // per_slab, blocks % per_slab, offsets))
+    ends = torch.tensor([len(chunk_rows) for chunk_rows in rows], device=cache.device).cumsum(0) - 1
+    spans = _spans([chunks[index] for index in order], positions, block_tokens, per_slab)
+    # A block is written from its first slot on. What an earlier owner left is cleared then: masked slots are multiplied
+    # by zero in attention, and zero times an old NaN would be one.
+    begun = write[:2, offsets == 0]
+    if begun.numel():
+        cache[tuple(begun)] = 0
+    step = KvStep(cache=cache, write=write, spans=spans)
+    logits: torch.Tensor = skeleton.model(
+        input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=ends, kv_step=step
+    ).logits[0]
+    return logits[torch.tensor(order, device=logits.device).argsort()].float()
+
+
+def _rows(chunk: Chunk, block_tokens: int) -> list[tuple[int, int, int, int]]:
+    """(token, position, block, offset in the block) of each token of the chunk."""
+    sequence = chunk.sequence
+    return [
+        (sequence.tokens[at], at, sequence.kv.blocks[at // block_tokens], at % block_tokens)
+        for at in range(sequence.cached, chunk.end)
+    ]
+
+
+def _spans(chunks: Sequence[Chunk], positions: torch.Tensor, block_tokens: int, per_slab: int) -> tuple[Span, ...]:
+    """All single-token chunks as one span, in front; every longer chunk as one of its own."""
+    singles = [chunk for chunk in chunks if chunk.count == 1]
+    groups = [singles] * bool(singles) + [[chunk] for chunk in chunks if chunk.count > 1]
+    spans = []
+    first_row = 0
+    for group in groups:
+        last_row = first_row + sum(chunk.count for chunk in group)
+        span_positions = positions[first_row:last_row].view(len(group), -1)
+        tables = _tables(group, block_tokens, positions.device)
+        slabs = torch.stack((tables // per_slab, tables % per_slab))
+        spans.append(Span(first_row=first_row, tables=slabs, positions=span_positions))
+        first_row = last_row
+    return tuple(spans)
+
+
+def _tables(chunks: Sequence[Chunk], block_tokens: int, device: torch.device) -> torch.Tensor:
+    """The blocks written so far `[len(chunks), longest]`. Shorter tables are padded with their first block, masked."""
+    tables = [chunk.sequence.kv.blocks[: blocks_for(chunk.end, block_tokens)] for chunk in chunks]
+    longest = max(len(table) for table in tables)
+    return torch.tensor([table + table[:1] * (longest - len(table)) for table in tables], device=device)

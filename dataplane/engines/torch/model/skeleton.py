@@ -1,0 +1,292 @@
+"""A model without weights: transformers' own classes, built once on `meta`, pointed at bytes when they are there.
+
+Building on `meta` costs milliseconds even for large models. Every Parameter is then replaced by a view into a buffer
+(`bind`), and by its empty self again when the bytes go away (`unbind`): a forward pass over weights that are not there
+fails loudly. Tied weights are one tensor with several names.
+
+Weights are cut into *parts* in the order of use: what stands before the layers, each decoder layer, what comes after
+them. A part is contiguous and may lie, and arrive, apart from the others: each waits for its own event when it runs.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dataplane.checkpoints.eos import read_eos_ids
+from dataplane.engines.torch.model.attention import ATTENTION_NAME, register
+from dataplane.engines.torch.model.checkpoint import read_json
+from dataplane.engines.torch.model.linear import speed_up
+from dataplane.memory.slabs import aligned
+from dataplane.protocol.errors import ModelLoadError
+
+MODEL_TYPES = frozenset(
+    [
+        "cohere2",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "granite",
+        "internlm3",
+        "llama",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "starcoder2",
+    ]
+)
+"""Architectures whose output was compared with transformers' own `generate`; others are refused, not guessed at."""
+
+ADDRESSES_KEPT = 4
+"""Places of the arena where a part was whose views a skeleton remembers."""
+_UNSUPPORTED_ROPE = frozenset(("dynamic", "longrope"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedTensor:
+    """A weight and where it lies in its part. `names`: all it is known by, the model's own first."""
+
+    names: tuple[str, ...]
+    part: int
+    offset_bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor inside `buffer`, a flat uint8 tensor that starts where the part starts."""
+        elements = 1
+        for side in self.shape:
+            elements *= side
+        flat = buffer[self.offset_bytes : self.offset_bytes + elements * self.dtype.itemsize]
+        return flat.view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """The sizes that the KV cache, the limits and the sampler need."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    context_tokens: int
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Keys and values of one token over all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Consecutive bytes of a model's weights in host memory that travel together."""
+
+    offset_bytes: int
+    size_bytes: int
+
+    def of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The part inside a model's flat uint8 buffer."""
+        return buffer[self.offset_bytes : self.offset_bytes + self.size_bytes]
+
+
+class Skeleton:
+    """A model's modules. `places` and `parts` lay its weights out; in host memory they take `size_bytes`.
+
+    `await_part` is called before a part is used; whoever brings the weights sets it while they are on their way.
+    `passed_part` is called once a layer, or the output embedding, has been given to the device to compute; whoever has
+    layers take turns in one place sets it.
+    """
+
+    def __init__(self, model: torch.nn.Module, geometry: Geometry, eos_ids: frozenset[int], dtype: torch.dtype) -> None:
+        self.model = model
+        self.dtype = dtype
+        self.geometry = geometry
+        self.eos_ids = eos_ids
+        self.await_part: Callable[[int], None] | None = None
+        self.passed_part: Callable[[int], None] | None = None
+        slots = _parameter_slots(model)
+        stages = _stages(model)
+        self.places, self.parts = _lay_out(slots, stages)
+        self.size_bytes = sum(part.size_bytes for part in self.parts)
+        self._views: list[dict[int, list[torch.nn.Parameter]]] = [{} for _ in self.parts]
+        self._slots: list[list[tuple[PlacedTensor, _Slot]]] = [[] for _ in self.parts]
+        for place, slot in zip(self.places, slots, strict=True):
+            self._slots[place.part].append((place, slot))
+        for number, stage in enumerate(stages, start=1):
+            stage.register_forward_pre_hook(self._gate(number))
+            stage.register_forward_hook(self._passed(number))
+        model.register_forward_pre_hook(self._gate(0))
+
+    def slabs(self, slab_bytes: int) -> int:
+        """How many slabs the weights take on the device, where each part begins a slab."""
+        return sum(-(-part.size_bytes // slab_bytes) for part in self.parts)
+
+    def bind(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Make every Parameter a view into the buffer of its part: flat uint8, one for each of `parts`."""
+        for part, buffer in enumerate(buffers):
+            self.bind_part(part, buffer)
+
+    def bind_part(self, part: int, buffer: torch.Tensor) -> None:
+        """The same for one part. Where it was before, the views of then are put back: making them is what costs."""
+        views = self._views[part]
+        address = buffer.data_ptr()
+        parameters = views.pop(address, None)
+        if parameters is None:
+            parameters = [_parameter(place, buffer) for place, _ in self._slots[part]]
+        views[address] = parameters
+        for parameter, (place, (_, owners)) in zip(parameters, self._slots[part], strict=True):
+            assert parameter.shape == place.shape, (place.names[0], place.shape)
+            _replace(owners, parameter)
+        if len(views) > ADDRESSES_KEPT:
+            del views[next(iter(views))]
+
+    def unbind(self) -> None:
+        """Point nowhere again."""
+        for part in range(len(self.parts)):
+            self.unbind_part(part)
+
+    def unbind_part(self, part: int) -> None:
+        """The same for one part."""
+        for _, (meta, owners) in self._slots[part]:
+            _replace(owners, meta)
+
+    def _gate(self, part: int) -> Callable[..., None]:
+        def wait(*_: Any) -> None:
+            if self.await_part is not None:
+                self.await_part(part)
+
+        return wait
+
+    def _passed(self, part: int) -> Callable[..., None]:
+        def tell(*_: Any) -> None:
+            if self.passed_part is not None:
+                self.passed_part(part)
+
+        return tell
+
+
+_Owner = tuple[str, torch.nn.Module, str]
+_Slot = tuple[torch.nn.Parameter, list[_Owner]]
+
+
+def build_skeleton(folder: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
+    """The model that `folder/config.json` describes, its buffers on `device`, its Parameters on `meta`.
+
+    Raises:
+        ModelLoadError: no such folder or config, or an architecture that is not supported.
+    """
+    if not folder.is_dir():
+        raise ModelLoadError(f"{folder} is no folder")
+    described = read_json(folder / "config.json")
+    _check_supported(folder, described)
+    register()
+    try:
+        config = copy.deepcopy(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+        build: Any = AutoModelForCausalLM.from_config
+        with torch.device("meta"):
+            model = build(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
+        geometry = _geometry(config)
+    except Exception as error:
+        raise ModelLoadError(f"{folder}/config.json describes no model that can be built: {error}") from error
+    _check_rope(folder, getattr(config, "rope_parameters", None))
+    _fill_buffers(model, device)
+    model.eval().requires_grad_(False)
+    if device.type == "cpu" and dtype == torch.float32:
+        speed_up(model)
+    return Skeleton(model, geometry, read_eos_ids(folder, described), dtype)
+
+
+def _check_supported(folder: Path, described: dict[str, Any]) -> None:
+    model_type = described.get("model_type")
+    if model_type not in MODEL_TYPES:
+        supported = ", ".join(sorted(MODEL_TYPES))
+        raise ModelLoadError(f"{folder}: unsupported architecture {model_type!r}; supported are {supported}")
+    if described.get("quantization_config") is not None:
+        raise ModelLoadError(f"{folder}: quantized checkpoints are not supported")
+
+
+def _check_rope(folder: Path, rope_parameters: dict[str, Any] | None) -> None:
+    """Refuse angles that depend on the longest sequence of a step batch: a text would depend on its company."""
+    given = rope_parameters or {}
+    kinds = [given, *(kind for kind in given.values() if isinstance(kind, dict))]
+    unsupported = [kind["rope_type"] for kind in kinds if kind.get("rope_type") in _UNSUPPORTED_ROPE]
+    if unsupported:
+        raise ModelLoadError(f"{folder}: rope type {unsupported[0]!r} is not supported")
+
+
+def _geometry(config: Any) -> Geometry:
+    heads = config.num_attention_heads
+    return Geometry(
+        layers=config.num_hidden_layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocabulary=config.vocab_size,
+        context_tokens=config.max_position_embeddings,
+    )
+
+
+def _fill_buffers(model: Any, device: torch.device) -> None:
+    """Give non-persistent buffers (rotary frequencies, Gemma's scale) real values; no checkpoint holds them.
+
+    `initialize_weights` is what transformers itself calls for them after loading. On the Parameters, still on
+    `meta`, it does nothing.
+    """
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            empty = torch.empty_like(buffer, device=device)
+            module.register_buffer(name, empty.fill_(float("nan")), persistent=False)
+    model.initialize_weights()
+    unfilled = [name for name, buffer in model.named_buffers() if buffer.isnan().any()]
+    if unfilled:
+        raise ModelLoadError(f"buffers {', '.join(unfilled)} have no known values; the architecture is not supported")
+
+
+def _parameter_slots(model: torch.nn.Module) -> list[_Slot]:
+    slots: dict[int, _Slot] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full_name = f"{prefix}.{name}" if prefix else name
+            slots.setdefault(id(parameter), (parameter, []))[1].append((full_name, module, name))
+    return list(slots.values())
+
+
+def _stages(model: Any) -> list[torch.nn.Module]:
+    """The modules that wait for a part of their own: the decoder layers in order, then the output embedding."""
+    head = model.get_output_embeddings()
+    tied = head is None or head.weight is model.get_input_embeddings().weight
+    return [*model.get_decoder().layers, *([] if tied else [head])]
+
+
+def _lay_out(slots: list[_Slot], stages: list[torch.nn.Module]) -> tuple[tuple[PlacedTensor, ...], tuple[Part, ...]]:
+    """Part 0 is everything outside of the stages; parameters keep their order within a part."""
+    part_of = {id(module): number for number, stage in enumerate(stages, start=1) for module in stage.modules()}
+    sizes = [0] * (len(stages) + 1)
+    places = []
+    for parameter, owners in slots:
+        part = min(part_of.get(id(module), 0) for _, module, _ in owners)
+        names = tuple(full_name for full_name, _, _ in owners)
+        shape = tuple(parameter.shape)
+        places.append(
+            PlacedTensor(names=names, part=part, offset_bytes=sizes[part], shape=shape, dtype=parameter.dtype)
+        )
+        sizes[part] += aligned(parameter.numel() * parameter.dtype.itemsize)
+    starts = [sum(sizes[:part]) for part in range(len(sizes))]
+    parts = (Part(offset_bytes=start, size_bytes=size) for start, size in zip(starts, sizes, strict=True))
+    return tuple(places), tuple(parts)
+
+
+def _parameter(place: PlacedTensor, buffer: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(place.view(buffer), requires_grad=False)
+
+
+def _replace(owners: list[_Owner], parameter: torch.nn.Parameter) -> None:
+    for _, module, name in owners:
+        module._parameters[name] = parameter  # noqa: SLF001  # setattr is ten times slower, and a switch is timed

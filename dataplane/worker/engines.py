@@ -1,0 +1,82 @@
+"""The engine of a worker process, as its agent configures it. What an engine needs is imported only where it runs."""
+
+import time
+from pathlib import Path
+
+from dataplane.engines.interface import Engine
+from dataplane.worker.frames import Configure
+
+
+def make_engine(configure: Configure) -> Engine:
+    """The engine that an agent asks for.
+
+    Raises:
+        ModelLoadError: it is vLLM's, which is not installed or was not tested in that version.
+    """
+    if configure.engine == "torch":
+        from dataplane.engines.torch.engine import TorchEngine  # noqa: PLC0415
+        from dataplane.engines.torch.settings import TorchEngineSettings  # noqa: PLC0415
+
+        return TorchEngine(
+            TorchEngineSettings(
+                device=configure.device,
+                dtype=configure.dtype,
+                weights_bytes=configure.weights_bytes,
+                kv_bytes=configure.kv_bytes,
+                host_kv_bytes=configure.host_kv_bytes,
+                host_kv_file=None if configure.host_kv_file is None else Path(configure.host_kv_file),
+                slab_bytes=configure.slab_bytes,
+                cache_folder=Path(configure.cache_folder),
+                cache_bytes=configure.cache_bytes,
+                host_wait_max_s=configure.host_wait_max_s,
+                batch_max=configure.batch_max,
+                prefetch=configure.prefetch,
+                hands_over=configure.hands_over,
+                kv_pressure=configure.kv_pressure,
+                turns=configure.turns,
+            ),
+            time.monotonic,
+        )
+    if configure.engine == "vllm":
+        return make_vllm_engine(configure)
+    from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings  # noqa: PLC0415
+    from dataplane.scheduling.profile import load_gpu_profile  # noqa: PLC0415
+
+    assert configure.profile is not None, "a replay needs a profile; the agent's settings check that"
+    settings = ReplaySettings(
+        profile=load_gpu_profile(configure.profile),
+        weights_bytes=configure.weights_bytes,
+        kv_bytes=configure.kv_bytes,
+        host_kv_bytes=configure.host_kv_bytes,
+        batch_max=configure.batch_max,
+        prefetch=configure.prefetch,
+        hands_over=configure.hands_over,
+        kv_pressure=configure.kv_pressure,
+        speed=configure.replay_speed,
+        mean_tokens=configure.replay_mean_tokens,
+        turns=configure.turns,
+    )
+    return ReplayEngine(settings, time.monotonic, time.sleep)
+
+
+def make_vllm_engine(configure: Configure) -> Engine:
+    """vLLM's, which reads the environment when it is imported, and has no prefill slots."""
+    from dataplane.engines.vllm.interfaces import prepare_process  # noqa: PLC0415
+
+    prepare_process(configure.device)
+    from dataplane.engines.vllm.engine import VllmEngine  # noqa: PLC0415
+    from dataplane.engines.vllm.settings import VllmEngineSettings  # noqa: PLC0415
+
+    assert not configure.hands_over, "the slot saw to that"
+    settings = VllmEngineSettings(
+        device=configure.device,
+        dtype=configure.dtype,
+        weights_bytes=configure.weights_bytes,
+        kv_bytes=configure.kv_bytes,
+        models_max=configure.vllm_models_max,
+        cache_folder=Path(configure.cache_folder),
+        cache_bytes=configure.cache_bytes,
+        batch_max=configure.batch_max,
+        turns=configure.turns,
+    )
+    return VllmEngine(settings, time.monotonic)

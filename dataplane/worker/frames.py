@@ -1,0 +1,175 @@
+"""The wire between an agent and its worker processes: length-prefixed msgpack frames over a socket pair."""
+
+import struct
+from io import BufferedReader
+from typing import Literal
+
+import msgspec
+
+from dataplane.engines.core.pressure import KvPressure
+from dataplane.engines.interface import EngineOutput, EngineRequest, EngineStats
+from dataplane.protocol.messages import EngineKind, ModelSpec
+from dataplane.scheduling.schedule import TurnSettings
+
+FRAME_BYTES_MAX = 64 * 2**20
+"""A longer frame means that the two ends have lost step."""
+
+LENGTH = struct.Struct("<I")
+
+
+class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
+    """First command of a worker: which engine, with what memory. `profile` is the GPU profile's path, for a replay.
+
+    All instances of the slot share `kv_bytes`. The worker makes `host_kv_file`, where other slots shall read its KV;
+    with `hands_over` it is a prefill slot. The slots of a node share the models of `cache_folder`; one that finds no
+    room there for `host_wait_max_s` fails.
+    """
+
+    engine: EngineKind
+    device: str
+    dtype: Literal["float32", "bfloat16"]
+    weights_bytes: int
+    kv_bytes: int
+    host_kv_bytes: int
+    host_kv_file: str | None
+    slab_bytes: int | None
+    cache_folder: str
+    cache_bytes: int
+    host_wait_max_s: float
+    batch_max: int
+    hands_over: bool
+    prefetch: bool
+    kv_pressure: KvPressure
+    turns: TurnSettings
+    profile: str | None
+    replay_speed: float
+    replay_mean_tokens: int | None
+    vllm_models_max: int
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    """Take an instance in; answered by Loaded or LoadFailed with the same `serial`."""
+
+    instance_id: str
+    serial: int
+    model: ModelSpec
+    gpus: int
+
+
+class Unload(msgspec.Struct, frozen=True, kw_only=True, tag="unload"):
+    """Forget an instance, if it is there; answered by a Stats. One that is loading is answered by LoadFailed too."""
+
+    instance_id: str
+
+
+class Add(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
+    """Run a request; answered by Outputs, or by Refused."""
+
+    request: EngineRequest
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+    """Drop a request. No answer."""
+
+    request_id: str
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+    """Free the KV of a request that was handed over. No answer."""
+
+    request_id: str
+
+
+class AskStats(msgspec.Struct, frozen=True, kw_only=True, tag="ask_stats"):
+    """Answered by a Stats."""
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
+    """The instance takes requests."""
+
+    instance_id: str
+    serial: int
+
+
+class LoadFailed(msgspec.Struct, frozen=True, kw_only=True, tag="load_failed"):
+    """The instance is not there, and nothing is left of it."""
+
+    instance_id: str
+    serial: int
+    error: str
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """The engine did not take a request. The fields are those of a `DataplaneError`."""
+
+    request_id: str
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+
+
+class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
+    """What one step made."""
+
+    outputs: tuple[EngineOutput, ...]
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
+    """The load of the slot; sent when it changed, at most every 0.25 s, and when asked."""
+
+    stats: EngineStats
+
+
+Command = Configure | Load | Unload | Add | Cancel | Release | AskStats
+Report = Loaded | LoadFailed | Refused | Outputs | Stats
+
+_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+
+def encode_frame(frame: Command | Report) -> bytes:
+    """A frame with its length in front."""
+    body = msgspec.msgpack.encode(frame)
+    assert len(body) <= FRAME_BYTES_MAX, f"a frame of {len(body)} bytes; {FRAME_BYTES_MAX} is the limit"
+    return LENGTH.pack(len(body)) + body
+
+
+def body_length(head: bytes) -> int:
+    """The length that a frame's first bytes announce.
+
+    Raises:
+        ValueError: it is beyond FRAME_BYTES_MAX.
+    """
+    (length,) = LENGTH.unpack(head)
+    if length > FRAME_BYTES_MAX:
+        raise ValueError(f"a frame of {length} bytes; {FRAME_BYTES_MAX} is the limit")
+    return int(length)
+
+
+def decode_command(body: bytes) -> Command:
+    """The command in a frame's body.
+
+    Raises:
+        msgspec.ValidationError: it is none.
+    """
+    return _command_decoder.decode(body)
+
+
+def decode_report(body: bytes) -> Report:
+    """The report in a frame's body.
+
+    Raises:
+        msgspec.ValidationError: it is none.
+    """
+    return _report_decoder.decode(body)
+
+
+def read_command(stream: BufferedReader) -> Command | None:
+    """The next command, or None when the other end is gone."""
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    length = body_length(head)
+    body = stream.read(length)
+    return decode_command(body) if len(body) == length else None

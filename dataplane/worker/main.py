@@ -1,0 +1,281 @@
+"""`python -m dataplane.worker.main FD`: the process that drives one slot's engine, at the far end of an agent's socket.
+
+A thread reads commands from the socket into a queue; the main loop takes them, steps the engine and sends what came
+out. The slow part of a load happens on a thread of its own, one load after the other, while the engine goes on. A load
+that finds no room in host memory goes to the end of the line, and fails when it has found none for `host_wait_max_s`.
+When the socket closes the agent is gone, and the process ends at once, whatever the engine is doing.
+"""
+
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from io import BufferedReader
+
+from msgspec.structs import replace
+
+from dataplane.engines.interface import Engine, EngineStats
+from dataplane.memory.model_cache import HostMemoryError
+from dataplane.protocol.errors import DataplaneError, DeviceLostError, ModelLoadError
+from dataplane.runtime.logs import LogSettings, logging_to_stderr
+from dataplane.runtime.tracing import RequestSpans, start_tracing
+from dataplane.worker.engines import make_engine
+from dataplane.worker.frames import (
+    Add,
+    AskStats,
+    Cancel,
+    Command,
+    Configure,
+    Load,
+    Loaded,
+    LoadFailed,
+    Outputs,
+    Refused,
+    Release,
+    Report,
+    Stats,
+    Unload,
+    encode_frame,
+    read_command,
+)
+
+STATS_EVERY_S = 0.25
+PREPARE_AGAIN_S = 0.25
+"""How long a load that found no room in host memory waits before it stands in line again."""
+ORPHAN_GRACE_S = 1.0
+"""How long a step or a load may go on after the agent is gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What the loading thread puts among the commands: the slow part of a load is over."""
+
+    load: Load
+    error: BaseException | None
+
+
+@dataclass(eq=False, kw_only=True)
+class Loading:
+    """A load under way. `again_s`: when it is tried again, if it found no room in host memory at `short_since_s`."""
+
+    load: Load
+    future: Future[None] | None = None
+    short_since_s: float | None = None
+    again_s: float = 0.0
+
+
+class Worker:
+    """One engine and the loop that feeds it. `send` must not fail while the agent lives."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        commands: "queue.Queue[Command | Prepared | None]",
+        send: Callable[[Report], None],
+        *,
+        host_wait_max_s: float,
+    ) -> None:
+        self._engine = engine
+        self._commands = commands
+        self._send = send
+        self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
+        self._host_wait_max_s = host_wait_max_s
+        self._loading: dict[str, Loading] = {}
+        self._loaded: set[str] = set()
+        self._spans = RequestSpans()
+        self._sent_stats: EngineStats | None = None
+        self._stats_sent_s = 0.0
+
+    def run(self) -> None:
+        """Say hello with the first stats, then obey until the command queue says None."""
+        self._send_stats(always=True)
+        while True:
+            for command in self._take_commands():
+                if command is None:
+                    self._loader.shutdown(wait=False, cancel_futures=True)
+                    return
+                self._obey(command)
+            self._try_again()
+            self._step()
+            if time.monotonic() - self._stats_sent_s >= STATS_EVERY_S:
+                self._send_stats()
+
+    def _take_commands(self) -> list[Command | Prepared | None]:
+        """All commands that are there. An idle engine waits a moment for one."""
+        taken: list[Command | Prepared | None] = []
+        try:
+            if not self._engine.has_work():
+                taken.append(self._commands.get(timeout=STATS_EVERY_S))
+            while True:
+                taken.append(self._commands.get_nowait())
+        except queue.Empty:
+            return taken
+
+    def _step(self) -> None:
+        """Step, now and then without work too: the engine then closes its books and spares what others need."""
+        outputs = self._engine.step()
+        if outputs:
+            self._send(Outputs(outputs=tuple(outputs)))
+            self._spans.hear(outputs)
+
+    def _obey(self, command: Command | Prepared) -> None:
+        match command:
+            case Load():
+                self._loading[command.instance_id] = Loading(load=command)
+                self._prepare(self._loading[command.instance_id])
+            case Prepared():
+                self._load(command)
+            case Unload():
+                self._unload(command.instance_id)
+            case Add():
+                self._add(command)
+            case Cancel():
+                self._engine.cancel(command.request_id)
+                self._spans.end(command.request_id)
+            case Release():
+                self._engine.release(command.request_id)
+            case AskStats():
+                self._send_stats(always=True)
+            case Configure():
+                raise AssertionError("a worker is configured once, before its loop")
+
+    def _prepare(self, loading: Loading) -> None:
+        """Queue the slow part of a load; its end comes back as a command."""
+
+        def note_end(future: Future[None]) -> None:
+            if not future.cancelled():
+                self._commands.put(Prepared(load=loading.load, error=future.exception()))
+
+        loading.future = self._loader.submit(self._engine.prepare, loading.load.model)
+        loading.future.add_done_callback(note_end)
+
+    def _try_again(self) -> None:
+        """Put the loads back in line that found no room a while ago."""
+        for loading in self._loading.values():
+            if loading.future is None and time.monotonic() >= loading.again_s:
+                self._prepare(loading)
+
+    def _load(self, prepared: Prepared) -> None:
+        load = prepared.load
+        loading = self._loading.get(load.instance_id)
+        if loading is None or loading.load is not load:
+            return
+        try:
+            if isinstance(prepared.error, HostMemoryError):
+                self._put_off(loading, prepared.error)
+                return
+            if prepared.error is not None:
+                raise prepared.error
+            self._engine.load(load.instance_id, load.model, gpus=load.gpus)
+        except DeviceLostError:
+            raise
+        except Exception as error:  # whatever a checkpoint does, the slot's other models go on
+            del self._loading[load.instance_id]
+            text = error.message if isinstance(error, ModelLoadError) else f"{type(error).__name__}: {error}"
+            self._send(LoadFailed(instance_id=load.instance_id, serial=load.serial, error=text))
+            return
+        del self._loading[load.instance_id]
+        self._loaded.add(load.instance_id)
+        self._send_stats(always=True)
+        self._send(Loaded(instance_id=load.instance_id, serial=load.serial))
+
+    def _put_off(self, loading: Loading, error: HostMemoryError) -> None:
+        """Let a load wait for room in host memory.
+
+        Raises:
+            ModelLoadError: it has waited long enough.
+        """
+        now_s = time.monotonic()
+        if loading.short_since_s is None:
+            loading.short_since_s = now_s
+        if now_s - loading.short_since_s >= self._host_wait_max_s:
+            limit = f"host_wait_max_s={self._host_wait_max_s:g}"
+            raise ModelLoadError(f"no room in host memory for longer than {limit}: {error.message}") from error
+        loading.future, loading.again_s = None, now_s + PREPARE_AGAIN_S
+
+    def _unload(self, instance_id: str) -> None:
+        loading = self._loading.pop(instance_id, None)
+        if loading is not None:
+            if loading.future is not None:
+                loading.future.cancel()
+            cancelled = "unloaded while it was loading"
+            self._send(LoadFailed(instance_id=instance_id, serial=loading.load.serial, error=cancelled))
+        if instance_id in self._loaded:
+            self._loaded.remove(instance_id)
+            self._engine.unload(instance_id)
+        self._send_stats(always=True)
+
+    def _add(self, command: Add) -> None:
+        try:
+            self._engine.add(command.request)
+            self._spans.begin(command.request)
+        except DataplaneError as error:
+            self._send(
+                Refused(
+                    request_id=command.request.request_id,
+                    status=error.status,
+                    code=error.code,
+                    message=error.message,
+                    param=error.param,
+                )
+            )
+
+    def _send_stats(self, *, always: bool = False) -> None:
+        stats = self._engine.stats()
+        self._stats_sent_s = time.monotonic()
+        if always or _but_time(stats) != self._sent_stats:
+            self._sent_stats = _but_time(stats)
+            self._send(Stats(stats=stats))
+
+
+def _but_time(stats: EngineStats) -> EngineStats:
+    """The stats without the time, which alone is no news."""
+    return stats if stats.pool is None else replace(stats, pool=replace(stats.pool, now_s=0.0))
+
+
+def main() -> None:
+    """Take the socket whose number is the one argument, and serve it to its end."""
+    start_tracing("tidepool-worker")
+    with logging_to_stderr(LogSettings()), socket.socket(fileno=int(sys.argv[1])) as connection:
+        stream = connection.makefile("rb")
+        configure = read_command(stream)
+        if configure is None:
+            return
+        assert isinstance(configure, Configure), f"the first command must configure: {configure}"
+        commands: queue.Queue[Command | Prepared | None] = queue.Queue()
+
+        def read() -> None:
+            while (command := _read_or_none(stream)) is not None:
+                commands.put(command)
+            commands.put(None)
+            time.sleep(ORPHAN_GRACE_S)
+            os._exit(0)
+
+        threading.Thread(target=read, name="commands", daemon=True).start()
+        worker = Worker(
+            make_engine(configure),
+            commands,
+            lambda report: connection.sendall(encode_frame(report)),
+            host_wait_max_s=configure.host_wait_max_s,
+        )
+        try:
+            worker.run()
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+
+def _read_or_none(stream: BufferedReader) -> Command | None:
+    """The next command; a connection cut off mid-frame reads as its end."""
+    try:
+        return read_command(stream)
+    except ConnectionResetError:
+        return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Which engine an instance runs on, and what a node says when it cannot."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from pydantic import ValidationError
+
+from dataplane.agent import settings as settings_module
+from dataplane.agent import workers as slots
+from dataplane.agent.host_files import HostFiles
+from dataplane.agent.node import Agent
+from dataplane.agent.settings import AgentSettings, SlotSettings
+from dataplane.agent.workers import configure, engine_of
+from dataplane.engines.interface import EngineRequest
+from dataplane.engines.vllm import interfaces, version
+from dataplane.engines.vllm.settings import VllmEngineSettings
+from dataplane.protocol.errors import ModelLoadError
+from dataplane.protocol.messages import DesiredInstance, EngineChoice, EngineKind
+from dataplane.worker.engines import make_engine
+from tests.dataplane.replay_node import desired, instance, model, settings
+
+
+def asking(engine: EngineChoice, instance_id: str = "i1", **changes: Any) -> DesiredInstance:
+    return instance(instance_id, name=f"model-{instance_id}", engine=engine, **changes)
+
+
+@pytest.mark.parametrize(
+    ("node", "model", "dedicated", "pooled"),
+    [
+        ("torch", "auto", "torch", "torch"),
+        ("torch", "vllm", "vllm", "torch"),
+        ("vllm", "auto", "vllm", "torch"),
+        ("vllm", "torch", "torch", "torch"),
+        ("replay", "vllm", "replay", "replay"),
+    ],
+)
+def test_the_model_decides_then_the_node_and_pools_run_on_torch(
+    node: EngineKind, model: EngineChoice, dedicated: EngineKind, pooled: EngineKind
+) -> None:
+    assert engine_of(asking(model), node) == dedicated
+    assert engine_of(msgspec.structs.replace(asking(model), gpus=0), node) == pooled
+
+
+def errors_of(*instances: DesiredInstance, **changes: Any) -> dict[str, str | None]:
+    """What a node whose workers never start says of instances, of which the first comes before the others."""
+
+    async def scenario() -> dict[str, str | None]:
+        agent = Agent(settings(engine="torch", profile=None, **changes), boot_id="boot")
+        agent.apply(desired(1, instances[0]))
+        agent.apply(desired(2, *instances))
+        async with asyncio.timeout(60):
+            while not all(report.error for report in agent.reports()):  # noqa: ASYNC110  (loads have no event)
+                await asyncio.sleep(0.001)
+        return {report.instance_id: report.error for report in agent.reports()}
+
+    return asyncio.run(scenario())
+
+
+def test_a_node_without_vllm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version, "installed_version", lambda: None)
+    assert "vLLM is not installed on this node" in str(errors_of(asking("vllm"))["i1"])
+    with pytest.raises(ValidationError, match="vLLM is not installed"):
+        settings(engine="vllm", profile=None)
+
+
+def test_a_version_that_was_not_tested_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version, "installed_version", lambda: "0.99.0")
+    assert "vLLM 0.99.0 is installed, tested are 0.32.0" in str(errors_of(asking("vllm"))["i1"])
+    with pytest.raises(ValidationError, match=r"vLLM 0\.99\.0 is installed"):
+        settings(engine="vllm", profile=None)
+
+
+def test_a_way_out_that_vllm_has_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (slots, settings_module):
+        monkeypatch.setattr(module, "check_version", lambda: None)
+    refusal = "kv_pressure must be auto or recompute for vLLM, which makes room by itself, not remap"
+    assert errors_of(asking("vllm"), kv_pressure="remap")["i1"] == refusal
+    with pytest.raises(ValidationError, match=refusal):
+        settings(engine="vllm", profile=None, kv_pressure="remap")
+    assert settings(engine="vllm", profile=None, kv_pressure="recompute").engine == "vllm"
+
+
+def test_a_replay_takes_the_way_out_that_the_node_is_told() -> None:
+    """One token fits beside the first request: the next is not admitted, and nobody is swapped."""
+    node = settings(kv_pressure="refuse", replay_speed=1e6)
+    engine = make_engine(configure(node, 0, None, HostFiles(node, "boot"), "replay"))
+    engine.load("i1", model(context_tokens=10**6))
+    (load,) = engine.stats().instances
+    for request_id in ("r1", "r2"):
+        engine.add(
+            EngineRequest(
+                request_id=request_id,
+                instance_id="i1",
+                tier="IW-N",
+                prompt=(1,) * (load.kv_tokens_max - 4),
+                max_tokens=3,
+            )
+        )
+    while engine.has_work():
+        engine.step()
+    pool = engine.stats().pool
+    assert pool is not None
+    assert pool.relief["refuse"] > 0
+    assert pool.relief.keys() <= {"refuse", "wait"}
+
+
+def test_a_slot_runs_one_engine_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (slots, settings_module):
+        monkeypatch.setattr(module, "check_version", lambda: None)
+    said = errors_of(asking("vllm"), asking("torch", "i2"))
+    assert "/nowhere" in str(said["i1"]), "it got as far as its checkpoint"
+    assert said["i2"] == "slot 0 runs vllm for other models; model-i2 wants torch"
+
+
+def test_slots_that_serve_together_run_no_vllm() -> None:
+    two = tuple(SlotSettings(gpus=1, memory_bytes=2 * 2**20) for _ in range(2))
+    said = errors_of(asking("vllm"), together=True, slots=two)
+    assert said["i1"] == "slot 0 serves together with others; vLLM needs one of its own"
+    assert said != errors_of(asking("vllm"), together=True), "there are no others"
+
+
+def test_an_instance_follows_its_engine_where_the_slot_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (slots, settings_module):
+        monkeypatch.setattr(module, "check_version", lambda: None)
+
+    async def scenario() -> None:
+        agent = Agent(settings(engine="torch", profile=None), boot_id="boot")
+        (slot,) = agent.slots
+
+        async def errors(generation: int, first: EngineChoice, second: EngineChoice) -> list[str]:
+            agent.apply(desired(generation, asking(first), asking(second, "i2")))
+            async with asyncio.timeout(60):
+                while not all(report.error for report in agent.reports()):  # noqa: ASYNC110  (loads have no event)
+                    await asyncio.sleep(0.001)
+            return [str(report.error) for report in agent.reports()]
+
+        assert all("/nowhere" in error for error in await errors(1, "auto", "torch"))
+        moved, stayed = await errors(2, "vllm", "torch")
+        assert moved == "slot 0 runs torch for other models; model-i1 wants vllm"
+        assert "/nowhere" in stayed
+        assert all("/nowhere" in error for error in await errors(3, "vllm", "vllm"))
+        assert slot.engine == "vllm"
+
+    asyncio.run(scenario())
+
+
+def test_vllm_is_preferred_where_gpus_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def preferred(**changes: Any) -> EngineKind:
+        values = settings().model_dump(include={"node", "region", "gpu_type", "slots", "node_key"})
+        return AgentSettings(**values | changes).engine
+
+    assert preferred(device="cuda") == "torch", "it is not installed here"
+    for module in (interfaces, settings_module):
+        monkeypatch.setattr(module, "installed_version", lambda: "0.32.0")
+    assert [preferred(device=device) for device in ("cpu", "cuda", "cuda:1")] == ["torch", "vllm", "vllm"]
+    assert preferred(device="cuda", engine="torch") == "torch"
+    assert preferred(device="cuda", split=True) == "torch", "prefill and decode slots are the torch engine's"
+    assert preferred(device="cuda", together=True) == "torch", "as are slots that serve together"
+    assert preferred(device="cuda", kv_pressure="remap") == "torch"
+
+
+def test_a_gpu_is_named_as_the_process_sees_it() -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "4,GPU-7"}
+    interfaces.prepare_process("cuda:1", environment)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-7"
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0", "it refuses our logits processor"
+    assert interfaces.visible_gpu(3, {}) == "3"
+    with pytest.raises(ModelLoadError, match="cuda:2 is not among CUDA_VISIBLE_DEVICES=4,5"):
+        interfaces.visible_gpu(2, {"CUDA_VISIBLE_DEVICES": "4,5"})
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="awake_max must be at most models_max=1, got 2"):
+        VllmEngineSettings(weights_bytes=1, kv_bytes=1, awake_max=2)
+    with pytest.raises(ValueError, match="kv_bytes must be at least 1"):
+        VllmEngineSettings(weights_bytes=1, kv_bytes=0)
+    assert VllmEngineSettings(weights_bytes=1, kv_bytes=1, device="cuda").eager is False
+    assert VllmEngineSettings(weights_bytes=1, kv_bytes=1, device="cuda", models_max=2).eager is True

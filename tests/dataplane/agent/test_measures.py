@@ -1,0 +1,40 @@
+"""What is measured of a request: each histogram's count and sum, and each end counted once."""
+
+from prometheus_client import CollectorRegistry
+
+from dataplane.agent.measures import RequestMeasure, RequestMeasures
+
+
+class Clock:
+    now_s = 10.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_request_is_measured_by_vllms_names() -> None:
+    registry, clock = CollectorRegistry(), Clock()
+    measures = RequestMeasures(registry)
+    measure = RequestMeasure(measures, "tide", 5, clock)
+    for now_s, tokens in ((12.0, 1), (12.5, 1), (12.75, 0), (13.5, 2)):
+        clock.now_s = now_s
+        measure.made(tokens)
+    clock.now_s = 14.0
+    measure.ended("length")
+    measure.ended("abort")
+    RequestMeasure(measures, "tide", 1, clock).ended("error")
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"vllm:{name}", {"model_name": "tide"} | labels)
+
+    assert (value("prompt_tokens_total"), value("generation_tokens_total")) == (6.0, 4.0)
+    expected = {
+        "time_to_first_token": (1.0, 2.0),
+        "inter_token_latency": (3.0, 1.5),
+        "request_time_per_output_token": (1.0, 0.5),
+        "e2e_request_latency": (1.0, 4.0),
+    }
+    seen = {name: (value(f"{name}_seconds_count"), value(f"{name}_seconds_sum")) for name in expected}
+    assert seen == expected
+    ends = {reason: value("request_success_total", finished_reason=reason) for reason in ("length", "error", "abort")}
+    assert ends == {"length": 1.0, "error": 1.0, "abort": None}

@@ -1,0 +1,137 @@
+"""Workers that die before they serve: requests wait as long as their clients may, and no longer."""
+
+import asyncio
+import os
+import signal
+import sys
+from typing import Any
+
+import pytest
+
+from dataplane.agent import worker_link
+from dataplane.agent.settings import AgentSettings
+from dataplane.agent.workers import START_FAILURES_MAX
+from dataplane.protocol.messages import Failed, Finished, Sampling
+from tests.dataplane.replay_node import Node, generate, instance, running_node, settings
+from tests.dataplane.streams import read, token_ids
+
+LONG = Sampling(max_tokens=300, temperature=0.0)
+
+
+def slow(**changes: Any) -> AgentSettings:
+    """A node on which a long stream takes some seconds, and workers follow each other quickly."""
+    return settings(replay_speed=2.0, worker_backoff_max_s=0.2, **changes)
+
+
+class Starts:
+    """Worker processes of which the next `deaths` are killed at their start, before they say a word."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.deaths = 0
+        self.died = 0
+        self._popen = worker_link.subprocess.Popen
+        monkeypatch.setattr(worker_link.subprocess, "Popen", self.start)
+
+    def start(self, command: list[str], **kwargs: Any) -> Any:
+        process = self._popen(command, **kwargs)
+        if self.deaths and command[0] == sys.executable:
+            self.deaths -= 1
+            self.died += 1
+            process.kill()
+        return process
+
+
+def kill(node: Node) -> None:
+    pid = node.agent.slots[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+async def in_the_middle(node: Node, request_id: str) -> "asyncio.Task[Any]":
+    """A long stream that has begun."""
+    stream = asyncio.create_task(read(node, generate(request_id, sampling=LONG)))
+    slot = node.agent.slots[0]
+    before = slot.stats.tokens_total
+    await node.until(lambda: before + 5 < slot.stats.tokens_total)
+    assert node.in_flight() == 1
+    return stream
+
+
+def test_workers_that_die_at_their_start_fail_no_request_that_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = Starts(monkeypatch)
+
+    async def scenario() -> None:
+        async with running_node(slow(load_retry_s=3600.0)) as node:
+            await node.hold(1, instance())
+            calm = await read(node, generate("calm", sampling=LONG))
+            storm = await in_the_middle(node, "storm")
+            starts.deaths = START_FAILURES_MAX + 2
+            kill(node)
+            await node.until(lambda: node.states() == {"i1": "failed"})
+            refused = await read(node, generate("new"))
+            assert isinstance(refused[0], Failed), "what is new had better go elsewhere"
+            assert refused[0].retryable
+            events = await storm
+            assert isinstance(events[-1], Finished), "the next worker loads again at once, whatever load_retry_s says"
+            assert token_ids(events) == token_ids(calm)
+            assert starts.died == START_FAILURES_MAX + 2
+
+    asyncio.run(scenario())
+
+
+def test_nobody_waits_longer_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = Starts(monkeypatch)
+
+    async def scenario() -> None:
+        async with running_node(slow(worker_wait_max_s=0.5)) as node:
+            await node.hold(1, instance())
+            storm = await in_the_middle(node, "storm")
+            starts.deaths = 10**6
+            kill(node)
+            failed = (await storm)[-1]
+            assert isinstance(failed, Failed)
+            assert (failed.status, failed.code) == (503, "worker_lost")
+            assert failed.message.endswith("no other took over within worker_wait_max_s=0.5")
+            assert node.in_flight() == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_load_that_kills_workers_ends_no_request_before_it_was_tried_again() -> None:
+    async def scenario() -> None:
+        async with running_node(slow(load_retry_s=1.0)) as node:
+            await node.hold(1, instance())
+            calm = await read(node, generate("calm", sampling=LONG))
+            storm = await in_the_middle(node, "storm")
+            held = node.agent.slots[0].held("i1")
+            assert held is not None
+            kill(node)
+            while held.state != "failed":  # die in the midst of the load, time and again
+                if held.asked is not None and node.agent.slots[0].pid is not None:
+                    kill(node)
+                await asyncio.sleep(0)
+            assert "2 worker processes ended while they loaded this model" in str(held.error)
+            events = await storm
+            assert isinstance(events[-1], Finished)
+            assert token_ids(events) == token_ids(calm)
+
+    asyncio.run(scenario())
+
+
+def test_a_model_that_a_living_worker_cannot_load_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with running_node(slow()) as node:
+            await node.hold(1, instance())
+            storm = await in_the_middle(node, "storm")
+            held = node.agent.slots[0].held("i1")
+            assert held is not None
+            monkeypatch.setattr(node.agent.slots[0]._held, "loaded", lambda *_: None)  # its answer is lost
+            kill(node)
+            await node.until(lambda: held.asked is not None)
+            assert held.asked is not None
+            node.agent.slots[0]._held.load_failed("i1", held.asked, "no such checkpoint")  # this one counts
+            failed = (await storm)[-1]
+            assert isinstance(failed, Failed)
+            assert failed.message == "instance i1 failed: no such checkpoint"
+
+    asyncio.run(scenario())

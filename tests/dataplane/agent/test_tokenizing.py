@@ -1,0 +1,100 @@
+"""Long prompts of a node wait for each other, and nobody else waits for them."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from dataplane.agent import hosted_instances as held
+from dataplane.agent.tokenization import WordText
+from dataplane.agent.tokenizing import Tokenizing
+from dataplane.protocol.errors import OverloadedError
+from dataplane.protocol.messages import ChatMessage, Failed, Finished
+from tests.dataplane.replay_node import PATIENCE_S, generate, instance, running_node, settings
+from tests.dataplane.streams import read
+
+LONG_CHARS = 1000
+LONG = "tide " * 300
+LIMITS = {"long_prompt_chars": LONG_CHARS, "long_prompts_max": 2}
+
+
+class SteppedText(WordText):
+    """Takes as long for a long prompt as the test wants."""
+
+    def __init__(self) -> None:
+        self._steps = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        self.running = self.running_most = 0
+
+    def step(self, prompts: int) -> None:
+        """Let so many long prompts end."""
+        self._steps.release(prompts)
+
+    def encode_chat(self, messages: Sequence[ChatMessage], *, tokens_max: int) -> tuple[int, ...]:
+        return self.encode_text(messages[0].content, tokens_max=tokens_max)
+
+    def encode_text(self, prompt: str, *, tokens_max: int) -> tuple[int, ...]:
+        if len(prompt) >= LONG_CHARS:
+            with self._lock:
+                self.running += 1
+                self.running_most = max(self.running_most, self.running)
+            assert self._steps.acquire(timeout=PATIENCE_S)
+            with self._lock:
+                self.running -= 1
+        return super().encode_text(prompt, tokens_max=tokens_max)
+
+
+def test_streams_of_the_node_go_on_while_long_prompts_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = SteppedText()
+    monkeypatch.setattr(held, "load_text", lambda *_: text)
+
+    async def scenario() -> None:
+        async with running_node(settings(**LIMITS)) as node:
+            await node.hold(1, instance())
+            long = [asyncio.create_task(read(node, generate(f"long{n}", prompt=LONG))) for n in range(4)]
+            await node.until(lambda: text.running == 2)
+            for number in range(20):
+                events = await read(node, generate(f"short{number}"))
+                assert events[-1] == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=20)
+            assert not any(reading.done() for reading in long)
+            text.step(4)
+            for reading in long:
+                assert (await reading)[-1] == Finished(finish_reason="length", prompt_tokens=300, completion_tokens=20)
+            assert text.running_most == 2
+
+    asyncio.run(scenario())
+
+
+def test_too_many_long_prompts_are_refused_and_may_go_elsewhere() -> None:
+    text = SteppedText()
+
+    async def scenario() -> None:
+        tokenizing = Tokenizing(settings(**LIMITS))
+
+        def one() -> "asyncio.Task[tuple[int, ...]]":
+            return asyncio.create_task(tokenizing.tokenize(generate(prompt=LONG), text, tokens_max=4096))
+
+        admitted = [one() for _ in range(2 + 16)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="16 prompts of 1000 characters or more wait"):
+            await one()
+        admitted[-1].cancel()
+        await asyncio.wait(admitted[-1:])
+        again = one()
+        text.step(18)
+        assert {len(await task) for task in (*admitted[:-1], again)} == {300}
+        assert text.running_most == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_prompt_that_came_as_tokens_is_measured_before_it_is_read() -> None:
+    async def scenario() -> None:
+        async with running_node() as node:
+            await node.hold(1, instance())
+            [failed] = await read(node, generate(prompt=None, prompt_tokens=(99_999,) * 5000))
+            assert isinstance(failed, Failed)
+            assert (failed.code, failed.param) == ("context_length_exceeded", "prompt_tokens")
+
+    asyncio.run(scenario())

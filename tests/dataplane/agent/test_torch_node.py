@@ -1,0 +1,109 @@
+"""Nodes whose workers run the torch engine on tiny checkpoints: text comes out, and survives killed workers."""
+
+import asyncio
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataplane.agent.answers import engine_request
+from dataplane.agent.settings import AgentSettings, SlotSettings
+from dataplane.agent.tokenization import load_text
+from dataplane.engines.torch.engine import TorchEngine
+from dataplane.engines.torch.settings import TorchEngineSettings
+from dataplane.protocol.messages import DesiredInstance, Finished, Generate, ModelSpec, Sampling
+from tests.dataplane.agent.test_tokenization import write_tokenizer
+from tests.dataplane.engines.torch.tiny import save_tiny
+from tests.dataplane.replay_node import generate, running_node, settings
+from tests.dataplane.streams import kill, read, token_ids
+
+CONTEXT_TOKENS = 256
+
+
+def checkpoint(folder: Path, name: str = "tide", **changes: Any) -> ModelSpec:
+    save_tiny("llama", folder, vocab_size=258, eos_token_id=257, bos_token_id=256, **changes)
+    write_tokenizer(folder, None)
+    weights_bytes = (folder / "model.safetensors").stat().st_size
+    kv_bytes_per_token = 2 * 3 * 2 * 12 * 4  # keys and values, 3 layers, 2 heads of 12, float32
+    return ModelSpec(
+        name=name,
+        path=str(folder),
+        weights_bytes=weights_bytes,
+        kv_bytes_per_token=kv_bytes_per_token,
+        context_tokens=CONTEXT_TOKENS,
+    )
+
+
+def torch_settings(slots: int, **changes: Any) -> AgentSettings:
+    given = tuple(SlotSettings(gpus=1, memory_bytes=8 * 2**20) for _ in range(slots))
+    patient = {"worker_losses_max": 100, "worker_wait_max_s": 3600.0}  # a start takes long where others work too
+    return settings(engine="torch", profile=None, slots=given, cache_bytes=2**26, **patient | changes)
+
+
+def body(request_id: str, seed: int, name: str = "tide") -> Generate:
+    sampling = Sampling(max_tokens=60 + seed % 40, temperature=1.0, seed=seed, ignore_eos=True)
+    return generate(f"{request_id}-{seed}-{name}", instance_id=f"i-{name}", model=name, sampling=sampling)
+
+
+def instances(specs: list[ModelSpec]) -> list[DesiredInstance]:
+    return [DesiredInstance(instance_id=f"i-{spec.name}", slot=0, gpus=1, model=spec) for spec in specs]
+
+
+@pytest.mark.slow
+def test_a_killed_torch_worker_changes_no_token(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running_node(torch_settings(1)) as node:
+            await node.hold(1, *instances([checkpoint(tmp_path)]))
+            calm = await read(node, body("calm", 139))
+            assert calm[-1] == Finished(finish_reason="length", prompt_tokens=14, completion_tokens=79)
+            storm = await read(node, body("storm", 139), kill_at=5)
+            assert token_ids(storm) == token_ids(calm)
+            assert node.agent.slots[0].restarts_total == 1
+
+    asyncio.run(scenario())
+
+
+def calm_tokens(specs: list[ModelSpec], seeds: list[tuple[str, int]]) -> list[list[int]]:
+    """What one engine that nobody disturbs makes of the same requests."""
+    engine = TorchEngine(TorchEngineSettings(weights_bytes=2**22, kv_bytes=2**22), time.monotonic)
+    made: dict[str, list[int]] = {}
+    for spec in specs:
+        engine.load(f"i-{spec.name}", spec)
+    for name, seed in seeds:
+        wanted = body("calm", seed, name)
+        text = load_text(next(spec.path for spec in specs if spec.name == name), "torch")
+        prompt = text.encode_text(wanted.prompt or "", tokens_max=2**12)
+        engine.add(engine_request(wanted, prompt, specs[0], tokens_max=2**12))
+        made[wanted.request_id] = []
+    while engine.has_work():
+        for output in engine.step():
+            made[output.request_id] += output.token_ids
+    return list(made.values())
+
+
+@pytest.mark.slow
+def test_split_torch_slots_change_no_token_whatever_dies(tmp_path: Path) -> None:
+    chance = random.Random(2)
+    layers = {"tide": 3, "ebb": 2}
+    specs = [checkpoint(tmp_path / name, name, num_hidden_layers=count) for name, count in layers.items()]
+    seeds = [(name, seed) for name in layers for seed in range(4)]
+    calm = calm_tokens(specs, seeds)
+
+    async def scenario() -> None:
+        async with running_node(torch_settings(2, split=True)) as node:
+            await node.hold(1, *instances(specs))
+            for kind in (None, "prefill", "decode"):
+                whole = asyncio.gather(*(read(node, body(f"split-{kind}", seed, name)) for name, seed in seeds))
+                if kind is not None:
+                    await node.until(lambda: node.in_flight() == len(seeds))
+                    await asyncio.sleep(chance.uniform(0.0, 0.3))
+                    assert kill(node, kind)
+                assert [token_ids(events) for events in await whole] == calm
+                await node.until(lambda: set(node.states().values()) == {"ready"})
+                left = (read(node, body(f"left-{kind}", seed, name), events_max=seed + 2) for name, seed in seeds)
+                await asyncio.gather(*left)
+                await node.until(node.idle)
+
+    asyncio.run(scenario())

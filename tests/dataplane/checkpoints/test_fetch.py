@@ -1,0 +1,268 @@
+"""Fetching from a real server that cuts connections, serves wrong bytes, lies about sizes, or is not there."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataplane.checkpoints import fetch
+from dataplane.checkpoints.fetch import fetch_checkpoint
+from dataplane.checkpoints.sources import FetchError, FetchRules
+from tests.dataplane.registry import Registry, described
+
+HERE = FetchRules(private_hosts=("127.0.0.1",), bytes_max=2**61)
+SMALL, LARGE = b'{"model_type": "llama"}', bytes(range(256)) * 4000
+
+
+@pytest.fixture
+def registry() -> Iterator[Registry]:
+    started = Registry({"config.json": SMALL, "model.safetensors": LARGE, "empty.txt": b""})
+    yield started
+    started.close()
+
+
+def bring(registry: Registry, folder: Path, **options: Any) -> Path:
+    return fetch_checkpoint(registry.url, folder, backoff_s=0.0, **{"rules": HERE} | options)
+
+
+def is_whole(folder: Path) -> bool:
+    present = {file.name: file.read_bytes() for file in folder.iterdir() if file.suffix not in {".sha256", ".lock"}}
+    return present == {"config.json": SMALL, "model.safetensors": LARGE, "empty.txt": b""}
+
+
+def test_all_files_arrive_and_progress_is_told(registry: Registry, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    folder = bring(registry, tmp_path / "a" / "b", progress=lambda done, total: told.append((done, total)))
+    total = len(SMALL) + len(LARGE)
+    assert folder == tmp_path / "a" / "b"
+    assert is_whole(folder)
+    assert told[0] == (0, total)
+    assert told[-1] == (total, total)
+    assert told == sorted(told)
+
+
+def test_what_is_there_is_not_fetched_again_and_what_changed_is(registry: Registry, tmp_path: Path) -> None:
+    bring(registry, tmp_path)
+    registry.requests.clear()
+    bring(registry, tmp_path)
+    assert registry.requests == [("manifest.json", None)]
+    (tmp_path / "config.json").write_bytes(SMALL + b" ")
+    (tmp_path / "model.safetensors.sha256").write_text("0" * 64)
+    registry.requests.clear()
+    bring(registry, tmp_path)
+    assert {name for name, _ in registry.requests} == {"manifest.json", "config.json", "model.safetensors"}
+    assert is_whole(tmp_path)
+
+
+def test_a_broken_download_goes_on_where_it_broke_off(registry: Registry, tmp_path: Path) -> None:
+    registry.cuts = [len(SMALL), 1000, 30_000, 1, 0, 0, 500_000]
+    bring(registry, tmp_path)
+    assert is_whole(tmp_path)
+    asked = [0 if asked is None else int(asked[6:-1]) for asked in registry.asked("model.safetensors")]
+    assert asked == [0, 1000, 31_000, 31_001, 31_001, 31_001, 531_001]
+
+
+def test_a_part_of_an_earlier_process_is_continued(registry: Registry, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.part").write_bytes(LARGE[:70_000])
+    bring(registry, tmp_path)
+    assert registry.asked("model.safetensors") == ["bytes=70000-"]
+    assert is_whole(tmp_path)
+
+
+@pytest.mark.parametrize("part", [b"something else", LARGE[:-1] + b"x", LARGE + b"x"])
+def test_a_part_of_something_else_is_given_up(registry: Registry, tmp_path: Path, part: bytes) -> None:
+    (tmp_path / "model.safetensors.part").write_bytes(part)
+    bring(registry, tmp_path)
+    assert registry.asked("model.safetensors")[-1] is None
+    assert is_whole(tmp_path)
+
+
+def test_a_server_without_ranges_begins_again(registry: Registry, tmp_path: Path) -> None:
+    registry.ranges = False
+    registry.cuts = [len(SMALL), 1000]
+    bring(registry, tmp_path)
+    assert registry.asked("model.safetensors") == [None, "bytes=1000-"]
+    assert is_whole(tmp_path)
+
+
+def test_a_server_in_trouble_is_asked_again_but_not_for_ever(registry: Registry, tmp_path: Path) -> None:
+    registry.answers = [503, 429, 200, 500]
+    bring(registry, tmp_path / "one")
+    assert is_whole(tmp_path / "one")
+    registry.answers = [200, *[503] * 99]
+    with pytest.raises(FetchError, match=r"config.json answers 503; gave up after 5 attempts that brought nothing"):
+        bring(registry, tmp_path / "two")
+    registry.answers = []
+    registry.cuts = [len(SMALL), *[0] * 99]
+    with pytest.raises(FetchError, match=r"cannot be reached: .* gave up after 5 attempts"):
+        bring(registry, tmp_path / "two")
+
+
+def test_no_server_at_all(registry: Registry, tmp_path: Path) -> None:
+    registry.close()
+    with pytest.raises(FetchError, match=r"manifest.json cannot be reached: .* gave up after 5 attempts"):
+        bring(registry, tmp_path)
+
+
+def test_wrong_bytes_are_refused_and_not_kept(registry: Registry, tmp_path: Path) -> None:
+    registry.files["model.safetensors"] = LARGE[:-1] + b"!"
+    for _ in range(2):
+        with pytest.raises(FetchError, match=r"model.safetensors has the checksum \w{64}, its manifest says"):
+            bring(registry, tmp_path)
+        assert not list(tmp_path.glob("model.safetensors*"))
+    registry.files["model.safetensors"] = LARGE
+    bring(registry, tmp_path)
+    assert is_whole(tmp_path)
+
+
+def test_a_file_that_is_not_as_large_as_its_manifest_says(registry: Registry, tmp_path: Path) -> None:
+    registry.files["model.safetensors"] = LARGE * 9
+    with pytest.raises(FetchError, match=f"is larger than the {len(LARGE)} bytes of the manifest"):
+        bring(registry, tmp_path)
+    assert sum(file.stat().st_size for file in tmp_path.glob("model.*")) == 0
+    registry.files["model.safetensors"] = LARGE[:5]
+    with pytest.raises(FetchError, match=f"ended after 5 of {len(LARGE)} bytes; gave up"):
+        bring(registry, tmp_path)
+
+
+GOOD = described("config.json", SMALL)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        ({"files": [{**GOOD, "name": "../config.json"}]}, "is no manifest: .*name"),
+        ({"files": [{**GOOD, "name": "/etc/passwd"}]}, "is no manifest: .*name"),
+        ({"files": [{**GOOD, "name": ".."}]}, "is no manifest: .*name"),
+        ({"files": [{**GOOD, "name": "a\n"}]}, "is no manifest: .*name"),
+        ({"files": [{**GOOD, "size_bytes": -1}]}, "is no manifest: .*size_bytes"),
+        ({"files": [{**GOOD, "sha256": "abc"}]}, "is no manifest: .*sha256"),
+        ({"files": []}, "is no manifest"),
+        ([], "is no manifest"),
+        ({"files": [GOOD, GOOD]}, "names a file twice"),
+        ({"files": [GOOD, {**GOOD, "name": "config.json.part"}]}, "names a file twice"),
+        ({"files": [{**GOOD, "size_bytes": 2**60}]}, "bytes are missing, .* are free"),
+        ({"files": [GOOD], "more": "x" * 2**20}, "larger than 1048576 bytes"),
+        ({"files": [{**GOOD, "name": "nowhere"}]}, "nowhere answers 404"),
+    ],
+)
+def test_a_bad_manifest_writes_nothing(registry: Registry, tmp_path: Path, manifest: Any, message: str) -> None:
+    registry.manifest = manifest
+    registry.answers = [200, 404]
+    with pytest.raises(FetchError, match=message):
+        bring(registry, tmp_path / "folder")
+    assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == [".fetch.lock"]
+
+
+@pytest.mark.parametrize("source", ["http://example.org/models", "ftp://127.0.0.1/models", "models", "hf://no-name"])
+def test_sources_that_are_none(tmp_path: Path, source: str) -> None:
+    with pytest.raises(FetchError, match=r"plain http|neither an https|not of the form"):
+        fetch_checkpoint(source, tmp_path, backoff_s=0.0)
+
+
+def test_a_redirect_does_not_lead_to_plain_http(registry: Registry, tmp_path: Path) -> None:
+    registry.answers = [302]
+    with pytest.raises(FetchError, match=r"http://example.org/elsewhere: plain http is for this machine alone"):
+        bring(registry, tmp_path)
+
+
+def test_a_folder_that_cannot_be_written(registry: Registry, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.part").mkdir()
+    with pytest.raises(FetchError, match="cannot be written to"):
+        bring(registry, tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(FetchError, match="cannot be written to"):
+        bring(registry, tmp_path / "file")
+
+
+def test_two_at_once_fetch_once(registry: Registry, tmp_path: Path) -> None:
+    threads = [threading.Thread(target=bring, args=(registry, tmp_path)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert is_whole(tmp_path)
+    assert len(registry.asked("model.safetensors")) == 1
+
+
+def test_waits_grow_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+
+    def fail() -> None:
+        raise fetch._TryAgainError("down")
+
+    with pytest.raises(FetchError, match="down"):
+        fetch._patiently(fail, 1.0)
+    assert waits == [2.0, 4.0, 8.0, 10.0]
+
+
+def test_the_hub_is_asked_for_a_checkpoint_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    asked: dict[str, Any] = {}
+
+    def download(repository: str, *, local_dir: Path, tqdm_class: Any, **options: Any) -> str:
+        asked.update(options, repository=repository)
+        (local_dir / "config.json").write_bytes(SMALL)
+        return str(local_dir)
+
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    fetch_checkpoint("hf://org/some-name@v1.0", tmp_path, progress=lambda done, total: told.append((done, total)))
+    assert (asked["repository"], asked["revision"]) == ("org/some-name", "v1.0")
+    assert "*.safetensors" in asked["allow_patterns"]
+    assert not {"*", "*.bin", "*.py"} & set(asked["allow_patterns"])
+    assert told == [(len(SMALL), len(SMALL))]
+    fetch_checkpoint("hf://org/some-name@v1.0", tmp_path, weights=False)
+    assert "*.safetensors" not in asked["allow_patterns"]
+    assert "*.json" in asked["allow_patterns"]
+
+
+def test_the_hubs_progress_is_told_as_it_comes_and_may_end_the_fetch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    bytes_max = 10**6
+
+    def download(repository: str, *, local_dir: Path, tqdm_class: Any, **options: Any) -> str:
+        """As the client does it: two bars of bytes, whose totals grow by the file, and one of files."""
+        received, written = (tqdm_class(desc=desc, total=0, initial=0, unit="B") for desc in ("received", "written"))
+        with tqdm_class(desc="files", total=2) as files:
+            for size_bytes in (100, 300):
+                received.total += size_bytes
+                written.total += size_bytes
+                for _ in range(2):
+                    received.update(size_bytes // 2)
+                    written.update(size_bytes // 2)
+                written.refresh()
+                files.update()
+        written.set_description("complete")
+        return str(local_dir)
+
+    told: list[tuple[int, int]] = []
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        told.append((done_bytes, total_bytes))
+        if done_bytes > bytes_max:
+            raise FetchError("is not wanted any longer")
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    fetch_checkpoint("hf://org/name", tmp_path, progress=progress)
+    assert list(dict.fromkeys(told[:-1])) == [(50, 100), (100, 100), (250, 400), (400, 400)]
+    assert "".join(capfd.readouterr()) == "", "nothing is drawn"
+    bytes_max = 200
+    with pytest.raises(FetchError, match="not wanted"):
+        fetch_checkpoint("hf://org/name", tmp_path, progress=progress)
+
+
+@pytest.mark.parametrize("error", [OSError("offline"), ValueError("no such name")])
+def test_what_the_hub_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def refuse(*args: Any, **options: Any) -> Callable[[], None]:
+        raise error
+
+    monkeypatch.setattr(pytest.importorskip("huggingface_hub"), "snapshot_download", refuse)
+    with pytest.raises(FetchError, match=f"hf://org/name cannot be fetched: {error}"):
+        fetch_checkpoint("hf://org/name", tmp_path)

@@ -1,0 +1,185 @@
+"""Who makes way for whom, on replayed memory of 100 tokens."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from dataplane.engines.core.kv import Place
+from dataplane.engines.core.pressure import Shortage
+from dataplane.engines.core.remapping.relief import Way
+from dataplane.engines.core.request_table import RequestTable
+from dataplane.engines.core.room import Room
+from dataplane.engines.replay.memory import ReplayKvMemory
+from dataplane.engines.replay.models import ReplayModel, ReplaySequence, replayed
+from dataplane.engines.replay.weights import WeightsMemory
+from dataplane.protocol.messages import Tier
+from dataplane.scheduling.prefill import PrefillSettings
+from tests.dataplane.engines.replay.replayed import SETTINGS, FakeTime, request, spec
+
+
+@dataclass
+class Slot:
+    """Two models, and requests of 40 tokens that hold KV here. `taken_back`: what weights were asked to give back."""
+
+    host_bytes: int = 10_000
+    hands_over: bool = False
+    taken_back: list[str | None] = field(default_factory=list)
+    way: Way | None = "swap"
+    shortages: list[Shortage] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.models: dict[str, ReplayModel] = {name: replayed(ReplayModel, spec(name), SETTINGS, 1) for name in "ab"}
+        self.kv = ReplayKvMemory(1000, self.host_bytes, FakeTime().clock, WeightsMemory(1000))
+        self.requests = RequestTable(self.models, self.kv, PrefillSettings(), FakeTime().clock)
+        self.room = Room(
+            self.models,
+            self.kv,
+            self.requests,
+            hands_over=self.hands_over,
+            take_back=self._note,
+            relieve=self._relieve,
+        )
+
+    def _relieve(self, shortage: Shortage) -> Way | None:
+        self.shortages.append(shortage)
+        return self.way
+
+    def _note(self, keep: str | None) -> bool:
+        self.taken_back.append(keep)
+        return False
+
+    def waiting(self, request_id: str, model: str, tier: Tier) -> ReplaySequence:
+        asked = request(request_id, prompt=40, max_tokens=20, tier=tier)
+        self.requests.add(asked, self.models[model], kv_tokens_max=100)
+        (sequence,) = self.requests.find([request_id])
+        return sequence
+
+    def half_prefilled(self, request_id: str, model: str, tier: Tier) -> ReplaySequence:
+        sequence = self.waiting(request_id, model, tier)
+        assert self.room.grow(sequence, 41)
+        sequence.cached = 16
+        return sequence
+
+    def decoding(self, request_id: str, model: str, tier: Tier) -> ReplaySequence:
+        sequence = self.half_prefilled(request_id, model, tier)
+        sequence.cached = 40
+        self.requests.take(sequence, 7)
+        return sequence
+
+
+@pytest.mark.parametrize("tier", ["IW-F", "NIW"])
+def test_what_decodes_makes_way_before_what_is_half_prefilled(tier: Tier) -> None:
+    slot = Slot()
+    decoding, half = slot.decoding("decoding", "a", "IW-F"), slot.half_prefilled("half", "a", "NIW")
+    wanted = slot.waiting("wanted", "b", tier)
+    assert not slot.room.grow(wanted, 41), "not before it has left"
+    assert (decoding.kv.place, half.kv.place) == (Place.LEAVING, Place.HERE)
+    assert (slot.room.preemptions_total, slot.room.recomputed_total) == (1, 0)
+
+
+def test_who_came_back_makes_a_token_before_it_leaves_again() -> None:
+    """Else it and one that finds no room even without it would go round for ever, and neither make a token."""
+    slot = Slot()
+    back = slot.decoding("back", "a", "NIW")
+    back.came_back_at = len(back.tokens)
+    wanted = slot.waiting("wanted", "b", "IW-F")
+    assert not slot.room.grow(wanted, 90), "not now"
+    assert back.kv.place is Place.HERE
+    slot.requests.take(back, 7)
+    assert not slot.room.grow(wanted, 90), "not before it has left"
+    assert back.kv.place is Place.LEAVING
+
+
+def test_half_prefilled_ones_make_way_for_those_before_them_and_begin_again() -> None:
+    slot = Slot()
+    first, last = slot.half_prefilled("first", "a", "NIW"), slot.half_prefilled("last", "a", "NIW")
+    wanted = slot.waiting("wanted", "a", "IW-F")
+    assert slot.room.grow(wanted, 41)
+    assert (first.kv.place, last.kv.place, last.cached) == (Place.HERE, Place.NOWHERE, 0)
+    assert slot.models["a"].begun == [wanted, first]
+    assert [one.request_id for group in slot.requests.prefills.groups for one in group.waiting].count("last") == 1
+    assert (slot.room.preemptions_total, slot.room.recomputed_total) == (0, 1)
+
+
+def test_one_that_decodes_waits_for_a_half_prefilled_one_before_it() -> None:
+    slot = Slot()
+    late = slot.decoding("late", "b", "NIW")
+    half = slot.half_prefilled("half", "a", "IW-F")
+    assert not slot.room.grow(late, 61), "it leaves itself"
+    assert (late.kv.place, half.kv.place) == (Place.LEAVING, Place.HERE)
+
+
+@pytest.mark.parametrize(("decoding", "makes_way"), [(False, True), (True, False)])
+def test_where_nothing_decodes_the_prefill_whose_turn_it_is_goes_first(decoding: bool, makes_way: bool) -> None:
+    """Else nothing would ever go on: a turn of the half-prefilled one's model may never come."""
+    slot = Slot()
+    half = slot.half_prefilled("half", "a", "IW-F")
+    other = slot.decoding("other", "b", "IW-F") if decoding else slot.half_prefilled("other", "a", "IW-F")
+    wanted = slot.waiting("wanted", "b", "IW-N")
+    assert slot.room.grow(wanted, 41) is makes_way
+    assert (half.kv.place, other.kv.place) == (Place.HERE, Place.NOWHERE if makes_way else Place.HERE)
+
+
+@pytest.mark.parametrize(("hands_over", "place"), [(False, Place.NOWHERE), (True, Place.HERE)])
+def test_what_is_to_be_handed_over_is_not_computed_anew(hands_over: bool, place: Place) -> None:
+    slot = Slot(host_bytes=0, hands_over=hands_over)
+    held = [slot.decoding(name, "a", "NIW") for name in ("one", "two")]
+    wanted = slot.waiting("wanted", "b", "IW-F")
+    assert slot.room.grow(wanted, 41) is not hands_over
+    assert [sequence.kv.place for sequence in held] == [Place.HERE, place]
+
+
+def test_weights_give_back_what_they_borrowed_before_anyone_makes_way_and_the_models_own_at_last() -> None:
+    slot = Slot()
+    for name in ("one", "two"):
+        slot.half_prefilled(name, "a", "IW-F")
+    wanted = slot.waiting("wanted", "a", "NIW")
+    assert not slot.room.grow(wanted, 41)
+    assert slot.taken_back == ["a", None]
+
+
+@pytest.mark.parametrize(
+    ("way", "has_room", "place"),
+    [("swap", False, Place.LEAVING), ("recompute", True, Place.NOWHERE), ("refuse", False, Place.HERE)],
+)
+def test_the_policy_says_how_room_is_made(way: Way, has_room: bool, place: Place) -> None:
+    slot = Slot(way=way)
+    held = [slot.decoding(name, "a", "NIW") for name in ("one", "two")]
+    wanted = slot.waiting("wanted", "b", "IW-F")
+    assert slot.room.grow(wanted, 41) is has_room
+    assert [sequence.kv.place for sequence in held] == [Place.HERE, place]
+    (shortage,) = slot.shortages
+    assert (shortage.sequence, shortage.tokens, shortage.victim) == (wanted, 41, held[1])
+
+
+def test_nobody_makes_way_where_the_policy_found_room_elsewhere() -> None:
+    slot = Slot()
+    held = [slot.decoding(name, "a", "NIW") for name in ("one", "two")]
+
+    def lend(shortage: Shortage) -> Way | None:
+        slot.kv._capacity_bytes += 500
+        return "remap"
+
+    slot.room._relieve = lend
+    assert slot.room.grow(slot.waiting("wanted", "b", "IW-F"), 41)
+    assert [sequence.kv.place for sequence in held] == [Place.HERE, Place.HERE]
+    assert slot.taken_back == []
+
+
+@pytest.mark.parametrize(("way", "place"), [("swap", Place.LEAVING), ("recompute", Place.NOWHERE)])
+def test_the_last_in_order_makes_way_itself_as_the_policy_says(way: Way, place: Place) -> None:
+    slot = Slot(way=way)
+    first, last = slot.decoding("first", "a", "IW-F"), slot.decoding("last", "a", "NIW")
+    assert not slot.room.grow(last, 61)
+    assert (first.kv.place, last.kv.place) == (Place.HERE, place)
+    assert slot.shortages[0].victim is last
+
+
+def test_kv_that_is_in_the_way_leaves_whatever_it_is_doing() -> None:
+    slot = Slot()
+    decoding, half = slot.decoding("decoding", "a", "IW-F"), slot.half_prefilled("half", "b", "IW-F")
+    slot.room.clear(lambda kv: kv is decoding.kv)
+    assert (decoding.kv.place, half.kv.place) == (Place.LEAVING, Place.HERE)
+    slot.room.clear(lambda kv: True)
+    assert (decoding.kv.place, half.kv.place, half.cached) == (Place.LEAVING, Place.NOWHERE, 0)
+    assert slot.room.recomputed_total == 1

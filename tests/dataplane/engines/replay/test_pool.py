@@ -1,0 +1,215 @@
+"""What a replayed slot does with many models and little memory: switches, prefetches, swaps, hand-overs."""
+
+from dataclasses import replace
+
+import pytest
+from msgspec import structs
+
+from dataplane.engines.core.kv import Place
+from dataplane.engines.core.room import choose_victim
+from dataplane.engines.interface import EngineOutput, PoolStats
+from dataplane.engines.replay.engine import ReplayEngine
+from dataplane.engines.replay.memory import ReplayKvMemory, SequenceKv
+from dataplane.engines.replay.weights import Weights, WeightsMemory
+from dataplane.protocol.messages import Tier
+from tests.dataplane.engines.replay.replayed import (
+    SETTINGS,
+    FakeTime,
+    drain,
+    engine_with,
+    request,
+    run_one,
+    spec,
+    tokens,
+)
+
+THREE = {name: spec(name) for name in "abc"}
+
+
+def pool_of(engine: ReplayEngine) -> PoolStats:
+    pool = engine.stats().pool
+    assert pool is not None
+    return pool
+
+
+def weights(model: str, size_bytes: int = 500) -> Weights:
+    return Weights(model=model, size_bytes=size_bytes, switch_s=1.0)
+
+
+def test_weights_come_one_after_another_and_the_longest_unused_leave() -> None:
+    memory = WeightsMemory(1000)
+    assert memory.bring(weights("a"), 0.0) == 1.0
+    assert memory.bring(weights("b"), 0.5) == 2.0, "the wire is busy until 1.0"
+    assert memory.missing_s(weights("c"), 0.5) == 2.5
+    assert (memory.resident_models(1.5), memory.arriving_models(1.5)) == (("a",), ("b",))
+    assert memory.bring(weights("a"), 3.0) == 1.0
+    assert memory.bring(weights("c"), 3.0) == 4.0
+    assert memory.resident_models(9.0) == ("a", "c")
+    assert memory.bring(weights("d", 600), 9.0, keep="a") is None
+    assert memory.bring(weights("d", 500), 9.0, keep="a") == 10.0
+    assert memory.resident_models(99.0) == ("a", "d")
+
+
+def test_kv_takes_room_on_both_sides_while_it_moves() -> None:
+    time = FakeTime()
+    memory = ReplayKvMemory(1000, 300, time.clock, WeightsMemory(1000))
+    one, other = (SequenceKv(bytes_per_token=10, bytes_per_s=100.0) for _ in range(2))
+    assert memory.grow(one, 30)
+    assert not memory.grow(other, 71)
+    assert memory.grow(other, 70)
+    assert not memory.swap_out(other, 70), "host memory is too small"
+    assert memory.swap_out(one, 30)
+    time.sleep(2.9)
+    memory.settle()
+    assert (one.place, memory.free_bytes, memory.host_used_bytes) == (Place.LEAVING, 0, 300)
+    time.sleep(0.125)
+    memory.settle()
+    assert (one.place, memory.free_bytes, memory.host_used_bytes) == (Place.AWAY, 300, 300)
+    assert [memory.fits(one, spare=spare) for spare in (0, 1)] == [True, False]
+    assert memory.swap_in(one)
+    memory.drop(one)
+    memory.drop(other)
+    assert (memory.used_bytes, memory.host_used_bytes, memory.next_move_s) == (0, 0, None)
+
+
+class Ranked:
+    def __init__(self, model: str, key: int) -> None:
+        self.model = model
+        self.key = (0, key)
+
+
+def test_other_models_make_way_first_and_nobody_for_one_that_comes_after_it() -> None:
+    first, asks, last, foreign, late = (
+        Ranked("a", 1), Ranked("a", 2), Ranked("a", 3), Ranked("b", 0), Ranked("b", 9),
+    )  # fmt: skip
+    everybody = [first, asks, last, foreign, late]
+    assert choose_victim(everybody, asks) is late
+    assert choose_victim(everybody, asks, keep=[late, foreign]) is last
+    assert choose_victim([first, asks], asks) is None
+
+
+def test_a_prefetched_model_arrives_while_the_present_one_decodes() -> None:
+    waits = {}
+    for prefetch in (True, False):
+        engine, time = engine_with(replace(SETTINGS, prefetch=prefetch), **THREE)
+        for name in "abc":
+            engine.add(request(name, name, max_tokens=80))
+        drain(engine)
+        waits[prefetch] = time.now_s
+        assert engine.stats().switches_total >= 3
+        assert len(engine.stats().resident_models) == 2, "1000 bytes hold two models of 500"
+    assert waits[True] < waits[False] - 1.0
+
+
+def test_two_models_that_fit_are_each_brought_once() -> None:
+    engine, time = engine_with(a=spec("a"), b=spec("b"))
+    for name in "ab":
+        engine.add(request(name, name, max_tokens=40))
+    drain(engine)
+    engine.step()  # which ends the last turn
+    pool = pool_of(engine)
+    assert engine.stats().switches_total > 2
+    busy_s = sum(turn.ended_s - turn.started_s for turn in pool.turns)
+    assert time.now_s - 100 == pytest.approx(busy_s)
+    assert busy_s < 2.0 + 2 * (0.02 + 40 * 0.03), "two transfers of a second, and the steps"
+
+
+@pytest.mark.parametrize(("host_kv_bytes", "recomputed"), [(10_000, False), (0, True)])
+def test_short_kv_is_swapped_and_recomputed_only_when_the_host_is_full(host_kv_bytes: int, recomputed: bool) -> None:
+    engine, _ = engine_with(replace(SETTINGS, host_kv_bytes=host_kv_bytes))
+    asked = [request(f"r{n}", prompt=20, max_tokens=40) for n in range(3)]
+    for one in asked:
+        engine.add(one)
+    outputs = drain(engine)
+    for one in asked:
+        assert tokens(outputs[one.request_id]) == tokens(run_one(one))
+    extra = engine.stats().extra
+    assert extra["preemptions"] > 0
+    assert (extra["recomputed"] > 0) == recomputed
+    assert (extra["swapped_in"] > 0) != recomputed
+
+
+def test_models_that_need_each_others_kv_both_come_to_their_end() -> None:
+    """A prefill that drives KV out waits for its room, or what left would come back before it, for ever."""
+    engine, _ = engine_with(replace(SETTINGS, host_kv_bytes=300), i=spec("a"), j=spec("b"))
+    shapes = [("i", 2, 19), ("i", 1, 33), ("i", 16, 18), ("j", 24, 36), ("j", 35, 5), ("j", 53, 32)]
+    for n, (where, prompt, count) in enumerate(shapes):
+        engine.add(request(f"r{n}", where, prompt=prompt, max_tokens=count))
+    assert len(drain(engine)) == 6
+
+
+def test_room_made_for_the_first_is_not_taken_by_a_smaller_one_behind_it() -> None:
+    engine, _ = engine_with(replace(SETTINGS, host_kv_bytes=10_000), i=spec("a"), j=spec("b"))
+    shapes = [("i", 14, 11), ("i", 11, 6), ("i", 52, 19), ("i", 29, 30), ("i", 2, 34), ("i", 32, 29), ("j", 32, 6)]
+    for n, (where, prompt, count) in enumerate(shapes):
+        engine.add(request(f"r{n}", where, prompt=prompt, max_tokens=count))
+    assert len(drain(engine)) == 7
+
+
+def test_a_prefill_slot_hands_over_and_holds_the_kv_until_release() -> None:
+    prefiller, time = engine_with(replace(SETTINGS, hands_over=True))
+    asked = request(prompt=20, max_tokens=6)
+    prefiller.add(asked)
+    first, gone = drain(prefiller)["r"]
+    assert (len(first.token_ids), first.kv, gone.token_ids) == (1, None, ())
+    assert gone.kv is not None
+    assert gone.kv.tokens == 20
+    assert time.now_s == pytest.approx(100 + 1.0 + 0.03 + 20 * 10 / 500), "switch, prefill, transfer"
+    assert [shape.used_bytes for shape in pool_of(prefiller).host_kv] == [200]
+    decoder, decoder_time = engine_with()
+    decoder.add(structs.replace(asked, generated=first.token_ids, kv=gone.kv))
+    rest = drain(decoder)["r"]
+    assert tokens([first, *rest]) == tokens(run_one(asked))
+    steps_s = sum(0.021 + 0.0001 * context for context in range(20, 25))
+    assert decoder_time.now_s == pytest.approx(100 + 1.0 + steps_s), "its KV came while the weights did"
+    prefiller.release("r")
+    assert pool_of(prefiller).host_kv == ()
+
+
+def test_a_lost_handle_is_prefilled_again() -> None:
+    prefiller, _ = engine_with(replace(SETTINGS, hands_over=True))
+    asked = request(prompt=20, max_tokens=6)
+    prefiller.add(asked)
+    first, gone = drain(prefiller)["r"]
+    assert gone.kv is not None
+    for kv in (structs.replace(gone.kv, file="/nowhere"), structs.replace(gone.kv, tokens=19), None):
+        engine, time = engine_with()
+        engine.add(structs.replace(asked, generated=first.token_ids, kv=kv))
+        assert tokens([first, *drain(engine)["r"]]) == tokens(run_one(asked))
+        assert time.now_s > 101 + 0.01 + 21 * 0.001, "a prefill of prompt and token"
+
+
+def test_the_turn_log_is_complete() -> None:
+    engine, _ = engine_with(SETTINGS, **THREE)
+    for name in "abc":
+        engine.add(request(name, name, max_tokens=20))
+    outputs: list[EngineOutput] = [output for group in drain(engine).values() for output in group]
+    engine.step()
+    pool = pool_of(engine)
+    assert pool.running_model is None
+    assert pool.load == 0
+    assert sum(turn.tokens for turn in pool.turns) == len(tokens(outputs)) == 60
+    assert sum(turn.switched for turn in pool.turns) == engine.stats().switches_total
+    prompts = {turn.model: (turn.tokens, turn.prompt_tokens) for turn in pool.turns if turn.kind == "prefill"}
+    assert prompts == {name: (1, len(request(name, name).prompt)) for name in "abc"}
+    assert all(turn.prompt_tokens == 0 for turn in pool.turns if turn.kind == "decode")
+
+
+def test_a_turn_that_can_do_nothing_is_cut_short() -> None:
+    """KV of b that has just come back stays for b's turn: a, which has no room beside it, does not sit its own out."""
+    shapes: list[tuple[str, Tier, int, int]] = [
+        ("j", "NIW", 57, 25),
+        ("i", "IW-F", 6, 12),
+        ("i", "IW-F", 43, 15),
+        ("i", "IW-N", 54, 38),
+        ("i", "IW-N", 19, 1),
+        ("i", "IW-N", 35, 24),
+        ("j", "IW-F", 45, 33),
+    ]
+    engine, _ = engine_with(replace(SETTINGS, prefill_tokens_per_step_max=16), i=spec("a"), j=spec("b"))
+    for number, (instance_id, tier, prompt, count) in enumerate(shapes):
+        engine.add(request(f"r{number}", instance_id, prompt=prompt, max_tokens=count, tier=tier))
+    outputs = drain(engine, steps_max=1000)  # of a millisecond each, where it waits for nothing
+    assert {request_id: len(tokens(made)) for request_id, made in outputs.items()} == {
+        f"r{number}": count for number, (_, _, _, count) in enumerate(shapes)
+    }

@@ -1,0 +1,221 @@
+"""Host copies: who waits when host memory is short, for how long, and who gives back, when, on which thread."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from dataplane.engines.torch import departures, host_models
+from dataplane.engines.torch.copies.open import PINS
+from dataplane.engines.torch.engine import TorchEngine
+from dataplane.engines.torch.memory import departures, host_models
+from dataplane.engines.torch.memory.host_models import HostModel, HostModels
+from dataplane.memory.events import FlagEvent
+from dataplane.memory.model_cache import HostMemoryError, ModelCache
+from dataplane.protocol.errors import ModelLoadError
+from tests.dataplane.engines.torch.slots import SLAB_BYTES, slot_for_one
+from tests.dataplane.engines.torch.tiny import spec_of
+
+Checkpoint = Callable[[str], Path]
+NAMES = ("llama", "qwen3")
+
+
+class Slot:
+    """A slot's host models over a cache that holds the larger of two models and no more. `ranks`: who may leave."""
+
+    def __init__(self, checkpoint: Checkpoint, folder: Path, **changes: Any) -> None:
+        self.checkpoint = checkpoint
+        self.ranks: dict[str, int | None] = {}
+        self.asked: list[int] = []
+        probe = self.host_models(None)
+        self.size_bytes = max(self.prepare(name, probe).skeleton.size_bytes for name in NAMES)
+        probe.close()
+        self.asked.clear()
+        self.cache = ModelCache(folder, self.size_bytes)
+        self.models = self.host_models(self.cache, **changes)
+
+    def host_models(self, cache: ModelCache | None, **changes: Any) -> HostModels:
+        return HostModels(
+            cache,
+            torch.float32,
+            torch.device("cpu"),
+            SLAB_BYTES,
+            leave_rank=self.rank,
+            in_use=lambda name: False,
+            **changes,
+        )
+
+    def rank(self, name: str) -> int | None:
+        self.asked.append(threading.get_ident())
+        return self.ranks.get(name)
+
+    def prepare(self, name: str, models: HostModels | None = None) -> HostModel:
+        return (models or self.models).prepare(name, self.checkpoint(name), slabs_max=10**6)
+
+    def step(self, model: HostModel) -> bool:
+        """What the engine does between two steps, and whether the model is there then."""
+        self.models.yield_room()
+        return self.models.ready(model)
+
+    def until_ready(self, model: HostModel) -> None:
+        for _ in range(2000):
+            if self.step(model):
+                return
+            threading.Event().wait(0.001)
+        raise AssertionError(f"{model.name} never came")
+
+
+@pytest.fixture
+def slot(checkpoint: Checkpoint, tmp_path: Path) -> Iterator[Slot]:
+    made = Slot(checkpoint, tmp_path)
+    yield made
+    made.models.close()
+
+
+def test_a_model_that_is_put_off_is_named_once_with_what_lacks_and_who_is_in_the_way(
+    slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_models, "TOLD_AFTER_S", 0.1)
+    slot.prepare("llama")
+    with capture_logs() as logs:
+        put_off = slot.prepare("qwen3")
+        assert logs == [], "models that take turns wait a moment all the time"
+        asked = len(slot.asked)
+        while len(slot.asked) < asked + 6:
+            assert not slot.step(put_off)
+            threading.Event().wait(0.01)
+    assert put_off.host is None
+    (line,) = [line for line in logs if line["log_level"] == "warning"]
+    assert (line["model"], line["size_bytes"]) == ("qwen3", put_off.skeleton.size_bytes)
+    assert 0 < line["lack_bytes"] <= slot.size_bytes
+    (holder,) = line["held_by"]
+    assert holder.startswith("llama-")
+
+
+def test_the_reading_thread_asks_and_the_engines_own_gives(slot: Slot) -> None:
+    first = slot.prepare("llama")
+    put_off = slot.prepare("qwen3")
+    slot.ranks["llama"] = 1
+    slot.until_ready(put_off)
+    assert first.host is None
+    assert set(slot.asked) == {threading.get_ident()}
+
+
+def test_another_thread_is_told_that_there_is_no_room(slot: Slot) -> None:
+    slot.prepare("llama")
+    with ThreadPoolExecutor(1) as loader:
+        refused = loader.submit(slot.prepare, "qwen3")
+        with pytest.raises(HostMemoryError):
+            refused.result()
+        slot.ranks["llama"] = 0
+        slot.models.yield_room()
+        assert loader.submit(slot.prepare, "qwen3").result().host is not None
+    assert set(slot.asked) == {threading.get_ident()}
+
+
+def test_who_finds_no_room_for_too_long_fails_by_the_limits_name(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    slot = Slot(checkpoint, tmp_path, host_wait_max_s=0.05)
+    slot.prepare("llama")
+    put_off = slot.prepare("qwen3")
+    with pytest.raises(ModelLoadError, match=r"host_wait_max_s=0.05: qwen3-\w+: \d+ bytes do not fit .*in use: llama-"):
+        slot.until_ready(put_off)
+    slot.ranks["llama"] = 0
+    slot.until_ready(put_off)
+    assert put_off.short_since_s is None
+    slot.models.close()
+
+
+def test_two_preparers_of_a_new_model_build_it_once(slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
+    built, build = list[str](), host_models.build_skeleton
+    building, go_on = threading.Event(), threading.Event()
+
+    def slow(folder: Path, *args: Any) -> Any:
+        built.append(folder.name)
+        building.set()
+        assert go_on.wait(30)
+        return build(folder, *args)
+
+    monkeypatch.setattr(host_models, "build_skeleton", slow)
+    with ThreadPoolExecutor(2) as loaders:
+        first = loaders.submit(slot.prepare, "llama")
+        assert building.wait(30)
+        second = loaders.submit(slot.prepare, "llama")
+        with pytest.raises(TimeoutError):
+            second.result(0.05)  # it waits for the first
+        go_on.set()
+        assert second.result() is first.result()
+    assert len(built) == 1
+    assert first.result().host is not None
+
+
+def test_a_copy_in_flight_keeps_its_source_pinned(
+    slot: Slot, monkeypatch: pytest.MonkeyPatch, checkpoint: Checkpoint
+) -> None:
+    unpinned: list[int] = []
+    monkeypatch.setattr(departures, "unpinned", lambda host, device: unpinned.append(host.data_ptr()))
+    model = slot.prepare("llama")
+    assert model.host is not None
+    address, flying = model.host.data_ptr(), FlagEvent()
+    model.copies.append(flying)
+    slot.models.forget("llama")
+    slot.models.yield_room()
+    assert (model.host, unpinned) == (None, [])
+    assert slot.cache.used_bytes > 0
+    flying.finish()
+    slot.models.yield_room()
+    assert unpinned == [address]
+
+
+def test_what_is_forgotten_while_it_is_read_is_let_go_by_the_engines_thread(
+    slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpinned_by: list[int] = []
+    monkeypatch.setattr(departures, "unpinned", lambda host, device: unpinned_by.append(threading.get_ident()))
+    reading, go_on = threading.Event(), threading.Event()
+    read = host_models.read_tensors
+
+    def slow(pairs: Any) -> None:
+        reading.set()
+        assert go_on.wait(30)
+        read(pairs)
+
+    slot.prepare("llama")
+    put_off = slot.prepare("qwen3")
+    slot.models.forget("llama")
+    slot.models.yield_room()
+    unpinned_by.clear()
+    monkeypatch.setattr(host_models, "read_tensors", slow)
+    while not reading.is_set():
+        assert not slot.step(put_off)
+    slot.models.forget("qwen3")
+    go_on.set()
+    while not unpinned_by:
+        slot.models.yield_room()
+    assert unpinned_by == [threading.get_ident()]
+    assert put_off.host is None
+
+
+def test_the_engine_tells_what_host_memory_is_worth_and_keeps_to_the_limit(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint("llama")
+    engine = TorchEngine(
+        slot_for_one([folder], kv_bytes=2**17, cache_folder=tmp_path, host_wait_max_s=7.0), time.monotonic
+    )
+    engine.load("a", spec_of("llama", folder))
+    assert engine._host._host_wait_max_s == 7.0
+    pool = engine.stats().pool
+    assert pool is not None
+    assert pool.weights_bytes_per_s == pytest.approx(engine._weights.bytes_per_s)
+    assert pool.unpinned is None
+    monkeypatch.setattr(PINS, "_reason", "ulimit -l is 8 bytes")
+    pool = engine.stats().pool
+    assert pool is not None
+    assert pool.unpinned == "0 bytes of host memory are not pinned: ulimit -l is 8 bytes"
+    engine.close()

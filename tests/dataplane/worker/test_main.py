@@ -1,0 +1,121 @@
+"""A real worker process on the replay engine: a round trip, bad loads, and no orphans."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+from dataplane.agent.host_files import HostFiles
+from dataplane.agent.worker_link import WorkerLink
+from dataplane.agent.workers import configure
+from dataplane.engines.interface import EngineRequest
+from dataplane.worker.frames import (
+    Add,
+    AskStats,
+    Cancel,
+    Load,
+    Loaded,
+    LoadFailed,
+    Outputs,
+    Refused,
+    Report,
+    Stats,
+    Unload,
+)
+from tests.dataplane.replay_node import model, settings
+
+Kind = TypeVar("Kind")
+
+
+def request(request_id: str, max_tokens: int = 3, instance_id: str = "i1") -> EngineRequest:
+    return EngineRequest(
+        request_id=request_id, instance_id=instance_id, tier="NIW", prompt=(1, 2), max_tokens=max_tokens
+    )
+
+
+async def start() -> tuple[WorkerLink, AsyncIterator[Report]]:
+    ours = settings()
+    link = await WorkerLink.start(configure(ours, 0, None, HostFiles(ours, "boot"), ours.engine))
+    return link, link.reports()
+
+
+async def until(reports: AsyncIterator[Report], kind: type[Kind]) -> Kind:
+    async with asyncio.timeout(60):
+        async for report in reports:
+            if isinstance(report, kind):
+                return report
+    raise AssertionError(f"the worker ended without {kind.__name__}")
+
+
+def test_round_trip() -> None:
+    async def scenario() -> None:
+        link, reports = await start()
+        hello = await until(reports, Stats)
+        assert hello.stats.instances == ()
+        link.send(Load(instance_id="i1", serial=7, model=model(), gpus=1))
+        assert (await until(reports, Loaded)).serial == 7
+        link.send(Add(request=request("r1")))
+        made: list[int] = []
+        while True:
+            (output,) = (await until(reports, Outputs)).outputs
+            made.extend(output.token_ids)
+            if output.finish_reason is not None:
+                break
+        assert len(made) == 3
+        link.send(Unload(instance_id="i1"))
+        link.send(Unload(instance_id="i1"))
+        link.send(AskStats())
+        link.send(Add(request=request("late")))
+        refused = await until(reports, Refused)
+        assert (refused.request_id, refused.status, refused.code) == ("late", 409, "instance_not_ready")
+        assert await link.stop() == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_load_leaves_the_worker_working() -> None:
+    async def scenario() -> None:
+        link, reports = await start()
+        link.send(Load(instance_id="big", serial=1, model=model(weights_bytes=10**12), gpus=1))
+        failed = await until(reports, LoadFailed)
+        assert failed.instance_id == "big"
+        assert "weights_bytes" in failed.error
+        link.send(Load(instance_id="i1", serial=2, model=model(), gpus=1))
+        assert (await until(reports, Loaded)).instance_id == "i1"
+        assert await link.stop() == 0
+
+    asyncio.run(scenario())
+
+
+def test_cancel_frees_the_kv() -> None:
+    async def scenario() -> None:
+        link, reports = await start()
+        link.send(Load(instance_id="i1", serial=1, model=model(), gpus=1))
+        await until(reports, Loaded)
+        link.send(Add(request=request("r1", max_tokens=1000)))
+        await until(reports, Outputs)
+        link.send(Cancel(request_id="r1"))
+        while True:
+            stats = (await until(reports, Stats)).stats
+            if stats.tokens_total and stats.instances[0].kv_used_bytes == 0:
+                break
+        await link.stop()
+
+    asyncio.run(scenario())
+
+
+def test_the_worker_ends_when_its_agent_is_gone_even_in_the_middle_of_work() -> None:
+    async def scenario() -> None:
+        link, reports = await start()
+        link.send(Load(instance_id="i1", serial=1, model=model(), gpus=1))
+        await until(reports, Loaded)
+        link.send(Add(request=request("r1", max_tokens=1000)))
+        await until(reports, Outputs)
+        assert await link.stop() == 0, "closing the socket was enough"
+        try:
+            os.kill(link.pid, 0)
+        except ProcessLookupError:
+            return
+        raise AssertionError("the process is still there")
+
+    asyncio.run(scenario())
