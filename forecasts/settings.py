@@ -37,7 +37,7 @@ class ForecastSettings:
         bucket_s: windows of this length are forecast.
         horizon_s: how far ahead; also how far apart past origins lie.
         history_min_s: known demand below which only what needs no fit answers.
-        forecasters: names that run side by side, see `forecasts.forecasters.FORECASTERS`.
+        forecasters: names that run side by side, see `forecasts.models.forecasters.FORECASTERS`.
         origins_max: past origins to try where no state was kept.
         memory: past origins remembered; older errors are forgotten.
         half_life: origins after which an error counts half.

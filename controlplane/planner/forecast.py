@@ -15,7 +15,7 @@ from controlplane.store.demand import (
     read_forecast_state,
 )
 from controlplane.store.demand_tables import Forecast
-from forecasts.select import forecast_peak
+from forecasts.selection.select import forecast_peak
 from forecasts.series import DemandSeries
 from forecasts.settings import ForecastSettings
 

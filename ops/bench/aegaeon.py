@@ -15,10 +15,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from forecasts.importers.lines import DemandFileError
-from ops.commands.screen import AsJson, Columns, notes, print_json, print_table
-from ops.plots.lines_plot import LinesPanel, draw_lines
-from ops.plots.plot_option import check_plot
-from ops.simulator.aegaeon import (
+from ops.bench.papers.aegaeon_setup import (
     ARTIFACT_PROFILE,
     GPUS,
     SYSTEMS,
@@ -30,6 +27,9 @@ from ops.simulator.aegaeon import (
     merged,
     workloads_of,
 )
+from ops.commands.screen import AsJson, Columns, notes, print_json, print_table
+from ops.plots.lines_plot import LinesPanel, draw_lines
+from ops.plots.plot_option import check_plot
 
 PUBLISHED: Mapping[System, str] = {
     "pooled": "72 (artifact, H100), 70 (paper, H800)",

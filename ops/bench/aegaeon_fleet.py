@@ -21,11 +21,11 @@ from dataplane.scheduling.profile import load_gpu_profile
 from ops.commands.screen import AsJson, notes, print_fields, print_json, print_table
 from ops.plots.lines_plot import LinesPanel, draw_lines
 from ops.plots.plot_option import check_plot
-from ops.simulator.events import Kind
-from ops.simulator.pool import PoolServer
+from ops.simulator.kernel.events import Kind
 from ops.simulator.run import build_world, simulate
-from ops.simulator.scenario import PROFILES, FleetPart, ModelPart, PolicyPart, Scenario, TargetPart
-from ops.simulator.traffic_parts import AegaeonPart
+from ops.simulator.scenario.scenario import PROFILES, FleetPart, ModelPart, PolicyPart, Scenario, TargetPart
+from ops.simulator.servers.pool import PoolServer
+from ops.simulator.traffic.traffic_parts import AegaeonPart
 
 H20 = PROFILES / "h20.toml"
 TP4_EFFICIENCY = 0.8

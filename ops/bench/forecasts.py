@@ -15,16 +15,16 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from forecasts.arima import ArimaOrder, fit_order
-from forecasts.baselines import LAST_HOUR_MAX
-from forecasts.forecaster import ForecastError
+from forecasts.backtests import CHAMPION, Prediction, run_backtests, scores_of
 from forecasts.importers.rates import read_azure_week, read_sageserve_week, read_servegen
 from forecasts.importers.series_file import EndpointSeries
 from forecasts.importers.settings import ImportSettings
-from forecasts.select import forecast_peak
+from forecasts.models.arima import ArimaOrder, fit_order
+from forecasts.models.baselines import LAST_HOUR_MAX
+from forecasts.models.forecaster import ForecastError
+from forecasts.selection.select import forecast_peak
 from forecasts.series import DemandRow, DemandSeries, FloatArray
 from forecasts.settings import DEFAULT_FORECASTERS, ArimaSettings, ForecastSettings
-from ops.backtests import CHAMPION, Prediction, run_backtests, scores_of
 from ops.commands.screen import AsJson, notes, print_json, print_table
 
 TABLE_METHODS = (

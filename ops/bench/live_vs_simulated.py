@@ -30,10 +30,10 @@ from ops.bench.live_vs_simulated_load import (
     live,
 )
 from ops.commands.screen import AsJson, Columns, print_json, print_table
-from ops.simulator.formats import traffic_of
-from ops.simulator.results import Quantiles, Result
+from ops.simulator.results.results import Quantiles, Result
 from ops.simulator.run import simulate
-from ops.simulator.scenario import Scenario
+from ops.simulator.scenario.formats import traffic_of
+from ops.simulator.scenario.scenario import Scenario
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from ops.commands.api import Api, open_api
 from ops.demo_fleet import live_instances
 from ops.local import LocalNode, LocalStack
 from ops.ports import free_port
-from ops.simulator.requests import Request
-from ops.simulator.scenario import PROFILES
+from ops.simulator.kernel.requests import Request
+from ops.simulator.scenario.scenario import PROFILES
 from ops.waiting import wait_until
 
 REGION, GPU_TYPE, NODE = "here", "H800", "n1"

@@ -2,8 +2,7 @@
 
 Alone, each model stands on one slot. They are dealt out by the requests that really come, the busiest first, each to
 the slot with the fewest: no plan could know that. Split, a share of the slots prefills and the others decode. Together,
-every slot does both, and an instance stands on each. Single runs on the testbed of `ops.simulator.aegaeon`, less its
-size.
+every slot does both, and an instance stands on each. Single runs on the testbed of `aegaeon_setup`, less its size.
 """
 
 import random
@@ -17,10 +16,10 @@ from typing import Annotated, Any, Literal
 import typer
 
 from forecasts.importers.lines import DemandFileError, open_csv
+from ops.bench.papers.aegaeon_setup import Setup, Workload, scenario_of, workloads_of
 from ops.commands.screen import AsJson, Columns, notes, print_json, print_table
-from ops.simulator.aegaeon import Setup, Workload, scenario_of, workloads_of
 from ops.simulator.run import simulate
-from ops.simulator.scenario import FleetPart
+from ops.simulator.scenario.scenario import FleetPart
 
 Layout = Literal["alone", "split", "together"]
 RATE = "0.1"

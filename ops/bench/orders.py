@@ -20,7 +20,7 @@ import typer
 from dataplane.scheduling.ordering import Order
 from ops.commands.screen import AsJson, Columns, notes, print_json, print_table
 from ops.simulator.run import simulate
-from ops.simulator.scenario import PROFILES, Scenario
+from ops.simulator.scenario.scenario import PROFILES, Scenario
 
 PUBLISHED: Mapping[Order, tuple[int, int]] = {"fcfs": (45, 25), "edf": (31, 34), "pf": (24, 60), "dpa": (28, 38)}
 """Percent of IW-F and of IW-N requests."""

@@ -1,6 +1,6 @@
 """Remapping against KV swapping and recomputing, simulated: the paper's comparisons, its figures beside ours.
 
-The slot is simulated (`ops.simulator.remapping_slot`); who gives up which layers, and which way out is cheapest, is
+The slot is simulated (`ops.bench.papers.remapping_slot`); who gives up which layers, and which way out is cheapest, is
 decided by the code of the live node (`dataplane.engines.core.remapping`).
 """
 
@@ -12,11 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
+from ops.bench.papers.remapping_figures import SharedFigures, measure
+from ops.bench.papers.remapping_load import Recordings, draw_asks
+from ops.bench.papers.remapping_models import COMBINATIONS
 from ops.bench.remapping_cases import GROUPS, ONEIROS, PIE, VLLM, Asked, Case
 from ops.commands.screen import AsJson, Columns, notes, print_json, print_table
-from ops.simulator.remapping_figures import SharedFigures, measure
-from ops.simulator.remapping_load import Recordings, draw_asks
-from ops.simulator.remapping_models import COMBINATIONS
 
 WORKLOADS = "aegaeon/workloads.csv.gz"
 ARRIVALS = "azure/AzureLLMInferenceTrace_code_2023.csv.gz"

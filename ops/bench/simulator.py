@@ -18,7 +18,7 @@ import typer
 
 from ops.commands.screen import AsJson, Columns, notes, print_json, print_table
 from ops.simulator.run import simulate
-from ops.simulator.scenario import PROFILES, Scenario
+from ops.simulator.scenario.scenario import PROFILES, Scenario
 
 Serving = Literal["dedicated", "prefill-first", "pooled"]
 """`prefill-first`: dedicated instances as other engines run them, which ask the turn policy nothing."""

@@ -24,7 +24,7 @@ from ops.bench.strategies_frontier import FRONTIER, compared, draw_frontier, sho
 from ops.commands.screen import AsJson, Columns, notes, print_json, print_table
 from ops.plots.plot_option import check_plot
 from ops.simulator.run import simulate
-from ops.simulator.scenario import Scenario, ScenarioError
+from ops.simulator.scenario.scenario import Scenario, ScenarioError
 
 PUBLISHED: Mapping[str, float] = {
     "siloed": 1 / (1 - 0.345) - 1,

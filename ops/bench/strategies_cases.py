@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forecasts.importers.lines import DemandFileError, open_csv
-from ops.simulator.scenario import Scenario, load_scenario
+from ops.simulator.scenario.scenario import Scenario, load_scenario
 
 SCENARIO = Path(__file__).parents[1] / "scenarios" / "strategies.toml"
 _INTERACTIVE = "traffic.tiers={IW-F=45, IW-N=27}"
@@ -104,7 +104,7 @@ def case_scenario(case: Case, variant: str, data: Path, folder: Path, scenario: 
     """The scenario of a run. `folder`: for the one model's part of a recording. `more`: settings over all others.
 
     Raises:
-        ops.simulator.scenario.ScenarioError: the scenario cannot be used.
+        ops.simulator.scenario.scenario.ScenarioError: the scenario cannot be used.
         DemandFileError: the recording cannot be read, or lacks the model.
     """
     trace = None

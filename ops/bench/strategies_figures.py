@@ -7,7 +7,7 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from ops.simulator.results import EndpointSeries, Result
+from ops.simulator.results.results import EndpointSeries, Result
 
 HIGH = 0.7
 """Above this effective memory utilization an endpoint is short of room."""

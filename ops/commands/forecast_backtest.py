@@ -17,8 +17,8 @@ from ops.commands.forecast_import import reading, replaced
 from ops.commands.screen import Columns, notes, print_json, print_table, time_text
 
 if TYPE_CHECKING:
+    from forecasts.backtests import Cost, SeriesBacktest
     from forecasts.settings import ForecastSettings
-    from ops.backtests import Cost, SeriesBacktest
     from ops.plots.forecast_plot import ForecastPanel
 
 INTERRUPTED = 130
@@ -82,9 +82,9 @@ def _run(
     file: Path, settings: "ForecastSettings", origins: int | None, predictions: Path | None, plot: Path | None
 ) -> "tuple[Sequence[SeriesBacktest], bool]":
     """See that what is asked for can be written, read the file, and try its hours; whether that was interrupted."""
+    from forecasts.backtests import run_backtests  # noqa: PLC0415 - statsmodels is heavy
     from forecasts.importers.lines import DemandFileError  # noqa: PLC0415 - numpy is heavy
     from forecasts.importers.series_file import read_series  # noqa: PLC0415 - numpy is heavy
-    from ops.backtests import run_backtests  # noqa: PLC0415 - statsmodels is heavy
     from ops.plots.panels import PlotError, check_path  # noqa: PLC0415 - numpy is heavy
 
     try:
@@ -100,7 +100,7 @@ def _run(
 
 
 def _settings(quantile: float, forecasters: list[str] | None) -> "ForecastSettings":
-    from forecasts.forecasters import FORECASTERS  # noqa: PLC0415 - statsmodels is heavy
+    from forecasts.models.forecasters import FORECASTERS  # noqa: PLC0415 - statsmodels is heavy
     from forecasts.settings import ForecastSettings  # noqa: PLC0415 - statsmodels is heavy
 
     for name in forecasters or ():
@@ -159,7 +159,7 @@ def _write(path: Path, done: "Sequence[SeriesBacktest]", quantile: float) -> Non
 
 
 def _answer(file: Path, quantile: float, done: "Sequence[SeriesBacktest]", *, interrupted: bool) -> dict[str, Any]:
-    from ops.backtests import scores_of  # noqa: PLC0415 - statsmodels is heavy
+    from forecasts.backtests import scores_of  # noqa: PLC0415 - statsmodels is heavy
 
     everything = [one for each in done for one in each.predictions]
     return {
@@ -186,7 +186,7 @@ def _answer(file: Path, quantile: float, done: "Sequence[SeriesBacktest]", *, in
 
 
 def _mean_costs(done: "Sequence[SeriesBacktest]") -> "dict[str, Cost]":
-    from ops.backtests import Cost  # noqa: PLC0415 - statsmodels is heavy
+    from forecasts.backtests import Cost  # noqa: PLC0415 - statsmodels is heavy
 
     by_forecaster: dict[str, list[Cost]] = {}
     for each in done:
@@ -241,7 +241,7 @@ def _panel(each: "SeriesBacktest", quantile: float) -> "ForecastPanel":
     """The champion's picture of a series, its demand in the windows that are forecast."""
     import numpy as np  # noqa: PLC0415 - heavy
 
-    from ops.backtests import CHAMPION, HOUR_S, scores_of, window_s  # noqa: PLC0415 - statsmodels is heavy
+    from forecasts.backtests import CHAMPION, HOUR_S, scores_of, window_s  # noqa: PLC0415 - statsmodels is heavy
     from ops.plots.forecast_plot import ForecastPanel  # noqa: PLC0415 - numpy is heavy
     from ops.plots.panels import Curve  # noqa: PLC0415 - numpy is heavy
 

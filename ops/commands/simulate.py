@@ -17,8 +17,8 @@ from ops.commands.simulate_compare import Report, compare_results
 from ops.commands.simulate_live import write_live_scenario
 
 if TYPE_CHECKING:
-    from ops.simulator.results import GpuTotals, Result, Totals
-    from ops.simulator.scenario import Scenario
+    from ops.simulator.results.results import GpuTotals, Result, Totals
+    from ops.simulator.scenario.scenario import Scenario
 
 _TELL_EVERY_S = 2.0
 
@@ -123,10 +123,10 @@ def _simulated(
     """The result of a scenario's file, written where that is wanted."""
     from dataplane.scheduling.profile import ProfileError  # noqa: PLC0415 - --help needs none of it
     from forecasts.importers.lines import DemandFileError  # noqa: PLC0415
-    from ops.simulator.pages import PageError, write_page  # noqa: PLC0415
-    from ops.simulator.report import report as page_of  # noqa: PLC0415
+    from ops.simulator.results.pages import PageError, write_page  # noqa: PLC0415
+    from ops.simulator.results.report import report as page_of  # noqa: PLC0415
     from ops.simulator.run import simulate as run  # noqa: PLC0415
-    from ops.simulator.scenario import ScenarioError, load_scenario  # noqa: PLC0415
+    from ops.simulator.scenario.scenario import ScenarioError, load_scenario  # noqa: PLC0415
 
     try:
         loaded = load_scenario(path, trace=trace, settings=settings or ())

@@ -10,18 +10,18 @@ from controlplane.policies.routing import RoutingSettings
 from dataplane.protocol.messages import Objective
 from dataplane.scheduling.tiers import TIER_OBJECTIVES
 from forecasts.importers.lines import DemandFileError
-from ops.simulator.events import Events
-from ops.simulator.fleet import Fleet
-from ops.simulator.formats import traffic_of
-from ops.simulator.means import load_profiles, means_of
-from ops.simulator.operations import operate
-from ops.simulator.results import Result
-from ops.simulator.scenario import Scenario, ScenarioError
-from ops.simulator.serving import fixed_servers
-from ops.simulator.summary import result_of
-from ops.simulator.traffic_parts import AegaeonPart
-from ops.simulator.usage import Use
-from ops.simulator.world import World, WorldSettings
+from ops.simulator.kernel.events import Events
+from ops.simulator.results.results import Result
+from ops.simulator.scenario.formats import traffic_of
+from ops.simulator.scenario.means import load_profiles, means_of
+from ops.simulator.scenario.scenario import Scenario, ScenarioError
+from ops.simulator.traffic.traffic_parts import AegaeonPart
+from ops.simulator.world.fleet import Fleet
+from ops.simulator.world.operations import operate
+from ops.simulator.world.serving import fixed_servers
+from ops.simulator.world.summary import result_of
+from ops.simulator.world.usage import Use
+from ops.simulator.world.world import World, WorldSettings
 
 Told = Callable[[float, int], None]
 """Called with the simulated time and the requests that came so far."""
@@ -40,9 +40,9 @@ def simulate(scenario: Scenario, *, seed: int | None = None, told: Told = lambda
     """Run a scenario to its end.
 
     Raises:
-        ops.simulator.scenario.ScenarioError: the instances of the beginning find no room, no instance can be of the
+        ScenarioError: the instances of the beginning find no room, no instance can be of the
             recording's models, or GPU types do not go together.
-        dataplane.scheduling.profile.ProfileError: a GPU profile cannot be used.
+        ProfileError: a GPU profile cannot be used.
         forecasts.importers.lines.DemandFileError: the recording cannot be used.
     """
     seed = scenario.seed if seed is None else seed

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from forecasts.combination import COMBINATION
-from forecasts.forecasters import FORECASTERS
 from forecasts.importers import read_azure_week, read_sageserve_week
+from forecasts.models.forecasters import FORECASTERS
+from forecasts.selection.combination import COMBINATION
 from forecasts.series import DemandRow
 from ops.commands.api import Api, CommandError
 from ops.demo_fleet import live_instances

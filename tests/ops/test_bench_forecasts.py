@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from forecasts.baselines import LAST_HOUR_MAX
 from forecasts.importers.series_file import EndpointSeries
+from forecasts.models.baselines import LAST_HOUR_MAX
 from forecasts.series import DemandSeries
 from forecasts.settings import ForecastSettings
 from ops.bench.forecasts import Accuracy, _misses, measure_accuracy, measure_speed

@@ -16,8 +16,8 @@ from ops.bench.strategies_cases import CASES, POINTS, SCENARIO, case_scenario
 from ops.bench.strategies_figures import parts_of
 from ops.bench.strategies_frontier import FRONTIER, compared, hours_at
 from ops.plots.lines_plot import LinesPanel, draw_lines
-from ops.simulator.results import EndpointSeries
-from ops.simulator.scenario import ScenarioError
+from ops.simulator.results.results import EndpointSeries
+from ops.simulator.scenario.scenario import ScenarioError
 
 RECORDING = "sageserve/nov2024_week_prompt_tokens_per_min.csv.gz"
 QUICK = ["traffic.until_s=1800", "planning.learn_s=1200", "traffic.scale=1.0"]

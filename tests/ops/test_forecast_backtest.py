@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import ops.backtests
+import forecasts.backtests
+from forecasts.backtests import CHAMPION, Cost, Prediction, hours_of, scores_of, window_s
 from forecasts.importers.series_file import read_series
 from forecasts.series import DemandSeries
 from forecasts.settings import ForecastSettings
-from ops.backtests import CHAMPION, Cost, Prediction, hours_of, scores_of, window_s
 from ops.cli import main
 
 DATA = Path(os.environ.get("TIDEPOOL_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -160,7 +160,7 @@ def test_no_prediction_changes_when_what_comes_after_it_does(run: Run, tmp_path:
 
 
 def test_ctrl_c_shows_what_is_done(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rolled = ops.backtests.rolling_origins
+    rolled = forecasts.backtests.rolling_origins
 
     def interrupted(series: DemandSeries, settings: ForecastSettings, hours: list[float]) -> Iterator[object]:
         for place, one in enumerate(rolled(series, settings, hours)):
@@ -168,7 +168,7 @@ def test_ctrl_c_shows_what_is_done(run: Run, tmp_path: Path, monkeypatch: pytest
                 raise KeyboardInterrupt
             yield one
 
-    monkeypatch.setattr(ops.backtests, "rolling_origins", interrupted)
+    monkeypatch.setattr(forecasts.backtests, "rolling_origins", interrupted)
     file = save(tmp_path / "demand.csv", *days(12), *days(12, "n"))
     status, shown, _ = run(file, *QUICK, "--json", "--predictions", tmp_path / "p.csv")
     answer = json.loads(shown)

@@ -8,8 +8,8 @@ import pytest
 
 from ops.bench.live_vs_simulated import rows, scenario, slowed_profile
 from ops.bench.live_vs_simulated_load import PROFILE, Answer, Watch
-from ops.simulator.formats import traffic_of
 from ops.simulator.run import simulate
+from ops.simulator.scenario.formats import traffic_of
 
 
 def slot(switches: int, *turns: tuple[str, float, float]) -> dict[str, Any]:

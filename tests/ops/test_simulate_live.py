@@ -15,7 +15,7 @@ from controlplane.store.session import Database
 from controlplane.store.tables import Node
 from dataplane.protocol.messages import Join, SlotSpec
 from ops.commands.simulate_live import profiles_by_type
-from ops.simulator.live import LiveError, cut_demand
+from ops.simulator.scenario.live import LiveError, cut_demand
 from tests.ops.test_checkpoints import write_checkpoint
 from tests.ops.test_cli import Run, database, run, served
 

@@ -5,12 +5,12 @@ from typing import Any
 
 from controlplane.policies.assignment.pooling import PlanPools
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
-from ops.simulator.events import Kind
-from ops.simulator.fleet import Fleet
-from ops.simulator.planning import Plan, Planner
+from ops.simulator.kernel.events import Kind
 from ops.simulator.run import build_world
-from ops.simulator.scenario import Scenario
-from ops.simulator.world import World
+from ops.simulator.scenario.scenario import Scenario
+from ops.simulator.world.fleet import Fleet
+from ops.simulator.world.planning import Plan, Planner
+from ops.simulator.world.world import World
 from tests.ops.simulator.scaled import PROFILE
 
 MODELS = ("a", "b", "c")

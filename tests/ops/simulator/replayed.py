@@ -9,7 +9,7 @@ from dataplane.engines.replay.memory import REPLAY_KV_FILE
 from dataplane.protocol.messages import ModelSpec, Objective
 from dataplane.scheduling.costs import LatencyModel
 from dataplane.scheduling.profile import GpuProfile, ModelProfile
-from ops.simulator.requests import Request
+from ops.simulator.kernel.requests import Request
 
 LATENCY = LatencyModel(
     prefill_base_s=6e-3,

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ops.simulator.scenario import Scenario
+from ops.simulator.scenario.scenario import Scenario
 
 PROFILE = Path(__file__).parents[3] / "ops" / "profiles" / "h800.toml"
 REGIONS = ["east", "west"]

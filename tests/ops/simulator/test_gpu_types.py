@@ -13,12 +13,12 @@ from controlplane.policies.facts import RegionGpu
 from controlplane.policies.placement.decision import Placement
 from controlplane.policies.placement.facts import PlacementFacts
 from dataplane.scheduling.profile import ProfileError, load_gpu_profile
-from ops.simulator import planning
-from ops.simulator.fleet import Fleet, Held
-from ops.simulator.results import Result, held_hours
+from ops.simulator.results.results import Result, held_hours
 from ops.simulator.run import build_world, simulate
-from ops.simulator.scenario import Scenario, ScenarioError, load_scenario
-from ops.simulator.scenario_planning import Strategy
+from ops.simulator.scenario.planning import Strategy
+from ops.simulator.scenario.scenario import Scenario, ScenarioError, load_scenario
+from ops.simulator.world import planning
+from ops.simulator.world.fleet import Fleet, Held
 from tests.ops.simulator.examples import EXAMPLES, changed
 from tests.ops.simulator.scaled import KV_BYTES, PATHS, PROFILE, REGIONS, node, scaled
 

@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from ops.cli import app
 from ops.commands.api import CommandError
-from ops.simulator.results import ResultError, read_result
+from ops.simulator.results.results import ResultError, read_result
 from ops.simulator.run import build_world, simulate
-from ops.simulator.scenario import ScenarioError, load_scenario
+from ops.simulator.scenario.scenario import ScenarioError, load_scenario
 from tests.ops.simulator.examples import EXAMPLES, SCALED, SMALL, changed
 from tests.ops.simulator.scaled import REGIONS, scaled
 

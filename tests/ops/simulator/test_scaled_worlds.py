@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controlplane.policies.assignment.facts import InstanceChange, SlotDecision
-from ops.simulator import planning
-from ops.simulator.fleet import Fleet
-from ops.simulator.formats import traffic_of
 from ops.simulator.run import build_world, simulate
-from ops.simulator.scenario import Scenario
-from ops.simulator.scenario_planning import Strategy
-from ops.simulator.servers import DedicatedServer
-from ops.simulator.world import World
+from ops.simulator.scenario.formats import traffic_of
+from ops.simulator.scenario.planning import Strategy
+from ops.simulator.scenario.scenario import Scenario
+from ops.simulator.servers.servers import DedicatedServer
+from ops.simulator.world import planning
+from ops.simulator.world.fleet import Fleet
+from ops.simulator.world.world import World
 from tests.ops.simulator.scaled import REGIONS, node, scaled
 
 STRATEGIES = list(get_args(Strategy))

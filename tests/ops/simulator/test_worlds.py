@@ -23,13 +23,13 @@ from controlplane.planner import pool_facts as live_pool_facts
 from controlplane.planner import scale as live_scale
 from controlplane.planner import scale_facts as live_scale_facts
 from controlplane.policies.decisions import Admit, Refuse
-from ops.simulator import loops as sim_loops
-from ops.simulator import planned_pools as sim_planned_pools
-from ops.simulator import planning as sim_planning
-from ops.simulator import world as world_module
-from ops.simulator.formats import traffic_of
 from ops.simulator.run import simulate
-from ops.simulator.scenario import PolicyPart, Scenario
+from ops.simulator.scenario.formats import traffic_of
+from ops.simulator.scenario.scenario import PolicyPart, Scenario
+from ops.simulator.world import loops as sim_loops
+from ops.simulator.world import planned_pools as sim_planned_pools
+from ops.simulator.world import planning as sim_planning
+from ops.simulator.world import world as world_module
 from tests.ops.simulator.pooling import pooled
 from tests.ops.simulator.scaled import scaled
 
@@ -175,23 +175,23 @@ def test_no_policy_is_written_twice() -> None:
 @pytest.mark.parametrize(
     ("serving", "where"),
     [
-        ("dedicated", "ops.simulator.world.choose_route"),
-        ("dedicated", "ops.simulator.deferred.choose_releases"),
-        ("dedicated", "ops.simulator.dedicated.settle_shares"),
-        ("dedicated", "ops.simulator.prompts.choose_group"),
-        ("scaled", "ops.simulator.world.choose_admission"),
-        ("scaled", "ops.simulator.loops.choose_scaling"),
-        ("scaled", "ops.simulator.loops.choose_slots"),
-        ("scaled", "ops.simulator.loops.kind_for"),
-        ("scaled", "ops.simulator.loops.utilization_of"),
-        ("scaled", "ops.simulator.loops.moved_endpoints"),
-        ("scaled", "ops.simulator.planning.choose_placement"),
-        ("scaled", "ops.simulator.planning.demand_to_plan"),
-        ("scaled", "ops.simulator.planning.forecast_at"),
-        ("scaled", "ops.simulator.planning.forecast_peak"),
-        ("pooling", "ops.simulator.planned_pools.choose_poolable"),
-        ("pooling", "ops.simulator.loops.choose_pool_slots"),
-        ("pooled", "ops.simulator.world.choose_route"),
+        ("dedicated", "ops.simulator.world.world.choose_route"),
+        ("dedicated", "ops.simulator.traffic.deferred.choose_releases"),
+        ("dedicated", "ops.simulator.servers.dedicated.settle_shares"),
+        ("dedicated", "ops.simulator.servers.prompts.choose_group"),
+        ("scaled", "ops.simulator.world.world.choose_admission"),
+        ("scaled", "ops.simulator.world.loops.choose_scaling"),
+        ("scaled", "ops.simulator.world.loops.choose_slots"),
+        ("scaled", "ops.simulator.world.loops.kind_for"),
+        ("scaled", "ops.simulator.world.loops.utilization_of"),
+        ("scaled", "ops.simulator.world.loops.moved_endpoints"),
+        ("scaled", "ops.simulator.world.planning.choose_placement"),
+        ("scaled", "ops.simulator.world.planning.demand_to_plan"),
+        ("scaled", "ops.simulator.world.planning.forecast_at"),
+        ("scaled", "ops.simulator.world.planning.forecast_peak"),
+        ("pooling", "ops.simulator.world.planned_pools.choose_poolable"),
+        ("pooling", "ops.simulator.world.loops.choose_pool_slots"),
+        ("pooled", "ops.simulator.world.world.choose_route"),
         ("pooled", "dataplane.engines.core.slot_engine.choose_turn"),
         ("pooled", "dataplane.agent.dispatch.choose_prefill_slot"),
     ],

@@ -15,7 +15,7 @@ from controlplane.policies.placement.facts import (
     Profile,
 )
 from forecasts.importers import read_azure_week, read_sageserve_week
-from forecasts.select import PeakForecast, forecast_peak
+from forecasts.selection.select import PeakForecast, forecast_peak
 from forecasts.series import DemandRow, DemandSeries
 from forecasts.settings import ArimaSettings, ForecastSettings
 

@@ -1,0 +1,271 @@
+"""Backtests of every series of a file: what each forecaster said at past hours, told only what was known then.
+
+Origins lie at whole hours of UTC, and the forecasters learn hour by hour from the series' beginning (in long files,
+from two weeks before the first hour asked for), as in a fleet that ran all the time: so what is foretold at an hour
+does not depend on where the file ends.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from forecasts.importers.series_file import EndpointSeries
+from forecasts.models.forecaster import ForecastError
+from forecasts.models.forecasters import FORECASTERS
+from forecasts.selection.rolling import rolling_origins
+from forecasts.selection.select import PeakForecast
+from forecasts.series import DemandSeries, FloatArray
+from forecasts.settings import ForecastSettings
+
+CHAMPION = "champion"
+"""What a plan would have read, whichever forecaster gave it."""
+
+HOUR_S = 3600.0
+WINDOW_S_MIN = 300.0
+ROUNDING = 1e-9
+"""A peak that was foretold exactly is covered, whatever the last bit says."""
+
+LEARNING_HOURS_MAX = 14 * 24
+"""Before the first hour asked for: twice the hours whose errors are remembered."""
+
+Told = Callable[[str, int, int], None]
+"""Called with the series, how many of its hours are done, and how many there are."""
+
+
+class Prediction(NamedTuple):
+    """One forecaster at one hour: median and upper quantile of its peak, and the peak that came, input tokens/s.
+
+    `chosen` names the champion of that hour; `actual` is None where the hour is one gap.
+    """
+
+    origin_s: float
+    forecaster: str
+    chosen: str
+    peak_q50: float
+    peak_upper: float
+    actual: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecasterScore:
+    """How well a forecaster did over the hours with a prediction and an outcome.
+
+    Attributes:
+        forecaster: its name, "champion" for the one that was chosen hour by hour from what was known.
+        hours: how many.
+        error: sum |peak - median| / sum of peaks, a share of 1; None without hours or without demand.
+        coverage: share of hours whose peak was at most the upper quantile.
+        over_provision: sum of what the upper quantile lay above the peak / sum of peaks.
+        equal_cover: the same with every upper quantile times the one factor at which just the asked share of these
+            hours is covered; found with hindsight, so that forecasters of different coverage compare.
+        fit_s: time to choose its orders and fit it at the newest hour, from nothing; None of more than one.
+        forecast_s: time of one forecast with the parameters kept; of the champion, the mean over all hours of
+            everything: all forecasters, their refits when due, the choice.
+    """
+
+    forecaster: str
+    hours: int
+    error: float | None
+    coverage: float | None
+    over_provision: float | None
+    equal_cover: float | None
+    fit_s: float | None
+    forecast_s: float | None
+
+
+class Cost(NamedTuple):
+    """Seconds of a fit and of a forecast, see `ForecasterScore`."""
+
+    fit_s: float | None
+    forecast_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeriesBacktest:
+    """One series of the file.
+
+    Attributes:
+        endpoint: the series.
+        predictions: of the hours asked for, hour by hour.
+        costs: by forecaster.
+        seconds: what all of it took, hours before those asked for included.
+        chosen: how often which forecaster was the champion.
+        reason: why there are no predictions, or fewer than asked for; None = all are there.
+    """
+
+    endpoint: EndpointSeries
+    predictions: tuple[Prediction, ...]
+    costs: Mapping[str, Cost]
+    seconds: float
+    chosen: Mapping[str, int]
+    reason: str | None
+
+
+def run_backtests(
+    found: Sequence[EndpointSeries], settings: ForecastSettings, *, hours_max: int | None, told: Told
+) -> tuple[list[SeriesBacktest], bool]:
+    """Backtest series after series.
+
+    Args:
+        found: the series.
+        settings: how to forecast; `bucket_s` is set to each series' own windows.
+        hours_max: the newest so many hours of each; None = those of its second half.
+        told: is told how far it is.
+
+    Returns:
+        What is done, and whether Ctrl-C ended it.
+    """
+    done: list[SeriesBacktest] = []
+    for endpoint in found:
+        one, interrupted = _backtest(endpoint, settings, hours_max, told)
+        done.append(one)
+        if interrupted:
+            return done, True
+    return done, False
+
+
+def _backtest(
+    endpoint: EndpointSeries, settings: ForecastSettings, hours_max: int | None, told: Told
+) -> tuple[SeriesBacktest, bool]:
+    predictions: list[Prediction] = []
+    costs: dict[str, Cost] = {}
+    reason, interrupted, began_s = None, False, time.perf_counter()
+    try:
+        hours, wanted_from_s, settings = _hours(endpoint.series, settings, hours_max)
+        predictions.extend(_predicted(endpoint, settings, hours, wanted_from_s, told))  # those before a Ctrl-C stay
+        costs[CHAMPION] = Cost(None, (time.perf_counter() - began_s) / len(hours))
+        answered = {one.forecaster for one in predictions if one.origin_s == hours[-1]}
+        costs |= _costs(endpoint.series.before(hours[-1]).rebin(settings.bucket_s), settings, answered)
+    except ValueError as error:
+        reason = str(error)
+        told(endpoint.name, 1, 1)
+    except KeyboardInterrupt:
+        reason, interrupted = "interrupted", True
+    backtest = SeriesBacktest(
+        endpoint=endpoint,
+        predictions=tuple(predictions),
+        costs=costs,
+        seconds=time.perf_counter() - began_s,
+        chosen=Counter(one.chosen for one in predictions if one.forecaster == CHAMPION),
+        reason=reason,
+    )
+    return backtest, interrupted
+
+
+def scores_of(predictions: Sequence[Prediction], quantile: float, costs: Mapping[str, Cost]) -> list[ForecasterScore]:
+    """A score for each forecaster, the champion's first, then by error.
+
+    Args:
+        predictions: of one series, or of several taken together.
+        quantile: which one `peak_upper` is.
+        costs: by forecaster, as far as known.
+    """
+    by_forecaster: dict[str, list[Prediction]] = {}
+    for one in predictions:
+        by_forecaster.setdefault(one.forecaster, []).append(one)
+    scores = [_score(name, rows, quantile, costs.get(name)) for name, rows in by_forecaster.items()]
+    return sorted(scores, key=lambda s: (s.forecaster != CHAMPION, math.inf if s.error is None else s.error))
+
+
+def window_s(bucket_s: float) -> float:
+    """The windows to forecast a series in: the least multiple of its bucket that divides an hour, 5 minutes or more.
+
+    Raises:
+        ValueError: no multiple of the bucket makes an hour.
+    """
+    count = round(HOUR_S / bucket_s)
+    if count < 1 or abs(count * bucket_s - HOUR_S) > 1e-3:
+        raise ValueError(f"buckets of {bucket_s:g} s do not divide an hour, so its peak cannot be told")
+    return bucket_s * next(k for k in range(1, count + 1) if count % k == 0 and k * bucket_s >= WINDOW_S_MIN)
+
+
+def hours_of(series: DemandSeries, settings: ForecastSettings) -> list[float]:
+    """Each whole hour of UTC, or the bucket that begins next, with enough before it to forecast from and all after it.
+
+    Args:
+        series: its buckets divide an hour.
+        settings: half of `history_min_s` lies before the first.
+    """
+    phase_s = series.start_s % series.bucket_s
+    first = math.ceil((series.start_s + settings.history_min_s / 2 - phase_s) / HOUR_S - 1e-9)
+    last = math.floor((series.end_s - phase_s) / HOUR_S + 1e-9) - 1
+    return [hour * HOUR_S + phase_s for hour in range(first, last + 1)]
+
+
+def _hours(
+    series: DemandSeries, settings: ForecastSettings, hours_max: int | None
+) -> tuple[list[float], float, ForecastSettings]:
+    """The hours to go through, the first that is asked for, and the settings with this series' windows.
+
+    Raises:
+        ValueError: the series has no hour to forecast.
+    """
+    settings = replace(settings, bucket_s=window_s(series.bucket_s))
+    hours, middle_s = hours_of(series, settings), series.start_s + series.duration_s / 2
+    wanted = [hour for hour in hours if hour >= middle_s] if hours_max is None else hours[-hours_max:]
+    if not wanted:
+        known_h, needed_h = series.duration_s / HOUR_S, (settings.history_min_s / 2 + settings.horizon_s) / HOUR_S
+        raise ValueError(f"{known_h:.3g} hours are too few: {needed_h:g} are needed, the last whole by the clock")
+    return hours[-(len(wanted) + LEARNING_HOURS_MAX) :], wanted[0], settings
+
+
+def _predicted(
+    endpoint: EndpointSeries, settings: ForecastSettings, hours: Sequence[float], wanted_from_s: float, told: Told
+) -> Iterator[Prediction]:
+    told(endpoint.name, 0, len(hours))
+    rolled = rolling_origins(endpoint.series, settings, hours)
+    for done, (forecast, actual) in enumerate(rolled, start=1):
+        told(endpoint.name, done, len(hours))
+        if forecast.known and forecast.origin_s >= wanted_from_s:
+            yield from _predictions(forecast, actual)
+
+
+def _costs(history: DemandSeries, settings: ForecastSettings, answered: Collection[str]) -> dict[str, Cost]:
+    """What each forecaster that answered takes by itself: a fit from nothing, and a forecast with it."""
+    costs = {}
+    for name in FORECASTERS.keys() & answered:
+        forecaster, began_s = FORECASTERS[name], time.perf_counter()
+        with suppress(ForecastError):
+            params = forecaster.fit(history, settings, None)
+            fitted_s = time.perf_counter()
+            forecaster.path(history, params, settings)
+            costs[name] = Cost(fitted_s - began_s, time.perf_counter() - fitted_s)
+    return costs
+
+
+def _predictions(forecast: PeakForecast, actual: float | None) -> Iterator[Prediction]:
+    answers = [(each.forecaster, each.peak_q50, each.peak_upper) for each in forecast.candidates]
+    for name, median, upper in [(CHAMPION, forecast.peak_q50, forecast.peak_upper), *answers]:
+        yield Prediction(forecast.origin_s, name, forecast.forecaster, median, upper, actual)
+
+
+def _score(name: str, rows: Sequence[Prediction], quantile: float, cost: Cost | None) -> ForecasterScore:
+    known = [(row.peak_q50, row.peak_upper, row.actual) for row in rows if row.actual is not None]
+    median, upper, actual = np.array(known, dtype=np.float64).reshape(-1, 3).T
+    total = float(actual.sum())
+    return ForecasterScore(
+        forecaster=name,
+        hours=len(known),
+        error=float(np.abs(actual - median).sum()) / total if total else None,
+        coverage=float((actual <= upper * (1 + ROUNDING)).mean()) if known else None,
+        over_provision=_above(upper, actual) / total if total else None,
+        equal_cover=_above(upper * _factor(upper, actual, quantile), actual) / total if total else None,
+        fit_s=None if cost is None else cost.fit_s,
+        forecast_s=None if cost is None else cost.forecast_s,
+    )
+
+
+def _above(upper: FloatArray, actual: FloatArray) -> float:
+    return float(np.maximum(0.0, upper - actual).sum())
+
+
+def _factor(upper: FloatArray, actual: FloatArray, quantile: float) -> float:
+    """The least factor on upper quantiles that covers the share asked for; 1 where all of them are zero."""
+    ratios = np.sort(actual[upper > 0] / upper[upper > 0])
+    return float(ratios[math.ceil(quantile * len(ratios)) - 1]) if len(ratios) else 1.0

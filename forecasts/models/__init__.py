@@ -1,0 +1,1 @@
+"""Forecasting models, each of one series at a time."""

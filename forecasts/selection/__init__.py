@@ -1,0 +1,1 @@
+"""Which model forecasts which series: backtests on the past, selection, calibration."""

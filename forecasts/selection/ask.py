@@ -1,0 +1,211 @@
+"""Ask every forecaster for the coming hour: refit what is due, clip, correct by past ratios, combine, calibrate."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from forecasts.models.baselines import LAST_HOUR_MAX, last_known_hour
+from forecasts.models.forecaster import Forecaster, ForecastError
+from forecasts.models.forecasters import FORECASTERS
+from forecasts.selection.calibration import upper_log_ratio
+from forecasts.selection.combination import COMBINATION, combination_weights, combined_path
+from forecasts.selection.past import Fitted, PastPeaks, SeriesState, weighted_quantile
+from forecasts.series import DemandSeries, FloatArray
+from forecasts.settings import ForecastSettings
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answer:
+    """One forecaster's coming hour, tokens per second.
+
+    Attributes:
+        name: of the forecaster.
+        path: shape (windows,), clipped and corrected.
+        raw: the peak as the forecaster gave it, clipped.
+        upper: upper quantile of the peak.
+        error: weighted error over past origins, None before the first.
+        coverage: share of past peaks under the upper quantile said before each.
+        origins: past peaks that it has said and that have come.
+    """
+
+    name: str
+    path: FloatArray
+    raw: float
+    upper: float
+    error: float | None
+    coverage: float | None
+    origins: int
+
+    @property
+    def peak(self) -> float:
+        """The median peak."""
+        return float(self.path.max())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """All answers by name; by forecaster why it gave none; whose fit or forecast failed; why no model was asked."""
+
+    answers: Mapping[str, Answer]
+    declined: Mapping[str, str]
+    failed: frozenset[str]
+    refusal: str | None
+    fitted: Mapping[str, Fitted]
+
+
+def ask_all(history: DemandSeries, state: SeriesState, settings: ForecastSettings) -> Told:
+    """Every forecaster's answer from what is known; the last hour's maximum always gives one.
+
+    Args:
+        history: in buckets of `settings.bucket_s`, with at least one known value.
+        state: with all past peaks scored that have come.
+        settings: see ForecastSettings.
+    """
+    past, covered_s = state.past.known(), _known_s(history)
+    refusal = _why_no_model(history, covered_s, settings)
+    fitted, declined, failed = dict(state.fitted), {}, set()
+    answers: dict[str, Answer] = {}
+    for forecaster in _asked(settings):
+        if forecaster.name != LAST_HOUR_MAX and refusal is not None:
+            declined[forecaster.name] = refusal
+            continue
+        if covered_s < forecaster.history_min_s:
+            need_h = forecaster.history_min_s / 3600
+            declined[forecaster.name] = f"{covered_s / 3600:.0f} hours of data, need {need_h:.0f}"
+            continue
+        kept = _fit_due(forecaster, history, state.fitted.get(forecaster.name), settings)
+        fitted[forecaster.name] = kept
+        try:
+            raw = _raw_path(forecaster, history, kept, settings)
+        except ForecastError as error:
+            declined[forecaster.name] = str(error)
+            failed |= {forecaster.name} if kept.failure else set()
+            continue
+        path = _corrected(forecaster, raw, past, history, settings)
+        answers[forecaster.name] = _answer(forecaster.name, path, float(raw.max()), past, state, history, settings)
+    combined = _combined(answers, past, state, history, settings)
+    return Told(
+        answers=answers if combined is None else {COMBINATION: combined, **answers},
+        declined=declined,
+        failed=frozenset(failed),
+        refusal=refusal,
+        fitted=fitted,
+    )
+
+
+def _asked(settings: ForecastSettings) -> Sequence[Forecaster]:
+    unknown = [name for name in settings.forecasters if name not in FORECASTERS]
+    if unknown:
+        raise ValueError(f"forecasters: {unknown[0]!r} is none of {', '.join(FORECASTERS)}")
+    return [FORECASTERS[name] for name in dict.fromkeys((LAST_HOUR_MAX, *settings.forecasters))]
+
+
+def _known_s(history: DemandSeries) -> float:
+    return float(np.count_nonzero(~np.isnan(history.values)) * history.bucket_s)
+
+
+def _why_no_model(history: DemandSeries, covered_s: float, settings: ForecastSettings) -> str | None:
+    known = history.values[~np.isnan(history.values)]
+    if covered_s < settings.history_min_s:
+        return f"too little history: {covered_s / 60:.0f} minutes, need {settings.history_min_s / 60:.0f}"
+    if np.ptp(known) == 0:
+        return f"constant series at {known[0]:,.0f} tokens/s"
+    return None
+
+
+def _fit_due(forecaster: Forecaster, history: DemandSeries, kept: Fitted | None, settings: ForecastSettings) -> Fitted:
+    """The parameters as kept, or refitted when they are old; with new orders where those are old, or where there is
+    twice the history that they were chosen from."""
+    now_s = history.end_s
+    if kept is not None and now_s - kept.fitted_s < settings.refit_s and not _orders_are_due(kept, now_s, settings):
+        return kept
+    old = None if kept is None or _orders_are_due(kept, now_s, settings) else kept
+    selected_s, selected_from_s = (now_s, history.duration_s) if old is None else (old.selected_s, old.selected_from_s)
+    try:
+        params, failure = forecaster.fit(history, settings, None if old is None else old.params), None
+    except ForecastError as error:
+        params, failure = None, f"fit failed: {error}"
+    return Fitted(
+        params=params, failure=failure, fitted_s=now_s, selected_s=selected_s, selected_from_s=selected_from_s
+    )
+
+
+def _orders_are_due(kept: Fitted, now_s: float, settings: ForecastSettings) -> bool:
+    return now_s - kept.selected_s >= min(settings.reselect_s, kept.selected_from_s)
+
+
+def _raw_path(forecaster: Forecaster, history: DemandSeries, kept: Fitted, settings: ForecastSettings) -> FloatArray:
+    if kept.params is None:
+        raise ForecastError(kept.failure or "no parameters")
+    path = forecaster.path(history, kept.params, settings)
+    if not np.isfinite(path).all():
+        raise ForecastError("the forecast is not finite")
+    return np.clip(path, 0.0, _ceiling(history, settings))
+
+
+def _corrected(
+    forecaster: Forecaster, raw: FloatArray, past: PastPeaks, history: DemandSeries, settings: ForecastSettings
+) -> FloatArray:
+    """A path that follows the mean, times the median of what past peaks were to such paths' maxima."""
+    if not forecaster.mean_path:
+        return raw
+    ratios = past.log_ratios(past.raw, forecaster.name)
+    usable = ~np.isnan(ratios)
+    if usable.sum() < settings.ratios_min:
+        return raw
+    median = weighted_quantile(ratios[usable], (past.weights(settings.half_life) * past.came)[usable], 0.5)
+    return np.clip(raw * math.exp(median), 0.0, _ceiling(history, settings))
+
+
+def _ceiling(history: DemandSeries, settings: ForecastSettings) -> float:
+    recent = history.last(settings.clip_history_s).maximum()
+    return settings.clip_ratio * (last_known_hour(history).maximum() if math.isnan(recent) else recent)
+
+
+def _answer(
+    name: str,
+    path: FloatArray,
+    raw: float,
+    past: PastPeaks,
+    state: SeriesState,
+    history: DemandSeries,
+    settings: ForecastSettings,
+) -> Answer:
+    ratios = past.log_ratios(past.said, name)
+    usable = ~np.isnan(ratios)
+    origins, peak = int(usable.sum()), float(path.max())
+    if origins < settings.ratios_min:
+        upper = peak * settings.headroom
+    else:
+        level = state.level.get(name, settings.quantile)
+        log_ratio = upper_log_ratio(ratios[usable], np.log(past.said[name][usable]), math.log(max(peak, 1e-300)), level)
+        upper = peak * math.exp(max(0.0, log_ratio))
+    uppers = past.upper.get(name, np.empty(0))
+    judged = past.came[~np.isnan(uppers)] <= uppers[~np.isnan(uppers)]
+    return Answer(
+        name=name,
+        path=path,
+        raw=raw,
+        upper=max(peak, min(upper, _ceiling(history, settings))),
+        error=past.error(name, LAST_HOUR_MAX, settings.half_life),
+        coverage=float(judged.mean()) if judged.size else None,
+        origins=origins,
+    )
+
+
+def _combined(
+    answers: Mapping[str, Answer],
+    past: PastPeaks,
+    state: SeriesState,
+    history: DemandSeries,
+    settings: ForecastSettings,
+) -> Answer | None:
+    """None while fewer than two have been tried often enough."""
+    errors = {name: each.error for name, each in answers.items() if each.origins >= settings.ratios_min}
+    tried = {name: error for name, error in errors.items() if error is not None and math.isfinite(error)}
+    if len(tried) < 2:
+        return None
+    path = combined_path({name: answers[name].path for name in tried}, combination_weights(tried))
+    return _answer(COMBINATION, path, float(path.max()), past, state, history, settings)

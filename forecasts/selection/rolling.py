@@ -1,0 +1,58 @@
+"""Rolling origins: what would have been said at past moments, told only what was known then, against what came.
+
+The series is cut at each origin before any forecaster, the choice or the calibration sees it.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from forecasts.selection.select import PeakForecast, forecast_peak
+from forecasts.series import DemandSeries
+from forecasts.settings import ForecastSettings
+
+
+class Rolled(NamedTuple):
+    """A forecast at one origin, and the peak that came, tokens per second; None where the hour is a gap or not over."""
+
+    forecast: PeakForecast
+    actual: float | None
+
+
+def hourly_origins(series: DemandSeries, settings: ForecastSettings, *, count: int | None = None) -> list[float]:
+    """Origins one horizon apart whose hour is complete, the last at the end of the series; oldest first.
+
+    Args:
+        series: the whole record.
+        settings: its horizon is the spacing, its least history lies before the first origin.
+        count: the newest so many; all where None.
+    """
+    room_s = series.duration_s - settings.history_min_s / 2
+    most = max(0, math.floor(room_s / settings.horizon_s))
+    count = most if count is None else min(count, most)
+    return [series.end_s - back * settings.horizon_s for back in range(count, 0, -1)]
+
+
+def rolling_origins(series: DemandSeries, settings: ForecastSettings, origins: Sequence[float]) -> Iterator[Rolled]:
+    """The forecast at each origin, with all candidates, and what came.
+
+    The first origin starts with nothing kept, as a live series would; state then passes from each to the next.
+
+    Args:
+        series: the whole record, in buckets that divide `settings.bucket_s`.
+        settings: `settings.forecasters` names who takes part.
+        origins: Unix times, ascending.
+    """
+    state: Mapping[str, Any] | None = None
+    for origin_s in origins:
+        forecast = forecast_peak(series.before(origin_s), settings, state)
+        state = forecast.state
+        yield Rolled(forecast, _peak_after(series, origin_s, settings))
+
+
+def _peak_after(series: DemandSeries, origin_s: float, settings: ForecastSettings) -> float | None:
+    hour = series.before(origin_s + settings.horizon_s)
+    if hour.end_s < origin_s + settings.horizon_s - 1e-6:
+        return None
+    peak = hour.last(settings.horizon_s).rebin(settings.bucket_s).maximum()
+    return None if math.isnan(peak) else peak

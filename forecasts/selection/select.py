@@ -1,0 +1,234 @@
+"""The peak of the coming hour: forecasters side by side, the best on the recent past answers, and says why.
+
+Input is one endpoint's demand up to the origin (the end of the series) and what the forecast before kept; nothing after
+the origin is ever seen. One step is made for each hour since then, or for the last two days where nothing was kept, so
+that a live forecast and a replayed one are the same computation:
+
+    score what was said   ->   refit what is due   ->   ask all   ->   correct, combine, calibrate   ->   choose
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from forecasts.models.baselines import LAST_HOUR_MAX, scaled_to_peak
+from forecasts.selection.ask import Answer, Told, ask_all
+from forecasts.selection.calibration import adapted_level
+from forecasts.selection.combination import COMBINATION
+from forecasts.selection.past import SeriesState
+from forecasts.series import DemandSeries
+from forecasts.settings import ForecastSettings
+
+__all__ = ["NO_FORECASTER", "Candidate", "PeakForecast", "forecast_peak"]
+
+NO_FORECASTER = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One forecaster's answer, used or not. Peaks in tokens per second, `error` and `coverage` as shares of 1.
+
+    `coverage`: how many of the `origins` past peaks stayed under the upper quantile that was said before each.
+    """
+
+    forecaster: str
+    peak_q50: float
+    peak_upper: float
+    error: float | None
+    coverage: float | None
+    origins: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakForecast:
+    """The coming hour, tokens per second.
+
+    Attributes:
+        forecaster: which one answered; "none" where nothing is known and the zeros mean nothing.
+        origin_s: Unix time at which the first window begins.
+        peak_q50: the median peak. peak_upper: its upper quantile.
+        windows: the path behind `peak_q50`, one value per window; its maximum is `peak_q50`.
+        windows_upper: the same path raised to `peak_upper`; what a plan uses.
+        candidates: all that answered, the chosen one first, then by error.
+        declined: by forecaster, why it gave no answer.
+        reason: in plain words, why this one.
+        state: a JSON object to hand back with the next forecast of this series.
+    """
+
+    forecaster: str
+    origin_s: float
+    peak_q50: float
+    peak_upper: float
+    windows: tuple[float, ...]
+    windows_upper: tuple[float, ...]
+    candidates: tuple[Candidate, ...]
+    declined: Mapping[str, str]
+    reason: str
+    state: Mapping[str, Any]
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was known to forecast from."""
+        return self.forecaster != NO_FORECASTER
+
+
+def forecast_peak(
+    series: DemandSeries, settings: ForecastSettings, state: Mapping[str, Any] | None = None
+) -> PeakForecast:
+    """Forecast the peak of the hour that begins where the series ends.
+
+    Args:
+        series: demand per minute (or any bucket that divides `settings.bucket_s`), gaps as NaN.
+        settings: see ForecastSettings.
+        state: of the same series' forecast before. Without one all is chosen anew; so it is where it is of a later
+            origin or cannot be read, and the reason says the latter.
+
+    Raises:
+        ValueError: the series' buckets do not divide `settings.bucket_s`, or a forecaster's name is not known.
+    """
+    kept, complaint = SeriesState(), ""
+    try:
+        kept = kept if state is None else SeriesState.from_json(state)
+    except ValueError as error:
+        complaint = f"; what was kept cannot be read: {error}"
+    if kept.origin_s is not None and kept.origin_s > series.end_s:
+        kept = SeriesState()
+    for origin_s in _origins_since(kept.origin_s, series, settings):
+        forecast, kept = _step(series.before(origin_s), kept, settings)
+    return replace(forecast, reason=forecast.reason + complaint)
+
+
+def _origins_since(last_s: float | None, series: DemandSeries, settings: ForecastSettings) -> list[float]:
+    """The series' end, and before it every hour since the last forecast, or since there was enough to start from."""
+    known = np.flatnonzero(~np.isnan(series.values))
+    first_known_s = series.start_s + (int(known[0]) if known.size else len(series.values)) * series.bucket_s
+    earliest_s = max(first_known_s + settings.history_min_s / 2, -math.inf if last_s is None else last_s + 1.0)
+    room = math.floor((series.end_s - earliest_s) / settings.horizon_s)
+    count = min(max(0, room), settings.origins_max)
+    return [series.end_s - back * settings.horizon_s for back in reversed(range(count + 1))]
+
+
+def _step(known: DemandSeries, before: SeriesState, settings: ForecastSettings) -> tuple[PeakForecast, SeriesState]:
+    history = known.rebin(settings.bucket_s)
+    state = replace(_scored(known, before, settings), origin_s=history.end_s)
+    if math.isnan(history.maximum()):
+        return _nothing_known(history, state, settings), state
+    told = ask_all(history, state, settings)
+    champion, reason = _choose(told.answers, state.champion, settings)
+    state = _remembered(state, told, champion, settings)
+    return _forecast(history, told, champion, reason, state, settings), state
+
+
+def _scored(known: DemandSeries, state: SeriesState, settings: ForecastSettings) -> SeriesState:
+    """With the peaks that have come since, and the calibration adapted to which of them were covered."""
+    waiting = set(state.past.origins_s[np.isnan(state.past.came)].tolist())
+    past = state.past.scored(known, settings.horizon_s, settings.bucket_s)
+    level = dict(state.level)
+    for place, (origin_s, came) in enumerate(zip(past.origins_s.tolist(), past.came.tolist(), strict=True)):
+        if origin_s not in waiting or math.isnan(came):
+            continue
+        for name, upper in past.upper.items():
+            if not math.isnan(upper[place]):
+                before = level.get(name, settings.quantile)
+                level[name] = adapted_level(before, settings.quantile, covered=bool(came <= upper[place]))
+    return replace(state, past=past, level=level)
+
+
+def _remembered(state: SeriesState, told: Told, champion: str, settings: ForecastSettings) -> SeriesState:
+    """With what was said now, to be scored when the hour is over."""
+    assert state.origin_s is not None
+    past = state.past.with_origin(
+        state.origin_s,
+        raw={name: answer.raw for name, answer in told.answers.items()},
+        said={name: answer.peak for name, answer in told.answers.items()},
+        upper={name: answer.upper for name, answer in told.answers.items()},
+        memory=settings.memory,
+    )
+    return replace(state, past=past, champion=champion, fitted=told.fitted)
+
+
+def _choose(answers: Mapping[str, Answer], champion: str | None, settings: ForecastSettings) -> tuple[str, str]:
+    """Who answers, and why: the combination, unless a single one did better by the margin or it is not tried yet."""
+    tried = {name: each.error for name, each in answers.items() if each.error is not None}
+    tried = {name: error for name, error in tried.items() if answers[name].origins >= settings.ratios_min}
+    if not tried:
+        return LAST_HOUR_MAX, f"too few past hours to compare on; {LAST_HOUR_MAX} needs no fit"
+    ranked = sorted(tried, key=lambda name: (tried[name], name))
+    best = ranked[0]
+    if COMBINATION in tried and tried[COMBINATION] * (1 - settings.margin) <= tried[best]:
+        best = COMBINATION
+    reason = f"{best} missed the last {answers[best].origins} peaks by {_percent(tried[best])}"
+    others = [name for name in ranked if name != best]
+    if others:
+        reason += f", {others[0]} by {_percent(tried[others[0]])}"
+    if champion is not None and champion != best:
+        fate = f"now at {_percent(tried[champion])}" if champion in tried else "without an answer now"
+        reason += f"; before, it was {champion}, {fate}"
+    return best, reason
+
+
+def _percent(share: float) -> str:
+    return "?" if math.isinf(share) else f"{100 * share:.1f} %"
+
+
+def _forecast(
+    history: DemandSeries, told: Told, champion: str, reason: str, state: SeriesState, settings: ForecastSettings
+) -> PeakForecast:
+    chosen = told.answers[champion]
+    others = [answer for name, answer in told.answers.items() if name != champion]
+    others.sort(key=lambda answer: (answer.error is None, answer.error, answer.name))
+    return PeakForecast(
+        forecaster=champion,
+        origin_s=history.end_s,
+        peak_q50=chosen.peak,
+        peak_upper=chosen.upper,
+        windows=tuple(chosen.path.tolist()),
+        windows_upper=tuple(scaled_to_peak(chosen.path, chosen.upper).tolist()),
+        candidates=tuple(_candidate(answer) for answer in (chosen, *others)),
+        declined=told.declined,
+        reason=_full_reason(history, told, chosen, reason, settings),
+        state=state.to_json(),
+    )
+
+
+def _candidate(answer: Answer) -> Candidate:
+    return Candidate(
+        forecaster=answer.name,
+        peak_q50=answer.peak,
+        peak_upper=answer.upper,
+        error=answer.error,
+        coverage=answer.coverage,
+        origins=answer.origins,
+    )
+
+
+def _full_reason(history: DemandSeries, told: Told, chosen: Answer, reason: str, settings: ForecastSettings) -> str:
+    parts = [told.refusal or reason]
+    if math.isnan(history.last_hour_max()):
+        newest = np.flatnonzero(~np.isnan(history.values))[-1]
+        silent_s = history.end_s - (history.start_s + (newest + 1) * history.bucket_s)
+        parts.append(f"no data for the last {silent_s / 60:.0f} minutes")
+    if chosen.origins < settings.ratios_min:
+        few = f"{chosen.origins} past peaks are too few to calibrate on"
+        parts.append(f"{few}: upper = peak x {settings.headroom:g}")
+    parts += [f"{name}: {why}" for name, why in told.declined.items() if name in told.failed]
+    return "; ".join(parts)
+
+
+def _nothing_known(history: DemandSeries, state: SeriesState, settings: ForecastSettings) -> PeakForecast:
+    zeros = (0.0,) * settings.windows
+    return PeakForecast(
+        forecaster=NO_FORECASTER,
+        origin_s=history.end_s,
+        peak_q50=0.0,
+        peak_upper=0.0,
+        windows=zeros,
+        windows_upper=zeros,
+        candidates=(),
+        declined={},
+        reason="no data: every bucket is a gap",
+        state=state.to_json(),
+    )

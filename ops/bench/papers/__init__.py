@@ -1,0 +1,1 @@
+"""The papers' comparisons, run in the simulator."""

@@ -1,0 +1,114 @@
+"""A request, how well it was served, and its place on an instance."""
+
+import math
+
+from msgspec import Struct
+
+from dataplane.protocol.messages import Objective, Tier
+from dataplane.scheduling.tiers import TIER_RANKS
+from ops.simulator.kernel.leaps import Leap
+
+
+class Request(Struct, frozen=True, gc=False):
+    """What comes in. `number`: from 0, in the order of arrival. `origin`: the region it comes from."""
+
+    number: int
+    arrived_s: float
+    model: str
+    origin: str
+    tier: Tier
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Served(Struct, eq=False):
+    """A request on its way. `back_s`: how long its tokens travel to where it came from; all times are at the instance.
+
+    `late_s` is the most that any token was late by the fixed schedule. A deadline that restarts from each late token
+    moves by exactly that much in all, so it is also the overdue time of `scheduling.attainment.service_share`.
+    """
+
+    request: Request
+    target: Objective
+    back_s: float = 0.0
+    made: int = 0
+    in_time: int = 0
+    late_s: float = -math.inf
+    first_s: float = math.nan
+    last_s: float = math.nan
+    due_s: float = math.nan
+    """When the first token must leave."""
+
+    def __post_init__(self) -> None:
+        """Reckon the way back in."""
+        self.due_s = self.request.arrived_s + self.target.ttft_s - self.back_s
+
+    @property
+    def left(self) -> int:
+        """Tokens still to make."""
+        return self.request.output_tokens - self.made
+
+    @property
+    def next_due_s(self) -> float:
+        """When the next token must leave."""
+        return self.due_s + self.made * self.target.tbt_s
+
+    def token(self, at_s: float) -> None:
+        """One token is out."""
+        if not self.made:
+            self.first_s = at_s
+        late_s = at_s - self.next_due_s
+        self.take(1, late_s, 1 if late_s <= 0 else 0, at_s)
+
+    def leap(self, leap: Leap) -> None:
+        """A token is out after each of many steps."""
+        if not self.made:
+            self.first_s = leap.ended_s(1)
+        due_s, tbt_s = self.next_due_s, self.target.tbt_s
+        late_s = leap.late_s(due_s, tbt_s)
+        in_time = leap.steps if late_s <= 0 else leap.in_time(due_s, tbt_s)
+        self.take(leap.steps, late_s, in_time, leap.ended_s(leap.steps))
+
+    def take(self, tokens: int, late_s: float, in_time: int, last_s: float) -> None:
+        """Tokens are out: the most that one of them was late, how many were not, and when the last one left."""
+        self.made += tokens
+        self.in_time += in_time
+        self.late_s = max(self.late_s, late_s)
+        self.last_s = last_s
+        assert self.made <= self.request.output_tokens
+
+    @property
+    def ttft_s(self) -> float:
+        """From its arrival until its first token was where it came from."""
+        return self.first_s + self.back_s - self.request.arrived_s
+
+    @property
+    def service_s(self) -> float:
+        """From its arrival until its last token was where it came from."""
+        return self.last_s + self.back_s - self.request.arrived_s
+
+    @property
+    def share(self) -> float:
+        """Share of its service in which no token was overdue: `dataplane.scheduling.attainment.service_share` of it."""
+        return 1.0 - self.late_s / self.service_s if self.late_s > 0 else 1.0
+
+
+class Sequence(Struct, eq=False):
+    """A request on an instance. `order`: place in the order of arrival. `cached`: tokens with KV, as of when it joined
+    the batch; it did so after `joined` steps.
+    """
+
+    served: Served
+    order: int
+    cached: int = 0
+    joined: int = 0
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self.served.request.model
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The order of service: by tier, then first come, first served."""
+        return TIER_RANKS[self.served.request.tier], self.order

@@ -1,0 +1,1 @@
+"""What a simulation says at its end: results, reports, comparisons, drawings."""

@@ -1,0 +1,109 @@
+"""What all pictures of simulations share: columns of a result over time, thinned, and a figure as an SVG element."""
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ops.simulator.results.results import Series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FloatArray = npt.NDArray[np.float64]
+
+WIDTH_IN = 10.5
+POINTS_MAX = 400
+"""Points of a line: more are not seen, but make a large file."""
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "tidepool",
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.25,
+    "text.parse_math": False,
+}
+
+_UNITS = ((3 * 86_400.0, 86_400.0, "days"), (3 * 3600.0, 3600.0, "hours"), (0.0, 60.0, "minutes"))
+
+
+def add_up(columns: Sequence[Sequence[float | int | None]]) -> FloatArray:
+    """Columns added up step by step; NaN where none of them is known."""
+    table = np.array([values_of(column) for column in columns])
+    known = ~np.isnan(table)
+    return np.where(known.any(axis=0), np.where(known, table, 0.0).sum(axis=0), np.nan)
+
+
+def values_of(column: Sequence[float | int | None]) -> FloatArray:
+    """A column; NaN = not known."""
+    return np.array([math.nan if value is None else float(value) for value in column])
+
+
+def thin(
+    series: Series,
+    column: "Sequence[float | int | None] | FloatArray",
+    take: Callable[[FloatArray], object],
+    unit_s: float | None = None,
+) -> tuple[FloatArray, FloatArray]:
+    """When steps begin in the axis' unit, and their values; many steps become one by `take`. The last value is there
+    twice: at the last step's beginning and at its end.
+    """
+    values = column if isinstance(column, np.ndarray) else values_of(column)
+    each = max(1, math.ceil(len(values) / POINTS_MAX))
+    groups = [values[first : first + each] for first in range(0, len(values), each)]
+    thinned: FloatArray = np.array([np.nan if np.isnan(group).all() else take(group) for group in groups], dtype=float)
+    edges_s: FloatArray = series.start_s + series.step_s * np.minimum(each * np.arange(len(groups) + 1), len(values))
+    return edges_s / (unit_s or unit_of(series)[0]), np.append(thinned, thinned[-1:])
+
+
+def unit_of(series: Series) -> tuple[float, str]:
+    """Seconds of a unit of the time axis, and its name."""
+    return next((unit_s, name) for least_s, unit_s, name in _UNITS if span_s(series) >= least_s)
+
+
+def span_s(series: Series) -> float:
+    """From the first step's beginning to the last one's end."""
+    columns = [one.demand for one in series.endpoints] + [one.ended for one in series.tiers]
+    return series.step_s * max((len(column) for column in columns), default=0)
+
+
+def finish_time_axis(axes: "Axes", series: Series) -> None:
+    """Its name and unit; the line begins and ends with the series."""
+    unit_s, name = unit_of(series)
+    axes.set_xlabel(f"simulated time, {name}")
+    axes.set_xlim(series.start_s / unit_s, (series.start_s + span_s(series)) / unit_s)
+
+
+def add_legend(axes: "Axes") -> None:
+    """Above the panel, on the right: it hides nothing. None where nothing is labelled."""
+    if not axes.get_legend_handles_labels()[0]:
+        return
+    axes.legend(
+        loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=6, fontsize=8, frameon=False, borderaxespad=0.2,
+        handlelength=1.4, columnspacing=1.2,
+    )  # fmt: skip
+
+
+def draw_svg(paint: "Callable[[Figure], None]", height_in: float) -> str:
+    """A figure as an SVG element, the same for the same figures."""
+    import matplotlib as mpl  # noqa: PLC0415 - heavy
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained", facecolor="none")
+        paint(figure)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]

@@ -1,0 +1,1 @@
+"""Scenario files: what may stand in them, and what they are made from."""

@@ -1,0 +1,305 @@
+"""A scenario: a TOML file that says what comes, on what it runs, and by which policies. Errors name the key."""
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, ValidationError, model_validator
+
+from controlplane.policies.facts import InstanceKind
+from dataplane.engines.core.pressure import KvPressure
+from dataplane.protocol.messages import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S, Tier
+from dataplane.scheduling.ordering import Order
+from ops.simulator.kernel.costs import Batching
+from ops.simulator.kernel.scenario_values import FORMS, ByGpuType, Count, Part, Positive, Share
+from ops.simulator.scenario.changes import ChangeError, with_settings, with_trace
+from ops.simulator.scenario.planning import (
+    FailurePart,
+    NodesPart,
+    PlanningPart,
+    ProvisioningPart,
+    ScalingPart,
+    Strategy,
+)
+from ops.simulator.servers.request_level import Switching
+from ops.simulator.traffic.traffic_parts import TrafficPart
+
+PROFILES = Path(__file__).parents[2] / "profiles"
+
+
+class ScenarioError(ValueError):
+    """A scenario that cannot be run; the message names the file and the key."""
+
+
+class ModelPart(Part):
+    """A model. Its step times are those of the profile's model nearest in size on as many GPUs. Where it is scaled,
+    `tokens_per_s` is what the planner takes one instance to serve within its objectives, in input tokens (theta), on
+    `gpus` of a slot: a number, or a table by GPU type. On a type that such a table does not name it is not placed.
+    """
+
+    name: str
+    weights_bytes: Count
+    kv_bytes_per_token: Count
+    context_tokens: Count = 32_768
+    tokens_per_s: ByGpuType[Positive] | None = None
+    gpus: ByGpuType[Count] = 1
+
+
+class InstancePart(Part):
+    """Dedicated instances of a model in a region. `gpu_type` None: whichever suits."""
+
+    model: str
+    region: str
+    gpu_type: str | None = None
+    count: Count = 1
+    kind: InstanceKind = InstanceKind.MIXED
+
+
+_SLOTS: Mapping[str, frozenset[str]] = {
+    "dedicated": frozenset(),
+    "pooled": frozenset({"prefill_slots", "decode_slots", "both_slots"}),
+    "request-level": frozenset({"prefill_slots", "decode_slots", "gpus"}),
+    "static": frozenset({"gpus"}),
+}
+"""Which counts of slots each way of serving has."""
+
+
+class FleetPart(Part):
+    """What serves. `dedicated` has `instances`; `pooled` has slots in each region, of which `both_slots` prefill and
+    decode; `request-level` has `gpus` in each region that do both, or prefill and decode slots; `static` has
+    `gpus` in each region, each with `models_per_gpu` for good. `kv_bytes` and, for
+    pools, `weights_bytes` beside it are per GPU. Where dedicated instances are scaled, `instances` are those there at
+    the beginning, and `nodes` take them; each of those may have a profile, `kv_bytes` and `weights_bytes` of its own,
+    the latter of the slots of pools that plans make. `cost_per_hour`: of one GPU by GPU type, in the place of its
+    profile's.
+    """
+
+    serving: Literal["dedicated", "pooled", "request-level", "static"]
+    profile: str
+    kv_bytes: Count
+    weights_bytes: Count | None = None
+    cost_per_hour: dict[str, Share] = Field(default_factory=dict)
+    instances: list[InstancePart] = Field(default_factory=list)
+    nodes: list[NodesPart] = Field(default_factory=list)
+    prefill_slots: Annotated[int, Field(ge=0)] = 0
+    decode_slots: Annotated[int, Field(ge=0)] = 0
+    both_slots: Annotated[int, Field(ge=0)] = 0
+    gpus: Annotated[int, Field(ge=0)] = 0
+    models_per_gpu: Count = 2
+
+    @model_validator(mode="after")
+    def _complete(self) -> "FleetPart":
+        slots = (self.prefill_slots, self.decode_slots, self.both_slots)
+        needs = {
+            "dedicated": ("instances", bool(self.instances or self.nodes)),
+            "pooled": ("prefill_slots and decode_slots, or both_slots", bool(slots[2] or (slots[0] and slots[1]))),
+            "request-level": ("gpus, or prefill_slots and decode_slots", bool(self.gpus or (slots[0] and slots[1]))),
+            "static": ("gpus", bool(self.gpus)),
+        }
+        name, there = needs[self.serving]
+        if not there:
+            raise ValueError(f"serving = {self.serving!r} needs {name}")
+        for key in sorted(frozenset[str]().union(*_SLOTS.values()) - _SLOTS[self.serving]):
+            if getattr(self, key):
+                raise ValueError(f"{key}: serving = {self.serving!r} has none; a fleet serves in one way only")
+        if self.serving in ("pooled", "static") and self.weights_bytes is None:
+            raise ValueError(f"serving = {self.serving!r} needs weights_bytes")
+        return self
+
+
+class PolicyPart(Part):
+    """What the policies are told besides their own defaults. `switching`: of request-level serving.
+    `admission`: whether requests that no instance would begin in time are refused. `tries_max`: how often a client
+    offers one, waiting for as long as it is told after each refusal; TTFT counts from the first. `view_s`: how often
+    instances report and deferred requests are released. `kv_pressure`: what slots of pools do when KV has no room; a
+    model's weights are in 32 layers.
+    """
+
+    order: Order = "edf"
+    switching: Switching = "first-come"
+    batching: Batching = "turns"
+    batch_max: Count = 64
+    prefill_tokens_per_step_max: Count = 2048
+    quota_max_s: Positive = 4.0
+    group_requests_max: Count = 8
+    region_utilization_max: Positive = 0.7
+    prefetch: bool = True
+    kv_pressure: KvPressure = "swap"
+    admission: bool = False
+    tries_max: Annotated[int, Field(ge=1, le=1000)] = 1
+    view_s: Positive = 1.0
+
+    @model_validator(mode="after")
+    def _refusing(self) -> "PolicyPart":
+        if self.tries_max > 1 and not self.admission:
+            raise ValueError("tries_max: needs admission = true; nobody is refused without")
+        return self
+
+
+class TargetPart(Part):
+    """Token k, from 0, is due `ttft_s` + k * `tbt_s` after the request came."""
+
+    ttft_s: Annotated[Positive, Field(le=OBJECTIVE_TTFT_MAX_S)]
+    tbt_s: Annotated[Positive, Field(le=OBJECTIVE_TBT_MAX_S)]
+
+
+class Scenario(Part):
+    """The whole file. `latencies_ms`: one way, by "origin > destination"; what is not there takes no time."""
+
+    name: str
+    seed: Annotated[int, Field(ge=0)] = 1
+    regions: Annotated[list[str], Field(min_length=1)]
+    latencies_ms: dict[str, Share] = Field(default_factory=dict)
+    targets: dict[Tier, TargetPart] = Field(default_factory=dict)
+    traffic: TrafficPart
+    models: Annotated[list[ModelPart], Field(min_length=1)]
+    fleet: FleetPart
+    policy: PolicyPart = PolicyPart()
+    scaling: ScalingPart | None = None
+    planning: PlanningPart = PlanningPart()
+    provisioning: ProvisioningPart = ProvisioningPart()
+    failures: list[FailurePart] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _names(self) -> "Scenario":
+        """Whatever is named is there."""
+        models, regions = [model.name for model in self.models], set(self.regions)
+        if len(set(models)) < len(models):
+            raise ValueError("models: a name is there twice")
+        if len(regions) < len(self.regions):
+            raise ValueError("regions: a name is there twice")
+        for index, instance in enumerate(self.fleet.instances):
+            if instance.model not in models:
+                raise ValueError(f"fleet.instances.{index}.model: no model {instance.model!r}")
+            if instance.region not in regions:
+                raise ValueError(f"fleet.instances.{index}.region: no region {instance.region!r}")
+        for model in getattr(self.traffic, "models", None) or ():
+            if model not in models:
+                raise ValueError(f"traffic.models.{model}: no such model")
+        for key in self.latencies_ms:
+            if not set(self.ends(key)) <= regions | self.origins or len(self.ends(key)) != 2:
+                raise ValueError(f"latencies_ms.{key}: must be 'origin > destination'")
+        return self
+
+    @model_validator(mode="after")
+    def _scaled(self) -> "Scenario":
+        """What comes and goes can."""
+        regions, models = set(self.regions), {model.name for model in self.models}
+        named = [(f"fleet.nodes.{i}.region", node.region, regions) for i, node in enumerate(self.fleet.nodes)]
+        named += [(f"failures.{i}.region", one.region, regions) for i, one in enumerate(self.failures)]
+        for model, places in self.provisioning.weights.items():
+            named.append(("provisioning.weights", model, models))
+            named += [(f"provisioning.weights.{model}", region, regions) for region in places]
+        for key, name, known in named:
+            if name not in known:
+                raise ValueError(f"{key}: {name!r} is none of {', '.join(sorted(known))}")
+        if self.scaling is None:
+            for key in self._of_scaling():
+                raise ValueError(f"{key}: needs [scaling], and says nothing without")
+            return self
+        if self.fleet.serving != "dedicated" or not self.fleet.nodes:
+            raise ValueError("scaling: needs fleet.serving = 'dedicated' and fleet.nodes")
+        for index, each in enumerate(self.models):
+            if each.tokens_per_s is None:
+                raise ValueError(f"models.{index}.tokens_per_s: is needed where [scaling] is")
+        return self
+
+    @model_validator(mode="after")
+    def _pooled(self) -> "Scenario":
+        """Plans can pool if they shall."""
+        if self.planning.pools:
+            for index, node in enumerate(self.fleet.nodes):
+                if node.host_bytes is None:
+                    raise ValueError(f"fleet.nodes.{index}.host_bytes: is needed where planning.pools is set")
+                if (node.weights_bytes or self.fleet.weights_bytes) is None:
+                    raise ValueError("fleet.weights_bytes: is needed where planning.pools is set")
+        return self
+
+    def _of_scaling(self) -> Iterator[str]:
+        """Keys of the file that are for instances that come and go."""
+        for key, given in (("failures", self.failures), ("fleet.nodes", self.fleet.nodes)):
+            if given:
+                yield key
+        yield from (f"models.{index}.gpus" for index, model in enumerate(self.models) if model.gpus != 1)
+        yield from (f"provisioning.{key}" for key in sorted(self.provisioning.model_fields_set))
+        yield from (f"planning.{key}" for key in sorted(self.planning.model_fields_set - {"learn_s"}))
+
+    def with_strategy(self, strategy: str) -> "Scenario":
+        """The same under another scaling strategy.
+
+        Raises:
+            ScenarioError: nothing is scaled in it, or there is no such strategy.
+        """
+        if self.scaling is None:
+            raise ScenarioError(f"{self.name}: scaling: is needed for a strategy")
+        if strategy not in get_args(Strategy):
+            raise ScenarioError(f"strategy {strategy!r} is none of {', '.join(get_args(Strategy))}")
+        return self.model_copy(update={"scaling": self.scaling.model_copy(update={"strategy": strategy})})
+
+    @property
+    def origins(self) -> set[str]:
+        """Where requests come from."""
+        return set(self.traffic.origins or self.regions)
+
+    @staticmethod
+    def ends(key: str) -> tuple[str, ...]:
+        """Origin and destination."""
+        return tuple(end.strip() for end in key.split(">"))
+
+
+def load_scenario(path: Path, *, trace: str | None = None, settings: Sequence[str] = ()) -> Scenario:
+    """The scenario in a file. Paths in it are relative to the file; a profile may be one of `ops/profiles` by name.
+
+    Args:
+        path: the file.
+        trace: a recording in the place of its traffic; see `changes.with_trace`.
+        settings: keys to set; see `changes.with_settings`.
+
+    Raises:
+        ScenarioError: the file cannot be read, or a key is missing, unknown or out of range.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScenarioError(f"{path}: cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ScenarioError(f"{path}: is not TOML: {error}") from error
+    try:
+        traced = document if trace is None else with_trace(document, trace)
+        return Scenario.model_validate(_located(with_settings(traced, settings), path.parent))
+    except ChangeError as error:
+        raise ScenarioError(f"{path}: {error}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = _key(first["loc"])
+        said = first["msg"].removeprefix("Value error, ")
+        raise ScenarioError(f"{path}: {key + ': ' if key else ''}{said}") from error
+
+
+def _key(places: tuple[int | str, ...]) -> str:
+    """Where an error lies, as the file has it: below `traffic` its kind is no table of its own, nor is a form."""
+    table, *rest = places or ("",)
+    kept = rest[1:] if table == "traffic" else [place for place in rest if place not in FORMS]
+    return ".".join(map(str, (table, *kept)))
+
+
+def _located(document: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The document with its files where they are."""
+    traffic, fleet = document.get("traffic"), document.get("fleet")
+    if isinstance(traffic, dict):
+        files = {key: folder / traffic[key] for key in ("path", "lengths") if isinstance(traffic.get(key), str)}
+        document["traffic"] = traffic | files
+    if isinstance(fleet, dict):
+        nodes = fleet.get("nodes")
+        located = {"nodes": [_profiled(node, folder) for node in nodes]} if isinstance(nodes, list) else {}
+        document["fleet"] = _profiled(fleet, folder) | located
+    return document
+
+
+def _profiled(table: Any, folder: Path) -> Any:
+    """A table with its profile where that is, if it names one."""
+    if not isinstance(table, dict) or not isinstance(table.get("profile"), str):
+        return table
+    own = folder / table["profile"]
+    return table | {"profile": str(own if own.exists() else PROFILES / table["profile"])}

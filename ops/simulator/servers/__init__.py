@@ -1,0 +1,1 @@
+"""Simulated instances and pools, which run the live scheduling code."""

@@ -1,0 +1,107 @@
+"""The sequences that an instance decodes together, and their KV. Steps are taken in leaps: see `leaps`."""
+
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+
+from dataplane.engines.core.room import choose_victim
+from dataplane.scheduling.costs import LatencyModel
+from ops.simulator.kernel.leaps import Leap, Pace
+from ops.simulator.kernel.requests import Sequence
+from ops.simulator.kernel.timeline import Timeline
+
+LEAPS_KEPT = 256
+"""When there are more, and twice as many as were needed the last time, it is seen to which of them nobody needs."""
+
+
+class Batch:
+    """Decodes. `kv_tokens_max`: what the KV of its sequences, each with the token to come, may take. `size`: how many
+    they are, with `context_tokens` together.
+    """
+
+    def __init__(self, latency: LatencyModel, kv_tokens_max: int) -> None:
+        self.size = 0
+        self.context_tokens = 0
+        self._latency = latency
+        self._kv_tokens_max = kv_tokens_max
+        self._timeline = Timeline()
+        self._ends: list[tuple[int, int, Sequence]] = []
+        """Those that decode by their last step and order, as a heap."""
+        self._leaps_max = LEAPS_KEPT
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Those that decode."""
+        return (sequence for _, _, sequence in self._ends)
+
+    @property
+    def kv_tokens(self) -> int:
+        """What its KV takes: all contexts, and room for one more token of each."""
+        return self.context_tokens + self.size
+
+    def join(self, sequence: Sequence) -> None:
+        """Let a sequence decode from the next step on."""
+        served, timeline = sequence.served, self._timeline
+        left = served.request.output_tokens - served.made
+        assert left > 0
+        sequence.joined = timeline.step
+        timeline.expect(served.target.tbt_s)
+        self.size += 1
+        self.context_tokens += sequence.cached
+        heappush(self._ends, (timeline.step + left, sequence.order, sequence))
+
+    def steps_max(self, reserved_tokens: int) -> int:
+        """Steps until a sequence ends or KV runs out, `reserved_tokens` of it being others'."""
+        steps = self._ends[0][0] - self._timeline.step
+        free_tokens = self._kv_tokens_max - reserved_tokens - self.context_tokens
+        return steps if steps * self.size <= free_tokens else free_tokens // self.size
+
+    def leap(self, now_s: float, steps_max: int, reserved_tokens: int) -> Leap | None:
+        """The steps that it takes from now on, at most so many; None: there is no room for one, or nobody decodes."""
+        if not self.size:
+            return None
+        steps = self.steps_max(reserved_tokens)
+        if steps < 1:
+            return None
+        first_s, growth_s = self._latency.decode_pace_s(self.context_tokens, self.size)
+        return Leap(now_s, Pace(first_s, growth_s), steps if steps < steps_max else steps_max)
+
+    def advance(self, leap: Leap, over_s: float) -> list[Sequence]:
+        """Take the steps of a leap that is over at `over_s`, and let those out that have ended, in order of arrival."""
+        timeline, ends = self._timeline, self._ends
+        timeline.add(leap, over_s)
+        self.context_tokens += leap.steps * self.size
+        step, ended = timeline.step, []
+        while ends and ends[0][0] <= step:
+            ended.append(self._leave(heappop(ends)[2], over_s))
+        if not ends:
+            timeline.forget(step + 1)
+        elif len(timeline.leaps) > self._leaps_max:
+            timeline.forget(min(sequence.joined for sequence in self) + 1)
+            self._leaps_max = max(LEAPS_KEPT, 2 * len(timeline.leaps))
+        return ended
+
+    def drive_out(self, now_s: float) -> Sequence:
+        """Who gives its KV up, so that the first in the order of service goes on; that itself, where it is alone."""
+        first = min(self, key=lambda sequence: sequence.key)
+        victim = choose_victim(self, first) or first
+        self._ends = [entry for entry in self._ends if entry[2] is not victim]
+        heapify(self._ends)
+        return self._leave(victim, now_s)
+
+    def dissolve(self) -> list[Sequence]:
+        """Let all out, in the order in which they would have ended."""
+        ends, self._ends = sorted(self._ends), []
+        return [self._leave(sequence, self._timeline.over_s) for _, _, sequence in ends]
+
+    def _leave(self, sequence: Sequence, now_s: float) -> Sequence:
+        """See a sequence off, and write down what it got."""
+        served, timeline = sequence.served, self._timeline
+        tokens = timeline.step - sequence.joined
+        self.size -= 1
+        sequence.cached += tokens
+        self.context_tokens -= sequence.cached
+        if tokens:
+            first, due_s, target_s = sequence.joined + 1, served.next_due_s, served.target.tbt_s
+            late_s = timeline.late_s(first, due_s, target_s)
+            in_time = tokens if late_s <= 0 else timeline.in_time(first, due_s, target_s)
+            served.take(tokens, late_s, in_time, now_s)
+        return sequence

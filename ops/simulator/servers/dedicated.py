@@ -1,0 +1,281 @@
+"""A dedicated instance: one model on a slot of its own, with continuous batching. Time comes from its latency model.
+
+What it does next is asked of the live slot's policies wherever there is a choice: `choose_group` says in which order
+prompts are prefilled, and `settle_shares` whether one goes before the batch: where there is one model and nothing to
+switch, that is all there is to a turn. Where only one thing can be done it is done unasked.
+
+    waiting --prefill (several prompts, or a piece of one)--> batch --leaps--> ended
+                                                              |    ^
+                                                  no room for KV   room, after a transfer
+                                                              v    |
+                                                              away (host memory, which has no limit here)
+
+It has a clock of its own: it lives through the past when it is told what time it is, and between two looks at it nobody
+need know how far it has come. Two simplifications: KV that leaves makes room at once, and no prompt is begun while KV
+waits to come back.
+"""
+
+from bisect import insort
+from collections.abc import Callable, Iterable
+from math import inf
+
+from dataplane.scheduling.schedule import Kind as TurnKind
+from dataplane.scheduling.schedule import settle_shares
+from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
+from ops.simulator.kernel.leaps import Leap
+from ops.simulator.kernel.requests import Request, Sequence, Served
+from ops.simulator.servers.batch import Batch
+from ops.simulator.servers.prompts import Prompts
+
+_ANY = 2**62
+
+
+class Instance:
+    """Serves. `ended` is told of each request when its last token is out, or it is handed over. `next_s`: when what
+    runs now will be over, or KV arrives; infinite: nothing is here. All else is as of the last moment lived through.
+    """
+
+    def __init__(self, model: ModelCosts, settings: InstanceSettings, ended: Callable[[Served], None]) -> None:
+        self.model = model
+        self.kv_tokens_max = settings.kv_bytes // model.kv_bytes_per_token
+        self.busy_s = 0.0
+        self.driven_out_total = 0
+        self.remaining_tokens = 0
+        """Prompt tokens and tokens to make."""
+        self.next_s = inf
+        self._settings = settings
+        self._weighs = settings.batching == "turns"
+        """Whether the turn policy is asked."""
+        self._ended = ended
+        self._batch = Batch(model.latency, self.kv_tokens_max)
+        self._prompts = Prompts(model, settings.turns.prefill)
+        self._reserved_tokens = 0
+        self._away: list[Sequence] = []
+        self._arriving: list[tuple[float, Sequence]] = []
+        self._arrived: list[Sequence] = []
+        self._order = 0
+        self._over_s = self._prefill_spent_s = self._decode_spent_s = 0.0
+        self._owed: TurnKind | None = None
+        """The turn policy's account of shares."""
+        self._leap: Leap | None = None
+        self._chunks: list[tuple[Sequence, int]] = []
+        """What runs, if anything does: a leap of decode steps, or a prefill step of sequences and how many tokens of
+        each."""
+        self._takes_s = 0.0
+        self._over_at_s = inf
+        """How long that takes, and when it is over."""
+        self._arrives_s = inf
+        """When KV arrives next."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Room that is taken."""
+        return self._batch.kv_tokens + self._reserved_tokens
+
+    @property
+    def prefill_wait_s(self) -> float:
+        """Seconds that the prompts which wait will take."""
+        return self._prompts.load_s
+
+    @property
+    def inside(self) -> list[Served]:
+        """All that are here, in the order in which they came."""
+        prompts = [*self._prompts.waiting.values(), *self._prompts.new]
+        moving = [*self._away, *self._arrived, *(sequence for _, sequence in self._arriving)]
+        return [one.served for one in sorted([*prompts, *self._batch, *moving], key=lambda one: one.order)]
+
+    def fits(self, request: Request) -> bool:
+        """Whether a request could ever be served here."""
+        return request.prompt_tokens + request.output_tokens <= self.kv_tokens_max
+
+    def submit(self, served: Served, now_s: float) -> None:
+        """Take in a request that fits. A leap that runs ends with the step it is in."""
+        if self.next_s <= now_s:
+            self.advance(now_s)
+        request = served.request
+        self._order += 1
+        self._prompts.new.append(Sequence(served, self._order))
+        self.remaining_tokens += request.prompt_tokens + request.output_tokens
+        self._cut_or_begin(now_s)
+
+    def adopt(self, served: Served, now_s: float) -> None:
+        """Take in a request whose KV another instance has made: it comes as KV that was away."""
+        assert self.fits(served.request)
+        assert served.made
+        self.advance(now_s)
+        self._order += 1
+        tokens = served.request.prompt_tokens + served.made - 1
+        insort(self._away, Sequence(served, self._order, cached=tokens), key=lambda one: one.key)
+        self.remaining_tokens += served.left
+        self._bring_back(now_s)
+
+    def advance(self, now_s: float) -> None:
+        """Live through all that ends by then."""
+        while self.next_s <= now_s:
+            at_s, leap = self._over_at_s, self._leap
+            if self._arrives_s < at_s:
+                self._arrive()
+                continue
+            self.busy_s += self._takes_s
+            if leap is not None:
+                self._leap = None
+                self._decoded(leap, at_s)
+            else:
+                self._prefilled(at_s)
+            self._go_on(at_s)
+
+    def _cut_or_begin(self, now_s: float) -> None:
+        """Something has come: end the leap with the step that runs now, or begin where nothing runs."""
+        leap = self._leap
+        if leap is not None:
+            if leap.steps > 1:
+                steps = leap.pace.steps_to(now_s - leap.started_s)
+                if steps < leap.steps:
+                    self._decode(Leap(leap.started_s, leap.pace, steps), now_s)
+        elif not self._chunks:
+            self._go_on(now_s)
+
+    def _go_on(self, now_s: float) -> None:
+        """Between two steps: what came meanwhile joins in, what is away may come back, and the next thing begins."""
+        prompts, batch, steps_max = self._prompts, self._batch, _ANY
+        if prompts.new:
+            prompts.take_in(now_s)
+        if self._arrived:
+            self._join_arrived()
+        if self._away:
+            self._bring_back(now_s)
+        if prompts.waiting and not self._away and batch.size < self._settings.batch_max:
+            if self._weighs and not self._prefill_goes_first():
+                steps_max = 1
+            elif self._prefill(prompts.first_group(now_s), now_s) or self._prefill(prompts.begun, now_s):
+                return
+        elif self._weighs and batch.size and self._over_s + self._prefill_spent_s >= self._settings.turns.burst_s:
+            self._settle(prefill=False, decode=True)  # the batch may have to catch up
+        leap = batch.leap(now_s, steps_max, self._reserved_tokens)
+        while leap is None and batch.size:
+            self.driven_out_total += 1
+            insort(self._away, batch.drive_out(now_s), key=lambda sequence: sequence.key)
+            leap = batch.leap(now_s, steps_max, self._reserved_tokens)
+        if leap is not None:
+            self._decode(leap, now_s)
+        elif not self._prefill(prompts.begun, now_s):
+            self._run_until(inf)
+
+    def _decode(self, leap: Leap, now_s: float) -> None:
+        """Begin a leap, or what is left of it."""
+        self._leap = leap
+        self._takes_s = takes_s = leap.pace.seconds(leap.steps)
+        over_at_s = leap.started_s + takes_s
+        self._run_until(over_at_s if over_at_s > now_s else now_s)
+
+    def _run_until(self, over_at_s: float) -> None:
+        """What runs now is over then; infinite: nothing runs."""
+        self._over_at_s = over_at_s
+        self.next_s = over_at_s if over_at_s < self._arrives_s else self._arrives_s
+
+    def _decoded(self, leap: Leap, now_s: float) -> None:
+        """A leap is over. The turn policy is asked before every step; where steps were taken unasked and a prompt came
+        in the last one, it is asked once for all of those before.
+        """
+        takes_s = self._takes_s
+        self.remaining_tokens -= leap.steps * self._batch.size
+        if self._weighs and leap.steps > 1 and self._prompts.new:
+            before_s = leap.pace.seconds(leap.steps - 1)
+            self._decode_spent_s += before_s
+            self._settle(prefill=False, decode=True)
+            self._decode_spent_s += takes_s - before_s
+        else:
+            self._decode_spent_s += takes_s
+        for sequence in self._batch.advance(leap, now_s):
+            self._ended(sequence.served)
+
+    def _settle(self, *, prefill: bool, decode: bool) -> None:
+        """Let the turn policy settle its account, knowing which kinds wait."""
+        self._over_s, self._owed = settle_shares(
+            self._over_s,
+            self._owed,
+            prefill_spent_s=self._prefill_spent_s,
+            decode_spent_s=self._decode_spent_s,
+            prefill=prefill,
+            decode=decode,
+            settings=self._settings.turns,
+        )
+        self._prefill_spent_s = self._decode_spent_s = 0.0
+
+    def _prefilled(self, now_s: float) -> None:
+        """A prefill step is over."""
+        self._prefill_spent_s += self._takes_s
+        chunks, self._chunks = self._chunks, []
+        for sequence, count in chunks:
+            served = sequence.served
+            sequence.cached += count
+            self.remaining_tokens -= count
+            if sequence.cached == served.request.prompt_tokens:
+                self._prompts.remove(sequence)
+                self._reserved_tokens -= sequence.cached + 1
+                self.remaining_tokens -= 1
+                served.token(now_s)
+                left = served.left
+                if left and not self._settings.hands_over:
+                    self._batch.join(sequence)
+                else:
+                    self.remaining_tokens -= left
+                    self._ended(served)
+
+    def _bring_back(self, now_s: float) -> None:
+        """Send for KV that is away, in the order of service, while there is room."""
+        while self._away and self.kv_tokens + self._away[0].cached + 1 <= self.kv_tokens_max:
+            sequence = self._away.pop(0)
+            self._reserved_tokens += sequence.cached + 1
+            takes_s = sequence.cached * self.model.kv_bytes_per_token / self.model.bytes_per_s
+            insort(self._arriving, (now_s + takes_s, sequence), key=lambda one: one[0])
+            self._arrives_s = self._arriving[0][0]
+        self._run_until(self._over_at_s)
+
+    def _arrive(self) -> None:
+        """KV is here again: it joins the batch between two steps."""
+        at_s, sequence = self._arriving.pop(0)
+        self._arrived.append(sequence)
+        self._arrives_s = self._arriving[0][0] if self._arriving else inf
+        self._run_until(self._over_at_s)
+        self._cut_or_begin(at_s)
+
+    def _join_arrived(self) -> None:
+        for sequence in self._arrived:
+            self._reserved_tokens -= sequence.cached + 1
+            self._batch.join(sequence)
+        self._arrived.clear()
+
+    def _prefill_goes_first(self) -> bool:
+        """Whether what waits goes before the batch, if there is one."""
+        self._settle(prefill=True, decode=self._batch.size > 0)
+        return self._owed != "decode"
+
+    def _prefill(self, group: Iterable[Sequence], now_s: float) -> bool:
+        """Begin to prefill as many of the group's tokens, in order, as one step takes and KV has room for; the last
+        prompt in part. False: there is nothing of it to do.
+        """
+        chunks: list[tuple[Sequence, int]] = []
+        batch, left = self._batch, self._settings.prefill_tokens_per_step_max
+        places = self._settings.batch_max - batch.size
+        free_tokens = self.kv_tokens_max - batch.context_tokens - batch.size - self._reserved_tokens
+        tokens = squared = 0
+        for sequence in group:
+            whole, cached = sequence.served.request.prompt_tokens, sequence.cached
+            if tokens >= left or len(chunks) == places:
+                break
+            if not cached:
+                if whole >= free_tokens:  # with the token to come
+                    break
+                free_tokens -= whole + 1
+                self._reserved_tokens += whole + 1
+            count = min(left - tokens, whole - cached)
+            chunks.append((sequence, count))
+            tokens += count
+            squared += count * (count + 2 * cached)
+        if not chunks:
+            return False
+        self._chunks = chunks
+        self._takes_s = takes_s = self.model.latency.prefill_s(tokens, squared)
+        self._run_until(now_s + takes_s)
+        return True

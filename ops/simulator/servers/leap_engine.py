@@ -1,0 +1,219 @@
+"""The live slot's replay engine, taking many decode steps at once where nothing could change in between.
+
+Everything a slot does (turns, switches, prefetching, KV in and out, preemption) is the engine's own. The sequences of a
+turn go on in a leap until the first of:
+
+- a sequence's last token, or KV memory running out: then the engine must look again;
+- the end of the model's turn, unless it is alone: live, a lone turn is renewed whenever its short quota is used up, and
+  who comes waits for the rest of it. Here nobody waits, unless `renews` asks for that, at the price of short leaps;
+- a transfer that is over, or somebody from outside: the leap ends with the step that runs then.
+
+While prompts wait on the slot it goes step by step, since the turn policy weighs them before each; and while layers
+are given up. Sequences past their prefill ride (`leap_models`); whenever there might be too little room for KV, all get
+off, and the live rules of who makes way are asked. Nobody hears of a rider before its last token: until then the slot
+that prefilled it keeps its KV, which takes room of host memory only, and that is as good as endless here.
+"""
+
+import math
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from dataplane.engines.core.kv import Place
+from dataplane.engines.core.slot_engine import Made
+from dataplane.engines.interface import EngineStats, PoolStats
+from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings
+from dataplane.engines.replay.memory import SequenceKv
+from dataplane.engines.replay.models import Answers, ReplayModel, ReplaySequence, replayed
+from dataplane.protocol.messages import ModelSpec
+from dataplane.scheduling.prefill import PrefillQueue
+from dataplane.scheduling.schedule import SlotFacts, Turn, choose_turn
+from ops.simulator.kernel.leaps import Leap, Pace, decode_pace
+from ops.simulator.servers.leap_models import LeapModel, ServedOf
+
+
+class _Silent(Answers):
+    """Tokens that nobody reads."""
+
+    def next_token(self, sequence: ReplaySequence) -> int | None:
+        """Always the same."""
+        return 0
+
+
+class LeapEngine(ReplayEngine):
+    """`leap` waits for the steps of a leap and says which it was at last: perhaps fewer. After a `step`, `leaped` are
+    its decode steps, None if it made no tokens that way. `ridden_tokens` are those of riders: they are written down
+    in `served`, and of each rider only the last one comes as an output.
+    """
+
+    def __init__(
+        self,
+        settings: ReplaySettings,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+        leap: Callable[[Leap], Leap],
+        served: ServedOf,
+        *,
+        renews: bool = False,
+    ) -> None:
+        super().__init__(settings, clock, sleep)
+        self._answers = _Silent(settings.vocabulary_size, None)
+        self._leap = leap
+        self._served = served
+        self._renews = renews
+        self._may_lend = settings.kv_pressure in ("auto", "remap")
+        self._ridden: dict[str, LeapModel] = {}
+        self.leaped: Leap | None = None
+        self.ridden_tokens = 0
+
+    @property
+    def switches_total(self) -> int:
+        """Switches since the start."""
+        return self._log.switches_total
+
+    @property
+    def turns_stats(self) -> EngineStats:
+        """Of its stats what a dispatcher reads: whose turn it is, and the pace of its prefills."""
+        turn, pace = self._state.turn, self._log.prefill_pace
+        pool = PoolStats(now_s=self._clock(), running_model=turn.model if turn else None, prefill_pace=pace)
+        return EngineStats(pool=pool)
+
+    @property
+    def kv_used_bytes(self) -> int:
+        """The slot's memory that KV takes."""
+        return self._kv.used_bytes
+
+    @property
+    def kv_capacity_bytes(self) -> int:
+        """That and what it could take now."""
+        return self._kv.used_bytes + self._kv.free_bytes
+
+    @property
+    def lone_model(self) -> str | None:
+        """Whose turn it is, when nobody else's batch can run; then who comes gets the next turn at once."""
+        return self._last_model if self._alone else None
+
+    @property
+    def present_model(self) -> str | None:
+        """Whose turn it is."""
+        return self._last_model
+
+    @property
+    def _alone(self) -> bool:
+        batches = self._batches
+        return len(batches) < 2 or sum([batch.can_run for batch in batches]) < 2
+
+    def _new_model(self, spec: ModelSpec, gpus: int) -> LeapModel:
+        return replayed(LeapModel, spec, self._settings, gpus)
+
+    def _facts(self, now_s: float) -> SlotFacts:
+        """The turn policy is asked before every step. Where prompts came in the last step of a leap, it is asked now
+        for those before, so that it knows for how long there were none.
+        """
+        if self._requests.prefills.groups:
+            self._get_off_all()
+        facts, leap = super()._facts(now_s), self.leaped
+        if leap and leap.steps > 1 and facts.prefills.groups:
+            last_s = leap.pace.seconds(leap.steps) - leap.pace.seconds(leap.steps - 1)
+            state = replace(self._state, decode_spent_s=self._state.decode_spent_s - last_s)
+            alone = replace(facts, prefills=PrefillQueue())
+            _, state = choose_turn(alone, state, now_s - last_s, self._slot.turns)
+            self._state = state.spent("decode", last_s)
+        return facts
+
+    def _run(self, turn: Turn, model: ReplayModel, now_s: float) -> Made[SequenceKv] | None:
+        assert isinstance(model, LeapModel)
+        self.leaped, self.ridden_tokens = None, 0
+        if turn.kind == "prefill":
+            return super()._run(turn, model, now_s)
+        if self._steps_singly(model):
+            self._get_off_all()
+            return super()._run(turn, model, now_s)
+        there_s = self._steps.bring(turn, model, now_s)
+        if there_s is None:
+            return None
+        singles = self._ready(model)
+        if there_s > now_s:
+            self._steps.sleep_until(there_s)
+            return []
+        if not singles and not model.riders:
+            self._steps.wait(now_s)
+            return None
+        return self._decode(model, singles, now_s)
+
+    def _steps_singly(self, model: LeapModel) -> bool:
+        """Whether layers are given up, or may be in this step: then each step waits for loads as it comes."""
+        if not self._may_lend:
+            return False
+        model.look()
+        lends = self._weights.given_up or self._kv.strayed_bytes
+        return bool(lends) or model.kv_needed_bytes() > self._kv.free_bytes
+
+    def _ready(self, model: LeapModel) -> list[ReplaySequence]:
+        """See to the KV of those that decode, for one step. Returns those with room for it that do not ride."""
+        model.look()
+        if len(model.decoding) > self._slot.batch_max or model.kv_needed_bytes() > self._kv.free_bytes:
+            self._get_off_all()
+            return [chunk.sequence for chunk in self._step_batches.decode(model)]
+        if not model.roomy:
+            self._kv.grow_unseen(len(model.riders) * model.kv_bytes_per_token)
+            model.roomy = True
+        standing, model.standing = model.standing, []
+        for sequence in standing:
+            kv = sequence.kv
+            if kv.place is Place.HERE:
+                self._kv.grow(kv, len(sequence.tokens))
+                model.get_on(sequence, self._served(sequence.request.request_id))
+                continue
+            if kv.place is Place.AWAY:
+                self._kv.swap_in(kv)
+            model.standing.append(sequence)
+        if model.riders:
+            self._ridden[model.name] = model
+        return []
+
+    def _decode(self, model: LeapModel, singles: list[ReplaySequence], now_s: float) -> Made[SequenceKv]:
+        """Let all that are ready take a leap."""
+        riders = len(model.riders)
+        batch = riders + len(singles)
+        context_tokens = model.riding_tokens + (sum([one.cached for one in singles]) if singles else 0)
+        pace = decode_pace(model.latency, context_tokens, batch)
+        most = self._steps_max(model, singles, batch, pace, now_s)
+        if most > 1:
+            self._weights.bring(model.weights, now_s)  # each step uses them; those longest unused give way
+        self.leaped = self._leap(Leap(now_s, pace, most))
+        steps = self.leaped.steps
+        over = []
+        if riders:
+            self.ridden_tokens = riders * steps
+            self._kv.grow_unseen(riders * (steps - 1) * model.kv_bytes_per_token)
+            over = model.ride(self.leaped)
+        for sequence in singles:
+            sequence.cached += steps
+            sequence.tokens.extend([0] * (steps - 1))
+            grown = self._kv.grow(sequence.kv, len(sequence.tokens))
+            assert grown, "there is room for the leap"
+        told = singles + over
+        if len(told) > 1:
+            told.sort(key=lambda sequence: sequence.key)
+        self._log.steps_total += steps - 1
+        self._log.tokens_total += steps * batch - len(told)
+        return [(sequence, 0) for sequence in told]
+
+    def _steps_max(self, model: LeapModel, singles: list[ReplaySequence], batch: int, pace: Pace, now_s: float) -> int:
+        """How many steps may be taken unasked from now on."""
+        if self._requests.prefills.groups:
+            return 1
+        steps = min(model.steps_max(), 1 + self._kv.free_bytes // (batch * model.kv_bytes_per_token))
+        for one in singles:
+            steps = min(steps, one.request.max_tokens - one.generated)
+        ends_s = math.inf if self._alone and not self._renews else self._state.round.ends_s
+        move_s = self._kv.next_move_s
+        if move_s is not None and move_s < ends_s:
+            ends_s = move_s
+        return steps if ends_s == math.inf else min(steps, pace.steps_to(ends_s - now_s))
+
+    def _get_off_all(self) -> None:
+        for model in self._ridden.values():
+            model.get_off_all()
+        self._ridden.clear()

@@ -1,0 +1,197 @@
+"""A pool: prefill and decode slots that many models share. The live dispatcher says which slot runs a request; each
+slot is the live engine (`leap_engine`).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import cast
+
+from controlplane.policies.facts import Endpoint, InstanceFacts
+from dataplane.agent.dispatch import Dispatcher
+from dataplane.agent.requests import Flight
+from dataplane.agent.settings import SlotKind
+from dataplane.agent.workers import Slot
+from dataplane.engines.interface import EngineOutput, EngineRequest
+from dataplane.engines.replay.engine import ReplaySettings
+from dataplane.protocol.messages import ModelSpec
+from dataplane.worker.frames import Unload
+from ops.simulator.kernel.events import Events
+from ops.simulator.kernel.leaps import Leap
+from ops.simulator.kernel.requests import Request, Served
+from ops.simulator.servers.slot_process import SlotProcess
+
+
+class PoolServer:
+    """Meets `presence.Server`. All models are on all slots, of `gpus` each; they may come and go."""
+
+    def __init__(
+        self,
+        name: str,
+        region: str,
+        kinds: Sequence[SlotKind],
+        models: Iterable[ModelSpec],
+        settings: ReplaySettings,
+        *,
+        gpus: int = 1,
+        events: Events,
+        ended: Callable[[Served], None],
+    ) -> None:
+        self.slots = len(kinds)
+        self._name = name
+        self._region = region
+        self._models: dict[str, ModelSpec] = {}
+        self._settings = settings
+        self._ended = ended
+        self._processes = [
+            SlotProcess(
+                index,
+                kind,
+                replace(settings, hands_over=kind == "prefill"),
+                events,
+                self._heard,
+                self._served,
+                gpus=gpus,
+            )
+            for index, kind in enumerate(kinds)
+        ]
+        self._slots = cast("Sequence[Slot]", self._processes)
+        self._dispatcher = Dispatcher(self._slots, settings.turns.prefill, losses_max=0, clock=lambda: events.now_s)
+        self._flights: dict[str, tuple[Served, Flight]] = {}
+        self._left_tokens: dict[str, int] = {}
+        for model in models:
+            self.load(model)
+
+    @property
+    def busy_s(self) -> float:
+        """For how long its slots have worked: steps, switches, and waits for KV."""
+        return sum(process.busy_s for process in self._processes)
+
+    @property
+    def switches(self) -> int:
+        """Switches of all slots."""
+        return sum(process.engine.switches_total for process in self._processes)
+
+    @property
+    def active_models(self) -> int:
+        """Models with a request in service."""
+        return sum(tokens > 0 for tokens in self._left_tokens.values())
+
+    @property
+    def load_alpha(self) -> float:
+        """That of the busiest slot that decodes: above 1 it does not keep up."""
+        return max(process.engine.load_alpha for process in self._processes if process.kind != "prefill")
+
+    def load(self, model: ModelSpec) -> None:
+        """Take a model in that is not here."""
+        assert model.name not in self._models
+        self._models[model.name] = model
+        self._left_tokens[model.name] = 0
+        for process in self._processes:
+            process.load([model])
+
+    def unload(self, model: str) -> None:
+        """Let a model go, none of whose requests is here."""
+        assert not self.inside(model)
+        del self._models[model], self._left_tokens[model]
+        for process in self._processes:
+            process.send(Unload(instance_id=model))
+
+    def has(self, model: str) -> bool:
+        """Whether a model is here."""
+        return model in self._models
+
+    def left_tokens(self, model: str) -> int:
+        """Prompt tokens and tokens to make, of a model's requests."""
+        return self._left_tokens[model]
+
+    def inside(self, model: str) -> list[Served]:
+        """A model's requests, in the order in which they came."""
+        return [served for served, _ in self._flights.values() if served.request.model == model]
+
+    def lose(self, model: str) -> list[Served]:
+        """Be lost, and never heard of again; returns the requests of a model."""
+        for process in self._processes:
+            process.stop()
+        lost = self.inside(model)
+        for served in lost:
+            del self._flights[str(served.request.number)]
+            self._left_tokens[model] = 0
+        return lost
+
+    def fits(self, request: Request) -> bool:
+        """Whether a slot's KV memory could hold the request."""
+        model = self._models[request.model]
+        tokens = request.prompt_tokens + request.output_tokens
+        return tokens <= min(model.context_tokens, self._settings.kv_bytes // model.kv_bytes_per_token)
+
+    def submit(self, served: Served) -> None:
+        """Take in a request."""
+        request = served.request
+        sent = EngineRequest(
+            request_id=str(request.number),
+            instance_id=request.model,
+            tier=request.tier,
+            objective=served.target,
+            prompt=(0,) * request.prompt_tokens,
+            max_tokens=request.output_tokens,
+        )
+        self._left_tokens[request.model] += request.prompt_tokens + request.output_tokens
+        self._flights[sent.request_id] = served, self._dispatcher.submit(sent, request.model)
+
+    def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
+        """Each model on the pool; they share its memory and its prefill slots."""
+        decoding = [process for process in self._processes if process.kind != "prefill"]
+        used_bytes = sum(process.engine.kv_used_bytes for process in decoding)
+        capacity_bytes = sum(process.engine.kv_capacity_bytes for process in decoding)
+        load = self.load_alpha
+        asked = model or next(iter(self._models))  # a tier is promised the same of every model
+        wait_s, token_s = self._dispatcher.prefill_outlook(asked, "IW-N") or (None, None)
+        urgent_wait_s, _ = self._dispatcher.prefill_outlook(asked, "IW-F") or (None, None)
+        for name in self._models if model is None else [model]:
+            yield InstanceFacts(
+                instance_id=f"{self._name}/{name}",
+                node_id=self._name,
+                endpoint=Endpoint(model=name, region=self._region),
+                gpu_type=self._settings.profile.gpu_type,
+                accepting=True,
+                age_s=0.0,
+                kv_used_bytes=used_bytes,
+                kv_capacity_bytes=capacity_bytes,
+                remaining_tokens=self._left_tokens[name],
+                kv_bytes_per_token=self._models[name].kv_bytes_per_token,
+                prefill_wait_s=wait_s,
+                prefill_urgent_wait_s=urgent_wait_s,
+                prefill_token_s=token_s,
+                load=load,
+            )
+
+    def _heard(self, slot: SlotProcess, outputs: list[EngineOutput], leap: Leap | None) -> None:
+        """Most outputs change nothing for the dispatcher, and nobody reads their tokens: they are not passed on."""
+        if ridden_tokens := slot.engine.ridden_tokens:
+            model = slot.engine.present_model
+            assert model is not None
+            self._left_tokens[model] -= ridden_tokens
+        for output in outputs:
+            assert output.error is None, output.error
+            served, flight = self._flights[output.request_id]
+            if output.token_ids and served.left:  # a rider's tokens are written down already
+                self._count(served, leap, slot.now_s)
+            ends = output.finish_reason is not None
+            if ends or output.kv is not None or flight.holder is not None or flight.queued_at is not None:
+                self._dispatcher.hear(self._slots[slot.index], output)
+            if ends:
+                del self._flights[output.request_id]
+                self._ended(served)
+
+    def _served(self, request_id: str) -> Served:
+        return self._flights[request_id][0]
+
+    def _count(self, served: Served, leap: Leap | None, now_s: float) -> None:
+        """Write down the tokens of a step."""
+        before = served.made
+        if leap is None:
+            served.token(now_s)
+        else:
+            served.leap(leap)
+        prompt_tokens = 0 if before else served.request.prompt_tokens
+        self._left_tokens[served.request.model] -= served.made - before + prompt_tokens

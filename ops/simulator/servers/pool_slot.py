@@ -1,0 +1,139 @@
+"""A slot of a fleet that is a pool's: the live engine, and its pooled instances as servers of the world.
+
+    PooledServer a --+
+    PooledServer b --+-- PoolSlot: one slot that does both kinds of work, whose models come and go
+    PooledServer c --+
+
+An instance is one model's share of the slot; it is opened, closed and lost as one with GPUs of its own is.
+"""
+
+from collections.abc import Callable, Iterable
+
+from msgspec.structs import replace
+
+from controlplane.policies.facts import Endpoint, InstanceFacts, InstanceKind
+from dataplane.engines.replay.engine import ReplaySettings
+from dataplane.protocol.messages import ModelSpec
+from ops.simulator.kernel.events import Events
+from ops.simulator.kernel.requests import Request, Served
+from ops.simulator.servers.pool import PoolServer
+
+
+class PoolSlot:
+    """One slot of so many GPUs. `ended` is told of each request when its last token is out."""
+
+    def __init__(
+        self,
+        node_id: str,
+        number: int,
+        region: str,
+        settings: ReplaySettings,
+        *,
+        gpus: int = 1,
+        events: Events,
+        ended: Callable[[Served], None],
+    ) -> None:
+        self.place = (node_id, number)
+        self.region = region
+        self.server = PoolServer(
+            f"{node_id}/{number}", region, ["both"], (), settings, gpus=gpus, events=events, ended=self._request_ended
+        )
+        self._ended = ended
+        self._instances: dict[str, PooledServer] = {}
+
+    def has(self, model: str) -> bool:
+        """Whether an instance of the model is here."""
+        return model in self._instances
+
+    def add(self, instance_id: str, model: ModelSpec, node_load: Callable[[], float]) -> "PooledServer":
+        """An instance of a model that has none here; it serves once it is opened."""
+        assert not self.has(model.name)
+        self._instances[model.name] = instance = PooledServer(instance_id, self, model, node_load)
+        return instance
+
+    def remove(self, model: str) -> None:
+        """Let an instance go that has no requests."""
+        del self._instances[model]
+        if self.server.has(model):
+            self.server.unload(model)
+
+    def _request_ended(self, served: Served) -> None:
+        self._ended(served)
+        self._instances[served.request.model].settle()
+
+
+class PooledServer:
+    """A pooled instance. Meets `presence.Server`; what its slot works is the slot's own. `node_load`: of the busiest
+    slot of its node.
+    """
+
+    slots = 1
+    switches = 0
+    busy_s = 0.0
+
+    def __init__(self, instance_id: str, slot: PoolSlot, model: ModelSpec, node_load: Callable[[], float]) -> None:
+        self.accepting = False
+        self.kind = InstanceKind.MIXED
+        self.instance_id = instance_id
+        self.endpoint = Endpoint(model=model.name, region=slot.region)
+        self._slot = slot
+        self._model = model
+        self._node_load = node_load
+        self._emptied: Callable[[], None] | None = None
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Prompt tokens and tokens to make."""
+        server, name = self._slot.server, self._model.name
+        return server.left_tokens(name) if server.has(name) else 0
+
+    def fits(self, request: Request) -> bool:
+        """Whether the slot's KV memory could hold the request."""
+        return self._slot.server.fits(request)
+
+    def submit(self, served: Served) -> None:
+        """Take in a request."""
+        assert self.accepting
+        self._slot.server.submit(served)
+
+    def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
+        """The instance as its node tells of it: KV is that of all the slot."""
+        node_id, number = self._slot.place
+        if not self._slot.server.has(self._model.name):
+            return
+        for facts in self._slot.server.reports(self._model.name):
+            yield replace(
+                facts,
+                instance_id=self.instance_id,
+                node_id=node_id,
+                slot=number,
+                accepting=self.accepting,
+                kind=self.kind,
+                load=self._node_load(),
+            )
+
+    def open(self, kind: InstanceKind) -> None:
+        """Take requests, again or for the first time."""
+        self.accepting, self.kind, self._emptied = True, kind, None
+        if not self._slot.server.has(self._model.name):
+            self._slot.server.load(self._model)
+
+    def close(self, emptied: Callable[[], None]) -> None:
+        """Take no more; `emptied` is called when the last one is out, at once where there is none."""
+        self.accepting, self._emptied = False, emptied
+        self.settle()
+
+    def lose(self) -> list[Served]:
+        """Be gone with all it has, and the slot with it; returns that."""
+        self.accepting, self._emptied = False, None
+        return self._slot.server.lose(self._model.name)
+
+    def leave(self) -> None:
+        """Be on the slot no more."""
+        self._slot.remove(self._model.name)
+
+    def settle(self) -> None:
+        """Say so if it is closed and empty."""
+        if self._emptied is not None and not self._slot.server.inside(self._model.name):
+            emptied, self._emptied = self._emptied, None
+            emptied()

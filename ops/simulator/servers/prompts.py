@@ -1,0 +1,94 @@
+"""The prompts that wait on an instance, in the live slot's own queue and order.
+
+One that waits alone is first in any order: nobody is asked, and it is queued when a second one comes.
+"""
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from dataplane.scheduling.prefill import GroupState, PrefillQueue, PrefillRequest, PrefillSettings, choose_group
+from ops.simulator.kernel.costs import ModelCosts
+from ops.simulator.kernel.requests import Sequence
+
+
+class Prompts:
+    """Those that wait, in groups where all of one model stand. `new`: those that came since the last step."""
+
+    def __init__(self, model: ModelCosts, settings: PrefillSettings) -> None:
+        self._model = model
+        self._settings = settings
+        self.new: list[Sequence] = []
+        self.waiting: dict[int, Sequence] = {}
+        """By their order of arrival."""
+        self._alone: tuple[Sequence, float] | None = None
+        """Who waits but is not queued, and since when."""
+        self._began = 0
+        """Who was the last to go first without being queued."""
+        self._queue = PrefillQueue()
+        self._groups = GroupState()
+
+    @property
+    def load_s(self) -> float:
+        """Seconds that those that wait will take."""
+        if not self.waiting:
+            return 0.0
+        self._queue_alone()
+        return self._queue.load_s(lambda waiting: sum(map(self._prefill_s, waiting)), lambda _: 0.0, self._model.name)
+
+    @property
+    def begun(self) -> list[Sequence]:
+        """Those that hold their room already: while the first in order finds none, they go on."""
+        return [sequence for sequence in self.waiting.values() if sequence.cached]
+
+    def take_in(self, now_s: float) -> None:
+        """Let those wait that came, as between two steps."""
+        for sequence in self.new:
+            if self.waiting:
+                self._queue_alone()
+                self._join(sequence, now_s)
+            else:
+                self._alone = sequence, now_s
+            self.waiting[sequence.order] = sequence
+        self.new.clear()
+
+    def remove(self, sequence: Sequence) -> None:
+        """One is past its prefill."""
+        del self.waiting[sequence.order]
+        if self._alone:
+            self._alone = None
+        else:
+            self._queue = self._queue.remove(str(sequence.order))
+
+    def first_group(self, now_s: float) -> Iterable[Sequence]:
+        """The group that goes first, in order; there is one."""
+        if self._alone:
+            first, _ = self._alone
+            self._began = first.order
+            return (first,)
+        choice = choose_group(self._queue.groups, self._model.name, self._groups, now_s, self._settings)
+        assert choice is not None
+        self._groups = choice.state
+        return [self.waiting[int(one.request_id)] for one in choice.group.in_order(now_s, self._settings)]
+
+    def _queue_alone(self) -> None:
+        """Queue who waits alone, as its group's only one, and as the group that is served if it has gone first."""
+        if self._alone:
+            self._join(*self._alone)
+            if self._began == self._alone[0].order:
+                self._groups = replace(self._groups, serving=str(self._began))
+            self._alone = None
+
+    def _join(self, sequence: Sequence, came_s: float) -> None:
+        request = PrefillRequest(
+            request_id=str(sequence.order),
+            model=self._model.name,
+            tokens=sequence.served.request.prompt_tokens,
+            tier=sequence.served.request.tier,
+            arrived_s=came_s,
+            ttft_s=sequence.served.target.ttft_s,
+        )
+        self._queue = self._queue.join(request, self._settings)
+
+    def _prefill_s(self, request: PrefillRequest) -> float:
+        return self._model.latency.prefill_s(request.tokens, request.tokens**2)

@@ -1,0 +1,236 @@
+"""The baseline of request-level auto-scaling (ServerlessLLM): GPUs that switch when nothing of their model is left.
+
+A GPU serves one model until nothing of it is left; a switch takes what the weights take. Whom it serves then, see
+`Switching`. GPUs do both kinds of work, or some prefill and the others decode, each switching by itself.
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from itertools import takewhile
+from typing import Literal
+
+from controlplane.policies.facts import Endpoint, InstanceFacts
+from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
+from ops.simulator.kernel.events import Alarm, Events, Kind
+from ops.simulator.kernel.requests import Request, Served
+from ops.simulator.servers.dedicated import Instance
+
+Ended = Callable[[Served], None]
+Switching = Literal["first-come", "shortest-first", "line-per-gpu"]
+"""A request goes to the GPU that serves its model, as long as its KV memory may hold it; else it waits for an idle one
+in one line over all models, the first or (its length known beforehand: Aegaeon's ServerlessLLM+) the shortest first.
+`line-per-gpu`: it stands in line at a GPU from the beginning, as in the simulator of Aegaeon's artifact.
+"""
+LINE_MAX = 4
+"""Requests of one model in a row at a GPU, from which on another GPU is to take some."""
+
+
+class RequestLevelCluster:
+    """GPUs that switch when nothing runs on them. Meets `presence.Server`."""
+
+    def __init__(
+        self,
+        name: str,
+        region: str,
+        gpus: int,
+        models: Mapping[str, ModelCosts],
+        settings: InstanceSettings,
+        *,
+        gpu_type: str,
+        events: Events,
+        ended: Ended,
+        switching: Switching = "first-come",
+    ) -> None:
+        self.slots = gpus
+        self.switches = 0
+        self._name = name
+        self._region = region
+        self._models = models
+        self._settings = settings
+        self._gpu_type = gpu_type
+        self._events = events
+        self._tell_ended = ended
+        self._switching = switching
+        self._gpus: list[_Gpu] = [_Gpu() for _ in range(gpus)]
+        self._waiting: list[Served] = []
+        self._switching_s = 0.0
+        self._retired_s = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Work and switches."""
+        running_s = sum(gpu.instance.busy_s for gpu in self._gpus if gpu.instance)
+        return self._retired_s + self._switching_s + running_s
+
+    def fits(self, request: Request) -> bool:
+        """Whether a GPU's KV memory could hold the request."""
+        token_bytes = self._models[request.model].kv_bytes_per_token
+        return (request.prompt_tokens + request.output_tokens) * token_bytes <= self._settings.kv_bytes
+
+    def submit(self, served: Served) -> None:
+        """Take in a request."""
+        if self._switching == "line-per-gpu":
+            self._choose_line(served).line.append(served)
+        elif self._switching == "shortest-first":
+            insort(self._waiting, served, key=self._takes_s)
+        else:
+            self._waiting.append(served)
+        self._assign()
+
+    def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
+        """Every model, on the cluster as a whole: it queues by itself."""
+        waiting = sum(served.request.prompt_tokens + served.left for served in self._waiting)
+        used_bytes = sum(gpu.instance.kv_tokens * gpu.token_bytes for gpu in self._gpus if gpu.instance)
+        for name in self._models if model is None else [model]:
+            yield InstanceFacts(
+                instance_id=f"{self._name}/{name}",
+                node_id=self._name,
+                endpoint=Endpoint(model=name, region=self._region),
+                gpu_type=self._gpu_type,
+                accepting=True,
+                age_s=0.0,
+                kv_used_bytes=used_bytes,
+                kv_capacity_bytes=self._settings.kv_bytes * self.slots,
+                remaining_tokens=waiting,
+            )
+
+    def _assign(self) -> None:
+        """Send on who finds a GPU with its model, or an idle one; the others keep their places."""
+        self._waiting = [one for one in self._waiting if not self._join(one) and not self._switch(one)]
+        for gpu in self._gpus:
+            while gpu.line and (self._take(gpu, gpu.line[0]) or self._turn(gpu, gpu.line[0])):
+                gpu.line.popleft()
+
+    def _choose_line(self, served: Served) -> "_Gpu":
+        """A GPU that serves the model last of all in its line, for fewer than `LINE_MAX`; else that which has been
+        without work for longest.
+        """
+        own = [gpu for gpu in self._gpus if gpu.last_model == served.request.model]
+        if sum(max(0, LINE_MAX - gpu.last_run) for gpu in own) >= 1 or len(own) == len(self._gpus):
+            return min(own, key=lambda gpu: gpu.last_run)
+        return min((gpu for gpu in self._gpus if gpu not in own), key=lambda gpu: (gpu.works, gpu.idle_since_s))
+
+    def _takes_s(self, served: Served) -> float:
+        """How long what is left of a request would take, alone."""
+        latency, tokens = self._models[served.request.model].latency, served.request.prompt_tokens
+        prefill_s = 0.0 if served.made else latency.prefill_s(tokens, tokens**2)
+        return prefill_s + served.left * latency.decode_s(tokens, 1)
+
+    def _join(self, served: Served) -> bool:
+        return any(self._take(gpu, served) for gpu in self._gpus)
+
+    def _take(self, gpu: "_Gpu", served: Served) -> bool:
+        """Let a GPU of the request's model serve it, if there is room."""
+        tokens = served.request.prompt_tokens + served.request.output_tokens
+        if gpu.model != served.request.model:
+            return False
+        if (gpu.promised_tokens + tokens) * gpu.token_bytes > self._settings.kv_bytes:
+            return False
+        gpu.promised_tokens += tokens
+        gpu.requests[served.request.number] = served
+        if gpu.instance:
+            self._give(gpu, gpu.instance, served)
+        return True
+
+    def _switch(self, served: Served) -> bool:
+        idle = [gpu for gpu in self._gpus if not gpu.requests]
+        return bool(idle) and self._turn(next((one for one in idle if one.model is None), idle[0]), served)
+
+    def _turn(self, gpu: "_Gpu", served: Served) -> bool:
+        """Let an idle GPU turn to the request's model."""
+        if gpu.requests:
+            return False
+        model = self._models[served.request.model]
+        if gpu.instance:
+            self._retired_s += gpu.instance.busy_s
+        gpu.model, gpu.instance, gpu.token_bytes = model.name, None, model.kv_bytes_per_token
+        self.switches += 1
+        self._switching_s += model.switch_s
+        self._take(gpu, served)
+        self._events.at(self._events.now_s + model.switch_s, Kind.END, lambda: self._start(gpu, model))
+        return True
+
+    def _start(self, gpu: "_Gpu", model: ModelCosts) -> None:
+        gpu.instance = Instance(model, self._settings, lambda served: self._ended(gpu, served))
+        gpu.alarm = Alarm(gpu.instance, self._events)
+        for served in list(gpu.requests.values()):
+            self._give(gpu, gpu.instance, served)
+
+    def _give(self, gpu: "_Gpu", instance: Instance, served: Served) -> None:
+        assert gpu.alarm is not None
+        if served.made:
+            instance.adopt(served, self._events.now_s)
+        else:
+            instance.submit(served, self._events.now_s)
+        gpu.alarm.set()
+
+    def _ended(self, gpu: "_Gpu", served: Served) -> None:
+        del gpu.requests[served.request.number]
+        gpu.promised_tokens -= served.request.prompt_tokens + served.request.output_tokens
+        gpu.idle_since_s = self._events.now_s
+        self._tell_ended(served)
+        # Its instance is in the midst of a step: whoever comes next does so at this moment, but after it.
+        self._events.at(self._events.now_s, Kind.END, self._assign)
+
+
+class SplitCluster:
+    """A cluster that prefills and one that decodes. Meets `presence.Server`; the instances are those of the first."""
+
+    def __init__(self, prefill: RequestLevelCluster, decode: RequestLevelCluster) -> None:
+        self.slots = prefill.slots + decode.slots
+        self._prefill = prefill
+        self._decode = decode
+
+    @property
+    def busy_s(self) -> float:
+        """Work and switches of both."""
+        return self._prefill.busy_s + self._decode.busy_s
+
+    @property
+    def switches(self) -> int:
+        """Of both."""
+        return self._prefill.switches + self._decode.switches
+
+    def fits(self, request: Request) -> bool:
+        """Whether a GPU's KV memory could hold the request."""
+        return self._decode.fits(request)
+
+    def submit(self, served: Served) -> None:
+        """Take in a request."""
+        self._prefill.submit(served)
+
+    def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
+        """Every model, as the prefill cluster tells it."""
+        return self._prefill.reports(model)
+
+
+class _Gpu:
+    """One GPU. `instance`: None while weights arrive. Whoever waits for the GPU notices each end: it has an alarm."""
+
+    def __init__(self) -> None:
+        self.model: str | None = None
+        self.instance: Instance | None = None
+        self.alarm: Alarm | None = None
+        self.token_bytes = 0
+        self.promised_tokens = 0
+        self.requests: dict[int, Served] = {}
+        self.line: deque[Served] = deque()
+        self.idle_since_s = -1.0
+
+    @property
+    def works(self) -> bool:
+        """Whether it has anything to do."""
+        return bool(self.requests or self.line)
+
+    @property
+    def last_model(self) -> str | None:
+        """That of the last request in its line, or the one it serves."""
+        return self.line[-1].request.model if self.line else self.model
+
+    @property
+    def last_run(self) -> int:
+        """How many in a row it serves of that in the end."""
+        model = self.last_model
+        count = sum(1 for _ in takewhile(lambda served: served.request.model == model, reversed(self.line)))
+        return count + (len(self.requests) if count == len(self.line) and model == self.model else 0)

@@ -1,0 +1,130 @@
+"""A dedicated instance as a server of the world: one model in a slot of its own."""
+
+from collections.abc import Callable, Iterable
+from math import inf
+
+from controlplane.policies.facts import Endpoint, InstanceFacts, InstanceKind
+from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
+from ops.simulator.kernel.events import Alarm, Events
+from ops.simulator.kernel.requests import Request, Served
+from ops.simulator.servers.dedicated import Instance
+
+
+class DedicatedServer:
+    """One instance. Meets `presence.Server`. `ended` is told of each request when its last token is out: as soon as
+    somebody looks, or at that moment while it drains.
+
+    A server that closes takes no more requests and says when the last one is out; one that is lost answers no more.
+    """
+
+    slots = 1
+    switches = 0
+
+    def __init__(
+        self,
+        instance_id: str,
+        region: str,
+        costs: ModelCosts,
+        settings: InstanceSettings,
+        *,
+        gpu_type: str,
+        events: Events,
+        ended: Callable[[Served], None],
+        node_id: str | None = None,
+        slot: int = 0,
+    ) -> None:
+        self.accepting = False
+        self.kind = InstanceKind.MIXED
+        self.instance_id = instance_id
+        self.endpoint = Endpoint(model=costs.name, region=region)
+        self._place = (node_id or instance_id, slot)
+        self._gpu_type = gpu_type
+        self._events = events
+        self._instance = Instance(costs, settings, ended)
+        self._alarm: Alarm | None = None
+        self._emptied: Callable[[], None] | None = None
+        self._lost = False
+
+    @property
+    def next_s(self) -> float:
+        """When something ends here next; never, if it is lost."""
+        return inf if self._lost else self._instance.next_s
+
+    @property
+    def busy_s(self) -> float:
+        """For how long it has worked."""
+        self.advance(self._events.now_s)
+        return self._instance.busy_s
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Prompt tokens and tokens to make, as of the last step that is over."""
+        self.advance(self._events.now_s)
+        return self._instance.remaining_tokens
+
+    def fits(self, request: Request) -> bool:
+        """Whether its KV memory could hold the request."""
+        return self._instance.fits(request)
+
+    def submit(self, served: Served) -> None:
+        """Take in a request."""
+        assert self.accepting
+        self._instance.submit(served, self._events.now_s)
+        if self._alarm is not None:
+            self._alarm.set()
+
+    def advance(self, now_s: float) -> None:
+        """Live through all that ends by then, unless it is lost."""
+        if self._instance.next_s <= now_s and not self._lost:
+            self._instance.advance(now_s)
+        if self._emptied is not None and self.next_s == inf:
+            emptied, self._emptied = self._emptied, None
+            self._events.unfollow(self)
+            emptied()
+
+    def keep_up(self) -> None:
+        """Lag behind no more."""
+        self.advance(self._events.now_s)
+        self._alarm = self._alarm or Alarm(self, self._events)
+        self._alarm.set()
+
+    def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
+        """The instance as of the last step that is over."""
+        self.advance(self._events.now_s)
+        instance = self._instance
+        token_bytes = instance.model.kv_bytes_per_token
+        yield InstanceFacts(
+            instance_id=self.instance_id,
+            node_id=self._place[0],
+            slot=self._place[1],
+            endpoint=self.endpoint,
+            gpu_type=self._gpu_type,
+            accepting=self.accepting,
+            age_s=0.0,
+            kv_used_bytes=instance.kv_tokens * token_bytes,
+            kv_capacity_bytes=instance.kv_tokens_max * token_bytes,
+            remaining_tokens=instance.remaining_tokens,
+            kv_bytes_per_token=token_bytes,
+            kind=self.kind,
+            prefill_wait_s=instance.prefill_wait_s,
+            prefill_urgent_wait_s=instance.prefill_wait_s,
+            prefill_token_s=instance.model.latency.prefill_per_token_s,
+        )
+
+    def open(self, kind: InstanceKind) -> None:
+        """Take requests, again or for the first time."""
+        self.accepting, self.kind, self._emptied = True, kind, None
+        self._events.follow(self)
+
+    def close(self, emptied: Callable[[], None]) -> None:
+        """Take no more; `emptied` is called when the last one is out, at once where there is none."""
+        self.accepting, self._emptied = False, emptied
+        self.keep_up()
+
+    def lose(self) -> list[Served]:
+        """Be gone with all it has; returns that."""
+        self._emptied = None
+        self.advance(self._events.now_s)
+        self.accepting, self._lost = False, True
+        self._events.unfollow(self)
+        return self._instance.inside

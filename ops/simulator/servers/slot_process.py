@@ -1,0 +1,155 @@
+"""A slot of a pool as a process in simulated time: between two steps it reads its commands, as a worker does.
+
+The engine's `sleep` is where simulated time passes, deep inside a step: a greenlet leaves from there to the event loop
+and comes back when the time has passed.
+"""
+
+from collections.abc import Callable, Iterable
+
+from greenlet import greenlet  # type: ignore[import-untyped]
+
+from dataplane.agent.settings import SlotKind
+from dataplane.engines.interface import EngineOutput, EngineStats
+from dataplane.engines.replay.engine import ReplaySettings
+from dataplane.protocol.messages import ModelSpec
+from dataplane.worker.frames import Add, Command, Load, Release, Unload
+from ops.simulator.kernel.events import END, Events
+from ops.simulator.kernel.leaps import Leap
+from ops.simulator.servers.leap_engine import LeapEngine
+from ops.simulator.servers.leap_models import ServedOf
+
+STATS_S = 0.25
+"""How old what a slot tells of itself may be: as with a worker."""
+
+Heard = Callable[["SlotProcess", list[EngineOutput], Leap | None], None]
+"""Called with what a step made, and its decode steps."""
+
+
+class SlotProcess:
+    """One slot. To the live dispatcher it looks like `dataplane.agent.workers.Slot`."""
+
+    def __init__(
+        self,
+        index: int,
+        kind: SlotKind,
+        settings: ReplaySettings,
+        events: Events,
+        heard: Heard,
+        served: ServedOf,
+        *,
+        gpus: int = 1,
+        renews: bool = False,
+    ) -> None:
+        """`gpus`: of the slot. `served`, `renews`: see `LeapEngine`."""
+        self.index = index
+        self.kind = kind
+        self.busy_s = 0.0
+        self.engine = LeapEngine(settings, lambda: events.now_s, self._sleep, self._sleep_leap, served, renews=renews)
+        self._gpus = gpus
+        self._events = events
+        self._heard = heard
+        self._inbox: list[Add | Load | Unload] = []
+        self._stats = EngineStats()
+        self._stats_s = float("-inf")
+        self._leap: Leap | None = None
+        self._sleep_number = 0
+        self._parked = True
+        self._greenlet = greenlet(self._live)
+
+    def load(self, models: Iterable[ModelSpec]) -> None:
+        """Take models in, each under its name."""
+        for model in models:
+            self.send(Load(instance_id=model.name, serial=0, model=model, gpus=self._gpus))
+
+    @property
+    def now_s(self) -> float:
+        """The present moment."""
+        return self._events.now_s
+
+    def is_ready(self, instance_id: str) -> bool:
+        """Whether it takes requests of an instance: from the start."""
+        return True
+
+    @property
+    def stats(self) -> EngineStats:
+        """What it told last, as far as a dispatcher reads it."""
+        if self._events.now_s >= self._stats_s + STATS_S:
+            self._stats, self._stats_s = self.engine.turns_stats, self._events.now_s
+        return self._stats
+
+    def send(self, command: Command) -> None:
+        """Give it a command, to be read between two steps. A leap ends for who may change its turn."""
+        if isinstance(command, Release):
+            self.engine.release(command.request_id)
+            return
+        if isinstance(command, Load | Unload) and self._parked:
+            self._obey(command)
+            return
+        assert isinstance(command, Add | Load | Unload), command
+        self._inbox.append(command)
+        if self._parked:
+            self._parked = False
+            self._sleep_number += 1
+            self._events.at(self._events.now_s, END, self._wake, self._sleep_number)
+        elif isinstance(command, Add) and self._leap and self._concerned(command):
+            leap = self._leap
+            steps = leap.pace.steps_to(self._events.now_s - leap.started_s)
+            if steps < leap.steps:
+                self._begin_leap(Leap(leap.started_s, leap.pace, steps))
+
+    def stop(self) -> None:
+        """Take no further step, and wake up no more."""
+        self._sleep_number += 1
+        self._parked, self._leap = False, None
+
+    def _concerned(self, add: Add) -> bool:
+        """Whether a request may change what runs: it would join the batch, be prefilled, or end a lone turn."""
+        own = add.request.instance_id == self.engine.present_model
+        return own or add.request.kv is None or self.engine.lone_model is not None
+
+    def _live(self) -> None:
+        while True:
+            for command in self._inbox:
+                self._obey(command)
+            self._inbox.clear()
+            if self.engine.has_work():
+                began_s = self._events.now_s
+                outputs = self.engine.step()
+                self.busy_s += self._events.now_s - began_s
+                if outputs or self.engine.ridden_tokens:
+                    self._heard(self, outputs, self.engine.leaped)
+            else:
+                self._parked = True
+                self._greenlet.parent.switch()
+
+    def _obey(self, command: Add | Load | Unload) -> None:
+        if isinstance(command, Add):
+            self.engine.add(command.request)
+        elif isinstance(command, Load):
+            self.engine.load(command.instance_id, command.model, gpus=command.gpus)
+        else:
+            self.engine.unload(command.instance_id)
+
+    def _sleep(self, time_s: float) -> None:
+        self._sleep_number += 1
+        self._events.at(self._events.now_s + time_s, END, self._wake, self._sleep_number)
+        self._greenlet.parent.switch()
+
+    def _sleep_leap(self, leap: Leap) -> Leap:
+        self._begin_leap(leap)
+        self._greenlet.parent.switch()
+        slept = self._leap
+        assert slept is not None
+        self._leap = None
+        return slept
+
+    def _begin_leap(self, leap: Leap) -> None:
+        """Wake up after a leap, and not after the longer one that it was before."""
+        self._leap = leap
+        self._sleep_number += 1
+        ends_s = max(self._events.now_s, leap.ended_s(leap.steps))
+        self._events.at(ends_s, END, self._wake, self._sleep_number)
+
+    def _wake(self, number: int) -> None:
+        if number == self._sleep_number:
+            self._greenlet.switch()

@@ -1,0 +1,1 @@
+"""Requests that arrive in a simulation: traces, rates and synthetic traffic."""

@@ -1,0 +1,81 @@
+"""Deferred requests (NIW) that wait in the control plane, and what the live release policy lets go at each signal.
+
+A model's requests wait as one batch of one tenant. Nothing in the simulated world refuses a deferred request. One whose
+window is over before it was let go expires.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+
+from controlplane.policies.facts import Backoff, Endpoint, InstanceFacts, LotFacts, ReleaseFacts
+from controlplane.policies.release import ReleaseSettings, choose_backoff, choose_releases
+from ops.simulator.kernel.requests import Request
+
+TENANT = "simulated"
+
+
+class Deferred:
+    """The queues. `window_s`: from a request's arrival to its deadline."""
+
+    def __init__(self, settings: ReleaseSettings, window_s: float) -> None:
+        self.released = 0
+        self._settings = settings
+        self._window_s = window_s
+        self._queues: dict[str, deque[Request]] = {}
+        self._tokens: dict[str, int] = {}
+        self._backoffs: Mapping[Endpoint, Backoff] = {}
+
+    def add(self, request: Request) -> None:
+        """Let a request wait."""
+        self._queues.setdefault(request.model, deque()).append(request)
+        self._tokens[request.model] = self._tokens.get(request.model, 0) + request.prompt_tokens
+
+    def put_back(self, request: Request) -> None:
+        """Let one wait again that was let go; it goes first."""
+        self._queues[request.model].appendleft(request)
+        self._tokens[request.model] += request.prompt_tokens
+
+    def waiting(self, now_s: float) -> dict[str, tuple[int, float]]:
+        """By model, how many wait, and the age of the oldest; 0 where none does."""
+        queues = self._queues.items()
+        return {model: (len(queue), now_s - queue[0].arrived_s if queue else 0.0) for model, queue in queues}
+
+    def backlog(self, model: str) -> tuple[float, float] | None:
+        """Input tokens that wait of a model, and when the first request is due; None where none waits."""
+        queue = self._queues.get(model)
+        return (float(self._tokens[model]), queue[0].arrived_s + self._window_s) if queue else None
+
+    def expire(self, now_s: float) -> Iterator[Request]:
+        """Requests whose window is over."""
+        for queue in self._queues.values():
+            while queue and queue[0].arrived_s + self._window_s <= now_s:
+                yield self._take(queue)
+
+    def release(self, instances: tuple[InstanceFacts, ...], now_s: float) -> Iterator[tuple[Request, str]]:
+        """Requests to send now, each to a region."""
+        models = list(self._queues)
+        found = (self._lot(batch, model, now_s) for batch, model in enumerate(models))
+        lots = tuple(lot for lot in found if lot is not None)
+        if not lots:
+            return
+        before = ReleaseFacts(lots=lots, instances=instances, backoffs=self._backoffs)
+        self._backoffs = choose_backoff(before, frozenset(), now_s, self._settings)
+        facts = ReleaseFacts(lots=lots, instances=instances, backoffs=self._backoffs)
+        for release in choose_releases(facts, now_s, self._settings):
+            for _ in range(release.count):
+                self.released += 1
+                yield self._take(self._queues[models[release.batch]]), release.endpoint.region
+
+    def _take(self, queue: deque[Request]) -> Request:
+        request = queue.popleft()
+        self._tokens[request.model] -= request.prompt_tokens
+        return request
+
+    def _lot(self, batch: int, model: str, now_s: float) -> LotFacts | None:
+        queue = self._queues[model]
+        if not queue:
+            return None
+        age_s = now_s - queue[0].arrived_s
+        return LotFacts(
+            batch=batch, tenant=TENANT, model=model, waiting=len(queue), age_s=age_s, left_s=self._window_s - age_s
+        )

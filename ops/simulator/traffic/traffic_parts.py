@@ -1,0 +1,138 @@
+"""The tables of a scenario that say what comes: made-up traffic, or a recording. Unknown keys are errors."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from dataplane.protocol.messages import Tier
+from ops.simulator.kernel.scenario_values import Part, Positive, Share
+from ops.simulator.traffic.traffic import Lengths
+
+DURATION_S_MAX = 366 * 86_400.0
+Shares = Annotated[dict[str, Share], Field(min_length=1)]
+TierShares = Annotated[dict[Tier, Share], Field(min_length=1)]
+
+
+class LengthsPart(Part):
+    """Lognormal token counts: their median or their mean before the cut, the logarithm's deviation, and the most."""
+
+    median: Positive | None = None
+    mean: Positive | None = None
+    spread: Annotated[float, Field(ge=0, le=5)] = 1.0
+    most: Annotated[int, Field(ge=1, le=10**9)] = 8192
+
+    @model_validator(mode="after")
+    def _one(self) -> "LengthsPart":
+        if (self.median is None) == (self.mean is None):
+            raise ValueError("needs median or mean, and not both")
+        return self
+
+    @property
+    def lengths(self) -> Lengths:
+        """What it says."""
+        median = self.median or (self.mean or 0.0) / math.exp(self.spread**2 / 2)
+        return Lengths(median=median, spread=self.spread, most=self.most)
+
+
+class BurstPart(Part):
+    """For a while the rate is `factor` times as high."""
+
+    start_s: Share
+    duration_s: Positive
+    factor: Share
+
+
+class GeneratedPart(Part):
+    """Made-up traffic; see `traffic.Generated`. `zipf`: the models' popularity falls with their place in the file."""
+
+    kind: Literal["generated"]
+    rate_per_s: Positive
+    duration_s: Annotated[float, Field(gt=0, le=DURATION_S_MAX)]
+    cv: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    zipf: Share = 0.0
+    day_swing: Annotated[float, Field(ge=0, le=1)] = 0.0
+    peak_hour: Annotated[float, Field(ge=0, lt=24)] = 14.0
+    bursts: list[BurstPart] = Field(default_factory=list)
+    origins: Shares
+    tiers: TierShares
+    prompt_tokens: LengthsPart
+    output_tokens: LengthsPart
+
+    @model_validator(mode="after")
+    def _somebody(self) -> "GeneratedPart":
+        _refuse_empty(self, "origins", "tiers")
+        return self
+
+
+class RecordedPart(Part):
+    """A recording. `scale`: so many requests for each that is recorded, on average. `from_s` to `until_s`: what is
+    taken, after the recording's time 0; the simulation begins at `from_s`.
+
+    Attributes:
+        origins: shares of the regions that requests come from; None = all of the scenario alike. Clients of ServeGen
+            are dealt out to them by turns, in the file's order, whatever the shares.
+        models: the same for models, where the file names none. A model that it names is the scenario's of that name;
+            others take the scenario's by turns, in the order in which they first appear.
+        tiers: shares. SageServe's "dev" is NIW whatever they are.
+    """
+
+    path: Path
+    scale: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    from_s: Share = 0.0
+    until_s: Positive | None = None
+    origins: Shares | None = None
+    models: Shares | None = None
+    tiers: TierShares = Field(default={"IW-N": 1.0})
+
+    @model_validator(mode="after")
+    def _something(self) -> "RecordedPart":
+        _refuse_empty(self, "origins", "models", "tiers")
+        if self.until_s is not None and self.until_s <= self.from_s:
+            raise ValueError("until_s: must lie after from_s")
+        return self
+
+    @property
+    def duration_s(self) -> float | None:
+        """How long it lasts, where that is said."""
+        return None if self.until_s is None else self.until_s - self.from_s
+
+
+class AegaeonPart(RecordedPart):
+    """A workload of Aegaeon's artifact. Its models are kept apart; number i is as the scenario's i-th, by turns."""
+
+    kind: Literal["aegaeon"]
+    workload: str
+    tiers: TierShares = Field(default={"IW-F": 1.0})
+
+
+class ListedPart(RecordedPart):
+    """A line for each request."""
+
+    kind: Literal["azure-2023", "burstgpt", "mooncake"]
+
+
+class RatesPart(RecordedPart):
+    """Rates: requests (azure-2024, servegen) or input tokens (sageserve, csv) by time. See `rates`.
+
+    Attributes:
+        prompt_tokens: how long prompts are, where the file does not say. Their mean says how many requests tokens are.
+        output_tokens: the same for answers.
+        lengths: ServeGen's histograms of the clients' lengths; the two above are for clients that it does not know.
+    """
+
+    kind: Literal["azure-2024", "csv", "sageserve", "servegen"]
+    prompt_tokens: LengthsPart = LengthsPart(mean=2560, spread=1.0, most=32_768)
+    output_tokens: LengthsPart = LengthsPart(mean=200, spread=1.0, most=4096)
+    lengths: Path | None = None
+
+
+TrafficPart = Annotated[GeneratedPart | AegaeonPart | ListedPart | RatesPart, Field(discriminator="kind")]
+
+
+def _refuse_empty(part: Part, *names: str) -> None:
+    for name in names:
+        shares = getattr(part, name)
+        if shares is not None and not sum(shares.values()) > 0:
+            raise ValueError(f"{name}: at least one share must be over 0")

@@ -1,0 +1,1 @@
+"""The simulated fleet: regions, loops, failures, and what is recorded of them."""

@@ -1,0 +1,288 @@
+"""Nodes whose instances come and go, as the live nodes follow what is wanted of them.
+
+    free GPUs --local, remote--> warming --> serving --> draining --> spot --spot_same--> warming
+                                    ^           ^           |           |
+                                    |           +--revived--+           v
+                                    +--------spot_other (redeploy)-- stopped
+
+An instance holds its GPUs in every state but the last. GPUs of a slot are never held twice. A pooled one has none: its
+slot is the pool's.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Unpack
+
+from controlplane.policies.assignment.facts import (
+    InstanceChange,
+    PlacedInstance,
+    SlotAdd,
+    SlotDecision,
+    SlotRoom,
+    SpotFacts,
+)
+from controlplane.policies.assignment.pools import PooledInstance
+from controlplane.policies.facts import Endpoint, InstanceKind, ModelGpu
+from controlplane.policies.placement.facts import StartTimes
+from ops.simulator.kernel.events import Events, Kind
+from ops.simulator.kernel.requests import Served
+from ops.simulator.results.results import Start
+from ops.simulator.servers.pool_slot import PooledServer
+from ops.simulator.servers.servers import DedicatedServer
+from ops.simulator.world.fleet_pools import FleetPools
+from ops.simulator.world.held import Changes, FleetNode, Held
+from ops.simulator.world.usage import Usage
+from ops.simulator.world.world import World
+
+MakeServer = Callable[[SlotAdd, str], DedicatedServer]
+"""Makes the server of an instance of its own with this id."""
+
+_SILENT_S = 1e9
+
+
+class Fleet:
+    """All nodes. `weights`: endpoints whose region holds the model's weights; it grows by what is loaded there."""
+
+    def __init__(
+        self,
+        nodes: Iterable[FleetNode],
+        make: MakeServer,
+        world: World,
+        events: Events,
+        *,
+        times: StartTimes,
+        weights: Iterable[Endpoint],
+        pools: FleetPools,
+    ) -> None:
+        self.nodes = {node.name: node for node in nodes}
+        self.down: set[str] = set()
+        self.held: dict[str, Held] = {}
+        self.weights = set(weights)
+        self.starts: Counter[Start] = Counter()
+        self.scale_outs = self.scale_ins = self.unplaced = self.failures = self.interrupted = 0
+        self._make = make
+        self._world = world
+        self._events = events
+        self._times = times
+        self._pools = pools
+        self._started = 0
+
+    @property
+    def usage(self) -> Usage:
+        """Who held what for how long."""
+        return self._world.usage
+
+    def rooms(self) -> tuple[SlotRoom, ...]:
+        """The slots for `choose_slots`; a node that is down is silent."""
+        held = Counter[tuple[str, int]]()
+        for one in self.held.values():
+            held[one.node.name, one.slot] += one.gpus
+        return tuple(
+            SlotRoom(
+                node_id=node.name,
+                slot=slot,
+                region=node.region,
+                gpu_type=node.gpu_type,
+                gpus=node.gpus,
+                gpus_free=node.gpus - held[node.name, slot],
+                age_s=_SILENT_S if node.name in self.down else 0.0,
+            )
+            for node in self.nodes.values()
+            for slot in range(node.slots)
+        )
+
+    def placed(self) -> tuple[PlacedInstance, ...]:
+        """The instances with GPUs of their own for `choose_slots`."""
+        now_s = self._events.now_s
+        return tuple(
+            PlacedInstance(
+                instance_id=name,
+                endpoint=one.endpoint,
+                gpu_type=one.node.gpu_type,
+                node_id=one.node.name,
+                slot=one.slot,
+                gpus=one.gpus,
+                draining=one.state == "draining",
+                ready=one.state == "serving",
+                remaining_tokens=one.server.remaining_tokens,
+                kind=one.kind,
+                spot=SpotFacts(age_s=now_s - one.spot_s) if one.state == "spot" else None,
+            )
+            for name, one in self.held.items()
+            if not one.pooled
+        )
+
+    def pooled(self) -> tuple[PooledInstance, ...]:
+        """The others for `choose_pool_slots`."""
+        return tuple(
+            PooledInstance(
+                instance_id=name,
+                endpoint=one.endpoint,
+                gpu_type=one.node.gpu_type,
+                node_id=one.node.name,
+                slot=one.slot,
+                draining=one.state == "draining",
+                ready=one.state == "serving",
+            )
+            for name, one in self.held.items()
+            if one.pooled
+        )
+
+    def begin_with(self, adds: Iterable[SlotAdd]) -> None:
+        """Instances that are there at the beginning."""
+        for add in adds:
+            self._start(add, "present", 0.0)
+
+    def set_kinds(self, kinds: Mapping[str, InstanceKind]) -> None:
+        """What instances shall be, by id."""
+        for name, kind in kinds.items():
+            self._turn(self.held[name], kind=kind)
+
+    def dedicate(self, changes: Iterable[InstanceChange], gpus: Mapping[ModelGpu, int]) -> None:
+        """Give pooled instances their slots for themselves; from here on they are as others are."""
+        for change in changes:
+            held = self.held[change.instance_id]
+            of = ModelGpu(model=held.endpoint.model, gpu_type=held.node.gpu_type)
+            self._turn(held, pooled=False, gpus=gpus[of])
+            self._settle_slot(held.place)
+
+    def apply(self, decision: SlotDecision) -> None:
+        """Do what was decided."""
+        self.set_kinds({change.instance_id: change.kind for change in decision.changed_kinds})
+        for change in decision.revives:
+            self.starts["revived"] += 1
+            self._serve(self.held[change.instance_id], change.kind)
+        for change in decision.reclaims:
+            self._warm(self.held[change.instance_id], "spot_same", self._times.spot_same_s, change.kind)
+        for add in decision.redeploys:
+            for name in add.replaces:
+                self._stop(name)
+            self._start(add, *self._source(add, near="spot_other", near_s=self._times.spot_other_s))
+        for add in decision.adds:
+            self._start(add, *self._source(add, near="local", near_s=self._times.local_s))
+        for change in decision.drains:
+            self._drain(change.instance_id, self._stop)
+        for change in decision.donates:
+            self._drain(change.instance_id, self._donate)
+        for change in decision.stops:
+            self._stop(change.instance_id)
+        self.scale_outs += sum(map(len, (decision.revives, decision.reclaims, decision.redeploys, decision.adds)))
+        self.scale_ins += len(decision.drains) + len(decision.donates)
+        self.unplaced += sum(each.count for each in decision.unplaced)
+
+    def fail(self, name: str) -> list[Served]:
+        """A node is down at once; returns the requests that were there. What it held is missed only later, by `forget`;
+        what was lent out as spot is lent no more.
+        """
+        self.down.add(name)
+        self.failures += 1
+        lost: list[Served] = []
+        for instance_id, one in list(self.held.items()):
+            if one.node.name == name and one.state == "spot":
+                self._stop(instance_id)
+            elif one.node.name == name:
+                lost += one.server.lose()
+                one.ready_s = float("inf")
+                self._world.present.withdraw(one.server)
+        self.interrupted += len(lost)
+        return lost
+
+    def forget(self, name: str) -> None:
+        """What a failed node held is given up."""
+        for instance_id in [key for key, one in self.held.items() if one.node.name == name]:
+            self._stop(instance_id)
+
+    def recover(self, name: str) -> None:
+        """A node is back, with nothing on it."""
+        self.forget(name)
+        self.down.discard(name)
+
+    def _source(self, add: SlotAdd, *, near: Start, near_s: float) -> tuple[Start, float]:
+        """From what a fresh instance starts, and how long that takes."""
+        if not add.gpus and self._in_host_memory(add):
+            return "host", self._times.spot_same_s
+        return (near, near_s) if add.endpoint in self.weights else ("remote", self._times.remote_s)
+
+    def _in_host_memory(self, add: SlotAdd) -> bool:
+        """Whether a node has a model loaded already."""
+        here = (one for one in self.held.values() if one.node.name == add.node_id and one.endpoint == add.endpoint)
+        return any(one.state != "warming" for one in here)
+
+    def _start(self, add: SlotAdd, start: Start, takes_s: float) -> None:
+        node = self.nodes[add.node_id]
+        taken = sum(one.gpus for one in self.held.values() if (one.node, one.slot) == (node, add.slot))
+        assert add.slot < node.slots and taken + add.gpus <= node.gpus, f"{add} finds {taken} of {node.gpus} GPUs held"  # noqa: PT018
+        self._started += 1
+        name = f"{add.endpoint.region}/{add.endpoint.model}/{self._started}"
+        pooled = not add.gpus
+        server = self._pools.start(add, name, node.gpus) if pooled else self._make(add, name)
+        held = Held(server=server, node=node, slot=add.slot, gpus=add.gpus, kind=add.kind, pooled=pooled)
+        self.held[name] = held
+        self.usage.change(None, held.use, self._events.now_s)
+        self._settle_slot(held.place)
+        self._warm(held, start, takes_s, add.kind)
+
+    def _warm(self, held: Held, start: Start, takes_s: float, kind: InstanceKind) -> None:
+        """Let it serve after a while."""
+        self.starts[start] += 1
+        ready_s = held.ready_s = self._events.now_s + takes_s
+        self._turn(held, state="warming", kind=kind)
+        if takes_s:
+            self._events.at(ready_s, Kind.END, partial(self._warmed, held, ready_s))
+        else:
+            self._serve(held, kind)
+
+    def _warmed(self, held: Held, ready_s: float) -> None:
+        if held.state == "warming" and held.ready_s == ready_s:
+            self._serve(held, held.kind)
+
+    def _serve(self, held: Held, kind: InstanceKind) -> None:
+        self.weights.add(held.endpoint)
+        self._turn(held, state="serving", kind=kind)
+        held.server.open(kind)
+        self._world.present.place(held.server)
+
+    def _drain(self, name: str, then: Callable[[str], None]) -> None:
+        held = self.held[name]
+        serving = held.state == "serving"
+        self._turn(held, state="draining")
+        self._world.present.withdraw(held.server)
+        if serving:
+            held.server.close(partial(then, name))
+        else:
+            self._stop(name)
+
+    def _donate(self, name: str) -> None:
+        held = self.held[name]
+        held.spot_s = self._events.now_s
+        self._turn(held, state="spot")
+
+    def _stop(self, name: str) -> None:
+        held = self.held.pop(name)
+        self._world.present.withdraw(held.server)
+        self.usage.change(held.use, None, self._events.now_s)
+        held.state, held.ready_s = "draining", float("inf")
+        if isinstance(held.server, PooledServer):
+            held.server.leave()
+            self._settle_slot(held.place)
+
+    def _settle_slot(self, place: tuple[str, int]) -> None:
+        """Let a slot be a pool's as long as a pooled instance is there, and count its other instances accordingly."""
+        if place not in self._pools:
+            return
+        here = [one for one in self.held.values() if one.place == place]
+        pooled = any(one.pooled for one in here)
+        if not pooled:
+            self._pools.end(place)
+        for one in here:
+            self._turn(one, beside=pooled and not one.pooled)
+
+    def _turn(self, held: Held, **changes: Unpack[Changes]) -> None:
+        """Let an instance be something else, as which it counts from now on."""
+        before = held.use
+        for name, value in changes.items():
+            setattr(held, name, value)
+        held.server.kind = held.kind
+        if held.use != before:
+            self.usage.change(before, held.use, self._events.now_s)

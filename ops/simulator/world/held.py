@@ -1,0 +1,73 @@
+"""A node of a fleet, and an instance that it holds."""
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+from controlplane.policies.facts import Endpoint, InstanceKind
+from ops.simulator.results.results import State
+from ops.simulator.servers.pool_slot import PooledServer
+from ops.simulator.servers.servers import DedicatedServer
+from ops.simulator.world.usage import Use
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetNode:
+    """A node: so many slots of so many GPUs. `host_bytes`: host memory for the models of all of them; None: it does not
+    tell, and nothing is pooled there.
+    """
+
+    name: str
+    region: str
+    gpu_type: str
+    slots: int
+    gpus: int
+    host_bytes: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Held:
+    """An instance. `ready_s`: when it serves, if it warms up; a later start makes an earlier one's moment void.
+    `pooled`: it shares its slot and has no GPUs. `beside`: it has some, and its slot is a pool's, as which they count.
+    """
+
+    server: DedicatedServer | PooledServer
+    node: FleetNode
+    slot: int
+    gpus: int
+    kind: InstanceKind
+    state: State = "warming"
+    ready_s: float = 0.0
+    spot_s: float = 0.0
+    pooled: bool = False
+    beside: bool = False
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The slot it is on."""
+        return self.node.name, self.slot
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """What it is an instance of."""
+        return self.server.endpoint
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it is for our own requests, now or soon."""
+        return self.state in {"serving", "warming"}
+
+    @property
+    def use(self) -> Use:
+        """What it counts as."""
+        state: State = "pooled" if self.pooled and self.state == "serving" else self.state
+        return Use(self.endpoint, state, self.kind, self.node.gpu_type, 0 if self.beside else self.gpus)
+
+
+class Changes(TypedDict, total=False):
+    """What of an instance becomes something else."""
+
+    state: State
+    kind: InstanceKind
+    pooled: bool
+    beside: bool
+    gpus: int

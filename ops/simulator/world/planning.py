@@ -1,0 +1,187 @@
+"""The hourly plan in simulated time: forecasts from what was measured by then, and the live service's own placement.
+
+Ten minutes before an hour every endpoint is forecast, two minutes before it the plan is made and goes into force, as by
+the live clock. At the beginning both are done at once.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from controlplane.policies.assignment.pooling import PlanPools
+from controlplane.policies.demand import demand_to_plan, forecast_at
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
+from controlplane.policies.placement.choose import choose_placement
+from controlplane.policies.placement.decision import Placement
+from controlplane.policies.placement.facts import PlacementFacts, PlacementModel, PlacementSettings, Profile
+from forecasts.selection.select import PeakForecast, forecast_peak
+from forecasts.series import DemandSeries
+from forecasts.settings import ForecastSettings
+from ops.simulator.traffic.demand import MINUTE_S, Demand
+from ops.simulator.world.fleet import Fleet
+from ops.simulator.world.planned_pools import PoolMeans, pool_facts, pools_of
+from ops.simulator.world.recorder import Planned
+
+HOUR_S = 3600.0
+FORECAST_AHEAD_S = 600.0
+PLAN_AHEAD_S = 120.0
+HISTORY_S = 7 * 86_400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """How to plan. `profiles` and `gpu_cost_per_hour` as in `PlacementFacts`, `limits` of every endpoint.
+    `niw_share`: beta of SageServe 6.3. `pools` None: no pools.
+    """
+
+    regions: tuple[str, ...]
+    profiles: Mapping[ModelGpu, Profile]
+    gpu_cost_per_hour: Mapping[str, float]
+    limits: Mapping[Endpoint, tuple[int, int]]
+    forecast: ForecastSettings = field(default_factory=ForecastSettings)
+    placement: PlacementSettings = field(default_factory=PlacementSettings)
+    niw_share: float = 0.1
+    pools: PoolMeans | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The plan in force. `counts`: instances with GPUs of their own, by endpoint and GPU type. `expected`: the peak
+    that it counts on. `forecasts`: what it was made from.
+    """
+
+    window_start_s: float
+    counts: Mapping[Endpoint, Mapping[str, int]]
+    pools: PlanPools
+    expected: Mapping[Endpoint, float]
+    forecasts: Mapping[Endpoint, PeakForecast]
+
+
+class Planner:
+    """Makes the plans. `truth` None: from forecasts; else from what will come, the interactive demand of the whole run.
+
+    Between two forecasts of an endpoint what the first kept is handed to the second, as live. `begins_s`: before it
+    nothing was served, and so no deferred request let go.
+    """
+
+    def __init__(
+        self, settings: PlanSettings, demand: Demand, truth: Demand | None = None, *, begins_s: float = 0.0
+    ) -> None:
+        self.plan: Plan | None = None
+        self._settings = settings
+        self._demand = demand
+        self._truth = truth
+        self._begins_s = begins_s
+        self._forecasts: dict[Endpoint, PeakForecast] = {}
+
+    def forecast(self, now_s: float) -> None:
+        """Forecast every endpoint from which something came, from nothing but what came before this minute."""
+        origin_s = now_s // MINUTE_S * MINUTE_S
+        if self._truth is not None or origin_s < MINUTE_S:
+            return
+        for endpoint in self._demand.endpoints:
+            history = self._demand.series(endpoint, since_s=max(0.0, origin_s - HISTORY_S), until_s=origin_s)
+            if history.maximum() > 0:
+                before = self._forecasts.get(endpoint)
+                state = None if before is None else before.state
+                self._forecasts[endpoint] = forecast_peak(history, self._settings.forecast, state)
+
+    def make(self, now_s: float, fleet: Fleet) -> None:
+        """Place the hour that begins nearest to now. Without any forecast there is no plan; where no solver answers,
+        the one in force stays.
+        """
+        window_start_s = (now_s + HOUR_S / 2) // HOUR_S * HOUR_S
+        paths = self._paths(window_start_s)
+        if not paths:
+            return
+        until_s = now_s // MINUTE_S * MINUTE_S
+        since_s = max(self._begins_s, until_s - HOUR_S)
+        deferred = {
+            endpoint: self._demand.mean(endpoint, since_s=since_s, until_s=until_s, deferred=True)
+            for endpoint in self._settings.limits
+        }
+        demand = demand_to_plan(paths, deferred, niw_share=self._settings.niw_share)
+        placement = choose_placement(self._facts(fleet, demand), now_s, self._settings.placement)
+        if placement.objective_per_hour is not None:
+            self.plan = Plan(
+                window_start_s=window_start_s,
+                counts=_counts(placement),
+                pools=pools_of(placement),
+                expected={endpoint: max(path) for endpoint, path in demand.items()},
+                forecasts=dict(self._forecasts),
+            )
+
+    def forecast_now(self, endpoint: Endpoint, now_s: float) -> float | None:
+        """What the plan in force has forecast for this moment; None: nothing."""
+        forecast = None if self.plan is None else self.plan.forecasts.get(endpoint)
+        if forecast is None:
+            return None
+        return forecast_at(
+            forecast.windows_upper,
+            peak_q50=forecast.peak_q50,
+            peak_upper=forecast.peak_upper,
+            late_s=now_s - forecast.origin_s,
+        )
+
+    def planned(self) -> dict[Endpoint, Planned]:
+        """The plan in force, for the record."""
+        if self.plan is None:
+            return {}
+        plan = self.plan
+        return {
+            endpoint: Planned(
+                forecast=plan.expected.get(endpoint, 0.0), instances=sum(plan.counts.get(endpoint, {}).values())
+            )
+            for endpoint in self._settings.limits
+        }
+
+    def planned_pools(self) -> Mapping[RegionGpu, int]:
+        """GPUs of its pools, for the record."""
+        return {} if self.plan is None else self.plan.pools.gpus
+
+    def _paths(self, window_start_s: float) -> dict[Endpoint, tuple[float, ...]]:
+        """Upper forecasts, or what the hour will bring, by window."""
+        if self._truth is None:
+            return {endpoint: each.windows_upper for endpoint, each in self._forecasts.items() if each.known}
+        windows_s = self._settings.forecast.bucket_s
+        return {
+            endpoint: tuple(self._true_hour(endpoint, window_start_s).rebin(windows_s).values.tolist())
+            for endpoint in self._truth.endpoints
+        }
+
+    def _true_hour(self, endpoint: Endpoint, window_start_s: float) -> DemandSeries:
+        assert self._truth is not None
+        return self._truth.series(endpoint, since_s=window_start_s, until_s=window_start_s + HOUR_S)
+
+    def _facts(self, fleet: Fleet, demand: Mapping[Endpoint, tuple[float, ...]]) -> PlacementFacts:
+        """The fleet and its coming hour for `choose_placement`."""
+        settings, capacity = self._settings, Counter[RegionGpu]()
+        for node in fleet.nodes.values():
+            if node.name not in fleet.down:
+                capacity[RegionGpu(region=node.region, gpu_type=node.gpu_type)] += node.slots * node.gpus
+        present, spot = Counter[EndpointGpu](), Counter[EndpointGpu]()
+        for one in fleet.held.values():
+            if not one.pooled and (one.wanted or one.state == "spot"):
+                key = EndpointGpu(model=one.endpoint.model, region=one.endpoint.region, gpu_type=one.node.gpu_type)
+                (present if one.wanted else spot)[key] += 1
+        pools = settings.pools
+        return PlacementFacts(
+            regions=settings.regions,
+            models=tuple(PlacementModel(name=name) for name in sorted({key.model for key in settings.profiles})),
+            capacity=capacity,
+            profiles=settings.profiles,
+            present=present,
+            spot=spot,
+            demand={endpoint: path for endpoint, path in demand.items() if endpoint in settings.limits},
+            limits=settings.limits,
+            gpu_cost_per_hour=settings.gpu_cost_per_hour,
+            weights_present=frozenset(fleet.weights),
+            pool=None if pools is None else pool_facts(pools, fleet, demand, settings.limits),
+        )
+
+
+def _counts(placement: Placement) -> dict[Endpoint, dict[str, int]]:
+    counts: dict[Endpoint, dict[str, int]] = {}
+    for entry in placement.entries:
+        counts.setdefault(entry.endpoint, {})[entry.gpu_type] = entry.after
+    return counts

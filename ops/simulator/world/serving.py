@@ -1,0 +1,131 @@
+"""What serves in a scenario from its beginning to its end."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from dataplane.agent.settings import SlotKind
+from dataplane.engines.replay.engine import ReplaySettings
+from dataplane.protocol.messages import ModelSpec
+from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
+from ops.simulator.kernel.requests import Served
+from ops.simulator.scenario.means import Means
+from ops.simulator.scenario.scenario import ModelPart, Scenario
+from ops.simulator.servers.multiplexed import multiplexed_gpus
+from ops.simulator.servers.pool import PoolServer
+from ops.simulator.servers.request_level import RequestLevelCluster, SplitCluster
+from ops.simulator.servers.servers import DedicatedServer
+from ops.simulator.traffic.presence import Server
+from ops.simulator.world.world import World
+
+
+def fixed_servers(scenario: Scenario, models: Mapping[str, ModelPart], means: Means, world: World) -> Iterator[Server]:
+    """The servers of a scenario without scaling."""
+    fleet = scenario.fleet
+    profile, costs, instance = means.profile, means.costs, means.instance
+    if fleet.serving == "dedicated":
+        for part in fleet.instances:
+            for number in range(part.count):
+                server = DedicatedServer(
+                    f"{part.region}/{part.model}/{part.kind}/{number}",
+                    part.region,
+                    costs[part.model],
+                    instance,
+                    gpu_type=profile.gpu_type,
+                    events=world.events,
+                    ended=world.ended,
+                )
+                server.open(part.kind)
+                yield server
+        return
+    for region in scenario.regions:
+        if fleet.serving == "request-level":
+            yield _request_level(scenario, region, costs, instance, profile.gpu_type, world)
+        else:
+            replay = replay_settings(scenario, means)
+            specs = [spec_of(name, model) for name, model in models.items()]
+            if fleet.serving == "static":
+                yield from multiplexed_gpus(
+                    region,
+                    fleet.gpus,
+                    specs,
+                    replay,
+                    models_max=fleet.models_per_gpu,
+                    events=world.events,
+                    ended=world.ended,
+                )
+                continue
+            kinds: list[SlotKind] = ["prefill"] * fleet.prefill_slots
+            kinds += ["decode"] * fleet.decode_slots
+            kinds += ["both"] * fleet.both_slots
+            yield PoolServer(
+                f"{region}/pool",
+                region,
+                kinds,
+                specs,
+                replay,
+                events=world.events,
+                ended=world.ended,
+            )
+
+
+def replay_settings(scenario: Scenario, means: Means, gpus: int = 1) -> ReplaySettings:
+    """How the slot of a pool is set up, which has so many GPUs."""
+    policy = scenario.policy
+    assert means.weights_bytes is not None
+    return ReplaySettings(
+        profile=means.profile,
+        weights_bytes=means.weights_bytes * gpus,
+        kv_bytes=means.instance.kv_bytes * gpus,
+        batch_max=policy.batch_max,
+        prefill_tokens_per_step_max=policy.prefill_tokens_per_step_max,
+        prefetch=policy.prefetch,
+        kv_pressure=policy.kv_pressure,
+        turns=means.instance.turns,
+    )
+
+
+def _request_level(
+    scenario: Scenario,
+    region: str,
+    costs: Mapping[str, ModelCosts],
+    settings: InstanceSettings,
+    gpu_type: str,
+    world: World,
+) -> Server:
+    fleet = scenario.fleet
+
+    def cluster(name: str, gpus: int, ended: Callable[[Served], None], *, hands_over: bool) -> RequestLevelCluster:
+        return RequestLevelCluster(
+            f"{region}/{name}",
+            region,
+            gpus,
+            costs,
+            replace(settings, hands_over=hands_over),
+            gpu_type=gpu_type,
+            events=world.events,
+            ended=ended,
+            switching=scenario.policy.switching,
+        )
+
+    if fleet.gpus:
+        return cluster("gpus", fleet.gpus, world.ended, hands_over=False)
+    decode = cluster("decode", fleet.decode_slots, world.ended, hands_over=False)
+
+    def prefilled(served: Served) -> None:
+        if served.left:
+            decode.submit(served)
+        else:
+            world.ended(served)
+
+    return SplitCluster(cluster("prefill", fleet.prefill_slots, prefilled, hands_over=True), decode)
+
+
+def spec_of(name: str, model: ModelPart) -> ModelSpec:
+    """A model as a node is told of it."""
+    return ModelSpec(
+        name=name,
+        path="-",
+        weights_bytes=model.weights_bytes,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        context_tokens=model.context_tokens,
+    )

@@ -1,0 +1,269 @@
+"""The world: requests come from regions, go where the live service's own policies send them, and are counted.
+
+    request --> choose_admission --> choose_route on a view --> over the network --> a server --> back over the network
+       |                                  ^                          |
+       |                                  +------ it is gone --------+
+       +-- NIW --> queue --> choose_releases at each signal ---> (the same way)
+
+A view of all instances is up to `view_s` old when it is used, but for what was sent since.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from controlplane.policies.admission import AdmissionSettings, choose_admission
+from controlplane.policies.decisions import NoRoute, Refuse
+from controlplane.policies.facts import AdmissionFacts, Endpoint, RoutingFacts
+from controlplane.policies.facts import Objective as PolicyObjective
+from controlplane.policies.facts import Tier as PolicyTier
+from controlplane.policies.release import ReleaseSettings
+from controlplane.policies.routing import RoutingSettings, choose_route
+from dataplane.protocol.messages import Objective, Tier
+from dataplane.scheduling.tiers import TIER_OBJECTIVES
+from ops.simulator.kernel.events import ARRIVAL, TICK, EventLog, Events
+from ops.simulator.kernel.network import Network
+from ops.simulator.kernel.requests import Request, Served
+from ops.simulator.traffic.deferred import Deferred
+from ops.simulator.traffic.demand import Demand
+from ops.simulator.traffic.presence import Presence
+from ops.simulator.world.measures import Tally, by_model_and_tier
+from ops.simulator.world.recorder import STEP_S, Recorder
+from ops.simulator.world.usage import Usage
+
+ARRIVED, ROUTED, ENDED, FAILED, RELEASED, INTERRUPTED = range(6)
+"""Codes of the event log."""
+
+_ATTEMPTS_MAX = 3
+_TOLD_EVERY = 1024
+_BLOCK = 1024
+"""So many requests are counted at once when they are over."""
+_TIERS = {tier.value: tier for tier in PolicyTier}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldSettings:
+    """`latencies_ms`: one way, by origin and destination; what is not there, and within a region, takes no time.
+    `learn_s`: requests before this moment are counted as demand, not served. `admission` None: all are let in.
+    `tries_max`: how often a client offers a request, waiting for as long as it is told after each refusal.
+    """
+
+    regions: tuple[str, ...]
+    latencies_ms: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    targets: Mapping[Tier, Objective] = field(default_factory=lambda: TIER_OBJECTIVES)
+    view_s: float = 1.0
+    learn_s: float = 0.0
+    routing: RoutingSettings = field(default_factory=RoutingSettings)
+    release: ReleaseSettings = field(default_factory=ReleaseSettings)
+    admission: AdmissionSettings | None = None
+    tries_max: int = 1
+
+
+class World:
+    """Runs traffic through servers. `endpoints`: those recorded."""
+
+    def __init__(
+        self, settings: WorldSettings, events: Events, traffic: Iterator[Request], endpoints: Iterable[Endpoint] = ()
+    ) -> None:
+        self.settings = settings
+        self.events = events
+        self.log = EventLog()
+        self.present = Presence()
+        self.demand = Demand()
+        self.usage = Usage()
+        self.recorder = Recorder(endpoints, self.usage, self.demand)
+        self.deferred = Deferred(settings.release, settings.targets["NIW"].ttft_s)
+        self.tallies: defaultdict[tuple[str, Tier], Tally] = defaultdict(Tally)
+        """What came of requests, by model and tier: complete when the world is over."""
+        self.failures: dict[str, int] = {}
+        self.in_flight = 0
+        self.arrived = 0
+        self.request_seconds = 0.0
+        """The time-integral of the requests in the system: what those that are over were there for."""
+        self._served: list[Served] = []
+        self._traffic = traffic
+        self._coming: Request | None = None
+        self._network = Network(settings.regions, settings.latencies_ms)
+        self._objectives = {
+            tier: PolicyObjective(ttft_s=target.ttft_s, tbt_s=target.tbt_s) for tier, target in settings.targets.items()
+        }
+        """The targets as the policies are told them."""
+
+    # Time passes.
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing comes any more and nothing is in the system."""
+        return self._coming is None and not self.in_flight
+
+    def run(self) -> Iterator[float]:
+        """Learn, then serve until all that came is over; now and then the time is told."""
+        yield from self._learn()
+        begins_s = self.events.now_s = self.settings.learn_s
+        self.usage.begin(begins_s)
+        self.recorder.begin(begins_s)
+        self.events.at(begins_s, TICK, self._tick)
+        self.events.at(begins_s + STEP_S, TICK, self._close_step)
+        while self._coming is not None:
+            for _ in range(_TOLD_EVERY):
+                if (request := self._coming) is None:
+                    break
+                self.events.run_before(request.arrived_s, ARRIVAL)
+                self._coming = next(self._traffic, None)
+                self._arrive(request)
+            yield self.events.now_s
+        self.events.keep_up()
+        self.events.stopped = self.over
+        while self.events.run(_TOLD_EVERY):
+            yield self.events.now_s
+        self._take_in_served()
+
+    def _learn(self) -> Iterator[float]:
+        """Count the demand of the past, up to the first request that is served."""
+        for number, request in enumerate(self._traffic):
+            if request.arrived_s >= self.settings.learn_s:
+                self._coming = request
+                return
+            if request.tier != "NIW":
+                self.demand.count(request)
+            if number % _TOLD_EVERY == 0:
+                yield request.arrived_s
+
+    def _tick(self) -> None:
+        """Instances report, and deferred requests go where there is room."""
+        self.present.tick()
+        now_s = self.events.now_s
+        self.events.catch_up()
+        self.log.close()
+        for request in self.deferred.expire(now_s):
+            self._fail(request, "its deadline passed while it waited")
+        if any(waits for waits, _ in self.deferred.waiting(now_s).values()):
+            instances = tuple(one for view in self.present.views().values() for one in view.values())
+            for request, region in self.deferred.release(instances, now_s):
+                self.log.note(now_s, RELEASED, request.number)
+                self.demand.count_deferred(request, region, now_s)
+                self._send(request, region)
+        self.events.at(now_s + self.settings.view_s, TICK, self._tick)
+
+    def _close_step(self) -> None:
+        now_s = self.events.now_s
+        views = self.present.views()
+        self.events.catch_up()
+        self._take_in_served()
+        switches = sum(server.switches for server in self.present.servers)
+        self.recorder.close(now_s, views, self.deferred.waiting(now_s), switches=switches)
+        self.events.at(now_s + STEP_S, TICK, self._close_step)
+
+    # A request, from its arrival to its end.
+
+    def _arrive(self, request: Request) -> None:
+        self.log.note(request.arrived_s, ARRIVED, request.number)
+        self.arrived += 1
+        self.in_flight += 1
+        if request.tier == "NIW":
+            self.deferred.add(request)
+        else:
+            self.demand.count(request)
+            if self.settings.admission is None:
+                self._send(request)
+            else:
+                self._admit(request, self.settings.admission)
+
+    def _admit(self, request: Request, settings: AdmissionSettings, tried: int = 0) -> None:
+        """Let an interactive request in, or refuse it, which was refused `tried` times."""
+        facts = AdmissionFacts(routing=self._facts(request), objective=self._objectives[request.tier])
+        decision = choose_admission(facts, self.events.now_s, settings)
+        if not isinstance(decision, Refuse):
+            self._send(request)
+        elif tried + 1 < self.settings.tries_max:
+            again_s = self.events.now_s + decision.retry_after_s
+            self.events.at(again_s, ARRIVAL, self._admit, request, settings, tried + 1)
+        else:
+            self._fail(request, "refused: no instance would have begun it in time")
+
+    def _send(self, request: Request, within: str | None = None, tried: frozenset[str] = frozenset()) -> None:
+        """Send a request where the policy says. `within`: only there, in this region. `tried`: not there again."""
+        now_s = self.events.now_s
+        route = choose_route(self._facts(request, within, tried), now_s, self.settings.routing)
+        if isinstance(route, NoRoute):
+            self._fail(request, route.reason)
+            return
+        name, region, origin = route.instance_id, route.region, request.origin
+        self.log.note(now_s, ROUTED, request.number, self.present.sent(request, name))
+        target = self.settings.targets[request.tier]
+        if region == origin:
+            self._deliver(Served(request, target), name, within, tried)
+            return
+        served = Served(request, target, self._network.travel_s(region, origin))
+        if there_s := self._network.travel_s(origin, region):
+            self.events.at(now_s + there_s, ARRIVAL, self._deliver, served, name, within, tried)
+        else:
+            self._deliver(served, name, within, tried)
+
+    def _deliver(self, served: Served, instance_id: str, within: str | None, tried: frozenset[str]) -> None:
+        """A request is at its instance, which takes it in unless it is gone since the view was taken."""
+        request, server = served.request, self.present.at(instance_id)
+        if server is None:
+            tried |= {instance_id}
+            if len(tried) < _ATTEMPTS_MAX:
+                self._send(request, within, tried)
+            else:
+                self._fail(request, f"{_ATTEMPTS_MAX} instances were gone when it came there")
+        elif not server.fits(request):
+            self._fail(request, "longer than an instance's KV memory")
+        else:
+            server.submit(served)
+
+    def ended(self, served: Served) -> None:
+        """The last token of a request is out, or was before it was looked at."""
+        request, block = served.request, self._served
+        self.log.note(served.last_s, ENDED, request.number, served.in_time)
+        self._over(request, served.last_s)
+        block.append(served)
+        if len(block) == _BLOCK:
+            self._take_in_served()
+
+    def begin_anew(self, served: Served) -> None:
+        """A request has lost its instance, and what it had made there."""
+        request = served.request
+        self.log.note(self.events.now_s, INTERRUPTED, request.number)
+        if request.tier == "NIW":
+            self.deferred.put_back(request)
+        else:
+            self._send(request)
+
+    def _fail(self, request: Request, reason: str) -> None:
+        self.log.note(self.events.now_s, FAILED, request.number)
+        self._over(request, self.events.now_s)
+        self.tallies[request.model, request.tier].fail(request)
+        self.failures[reason] = self.failures.get(reason, 0) + 1
+
+    # What is known, and what is counted.
+
+    def _facts(self, request: Request, within: str | None = None, tried: frozenset[str] = frozenset()) -> RoutingFacts:
+        tier = request.tier
+        instances = tuple(self.present.view(request.model).values())
+        if within is not None:
+            instances = tuple(one for one in instances if one.endpoint.region == within)
+        return RoutingFacts(
+            model=request.model,
+            tier=_TIERS[tier],
+            tokens=request.prompt_tokens + request.output_tokens,
+            preference=self._network.preference(request.origin) if within is None else (within,),
+            instances=instances,
+            excluded=tried,
+            ttft_s=self._objectives[tier].ttft_s,
+        )
+
+    def _over(self, request: Request, at_s: float) -> None:
+        self.request_seconds += at_s - request.arrived_s
+        self.in_flight -= 1
+        if not self.in_flight:
+            self.events.stopped = self._coming is None
+
+    def _take_in_served(self) -> None:
+        """Count those that were served since the last time."""
+        for (model, tier), block in by_model_and_tier(self._served).items():
+            self.tallies[model, tier].add(block)
+            self.recorder.ended(tier, block)
+        self._served.clear()

@@ -1,0 +1,80 @@
+"""Closed forms against one step at a time."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.protocol.messages import Objective
+from ops.simulator.kernel.leaps import Leap, Pace, decode_pace
+from ops.simulator.kernel.requests import Request, Served
+from ops.simulator.kernel.timeline import Timeline
+from tests.ops.simulator.replayed import LATENCY
+
+paces = st.builds(Pace, st.floats(1e-3, 0.1), st.one_of(st.just(0.0), st.floats(1e-9, 1e-2)))
+steps = st.integers(1, 300)
+
+
+def ends_s(leap: Leap) -> list[float]:
+    took_s = (leap.pace.first_s + k * leap.pace.growth_s for k in range(leap.steps))
+    return [leap.started_s + s for s in itertools.accumulate(took_s)]
+
+
+def test_a_pace_is_that_of_the_latency_model() -> None:
+    pace = decode_pace(LATENCY, 5000, 7)
+    one_by_one_s = sum(LATENCY.decode_s(5000 + 7 * k, 7) for k in range(100))
+    assert pace.seconds(100) == pytest.approx(one_by_one_s, rel=1e-12)
+
+
+@given(paces, st.integers(0, 300), st.floats(0.0, 1.0))
+def test_steps_within_a_time(pace: Pace, count: int, share: float) -> None:
+    seconds = pace.seconds(count) + share * (pace.seconds(count + 1) - pace.seconds(count))
+    within = pace.steps_within(seconds)
+    assert pace.seconds(within) <= seconds < pace.seconds(within + 1)
+    assert abs(within - count) <= 1
+    fewest = pace.steps_to(seconds)
+    assert pace.seconds(fewest) >= seconds
+    assert fewest == 1 or pace.seconds(fewest - 1) < seconds
+
+
+@given(paces, steps, st.floats(-5.0, 20.0), st.floats(0.001, 0.2))
+def test_lateness_of_a_leap(pace: Pace, count: int, due_s: float, tbt_s: float) -> None:
+    leap = Leap(2.0, pace, count)
+    lates_s = [out_s - due_s - k * tbt_s for k, out_s in enumerate(ends_s(leap))]
+    assert leap.late_s(due_s, tbt_s) == pytest.approx(max(lates_s), abs=1e-6)
+    sure = sum(late_s <= -1e-9 for late_s in lates_s), sum(late_s <= 1e-9 for late_s in lates_s)
+    assert sure[0] <= leap.in_time(due_s, tbt_s) <= sure[1]
+
+
+@given(st.lists(st.tuples(paces, st.integers(1, 20), st.floats(0.0, 0.5)), min_size=1, max_size=12), st.data())
+def test_a_timeline_answers_as_its_steps_would(parts: list[tuple[Pace, int, float]], data: st.DataObject) -> None:
+    tbt_s, timeline, now_s = 0.05, Timeline(), 0.0
+    timeline.expect(tbt_s)
+    outs_s: list[float] = []
+    begins = []
+    for pace, count, pause_s in parts:
+        leap = Leap(now_s + pause_s, pace, count)
+        begins.append(timeline.step + 1)
+        now_s = leap.ended_s(count)
+        timeline.add(leap, now_s)
+        outs_s += ends_s(leap)
+    first = data.draw(st.sampled_from(begins))
+    timeline.forget(data.draw(st.sampled_from([b for b in begins if b <= first])))
+    due_s = data.draw(st.floats(0.0, now_s))
+    lates_s = [out_s - due_s - k * tbt_s for k, out_s in enumerate(outs_s[first - 1 :])]
+    assert timeline.late_s(first, due_s, tbt_s) == pytest.approx(max(lates_s), abs=1e-6)
+    sure = sum(late_s <= -1e-9 for late_s in lates_s), sum(late_s <= 1e-9 for late_s in lates_s)
+    assert sure[0] <= timeline.in_time(first, due_s, tbt_s) <= sure[1]
+
+
+def test_served_tokens_travel_back() -> None:
+    request = Request(number=0, arrived_s=10.0, model="m", origin="r", tier="IW-F", prompt_tokens=5, output_tokens=4)
+    served = Served(request=request, target=Objective(ttft_s=1.0, tbt_s=0.1), back_s=0.25)
+    served.token(10.8)  # there at 11.05, 0.05 late
+    served.leap(Leap(10.8, Pace(0.04, 0.0), 3))
+    assert served.ttft_s == pytest.approx(1.05)
+    assert served.in_time == 3
+    assert served.late_s == pytest.approx(0.05)
+    assert served.share == pytest.approx(1 - 0.05 / 1.17)
+    assert served.left == 0

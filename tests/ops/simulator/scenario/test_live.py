@@ -1,0 +1,116 @@
+"""What of a running fleet becomes a scenario: GPU types that serve something, and what is said of the others."""
+
+from typing import Any
+
+import pytest
+
+from ops.simulator.scenario.live import LiveDemand, LiveError, LiveFleet, LiveScenario, live_scenario
+
+DEMAND = LiveDemand(rows=[(0, "r", "m", 1.0, ""), (0, "r", "n", 1.0, "")], learn_s=0, simulated_s=3600)
+PROFILES = {"A": "a.toml", "B": "b.toml", "C": "c.toml"}
+
+
+POOLING = {"enabled": True, "fill": 0.7, "prompt_tokens": 300.0, "output_tokens": 200.0, "tbt_s": 0.2, "round_s": 6.0}
+
+
+def node(
+    gpu_type: str, *gpus: int, workers: int = 1, alive: bool = True, host_bytes: int | None = None
+) -> dict[str, Any]:
+    slots = [{"gpus": count, "workers": workers, "memory_bytes": count * 10**11} for count in gpus]
+    told = {"alive": alive, "draining": False, "host_bytes": host_bytes}
+    return {"region": "r", "gpu_type": gpu_type, "slots": slots, **told}
+
+
+def profile(model: str, gpu_type: str, tokens_per_s: float, gpus: int = 1) -> dict[str, Any]:
+    return {"model": model, "gpu_type": gpu_type, "tokens_per_s": tokens_per_s, "gpus": gpus, "load_time_s": 60.0}
+
+
+def scenario(*nodes: dict[str, Any], **changes: Any) -> LiveScenario:
+    """Two models, of which B serves one only."""
+    sizes = {"weights_bytes": 10**10, "kv_bytes_per_token": 1, "context_tokens": 9}
+    given: dict[str, Any] = {
+        "gpu_types": sorted({one["gpu_type"] for one in nodes}),
+        "taken_at": "now",
+        "regions": [{"name": "r", "position": 0}],
+        "latencies": [],
+        "nodes": nodes,
+        "instances": [
+            {"model": "m", "region": "r", "gpu_type": gpu_type, "desired": "running", "pooled": pooled}
+            for gpu_type, pooled in (("A", False), ("B", False), ("B", True))
+        ],
+        "models": [{"name": "m", **sizes}, {"name": "n", **sizes, "weights_bytes": 2 * 10**10}],
+        "profiles": [profile("m", "A", 5.0, gpus=2), profile("m", "B", 3.0), profile("n", "A", 4.0)],
+        "endpoints": [{"model": "m", "instances_min": 1, "instances_max": 3}],
+        "prices": {"A": 2.0, "B": 1.0, "C": 9.0},
+        "kv_bytes": {"A": [7, 9, 8]},
+    }
+    return live_scenario(LiveFleet(**(given | changes)), DEMAND, demand_file="d.csv", profiles=PROFILES)
+
+
+def test_each_type_has_its_own_rates_prices_and_memory() -> None:
+    made = scenario(node("A", 2, 2, 1), node("B", 1))
+    fleet, models = made.document["fleet"], {one["name"]: one for one in made.document["models"]}
+    assert (fleet["profile"], fleet["kv_bytes"], fleet["cost_per_hour"]) == ("a.toml", 8, {"A": 2.0, "B": 1.0})
+    assert fleet["nodes"] == [
+        {"region": "r", "count": 1, "slots": 2, "gpus": 2},
+        {"region": "r", "count": 1, "slots": 1, "gpus": 1, "profile": "b.toml", "kv_bytes": 8 * 10**10},
+    ]
+    assert [(one["gpu_type"], one["count"]) for one in fleet["instances"]] == [("A", 1), ("B", 1)]
+    assert (models["m"]["tokens_per_s"], models["m"]["gpus"]) == ({"A": 5.0, "B": 3.0}, {"A": 2, "B": 1})
+    assert (models["n"]["tokens_per_s"], models["n"]["gpus"]) == ({"A": 4.0}, {"A": 1})
+    assert "No instance on B told its KV memory" in made.text()
+    assert "No instance on A" not in made.text()
+    assert "1 pooled instances are left out" in made.text()
+    assert "pools" not in made.document["planning"]
+
+
+def test_workers_that_serve_together_are_slots_of_their_own() -> None:
+    made = scenario(node("A", 8, workers=4), node("B", 4, workers=4))
+    sizes = [(one["slots"], one["gpus"]) for one in made.document["fleet"]["nodes"]]
+    assert sizes == [(4, 2), (4, 1)]
+    assert "Workers that serve together are taken as slots of their own." in made.text()
+    assert "Workers" not in scenario(node("A", 2), node("B", 1)).text()
+
+
+def test_a_type_that_is_silent_or_serves_nothing_is_left_out() -> None:
+    made = scenario(node("A", 2), node("B", 1, alive=False), node("C", 1))
+    fleet, [m, _] = made.document["fleet"], made.document["models"]
+    assert fleet["nodes"] == [{"region": "r", "count": 1, "slots": 1, "gpus": 2}]
+    assert fleet["instances"] == [{"model": "m", "region": "r", "count": 1}]
+    assert (m["tokens_per_s"], m["gpus"]) == (5.0, 2)
+    assert "Nodes of other GPU types are left out: B, C." in made.text()
+
+
+def test_what_serves_nothing_is_refused() -> None:
+    with pytest.raises(LiveError, match="no model with demand has a profile on C"):
+        scenario(node("C", 1))
+    with pytest.raises(LiveError, match="no node of A or B is alive"):
+        scenario(node("A", 1, alive=False), node("B", 1, alive=False), node("C", 1))
+    with pytest.raises(LiveError, match="no instance of them runs on GPUs of its own of type A"):
+        scenario(node("A", 1), instances=[])
+
+
+def test_plans_pool_as_the_plan_in_force_did() -> None:
+    """With the memory of each node's host, and for weights what KV leaves of 9/10 of a GPU."""
+    made = scenario(node("A", 1, host_bytes=7), node("B", 1, host_bytes=5), pooling=POOLING)
+    assert made.document["planning"] == {
+        "learn_s": 0,
+        "pools": True,
+        **{f"pool_{name}": value for name, value in POOLING.items() if name != "enabled"},
+    }
+    fleet = made.document["fleet"]
+    assert (fleet["kv_bytes"], fleet["weights_bytes"]) == (8, 9 * 10**10 - 8)
+    assert [(one["host_bytes"], one.get("weights_bytes")) for one in fleet["nodes"]] == [(7, None), (5, 10**10)]
+    assert "1 pooled instances are not there at the beginning" in made.text()
+    alone = [{"model": "m", "region": "r", "gpu_type": "A", "desired": "running", "pooled": True}]
+    made = scenario(node("A", 1, host_bytes=7), pooling=POOLING, instances=alone)
+    assert made.document["fleet"]["instances"] == [], "a fleet may be pooled as a whole"
+
+
+@pytest.mark.parametrize("pooling", [POOLING, POOLING | {"enabled": False}, None])
+def test_without_host_memory_or_a_plan_that_pools_there_are_none(pooling: dict[str, Any] | None) -> None:
+    host_bytes = None if pooling == POOLING else 7
+    made = scenario(node("A", 1, host_bytes=7), node("B", 1, host_bytes=host_bytes), pooling=pooling)
+    assert made.document["planning"] == {"learn_s": 0}
+    assert "weights_bytes" not in made.document["fleet"]
+    assert "1 pooled instances are left out" in made.text()

@@ -1,0 +1,107 @@
+"""The pool's slots in leaps against the live engine step by step."""
+
+import numpy as np
+import pytest
+
+from dataplane.engines.core.pressure import KvPressure
+from dataplane.engines.core.remapping.settings import RemapSettings
+from dataplane.engines.replay.engine import ReplaySettings
+from dataplane.protocol.messages import Objective
+from dataplane.worker.frames import Add
+from ops.simulator.kernel.events import Events, Kind
+from ops.simulator.kernel.leaps import Leap
+from ops.simulator.kernel.requests import Request, Served
+from ops.simulator.servers.slot_process import SlotProcess
+from tests.ops.simulator.replayed import LATENCY, engine_request, profile_of, replay, spec_of
+
+GIB = 2**30
+TARGET = Objective(ttft_s=1.0, tbt_s=0.05)
+MODELS = [spec_of(f"m{n}", weights_bytes=4 * GIB) for n in range(5)]
+
+
+def settings_of(kv_tokens: int, batch_max: int, way: KvPressure) -> ReplaySettings:
+    return ReplaySettings(
+        profile=profile_of(LATENCY, bytes_per_s=16 * GIB),
+        weights_bytes=(9 if way == "swap" else 15) * GIB,
+        kv_bytes=kv_tokens * 1000,
+        batch_max=batch_max,
+        kv_pressure=way,
+        remap=RemapSettings(capped=False, settle_s=0.0),
+        layers=2000,
+    )
+
+
+def traffic(count: int, rate_per_s: float, seed: int) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    times_s = np.cumsum(rng.exponential(1 / rate_per_s, count))
+    return [
+        Request(
+            number=number,
+            arrived_s=float(arrived_s),
+            model=f"m{rng.integers(5)}",
+            origin="r",
+            tier="IW-N",
+            prompt_tokens=int(rng.integers(10, 800)),
+            output_tokens=int(rng.integers(2, 300)),
+        )
+        for number, arrived_s in enumerate(times_s)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rate_per_s", "kv_tokens", "batch_max", "prefilled", "way"),
+    [
+        (1.0, 10**6, 64, False, "swap"),
+        (4.0, 10**6, 64, False, "swap"),
+        (4.0, 3000, 64, False, "swap"),
+        (1.0, 10**6, 64, True, "swap"),
+        (4.0, 10**6, 2, True, "swap"),
+        (4.0, 3000, 64, True, "swap"),
+        (4.0, 3000, 64, False, "remap"),
+        (4.0, 3000, 64, True, "remap"),
+    ],
+)
+def test_a_slot_makes_the_tokens_of_the_live_engine_when_it_does(
+    rate_per_s: float, kv_tokens: int, batch_max: int, prefilled: bool, way: KvPressure
+) -> None:
+    settings = settings_of(kv_tokens, batch_max, way)
+    requests = traffic(40, rate_per_s, seed=2)
+    events = Events()
+    made: dict[int, Served] = {}
+    busy: list[float] = []
+    late: set[bool] = set()
+    lent = False
+
+    def heard(slot: SlotProcess, outputs: list, leap: Leap | None) -> None:  # type: ignore[type-arg]
+        for output in outputs:
+            if output.token_ids:
+                served = made[int(output.request_id)]
+                if served.left:
+                    served.leap(leap) if leap else served.token(events.now_s)
+
+    slot = SlotProcess(0, "both", settings, events, heard, lambda request_id: made[int(request_id)], renews=True)
+    slot.load(MODELS)
+
+    def come(request: Request) -> None:
+        made[request.number] = Served(request=request, target=TARGET, made=int(prefilled))
+        slot.send(Add(request=engine_request(request, prefilled=prefilled)))
+
+    for request in requests:
+        events.at(request.arrived_s, Kind.ARRIVAL, lambda request=request: come(request))
+    while events.run_next():
+        busy.append(slot.busy_s)
+        lent = lent or bool(slot.engine._weights.given_up)
+    assert lent is (way != "swap")
+    live = replay(requests, settings, MODELS, prefilled=prefilled)
+    assert not any(served.left for served in made.values())
+    for number, times_s in live.items():
+        served = made[number]
+        due_s = requests[number].arrived_s + TARGET.ttft_s + prefilled * TARGET.tbt_s
+        lates_s = [out_s - due_s - place * TARGET.tbt_s for place, out_s in enumerate(times_s)]
+        assert served.last_s == pytest.approx(times_s[-1], abs=1e-6)
+        assert served.late_s == pytest.approx(max(lates_s), abs=1e-6)
+        assert sum(late_s < -1e-6 for late_s in lates_s) <= served.in_time <= sum(late_s < 1e-6 for late_s in lates_s)
+        if not prefilled:
+            assert served.first_s == pytest.approx(times_s[0], abs=1e-6)
+        late |= {late_s > 0 for late_s in lates_s}
+    assert late == {False, True}, "some tokens are late, others are not"
