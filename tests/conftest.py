@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ops.embedded import EmbeddedPostgres, EmbeddedValkey
-from ops.ports import free_port
-from ops.supervisor import Supervisor
+from ops.local.embedded import EmbeddedPostgres, EmbeddedValkey
+from ops.local.ports import free_port
+from ops.local.supervisor import Supervisor
 
 # The same examples in every run; `HYPOTHESIS_PROFILE=searching` looks further. Neither judges a loaded machine's speed.
 settings.register_profile("reproducible", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -13,11 +13,11 @@ import httpx2 as httpx
 from sqlalchemy import create_engine, text
 
 from controlplane.settings import Settings
-from ops.bench.percentiles import percentile
 from ops.faults.load import SLO_FIRST_TOKEN_S, Sent, Streamed, Uploaded
+from ops.faults.percentiles import percentile
 from ops.faults.stack import FaultStack
 from ops.faults.wrecker import children_of
-from ops.waiting import wait_until
+from ops.local.waiting import wait_until
 
 ENDED = frozenset({"completed", "expired", "cancelled", "failed"})
 ENDED_TIMEOUT_S = 300.0

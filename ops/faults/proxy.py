@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from enum import StrEnum
 
-from ops.ports import LOOPBACK, free_port
+from ops.local.ports import LOOPBACK, free_port
 
 CHUNK_BYTES = 64 * 1024
 

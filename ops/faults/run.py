@@ -15,8 +15,8 @@ from ops.faults.load import Load, Streamed
 from ops.faults.losses import stream_losses
 from ops.faults.stack import SKEWS_S, FaultStack
 from ops.faults.wrecker import Kind, Wrecker
-from ops.replay_stack import Fleet
-from ops.waiting import wait_until
+from ops.local.replay_stack import Fleet
+from ops.local.waiting import wait_until
 
 PROGRESS_EVERY_S = 10.0
 GONE_TIMEOUT_S = 30.0

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from ops.faults.proxy import Link
-from ops.local import Wiring
-from ops.replay_stack import Fleet, ReplayStack
+from ops.local.replay_stack import Fleet, ReplayStack
+from ops.local.stack import Wiring
 
 REPLICAS = {"dispatcher": 2, "beat": 2, "forecaster": 0}
 SKEWS_S = {"api-2": -150.0, "dispatcher-2": 300.0, "beat-2": 120.0}
@@ -33,7 +33,7 @@ class FaultStack(ReplayStack):
 
     def __init__(self, home: Path, fleet: Fleet, *, gateways: int = 2) -> None:
         self.links: dict[tuple[str, str], Link] = {}
-        programs = {name: ("-m", "ops.faults.skewed", str(by_s)) for name, by_s in SKEWS_S.items()}
+        programs = {name: ("-m", "ops.cli.skewed", str(by_s)) for name, by_s in SKEWS_S.items()}
         replicas = {**REPLICAS, "api": gateways}
         wiring = Wiring(replicas=replicas, between=self._between, programs=programs)
         super().__init__(home, fleet, environment=ENVIRONMENT, wiring=wiring)

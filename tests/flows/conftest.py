@@ -7,10 +7,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from ops.commands.api import Api, open_api
-from ops.demo_fleet import LOAD_TIME_S, PROFILES, REGIONS, TOKENS_PER_S, DemoRegion, live_instances
-from ops.local import LocalNode, LocalStack
-from ops.ports import free_port
+from ops.client.api import Api, open_api
+from ops.local.ports import free_port
+from ops.local.sample_fleet import LOAD_TIME_S, PROFILES, REGIONS, TOKENS_PER_S, DemoRegion, live_instances
+from ops.local.stack import LocalNode, LocalStack
 from tests.flows.waiting import wait_until
 
 MODELS = ("tide", "ebb", "flood")

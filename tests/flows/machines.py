@@ -15,14 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ops.embedded import EmbeddedPostgres, EmbeddedValkey
+from ops.local.embedded import EmbeddedPostgres, EmbeddedValkey
 
 ROOT = Path(__file__).parents[2]
 QUICK = {"TIDEPOOL_SCALE_EVERY_S": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 SERVERS = """
 import time
 from pathlib import Path
-from ops.embedded import EmbeddedPostgres, EmbeddedValkey
+from ops.local.embedded import EmbeddedPostgres, EmbeddedValkey
 postgres, valkey = EmbeddedPostgres(Path({home!r}), 5432), EmbeddedValkey(Path({home!r}), 6379)
 while not (postgres.ping() and valkey.ping()):
     time.sleep(0.1)
@@ -190,7 +190,7 @@ def environment(folder: Path) -> dict[str, str]:
     """What processes on these machines inherit: `tidepool` on the PATH, loops that turn quickly, logs as JSON."""
     program = folder / "bin" / "tidepool"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m ops.cli "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m ops.cli.main "$@"\n')
     program.chmod(0o755)
     mine = {name: value for name, value in os.environ.items() if not name.startswith("TIDEPOOL_")}
     paths = {"PYTHONPATH": str(ROOT), "PATH": f"{program.parent}:{os.environ['PATH']}"}

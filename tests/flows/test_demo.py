@@ -11,11 +11,11 @@ from pathlib import Path
 import openai
 import pytest
 
-from ops.commands.api import open_api
-from ops.ports import free_port
+from ops.client.api import open_api
+from ops.local.ports import free_port
 from tests.flows.waiting import wait_until
 
-TIDEPOOL = (sys.executable, "-m", "ops.cli")
+TIDEPOOL = (sys.executable, "-m", "ops.cli.main")
 SESSION = "TIDEPOOL_TEST_SESSION"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx2 as httpx
 import openai
 
-from ops.local import LocalStack
+from ops.local.stack import LocalStack
 from tests.flows.conftest import MODELS, StackMaker, admin_of, client_of, register, wait_ready
 from tests.flows.waiting import wait_until
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import openai
 
-from ops.commands.api import Api
-from ops.demo_fleet import REGIONS, live_instances
+from ops.client.api import Api
+from ops.local.sample_fleet import REGIONS, live_instances
 from tests.flows.conftest import REPLAY_NODES, admin_of, client_of, register, replay_stack, wait_ready
 from tests.flows.waiting import wait_until
 

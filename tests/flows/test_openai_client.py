@@ -11,9 +11,9 @@ import openai
 import pytest
 from sqlalchemy import create_engine, text
 
-from ops.commands.api import Api
-from ops.demo_fleet import POOL_REGION
-from ops.local import LocalStack
+from ops.client.api import Api
+from ops.local.sample_fleet import POOL_REGION
+from ops.local.stack import LocalStack
 from tests.flows.conftest import REPLAY_NODES, admin_of, register, replay_stack, wait_ready
 from tests.flows.waiting import wait_until
 

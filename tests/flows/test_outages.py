@@ -23,10 +23,10 @@ from controlplane.store.keys import make_key
 from controlplane.store.loop_runs import read_loop_runs
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Node, Role
-from ops.commands.api import open_api
-from ops.demo_fleet import PROFILES, REGIONS
-from ops.embedded import EmbeddedPostgres, EmbeddedValkey
-from ops.ports import free_port
+from ops.client.api import open_api
+from ops.local.embedded import EmbeddedPostgres, EmbeddedValkey
+from ops.local.ports import free_port
+from ops.local.sample_fleet import PROFILES, REGIONS
 from tests.flows.conftest import register, wait_ready
 from tests.flows.waiting import wait_until
 
@@ -99,11 +99,21 @@ class System:
 
     def start(self, command: str) -> None:
         """A process of Tidepool, by its command."""
-        self._start(command, [sys.executable, "-m", "ops.cli", command], self._environment)
+        self._start(command, [sys.executable, "-m", "ops.cli.main", command], self._environment)
 
     def tidepool(self, *words: str) -> Any:
         """What a command answers as JSON."""
-        argv = [sys.executable, "-m", "ops.cli", "--url", self.url, "--key", self.keys[Role.ADMIN], *words, "--json"]
+        argv = [
+            sys.executable,
+            "-m",
+            "ops.cli.main",
+            "--url",
+            self.url,
+            "--key",
+            self.keys[Role.ADMIN],
+            *words,
+            "--json",
+        ]
         return json.loads(subprocess.run(argv, capture_output=True, check=True, env=self._environment).stdout)
 
     def start_server(self, name: str) -> None:

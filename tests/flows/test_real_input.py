@@ -12,8 +12,8 @@ from forecasts.importers import read_azure_week, read_sageserve_week
 from forecasts.models.forecasters import FORECASTERS
 from forecasts.selection.combination import COMBINATION
 from forecasts.series import DemandRow
-from ops.commands.api import Api, CommandError
-from ops.demo_fleet import live_instances
+from ops.client.api import Api, CommandError
+from ops.local.sample_fleet import live_instances
 from tests.flows.conftest import StackMaker, admin_of, client_of, register, wait_ready
 from tests.flows.waiting import wait_until
 

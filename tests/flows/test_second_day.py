@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ops.home import password
-from ops.tiny_models import build_tiny_models
-from ops.wheels import postgres_binary
+from ops.local.home import password
+from ops.local.tiny_models import build_tiny_models
+from ops.local.wheels import postgres_binary
 from tests.flows.machines import Machine, environment, readme_lines, start_servers, why_not, wired
 from tests.flows.waiting import wait_until
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ops.home import password
-from ops.tiny_models import build_tiny_models
+from ops.local.home import password
+from ops.local.tiny_models import build_tiny_models
 from tests.flows.machines import Machine, environment, filled, readme_lines, start_servers, why_not, wired
 from tests.flows.waiting import wait_until
 

@@ -7,7 +7,7 @@ import torch
 
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
-from ops.tiny_models import RECIPES, build_tiny_models
+from ops.local.tiny_models import RECIPES, build_tiny_models
 from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.tiny import spec_of
 

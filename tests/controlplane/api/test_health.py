@@ -9,7 +9,7 @@ from sqlalchemy import text
 from controlplane.planner.runs import note
 from controlplane.policies.readiness import Loop
 from controlplane.store.tables import Role
-from ops.ports import free_port
+from ops.local.ports import free_port
 from tests.controlplane.api.gateway import running_gateway
 from tests.controlplane.world import FakeAgent, World
 

@@ -16,9 +16,9 @@ import migrations
 from controlplane.settings import Settings
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database, make_engine
-from ops.embedded import EmbeddedPostgres, EmbeddedValkey
-from ops.ports import free_port
-from ops.supervisor import Supervisor
+from ops.local.embedded import EmbeddedPostgres, EmbeddedValkey
+from ops.local.ports import free_port
+from ops.local.supervisor import Supervisor
 from tests.controlplane.api.gateway import Gateway, assert_error, running_gateway
 from tests.controlplane.world import FakeAgent, World, until
 

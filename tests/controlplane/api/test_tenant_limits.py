@@ -16,7 +16,7 @@ from controlplane.policies.limits import TenantLimits
 from controlplane.store.key_tables import Tenant
 from controlplane.store.redis.limits import Charge, LimitStore
 from controlplane.store.tenants import put_tenant
-from ops.ports import free_port
+from ops.local.ports import free_port
 from tests.controlplane.api.conftest import Ask
 from tests.controlplane.api.gateway import Gateway, assert_error, running_gateway
 from tests.controlplane.redis_clock import RedisClock

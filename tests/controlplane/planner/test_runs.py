@@ -13,7 +13,7 @@ from controlplane.store.blobs.base import BlobStore
 from controlplane.store.loop_runs import read_loop_runs
 from controlplane.store.plans import newest_scheduled
 from controlplane.store.session import Database
-from ops.ports import free_port
+from ops.local.ports import free_port
 from tests.controlplane.world import World
 
 

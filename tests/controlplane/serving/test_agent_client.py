@@ -7,7 +7,6 @@ from contextlib import aclosing, asynccontextmanager
 import anyio
 import msgspec
 import pytest
-from ops.local.ports import free_port
 
 from controlplane.errors import NodeError
 from controlplane.policies.decisions import Route
@@ -16,6 +15,7 @@ from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.circuits import Circuits
 from controlplane.settings import Settings
 from dataplane.protocol.messages import Finished, Generate, Sampling, Started, StreamEvent, Token, encode_line
+from ops.local.ports import free_port
 
 EVENTS: list[StreamEvent] = [
     Started(prompt_tokens=1),

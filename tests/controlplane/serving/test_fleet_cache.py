@@ -12,7 +12,7 @@ from controlplane.errors import UnknownModelError
 from controlplane.serving.fleet_cache import FleetCache
 from controlplane.store.fleet import Catalog, load_catalog
 from controlplane.store.redis.live import LiveStore
-from ops.ports import free_port
+from ops.local.ports import free_port
 from tests.controlplane.world import PATIENCE_S, World
 
 

@@ -15,7 +15,7 @@ from controlplane.errors import SchemaError
 from controlplane.settings import Settings
 from controlplane.store.schema import check_schema, check_schema_at_start, too_old
 from controlplane.store.session import Database, make_engine
-from ops.ports import free_port
+from ops.local.ports import free_port
 
 NEWEST, BEFORE, *_ = migrations.revisions()
 RUN = "run `tidepool migrate`"
@@ -86,7 +86,7 @@ def _environment(settings: Settings, url: str) -> dict[str, str]:
 def test_each_process_ends_with_one_line(settings: Settings, command: str) -> None:
     _stamp(settings, _set(BEFORE))
     done = subprocess.run(
-        [sys.executable, "-m", "ops.cli", command],
+        [sys.executable, "-m", "ops.cli.main", command],
         env=_environment(settings, settings.database_url.get_secret_value()),
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
 import pytest
 
-from ops.bench.fragmentation import TABLE_1_SHAPES, simulate_fragmentation
+from ops.profiling.fragmentation import TABLE_1_SHAPES, simulate_fragmentation
 
 
 @pytest.mark.parametrize("load", [0.3, 0.7, 1.5])

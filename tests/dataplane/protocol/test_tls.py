@@ -12,7 +12,7 @@ import uvicorn
 from pydantic import ValidationError
 
 from dataplane.protocol.tls import check_tls_files, client_context
-from ops.ports import free_port
+from ops.local.ports import free_port
 from tests.dataplane.replay_node import settings
 
 

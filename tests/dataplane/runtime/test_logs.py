@@ -86,14 +86,14 @@ def test_the_level_is_kept(level: str, written: list[str]) -> None:
 
 
 def test_an_unknown_level_is_refused() -> None:
-    code = "from ops.cli import main; main(['beat'])"
+    code = "from ops.cli.main import main; main(['beat'])"
     status, text = logged(code, level="loud")
     assert status == 1
     assert text.startswith("error: setting TIDEPOOL_LOG_LEVEL: Input should be 'debug', 'info', 'warning' or 'error'")
 
 
 def test_what_ends_a_process_is_json_too() -> None:
-    code = "import os; os.environ['TIDEPOOL_PORT'] = 'x'; from ops.cli import main; main(['api'])"
+    code = "import os; os.environ['TIDEPOOL_PORT'] = 'x'; from ops.cli.main import main; main(['api'])"
     status, text = logged(code, format="json")
     assert status == 1
     (line,) = map(json.loads, text.splitlines())

@@ -121,7 +121,7 @@ def test_an_agent_that_may_not_use_its_folder_says_so_in_a_line(tmp_path: Path) 
     }
     environment = {**os.environ, **{f"TIDEPOOL_AGENT_{name}": value for name, value in changes.items()}}
     run = subprocess.run(
-        [sys.executable, "-m", "ops.cli", "agent"], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "ops.cli.main", "agent"], env=environment, capture_output=True, text=True, check=False
     )
     assert run.returncode == 1
     assert "Traceback" not in run.stderr

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM
 from dataplane.agent.tokenization import ModelText
 from dataplane.engines.torch.model.skeleton import build_skeleton
 from dataplane.protocol.messages import ChatMessage
-from ops.checkpoints import describe_checkpoint
 from ops.gguf import convert as conversion
 from ops.gguf.configs import ARCHITECTURES
 from ops.gguf.convert import convert
 from ops.gguf.header import GgufError
-from ops.tiny_models import build_tiny_models
+from ops.local.checkpoints import describe_checkpoint
+from ops.local.tiny_models import build_tiny_models
 from tests.ops.gguf.files import CHANGES, NAMES, save_original, write_gguf
 
 PROMPT = list(range(5, 45))

@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from ops.cli import app
-from ops.commands.api import CommandError
+from ops.cli.main import app
+from ops.client.api import CommandError
 from ops.simulator.results.results import ResultError, read_result
 from ops.simulator.run import build_world, simulate
 from ops.simulator.scenario.scenario import ScenarioError, load_scenario

@@ -11,7 +11,7 @@ from controlplane.policies.facts import Endpoint, SlotId
 from controlplane.settings import Settings
 from controlplane.store.redis.live import EMPTY_VIEW, LiveStore, instance_facts
 from controlplane.store.tables import Model
-from ops.ports import free_port
+from ops.local.ports import free_port
 from tests.controlplane.world import PATIENCE_S, World, until
 
 EAST = Endpoint(model="org/tide", region="us-east")

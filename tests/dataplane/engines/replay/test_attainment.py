@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dataplane.scheduling.profile import load_gpu_profile
-from ops.bench.pool import PROFILE, PoolFigures, PoolLoad, app, measure_pool, over_requests
+from ops.bench.planner.pool import PROFILE, PoolFigures, PoolLoad, app, measure_pool, over_requests
 
 TOLERANCE = 0.05
 

@@ -10,7 +10,7 @@ import pytest
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.model.skeleton import MODEL_TYPES
 from dataplane.engines.torch.settings import TorchEngineSettings
-from ops.tiny_models import RECIPES, build_tiny_models
+from ops.local.tiny_models import RECIPES, build_tiny_models
 from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.slots import slot_for_one
 from tests.dataplane.engines.torch.tiny import ARCHITECTURES, VOCABULARY, greedy_tokens, save_tiny, spec_of

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dataplane.protocol.messages import Objective
-from ops.bench import aegaeon as bench
+from ops.bench.papers import aegaeon as bench
 from ops.bench.papers import aegaeon_setup as aegaeon
 from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
 from ops.simulator.kernel.events import Events, Kind

@@ -9,8 +9,8 @@ from xml.etree import ElementTree as ET
 
 from typer.testing import CliRunner
 
-from ops.cli import app
-from ops.commands.api import CommandError
+from ops.cli.main import app
+from ops.client.api import CommandError
 from ops.simulator.results.compare import Line, compare, compare_page
 from ops.simulator.results.report import report
 from ops.simulator.results.report_figures import attainment

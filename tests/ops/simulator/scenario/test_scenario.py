@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from ops.cli import app
-from ops.commands.api import CommandError
+from ops.cli.main import app
+from ops.client.api import CommandError
 from ops.simulator.scenario.scenario import ScenarioError, load_scenario
 from ops.simulator.traffic.traffic import Burst, Generated, Lengths, generate, zipf
 from ops.simulator.world.measures import Histogram

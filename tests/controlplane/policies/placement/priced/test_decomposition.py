@@ -29,7 +29,7 @@ from controlplane.policies.placement.priced.relax import Cells
 from controlplane.policies.placement.priced.repair import pool_gpus, standing_of
 from controlplane.policies.placement.priced.search import search
 from controlplane.policies.placement.priced.tables import build_tables
-from ops.bench.placement_problems import ProblemShape, make_problem
+from ops.bench.planner.placement_problems import ProblemShape, make_problem
 
 EXACT = PlacementSettings(gap=0.0)
 AT_HOME = PlacementSettings(gap=0.0, epsilon=1.0)

@@ -1,0 +1,203 @@
+"""The torch engine against vLLM on one machine: tokens per second at several loads, and switches between two models.
+
+Run it where both engines are, such as the environment that `make test-vllm` makes. Both see the same checkpoints,
+prompts, dtype and threads, and take turns. A switch is what the first token of a request costs more when its model has
+to come and another to leave than when it is there: weights from host memory, and for vLLM nothing else, since the
+other model has no requests.
+"""
+
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from dataplane.engines.interface import Engine, EngineRequest
+from dataplane.engines.torch.engine import TorchEngine
+from dataplane.engines.torch.settings import TorchEngineSettings
+from dataplane.engines.vllm.interfaces import prepare_process
+from dataplane.engines.vllm.version import check_version, installed_version
+from dataplane.protocol.errors import ModelLoadError
+from ops.client.screen import Columns, notes, print_json, print_table
+from ops.profiling.checkpoints import VOCABULARY, BenchModel, DtypeName, build_checkpoints, parameters_of, shape_of
+from ops.profiling.decode import PROMPT_TOKENS, STEP_TOKENS_MAX, TOKENS, engine_run
+from ops.profiling.figures import interleaved, medians
+
+SWITCH_PROMPT_TOKENS = 16
+Tell = Callable[[str], None]
+Runs = Mapping[str, Callable[[], float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFigure:
+    """A median for each engine. `name` says of what."""
+
+    name: str
+    unit: str
+    torch: float
+    vllm: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What both engines run on, and how often each figure is taken. `tell` hears of each run as it ends."""
+
+    device: str
+    dtype: DtypeName
+    rounds: int
+    tell: Tell
+
+    @contextmanager
+    def engines(self, models: Sequence[BenchModel], *, batch_max: int) -> Iterator[dict[str, Engine]]:
+        """Both engines with the same models, memory for one of them at a time, and the same limits."""
+        from dataplane.engines.vllm.engine import VllmEngine  # noqa: PLC0415
+        from dataplane.engines.vllm.settings import VllmEngineSettings  # noqa: PLC0415
+
+        largest_bytes = max(model.weights_bytes for model in models)
+        alike: dict[str, Any] = {
+            "device": self.device,
+            "dtype": self.dtype,
+            "weights_bytes": largest_bytes + largest_bytes // 8,
+            "kv_bytes": 2 * largest_bytes,
+            "batch_max": batch_max,
+            "prefill_tokens_per_step_max": STEP_TOKENS_MAX,
+        }
+        ours = TorchEngine(TorchEngineSettings(**alike), time.monotonic)
+        theirs = VllmEngine(VllmEngineSettings(**alike, models_max=len(models)), time.monotonic)
+        with closing(ours), closing(theirs):
+            engines: dict[str, Engine] = {"torch": ours, "vllm": theirs}
+            for name, engine in engines.items():
+                for model in models:
+                    began_s = time.perf_counter()
+                    engine.load(model.name, model.spec)
+                    self.tell(f"{name}: {model.name} loaded in {time.perf_counter() - began_s:.1f} s")
+            yield engines
+
+    def medians_of(self, about: str, unit: str, runs: Runs) -> dict[str, float]:
+        """The median of each engine's runs, which take turns."""
+
+        def told(engine: str, run: Callable[[], float]) -> float:
+            value = run()
+            self.tell(f"{about}, {engine}: {value:.4g} {unit}")
+            return value
+
+        return medians(interleaved({name: partial(told, name, run) for name, run in runs.items()}, rounds=self.rounds))
+
+
+def measure_rates(setup: Setup, model: BenchModel, loads: Sequence[int]) -> list[EngineFigure]:
+    """Tokens per second when so many requests come at once: from the first token to the last, prefills between them."""
+    chance = random.Random(0)
+    figures = []
+    with setup.engines([model], batch_max=max(loads)) as engines:
+        for sequences in loads:
+            prompts = [tuple(chance.choices(range(VOCABULARY), k=PROMPT_TOKENS)) for _ in range(sequences)]
+            runs = {name: _rate(engine_run(engine, model, prompts)) for name, engine in engines.items()}
+            about = f"{sequences} sequences at once"
+            figures.append(EngineFigure(name=about, unit="tokens/s", **setup.medians_of(about, "tokens/s", runs)))
+    return figures
+
+
+def measure_switch(setup: Setup, models: Sequence[BenchModel]) -> list[EngineFigure]:
+    """Seconds to the first token of a model that is there, and what it takes longer when another was there."""
+    numbers = count()
+    with setup.engines(models, batch_max=1) as engines:
+
+        def first_token_s(about: str, asked: Sequence[BenchModel]) -> dict[str, float]:
+            runs = {name: partial(_first_token_s, engine, asked, numbers) for name, engine in engines.items()}
+            return setup.medians_of(about, "s", runs)
+
+        stays = first_token_s("first token, model there", [models[0], models[0]])
+        comes = first_token_s("first token, model away", models)
+    switch = {name: comes[name] - stays[name] for name in stays}
+    return [
+        EngineFigure(name="first token, model there", unit="s", **stays),
+        EngineFigure(name="switch", unit="s", **switch),
+    ]
+
+
+def _rate(run: Callable[[], list[list[float]]]) -> Callable[[], float]:
+    def tokens_per_s() -> float:
+        stamps = sorted(time_s for times_s in run() for time_s in times_s)
+        return (len(stamps) - 1) / (stamps[-1] - stamps[0])
+
+    return tokens_per_s
+
+
+def _first_token_s(engine: Engine, models: Sequence[BenchModel], numbers: "count[int]") -> float:
+    """How long a request for one token of the last model takes, after one of each model before it."""
+    took_s = 0.0
+    for model in models:
+        prompt = tuple(range(3, 3 + SWITCH_PROMPT_TOKENS))
+        request = EngineRequest(
+            request_id=f"switch-{next(numbers)}", instance_id=model.name, tier="IW-F", prompt=prompt, max_tokens=1
+        )
+        began_s = time.perf_counter()
+        engine.add(request)
+        while engine.has_work():
+            engine.step()
+        took_s = time.perf_counter() - began_s
+    return took_s
+
+
+def measure_engines(setup: Setup, parameters: int, loads: Sequence[int]) -> list[EngineFigure]:
+    """All figures, of models of about so many parameters."""
+    with tempfile.TemporaryDirectory(prefix="tidepool-bench-") as folder:
+        models = build_checkpoints(Path(folder), [shape_of(parameters)] * 2, setup.dtype)
+        return measure_rates(setup, models[0], loads) + measure_switch(setup, models)
+
+
+def main(
+    parameters: Annotated[str, typer.Option(help="Of each model, such as 10M or 7B.")] = "10M",
+    load: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once. May be repeated.")] = None,
+    device: Annotated[str, typer.Option(metavar="cpu|cuda")] = "cpu",
+    dtype: Annotated[str, typer.Option(metavar="float32|bfloat16")] = "float32",
+    rounds: Annotated[int, typer.Option(min=1, help="That count; their median is told.")] = 3,
+    threads: Annotated[int, typer.Option(min=1, help="Of a CPU.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Measure the torch engine and vLLM side by side: tokens/s at 1, 16 and 64 sequences, and a switch.
+
+    \b
+    Example (needs both engines; `make test-vllm` makes such an environment):
+      .venv-vllm/bin/python -m ops.bench.engine.engines --json > engines.json
+      .venv-vllm/bin/python -m ops.bench.engine.engines --parameters 30M --load 1 --load 16 --rounds 2
+    """
+    if dtype not in {"float32", "bfloat16"}:
+        raise typer.BadParameter(f"--dtype must be float32 or bfloat16, not '{dtype}'")
+    try:
+        check_version()
+        size = parameters_of(parameters)
+    except (ModelLoadError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    prepare_process(device)
+    torch.set_num_threads(threads)
+    began_s = time.perf_counter()
+    setup = Setup(
+        device=device,
+        dtype="float32" if dtype == "float32" else "bfloat16",
+        rounds=rounds,
+        tell=lambda text: notes().print(f"{time.perf_counter() - began_s:4.0f} s  {text}", markup=False),
+    )
+    figures = [asdict(figure) for figure in measure_engines(setup, size, load or [1, 16, 64])]
+    about = f"{parameters} parameters, {dtype} on {device}, prompts of {PROMPT_TOKENS}, answers of {TOKENS} tokens"
+    if as_json:
+        print_json({"vllm": installed_version(), "about": about, "threads": threads, "figures": figures})
+        return
+    columns: Columns = {"figure": "name", "unit": "unit", "torch": _short("torch"), "vLLM": _short("vllm")}
+    print_table(f"torch engine and vLLM {installed_version()}: {about}", columns, figures)
+
+
+def _short(engine: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: f"{row[engine]:.4g}"
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""Benchmarks of gateways: latency a hop, heartbeats, isolation of tenants."""

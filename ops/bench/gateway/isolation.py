@@ -1,0 +1,242 @@
+"""Whether batch work keeps out of the way: interactive first tokens without a batch, with one that is let go by
+measured room, and with one that is let go at once.
+
+A real stack (gateway, dispatcher, Postgres, Valkey, one replayed node) gets the same interactive requests at the same
+times in each arm; arms take turns, in another order each round. A batch is handed in as an arm begins and meets its
+window if all its lines have ended when the arm does. Replayed GPUs are slowed down (`--replay-speed`), so that their
+times, and not this machine's, make up most of a first token.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ops.bench.gateway.isolation_load import Answer, Arrival, IsolationLoad, drawn
+from ops.client.screen import AsJson, Columns, notes, print_json, print_table
+from ops.faults.percentiles import percentile
+from ops.local.replay_stack import Fleet, ReplayStack
+from ops.local.stack import Wiring
+from ops.local.waiting import wait_until
+
+Arm = Literal["no batch", "gated", "ungated"]
+ARMS: tuple[Arm, ...] = ("no batch", "gated", "ungated")
+MOVES_MAX = 0.10
+IDLE_TIMEOUT_S = 120.0
+WARM_UP_S = 5.0
+_ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What each arm gets: `per_s` interactive requests for `seconds`, and a batch of `lines`; answers of `tokens`."""
+
+    per_s: float
+    seconds: float
+    lines: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One arm of one round. `batch_done`: the share of the batch's lines that had ended as the arm did."""
+
+    arm: Arm
+    number: int
+    requests: int
+    unanswered: dict[str, int]
+    ttft_p50_s: float
+    ttft_p95_s: float
+    batch_done: float | None
+    batch_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Medians over an arm's rounds. `moves`: of p95 against the same round without a batch."""
+
+    arm: Arm
+    ttft_p50_s: float
+    ttft_p95_s: float
+    moves: float
+    unanswered: int
+    batch_done: float | None
+    batch_s: float | None
+
+
+def rows(rounds: Sequence[Round]) -> list[Row]:
+    """The arms side by side."""
+    bare_s = {each.number: each.ttft_p95_s for each in rounds if each.arm == "no batch"}
+    found = []
+    for arm in ARMS:
+        mine = [each for each in rounds if each.arm == arm]
+        done = [each.batch_done for each in mine if each.batch_done is not None]
+        took_s = [each.batch_s for each in mine if each.batch_s is not None]
+        found.append(
+            Row(
+                arm=arm,
+                ttft_p50_s=median(each.ttft_p50_s for each in mine),
+                ttft_p95_s=median(each.ttft_p95_s for each in mine),
+                moves=median(each.ttft_p95_s / bare_s[each.number] - 1 for each in mine),
+                unanswered=sum(sum(each.unanswered.values()) for each in mine),
+                batch_done=min(done) if done else None,
+                batch_s=median(took_s) if took_s else None,
+            )
+        )
+    return found
+
+
+class _Bench:
+    def __init__(self, stack: ReplayStack, flag: Path, load: Load) -> None:
+        self._stack = stack
+        self._flag = flag
+        self._load = load
+        local = stack.local
+        [model] = stack.fleet.model_names()
+        self._client = IsolationLoad(local.url, local.keys["client"], model, load.tokens)
+
+    async def run(self, rounds: int, seed: int) -> list[Round]:
+        """All rounds, after a short time of load that nobody counts."""
+        await self._stack.register()
+        await self._stack.wait_ready()
+        await self._client.interactive(drawn(seed - 1, per_s=self._load.per_s, seconds=WARM_UP_S))
+        found = []
+        for number in range(rounds):
+            arrivals = drawn(seed + number, per_s=self._load.per_s, seconds=self._load.seconds)
+            turn = number % len(ARMS)
+            for arm in (*ARMS[turn:], *ARMS[:turn]):
+                found.append(await self._arm(arm, number, arrivals))
+                notes().print(_line(found[-1]), soft_wrap=True)
+        await self._client.close()
+        return found
+
+    async def _arm(self, arm: Arm, number: int, arrivals: Sequence[Arrival]) -> Round:
+        if arm == "ungated":
+            self._flag.touch()
+        batch_id = None if arm == "no batch" else await self._client.hand_in(self._load.lines, number)
+        sending = asyncio.create_task(self._client.interactive(arrivals))
+        done, took_s = await self._watch(batch_id, self._load.seconds)
+        answers = await sending
+        if batch_id is not None and took_s is None:
+            await self._client.cancel(batch_id)
+        await self._wait_idle()
+        self._flag.unlink(missing_ok=True)
+        return _round(arm, number, answers, done, took_s)
+
+    async def _watch(self, batch_id: str | None, seconds: float) -> tuple[float | None, float | None]:
+        """The share of a batch's lines that have ended after so many seconds; and when all had, if they had."""
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        done = took_s = None
+        while (now_s := loop.time()) < started_s + seconds:
+            if batch_id is not None and took_s is None:
+                counts = (await self._client.batch(batch_id))["request_counts"]
+                done = (counts["completed"] + counts["failed"]) / self._load.lines
+                took_s = now_s - started_s if done == 1 else None
+            await asyncio.sleep(min(1.0, started_s + seconds - now_s))
+        return done, took_s
+
+    async def _wait_idle(self) -> None:
+        async def is_idle() -> bool:
+            status: dict[str, Any] = await self._stack.admin("GET", "/admin/status")
+            return not status["requests_running"] and not status["requests_waiting"]
+
+        if not await wait_until(is_idle, IDLE_TIMEOUT_S):
+            raise TimeoutError(f"requests of a batch were still there after {IDLE_TIMEOUT_S:g} s")
+
+
+def _round(arm: Arm, number: int, answers: Sequence[Answer], done: float | None, took_s: float | None) -> Round:
+    ttft_s = [float("inf") if answer.ttft_s is None else answer.ttft_s for answer in answers]
+    return Round(
+        arm=arm,
+        number=number,
+        requests=len(answers),
+        unanswered=dict(Counter(answer.reason for answer in answers if answer.ttft_s is None)),
+        ttft_p50_s=percentile(ttft_s, 0.5),
+        ttft_p95_s=percentile(ttft_s, 0.95),
+        batch_done=done,
+        batch_s=took_s,
+    )
+
+
+def _line(found: Round) -> str:
+    batch = "" if found.batch_done is None else f", batch {found.batch_done:.0%}"
+    took = "" if found.batch_s is None else f" after {found.batch_s:.0f} s"
+    return (
+        f"round {found.number + 1}, {found.arm}: {found.requests} requests, unanswered {found.unanswered or 0}, "
+        f"first token p50 {found.ttft_p50_s:.3f} s, p95 {found.ttft_p95_s:.3f} s{batch}{took}"
+    )
+
+
+async def _measure(home: Path, fleet: Fleet, load: Load, rounds: int, seed: int) -> list[Round]:
+    flag = home / "ungated"
+    wiring = Wiring(
+        replicas={"forecaster": 0},
+        programs={"dispatcher": ("-m", "ops.bench.gateway.isolation_ungated", str(flag))},
+    )
+    environment = {
+        "TIDEPOOL_DATABASE_URL": "",
+        "TIDEPOOL_REDIS_URL": "",
+        "TIDEPOOL_SCALE_EVERY_S": "2",
+        "TIDEPOOL_DISPATCHER_CONCURRENCY_MAX": "200",
+    }
+    stack = ReplayStack(home, fleet, environment=environment, wiring=wiring)
+    await asyncio.to_thread(stack.local.supervisor.start)
+    try:
+        return await _Bench(stack, flag, load).run(rounds, seed)
+    finally:
+        await asyncio.to_thread(stack.local.stop)
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    seconds: Annotated[float, typer.Option(min=1, help="Length of an arm, and the batch's window.")] = 25.0,
+    per_s: Annotated[float, typer.Option(min=0.1, help="Interactive requests a second.")] = 4.0,
+    lines: Annotated[int, typer.Option(min=1, help="Lines of the batch.")] = 25,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 20,
+    kv_tokens: Annotated[int, typer.Option(min=1000, help="What the node's KV cache holds.")] = 12_000,
+    replay_speed: Annotated[float, typer.Option(min=0.01, help="1: as fast as an H800.")] = 0.2,
+    seed: Annotated[int, typer.Option()] = 1,
+    home: Annotated[Path | None, typer.Option(file_okay=False, help="Folder to run in and to keep.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how far a batch moves interactive first tokens. Exit status 1 if the gated one moves p95 by over 10 %, or
+    did not meet its window.
+
+    \b
+    Examples:
+      python -m ops.bench.gateway.isolation
+      python -m ops.bench.gateway.isolation --rounds 5 --seconds 60 --lines 60 --json
+    """
+    fleet = Fleet(regions=1, nodes=1, models=1, instances_max=1, kv_tokens=kv_tokens, replay_speed=replay_speed)
+    load = Load(per_s=per_s, seconds=seconds, lines=lines, tokens=tokens)
+    with nullcontext(home) if home else TemporaryDirectory(prefix="tidepool-bench-") as folder:
+        rounds_found = asyncio.run(_measure(Path(folder).resolve(), fleet, load, rounds, seed))
+    found = rows(rounds_found)
+    if as_json:
+        print_json({"load": asdict(load), "rows": list(map(asdict, found)), "rounds": list(map(asdict, rounds_found))})
+    else:
+        columns: Columns = {
+            "arm": "arm",
+            "first token p50": lambda row: f"{row['ttft_p50_s']:.3f} s",
+            "p95": lambda row: f"{row['ttft_p95_s']:.3f} s",
+            "moves": lambda row: f"{row['moves']:+.1%}",
+            "unanswered": "unanswered",
+            "of the batch": lambda row: "" if row["batch_done"] is None else f"{row['batch_done']:.0%}",
+            "after": lambda row: "" if row["batch_s"] is None else f"{row['batch_s']:.0f} s",
+        }
+        print_table(f"Interactive requests, medians of {rounds} rounds", columns, map(asdict, found))
+    gated = next(row for row in found if row.arm == "gated")
+    if gated.moves > MOVES_MAX or gated.batch_done != 1:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

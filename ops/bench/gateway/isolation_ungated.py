@@ -1,0 +1,40 @@
+"""`python -m ops.bench.gateway.isolation_ungated FLAG COMMAND`: a process of Tidepool whose dispatcher releases
+all that waits while the file FLAG is there, however full the endpoints are. Without the file nothing differs.
+"""
+
+import sys
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+
+from controlplane.dispatcher import release
+from controlplane.policies.decisions import Release
+from controlplane.policies.facts import Endpoint, ReleaseFacts
+from controlplane.policies.release import ReleaseSettings, choose_releases
+
+Policy = Callable[[ReleaseFacts, float, ReleaseSettings], tuple[Release, ...]]
+
+
+def ungated(facts: ReleaseFacts) -> tuple[Release, ...]:
+    """Everything, spread evenly over each model's endpoints, full or not."""
+    endpoints: dict[str, set[Endpoint]] = {}
+    for instance in facts.instances:
+        endpoints.setdefault(instance.endpoint.model, set()).add(instance.endpoint)
+    return tuple(
+        Release(endpoint=endpoint, batch=lot.batch, tenant=lot.tenant, count=1)
+        for lot in facts.lots
+        if lot.model in endpoints
+        for endpoint, _ in zip(cycle(sorted(endpoints[lot.model])), range(lot.waiting), strict=False)
+    )
+
+
+def switched(gated: Policy, flag: Path) -> Policy:
+    """The policy, but for the time that the flag is there."""
+    return lambda facts, now_s, settings: ungated(facts) if flag.exists() else gated(facts, now_s, settings)
+
+
+if __name__ == "__main__":
+    vars(release)["choose_releases"] = switched(choose_releases, Path(sys.argv[1]))
+    from ops.cli.main import main
+
+    main(sys.argv[2:])

@@ -1,0 +1,175 @@
+"""What the gateway costs: against a bare ASGI hop in the same language, and against the LiteLLM proxy if it is given.
+
+    python -m ops.bench.gateway.run --rounds 3
+    python -m ops.bench.gateway.run --litellm /path/to/venv/bin/python --json
+
+All stand before the same upstream, a process that streams tokens as a node does; each hop has a core of its own, as far
+as the machine has two. Two loads: paced streams, a token every `--every-ms` on each of `--streams` connections, give
+the CPU seconds of a token and its added time; short requests, one after the other, give requests a second. What a core
+could pass on is 1 / (CPU seconds a token): it is measured below saturation, so that nobody gains by reading several
+tokens at once. The hops take turns, round by round; medians count.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import os
+import secrets
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from ops.bench.gateway.load import Seen, load, request_bytes
+from ops.bench.gateway.stack import fill_one_node, gateway_process, served_by
+from ops.faults.percentiles import percentile
+from ops.local.ports import free_port
+
+TARGET_SHARE = 0.6
+_SHORT_TOKENS = 4
+_CHAT = "/v1/chat/completions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """One address that clients may ask. `pid`: the process that stands there; None for the upstream itself."""
+
+    name: str
+    port: int
+    path: str
+    key: str
+    pid: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Medians over the rounds. Added times are those over the way without a hop, of the 50th and 99th percentile; NaN
+    where nothing was answered.
+    """
+
+    hop: str
+    token_cpu_us: float
+    tokens_per_core_s: float
+    token_added_p50_ms: float
+    token_added_p99_ms: float
+    request_cpu_ms: float
+    requests_per_core_s: float
+    requests_per_s: float
+    request_added_p50_ms: float
+    request_added_p99_ms: float
+    failures: int
+
+
+async def measure(hops: dict[str, tuple[Hop, Hop]], options: argparse.Namespace) -> list[Row]:
+    """`hops`: by name, the hop before the paced upstream and the one before the short one."""
+    paced: dict[str, list[Seen]] = {name: [] for name in hops}
+    short: dict[str, list[Seen]] = {name: [] for name in hops}
+    for number in range(options.rounds + 1):  # the first warms up
+        for name, (long_hop, short_hop) in hops.items():
+            for hop, kept, each in ((long_hop, paced, 1), (short_hop, short, options.requests)):
+                request = request_bytes(hop.path, hop.key, stream=True)
+                seen = await load(hop.port, request, streams=options.streams, each=each, pid=hop.pid)
+                if number:
+                    kept[name].append(seen)
+    return [_row(name, paced[name], short[name], paced["direct"], short["direct"]) for name in hops if name != "direct"]
+
+
+def _row(name: str, paced: list[Seen], short: list[Seen], direct: list[Seen], direct_short: list[Seen]) -> Row:
+    def added_ms(mine: list[Seen], bare: list[Seen], field: str, share: float) -> float:
+        both = [(getattr(one, field), getattr(other, field)) for one, other in zip(mine, bare, strict=True)]
+        added_s = [percentile(one, share) - percentile(other, share) for one, other in both if one and other]
+        return 1e3 * statistics.median(added_s) if added_s else math.nan
+
+    request_cpu_s = statistics.median(seen.cpu_s / seen.requests for seen in short)
+    token_cpu_s = statistics.median(
+        (seen.cpu_s - seen.requests * request_cpu_s) / max(1, seen.tokens) for seen in paced
+    )
+    return Row(
+        hop=name,
+        token_cpu_us=1e6 * token_cpu_s,
+        tokens_per_core_s=1 / token_cpu_s if token_cpu_s > 0 else 0.0,
+        token_added_p50_ms=added_ms(paced, direct, "token_s", 0.5),
+        token_added_p99_ms=added_ms(paced, direct, "token_s", 0.99),
+        request_cpu_ms=1e3 * request_cpu_s,
+        requests_per_core_s=1 / request_cpu_s if request_cpu_s > 0 else 0.0,
+        requests_per_s=statistics.median(seen.requests / seen.wall_s for seen in short),
+        request_added_p50_ms=added_ms(short, direct_short, "first_s", 0.5),
+        request_added_p99_ms=added_ms(short, direct_short, "first_s", 0.99),
+        failures=sum(seen.failures for seen in (*paced, *short)),
+    )
+
+
+@contextlib.contextmanager
+def hops(options: argparse.Namespace) -> Iterator[dict[str, tuple[Hop, Hop]]]:
+    """All processes, each hop twice: before the paced upstream and before the short one."""
+    found: dict[str, list[Hop]] = {}
+    with contextlib.ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for kind, tokens, every_s in (("paced", options.tokens, options.every_ms / 1e3), ("short", _SHORT_TOKENS, 0.0)):
+            upstream = free_port()
+            command = [sys.executable, "-m", "ops.bench.gateway.upstream", str(upstream), str(tokens), str(every_s)]
+            stack.enter_context(served_by(command, upstream, core=1))
+            found.setdefault("direct", []).append(Hop(name="direct", port=upstream, path=_CHAT, key="x", pid=None))
+            url = f"http://127.0.0.1:{upstream}"
+            port = free_port()
+            bare = stack.enter_context(
+                served_by([sys.executable, "-m", "ops.bench.gateway.hop", str(port), url], port, core=0)
+            )
+            found.setdefault("bare hop", []).append(Hop(name="bare hop", port=port, path=_CHAT, key="x", pid=bare))
+            ours = stack.enter_context(gateway_process(home / kind, partial(fill_one_node, upstream=url), core=0))
+            hop = Hop(name="tidepool", port=ours.port, path=_CHAT, key=ours.filled, pid=ours.pid)
+            found.setdefault("tidepool", []).append(hop)
+            if options.litellm is not None:
+                port = free_port()
+                key = f"sk-{secrets.token_hex(32)}"
+                pid = stack.enter_context(_litellm(options.litellm, home / f"{kind}.yaml", port, url, key))
+                found.setdefault("litellm", []).append(Hop(name="litellm", port=port, path=_CHAT, key=key, pid=pid))
+        yield {name: (both[0], both[1]) for name, both in found.items()}
+
+
+@contextlib.contextmanager
+def _litellm(python: Path, config: Path, port: int, upstream: str, key: str) -> Iterator[int]:
+    config.write_text(
+        "model_list:\n- model_name: tide\n  litellm_params:\n    model: openai/tide\n"
+        f"    api_base: {upstream}/v1\n    api_key: x\n",
+        encoding="utf-8",
+    )
+    command = [str(python.parent / "litellm"), "--config", str(config), "--port", str(port), "--host", "127.0.0.1"]
+    with served_by(command, port, core=0, environment={"LITELLM_MASTER_KEY": key}) as pid:
+        yield pid
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=60, help="tokens of a paced stream")
+    parser.add_argument("--every-ms", type=float, default=400.0, help="between the tokens of a paced stream")
+    parser.add_argument("--requests", type=int, default=5, help="short requests of each connection in a round")
+    parser.add_argument("--litellm", type=Path, help="python of an environment that has 'litellm[proxy]'")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with hops(options) as found:
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        rows = asyncio.run(measure(found, options))
+    bare = next(row for row in rows if row.hop == "bare hop")
+    share = {row.hop: row.tokens_per_core_s / bare.tokens_per_core_s for row in rows if bare.tokens_per_core_s}
+    if options.json:
+        print(json.dumps({"rows": [asdict(row) for row in rows], "tokens_share_of_bare_hop": share}, indent=1))
+        return
+    for row in rows:
+        fields = asdict(row)
+        print(fields.pop("hop"))
+        for name, value in fields.items():
+            print(f"  {name:24} {value:12.2f}")
+        print(f"  share of the bare hop    {share.get(row.hop, 0.0):12.2f}   (target for tidepool: {TARGET_SHARE})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""A stand-in for a node agent (`/generate`) and for any OpenAI server (`/v1/...`), as thin as Python allows, so that
+what stands before it is measured and not itself. Each piece of text holds the moment it was written, in nanoseconds.
+
+    python -m ops.bench.gateway.upstream PORT TOKENS_PER_STREAM SECONDS_BETWEEN_TOKENS
+"""
+
+import asyncio
+import sys
+import time
+
+from dataplane.protocol.messages import Finished, Started, Token, encode_line
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n"
+_OPENAI_HEAD = HEAD.replace(b"application/x-ndjson", b"text/event-stream")
+_OPENAI_CHUNK = (
+    b'data: {"id":"c","object":"chat.completion.chunk","created":1,"model":"tide","choices":[{"index":0,"delta":'
+    b'{"content":"%d "},"finish_reason":null}]}\n\n'
+)
+_OPENAI_END = (
+    b'data: {"id":"c","object":"chat.completion.chunk","created":1,"model":"tide","choices":[{"index":0,"delta":{},'
+    b'"finish_reason":"length"}],"usage":{"prompt_tokens":3,"completion_tokens":%d,"total_tokens":%d}}\n\n'
+    b"data: [DONE]\n\n"
+)
+
+
+def chunk(data: bytes) -> bytes:
+    """One chunk of a chunked body."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+class Upstream(asyncio.Protocol):
+    """One connection: whatever is posted, the same stream comes back."""
+
+    def __init__(self, tokens: int, every_s: float) -> None:
+        self._tokens = tokens
+        self._every_s = every_s
+        self.closed = asyncio.Event()
+        self._received = b""
+        self._transport: asyncio.Transport | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client came."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It went."""
+        if self._task is not None:
+            self._task.cancel()
+        self.closed.set()
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Begin to answer once the body is whole."""
+        self._received += data
+        head, end, body = self._received.partition(b"\r\n\r\n")
+        lower = head.lower()
+        length = int(lower.split(b"content-length:")[1].split(b"\r\n")[0]) if b"content-length:" in lower else 0
+        if end and len(body) >= length:
+            self._received = b""
+            openai = head.split(b" ", 2)[1].startswith(b"/v1/")
+            self._task = asyncio.create_task(self._openai() if openai else self._generate())
+
+    async def _generate(self) -> None:
+        assert self._transport is not None
+        write = self._transport.write
+        write(HEAD + chunk(encode_line(Started(prompt_tokens=3))))
+        for number in range(self._tokens):
+            await asyncio.sleep(self._every_s)
+            write(chunk(encode_line(Token(text=f"{time.monotonic_ns()} ", token_ids=(number % 100,)))))
+        end = Finished(finish_reason="length", prompt_tokens=3, completion_tokens=self._tokens)
+        write(chunk(encode_line(end)) + b"0\r\n\r\n")
+
+    async def _openai(self) -> None:
+        assert self._transport is not None
+        write = self._transport.write
+        write(_OPENAI_HEAD)
+        for _ in range(self._tokens):
+            await asyncio.sleep(self._every_s)
+            write(chunk(_OPENAI_CHUNK % time.monotonic_ns()))
+        write(chunk(_OPENAI_END % (self._tokens, self._tokens + 3)) + b"0\r\n\r\n")
+
+
+async def serve(port: int, tokens: int, every_s: float) -> None:
+    """Answer until cancelled."""
+    server = await asyncio.get_running_loop().create_server(lambda: Upstream(tokens, every_s), "127.0.0.1", port)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))

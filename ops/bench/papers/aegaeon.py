@@ -1,0 +1,262 @@
+"""Aegaeon's Figures 11 and 13 in the simulator: `python -m ops.bench.papers.aegaeon --help`.
+
+On the workloads of its artifact: ShareGPT lengths, Poisson arrivals, 120 s at rate 0.1 (40 models: 60 s). Published for
+90 % service attainment at that rate: 70 models (paper, H800), 72 (the artifact's simulator, H100), 44 for request-level
+switching (ServerlessLLM), 32 for static multiplexing (MuxServe). Six GPUs prefill and ten decode unless told otherwise.
+"""
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from forecasts.importers.lines import DemandFileError
+from ops.bench.papers.aegaeon_setup import (
+    ARTIFACT_PROFILE,
+    GPUS,
+    SYSTEMS,
+    Row,
+    Setup,
+    System,
+    Workload,
+    measure,
+    merged,
+    workloads_of,
+)
+from ops.client.screen import AsJson, Columns, notes, print_json, print_table
+from ops.plots.lines_plot import LinesPanel, draw_lines
+from ops.plots.plot_option import check_plot
+
+PUBLISHED: Mapping[System, str] = {
+    "pooled": "72 (artifact, H100), 70 (paper, H800)",
+    "request-level-line": "44",
+    "static": "32",
+    "dedicated": "16",
+}
+COLUMNS: Columns = {
+    "system": "system",
+    "models": "models",
+    "rate": "rate",
+    "SLO": "slo_scale",
+    "prefill GPUs": "prefill_slots",
+    "service": lambda row: f"{row['service_attainment']:.2%}",
+    "token": lambda row: f"{row['token_attainment']:.2%}",
+    "busy": lambda row: f"{row['busy_share']:.0%}",
+    "switches": "switches",
+    "change": "change",
+}
+TRIALS: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "Q_MAX 2 s": {"quota_max_s": 2.0},
+    "Q_MAX 8 s": {"quota_max_s": 8.0},
+    "groups of 4": {"group_requests_max": 4},
+    "groups of 16": {"group_requests_max": 16},
+    "no prefetch": {"prefetch": False},
+    "batches of 16": {"batch_max": 16},
+}
+
+HOPELESS = 0.7
+"""With this service attainment more models are not tried."""
+
+app = typer.Typer(help=(__doc__ or "").partition("\n")[0], no_args_is_help=True, add_completion=False)
+File = Annotated[Path, typer.Argument(metavar="WORKLOADS", help="Aegaeon's workloads.csv.gz.", dir_okay=False)]
+Profile = Annotated[Path, typer.Option(help="A GPU profile: step times and the wire.", dir_okay=False)]
+Systems = Annotated[list[str] | None, typer.Option("--system", help=f"Of {', '.join(SYSTEMS)}; all if not given.")]
+Prefill = Annotated[int, typer.Option(min=1, max=GPUS - 1, help="GPUs that prefill, of 16; the others decode.")]
+Scales = Annotated[list[float] | None, typer.Option(min=0.01, help="Of both targets, 10 s and 0.1 s.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw it here: .png, .svg or .pdf.", dir_okay=False)]
+Least = Annotated[int, typer.Option(min=2, help="Models at least.")]
+Most = Annotated[int, typer.Option(min=2, help="Models at most; for more than 80 two workloads are merged.")]
+Every = Annotated[int, typer.Option(min=2, help="Steps of so many models.")]
+
+
+@app.command()
+def models(
+    workloads: File,
+    least: Least = 16,
+    most: Most = 96,
+    every: Every = 4,
+    system: Systems = None,
+    profile: Profile = ARTIFACT_PROFILE,
+    prefill_slots: Prefill = 6,
+    slo_scale: Scales = None,
+    plot: Plot = None,
+    as_json: AsJson = False,
+) -> None:
+    """Attainment by the number of models at rate 0.1, and how many keep 90 % (Figures 11a and 13)."""
+    setups = _setups(system, profile, prefill_slots, slo_scale)
+    found = _climb(workloads, (least, most, every), setups, plot)
+    _show([{**asdict(row), "change": ""} for _, rows in found for row in rows], as_json)
+    for setup, rows in found:
+        _tell_best(_named(setup), rows, setup)
+    _draw("models", [(_named(setup), rows) for setup, rows in found], plot)
+
+
+@app.command()
+def rates(
+    workloads: File,
+    system: Systems = None,
+    profile: Profile = ARTIFACT_PROFILE,
+    prefill_slots: Prefill = 6,
+    slo_scale: Scales = None,
+    plot: Plot = None,
+    as_json: AsJson = False,
+) -> None:
+    """40 models at rates from 0.05 to 0.7 each (Figure 11c)."""
+    check_plot(plot)
+    sizes = [each for each in _read(workloads) if each.models == 40]
+    setups = _setups(system, profile, prefill_slots, slo_scale)
+    found = [(setup, [_measured(setup, each) for each in sizes]) for setup in setups]
+    _show([{**asdict(row), "change": ""} for _, rows in found for row in rows], as_json)
+    _draw("rate", [(_named(setup), rows) for setup, rows in found], plot)
+
+
+@app.command()
+def splits(
+    workloads: File,
+    least: Least = 76,
+    most: Most = 96,
+    every: Every = 4,
+    profile: Profile = ARTIFACT_PROFILE,
+    prefill: Annotated[list[int] | None, typer.Option(min=1, max=GPUS - 1, help="GPUs that prefill.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The pool under other splits of the GPUs into those that prefill and those that decode."""
+    setups = [Setup(profile=profile, prefill_slots=slots) for slots in prefill or [3, 4, 5, 6, 7]]
+    found = _climb(workloads, (least, most, every), setups, None)
+    _show([{**asdict(row), "change": ""} for _, rows in found for row in rows], as_json)
+    for setup, rows in found:
+        _tell_best(f"{setup.prefill_slots} + {GPUS - setup.prefill_slots}", rows, None)
+
+
+@app.command()
+def trials(
+    workloads: File,
+    least: Least = 80,
+    most: Most = 88,
+    every: Every = 4,
+    profile: Profile = ARTIFACT_PROFILE,
+    prefill_slots: Prefill = 6,
+    as_json: AsJson = False,
+) -> None:
+    """The pool with one setting of its policies changed at a time."""
+    setups = [Setup(profile=profile, prefill_slots=prefill_slots, policy=policy) for policy in TRIALS.values()]
+    found = _climb(workloads, (least, most, every), setups, None)
+    named = zip(TRIALS, found, strict=True)
+    _show([{**asdict(row), "change": name} for name, (_, rows) in named for row in rows], as_json)
+
+
+def _climb(
+    workloads: Path, steps: tuple[int, int, int], setups: Sequence[Setup], plot: Path | None
+) -> list[tuple[Setup, list[Row]]]:
+    """Each setup on workloads of more and more models, until it is hopeless."""
+    check_plot(plot)
+    found: list[tuple[Setup, list[Row]]] = []
+    with _sizes(workloads, *steps) as sizes:
+        for setup in setups:
+            rows: list[Row] = []
+            for each in sizes:
+                rows.append(_measured(setup, each))
+                if rows[-1].service_attainment < HOPELESS:
+                    break
+            found.append((setup, rows))
+    return found
+
+
+@contextmanager
+def _sizes(workloads: Path, least: int, most: int, every: int) -> Iterator[list[Workload]]:
+    """The workloads at rate 0.1; those of the size of two different ones together are merged of these. That of 40
+    models is half as long as the others, and left out.
+    """
+    single = {each.models: each for each in _read(workloads) if each.rate == "0.1" and each.models != 40}
+    largest = max(single, default=0)
+    with tempfile.TemporaryDirectory(prefix="tidepool-bench-") as folder:
+        sizes = []
+        for models in range(least, most + 1, every):
+            halves = [
+                (one, models - one) for one in range(models // 2 - 1, 0, -1) if {one, models - one} <= set(single)
+            ]
+            if models in single:
+                sizes.append(single[models])
+            elif models > largest and halves:
+                first, second = halves[0]
+                sizes.append(merged(single[first], single[second], Path(folder)))
+        if not sizes:
+            raise typer.BadParameter(f"{workloads} has no workload of {least} to {most} models at rate 0.1")
+        yield sizes
+
+
+def _measured(setup: Setup, workload: Workload) -> Row:
+    row = measure(setup, workload)
+    notes().print(
+        f"{row.system} {row.models} models at {row.rate}, SLO x {row.slo_scale:g}: service"
+        f" {row.service_attainment:.2%}, {row.requests} requests in {row.seconds:.1f} s"
+    )
+    return row
+
+
+def _read(workloads: Path) -> list[Workload]:
+    try:
+        return workloads_of(workloads)
+    except DemandFileError as error:
+        raise typer.BadParameter(str(error), param_hint="WORKLOADS") from error
+
+
+def _systems(names: list[str] | None) -> list[System]:
+    for name in names or ():
+        if name not in SYSTEMS:
+            raise typer.BadParameter(f"{name}: must be one of {', '.join(SYSTEMS)}", param_hint="--system")
+    return [cast("System", name) for name in names or SYSTEMS]
+
+
+def _setups(systems: list[str] | None, profile: Path, prefill_slots: int, scales: list[float] | None) -> list[Setup]:
+    return [
+        Setup(system=one, profile=profile, prefill_slots=prefill_slots, slo_scale=scale)
+        for scale in scales or [1.0]
+        for one in _systems(systems)
+    ]
+
+
+def _named(setup: Setup) -> str:
+    return f"{setup.system}, SLO x {setup.slo_scale:g}"
+
+
+def _show(rows: Iterable[Mapping[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print_json(list(rows))
+    else:
+        print_table("Aegaeon's workloads, 16 GPUs", COLUMNS, rows)
+
+
+def _tell_best(what: str, rows: Sequence[Row], setup: Setup | None) -> None:
+    best = max((row.models for row in rows if row.kept), default=0)
+    published = PUBLISHED.get(setup.system) if setup and setup.slo_scale == 1.0 else None
+    beside = f"; published: {published}" if published else ""
+    notes().print(f"{what}: {best} models at 90 % service attainment{beside}")
+
+
+def _draw(against: str, lines: Sequence[tuple[str, Sequence[Row]]], plot: Path | None) -> None:
+    if plot is None:
+        return
+    panels = [
+        LinesPanel(
+            title=f"{metric} attainment",
+            x_label="models" if against == "models" else "requests/s of each of 40 models",
+            y_label="share",
+            lines={
+                name: [(float(getattr(row, against)), float(getattr(row, f"{metric}_attainment"))) for row in rows]
+                for name, rows in lines
+            },
+            kept=0.9,
+        )
+        for metric in ("service", "token")
+    ]
+    draw_lines(panels, "Aegaeon's workloads on 16 GPUs", plot)
+
+
+if __name__ == "__main__":
+    app()

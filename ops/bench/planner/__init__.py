@@ -1,0 +1,1 @@
+"""Benchmarks of planning: placement, pools, forecasts, scaling strategies."""

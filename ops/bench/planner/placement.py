@@ -1,0 +1,305 @@
+"""How well and how fast placement is solved: by prices against the plain integer program, large fleets, pools.
+
+Seconds are of one thread; `cpu_s` is what the process itself used, which a busy machine lengthens less than `wall_s`.
+"""
+
+import math
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from statistics import median
+from typing import Annotated, Any
+
+import highspy
+import pulp
+import typer
+
+from controlplane.policies.placement.cost import complaints_of, fleet_cost, gap_of, grid_cost
+from controlplane.policies.placement.exact.program import build_program
+from controlplane.policies.placement.exact.solvers import solve_highs
+from controlplane.policies.placement.facts import PlacementSettings
+from controlplane.policies.placement.grid import Grid, grid_of
+from controlplane.policies.placement.priced.decomposition import PricedSolution, PriceSettings, solve_grid
+from ops.bench.planner.placement_plain import plain_program
+from ops.bench.planner.placement_problems import ProblemShape, demand_shares, make_problem
+from ops.client.screen import AsJson, Columns, notes, print_json, print_table
+
+GAPS = (0.005, 0.001)
+SMALL = ProblemShape(models=4, regions=3, gpu_types=1, seed=1)
+MEDIUM = ProblemShape(models=20, regions=20, gpu_types=5, seed=1)
+LARGE = (
+    ProblemShape(models=200, regions=30, gpu_types=6, seed=1),
+    ProblemShape(models=1000, regions=60, gpu_types=8, seed=1, gpus_per_endpoint=6.0),
+)
+LONG_TAIL = ProblemShape(models=100, regions=4, gpu_types=4, seed=1, gpus_per_endpoint=4.0, skew=3.6, pools=True)
+"""A skew at which 94 % of the models have under about 1.35 % of the requests."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solving:
+    """One solver on one problem. `gap`: proven, of the fleet's cost; None if nothing was found."""
+
+    solver: str
+    shape: str
+    seed: int
+    wanted_gap: float
+    gap: float | None
+    cpu_s: float
+    wall_s: float
+
+    @property
+    def reached(self) -> bool:
+        """The gap asked for was proven."""
+        return self.gap is not None and self.gap <= self.wanted_gap + 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargeFleet:
+    """One large problem. `layout_s` of `cpu_s` lays the facts out, before any solver."""
+
+    shape: str
+    cells: int
+    gap: float
+    cpu_s: float
+    layout_s: float
+    wall_s: float
+    peak_mb: float
+    how: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSaving:
+    """The same fleet without and with pools. `tail_share`: requests of the least used 94 % of the models."""
+
+    shape: str
+    tail_share: float
+    gpus_without: int
+    gpus_with: int
+    pool_gpus: int
+    pooled_endpoints: int
+    gap_without: float
+    gap_with: float
+
+
+class _Watch:
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def read(self) -> dict[str, float]:
+        return {"cpu_s": time.process_time() - self._cpu, "wall_s": time.perf_counter() - self._wall}
+
+
+def measure_against_plain(shape: ProblemShape, seeds: Sequence[int], limit_s: float) -> list[Solving]:
+    """Both solvers on the same problems to the same gaps, one after the other."""
+    rows = []
+    for seed in seeds:
+        grid = grid_of(make_problem(replace(shape, seed=seed)), PlacementSettings())
+        for gap in GAPS:
+            row, fleet = _ours(grid, shape, seed, gap, limit_s)
+            rows += [row, _by_highs(grid, shape, seed, gap, limit_s, fleet)]
+            for row in rows[-2:]:
+                notes().print(f"{row.shape} seed {seed} {row.solver} {gap:.1%}: {row.gap} in {row.cpu_s:.1f} s")
+    return rows
+
+
+def _ours(grid: Grid, shape: ProblemShape, seed: int, gap: float, limit_s: float) -> tuple[Solving, float]:
+    """As the plan does it, small fleets exactly and others by prices; and the price per hour of the fleet found."""
+    settings, watch = PlacementSettings(gap=gap, time_limit_s=limit_s), _Watch()
+    if len(grid.cells) <= settings.exact_cells_max:
+        program = build_program(grid)
+        solved = solve_highs(program.problem, settings, gap * program.least_cost_per_hour)
+        answer, bound, solver = program.answer(), solved.bound, "ours, exact"
+        cost = grid_cost(grid, answer.counts, answer.pooled, answer.pool_gpus)
+        fleet = fleet_cost(grid, answer.counts, answer.pool_gpus)
+        reached = None if bound is None else gap_of(cost, bound, fleet)
+    else:
+        found = solve_grid(grid, gap, PriceSettings(), lambda: watch.read()["cpu_s"] > limit_s)
+        assert not complaints_of(grid, found.counts, found.pooled, found.pool_gpus)
+        fleet, reached, solver = fleet_cost(grid, found.counts, found.pool_gpus), found.gap, "ours, by prices"
+    row = Solving(solver=solver, shape=_named(shape), seed=seed, wanted_gap=gap, gap=reached, **watch.read())
+    return row, fleet
+
+
+def _by_highs(grid: Grid, shape: ProblemShape, seed: int, gap: float, limit_s: float, fleet: float) -> Solving:
+    """HiGHS stops at the same distance in cost per hour: the gap of a fleet that costs `fleet`."""
+    watch = _Watch()
+    program = plain_program(grid)
+
+    def stop(_kind: Any, _said: str, _out: Any, order: Any, _data: Any) -> None:
+        order.user_interrupt = watch.read()["cpu_s"] > limit_s
+
+    solver = pulp.HiGHS(
+        msg=False,
+        gapRel=0.0,
+        gapAbs=gap * fleet,
+        threads=1,
+        random_seed=1,
+        callbackTuple=(stop, None),
+        callbacksToActivate=[highspy.cb.HighsCallbackType.kCallbackMipInterrupt],
+    )
+    program.problem.solve(solver)
+    read = watch.read()
+    info = program.problem.solverModel.getInfo()
+    counts = {key: round(variable.varValue or 0.0) for key, variable in program.counts.items()}
+    cost = fleet_cost(grid, counts, {})
+    above = max(0.0, float(info.objective_function_value) - float(info.mip_dual_bound))
+    proven = above / cost if cost and above < math.inf else None
+    return Solving(solver="plain, HiGHS", shape=_named(shape), seed=seed, wanted_gap=gap, gap=proven, **read)
+
+
+def measure_cbc(shape: ProblemShape, limit_s: float) -> Solving:
+    """CBC on one problem, for contrast."""
+    grid = grid_of(make_problem(shape), PlacementSettings())
+    program = plain_program(grid)
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    path = pulp.PULP_CBC_CMD.pulp_cbc_path
+    program.problem.solve(pulp.COIN_CMD(path=path, msg=False, timeLimit=limit_s, gapRel=GAPS[-1], threads=1))
+    done = program.problem.sol_status == pulp.LpSolutionOptimal
+    return Solving(
+        solver="plain, CBC",
+        shape=_named(shape),
+        seed=shape.seed,
+        wanted_gap=GAPS[-1],
+        gap=GAPS[-1] if done else None,
+        cpu_s=resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before,
+        wall_s=time.perf_counter() - start,
+    )
+
+
+def measure_large(shape: ProblemShape) -> LargeFleet:
+    """One large problem to 1 %, in a process of its own, so that the memory is its own."""
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as own:
+        return own.submit(_large, shape).result()
+
+
+def _large(shape: ProblemShape) -> LargeFleet:
+    facts = make_problem(shape)
+    watch = _Watch()
+    grid = grid_of(facts, PlacementSettings())
+    layout_s = watch.read()["cpu_s"]
+    found = solve_grid(grid, 0.01, PriceSettings(), lambda: False)
+    read = watch.read()
+    assert not complaints_of(grid, found.counts, found.pooled, found.pool_gpus)
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return LargeFleet(
+        shape=_named(shape),
+        cells=len(grid.cells),
+        gap=found.gap,
+        layout_s=layout_s,
+        peak_mb=peak_mb,
+        how=found.reason,
+        **read,
+    )
+
+
+def measure_pools(shape: ProblemShape) -> PoolSaving:
+    """GPUs that a long-tailed fleet takes without and with pools."""
+    facts = make_problem(shape)
+    shares = demand_shares(facts)
+    without, gpus_without = _placed(grid_of(replace(facts, pool=None), PlacementSettings()))
+    with_pools, gpus_with = _placed(grid_of(facts, PlacementSettings()))
+    return PoolSaving(
+        shape=_named(shape),
+        tail_share=sum(shares[: round(0.94 * len(shares))]),
+        gpus_without=gpus_without,
+        gpus_with=gpus_with,
+        pool_gpus=sum(with_pools.pool_gpus.values()),
+        pooled_endpoints=len(with_pools.pooled),
+        gap_without=without.gap,
+        gap_with=with_pools.gap,
+    )
+
+
+def _placed(grid: Grid) -> tuple[PricedSolution, int]:
+    found = solve_grid(grid, 0.005, PriceSettings(), lambda: False)
+    assert not complaints_of(grid, found.counts, found.pooled, found.pool_gpus)
+    gpus = {cell.key: cell.profile.gpus for cell in grid.cells}
+    instances = sum(count * gpus[key] for key, count in found.counts.items())
+    return found, instances + sum(found.pool_gpus.values())
+
+
+def _named(shape: ProblemShape) -> str:
+    return f"{shape.models} x {shape.regions} x {shape.gpu_types}"
+
+
+def main(
+    *,
+    seeds: Annotated[int, typer.Option(help="Problems of each size against the plain program.")] = 10,
+    limit_s: Annotated[float, typer.Option(help="CPU seconds of each solve against the plain program.")] = 60.0,
+    cbc: Annotated[bool, typer.Option(help="CBC on one problem, for contrast.")] = True,
+    large: Annotated[bool, typer.Option(help="200 x 30 x 6 and 1,000 x 60 x 8.")] = True,
+    pools: Annotated[bool, typer.Option(help="GPUs that pools save on a long-tailed fleet.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Figures of placement: gap and time by prices and by the plain program, large fleets, pools.
+
+    Example: python -m ops.bench.planner.placement --seeds 3 --no-large --json > placement.json
+    """
+    rows: list[Solving] = []
+    for shape in (SMALL, MEDIUM) if seeds else ():
+        rows += measure_against_plain(shape, range(1, seeds + 1), limit_s)
+    if cbc:
+        rows.append(measure_cbc(MEDIUM, limit_s))
+    fleets = [measure_large(shape) for shape in LARGE] if large else []
+    saving = measure_pools(LONG_TAIL) if pools else None
+    summary = _medians(rows)
+    if as_json:
+        print_json(
+            {
+                "solving": [asdict(row) for row in rows],
+                "medians": summary,
+                "large": [asdict(row) for row in fleets],
+                "pools": asdict(saving) if saving else None,
+            }
+        )
+        return
+    _print(summary, fleets, saving)
+
+
+def _medians(rows: Sequence[Solving]) -> list[dict[str, Any]]:
+    """One row for each size, gap and solver."""
+    found = []
+    for key in sorted({(row.shape, -row.wanted_gap, row.solver) for row in rows}):
+        group = [row for row in rows if (row.shape, -row.wanted_gap, row.solver) == key]
+        gaps = [row.gap for row in group if row.gap is not None]
+        found.append(
+            {
+                "shape": key[0],
+                "wanted_gap": -key[1],
+                "solver": key[2],
+                "problems": len(group),
+                "reached": sum(row.reached for row in group),
+                "gap": median(gaps) if gaps else None,
+                "cpu_s": median(row.cpu_s for row in group),
+                "cpu_most_s": max(row.cpu_s for row in group),
+                "wall_s": median(row.wall_s for row in group),
+            }
+        )
+    return found
+
+
+def _print(summary: list[dict[str, Any]], fleets: Sequence[LargeFleet], saving: PoolSaving | None) -> None:
+    def percent(name: str) -> Callable[[Mapping[str, Any]], object]:
+        return lambda row: "-" if row[name] is None else f"{row[name]:.3%}"
+
+    def rounded(name: str) -> Callable[[Mapping[str, Any]], object]:
+        return lambda row: f"{row[name]:.1f}"
+
+    times = {name: rounded(name) for name in ("cpu_s", "cpu_most_s", "wall_s")}
+    columns: Columns = {name: name for name in ("shape", "solver", "problems", "reached")}
+    print_table("Medians", {**columns, "wanted": percent("wanted_gap"), "gap": percent("gap"), **times}, summary)
+    sizes = {name: rounded(name) for name in ("cpu_s", "layout_s", "wall_s", "peak_mb")}
+    print_table(
+        "Large fleets",
+        {"shape": "shape", "cells": "cells", "gap": percent("gap"), **sizes, "how": "how"},
+        [asdict(row) for row in fleets],
+    )
+    if saving:
+        print_table("Pools on a long tail", {name: name for name in asdict(saving)}, [asdict(saving)])
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,255 @@
+"""How well one slot serves many models, against what its turns predict: `python -m ops.bench.planner.pool --help`.
+
+A replay in simulated time. Requests arrive for each model by a Poisson process of its own. The slot decodes only
+(requests come with their KV, as from a prefill slot), or prefills as well.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from dataplane.engines.interface import EngineRequest, EngineStats, KvHandle
+from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings
+from dataplane.engines.replay.memory import REPLAY_KV_FILE
+from dataplane.protocol.messages import ModelSpec, Objective, Tier
+from dataplane.scheduling.attainment import ServedRequest, service_attainment, token_attainment
+from dataplane.scheduling.profile import GpuProfile, load_gpu_profile
+from dataplane.scheduling.schedule import TurnSettings
+from dataplane.scheduling.tiers import TIER_OBJECTIVES
+from ops.client.screen import AsJson, Columns, print_json, print_table
+
+PROFILE = Path(__file__).parents[2] / "profiles" / "h800.toml"
+WEIGHTS_BYTES = 58 * 10**9
+KV_BYTES = 20 * 10**9
+SMALLEST_BYTES, LARGEST_BYTES = 12 * 10**9, 28 * 10**9
+KV_BYTES_PER_TOKEN = 2**17
+COLUMNS: Columns = {
+    "slot": "slot",
+    "requests/s per model": "rate_per_s",
+    "load": lambda row: f"{row['alpha']:.2f}",
+    "predicted": lambda row: f"{row['predicted']:.3f}",
+    "kept": lambda row: f"{row['kept']:.3f}",
+    "service": lambda row: f"{row['service']:.3f}",
+}
+
+app = typer.Typer(help=(__doc__ or "").partition(": `")[0] + ".", add_completion=False)
+Rates = Annotated[list[float] | None, typer.Option("--rate", min=0.001, help="Requests/s of each of 20 models.")]
+Tbt = Annotated[float, typer.Option(min=0.001, max=3600, help="Promised between tokens, in seconds.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolLoad:
+    """What is asked of the slot. `rate_per_s` is that of each model. Lengths are lognormal around their medians."""
+
+    rate_per_s: float
+    seed: int
+    models: int = 20
+    duration_s: float = 200.0
+    tier: Tier = "IW-F"
+    objective: Objective | None = None
+    prompt_tokens_median: float = 120.0
+    output_tokens_median: float = 150.0
+    decode_only: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolFigures:
+    """What came of a load.
+
+    `alpha` is the load that the engine reports, on average. `predicted` is min(1, 1 / alpha) over the time of each
+    request from its first token here to its last, and `kept` the share of that time in which no token was overdue (a
+    late one puts off those after it).
+    Alpha speaks of batches in the round: what a request waits until it is in one is `wait_s`. `service` and `token`
+    are the attainment of the whole request, that wait included.
+    """
+
+    load: PoolLoad
+    alpha: float
+    predicted: float
+    kept: float
+    wait_s: float
+    service: float
+    token: float
+    requests: int
+    tokens: int
+    switches: int
+
+
+class _Time:
+    """A clock that only sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, time_s: float) -> None:
+        self.now_s += time_s
+
+
+@dataclass(kw_only=True)
+class _Flight:
+    """A request on its way. `promises_s`: the integral of the predicted attainment when its tokens came."""
+
+    request: EngineRequest
+    arrived_s: float
+    token_times_s: list[float] = field(default_factory=list)
+    promises_s: list[float] = field(default_factory=list)
+
+    def served(self, *, from_first_token: bool) -> ServedRequest:
+        """For its attainment."""
+        promise = self.request.promise
+        return ServedRequest(
+            arrived_s=self.token_times_s[0] if from_first_token else self.arrived_s,
+            token_times_s=self.token_times_s,
+            tokens=self.request.max_tokens - len(self.request.generated),
+            ttft_s=0.0 if from_first_token else promise.ttft_s,
+            tbt_s=promise.tbt_s,
+        )
+
+    @property
+    def predicted(self) -> float:
+        """The predicted attainment from its first token to its last."""
+        time_s = self.token_times_s[-1] - self.token_times_s[0]
+        return (self.promises_s[-1] - self.promises_s[0]) / time_s if time_s else 1.0
+
+
+def measure_pool(
+    load: PoolLoad, *, profile: GpuProfile, turns: TurnSettings | None = None, prefetch: bool = True
+) -> PoolFigures:
+    """Serve a load to its end, in simulated time."""
+    time = _Time()
+    settings = ReplaySettings(
+        profile=profile,
+        weights_bytes=WEIGHTS_BYTES,
+        kv_bytes=KV_BYTES,
+        prefetch=prefetch,
+        turns=turns or TurnSettings(),
+    )
+    engine = ReplayEngine(settings, time, time.sleep)
+    for index, model in enumerate(_models(load.models)):
+        engine.load(f"instance-{index}", model)
+    arrivals = deque(_arrivals(load))
+    flights: dict[str, _Flight] = {}
+    promise_s = alpha_s = busy_s = 0.0
+    while arrivals or engine.has_work():
+        if not engine.has_work():
+            time.now_s = max(time.now_s, arrivals[0].arrived_s)
+        while arrivals and arrivals[0].arrived_s <= time.now_s:
+            flight = arrivals.popleft()
+            flights[flight.request.request_id] = flight
+            engine.add(flight.request)
+        began_s = time.now_s
+        outputs = engine.step()
+        took_s = time.now_s - began_s
+        promise_s += took_s / max(1.0, engine.load_alpha)
+        alpha_s += took_s * engine.load_alpha
+        busy_s += took_s
+        for output in outputs:
+            flight = flights[output.request_id]
+            flight.token_times_s += [time.now_s] * len(output.token_ids)
+            flight.promises_s += [promise_s] * len(output.token_ids)
+    return _figures(load, engine.stats(), list(flights.values()), alpha_s / busy_s)
+
+
+def _figures(load: PoolLoad, stats: EngineStats, flights: list[_Flight], alpha: float) -> PoolFigures:
+    whole = [flight.served(from_first_token=False) for flight in flights]
+    return PoolFigures(
+        load=load,
+        alpha=alpha,
+        predicted=fmean(flight.predicted for flight in flights),
+        kept=service_attainment([flight.served(from_first_token=True) for flight in flights]),
+        wait_s=fmean(flight.token_times_s[0] - flight.arrived_s for flight in flights),
+        service=service_attainment(whole),
+        token=token_attainment(whole),
+        requests=len(flights),
+        tokens=stats.tokens_total,
+        switches=stats.switches_total,
+    )
+
+
+def _models(count: int) -> list[ModelSpec]:
+    """Models of sizes from the smallest to the largest, evenly spaced."""
+    return [
+        ModelSpec(
+            name=f"model-{index}",
+            path="-",
+            weights_bytes=int(weights_bytes),
+            kv_bytes_per_token=KV_BYTES_PER_TOKEN,
+            context_tokens=8192,
+        )
+        for index, weights_bytes in enumerate(np.linspace(SMALLEST_BYTES, LARGEST_BYTES, count))
+    ]
+
+
+def _arrivals(load: PoolLoad) -> list[_Flight]:
+    """All requests, in order of arrival."""
+    rng = np.random.default_rng(load.seed)
+    flights = []
+    for model in range(load.models):
+        count = rng.poisson(load.rate_per_s * load.duration_s)
+        for number, arrived_s in enumerate(rng.uniform(0, load.duration_s, count)):
+            prompt_tokens = int(np.clip(rng.lognormal(np.log(load.prompt_tokens_median), 1.0), 4, 2048))
+            output_tokens = int(np.clip(rng.lognormal(np.log(load.output_tokens_median), 0.8), 8, 1024))
+            request = EngineRequest(
+                request_id=f"{model}-{number}",
+                instance_id=f"instance-{model}",
+                tier=load.tier,
+                objective=load.objective,
+                prompt=(0,) * prompt_tokens,
+                generated=(0,) if load.decode_only else (),
+                max_tokens=output_tokens,
+                kv=_prefilled(prompt_tokens) if load.decode_only else None,
+            )
+            flights.append(_Flight(request=request, arrived_s=float(arrived_s)))
+    return sorted(flights, key=lambda flight: flight.arrived_s)
+
+
+def _prefilled(tokens: int) -> KvHandle:
+    return KvHandle(file=REPLAY_KV_FILE, slab_bytes=0, shape=(0, 0, 0, 0, 0), blocks=(), tokens=tokens)
+
+
+@app.command()
+def table(
+    rate: Rates = None,
+    tbt_s: Tbt = TIER_OBJECTIVES["IW-F"].tbt_s,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each load, from seed 1 on.")] = 6,
+    duration_s: Annotated[float, typer.Option(min=1, help="How long requests come, in simulated seconds.")] = 100.0,
+    as_json: AsJson = False,
+) -> None:
+    """20 models on one slot that decodes, and on one that prefills as well."""
+    profile = load_gpu_profile(PROFILE)
+    rows = []
+    for decode_only in (True, False):
+        for rate_per_s in rate or (0.008, 0.016, 0.03, 0.045):
+            load = PoolLoad(
+                rate_per_s=rate_per_s,
+                seed=0,
+                duration_s=duration_s,
+                objective=Objective(ttft_s=TIER_OBJECTIVES["IW-F"].ttft_s, tbt_s=tbt_s),
+                decode_only=decode_only,
+            )
+            figures = [measure_pool(replace(load, seed=seed), profile=profile) for seed in range(1, seeds + 1)]
+            means = {name: over_requests(figures, name) for name in ("alpha", "predicted", "kept", "service")}
+            slot = "decodes" if decode_only else "both"
+            rows.append({"slot": slot, "rate_per_s": rate_per_s, "tbt_s": tbt_s, **means})
+    if as_json:
+        print_json(rows)
+    else:
+        print_table(f"20 models on a slot, a token each {tbt_s:g} s", COLUMNS, rows)
+
+
+def over_requests(figures: Sequence[PoolFigures], name: str) -> float:
+    """A mean over all requests of several runs."""
+    return float(sum(getattr(one, name) * one.requests for one in figures) / sum(one.requests for one in figures))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,1 @@
+"""Benchmarks of the batch queue beside other queues on Postgres."""

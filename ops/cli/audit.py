@@ -1,0 +1,72 @@
+"""`audit`: who changed what."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from ops.client.api import PAGE_ROWS, Api, connected
+from ops.client.screen import AsJson, Columns, print_json, print_table
+from ops.client.times import since as parse_since
+from ops.client.times import utc_text
+
+Since = Annotated[str | None, typer.Option(metavar="TIME", help="How long ago (30m, 2h, 7d), or a time in ISO 8601.")]
+Limit = Annotated[int, typer.Option(min=1, max=10_000, help="How many at most.")]
+Kind = Annotated[str | None, typer.Option(help="Only of this kind, such as model, key or node.")]
+
+
+def show_audit(
+    context: typer.Context,
+    actor: Annotated[str | None, typer.Option(help="Only by the key of this name, or a loop such as scale.")] = None,
+    kind: Kind = None,
+    subject: Annotated[str | None, typer.Option(help="Only of this name or id.")] = None,
+    since: Since = None,
+    limit: Limit = 50,
+    as_json: AsJson = False,
+) -> None:
+    """Show who changed what, the newest first; --json has the whole row before and after.
+
+    \b
+    Examples:
+      tidepool audit --since 2h
+      tidepool audit --actor admin --kind model --limit 10
+    """
+    query = {"actor": actor, "kind": kind, "subject": subject}
+    query["since"] = None if since is None else parse_since(since).isoformat()
+    with connected(context) as api:
+        rows = newest(api, "/admin/audit", limit, **query)
+    if as_json:
+        print_json({"data": rows})
+        return
+    columns: Columns = {
+        "at": lambda row: utc_text(row["at"]),
+        "by": "actor",
+        "action": "action",
+        "subject": "subject",
+        "change": lambda row: change_words(row["before"], row["after"]),
+    }
+    print_table("Changes", columns, rows)
+
+
+def newest(api: Api, path: str, limit: int, **query: Any) -> list[Any]:
+    """The first `limit` rows of a list, over as many pages as that takes."""
+    rows: list[Any] = []
+    while len(rows) < limit:
+        page = api.get(path, limit=min(PAGE_ROWS, limit - len(rows)), **query)
+        rows += page["data"]
+        if not page["has_more"]:
+            break
+        query["after"] = page["next"]
+    return rows
+
+
+def change_words(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> str:
+    """What a change changed: each field that differs; a row that is new or gone by its fields."""
+    if before is None or after is None:
+        row = after if before is None else before
+        words = ", ".join(f"{name} {value}" for name, value in (row or {}).items() if value not in (None, "", [], {}))
+        return words if before is None else f"gone: {words}"
+    names = [*before, *(name for name in after if name not in before)]
+    return ", ".join(
+        f"{name} {before.get(name)} -> {after.get(name)}" for name in names if before.get(name) != after.get(name)
+    )

@@ -1,0 +1,164 @@
+"""`model`, `endpoint`, `region`, `gpu` and `node delete`; `--drain` empties an endpoint or a node first."""
+
+import sys
+from collections.abc import Callable
+from time import sleep
+from typing import Annotated, Any
+
+import typer
+
+from ops.client.api import Api, CommandError, connected
+from ops.client.screen import AsJson, notes, print_answer
+
+POLL_S = 1.0
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; without a terminal nothing is asked.")]
+Drain = Annotated[bool, typer.Option("--drain", help="Empty it first, and wait for that. Ctrl-C leaves it draining.")]
+
+
+def delete_model(
+    context: typer.Context, name: str, drain: Drain = False, yes: Yes = False, as_json: AsJson = False
+) -> None:
+    """Delete a model, with its profiles. Demand, forecasts, plans and results stay.
+
+    \b
+    Refused while it is offered anywhere, while open batches ask for it, and while a key is for it alone. --drain
+    deletes its endpoints first.
+
+    \b
+    Example:
+      tidepool model delete qwen3-8b --drain
+    """
+    _confirm(f"model {name}{' and all its endpoints' if drain else ''}", yes=yes or as_json)
+    with connected(context) as api:
+        api.get(f"/admin/models/{name}")
+        if drain:
+            for row in api.pages("/admin/endpoints")["data"]:
+                if row["model"] == name:
+                    _drain_endpoint(api, name, row["region"])
+                    _delete_endpoint(api, name, row["region"])
+        answer = api.delete(f"/admin/models/{name}")
+    print_answer(answer, f"model {name} is deleted", as_json=as_json)
+
+
+def delete_endpoint(
+    context: typer.Context, model: str, region: str, drain: Drain = False, yes: Yes = False, as_json: AsJson = False
+) -> None:
+    """Offer a model in a region no more. Refused while it has instances or a pin.
+
+    \b
+    Example:
+      tidepool endpoint delete qwen3-8b us-east --drain
+    """
+    _confirm(f"endpoint {model} in {region}", yes=yes or as_json)
+    with connected(context) as api:
+        if drain:
+            _drain_endpoint(api, model, region)
+        answer = _delete_endpoint(api, model, region)
+    print_answer(answer, f"{model} is not offered in {region} any more", as_json=as_json)
+
+
+def delete_region(context: typer.Context, name: str, yes: Yes = False, as_json: AsJson = False) -> None:
+    """Delete a region, with its latencies. Refused while it has nodes or endpoints.
+
+    \b
+    Example:
+      tidepool region delete us-east
+    """
+    _delete(context, f"/admin/regions/{name}", f"region {name}", yes=yes, as_json=as_json)
+
+
+def delete_gpu(context: typer.Context, name: str, yes: Yes = False, as_json: AsJson = False) -> None:
+    """Delete a GPU type, with the profiles of models on it. Refused while nodes have it.
+
+    \b
+    Example:
+      tidepool gpu delete H800
+    """
+    _delete(context, f"/admin/gpu-types/{name}", f"GPU type {name}", yes=yes, as_json=as_json)
+
+
+def delete_node(
+    context: typer.Context, name: str, drain: Drain = False, yes: Yes = False, as_json: AsJson = False
+) -> None:
+    """Delete a node, and revoke the keys that speak for it alone.
+
+    \b
+    Refused while it holds instances, and while its agent runs. It may join again: `tidepool key create NAME --role node
+    --node NAME`, and start its agent with that key. --drain waits until it is empty and its agent is stopped.
+
+    \b
+    Example:
+      tidepool node delete us-east-1 --drain
+    """
+    _confirm(f"node {name}", yes=yes or as_json)
+    with connected(context) as api:
+        if drain:
+            _drain_node(api, name)
+        answer = api.delete(f"/admin/nodes/{name}")
+    print_answer(answer, f"node {name} is deleted", as_json=as_json)
+
+
+def _delete(context: typer.Context, path: str, what: str, *, yes: bool, as_json: bool) -> None:
+    _confirm(what, yes=yes or as_json)
+    with connected(context) as api:
+        answer = api.delete(path)
+    print_answer(answer, f"{what} is deleted", as_json=as_json)
+
+
+def _confirm(what: str, *, yes: bool) -> None:
+    if not yes and sys.stdin.isatty() and not typer.confirm(f"Delete {what}?", err=True):
+        raise CommandError("nothing is deleted")
+
+
+def _delete_endpoint(api: Api, model: str, region: str) -> Any:
+    return api.send("DELETE", "/admin/endpoints", params={"model": model, "region": region})
+
+
+def _drain_endpoint(api: Api, model: str, region: str) -> None:
+    """Let an endpoint have no instances, and wait until it has none that serve.
+
+    Raises:
+        CommandError: it does not exist, or a pin keeps it up.
+    """
+    known = [row for row in api.pages("/admin/endpoints")["data"] if (row["model"], row["region"]) == (model, region)]
+    if not known:
+        raise CommandError(f"endpoint {model} in {region} is not registered")
+    pins = [row for row in api.pages("/admin/pins")["data"] if (row["model"], row["region"]) == (model, region)]
+    if pins:
+        raise CommandError(f"{model} in {region} is pinned: tidepool pin remove {pins[0]['id']}")
+    api.put("/admin/endpoints", {"model": model, "region": region, "instances_min": 0, "instances_max": 0})
+
+    def left() -> str | None:
+        rows = api.pages("/admin/instances")["data"]
+        mine = [row for row in rows if (row["model"], row["region"]) == (model, region) and row["desired"] != "spot"]
+        return f"{model} in {region}: {_instances(len(mine))}" if mine else None
+
+    _wait(left)
+
+
+def _drain_node(api: Api, name: str) -> None:
+    """Take a node out of service, and wait until it is empty and its agent is stopped."""
+    api.post(f"/admin/nodes/{name}/drain")
+
+    def left() -> str | None:
+        node = api.get(f"/admin/nodes/{name}")
+        holds = [row for row in node["instances"] if row["desired"] != "spot"]
+        if holds:
+            return f"node {name}: {_instances(len(holds))}"
+        return f"node {name} is empty; stop its agent on its machine now" if node["alive"] else None
+
+    _wait(left)
+
+
+def _instances(count: int) -> str:
+    return f"{count} instance{'s' if count > 1 else ''} left"
+
+
+def _wait(left: Callable[[], str | None]) -> None:
+    """Wait until nothing is left; each change of what is left is said once."""
+    said = None
+    while (now := left()) is not None:
+        if now != said:
+            notes().print(now, markup=False)
+            said = now
+        sleep(POLL_S)

@@ -1,0 +1,148 @@
+"""`demand` and `forecast`."""
+
+import gzip
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ops.client.api import UPLOAD_TIMEOUT_S, CommandError, connected
+from ops.client.screen import AsJson, Columns, notes, print_json, print_table, time_text
+
+CHUNK_BYTES = 2**18
+demands = typer.Typer(no_args_is_help=True, help="Demand: input tokens per second, by model, region and minute.")
+forecasts = typer.Typer(no_args_is_help=True, help="Forecasts of the coming hour's peaks.")
+
+Kind = Annotated[str, typer.Option(metavar="IW|NIW", help="Interactive (IW) or deferred (NIW) demand.")]
+
+
+@demands.command("import")
+def import_demand(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="CSV, or CSV in .gz.")],
+    kind: Kind = "IW",
+    as_json: AsJson = False,
+) -> None:
+    """Import demand from a CSV with the columns start_s, region, model, tokens_per_s; all of it or nothing.
+
+    \b
+    start_s is the Unix time of a whole minute; an empty tokens_per_s is a gap.
+
+    \b
+    Example:
+      tidepool demand import week.csv
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with connected(context) as api, file.open("rb") as raw, Progress(*columns, console=notes()) as progress:
+        task = progress.add_task("importing", total=file.stat().st_size)
+
+        def chunks() -> Iterator[bytes]:
+            source: Any = gzip.GzipFile(fileobj=raw) if file.suffix == ".gz" else raw
+            for chunk in _pieces(source, file):
+                yield chunk
+                progress.update(task, completed=raw.tell())
+
+        answer = api.send(
+            "POST",
+            "/admin/demand",
+            content=chunks(),
+            params={"kind": kind},
+            headers={"Content-Type": "text/csv"},
+            timeout=UPLOAD_TIMEOUT_S,
+        )
+    if as_json:
+        print_json(answer)
+        return
+    span = f", {time_text(answer['first_s'])} to {time_text(answer['last_s'])}" if answer["rows"] else ""
+    typer.echo(f"{answer['rows']} minutes of {answer['series']} endpoints are imported{span}")
+
+
+@demands.command("show")
+def show_demand(
+    context: typer.Context,
+    model: str,
+    region: str,
+    kind: Kind = "IW",
+    since_s: Annotated[int | None, typer.Option(min=0, help="Unix time; default: a day before --until-s.")] = None,
+    until_s: Annotated[int | None, typer.Option(min=0, help="Unix time; default: the newest known.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show an endpoint's demand, hour by hour.
+
+    \b
+    Example:
+      tidepool demand show llama-8b us-east
+    """
+    with connected(context) as api:
+        answer = api.get("/admin/demand", model=model, region=region, kind=kind, since_s=since_s, until_s=until_s)
+    if as_json:
+        print_json(answer)
+        return
+    hours: dict[int, list[float]] = {}
+    for point in answer["data"]:
+        hours.setdefault(point["start_s"] // 3600 * 3600, []).append(point["tokens_per_s"])
+    rows = [
+        {"hour": time_text(hour), "minutes": len(values), "mean": sum(values) / len(values), "peak": max(values)}
+        for hour, values in sorted(hours.items())
+    ]
+    columns: Columns = {"hour": "hour", "minutes known": "minutes", "mean tokens/s": "mean", "peak tokens/s": "peak"}
+    print_table(f"Demand of {model} in {region}", columns, rows)
+
+
+@forecasts.command("list")
+def list_forecasts(
+    context: typer.Context,
+    origin_s: Annotated[int | None, typer.Option(min=0, help="Unix time of the origin; default: newest.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the forecasts of one origin.
+
+    \b
+    Example:
+      tidepool forecast list
+    """
+    with connected(context) as api:
+        answer = api.get("/admin/forecasts", origin_s=origin_s)
+    if as_json:
+        print_json(answer)
+        return
+    columns: Columns = {
+        "model": "model",
+        "region": "region",
+        "median peak": "peak_q50",
+        "upper peak": "peak_upper",
+        "by": "forecaster",
+        "why": "reason",
+    }
+    print_table(f"Forecasts from {time_text(answer['origin_s'])}, tokens/s", columns, answer["data"])
+
+
+@forecasts.command("run")
+def run_forecasts(
+    context: typer.Context,
+    origin_s: Annotated[int | None, typer.Option(min=0, help="Unix time to forecast from; default: now.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Forecast every series now.
+
+    \b
+    Example:
+      tidepool forecast run
+    """
+    with connected(context) as api:
+        answer = api.post("/admin/forecasts/run", {} if origin_s is None else {"origin_s": origin_s})
+    if as_json:
+        print_json(answer)
+        return
+    origin = answer["origin_s"]
+    typer.echo(f"forecasting from {time_text(origin)}; see: tidepool forecast list --origin-s {origin}")
+
+
+def _pieces(source: IO[bytes], file: Path) -> Iterator[bytes]:
+    try:
+        while chunk := source.read(CHUNK_BYTES):
+            yield chunk
+    except (OSError, EOFError) as error:
+        raise CommandError(f"{file} cannot be read: {error}") from error

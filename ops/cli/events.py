@@ -1,0 +1,101 @@
+"""`events`: what the system did."""
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from time import sleep
+from typing import Annotated, Any
+
+import typer
+
+from ops.cli.audit import Limit, Since, newest
+from ops.client.api import Api, CommandError, connected
+from ops.client.screen import AsJson, Columns, notes, print_json, print_table
+from ops.client.times import since as parse_since
+from ops.client.times import utc_text
+
+POLL_S = 1.0
+_LOOKED_BACK = 100
+
+
+class EventKind(StrEnum):
+    """What an event happened to."""
+
+    INSTANCE = "instance"
+    NODE = "node"
+    PLAN = "plan"
+
+
+def show_events(
+    context: typer.Context,
+    kind: Annotated[EventKind | None, typer.Option(help="Only of this kind.")] = None,
+    what: Annotated[str | None, typer.Option(help="Only this, such as failed, ready or lost.")] = None,
+    subject: Annotated[str | None, typer.Option(help="Only of this instance, node or plan.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only of this model.")] = None,
+    region: Annotated[str | None, typer.Option(help="Only in this region.")] = None,
+    node: Annotated[str | None, typer.Option(help="Only on this node.")] = None,
+    since: Since = None,
+    limit: Limit = 50,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what happens, until Ctrl-C.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what became of instances, nodes and plans, the newest first. What people changed: `tidepool audit`.
+
+    \b
+    Examples:
+      tidepool events --what failed --since 2h
+      tidepool events --model qwen3-8b --follow
+    """
+    query = {"kind": kind and kind.value, "what": what, "subject": subject}
+    query |= {"model": model, "region": region, "node": node}
+    from_then = {"since": None if since is None else parse_since(since).isoformat()}
+    with connected(context) as api:
+        rows = newest(api, "/admin/events", limit, **query, **from_then)
+        if follow:
+            follow_events(api, rows, query)
+        elif as_json:
+            print_json({"data": rows})
+        else:
+            _print(rows)
+
+
+def _print(rows: list[Any]) -> None:
+    columns: Columns = {
+        "at": lambda row: utc_text(row["at"]),
+        "kind": "kind",
+        "what": "what",
+        "subject": "subject",
+        "model": "model",
+        "region": "region",
+        "node": "node",
+        "message": "message",
+    }
+    print_table("Events", columns, rows)
+
+
+def follow_events(api: Api, rows: list[Any], query: Mapping[str, Any], pause: Callable[[float], None] = sleep) -> None:
+    """A line for each event, the oldest first. Transactions that end later may have lower ids: the last events are
+    looked at again. An API that is away is said once and waited for. `pause` waits for so many seconds.
+    """
+    seen: set[int] = set()
+    away = False
+    try:
+        while True:
+            new = [row for row in rows if row["id"] not in seen]
+            for row in reversed(new):
+                typer.echo(_line(row))
+            seen = {row["id"] for row in new} | set(sorted(seen)[-_LOOKED_BACK * 10 :])
+            pause(POLL_S)
+            try:
+                rows, away = newest(api, "/admin/events", _LOOKED_BACK, **query), False
+            except CommandError as error:
+                if not away:
+                    notes().print(str(error), markup=False)
+                rows, away = [], True
+    except KeyboardInterrupt:
+        return
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    about = (row["model"], row["region"], row["node"] if row["kind"] != "node" else None, row["message"])
+    words = ", ".join(str(word) for word in about if word is not None)
+    return f"{utc_text(row['at'])} {row['kind']} {row['subject']} {row['what']}{f' ({words})' if words else ''}"

@@ -1,0 +1,65 @@
+"""`tidepool faults`: a whole stack under load while its parts fail, and whether it kept its promises."""
+
+import asyncio
+from contextlib import nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from ops.client.api import CommandError
+from ops.client.screen import AsJson, print_json
+
+faults = typer.Typer(no_args_is_help=True, help="Break a stack on purpose, and check its promises.")
+
+
+@faults.command("run")
+def run_faults(
+    minutes: Annotated[float, typer.Option(min=0.2, help="How long faults are made.")] = 20.0,
+    every_s: Annotated[float, typer.Option(min=0.5, help="Seconds between two faults.")] = 10.0,
+    regions: Annotated[int, typer.Option(min=1, max=26)] = 3,
+    nodes: Annotated[int, typer.Option(min=1, max=100, help="Agents, spread over the regions.")] = 12,
+    models: Annotated[int, typer.Option(min=1, max=99)] = 20,
+    streams: Annotated[int, typer.Option(min=1, max=200, help="Interactive streams at once.")] = 8,
+    gateways: Annotated[int, typer.Option(min=1, max=4, help="Gateways that clients may ask.")] = 2,
+    seed: Annotated[int, typer.Option(help="Draws the same faults on the same victims again.")] = 1,
+    only: Annotated[str | None, typer.Option(help="Kinds of faults, by commas; default: all.")] = None,
+    home: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder to run in and to keep, logs too; default: temporary.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a stack on the replay engine, load it, and kill, pause and cut off its processes.
+
+    \b
+    Kinds: kill, kill_worker, terminate, pause, latency, reset, black_hole, restart (of Postgres or Valkey).
+    Exit status 1 if a promise was broken: a batch line without exactly one result, a stream with a missing or doubled
+    token, something that leaked.
+
+    \b
+    Examples:
+      tidepool faults run
+      tidepool faults run --minutes 3 --nodes 3 --regions 2 --models 4 --only kill,black_hole --seed 7
+    """
+    from ops.faults.run import Plan, print_progress, report_text  # noqa: PLC0415 - heavy
+    from ops.faults.run import run_faults as run  # noqa: PLC0415 - heavy
+    from ops.faults.wrecker import Kind  # noqa: PLC0415 - heavy
+    from ops.local.replay_stack import Fleet  # noqa: PLC0415 - heavy
+
+    try:
+        kinds = tuple(Kind(kind.strip()) for kind in only.split(",")) if only else tuple(Kind)
+    except ValueError as error:
+        raise CommandError(f"--only: {error}; the kinds are {', '.join(Kind)}") from None
+    fleet = Fleet(regions=regions, nodes=nodes, models=models)
+    plan = Plan(
+        fleet=fleet, minutes=minutes, every_s=every_s, seed=seed, kinds=kinds, streams=streams, gateways=gateways
+    )
+    with nullcontext(home) if home else TemporaryDirectory(prefix="tidepool-faults-") as folder:
+        report = asyncio.run(run(plan, Path(folder).resolve(), print_progress))
+    if as_json:
+        print_json(report)
+    else:
+        typer.echo(report_text(report))
+    if report["broken"]:
+        raise CommandError(f"{report['broken_count']} promises were broken")

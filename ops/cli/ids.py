@@ -1,0 +1,73 @@
+"""Ids as people type them: whole, by their first characters as in git, or `latest` and `current`."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ops.client.api import Api, CommandError
+
+_MATCHES_SHOWN = 10
+_HEX_CHARS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """Where ids of a kind are listed, in their order. `has_ended`: without what has ended, unless that is asked for."""
+
+    path: str
+    newest_first: bool
+    has_ended: bool = False
+
+
+_KINDS = {
+    "plan": _Kind(path="/admin/plans", newest_first=True),
+    "batch": _Kind(path="/v1/batches", newest_first=True),
+    "key": _Kind(path="/admin/keys", newest_first=False),
+    "pin": _Kind(path="/admin/pins", newest_first=False, has_ended=True),
+    "inst": _Kind(path="/admin/instances", newest_first=False, has_ended=True),
+}
+
+
+def whole_id(api: Api, kind: str, given: str) -> str:
+    """The id of `kind` (plan, batch, key, pin, inst) that begins with `given`, with or without `kind_` before it. Plans
+    and batches may be `latest`; `current` is the plan in force. What begins no id is returned as it is: the API says
+    that there is none.
+
+    Raises:
+        CommandError: several ids begin so, and it lists them; or there is no latest or current one.
+    """
+    listed = _KINDS[kind]
+    if given == "current" and kind == "plan":
+        return _current_plan(api)
+    if given == "latest" and listed.newest_first:
+        rows = api.get(listed.path, limit=1)["data"]
+        if not rows:
+            raise CommandError(f"there is no {kind} yet")
+        return str(rows[0]["id"])
+    prefix = given if given.startswith(f"{kind}_") else f"{kind}_{given}"
+    if re.fullmatch(rf"{kind}_[0-9a-f]{{1,{_HEX_CHARS}}}", prefix) is None:
+        return given
+    if len(prefix) == len(f"{kind}_") + _HEX_CHARS:
+        return prefix
+    matches = _beginning_with(api, listed, prefix)
+    if len(matches) > 1:
+        more = ["..."] if len(matches) > _MATCHES_SHOWN else []
+        raise CommandError(
+            "\n  ".join([f"'{given}' is not one {kind}: these begin so", *matches[:_MATCHES_SHOWN], *more])
+        )
+    return matches[0] if matches else given
+
+
+def _beginning_with(api: Api, listed: _Kind, prefix: str) -> list[str]:
+    """Ids in order, from the cursor just before those that begin so; at most one more than is shown."""
+    query: dict[str, Any] = {"live_only": False} if listed.has_ended else {}
+    after = f"{prefix}~" if listed.newest_first else prefix
+    rows = api.get(listed.path, limit=_MATCHES_SHOWN + 1, after=after, **query)["data"]
+    return [row["id"] for row in rows if row["id"].startswith(prefix)]
+
+
+def _current_plan(api: Api) -> str:
+    plan = api.get("/admin/status")["plan"]
+    if plan is None:
+        raise CommandError("no plan is in force")
+    return str(plan["id"])

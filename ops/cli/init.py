@@ -1,0 +1,83 @@
+"""`init`: the first keys of an installation whose processes run apart."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ops.cli.processes import running
+from ops.client.api import CommandError
+from ops.client.screen import AsJson, print_json
+
+_NEXT = """
+next:
+  export TIDEPOOL_NODE_KEY=$(tidepool key secret node)      for api, dispatcher and worker, on each machine
+  tidepool api & tidepool dispatcher & tidepool worker & tidepool forecaster & tidepool beat
+  tidepool status                                           takes the admin key of keys.json by itself
+  tidepool key create n1 --role node --node n1              a key for each node's agent (TIDEPOOL_AGENT_NODE_KEY)"""
+
+
+def init(
+    home: Annotated[Path, typer.Option(envvar="TIDEPOOL_HOME", help="Folder for keys.json.", file_okay=False)] = Path(
+        "~/.tidepool"
+    ),
+    migrate: Annotated[bool, typer.Option("--migrate", help="Bring the database to the newest schema first.")] = False,
+    to_stdout: Annotated[
+        bool, typer.Option("--print", help="Print new secrets as JSON and write no file: for a secrets manager.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Make keys though the database has first keys, which are lost.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make the first keys (admin, client, node) without `tidepool up`. Safe to run twice.
+
+    \b
+    Their secrets are written to keys.json of the home folder (mode 0600), their hashes to TIDEPOOL_DATABASE_URL.
+
+    \b
+    Examples:
+      TIDEPOOL_DATABASE_URL=postgres://me:secret@db/tidepool tidepool init --migrate
+      tidepool init --print | jq -r .admin
+    """
+    with running():
+        secrets, made, faults = _make(home.expanduser(), migrate=migrate, to_stdout=to_stdout, force=force)
+    if faults:
+        raise CommandError("; ".join(faults))
+    if to_stdout:
+        print_json(secrets)
+        return
+    file = str(home.expanduser() / "keys.json")
+    if as_json:
+        print_json({"keys_file": file, "made": made})
+        return
+    typer.echo(f"{file} holds the keys admin, client and node" + (f"; new: {', '.join(made)}" if made else ""))
+    typer.echo(_NEXT, err=True)
+
+
+def _make(home: Path, *, migrate: bool, to_stdout: bool, force: bool) -> tuple[dict[str, str], list[str], list[str]]:
+    """The secrets, the roles whose keys were made now, and what is wrong with others."""
+    import migrations  # noqa: PLC0415 - heavy
+    from controlplane.settings import Settings  # noqa: PLC0415 - heavy
+    from controlplane.store.schema import check_schema  # noqa: PLC0415 - heavy
+    from controlplane.store.session import Database, make_engine  # noqa: PLC0415 - heavy
+    from ops.local.bootstrap import is_bootstrapped, keep_secrets, make_secrets, store_keys  # noqa: PLC0415 - heavy
+    from ops.local.home import read_secrets  # noqa: PLC0415 - heavy
+
+    settings = Settings()
+    if migrate:
+        migrations.upgrade(settings.database_url.get_secret_value())
+    database = Database(make_engine(settings))
+    try:
+        check_schema(database)
+        with database.transaction() as session:
+            if (to_stdout or not read_secrets(home)) and is_bootstrapped(session) and not force:
+                raise CommandError(
+                    f"the database has its first keys already, and {home / 'keys.json'} is not where they are:"
+                    " copy that file here, or make new keys with --force"
+                )
+            keys = make_secrets({}) if to_stdout else keep_secrets(home)
+            faults = store_keys(session, keys)
+    finally:
+        database.close()
+    return keys.secrets, sorted(keys.fresh), faults

@@ -1,0 +1,207 @@
+"""`key`: who may use the API."""
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ops.cli.ids import whole_id
+from ops.client.api import Api, CommandError, connected
+from ops.client.screen import AsJson, Columns, print_json, print_table
+from ops.client.times import duration_s
+from ops.local.home import EmbeddedError, home_of, keys_file, read_secrets, write_secrets
+
+KeyId = Annotated[str, typer.Argument(metavar="KEY", help="Its id, or the first characters of it.")]
+keys = typer.Typer(no_args_is_help=True, help="API keys and their roles.")
+
+
+class KeyRole(StrEnum):
+    """What a key may do."""
+
+    ADMIN = "admin"
+    OPERATOR = "operator"
+    VIEWER = "viewer"
+    CLIENT = "client"
+    NODE = "node"
+
+
+class FirstRole(StrEnum):
+    """A key that is made first."""
+
+    ADMIN = "admin"
+    CLIENT = "client"
+    NODE = "node"
+
+
+class KeyScope(StrEnum):
+    """A part of `/v1`."""
+
+    CHAT = "chat"
+    FILES = "files"
+    BATCH = "batch"
+    MODELS = "models"
+
+
+@keys.command("create")
+def create_key(
+    context: typer.Context,
+    name: str,
+    role: Annotated[KeyRole, typer.Option(help="What the key may do.")] = KeyRole.CLIENT,
+    tenant: Annotated[str, typer.Option(help="Whose files and batches the key sees.")] = "default",
+    expires_in_days: Annotated[int | None, typer.Option(min=1, help="When it ends; default: never.")] = None,
+    scope: Annotated[
+        list[KeyScope] | None, typer.Option(help="A part of /v1 that it is for; may be repeated. Default: all.")
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="A model that it is for; may be repeated. Default: all.")
+    ] = None,
+    node: Annotated[str | None, typer.Option(help="The only node that a key of the role 'node' speaks for.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key. Its secret is printed this once.
+
+    \b
+    Example:
+      tidepool key create dashboard --role viewer --expires-in-days 90
+      tidepool key create nightly --scope files --scope batch --model qwen3-8b
+      tidepool key create node-7 --role node --node node-7
+    """
+    body = {
+        "name": name,
+        "role": role.value,
+        "tenant": tenant,
+        "expires_in_days": expires_in_days,
+        "scopes": [one.value for one in scope] if scope else None,
+        "models": model or None,
+        "node": node,
+    }
+    with connected(context) as api:
+        answer = api.post("/admin/keys", body)
+    if as_json:
+        print_json(answer)
+        return
+    typer.echo(f"{answer['id']} ({role.value} of {tenant}); its secret is not shown again:", err=True)
+    typer.echo(answer["secret"])
+
+
+@keys.command("rotate")
+def rotate_key(
+    context: typer.Context,
+    key_id: KeyId,
+    overlap: Annotated[str, typer.Option(help="For how long the present secret works still: 90s, 30m, 1h, 2d.")] = "1h",
+    as_json: AsJson = False,
+) -> None:
+    """Give a key a new secret. It is printed this once; the present one works until the overlap ends.
+
+    \b
+    A key of keys.json is replaced there too, so that the command line and `tidepool up` go on with it.
+
+    \b
+    Example:
+      tidepool key rotate key_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --overlap 1h
+    """
+    seconds = duration_s(overlap)
+    home = home_of(os.environ)
+    with connected(context) as api:
+        key_id = whole_id(api, "key", key_id)
+        role = _kept_role(home, api, key_id)
+        answer = api.post(f"/admin/keys/{key_id}/rotate", {"overlap_s": seconds})
+    if as_json:
+        print_json(answer)
+    else:
+        until = answer["old_until"]
+        typer.echo(f"{key_id}: the old secret works until {until}; the new one is not shown again:", err=True)
+        typer.echo(answer["secret"])
+    if role is not None:
+        _keep(home, role, answer["secret"])
+
+
+def _keep(home: Path, role: str, secret: str) -> None:
+    """Put a new secret into keys.json, and say so."""
+    try:
+        write_secrets(home, read_secrets(home) | {role: secret})
+    except (OSError, EmbeddedError) as error:
+        raise CommandError(f"put the new secret of '{role}' into {keys_file(home)} yourself: {error}") from error
+    restart = "; restart `tidepool up` before the old secret ends" if role == "node" else ""
+    typer.echo(f"{keys_file(home)} has the new secret of '{role}'{restart}", err=True)
+
+
+def _kept_role(home: Path, api: Api, key_id: str) -> str | None:
+    """Under which role keys.json has this key; None: it does not. The API tells how a secret begins, which is unlike
+    any other of the few keys made by `tidepool init` and `tidepool up`.
+    """
+    try:
+        kept = read_secrets(home)
+    except EmbeddedError:
+        return None
+    rows = api.pages("/admin/keys")["data"] if kept else []
+    prefix = next((row["prefix"] for row in rows if row["id"] == key_id and row["name"].startswith("bootstrap-")), None)
+    return next((role for role, secret in kept.items() if prefix is not None and secret.startswith(prefix)), None)
+
+
+@keys.command("secret")
+def print_secret(role: FirstRole, as_json: AsJson = False) -> None:
+    """Print a secret of keys.json, which `tidepool init` and `tidepool up` write. Asks no API.
+
+    \b
+    Example:
+      export TIDEPOOL_KEY=$(tidepool key secret client)
+    """
+    home = home_of(os.environ)
+    try:
+        secret = read_secrets(home).get(role.value)
+    except EmbeddedError as error:
+        raise CommandError(str(error)) from error
+    if secret is None:
+        raise CommandError(f"{keys_file(home)} has no key '{role.value}': run `tidepool init`")
+    if as_json:
+        print_json({role.value: secret})
+    else:
+        typer.echo(secret)
+
+
+@keys.command("list")
+def list_keys(context: typer.Context, as_json: AsJson = False) -> None:
+    """List keys, without their secrets.
+
+    \b
+    Example:
+      tidepool key list
+    """
+    with connected(context) as api:
+        answer = api.pages("/admin/keys")
+    if as_json:
+        print_json(answer)
+        return
+    columns: Columns = {
+        "key": "id",
+        "name": "name",
+        "role": "role",
+        "tenant": "tenant",
+        "scopes": "scopes",
+        "models": "models",
+        "node": "node",
+        "begins": "prefix",
+        "expires": "expires_at",
+        "revoked": "revoked_at",
+    }
+    print_table("Keys", columns, answer["data"])
+
+
+@keys.command("revoke")
+def revoke_key(context: typer.Context, key_id: KeyId, as_json: AsJson = False) -> None:
+    """End a key's life.
+
+    \b
+    Example:
+      tidepool key revoke key_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
+    """
+    with connected(context) as api:
+        key_id = whole_id(api, "key", key_id)
+        answer = api.delete(f"/admin/keys/{key_id}")
+    if as_json:
+        print_json(answer)
+    else:
+        typer.echo(f"key {key_id} is revoked")

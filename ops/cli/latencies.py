@@ -1,0 +1,49 @@
+"""`region latency` and `region latencies`: how far regions are from each other."""
+
+from typing import Annotated
+
+import typer
+
+from ops.client.api import connected
+from ops.client.screen import AsJson, print_json, print_table
+
+
+def set_latency(
+    context: typer.Context,
+    origin: str,
+    destination: str,
+    ms: Annotated[float, typer.Argument(min=0, max=60_000, help="Milliseconds there and back.")],
+    one_way: Annotated[bool, typer.Option("--one-way", help="Not for the opposite direction.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say how far a region is from another: traffic that cannot stay at home tries the nearest region first.
+
+    \b
+    Example:
+      tidepool region latency us-east us-west 62
+    """
+    pairs = [(origin, destination)] if one_way else [(origin, destination), (destination, origin)]
+    with connected(context) as api:
+        answers = [
+            api.put("/admin/region-latencies", {"origin": start, "destination": end, "ms": ms}) for start, end in pairs
+        ]
+    if as_json:
+        print_json(answers)
+        return
+    for answer in answers:
+        typer.echo(f"{answer['origin']} to {answer['destination']}: {answer['ms']:g} ms")
+
+
+def list_latencies(context: typer.Context, as_json: AsJson = False) -> None:
+    """List latencies between regions.
+
+    \b
+    Example:
+      tidepool region latencies
+    """
+    with connected(context) as api:
+        answer = api.pages("/admin/region-latencies")
+    if as_json:
+        print_json(answer)
+        return
+    print_table("Latencies", {"from": "origin", "to": "destination", "ms": "ms"}, answer["data"])

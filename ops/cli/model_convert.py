@@ -1,0 +1,82 @@
+"""`model convert`: a GGUF file made into a folder that nodes read; `model add` does it by itself."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dataplane.protocol.model_sources import is_remote
+from ops.client.api import CommandError
+from ops.client.screen import AsJson, notes, print_json
+from ops.local.checkpoints import describe_checkpoint
+
+if TYPE_CHECKING:
+    from ops.gguf.convert import Told
+
+
+def convert_model(
+    file: Annotated[Path, typer.Argument(metavar="FILE.gguf", exists=True, dir_okay=False, help="The GGUF file.")],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="Where the checkpoint goes; default: FILE, without .gguf.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a GGUF file a Hugging Face checkpoint, once: weights, tokenizer and chat template.
+
+    \b
+    Quantized weights are unpacked into bfloat16. What the file says and Tidepool does not understand is refused.
+
+    \b
+    Example:
+      tidepool model convert SmolLM2-135M-Instruct.Q4_1.gguf /models/smollm2-135m
+    """
+    target, made = convert_file(file, folder)
+    if as_json:
+        print_json({"converted": made} | describe_checkpoint(target))
+        return
+    typer.echo(f"{target} is {'converted' if made else 'there already, from the same file'}")
+
+
+def folder_of(source: str, to: Path | None) -> str:
+    """A source as nodes read it: a GGUF file is converted, into `to` or beside it; others stay as they are.
+
+    Raises:
+        CommandError: the file cannot be converted, or `to` is given for something else.
+    """
+    if is_remote(source) or not source.endswith(".gguf"):
+        if to is not None:
+            raise typer.BadParameter("--to is for a GGUF file: --path FILE.gguf --to DIR")
+        return source
+    return str(convert_file(Path(source), to)[0])
+
+
+def convert_file(file: Path, folder: Path | None) -> tuple[Path, bool]:
+    """The folder that the file is converted into, and whether that was done now; with a progress bar.
+
+    Raises:
+        CommandError: the file cannot be converted, or the extra is not installed.
+    """
+    try:
+        from ops.gguf.convert import convert  # noqa: PLC0415 - torch is heavy
+        from ops.gguf.header import GgufError  # noqa: PLC0415 - comes with the extra
+    except ImportError as error:
+        raise CommandError(f"{file}: install the gguf extra to convert GGUF files ({error})") from error
+    file = file.expanduser().resolve()
+    target = (folder or file.with_suffix("")).expanduser().resolve()
+    try:
+        with _progress(file) as told:
+            made = convert(file, target, told)
+    except GgufError as error:
+        raise CommandError(str(error)) from error
+    return target, made
+
+
+@contextmanager
+def _progress(file: Path) -> Iterator["Told"]:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=notes()) as bar:
+        task = bar.add_task(f"converting {file.name}", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

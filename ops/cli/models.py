@@ -1,0 +1,312 @@
+"""`model`: register checkpoints, and what they do on GPU types and in regions."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from dataplane.protocol.messages import EngineChoice
+from dataplane.scheduling.costs import switch_s
+from dataplane.scheduling.profile import ProfileError, load_gpu_profile
+from ops.cli.model_convert import convert_model, folder_of
+from ops.cli.model_options import parse_engine_rates, parse_objective, parse_rate
+from ops.client.api import Api, CommandError, connected
+from ops.client.screen import AsJson, Columns, bytes_text, notes, print_fields, print_json, print_table
+from ops.local.checkpoints import CheckpointError, describe_checkpoint
+
+LatencyFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--latency",
+        metavar="FILE",
+        help="GPU profile (TOML, as in ops/profiles): the step times of the model nearest in size, so that plans may"
+        " pool this one on that GPU type. May be repeated.",
+    ),
+]
+Rates = Annotated[
+    list[str] | None,
+    typer.Option(metavar="GPU=NUMBER", help="Input tokens/s of one instance on a GPU type. May be repeated."),
+]
+Gpus = Annotated[int, typer.Option(min=1, help="GPUs that one instance takes.")]
+Source = Annotated[
+    str,
+    typer.Option(
+        metavar="SOURCE",
+        help="Checkpoint folder that nodes see under the same path; or FILE.gguf, which is made into such a folder; or"
+        " https://HOST/PATH/ or hf://ORG/NAME[@REVISION], which nodes fetch.",
+    ),
+]
+ConvertTo = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Convert FILE.gguf into this folder; default: beside the file.")
+]
+LoadTime = Annotated[float, typer.Option(min=0, help="Seconds to load it within a region.")]
+Objectives = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TIER=TTFT,TBT", help="Objectives in seconds, where they differ. May be repeated."),
+]
+Engine = Annotated[
+    str,
+    typer.Option(
+        metavar="torch|vllm|auto",
+        help="What dedicated instances run on, where the node has it; auto: by --engine-rates, else what the node"
+        " prefers. Pooled ones: torch.",
+    ),
+]
+EngineRates = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="GPU=TORCH,VLLM",
+        help="Tokens/s of the torch engine and of vLLM on a GPU type, measured side by side (`python -m"
+        " ops.bench.engine.engines`). May be repeated.",
+    ),
+]
+models = typer.Typer(no_args_is_help=True, help="Models: checkpoints in Hugging Face format, or GGUF files.")
+models.command("convert")(convert_model)
+
+
+@models.command("add")
+def add_model(
+    context: typer.Context,
+    name: str,
+    path: Source,
+    tokens_per_s: Rates = None,
+    gpus: Gpus = 1,
+    load_time_s: LoadTime = 60.0,
+    region: Annotated[list[str] | None, typer.Option(help="Offer it in this region. May be repeated.")] = None,
+    minimum: Annotated[int, typer.Option("--min", min=0, help="Instances kept in each region.")] = 0,
+    maximum: Annotated[int, typer.Option("--max", min=0, help="Instances at most in each region.")] = 4,
+    latency: LatencyFiles = None,
+    slo: Objectives = None,
+    engine: Engine = "auto",
+    engine_rates: EngineRates = None,
+    private_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST|NETWORK", help="Read from here though it is not public. May be repeated."),
+    ] = None,
+    to: ConvertTo = None,
+    as_json: AsJson = False,
+) -> None:
+    """Register a model. Its sizes are read from config.json and the safetensors headers; the weights are not fetched.
+
+    \b
+    Examples:
+      tidepool model add qwen3-8b --path /models/qwen3-8b --tokens-per-s H800=12000 --region us-east --max 8
+      tidepool model add qwen3-8b --path /models/qwen3-8b --tokens-per-s H800=12000 --latency ops/profiles/h800.toml
+      tidepool model add qwen3-8b --path hf://Qwen/Qwen3-8B --tokens-per-s H800=12000 --slo IW-F=0.5,0.05
+      tidepool model add qwen3-8b --path /models/qwen3-8b --engine vllm      once it has a profile
+      tidepool model add smol --path SmolLM2-135M-Instruct.Q4_1.gguf --to /models/smol --tokens-per-s cpu=2000
+    """
+    rates = dict(parse_rate(text) for text in tokens_per_s or [])
+    measured = parse_engine_rates(engine_rates or [], list(rates))
+    if engine not in get_args(EngineChoice):
+        raise typer.BadParameter(f"--engine must be one of {', '.join(get_args(EngineChoice))}, not '{engine}'")
+    if minimum > maximum:
+        raise typer.BadParameter(f"--min {minimum} is above --max {maximum}")
+    objectives = dict(parse_objective(text) for text in slo or [])
+    body = _described(path, to, private_host or []) | {"slo": objectives or None, "engine": engine}
+    latencies = _latencies(latency or [], list(rates), weights_bytes=body["weights_bytes"], gpus=gpus)
+    with connected(context) as api:
+        _require_known(api, gpu_types=list(rates), regions=region or [])
+        profiled = list(rates) or _require_profiles(api, name)
+        made: dict[str, Any] = {"model": api.put(f"/admin/models/{name}", body)}
+        made["profiles"] = _put_profiles(api, name, rates, latencies, measured, gpus=gpus, load_time_s=load_time_s)
+        endpoint = {"model": name, "instances_min": minimum, "instances_max": maximum}
+        made["endpoints"] = _put_endpoints(api, endpoint, region or [])
+    if as_json:
+        print_json(made)
+        return
+    typer.echo(f"model {name} is registered: {_words(made['model'])}")
+    typer.echo(f"profiles: {', '.join(profiled)}; regions: {', '.join(region or []) or 'none'}")
+    if region and not minimum:
+        notes().print("nothing runs until a plan or demand asks for it; --min 1 keeps an instance ready")
+
+
+@models.command("profile")
+def set_profile(
+    context: typer.Context,
+    name: str,
+    tokens_per_s: Rates = None,
+    gpus: Gpus = 1,
+    load_time_s: LoadTime = 60.0,
+    latency: LatencyFiles = None,
+    engine_rates: EngineRates = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say anew what a model does on GPU types. All of their profiles are replaced; other GPU types keep theirs.
+
+    \b
+    Example:
+      tidepool model profile qwen3-8b --tokens-per-s H800=12000 --latency ops/profiles/h800.toml
+      tidepool model profile qwen3-8b --tokens-per-s H800=15000 --engine-rates H800=9000,15000
+    """
+    rates = dict(parse_rate(text) for text in tokens_per_s or [])
+    if not rates:
+        raise typer.BadParameter("--tokens-per-s must name at least one GPU type")
+    measured = parse_engine_rates(engine_rates or [], list(rates))
+    with connected(context) as api:
+        weights_bytes = api.get(f"/admin/models/{name}")["weights_bytes"]
+        latencies = _latencies(latency or [], list(rates), weights_bytes=weights_bytes, gpus=gpus)
+        _require_known(api, gpu_types=list(rates), regions=[])
+        made = _put_profiles(api, name, rates, latencies, measured, gpus=gpus, load_time_s=load_time_s)
+    if as_json:
+        print_json(made)
+        return
+    for row in made:
+        rate = f"{row['tokens_per_s']:g} tokens/s; latency: {_latency_words(row)}; engines: {_engine_words(row)}"
+        typer.echo(f"{name} on {row['gpu_type']}: {rate}")
+
+
+@models.command("list")
+def list_models(context: typer.Context, as_json: AsJson = False) -> None:
+    """List models.
+
+    \b
+    Example:
+      tidepool model list
+    """
+    with connected(context) as api:
+        answer = api.pages("/admin/models")
+    if as_json:
+        print_json(answer)
+        return
+    columns: Columns = {
+        "model": "name",
+        "architecture": "architecture",
+        "weights": lambda row: bytes_text(row["weights_bytes"]),
+        "KV per token": lambda row: bytes_text(row["kv_bytes_per_token"]),
+        "context": "context_tokens",
+        "engine": "engine",
+        "path": "path",
+    }
+    print_table("Models", columns, answer["data"])
+
+
+@models.command("show")
+def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> None:
+    """Show a model, what it does on GPU types, where it is offered, and which engine its instances run on and why.
+
+    \b
+    Example:
+      tidepool model show qwen3-8b
+    """
+    with connected(context) as api:
+        model = api.get(f"/admin/models/{name}")
+        profiles = [row for row in api.pages("/admin/profiles")["data"] if row["model"] == name]
+        endpoints = [row for row in api.pages("/admin/endpoints")["data"] if row["model"] == name]
+        instances = [row for row in api.pages("/admin/instances")["data"] if row["model"] == name]
+    if as_json:
+        print_json({"model": model, "profiles": profiles, "endpoints": endpoints, "instances": instances})
+        return
+    print_fields([("model", name), ("sizes", _words(model)), ("path", model["path"]), ("engine", model["engine"])])
+    rates: Columns = {
+        "GPU": "gpu_type",
+        "tokens/s": "tokens_per_s",
+        "GPUs": "gpus",
+        "load time (s)": "load_time_s",
+        "latency": _latency_words,
+        "engines": _engine_words,
+    }
+    print_table("Profiles", rates, profiles)
+    print_table("Endpoints", {"region": "region", "min": "instances_min", "max": "instances_max"}, endpoints)
+    columns: Columns = {"node": "node", "slot": "slot", "state": "state", "engine": "engine"}
+    print_table("Instances", {**columns, "why": "engine_reason"}, instances)
+
+
+def _put_profiles(
+    api: Api,
+    name: str,
+    rates: dict[str, float],
+    latencies: dict[str, dict[str, Any]],
+    measured: dict[str, dict[str, float]],
+    *,
+    gpus: int,
+    load_time_s: float,
+) -> list[dict[str, Any]]:
+    profile = {"model": name, "gpus": gpus, "load_time_s": load_time_s}
+    profiles = [
+        profile
+        | {"gpu_type": gpu_type, "tokens_per_s": rate}
+        | {"latency": latencies.get(gpu_type), "engine_rates": measured.get(gpu_type)}
+        for gpu_type, rate in rates.items()
+    ]
+    return [api.put("/admin/profiles", body) for body in profiles]
+
+
+def _described(path: str, to: Path | None, private_hosts: list[str]) -> dict[str, Any]:
+    try:
+        return describe_checkpoint(folder_of(path, to), tuple(private_hosts))
+    except CheckpointError as error:
+        raise CommandError(str(error)) from error
+
+
+def _put_endpoints(api: Api, endpoint: dict[str, Any], regions: list[str]) -> list[dict[str, Any]]:
+    try:
+        return [api.put("/admin/endpoints", endpoint | {"region": region}) for region in regions]
+    except CommandError as error:
+        words = f"model {endpoint['model']} is registered, but not offered everywhere: {error}"
+        raise CommandError(words, status=error.status) from error
+
+
+def _latencies(files: list[Path], gpu_types: list[str], *, weights_bytes: int, gpus: int) -> dict[str, dict[str, Any]]:
+    """Step and switch times by GPU type, from GPU profiles: those of the measured model that is nearest in size."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in files:
+        try:
+            profile = load_gpu_profile(file)
+        except ProfileError as error:
+            raise CommandError(str(error)) from error
+        if profile.gpu_type not in gpu_types:
+            raise typer.BadParameter(f"--latency {file} is of {profile.gpu_type}, of which --tokens-per-s says nothing")
+        nearest = profile.nearest_model(weights_bytes, gpus)
+        bytes_per_s = profile.pcie_bytes_per_s * gpus
+        found[profile.gpu_type] = asdict(nearest.latency) | {
+            "switch_s": switch_s(weights_bytes, bytes_per_s, profile.transfer_efficiency),
+            "source": f"{nearest.name} on {nearest.gpus} {profile.gpu_type}: {nearest.source}",
+        }
+    return found
+
+
+def _latency_words(profile: Mapping[str, Any]) -> str:
+    latency = profile["latency"]
+    if latency is None:
+        return "none, never pooled"
+    return f"{latency['source']}; switch {latency['switch_s']:.2f} s"
+
+
+def _engine_words(profile: Mapping[str, Any]) -> str:
+    rates = profile["engine_rates"]
+    return "not measured" if rates is None else f"torch {rates['torch']:g}, vLLM {rates['vllm']:g} tokens/s"
+
+
+def _words(model: dict[str, Any]) -> str:
+    return (
+        f"{model['architecture']}, weights {bytes_text(model['weights_bytes'])},"
+        f" KV {bytes_text(model['kv_bytes_per_token'])} a token, context {model['context_tokens']} tokens"
+    )
+
+
+def _require_known(api: Api, *, gpu_types: list[str], regions: list[str]) -> None:
+    """Nothing is registered by half: what the model refers to is looked up first."""
+    for gpu_type in gpu_types:
+        api.get(f"/admin/gpu-types/{gpu_type}")
+    for region in regions:
+        api.get(f"/admin/regions/{region}")
+
+
+def _require_profiles(api: Api, name: str) -> list[str]:
+    """The GPU types on which a model that is known already has a profile, where the command names none.
+
+    Raises:
+        CommandError: it has none; nothing could place it.
+    """
+    known = [row["gpu_type"] for row in api.pages("/admin/profiles")["data"] if row["model"] == name]
+    if not known:
+        raise CommandError(
+            f"--tokens-per-s GPU=NUMBER is missing, and {name} has no profile yet: plans and scaling place a model by"
+            " its input tokens/s on a GPU type. `tidepool node profile DIR --out FILE.toml` measures its step times on"
+            " a node; the rate is what one instance carries within its objectives (too low a rate costs GPUs, too high"
+            " a rate breaks objectives)"
+        )
+    return known

@@ -1,0 +1,137 @@
+"""`node check`: does a pooled slot on this machine make the tokens that transformers makes?"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dataplane.protocol.errors import ModelLoadError
+from ops.client.api import CommandError
+from ops.client.screen import Columns, notes, print_fields, print_json, print_table
+
+if TYPE_CHECKING:
+    from ops.profiling.interleaving import CheckReport, Told
+
+MISMATCHES_SHOWN = 3
+
+
+class Device(StrEnum):
+    """Where to run."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Dtype(StrEnum):
+    """What to compute in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+def check_node(
+    model_dirs: Annotated[
+        list[Path],
+        typer.Argument(metavar="MODEL_DIR...", exists=True, file_okay=False, help="Hugging Face checkpoints."),
+    ],
+    device: Annotated[Device, typer.Option(help="Where to run.")] = Device.CPU,
+    dtype: Annotated[Dtype, typer.Option(help="What to compute in.")] = Dtype.FLOAT32,
+    switches: Annotated[int, typer.Option(min=0, help="Go on until there were so many switches.")] = 50,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts for each model.")] = 4,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to make from each prompt, at most.")] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")] = False,
+) -> None:
+    """Interleave models on one pooled slot and compare tokens and logits with transformers' own generate.
+
+    \b
+    The slot holds the largest model and hardly more, and KV for little more than one request, so that models switch
+    and KV is swapped all the time. A token that differs is a mismatch unless the two are nearly tied in the
+    reference, or two experts are for their place; such ties are counted. Logits are reported and must keep the bounds
+    below the table. The status is 1 if there was a mismatch.
+
+    \b
+    Example:
+      tidepool node check models/qwen3-0.6b models/llama-1b --dtype bfloat16 --switches 200
+    """
+    from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415 - torch is heavy
+
+    from ops.profiling.exactness import check_models  # noqa: PLC0415 - torch is heavy
+    from ops.profiling.interleaving import CheckSettings  # noqa: PLC0415 - torch is heavy
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    settings = CheckSettings(device=device.value, dtype=dtype.value, switches=switches, prompts=prompts, tokens=tokens)
+    try:
+        with _progress() as told:
+            report = check_models(model_dirs, settings, told)
+    except (ModelLoadError, ValueError) as error:
+        raise CommandError(str(error)) from error
+    if as_json:
+        print_json(asdict(report) | {"tolerance": settings.tolerance, "failed": report.failed})
+    else:
+        _show(report)
+    if report.failed:
+        raise CommandError(f"not the tokens and logits of transformers: {', '.join(report.failed)}")
+
+
+@contextmanager
+def _progress() -> Iterator["Told"]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=notes()) as progress:
+        task = progress.add_task("reading the models", total=None)
+
+        def told(doing: str, done: int, total: int) -> None:
+            progress.update(task, description=doing, completed=min(done, total), total=total)
+
+        yield told
+
+
+def _shares(row: Mapping[str, Any], name: str) -> str:
+    return f"{row['logits'][name]:.1g} ({row['spread'][name]:.1g})"
+
+
+def _show(report: "CheckReport") -> None:
+    from ops.profiling.interleaving import SPREADS_MAX  # noqa: PLC0415 - torch is heavy
+
+    columns: Columns = {
+        "model": "model",
+        "architecture": "architecture",
+        "prompts": "prompts",
+        "longest": "prompt_tokens_max",
+        "window": "window_tokens",
+        "tokens": "tokens",
+        "equal": lambda row: not row["mismatches"],
+        "ties (routers)": lambda row: f"{row['ties']} ({row['router_ties']})",
+        "logit difference": lambda row: f"{row['logit_difference']:.2g}",
+        "share (own)": lambda row: _shares(row, "most"),
+        "settled": lambda row: _shares(row, "settled"),
+        "median": lambda row: _shares(row, "median"),
+        "switches": "switches",
+    }
+    settings = report.settings
+    print_table(
+        f"Pooled slot against transformers, {settings.dtype} on {settings.device}", columns, asdict(report)["models"]
+    )
+    print_fields(
+        [
+            ("switches", report.switches),
+            ("models in the arena", f"{report.resident_max} at most"),
+            ("preemptions", report.preemptions),
+            ("KV swapped", f"{report.swapped_out} out, {report.swapped_in} in, {report.recomputed} recomputed"),
+            ("left early", f"{report.left} requests"),
+            ("a tie", f"logits at most {settings.tolerance:g} of the largest apart"),
+            ("a tie of routers", f"experts at most {settings.router_tolerance:g} of the probability apart"),
+            ("share", "of a token's largest logit; own: transformers against itself, the same tokens in one pass"),
+            ("settled", "the same at tokens up to which no routers tie; median: of all tokens"),
+            ("bounds", f"settled and median: {settings.tolerance:g} or {SPREADS_MAX:g} times their own"),
+        ]
+    )
+    for finding in report.models:
+        for mismatch in finding.mismatches[:MISMATCHES_SHOWN]:
+            notes().print(f"{finding.model}: {mismatch}", markup=False)
+        if len(finding.mismatches) > MISMATCHES_SHOWN:
+            notes().print(f"{finding.model}: and {len(finding.mismatches) - MISMATCHES_SHOWN} more", markup=False)

@@ -1,0 +1,94 @@
+"""`pin`: keep an endpoint at so many instances until some time."""
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+
+from ops.cli.ids import whole_id
+from ops.client.api import connected
+from ops.client.screen import AsJson, Columns, print_json, print_table
+from ops.client.times import time_of
+
+pins = typer.Typer(
+    no_args_is_help=True, help="Pins: an operator keeps an endpoint at so many instances, until some time."
+)
+
+
+def _minute(time: str | None) -> str | None:
+    return None if time is None else datetime.fromisoformat(time).astimezone(UTC).strftime("%Y-%m-%d %H:%MZ")
+
+
+@pins.command("add")
+def add_pin(
+    context: typer.Context,
+    model: str,
+    region: str,
+    instances: Annotated[int, typer.Option(min=0, help="Not fewer and not more, over all GPU types.")],
+    until: Annotated[datetime, typer.Option(parser=time_of, metavar="TIME", help="ISO 8601; without a zone: UTC.")],
+    note: Annotated[str, typer.Option(help="Why, for those who find the pin.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Pin an endpoint. Scaling follows at once; plans hold to it from the next one on.
+
+    \b
+    Example:
+      tidepool pin add llama-8b us-east --instances 4 --until 2026-11-27T18:00Z --note "launch week"
+    """
+    body = {"model": model, "region": region, "instances": instances, "until": until.isoformat(), "note": note}
+    with connected(context) as api:
+        answer = api.post("/admin/pins", body)
+    if as_json:
+        print_json(answer)
+    else:
+        typer.echo(f"{model} in {region} is pinned to {instances} until {answer['until']} ({answer['id']})")
+
+
+@pins.command("list")
+def list_pins(
+    context: typer.Context,
+    ended: Annotated[bool, typer.Option("--all", help="Those that have ended too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List pins, the oldest first.
+
+    \b
+    Example:
+      tidepool pin list --all
+    """
+    with connected(context) as api:
+        answer = api.pages("/admin/pins", live_only=not ended)
+    if as_json:
+        print_json(answer)
+        return
+    columns: Columns = {
+        "pin": "id",
+        "model": "model",
+        "region": "region",
+        "instances": "instances",
+        "until": lambda row: _minute(row["until"]),
+        "by": "created_by",
+        "note": "note",
+        "ended": lambda row: _minute(row["removed_at"]),
+    }
+    print_table("Pins", columns, answer["data"])
+
+
+@pins.command("remove")
+def remove_pin(
+    context: typer.Context,
+    pin_id: Annotated[str, typer.Argument(metavar="PIN", help="Its id, or the first characters of it.")],
+    as_json: AsJson = False,
+) -> None:
+    """End a pin now. The endpoint follows the plan and its limits again.
+
+    \b
+    Example:
+      tidepool pin remove pin_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
+    """
+    with connected(context) as api:
+        answer = api.delete(f"/admin/pins/{whole_id(api, 'pin', pin_id)}")
+    if as_json:
+        print_json(answer)
+    else:
+        typer.echo(f"{answer['model']} in {answer['region']} is pinned no more")

@@ -1,0 +1,238 @@
+"""`plan`: what to place where for the coming hour."""
+
+from typing import Annotated, Any
+
+import typer
+
+from ops.cli.ids import whole_id
+from ops.client.api import connected
+from ops.client.screen import AsJson, Columns, output, print_answer, print_fields, print_json, print_table, time_text
+
+plans = typer.Typer(no_args_is_help=True, help="Plans: how many instances of what, where, for an hour.")
+Origin = Annotated[int | None, typer.Option("--origin-s", min=0, help="Use the forecasts of this Unix time.")]
+Why = Annotated[str, typer.Option("--note", help="Why; it is kept with the plan.")]
+PlanId = Annotated[
+    str, typer.Argument(metavar="PLAN", help="Its id, the first characters of it, `latest`, or `current`: in force.")
+]
+PLAN_TIMEOUT_S = 300.0
+
+
+@plans.command("dry-run")
+def dry_run(context: typer.Context, origin_s: Origin = None, as_json: AsJson = False) -> None:
+    """Solve the placement and show what it would change; write nothing.
+
+    \b
+    Example:
+      tidepool plan dry-run
+    """
+    _show(_solve(context, dry_run=True, origin_s=origin_s), as_json=as_json)
+
+
+@plans.command("create")
+def create(context: typer.Context, origin_s: Origin = None, as_json: AsJson = False) -> None:
+    """Solve the placement and keep the plan as a draft, to be applied.
+
+    \b
+    Example:
+      tidepool plan create
+    """
+    _show(_solve(context, dry_run=False, origin_s=origin_s), as_json=as_json)
+
+
+@plans.command("list")
+def list_plans(
+    context: typer.Context,
+    limit: Annotated[int, typer.Option(min=1, max=100, help="How many.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List plans, the newest first.
+
+    \b
+    Example:
+      tidepool plan list --limit 5
+    """
+    with connected(context) as api:
+        answer = api.get("/admin/plans", limit=limit)
+    if as_json:
+        print_json(answer)
+        return
+    columns: Columns = {
+        "plan": "id",
+        "state": "state",
+        "by": "created_by",
+        "hour": lambda row: time_text(row["window_start_s"]),
+        "cost per hour": "objective_per_hour",
+        "solver": "status",
+    }
+    print_table("Plans", columns, answer["data"])
+
+
+@plans.command("show")
+def show(
+    context: typer.Context,
+    plan_id: PlanId,
+    explain: Annotated[bool, typer.Option("--explain", help="Tell it in words, as an engineer would.")] = False,
+    changes_only: Annotated[bool, typer.Option("--changes-only", help="Leave out what stays as it is.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show a plan: now, change, why.
+
+    \b
+    Examples:
+      tidepool plan show latest --changes-only
+      tidepool plan show --explain plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
+    """
+    with connected(context) as api:
+        plan_id = whole_id(api, "plan", plan_id)
+        answer = api.get(f"/admin/plans/{plan_id}{'/explanation' if explain else ''}")
+    if explain and not as_json:
+        typer.echo(answer["text"])
+        return
+    if changes_only and not explain:
+        for part in ("entries", "pools"):
+            answer[part] = [row for row in answer[part] if row["before"] != row["after"]]
+    if as_json:
+        print_json(answer)
+    else:
+        show_plan(answer, title="Changes" if changes_only else "Instances")
+
+
+@plans.command("apply")
+def apply(
+    context: typer.Context,
+    plan_id: PlanId,
+    index: Annotated[
+        int | None, typer.Option(min=0, help="The fleet's index the plan was reviewed at; default: the plan's own.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put a plan in force. Refused if the fleet has changed since the plan was made.
+
+    \b
+    Example:
+      tidepool plan apply plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --index 42
+    """
+    with connected(context) as api:
+        plan_id = whole_id(api, "plan", plan_id)
+        known = api.get(f"/admin/plans/{plan_id}")["index"] if index is None else index
+        answer = api.post(f"/admin/plans/{plan_id}/apply", {"index": known})
+    _show(answer, as_json=as_json)
+
+
+@plans.command("inputs")
+def inputs(
+    context: typer.Context,
+    plan_id: PlanId,
+    problem: Annotated[bool, typer.Option("--problem", help="Only the problem, for `tidepool plan solve`.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print what a plan was made from, as JSON: the problem, and the forecasts with what stood in for some.
+
+    \b
+    Example:
+      tidepool plan inputs --problem plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 > problem.json
+    """
+    with connected(context) as api:
+        answer = api.get(f"/admin/plans/{whole_id(api, 'plan', plan_id)}/inputs")
+    print_json(answer["problem"] if problem else answer)
+
+
+@plans.command("approve")
+def approve(context: typer.Context, plan_id: PlanId, as_json: AsJson = False) -> None:
+    """Say yes to a plan that waits for an operator: it goes into force. Refused if the fleet has changed since.
+
+    \b
+    Example:
+      tidepool plan approve plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
+    """
+    with connected(context) as api:
+        plan_id = whole_id(api, "plan", plan_id)
+        answer = api.post(f"/admin/plans/{plan_id}/approve")
+    print_answer(answer, f"plan {plan_id} is in force", as_json=as_json)
+
+
+@plans.command("reject")
+def reject(context: typer.Context, plan_id: PlanId, note: Why = "", as_json: AsJson = False) -> None:
+    """Say no to a draft. The plan in force stays, and the schedule makes no other one of that hour.
+
+    \b
+    Example:
+      tidepool plan reject plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --note "the demand is a load test"
+    """
+    with connected(context) as api:
+        plan_id = whole_id(api, "plan", plan_id)
+        answer = api.post(f"/admin/plans/{plan_id}/reject", {"note": note})
+    print_answer(answer, f"plan {plan_id} is rejected", as_json=as_json)
+
+
+@plans.command("rollback")
+def roll_back(context: typer.Context, plan_id: PlanId, note: Why = "", as_json: AsJson = False) -> None:
+    """Take the plan in force back: the placement before it is restored, as a plan of its own.
+
+    \b
+    The schedule leaves it alone for its hour. Rolling the new plan back restores what was rolled back.
+
+    \b
+    Example:
+      tidepool plan rollback plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --note "too few in us-east"
+    """
+    with connected(context) as api:
+        plan_id = whole_id(api, "plan", plan_id)
+        answer = api.post(f"/admin/plans/{plan_id}/rollback", {"note": note})
+    restored = answer["plan"]
+    print_answer(answer, f"plan {restored['id']} is in force: {restored['reason']}", as_json=as_json)
+
+
+def _solve(context: typer.Context, *, dry_run: bool, origin_s: int | None) -> Any:
+    body = {"dry_run": dry_run} | ({} if origin_s is None else {"origin_s": origin_s})
+    with connected(context) as api:
+        return api.send("POST", "/admin/plans", json=body, timeout=PLAN_TIMEOUT_S)
+
+
+def _show(answer: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print_json(answer)
+    else:
+        show_plan(answer)
+
+
+def show_plan(answer: dict[str, Any], *, title: str = "Instances") -> None:
+    """A plan for people: how it was solved, every cell with its reason, and what it cannot serve."""
+    plan = answer["plan"]
+    gap = "unknown" if plan["gap"] is None else f"{plan['gap']:.2%}"
+    print_fields(
+        [
+            ("plan", plan["id"]),
+            ("state", plan["state"]),
+            ("hour", time_text(plan["window_start_s"])),
+            ("solver", f"{plan['solver']}, {plan['status']}, gap {gap}, {plan['solve_time_s']:.2f} s"),
+            ("objective per hour", plan["objective_per_hour"]),
+            ("why", plan["reason"]),
+            *([("needs approval", plan["approval_reason"])] if plan["approval_reason"] else []),
+            ("index", answer["index"]),
+        ]
+    )
+    columns: Columns = {
+        "model": "model",
+        "region": "region",
+        "GPU": "gpu_type",
+        "now": "before",
+        "plan": "after",
+        "change": lambda row: f"{row['after'] - row['before']:+d}" if row["after"] != row["before"] else "",
+        "held by": "constraint",
+        "cost if not": lambda row: f"{row['cost_if_not']:,.2f}" if row["cost_if_not"] else "",
+        "why": "reason",
+    }
+    print_table(title, columns, answer["entries"])
+    for pool in answer["pools"]:
+        names = ", ".join(each["model"] for each in pool["pooled"])
+        place = f"{pool['gpu_type']} in {pool['region']}"
+        output().print(f"pool of {place}: {pool['before']} -> {pool['after']} GPUs for {names}", markup=False)
+    for unserved in answer["unserved"]:
+        output().print("not served:", _words(unserved), markup=False)
+
+
+def _words(unserved: Any) -> str:
+    if isinstance(unserved, dict):
+        return ", ".join(f"{name} {value}" for name, value in unserved.items())
+    return str(unserved)

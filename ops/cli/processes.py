@@ -1,0 +1,248 @@
+"""Commands that are a process of Tidepool, and `migrate`. Each imports what it runs only when it runs."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ops.client.api import CommandError
+
+Tiny = Annotated[
+    bool, typer.Option("--tiny", help="Tiny models only: download no model that speaks (93 MB, once, into ~/.cache).")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (up, demo, api, dispatcher, worker, forecaster, beat, agent, migrate):
+        app.command()(command)
+
+
+def up(
+    home: Annotated[
+        Path, typer.Option(envvar="TIDEPOOL_HOME", help="Folder for data, keys and logs.", file_okay=False)
+    ] = Path("~/.tidepool"),
+    port: Annotated[int, typer.Option(envvar="TIDEPOOL_PORT", min=1, max=65535, help="Port of the API.")] = 8080,
+    bare: Annotated[bool, typer.Option("--bare", help="No demo fleet and no agents.")] = False,
+    tiny: Tiny = False,
+) -> None:
+    """Run everything on this machine until Ctrl-C.
+
+    \b
+    Starts Postgres, Valkey, the API, the dispatcher, Celery and one agent for each region of a small demo fleet.
+    TIDEPOOL_DATABASE_URL and TIDEPOOL_REDIS_URL name servers to use instead.
+
+    \b
+    Example:
+      tidepool up --port 8080
+    """
+    with running():
+        from ops.local.up import up as run_up  # noqa: PLC0415 - torch and Celery load only when they are needed
+
+        run_up(home, port, bare=bare, tiny=tiny)
+
+
+def demo(
+    demand: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Your own demand, CSV, instead of generated.")
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the demo's home folder.")] = False,
+    tiny: Tiny = False,
+) -> None:
+    """Run the main job once, end to end, and stop.
+
+    \b
+    Examples:
+      tidepool demo
+      tidepool demo --demand week.csv
+      tidepool demo --tiny
+    """
+    with running():
+        from ops.local.demo.run import main as run_demo  # noqa: PLC0415 - heavy
+
+        run_demo(demand=demand, keep=keep, tiny=tiny)
+
+
+def api() -> None:
+    """Run the API process: gateway, Files and Batch API, admin and node API. Settings: TIDEPOOL_*.
+
+    \b
+    Example:
+      TIDEPOOL_PORT=8080 tidepool api
+    """
+    with running():
+        import structlog  # noqa: PLC0415 - heavy
+
+        from controlplane.api.app import serve  # noqa: PLC0415 - heavy
+        from controlplane.errors import SchemaError  # noqa: PLC0415 - heavy
+        from controlplane.settings import Settings  # noqa: PLC0415 - heavy
+        from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
+
+        settings = Settings()
+        try:
+            check_schema_at_start(settings)
+        except SchemaError as error:  # `/readyz` says it too, until somebody has migrated the database
+            structlog.get_logger().error(error.message)
+        serve(settings)
+
+
+def dispatcher() -> None:
+    """Run the queue manager of batch requests. Settings: TIDEPOOL_*.
+
+    \b
+    Example:
+      tidepool dispatcher
+    """
+    with running():
+        from controlplane.dispatcher import serve  # noqa: PLC0415 - heavy
+        from controlplane.settings import Settings  # noqa: PLC0415 - heavy
+        from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
+
+        settings = Settings()
+        check_schema_at_start(settings)
+        serve(settings)
+
+
+def worker() -> None:
+    """Run a Celery worker: measure, plan, scale, expire. Settings: TIDEPOOL_*.
+
+    \b
+    Example:
+      tidepool worker
+    """
+    with running():
+        from controlplane.planner.processes import serve_worker  # noqa: PLC0415 - heavy
+        from controlplane.planner.schedule import process_settings  # noqa: PLC0415 - heavy
+        from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
+
+        check_schema_at_start(process_settings())
+        serve_worker()
+
+
+def forecaster() -> None:
+    """Run a Celery worker that forecasts; more of them forecast more series an hour. Settings: TIDEPOOL_*.
+
+    \b
+    Example:
+      tidepool forecaster
+    """
+    with running():
+        from controlplane.planner.processes import serve_worker  # noqa: PLC0415 - heavy
+        from controlplane.planner.schedule import FORECAST_QUEUE, process_settings  # noqa: PLC0415 - heavy
+        from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
+
+        check_schema_at_start(process_settings())
+        serve_worker(FORECAST_QUEUE)
+
+
+def beat() -> None:
+    """Run the clock that starts the loops. Settings: TIDEPOOL_*.
+
+    \b
+    Example:
+      tidepool beat
+    """
+    with running():
+        from controlplane.planner.processes import serve_beat  # noqa: PLC0415 - heavy
+        from controlplane.planner.schedule import process_settings  # noqa: PLC0415 - heavy
+        from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
+
+        check_schema_at_start(process_settings())
+        serve_beat()
+
+
+def agent() -> None:
+    """Run the agent of this node. Settings: TIDEPOOL_AGENT_*.
+
+    \b
+    Example:
+      TIDEPOOL_AGENT_NODE=n1 TIDEPOOL_AGENT_REGION=us-east TIDEPOOL_AGENT_GPU_TYPE=H800 \\
+      TIDEPOOL_AGENT_SLOTS='[{"gpus": 1, "memory_bytes": 80000000000}]' TIDEPOOL_AGENT_NODE_KEY=... tidepool agent
+    """
+    with running():
+        from dataplane.agent.process import run_agent  # noqa: PLC0415 - heavy
+        from dataplane.agent.settings import AgentSettings  # noqa: PLC0415 - heavy
+
+        run_agent(AgentSettings())
+
+
+def migrate(
+    revision: Annotated[str, typer.Argument(help="The revision to bring the database to.")] = "head",
+) -> None:
+    """Bring the database TIDEPOOL_DATABASE_URL to the newest schema. Safe to run twice, or twice at once.
+
+    \b
+    Example:
+      TIDEPOOL_DATABASE_URL=postgresql+psycopg://me@db/tidepool tidepool migrate
+    """
+    with running():
+        import migrations  # noqa: PLC0415 - heavy
+        from controlplane.settings import Settings  # noqa: PLC0415 - heavy
+
+        migrations.upgrade(Settings().database_url.get_secret_value(), revision)
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """Around a process: its logs, and one line for what stops it before it can log."""
+    import structlog  # noqa: PLC0415 - heavy
+
+    from dataplane.runtime.logs import LogSettings, logging_to_stderr  # noqa: PLC0415 - heavy
+    from dataplane.runtime.tracing import start_tracing  # noqa: PLC0415 - heavy
+    from ops.cli.unknown_settings import unknown_settings  # noqa: PLC0415 - heavy
+
+    with _explained():
+        settings = LogSettings()
+    with logging_to_stderr(settings):
+        try:
+            with _explained():
+                for complaint in unknown_settings(os.environ):
+                    structlog.get_logger().warning(complaint)
+                start_tracing(f"tidepool-{sys.argv[1]}" if len(sys.argv) > 1 else "tidepool")
+                yield
+        except CommandError as error:
+            if settings.format != "json":
+                raise
+            structlog.get_logger().critical(str(error))
+            raise SystemExit(1) from error
+
+
+_PREFIXES = {"Settings": "TIDEPOOL_", "AgentSettings": "TIDEPOOL_AGENT_", "LogSettings": "TIDEPOOL_LOG_"}
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Bad settings, a busy port, a server that is away: a line each, in place of a traceback."""
+    from pydantic import ValidationError  # noqa: PLC0415 - heavy
+    from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - heavy
+
+    from controlplane.errors import InvalidValueError, SchemaError  # noqa: PLC0415 - heavy
+    from dataplane.protocol.errors import DataplaneError  # noqa: PLC0415 - heavy
+    from dataplane.runtime.masked import mask  # noqa: PLC0415 - heavy
+    from dataplane.runtime.tracing import TracingError  # noqa: PLC0415 - heavy
+    from ops.local.home import EmbeddedError  # noqa: PLC0415 - heavy
+    from ops.local.supervisor import SupervisorError  # noqa: PLC0415 - heavy
+
+    try:
+        yield
+    except ValidationError as error:
+        first, prefix = error.errors()[0], _PREFIXES.get(error.title, "")
+        name, *place = map(str, first["loc"] or ("*",))
+        setting = ".".join([prefix + name.upper(), *place])
+        raise CommandError(f"setting {setting}: {first['msg'].removeprefix('Value error, ')}") from error
+    except (
+        EmbeddedError,
+        SupervisorError,
+        TracingError,
+        InvalidValueError,
+        SchemaError,
+        DataplaneError,
+        OSError,
+    ) as error:
+        raise CommandError(mask(str(error))) from error
+    except SQLAlchemyError as error:
+        raise CommandError(mask(f"the database: {str(error).splitlines()[0]}")) from error

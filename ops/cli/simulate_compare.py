@@ -1,0 +1,53 @@
+"""`simulate compare`: two results side by side."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ops.client.api import CommandError
+from ops.client.screen import AsJson, output, print_json, print_table
+
+Report = Annotated[Path | None, typer.Option("--report", dir_okay=False, help="Write an HTML page with plots here.")]
+
+
+def compare_results(
+    a: Annotated[Path, typer.Argument(help="What `tidepool simulate --json` wrote.", dir_okay=False)],
+    b: Annotated[Path, typer.Argument(help="Another.", dir_okay=False)],
+    report: Report = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two simulations: every figure of both, and how the second differs.
+
+    \b
+    Green is better, red is worse. Differences of percentages are in points (pt).
+
+    \b
+    Example:
+      tidepool simulate compare lt-i.json lt-u.json --report difference.html
+    """
+    from ops.simulator.results.compare import about, compare, compare_page  # noqa: PLC0415 - --help needs none of it
+    from ops.simulator.results.pages import PageError, write_page  # noqa: PLC0415
+    from ops.simulator.results.results import ResultError, read_result  # noqa: PLC0415
+
+    names = (a.stem, b.stem) if a.stem != b.stem else (str(a), str(b))
+    try:
+        results = read_result(a), read_result(b)
+        if report:
+            write_page(report, compare_page(names, *results))
+    except (ResultError, PageError) as error:
+        raise CommandError(str(error)) from error
+    lines = compare(*results)
+    if as_json:
+        print_json({"a": names[0], "b": names[1], "figures": [line.document() for line in lines]})
+        return
+    for name, result in zip(names, results, strict=True):
+        output().print(f"{name}: {about(result)}, event log {result.event_log_hash}", markup=False)
+    columns = ("name", "a", "b", "difference", "share")
+    print_table(
+        f"{names[0]} beside {names[1]}",
+        dict(zip(("", *names, "difference", "share"), columns, strict=True)),
+        [dict(zip(columns, (line.name, *line.texts()), strict=True)) for line in lines],
+    )
+    if report:
+        output().print(f"report: {report}", markup=False)

@@ -1,0 +1,113 @@
+"""`tenant`: what a tenant may use."""
+
+from typing import Annotated, Any
+
+import typer
+
+from ops.client.api import connected
+from ops.client.screen import AsJson, Columns, print_json, print_table
+
+tenants = typer.Typer(no_args_is_help=True, help="Tenants and their limits.")
+
+LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_max", "queued_batch_tokens_max")
+_COLUMNS: Columns = {
+    "tenant": "name",
+    "requests/min": "requests_per_minute",
+    "tokens/min": "tokens_per_minute",
+    "at once": "concurrent_max",
+    "queued batch tokens": "queued_batch_tokens_max",
+}
+
+
+def _limit(text: str) -> int | None:
+    """A number, or none.
+
+    Raises:
+        typer.BadParameter: it is neither.
+    """
+    if text == "none":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"'{text}' is neither a number nor 'none'") from None
+
+
+def _option(words: str) -> Any:
+    return typer.Option(metavar="NUMBER|none", help=f"{words}; none: without limit. Left out: as it is.")
+
+
+@tenants.command("list")
+def list_tenants(context: typer.Context, as_json: AsJson = False) -> None:
+    """List the tenants that have limits of their own.
+
+    \b
+    Example:
+      tidepool tenant list
+    """
+    with connected(context) as api:
+        answer = api.pages("/admin/tenants")
+    if as_json:
+        print_json(answer)
+        return
+    print_table("Tenants", _COLUMNS, answer["data"])
+
+
+@tenants.command("show")
+def show_tenant(context: typer.Context, name: str, as_json: AsJson = False) -> None:
+    """Show what a tenant may use, and the tokens that its batches have queued.
+
+    \b
+    Example:
+      tidepool tenant show team-a
+    """
+    with connected(context) as api:
+        answer = api.get(f"/admin/tenants/{name}")
+    if as_json:
+        print_json(answer)
+        return
+    title = f"Tenant {name}" + (" (default limits)" if answer["is_default"] else "")
+    print_table(title, {**_COLUMNS, "queued now": "queued_batch_tokens"}, [answer])
+
+
+@tenants.command("set")
+def set_tenant(
+    context: typer.Context,
+    name: str,
+    requests_per_minute: Annotated[str | None, _option("Interactive requests a minute")] = None,
+    tokens_per_minute: Annotated[str | None, _option("Prompt and completion tokens a minute")] = None,
+    concurrent_max: Annotated[str | None, _option("Interactive requests at once")] = None,
+    queued_batch_tokens_max: Annotated[str | None, _option("Tokens of batch requests that have not ended")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Limit a tenant, across all gateways and within seconds.
+
+    \b
+    Example:
+      tidepool tenant set team-a --requests-per-minute 600 --tokens-per-minute 200000 --concurrent-max none
+    """
+    given = (requests_per_minute, tokens_per_minute, concurrent_max, queued_batch_tokens_max)
+    changes = {limit: _limit(text) for limit, text in zip(LIMITS, given, strict=True) if text is not None}
+    with connected(context) as api:
+        present = api.get(f"/admin/tenants/{name}")
+        answer = api.put(f"/admin/tenants/{name}", {limit: present[limit] for limit in LIMITS} | changes)
+    if as_json:
+        print_json(answer)
+        return
+    print_table(f"Tenant {name}", _COLUMNS, [answer])
+
+
+@tenants.command("reset")
+def reset_tenant(context: typer.Context, name: str, as_json: AsJson = False) -> None:
+    """Let a tenant have the default limits again.
+
+    \b
+    Example:
+      tidepool tenant reset team-a
+    """
+    with connected(context) as api:
+        answer = api.delete(f"/admin/tenants/{name}")
+    if as_json:
+        print_json(answer)
+    else:
+        typer.echo(f"tenant {name} has the default limits")

@@ -1,0 +1,1 @@
+"""The client of the admin API, and how its answers are printed."""

@@ -1,0 +1,1 @@
+"""The whole stack on one machine: processes, embedded servers, sample models."""

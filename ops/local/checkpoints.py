@@ -1,0 +1,135 @@
+"""What a Hugging Face checkpoint needs, read from `config.json` and the headers of its safetensors files.
+
+It may be a folder, or lie in a registry or on the hub. No tensor is read or fetched, so this runs where no torch is.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from dataplane.checkpoints.safetensors_file import ITEM_BYTES, list_tensors, read_json
+from dataplane.protocol.errors import ModelLoadError
+from dataplane.protocol.model_sources import check_source, is_remote
+from ops.local.remote_checkpoints import RemoteError, outline_registry, read_hub
+
+_FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
+_CONFIG_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class CheckpointError(ValueError):
+    """A folder or source that is no checkpoint; the message names the file and what is wrong with it."""
+
+
+def describe_checkpoint(source: Path | str, private_hosts: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The body of `PUT /admin/models/{name}` for a checkpoint: a folder, `https://HOST/PATH/`, or `hf://ORG/NAME`.
+
+    `weights_bytes` is the size of all stored tensors, `parameters` the number of their elements, an output head that is
+    tied to the embedding left out; None where some are of integer or 8-bit types. `kv_bytes_per_token` is 2 x layers x
+    KV heads x head size x bytes of an element in the checkpoint's own type. `context_tokens` is
+    `max_position_embeddings`. `private_hosts`: names and networks that may be read from though they are not public.
+
+    Raises:
+        CheckpointError: a file is missing, cannot be read, or lacks what is needed; a source is out of reach.
+    """
+    if is_remote(str(source)):
+        try:
+            check_source(str(source))
+        except ValueError as error:
+            raise CheckpointError(f"{source}: {error}") from error
+        return _describe_remote(str(source), private_hosts)
+    folder = Path(source)
+    folder = folder.expanduser().resolve()
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder")
+    return _describe_folder(folder, str(folder))
+
+
+def _describe_remote(source: str, private_hosts: tuple[str, ...]) -> dict[str, Any]:
+    try:
+        if source.startswith("hf://"):
+            return _describe(source, *read_hub(source))
+        with TemporaryDirectory() as outline:
+            outline_registry(source, Path(outline), private_hosts)
+            return _describe_folder(Path(outline), source)
+    except RemoteError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _describe_folder(folder: Path, path: str) -> dict[str, Any]:
+    """Describe the folder as what lies at `path`."""
+    try:
+        config = read_json(folder / "config.json")
+        tensors = {name: (tensor.dtype, tensor.size_bytes) for name, tensor in list_tensors(folder).items()}
+    except ModelLoadError as error:
+        raise CheckpointError(error.message.replace(str(folder), path.rstrip("/"))) from error
+    return _describe(path, config, tensors)
+
+
+def _describe(path: str, content: dict[str, Any], tensors: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
+    """`tensors`: type and bytes of each by name."""
+    config = _Config(f"{path.rstrip('/')}/config.json", content)
+    bytes_by_type: Counter[str] = Counter()
+    for dtype, size_bytes in tensors.values():
+        bytes_by_type[dtype] += size_bytes
+    element_bytes = _element_bytes(path, bytes_by_type)
+    heads = config.positive("num_attention_heads")
+    kv_heads = config.positive("num_key_value_heads", default=heads)
+    head_size = config.positive("head_dim", default=config.positive("hidden_size") // heads)
+    values = 2 * config.positive("num_hidden_layers") * kv_heads * head_size
+    return {
+        "path": path,
+        "architecture": config.architecture(),
+        "weights_bytes": bytes_by_type.total(),
+        "parameters": _parameters(tensors, tied=config.is_tied()),
+        "kv_bytes_per_token": values * (config.element_bytes() or element_bytes),
+        "context_tokens": config.positive("max_position_embeddings"),
+    }
+
+
+class _Config:
+    """`config.json`; of a multimodal model the part about text."""
+
+    def __init__(self, file: str, whole: dict[str, Any]) -> None:
+        self._file = file
+        self._whole = whole
+        text = self._whole.get("text_config")
+        self._text = self._whole | text if isinstance(text, dict) else self._whole
+
+    def architecture(self) -> str:
+        names = self._whole.get("architectures")
+        if not isinstance(names, list) or not names or not isinstance(names[0], str):
+            raise CheckpointError(f"{self._file}: architectures must be a list that names one")
+        return names[0]
+
+    def positive(self, key: str, *, default: int | None = None) -> int:
+        value = self._text.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"{self._file}: {key} must be a whole number above 0, is {value!r}")
+        return value
+
+    def is_tied(self) -> bool:
+        return self._text.get("tie_word_embeddings") is True
+
+    def element_bytes(self) -> int | None:
+        return _CONFIG_BYTES.get(str(self._text.get("dtype", self._text.get("torch_dtype"))))
+
+
+def _parameters(tensors: Mapping[str, tuple[str, int]], *, tied: bool) -> int | None:
+    if any(dtype not in _FLOATS for dtype, _ in tensors.values()):
+        return None
+    left_out = {"lm_head.weight"} if tied and len(tensors) > 1 else set()
+    return sum(size // ITEM_BYTES[dtype] for name, (dtype, size) in tensors.items() if name not in left_out)
+
+
+def _element_bytes(path: str, bytes_by_type: Counter[str]) -> int:
+    """Bytes of one element of the type that most weights have."""
+    if bytes_by_type.total() == 0:
+        raise CheckpointError(f"{path} holds no weights")
+    dtype = bytes_by_type.most_common(1)[0][0]
+    if dtype not in ITEM_BYTES:
+        raise CheckpointError(f"{path} has weights of type {dtype}; known are {', '.join(ITEM_BYTES)}")
+    return ITEM_BYTES[dtype]

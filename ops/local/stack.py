@@ -1,0 +1,252 @@
+"""The whole stack on one machine: embedded Postgres and Valkey, the control plane, the agents.
+
+    postgres, valkey -> api -> dispatcher, worker, forecaster, beat, agents
+
+`tidepool up` runs it in the foreground, the demo and the tests inside a with-statement. TIDEPOOL_DATABASE_URL and
+TIDEPOOL_REDIS_URL replace the embedded servers.
+"""
+
+import fcntl
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO
+
+import httpx2 as httpx
+from pydantic import SecretStr
+from sqlalchemy import make_url
+
+import migrations
+from controlplane.settings import Settings, psycopg_url
+from controlplane.store.session import Database, make_engine
+from ops.local.bootstrap import keep_secrets, store_keys
+from ops.local.embedded import EmbeddedPostgres, EmbeddedValkey
+from ops.local.home import EmbeddedError, make_home
+from ops.local.ports import free_port
+from ops.local.processes import Child
+from ops.local.supervisor import Supervisor
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalNode:
+    """A node to run an agent for. Its one slot pretends to hold `gpus` GPUs; `memory_bytes` is what it really takes.
+    `settings`: more of its agent's settings, by name.
+    """
+
+    name: str
+    region: str
+    gpu_type: str
+    gpus: int
+    memory_bytes: int
+    engine: str = "torch"
+    profile: Path | None = None
+    settings: Mapping[str, int | float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """How many of each process there are, and how they find each other.
+
+    The first of several bears the plain name, the others `name-2` and so on. `between(caller, called, port)` is the
+    port by which a child reaches another that listens on `port`; several callers may share one and are then called
+    `*`. `programs`: what Python runs for some children instead of the command line's module.
+    """
+
+    replicas: Mapping[str, int] = field(default_factory=dict)
+    between: Callable[[str, str, int], int] = lambda _caller, _called, port: port
+    programs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def names(self, command: str) -> tuple[str, ...]:
+        """The names of a command's children."""
+        return tuple(command if n == 1 else f"{command}-{n}" for n in range(1, self.replicas.get(command, 1) + 1))
+
+
+class LocalStack:
+    """The children, their addresses and their keys. `urls` are those of all gateways, `url` is the first."""
+
+    def __init__(
+        self,
+        home: Path,
+        port: int,
+        nodes: tuple[LocalNode, ...],
+        *,
+        environment: Mapping[str, str] | None = None,
+        report: Callable[[str], None] | None = None,
+        wiring: Wiring | None = None,
+    ) -> None:
+        self._wiring = wiring or Wiring()
+        make_home(home)
+        self._lock = _hold(home)
+        self.home = home
+        gateways = self._wiring.names("api")
+        self._ports = dict(zip(gateways, (port, *(free_port() for _ in gateways[1:])), strict=True))
+        self.urls = tuple(f"http://{LOOPBACK}:{each}" for each in self._ports.values())
+        self.url = self.urls[0]
+        self._first_keys = keep_secrets(home)
+        self.keys = self._first_keys.secrets
+        self._logs = home / "logs"
+        self._logs.mkdir(exist_ok=True)
+        self._environment = dict(os.environ) | dict(environment or {})
+        self._database_ready = False
+        self._report = report or (lambda line: None)
+        servers = self._servers()
+        self._env = self._environment | {
+            "TIDEPOOL_HOME": str(home),
+            "TIDEPOOL_HOST": LOOPBACK,
+            "TIDEPOOL_NODE_KEY": self.keys["node"],
+            "TIDEPOOL_NODE_KEYS_UNBOUND": "true",
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        if not any(server.name == "postgres" for server in servers):
+            self._prepare_database()
+        agents = [self._agent(node, gateways[index % len(gateways)]) for index, node in enumerate(nodes)]
+        self.supervisor = Supervisor([*servers, *self._control_plane(servers), *agents], report=report)
+
+    def __enter__(self) -> "LocalStack":
+        """Start everything; returns when every child is ready."""
+        self.supervisor.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop everything."""
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop every child and let go of the home."""
+        self.supervisor.stop()
+        self._lock.close()
+
+    def _servers(self) -> list[Child]:
+        """Embedded servers for what no URL was given for."""
+        given = self._environment.get("TIDEPOOL_DATABASE_URL", "")
+        self.database_url = psycopg_url(given) if given else ""
+        self.redis_url = self._environment.get("TIDEPOOL_REDIS_URL", "")
+        servers: list[Child] = []
+        if not self.database_url:
+            postgres = EmbeddedPostgres(self.home, free_port())
+            postgres.prepare()
+            self.database_url = postgres.url()
+            child = postgres.child()
+            servers.append(_with_ready(child, lambda: postgres.ready() and self._prepare_database()))
+        if not self.redis_url:
+            valkey = EmbeddedValkey(self.home, free_port())
+            valkey.prepare()
+            self.redis_url = valkey.url()
+            servers.append(valkey.child())
+        return servers
+
+    def _prepare_database(self) -> bool:
+        """Migrate the schema and put the bootstrap keys in, once; True when that is done."""
+        if self._database_ready:
+            return True
+        migrations.upgrade(self.database_url)
+        database = Database(make_engine(Settings(database_url=SecretStr(self.database_url))))
+        with database.transaction() as session:
+            for fault in store_keys(session, self._first_keys):
+                self._report(fault)
+        database.close()
+        self._database_ready = True
+        return True
+
+    def _control_plane(self, servers: list[Child]) -> list[Child]:
+        after = tuple(server.name for server in servers)
+        gateways = [
+            self._tidepool("api", name=name, after=after, ready=_readiness(port), env={"TIDEPOOL_PORT": str(port)})
+            for name, port in self._ports.items()
+        ]
+        others = ("dispatcher", "worker", "forecaster", "beat")
+        names = ((command, name) for command in others for name in self._wiring.names(command))
+        return [*gateways, *(self._tidepool(command, name=name, after=("api",)) for command, name in names)]
+
+    def _agent(self, node: LocalNode, gateway: str) -> Child:
+        name, port = f"agent-{node.name}", free_port()
+        control_port = self._wiring.between(name, gateway, self._ports[gateway])
+        env = {
+            "TIDEPOOL_AGENT_NODE": node.name,
+            "TIDEPOOL_AGENT_REGION": node.region,
+            "TIDEPOOL_AGENT_GPU_TYPE": node.gpu_type,
+            "TIDEPOOL_AGENT_SLOTS": json.dumps([{"gpus": node.gpus, "memory_bytes": node.memory_bytes}]),
+            "TIDEPOOL_AGENT_ENGINE": node.engine,
+            "TIDEPOOL_AGENT_PORT": str(port),
+            "TIDEPOOL_AGENT_ADVERTISE_URL": f"http://{LOOPBACK}:{self._wiring.between('*', name, port)}",
+            "TIDEPOOL_AGENT_CONTROL_URL": f"http://{LOOPBACK}:{control_port}",
+            "TIDEPOOL_AGENT_NODE_KEY": self.keys["node"],
+            **{f"TIDEPOOL_AGENT_{key.upper()}": str(value) for key, value in node.settings.items()},
+        }
+        if node.profile is not None:
+            env["TIDEPOOL_AGENT_PROFILE"] = str(node.profile)
+        # It may start before the control plane: its worker takes longest, and it joins as soon as it can.
+        child = self._tidepool("agent", name=name, after=(), ready=lambda: _answers(LOOPBACK, port), env=env)
+        return replace(child, stop_signal=signal.SIGINT)  # the whole stack stops: there is nobody to hand over to
+
+    def _tidepool(
+        self,
+        command: str,
+        *,
+        name: str,
+        after: tuple[str, ...],
+        ready: Callable[[], bool] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Child:
+        program = self._wiring.programs.get(name, ("-m", "ops.cli.main"))
+        return Child(
+            name=name,
+            argv=(sys.executable, *program, command),
+            log=self._logs / f"{name}.log",
+            env=self._env | ({} if command == "agent" else self._servers_of(name)) | dict(env or {}),
+            ready=ready,
+            ready_timeout_s=120.0,
+            stop_timeout_s=15.0,
+            after=after,
+        )
+
+    def _servers_of(self, name: str) -> dict[str, str]:
+        """Where a child of the control plane finds the servers."""
+        return {
+            "TIDEPOOL_DATABASE_URL": self._reached(name, "postgres", self.database_url),
+            "TIDEPOOL_REDIS_URL": self._reached(name, "valkey", self.redis_url),
+        }
+
+    def _reached(self, caller: str, called: str, url: str) -> str:
+        """A server's address as a child uses it."""
+        port = make_url(url).port
+        if port is None:
+            return url
+        through = self._wiring.between(caller, called, port)
+        return make_url(url).set(port=through).render_as_string(hide_password=False) if through != port else url
+
+
+def _readiness(port: int) -> Callable[[], bool]:
+    return lambda: httpx.get(f"http://{LOOPBACK}:{port}/readyz", timeout=1.0).status_code == httpx.codes.OK
+
+
+def _hold(home: Path) -> IO[str]:
+    """Hold the home against a second stack; the kernel lets go of it when this process ends, however it does.
+
+    Raises:
+        EmbeddedError: another stack runs on it.
+    """
+    lock = (home / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise EmbeddedError(
+            f"another Tidepool runs on {home}; stop it, or set TIDEPOOL_HOME to another folder"
+        ) from None
+    return lock
+
+
+def _with_ready(child: Child, ready: Callable[[], bool]) -> Child:
+    return Child(**{**child.__dict__, "ready": ready, "ready_timeout_s": 120.0})
+
+
+def _answers(host: str, port: int) -> bool:
+    return httpx.get(f"http://{host}:{port}/livez", timeout=1.0).status_code == httpx.codes.OK

@@ -1,0 +1,302 @@
+"""Eight demo models of a few megabytes, made on the spot: real Hugging Face folders with random weights.
+
+They speak no language, but everything else about them is real: architecture, tokenizer, chat template, safetensors.
+The same names give the same bytes on every machine of the same library versions: weights come from a seeded
+generator. The output rows of tokens that do not print are zero, so greedy text is printable. All are about as large, so
+that memory for two of them is memory for any two.
+"""
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from ops.local.tiny_tokenizer import (
+    CONTEXT_TOKENS,
+    END_TOKEN,
+    VOCABULARY,
+    printable_ids,
+    tokenizer_config,
+    train_tokenizer,
+)
+
+_COMPLETE_MARK = "tidepool.json"
+_RECIPE = 2
+"""Raise it when anything here or in the tokenizer changes what is built: folders of an older recipe are built again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyModel:
+    """A demo model: a name to register, and the folder of its checkpoint."""
+
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a demo model is made. `biased`: queries, keys and values have biases; `fused`: they are one matrix, as are
+    the two that lead into the MLP; `head_norms`: queries and keys are normalised; `sandwich`: so is a block's output.
+    """
+
+    architecture: str
+    model_type: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool = False
+    biased: bool = False
+    fused: bool = False
+    head_norms: bool = False
+    sandwich: bool = False
+    extra: tuple[tuple[str, Any], ...] = ()
+
+
+RECIPES: dict[str, Recipe] = {
+    "tiny-llama": Recipe(
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        hidden=160,
+        intermediate=432,
+        layers=5,
+        heads=5,
+        kv_heads=5,
+        head_dim=32,
+        extra=(("mlp_bias", False), ("attention_bias", False)),
+    ),
+    "tiny-qwen3": Recipe(
+        architecture="Qwen3ForCausalLM",
+        model_type="qwen3",
+        hidden=128,
+        intermediate=448,
+        layers=6,
+        heads=4,
+        kv_heads=2,
+        head_dim=48,
+        head_norms=True,
+        extra=(("attention_bias", False), ("use_sliding_window", False)),
+    ),
+    "tiny-gemma3": Recipe(
+        architecture="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        hidden=128,
+        intermediate=576,
+        layers=6,
+        heads=4,
+        kv_heads=1,
+        head_dim=32,
+        tied=True,
+        head_norms=True,
+        sandwich=True,
+        extra=(
+            ("hidden_activation", "gelu_pytorch_tanh"),
+            ("layer_types", ["sliding_attention", "sliding_attention", "full_attention"] * 2),
+            ("query_pre_attn_scalar", 32),
+            ("sliding_window", 128),
+        ),
+    ),
+    "tiny-mistral": Recipe(
+        architecture="MistralForCausalLM",
+        model_type="mistral",
+        hidden=192,
+        intermediate=512,
+        layers=4,
+        heads=6,
+        kv_heads=2,
+        head_dim=32,
+        extra=(("sliding_window", 512),),
+    ),
+    "tiny-qwen2": Recipe(
+        architecture="Qwen2ForCausalLM",
+        model_type="qwen2",
+        hidden=160,
+        intermediate=512,
+        layers=5,
+        heads=5,
+        kv_heads=1,
+        head_dim=32,
+        biased=True,
+        extra=(("use_sliding_window", False),),
+    ),
+    "tiny-phi3": Recipe(
+        architecture="Phi3ForCausalLM",
+        model_type="phi3",
+        hidden=128,
+        intermediate=448,
+        layers=7,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        fused=True,
+        extra=(("sliding_window", 256),),
+    ),
+    "tiny-gemma2": Recipe(
+        architecture="Gemma2ForCausalLM",
+        model_type="gemma2",
+        hidden=128,
+        intermediate=576,
+        layers=6,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        tied=True,
+        sandwich=True,
+        extra=(
+            ("attn_logit_softcapping", 50.0),
+            ("final_logit_softcapping", 30.0),
+            ("hidden_activation", "gelu_pytorch_tanh"),
+            ("layer_types", ["sliding_attention", "full_attention"] * 3),
+            ("query_pre_attn_scalar", 32),
+            ("sliding_window", 128),
+        ),
+    ),
+    "tiny-smollm3": Recipe(
+        architecture="SmolLM3ForCausalLM",
+        model_type="smollm3",
+        hidden=192,
+        intermediate=544,
+        layers=4,
+        heads=6,
+        kv_heads=2,
+        head_dim=32,
+        tied=True,
+        extra=(("attention_bias", False), ("mlp_bias", False), ("no_rope_layers", [1, 1, 1, 0])),
+    ),
+}
+
+
+def build_tiny_models(folder: Path, names: Sequence[str] | None = None) -> list[TinyModel]:
+    """Make the named demo models (all of `RECIPES` by default) as sub-folders of `folder`.
+
+    Complete ones are left alone; what an interrupted build left behind is made again.
+
+    Raises:
+        ValueError: a name that is none of `RECIPES`.
+    """
+    wanted = list(RECIPES) if names is None else list(names)
+    unknown = [name for name in wanted if name not in RECIPES]
+    if unknown:
+        raise ValueError(f"unknown tiny model {unknown[0]!r}; there are {', '.join(RECIPES)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in wanted:
+        if not _is_complete(folder / name):
+            _build(folder, name)
+    return [TinyModel(name=name, path=folder / name) for name in wanted]
+
+
+def _is_complete(target: Path) -> bool:
+    """Whether the folder's own list says that it is of this recipe and every file has its full size."""
+    try:
+        mark = json.loads((target / _COMPLETE_MARK).read_text(encoding="utf-8"))
+        sizes = {name: (target / name).stat().st_size for name in mark["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return bool(mark.get("recipe") == _RECIPE and sizes == mark["files"])
+
+
+def _build(folder: Path, name: str) -> None:
+    """Write everything next to its place, then rename: nobody sees half a model."""
+    recipe = RECIPES[name]
+    target, partial = folder / name, folder / f".{name}.partial"
+    for leftover in (partial, target):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir()
+    tokenizer = train_tokenizer()
+    end_id = tokenizer.token_to_id(END_TOKEN)
+    tokenizer.save(str(partial / "tokenizer.json"))
+    _write_json(partial / "config.json", _config(recipe, end_id))
+    _write_json(partial / "generation_config.json", {"bos_token_id": end_id, "eos_token_id": end_id})
+    _write_json(partial / "tokenizer_config.json", tokenizer_config())
+    save_file(_weights(name, recipe, tokenizer), partial / "model.safetensors", metadata={"format": "pt"})
+    files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+    _write_json(partial / _COMPLETE_MARK, {"recipe": _RECIPE, "files": files})
+    partial.rename(target)
+
+
+def _config(recipe: Recipe, end_id: int) -> dict[str, Any]:
+    return {
+        "architectures": [recipe.architecture],
+        "model_type": recipe.model_type,
+        "vocab_size": VOCABULARY,
+        "hidden_size": recipe.hidden,
+        "intermediate_size": recipe.intermediate,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.heads,
+        "num_key_value_heads": recipe.kv_heads,
+        "head_dim": recipe.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": CONTEXT_TOKENS,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": recipe.tied,
+        "bos_token_id": end_id,
+        "eos_token_id": end_id,
+        "pad_token_id": end_id,
+        "dtype": "float32",
+        **dict(recipe.extra),
+    }
+
+
+def _weights(name: str, recipe: Recipe, tokenizer: Any) -> dict[str, NDArray[np.float32]]:
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+    random = np.random.Generator(np.random.PCG64(seed))
+
+    def normal(*shape: int, gain: float = 1.0) -> NDArray[np.float32]:
+        return (random.standard_normal(shape) * gain / math.sqrt(shape[-1])).astype(np.float32)
+
+    silent = np.ones(VOCABULARY, dtype=bool)
+    silent[[*printable_ids(tokenizer), tokenizer.token_to_id(END_TOKEN)]] = False
+    weights = {"model.embed_tokens.weight": normal(VOCABULARY, recipe.hidden, gain=0.6 if recipe.tied else 0.3)}
+    output = "model.embed_tokens.weight"
+    if not recipe.tied:
+        output = "lm_head.weight"
+        weights[output] = normal(VOCABULARY, recipe.hidden, gain=3.0)
+    weights[output][silent] = 0.0
+    for layer in range(recipe.layers):
+        weights.update(_layer_weights(f"model.layers.{layer}", recipe, normal))
+    # Tied embeddings are also the output rows: kept small, or each token would only predict itself, so the last norm
+    # makes up for it.
+    weights["model.norm.weight"] = np.full(recipe.hidden, 4.0 if recipe.tied else 1.0, dtype=np.float32)
+    return weights
+
+
+def _layer_weights(
+    prefix: str, recipe: Recipe, normal: Callable[..., NDArray[np.float32]]
+) -> dict[str, NDArray[np.float32]]:
+    hidden, inner, kv = recipe.hidden, recipe.heads * recipe.head_dim, recipe.kv_heads * recipe.head_dim
+    neutral = 0.0 if recipe.sandwich else 1.0  # Gemma's norms multiply by 1 + weight, the others by the weight itself
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if recipe.sandwich:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    weights = {f"{norm}.weight": np.full(hidden, 1.0, dtype=np.float32) for norm in norms}
+    if recipe.head_norms:
+        for norm in ("q_norm", "k_norm"):
+            weights[f"self_attn.{norm}.weight"] = np.full(recipe.head_dim, neutral, dtype=np.float32)
+    qkv = [normal(inner, hidden, gain=1.5), normal(kv, hidden, gain=1.5), normal(kv, hidden)]
+    gate_up = [normal(recipe.intermediate, hidden) for _ in range(2)]
+    if recipe.fused:
+        weights["self_attn.qkv_proj.weight"] = np.concatenate(qkv)
+        weights["mlp.gate_up_proj.weight"] = np.concatenate(gate_up)
+    else:
+        weights |= {f"self_attn.{name}_proj.weight": weight for name, weight in zip("qkv", qkv, strict=True)}
+        weights |= {f"mlp.{name}_proj.weight": weight for name, weight in zip(("gate", "up"), gate_up, strict=True)}
+    if recipe.biased:
+        weights |= {f"self_attn.{name}_proj.bias": normal(len(w), gain=2.0) for name, w in zip("qkv", qkv, strict=True)}
+    weights["self_attn.o_proj.weight"] = normal(hidden, inner, gain=2.0)
+    weights["mlp.down_proj.weight"] = normal(hidden, recipe.intermediate, gain=2.0)
+    return {f"{prefix}.{name}": weight for name, weight in weights.items()}
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

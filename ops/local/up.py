@@ -1,0 +1,108 @@
+"""`tidepool up`: the local stack in the foreground, with the demo's fleet at the first start."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+from rich.console import Console
+
+from dataplane.runtime.logs import LogSettings
+from ops.client.api import Api, open_api
+from ops.local.home import EmbeddedError, forget_api_url, write_api_url
+from ops.local.pretrained import speaking_model
+from ops.local.sample_fleet import is_empty, make_nodes, register_fleet
+from ops.local.stack import LocalNode, LocalStack
+from ops.local.tiny_models import build_tiny_models
+
+log = structlog.get_logger()
+
+
+def up(home: Path, port: int, *, bare: bool = False, tiny: bool = False) -> None:
+    """Start everything, print one `ready` line when requests are served, and stay until SIGTERM or SIGINT.
+
+    A home that has a fleet keeps it; an empty one gets the demo's regions, GPU types, models and endpoints, and
+    agents for their nodes. `bare`: no fleet and no agents, for a control plane whose nodes are elsewhere. `tiny`:
+    without the model that speaks, which is downloaded once.
+
+    Raises:
+        ops.local.supervisor.SupervisorError: a child cannot be started.
+        ops.local.home.EmbeddedError: the home cannot be used, or TLS is asked for.
+        OSError: the port is taken.
+    """
+    screen = _Screen(as_json=LogSettings().format == "json")
+    if tls := [name for name in ("TIDEPOOL_TLS_CERT_FILE", "TIDEPOOL_AGENT_TLS_CERT_FILE") if os.environ.get(name)]:
+        raise EmbeddedError(f"`tidepool up` serves http on the loopback interface: unset {tls[0]}")
+    home = home.expanduser().resolve()
+    models = [] if bare else build_tiny_models(home / "models")
+    speaking = None if bare or tiny else speaking_model(screen.say)
+    nodes: tuple[LocalNode, ...] = () if bare else make_nodes(models, speaking)
+    stack = LocalStack(home, port, nodes, report=lambda line: screen.say(line, style="dim"))
+    screen.say(f"home {home}; keys in {home / 'keys.json'}; logs in {home / 'logs'}")
+
+    def on_ready() -> None:
+        if not bare:
+            with open_api(stack.url, stack.keys["admin"]) as api:
+                if is_empty(api):
+                    register_fleet(api, [*models, *([] if speaking is None else [speaking])])
+                if late := wait_served(api, screen.say):
+                    words = f"not served yet: {', '.join(late)}; the logs of the agents say why"
+                    screen.say(words, style="yellow")
+        sys.stdout.write(f"ready {stack.url}\n")
+        sys.stdout.flush()
+
+    write_api_url(home, stack.url)
+    try:
+        stack.supervisor.run(on_ready)
+    finally:
+        forget_api_url(home)
+
+
+class _Screen:
+    """What the one who started the stack reads: lines on the terminal, or of the log where that is JSON."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._console = None if as_json else Console(stderr=True)
+
+    def say(self, line: str, style: str | None = None) -> None:
+        """Write a line."""
+        if self._console is None:
+            log.info(line)
+        else:
+            self._console.print(line, highlight=False, style=style)
+
+
+def _unserved(api: Api) -> list[str]:
+    """Models that should have an instance and have none that the gateway would send a request to. Its own view of the
+    fleet says so: a request of ours would count as demand, and as one that missed its objective.
+    """
+    wanted = {row["model"] for row in api.pages("/admin/endpoints")["data"] if row["instances_min"] > 0}
+    usable = {row["model"] for row in api.get("/admin/status/live")["endpoints"] if row["utilization"] is not None}
+    return sorted(wanted - usable)
+
+
+def _reasons(api: Api, models: list[str]) -> str:
+    """What instances of these models wait for."""
+    rows = api.pages("/admin/instances", live_only=True)["data"]
+    late = [row for row in rows if row["model"] in models and row["state"] != "ready"]
+    return ", ".join(sorted({row["error"] or row["waits_for"] or "its node was not heard of yet" for row in late})) or (
+        "no instance is placed yet"
+    )
+
+
+def wait_served(api: Api, say: Callable[[str], None], *, patience_s: float = 120.0, poll_s: float = 0.5) -> list[str]:
+    """Until every model that should have an instance can be served, or `patience_s` are over. Says what the others wait
+    for, and returns those that are left.
+    """
+    deadline_s, said = time.monotonic() + patience_s, ""
+    while unserved := _unserved(api):
+        if time.monotonic() > deadline_s:
+            return unserved
+        words = f"{len(unserved)} models are not served yet: {_reasons(api, unserved)}"
+        if words != said:
+            say(words)
+            said = words
+        time.sleep(poll_s)
+    return []

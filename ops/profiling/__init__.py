@@ -1,0 +1,1 @@
+"""Measuring a node: step times, switch times, and whether its tokens are exact."""

@@ -1,0 +1,305 @@
+"""All models on one engine that has room for one: what comes out while they take turns, beside what should.
+
+Tokens are the criterion: each must be the reference's, but for ties, which are counted. Logits are reported, and held
+to two bounds that a sound engine keeps whatever rounding does:
+
+- at tokens where no router nearly ties, there or before, no logit differs by more than the tolerance, or by more than a
+  few times what transformers differs from itself there;
+- over all tokens, the median difference is no more than that. Rounding that chooses another expert changes single
+  tokens by any amount, and those after them by less; a wrong computation changes most of them.
+"""
+
+import random
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from dataplane.engines.interface import EngineOutput, EngineRequest
+from dataplane.engines.torch.engine import TorchEngine
+from dataplane.engines.torch.sequences import TokenSequence
+from dataplane.engines.torch.settings import TorchEngineSettings
+from dataplane.protocol.messages import ModelSpec
+from ops.profiling.reference import Continuation, Reference
+
+JOIN_EVERY_STEPS = 3
+LEAVE_AFTER_TOKENS = 2
+TICK_S = 0.001
+"""The engine's clock moves on by this much whenever it is read: turns take as many steps on any machine."""
+
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05}
+"""Two tokens are nearly tied if the reference's logits of them differ by no more than this share of its largest."""
+ROUTER_TOLERANCES = {"float32": 1e-5, "bfloat16": 0.01}
+"""Two experts are nearly tied for a place if the reference gives them probabilities no further apart than this."""
+SPREADS_MAX = 4.0
+"""Logits may differ by the tolerance, or by so many times what transformers differs from itself."""
+
+Told = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckSettings:
+    """`prompts` for each model, `tokens` to make from each at most; at least `switches` if there are several models."""
+
+    device: str
+    dtype: Literal["float32", "bfloat16"]
+    switches: int
+    prompts: int
+    tokens: int
+    seed: int = 0
+
+    @property
+    def tolerance(self) -> float:
+        """See `TOLERANCES`."""
+        return TOLERANCES[self.dtype]
+
+    @property
+    def router_tolerance(self) -> float:
+        """See `ROUTER_TOLERANCES`."""
+        return ROUTER_TOLERANCES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitShares:
+    """Differences of logits as shares of a token's largest logit: the largest of all, the largest where no router
+    nearly ties up to there (0 if there are no such tokens), and the median of all.
+    """
+
+    most: float
+    settled: float
+    median: float
+
+
+def logit_shares(shares: Sequence[float], settled: Sequence[bool]) -> LogitShares:
+    """The figures of tokens with these differences."""
+    return LogitShares(
+        most=max(shares, default=0.0),
+        settled=max((share for share, is_settled in zip(shares, settled, strict=True) if is_settled), default=0.0),
+        median=statistics.median(shares) if shares else 0.0,
+    )
+
+
+@dataclass(kw_only=True)
+class ModelFinding:
+    """What came out for one model. `tokens`: how many were compared; `ties`: how many of them differed within the
+    tolerance; `router_ties`: how many others did where experts nearly tie; `logit_difference`: the largest one;
+    `logits`: how far they are from the reference's; `spread`: how far transformers is from itself.
+    """
+
+    model: str
+    architecture: str
+    prompts: int
+    prompt_tokens_max: int
+    window_tokens: int | None
+    spread: LogitShares
+    tokens: int = 0
+    ties: int = 0
+    router_ties: int = 0
+    logit_difference: float = 0.0
+    logits: LogitShares = LogitShares(most=0.0, settled=0.0, median=0.0)
+    switches: int = 0
+    mismatches: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """What came out. `left`: requests that left early; `resident_max`: models that were in the arena at once."""
+
+    settings: CheckSettings
+    models: tuple[ModelFinding, ...]
+    switches: int
+    preemptions: int
+    swapped_out: int
+    swapped_in: int
+    recomputed: int
+    left: int
+    resident_max: int
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """The models whose tokens or logits are not those of transformers."""
+        return tuple(finding.model for finding in self.models if finding.mismatches)
+
+
+@dataclass(kw_only=True)
+class Flight:
+    """A request under comparison: `at` of its reference's tokens were made so far."""
+
+    model: str
+    expected: Continuation
+    leaves: bool
+    at: int = 0
+
+
+class Interleaving:
+    """Runs the models of `references` on one engine and compares. Close `engine` afterwards."""
+
+    def __init__(
+        self,
+        specs: Iterable[ModelSpec],
+        references: dict[str, Reference],
+        engine: TorchEngineSettings,
+        settings: CheckSettings,
+    ) -> None:
+        self._settings = settings
+        self._references = references
+        self._findings = {name: self._finding(name, reference) for name, reference in references.items()}
+        self._shares: dict[str, list[tuple[float, bool]]] = {name: [] for name in references}
+        self._chance = random.Random(settings.seed)
+        self._flights: dict[str, Flight] = {}
+        self._ticks = 0
+        self._left = 0
+        self._resident_max = 0
+        self._running_model: str | None = None
+        self.engine = TorchEngine(engine, self._clock, watch=self._watch)
+        for spec in specs:
+            self.engine.load(spec.name, spec)
+
+    def run(self, tell: Told) -> CheckReport:
+        """All prompts of all models, round after round until there were enough switches."""
+        wanted = self._settings.switches if len(self._findings) > 1 else 0
+        rounds = 0
+        while rounds == 0 or self.engine.stats().switches_total < wanted:
+            self._round(rounds, lambda: tell("models take turns", self.engine.stats().switches_total, wanted))
+            rounds += 1
+        for finding in self._findings.values():
+            self._check_logits(finding)
+        stats = self.engine.stats()
+        return CheckReport(
+            settings=self._settings,
+            models=tuple(self._findings.values()),
+            switches=stats.switches_total,
+            preemptions=int(stats.extra["preemptions"]),
+            swapped_out=int(stats.extra["swapped_out"]),
+            swapped_in=int(stats.extra["swapped_in"]),
+            recomputed=int(stats.extra["recomputed"]),
+            left=self._left,
+            resident_max=self._resident_max,
+        )
+
+    def _round(self, number: int, tell: Callable[[], None]) -> None:
+        """Every prompt of every model once, and one of each that leaves early, joining in any order."""
+        joining = []
+        for model, reference in self._references.items():
+            wanted = [*reference.continuations, self._chance.choice(reference.continuations)]
+            for index, expected in enumerate(wanted):
+                flight = Flight(model=model, expected=expected, leaves=index == len(wanted) - 1)
+                joining.append((f"{model}/{number}/{index}", flight))
+        self._chance.shuffle(joining)
+        steps = 0
+        while joining or self.engine.has_work():
+            if joining and (steps % JOIN_EVERY_STEPS == 0 or not self._flights):
+                self._join(*joining.pop())
+            for output in self.engine.step():
+                self._take(output)
+            self._note_models()
+            tell()
+            steps += 1
+
+    def _join(self, request_id: str, flight: Flight) -> None:
+        self._flights[request_id] = flight
+        request = EngineRequest(
+            request_id=request_id,
+            instance_id=flight.model,
+            tier="IW-N",
+            prompt=flight.expected.prompt,
+            generated=flight.expected.tokens[: flight.at],
+            max_tokens=self._settings.tokens,
+        )
+        self.engine.add(request)
+
+    def _take(self, output: EngineOutput) -> None:
+        flight = self._flights.get(output.request_id)
+        if flight is None:
+            return
+        ended = output.error is not None or output.finish_reason is not None
+        if output.error is not None:
+            self._findings[flight.model].mismatches.append(output.error)
+        made: list[int | None] = [*output.token_ids, *([None] if output.finish_reason == "stop" else [])]
+        same = all(self._same(output.request_id, flight, token) for token in made)
+        if ended or not same:
+            del self._flights[output.request_id]
+        elif flight.leaves and flight.at >= LEAVE_AFTER_TOKENS:
+            del self._flights[output.request_id]
+            self.engine.cancel(output.request_id)
+            self._left += 1
+
+    def _same(self, request_id: str, flight: Flight, token: int | None) -> bool:
+        """Whether the next token is the reference's; None stands for an end of sequence. If not, the request ends, and
+        after a tie another one goes on from the reference's token.
+        """
+        expected, finding = flight.expected, self._findings[flight.model]
+        eos_ids = self._references[flight.model].eos_ids
+        right = expected.tokens[flight.at]
+        finding.tokens += 1
+        flight.at += 1
+        if token == right or (token is None and right in eos_ids):
+            return True
+        self.engine.cancel(request_id)
+        chosen = [token] if token is not None else sorted(eos_ids)
+        gap = min(expected.gap(flight.at - 1, candidate) for candidate in chosen)
+        tied = gap <= self._settings.tolerance
+        if tied or expected.margins[flight.at - 1] <= self._settings.router_tolerance:
+            finding.ties += tied
+            finding.router_ties += not tied
+            if flight.at < len(expected.tokens):
+                self._join(f"{request_id}+{flight.at}", flight)
+        else:
+            said = "the end" if token is None else token
+            where = f"prompt of {len(expected.prompt)} tokens, token {flight.at}"
+            finding.mismatches.append(f"{where}: {said} instead of {right}, {gap:.2g} of the largest logit apart")
+        return False
+
+    def _watch(self, sequence: TokenSequence, logits: torch.Tensor) -> None:
+        flight = self._flights[sequence.request.request_id]
+        finding = self._findings[flight.model]
+        difference, share = flight.expected.distance(sequence.generated, logits)
+        finding.logit_difference = max(finding.logit_difference, difference)
+        self._shares[flight.model].append((share, self._is_settled(flight.expected, sequence.generated)))
+
+    def _is_settled(self, expected: Continuation, index: int) -> bool:
+        least = min(expected.margins[index], expected.margins_before[index])
+        return least > self._settings.router_tolerance
+
+    def _check_logits(self, finding: ModelFinding) -> None:
+        shares = self._shares[finding.model]
+        finding.logits = logit_shares([share for share, _ in shares], [settled for _, settled in shares])
+        bounds = {
+            name: max(self._settings.tolerance, SPREADS_MAX * getattr(finding.spread, name))
+            for name in ("settled", "median")
+        }
+        if not finding.logits.settled <= bounds["settled"]:
+            share = f"{finding.logits.settled:.2g} of the largest"
+            finding.mismatches.append(f"a logit differs by {share} where no router nearly ties")
+        if not finding.logits.median <= bounds["median"]:
+            finding.mismatches.append(f"logits differ by {finding.logits.median:.2g} of the largest in the median")
+
+    def _note_models(self) -> None:
+        stats = self.engine.stats()
+        self._resident_max = max(self._resident_max, len(stats.resident_models))
+        running = None if stats.pool is None else stats.pool.running_model
+        if running is not None and running != self._running_model:
+            self._findings[running].switches += 1
+            self._running_model = running
+
+    def _clock(self) -> float:
+        self._ticks += 1
+        return self._ticks * TICK_S
+
+    def _finding(self, name: str, reference: Reference) -> ModelFinding:
+        settled = [
+            self._is_settled(expected, index)
+            for expected in reference.continuations
+            for index in range(len(expected.tokens))
+        ]
+        return ModelFinding(
+            model=name,
+            architecture=reference.architecture,
+            prompts=len(reference.continuations),
+            prompt_tokens_max=max(len(expected.prompt) for expected in reference.continuations),
+            window_tokens=reference.window_tokens,
+            spread=logit_shares(reference.spreads, settled),
+        )

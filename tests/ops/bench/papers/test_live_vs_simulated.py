@@ -1,0 +1,52 @@
+"""The bench that sets live and simulated side by side: what it reads of a slot, and what it makes of both."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ops.bench.papers.live_vs_simulated import rows, scenario, slowed_profile
+from ops.bench.papers.live_vs_simulated_load import PROFILE, Answer, Watch
+from ops.simulator.run import simulate
+from ops.simulator.scenario.formats import traffic_of
+
+
+def slot(switches: int, *turns: tuple[str, float, float]) -> dict[str, Any]:
+    told = [
+        {"kind": "decode", "model": model, "tokens": 3, "started_age_s": age_s, "ended_age_s": age_s - length_s}
+        for model, age_s, length_s in turns
+    ]
+    return {"switches_total": switches, "pool": {"turns": told}}
+
+
+def test_turns_are_counted_once_though_they_are_told_again() -> None:
+    watch = Watch()
+    watch.look(slot(5, ("a", 3.0, 1.0), ("b", 2.0, 0.5)))
+    watch.look(slot(6, ("b", 2.3, 0.5), ("a", 1.0, 0.25)))
+    watch.look(slot(8, ("b", 9.3, 0.5), ("a", 8.0, 0.25)))
+    watch.look({"switches_total": 8, "pool": None})
+    watch.look(slot(9, ("a", 8.5, 0.25), ("a", 1.0, 2.0)))
+    assert watch.busy_s == pytest.approx(1.0 + 0.5 + 0.25 + 2.0)
+    assert watch.switches == 4
+
+
+def test_a_slower_profile_makes_everything_take_longer(tmp_path: Path) -> None:
+    before, after = tomllib.loads(PROFILE.read_text()), tomllib.loads(slowed_profile(tmp_path, 4.0).read_text())
+    assert after["pcie_bytes_per_s"] == pytest.approx(before["pcie_bytes_per_s"] / 4)
+    first, slow = before["models"][0], after["models"][0]
+    assert slow["decode_base_s"] == pytest.approx(4 * first["decode_base_s"])
+    assert (slow["weights_bytes"], slow["gpus"]) == (first["weights_bytes"], first["gpus"])
+
+
+def test_what_is_live_as_it_is_simulated_does_not_differ() -> None:
+    same = scenario(20.0, 0.5, 1, PROFILE)
+    result = simulate(same).result
+    requests = list(traffic_of(same, 1))
+    answers = [Answer(request=request, first_s=1.0, last_s=2.0) for request in requests]
+    watch = Watch(busy_s=result.busy_share * result.simulated_s, switches=result.totals.switches)
+    found = {row.name: row for row in rows(answers, result.simulated_s, watch, result, result)}
+    for name in ("switches", "slot busy, s", "all over after, s"):
+        assert found[name].difference == found[name].slowed_difference == 0.0
+    assert found["IW-F TTFT p50, s"].live == 1.0
+    assert found["IW-F TTFT p50, s"].difference == pytest.approx(found["IW-F TTFT p50, s"].simulated - 1)

@@ -1,0 +1,85 @@
+"""The comparison's command: its loads, its tables and its JSON."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from ops.bench.papers.remapping_cases import GROUPS, ONEIROS, VLLM, Asked
+from ops.bench.papers.remapping_sim import ARRIVALS, PUBLISHED, WORKLOADS, beside_published, main
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    lines = [f"2023-11-16 18:{minute:02d}:00.0,100,10" for minute in range(40)]
+    files = {
+        ARRIVALS: ["TIMESTAMP,ContextTokens,GeneratedTokens", *lines],
+        WORKLOADS: ["workload,input_len,output_len", *["synth-40-0.7-1.0-1.0,300,60"] * 5],
+    }
+    for name, rows in files.items():
+        path = tmp_path / name
+        path.parent.mkdir()
+        path.write_bytes(gzip.compress("\n".join(rows).encode()))
+    return tmp_path
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    app = typer.Typer()
+    app.command()(main)
+    result = CliRunner().invoke(app, arguments)
+    return result.exit_code, result.stdout
+
+
+def test_the_runs_and_the_papers_figures_beside_ours(data: Path) -> None:
+    code, out = invoke("--data", str(data), "--group", "uneven", "--group", "caps", "--requests", "20", "--json")
+    assert code == 0
+    answer = json.loads(out)
+    assert {row["group"] for row in answer["runs"]} == {"uneven", "caps"}
+    assert all(row["tokens_per_s"] > 0 for row in answer["runs"])
+    assert {row["rival"] for row in answer["runs"]} >= {VLLM, ONEIROS, "capped", "not capped"}
+    first = answer["published"][0]
+    assert (first["figure"], first["percent"]) == ("tokens_per_s", 86.7)
+    assert first["least"] <= first["ours_percent"] <= first["most"]
+    assert {row["group"] for row in answer["published"]} <= {"uneven", "caps"}
+
+
+def test_an_unknown_group_is_refused(data: Path) -> None:
+    code, _ = invoke("--data", str(data), "--group", "none")
+    assert code == 2
+
+
+def test_every_published_figure_has_its_runs() -> None:
+    """Each group's cases name both rivals, for the same loads."""
+    for published in PUBLISHED:
+        cases = list(GROUPS[published.group](Asked(requests=10)))
+        own, other = (
+            [case.title for case in cases if case.rival == name] for name in (published.rival, published.than)
+        )
+        assert own == other != []
+
+
+def test_a_change_is_the_mean_over_the_loads_that_lacked_memory() -> None:
+    rows = [
+        {
+            "group": "caps",
+            "load": load,
+            "rival": rival,
+            "tpot_p99_s": value,
+            "tpot_p50_s": 1.0,
+            "counts": {"recomputed": 0, "deepened": int(load != "calm")},
+        }
+        for load, rival, value in (
+            ("x", "capped", 1.0),
+            ("x", "not capped", 2.0),
+            ("y", "capped", 3.0),
+            ("y", "not capped", 4.0),
+            ("calm", "capped", 1.0),
+            ("calm", "not capped", 1.0),
+        )
+    ]
+    found = beside_published("caps", rows)
+    assert [round(row["ours_percent"], 1) for row in found] == [-37.5, 0.0]
+    assert (found[0]["least"], found[0]["most"]) == (-50.0, -25.0)

@@ -1,0 +1,195 @@
+"""The comparison of scaling strategies, on a run of minutes, and what instance hours are said to be for."""
+
+import gzip
+import json
+from collections.abc import Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from ops.bench.planner import strategies, strategies_frontier
+from ops.bench.planner.strategies_cases import CASES, POINTS, SCENARIO, case_scenario
+from ops.bench.planner.strategies_figures import parts_of
+from ops.bench.planner.strategies_frontier import FRONTIER, compared, hours_at
+from ops.plots.lines_plot import LinesPanel, draw_lines
+from ops.simulator.results.results import EndpointSeries
+from ops.simulator.scenario.scenario import ScenarioError
+
+RECORDING = "sageserve/nov2024_week_prompt_tokens_per_min.csv.gz"
+QUICK = ["traffic.until_s=1800", "planning.learn_s=1200", "traffic.scale=1.0"]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    week = tmp_path / RECORDING
+    week.parent.mkdir()
+    lines = ["minute,model,workload,prompt_tokens_per_min"]
+    lines += [f"{minute},{model},prod,60000" for minute in range(40) for model in ("A", "B")]
+    week.write_bytes(gzip.compress("\n".join(lines).encode()))
+    return tmp_path
+
+
+def rows_of(data: Path, *more: str) -> list[dict[str, Any]]:
+    commands = Typer()
+    commands.command()(strategies.main)
+    quick = [word for setting in QUICK for word in ("--set", setting)]
+    arguments = ["--data", str(data), "--runs", str(data / "runs"), "--case", "a-day", *quick, "--json", *more]
+    result = CliRunner().invoke(commands, arguments)
+    assert result.exit_code == 0, result.output
+    rows: list[dict[str, Any]] = json.loads(result.stdout)
+    return rows
+
+
+def test_strategies_are_compared_on_one_model_of_a_recording_and_runs_are_kept(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_of(data, "--strategy", "reactive", "--strategy", "lt-ua")
+    reactive, planned = rows
+    assert (reactive["strategy"], planned["strategy"]) == ("reactive", "lt-ua")
+    assert reactive["requests"] == planned["requests"] > 100
+    assert reactive["to_reactive"] == 0
+    assert planned["to_reactive"] == pytest.approx(planned["instance_hours"] / reactive["instance_hours"] - 1)
+    assert planned["published"] == pytest.approx(-0.234, abs=1e-3)
+
+    simulated: list[int] = []
+    simulate = strategies.simulate
+    monkeypatch.setattr(strategies, "simulate", lambda *a, **k: simulated.append(k["seed"]) or simulate(*a, **k))
+    assert rows_of(data, "--strategy", "reactive") == [reactive]
+    assert not simulated
+    assert rows_of(data, "--strategy", "reactive", "--seed", "1", "--seed", "2")[0]["seeds"] == 2
+    assert simulated == [2]
+    rows_of(data, "--strategy", "reactive", "--set", "scaling.cooldown_s=30")
+    assert simulated == [2, 1], "a run of another scenario was taken for this one"
+    [kept] = (data / "runs").glob("*-lt-ua-1.json")
+    kept.write_text(kept.read_text().replace('"ttft_p99_s"', '"ttft_p90_s"'))
+    rows_of(data, "--strategy", "lt-ua")
+    assert simulated == [2, 1, 1], "a run that does not tell all was taken for one that does"
+
+
+def test_hours_against_lateness_are_drawn_a_line_for_each_strategy(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[LinesPanel] = []
+
+    def draw(panels: Sequence[LinesPanel], title: str, path: Path) -> None:
+        drawn.extend(panels)
+        draw_lines(panels, title, path)
+
+    monkeypatch.setattr(strategies_frontier, "draw_lines", draw)
+    picture = tmp_path / "frontier.png"
+    chosen = ("reactive", "reactive-50-25", "lt-ua")
+    rows = rows_of(data, *(word for name in chosen for word in ("--strategy", name)), "--plot", str(picture))
+    [panel] = drawn
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert panel.title == "a-day"
+    assert {name: len(points) for name, points in panel.lines.items()} == {"reactive": 2, "lt-ua": 1}
+    points = sorted(point for line in panel.lines.values() for point in line)
+    assert points == sorted((row["instance_hours"], 100 * row["late"]) for row in rows)
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_run(data: Path) -> None:
+    commands = Typer()
+    commands.command()(strategies.main)
+    given = ["--data", str(data), "--runs", str(data / "runs"), "--plot", str(data / "frontier.txt")]
+    result = CliRunner().invoke(commands, given)
+    assert result.exit_code == 2
+    assert not (data / "runs").exists()
+
+
+def test_names_that_are_none_are_refused(data: Path) -> None:
+    commands = Typer()
+    commands.command()(strategies.main)
+    given = ["--data", str(data), "--runs", str(data)]
+    for option in ("--case", "--strategy"):
+        assert CliRunner().invoke(commands, [*given, option, "none"]).exit_code == 2
+    (data / RECORDING).write_bytes(gzip.compress(b"minute,model,workload,prompt_tokens_per_min\n0,B,prod,1"))
+    assert CliRunner().invoke(commands, [*given, "--case", "a-day"]).exit_code == 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_is_learnt_before_it_is_served(name: str, data: Path) -> None:
+    text = gzip.decompress((data / RECORDING).read_bytes()).decode().replace(",B,", ",C,")
+    (data / RECORDING).write_bytes(gzip.compress(text.encode()))
+    scenario = case_scenario(CASES[name], "lt-i", data, data, SCENARIO, ())
+    served_s = scenario.traffic.duration_s - scenario.planning.learn_s  # type: ignore[union-attr, operator]
+    assert scenario.planning.learn_s >= 86_400
+    assert served_s in {3 * 3600, 86_400, 6 * 86_400, 7 * 86_400}
+
+
+@pytest.mark.parametrize("variant", POINTS)
+def test_every_variant_is_a_scenario(variant: str, data: Path) -> None:
+    scenario = case_scenario(CASES["burst"], variant, data, data, SCENARIO, ())
+    assert scenario.scaling is not None
+    assert scenario.scaling.strategy == POINTS[variant][0]
+    assert set(FRONTIER) <= set(POINTS)
+
+
+def test_rates_that_hang_on_the_gpu_type_are_refused(data: Path) -> None:
+    scenario = case_scenario(CASES["a-day"], "lt-i", data, data, SCENARIO, ["models.0.tokens_per_s={ H800 = 9 }"])
+    with pytest.raises(ScenarioError, match=r"models\.0\.tokens_per_s: must be one number here"):
+        strategies.thetas_of(scenario)
+
+
+def series(demand: float, forecast: float | None, planned: int | None, minutes: int = 60) -> EndpointSeries:
+    """An hour in which the first minute alone asks for more: 5 times `demand`."""
+    nothing = [0.0] * minutes
+    return EndpointSeries(
+        model="m",
+        region="east",
+        demand=[5 * demand, *[demand] * (minutes - 1)],
+        forecast=[forecast] * minutes,
+        planned=[planned] * minutes,
+        serving={},
+        pooled=nothing,
+        warming=nothing,
+        draining=nothing,
+        spot=nothing,
+        utilization=[None] * minutes,
+    )
+
+
+def test_instance_hours_are_told_apart() -> None:
+    endpoints = [series(300, 800, 9), series(0, 10, 2)]
+    parts = parts_of(endpoints, {"m": 100.0}, 2, 10.0)
+    assert parts.demand == pytest.approx(3 * 64 / 60)
+    assert parts.demand + parts.peak == pytest.approx(3 * 9 / 5), "the mean of the fullest five minutes"
+    assert parts.demand + parts.peak + parts.headroom == pytest.approx(8.1)
+    assert parts.minimum == pytest.approx(2 - 0.1)
+    assert parts.rounding == pytest.approx(11 - 10.0)
+    assert parts.beside == pytest.approx(10.0 - 11)
+    assert sum(astuple(parts)) == pytest.approx(10.0)
+
+
+def test_without_a_plan_only_demand_and_minimum_are_told_apart() -> None:
+    parts = parts_of([series(100, None, None)], {"m": 100.0}, 2, 4.0)
+    assert (parts.peak, parts.headroom, parts.rounding) == (0, 0, 0)
+    assert parts.demand + parts.minimum == pytest.approx((5 + 59 * 2) / 60)
+    assert sum(astuple(parts)) == pytest.approx(4.0)
+
+
+def point(strategy: str, hours: float, late: float, slow: int) -> dict[str, Any]:
+    return {"strategy": strategy, "instance_hours": hours, "late": late, "slow_minutes": slow}
+
+
+def test_strategies_are_compared_at_the_quality_that_they_give() -> None:
+    points = [
+        point("reactive", 200, 0.08, 70),
+        point("reactive-50-25", 300, 0.04, 20),
+        point("lt-i", 240, 0.05, 10),
+        point("lt-d", 240, 0.05, 30),
+        point("oracle", 230, 0.09, 5),
+    ]
+    found = {row["strategy"]: (row["beaten_by"], row["reactive_alike"]) for row in compared(points)}
+    assert found == {
+        "reactive": (None, 200),
+        "reactive-50-25": (None, 300),
+        "lt-i": (None, pytest.approx(275)),
+        "lt-d": ("lt-i", pytest.approx(275)),
+        "oracle": (None, None),
+    }
+    assert hours_at([(0.05, 9.0), (0.05, 7.0)], 0.05) == 9.0
+    assert hours_at([], 0.05) is None

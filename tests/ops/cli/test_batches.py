@@ -1,0 +1,39 @@
+"""`batch show`: what it says of a batch that failed."""
+
+from typing import Any
+
+import pytest
+
+from ops.cli.batches import show_batch
+
+
+def _batch(**values: Any) -> dict[str, Any]:
+    counts = {"total": 0, "completed": 0, "failed": 0}
+    known = {"id": "batch_1", "status": "failed", "request_counts": counts, "created_at": 0, "errors": None}
+    return known | {"output_file_id": None, "error_file_id": None} | values
+
+
+def test_errors_of_the_input_file_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    errors = [
+        {
+            "line": line,
+            "param": "body.model",
+            "code": "model_not_found",
+            "message": f"The model 'm{line}' does not exist.",
+        }
+        for line in range(1, 31)
+    ]
+    show_batch(_batch(errors={"object": "list", "data": errors}), as_json=False)
+    shown = capsys.readouterr().out
+    for words in ("The model 'm1' does not exist.", "body.model", "model_not_found", "The model 'm20' does not exist."):
+        assert words in shown, words
+    assert "m21" not in shown
+    assert "10 more: tidepool batch show batch_1 --json" in shown
+
+
+def test_files_are_shown_with_the_command_that_reads_them(capsys: pytest.CaptureFixture[str]) -> None:
+    show_batch(_batch(status="completed", output_file_id="file-1", error_file_id="file-2"), as_json=False)
+    shown = capsys.readouterr().out
+    assert "file-1 (tidepool batch output batch_1 -o FILE)" in shown
+    assert "file-2 (tidepool batch output batch_1 --errors -o FILE)" in shown
+    assert "Errors of the input file" not in shown

@@ -1,0 +1,162 @@
+"""`tidepool node check`: what it says of good models, and that it notices bad ones."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane.engines.torch.model import attention
+from ops.cli.main import main
+from ops.profiling import interleaving
+from ops.profiling.reference import router_margins
+from tests.dataplane.engines.torch.tiny import save_tiny
+
+QUICK = ("--prompts", "2", "--tokens", "5", "--switches", "6")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    root = tmp_path_factory.mktemp("models")
+    return [str(save_tiny(architecture, root / architecture)) for architecture in ("mistral", "qwen3_moe")]
+
+
+def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["node", "check", *arguments])
+    captured = capsys.readouterr()
+    return int(ended.value.code or 0), captured.out, captured.err
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    status, out, _ = check(capsys, *arguments, "--json")
+    return status, json.loads(out)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_good_models_pass_and_everything_was_tried(
+    dtype: str, folders: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, said = report(capsys, *folders, *QUICK, "--dtype", dtype)
+    assert (status, said["failed"]) == (0, [])
+    assert [model["architecture"] for model in said["models"]] == ["mistral", "qwen3_moe"]
+    assert all(model["tokens"] >= 5 for model in said["models"])
+    assert said["models"][0]["prompt_tokens_max"] > said["models"][0]["window_tokens"]
+    assert (said["switches"] >= 6, said["resident_max"], said["left"] > 0) == (True, 1, True)
+    assert said["swapped_out"] == said["swapped_in"] > 0
+
+
+def test_the_table_names_the_architectures(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = check(capsys, folders[0], *QUICK)
+    assert status == 0
+    assert "mistral" in out
+    assert "yes" in out
+
+
+def test_a_wrong_token_fails_the_check(
+    folders: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention.KvStep, "mask", _mask_without_window)
+    status, out, err = check(capsys, *folders, "--prompts", "2", "--tokens", "8", "--json")
+    said = json.loads(out)
+    assert (status, said["failed"]) == (1, ["mistral"])
+    assert any("instead of" in mismatch for mismatch in said["models"][0]["mismatches"])
+    assert "not the tokens and logits of transformers: mistral" in err
+
+
+def _mask_without_window(self: attention.KvStep, index: int, window: int | None, groups: int) -> torch.Tensor:
+    return _MASK(self, index, None, groups)
+
+
+_MASK = attention.KvStep.mask
+
+
+def test_nearly_tied_tokens_are_counted_and_what_follows_is_compared(
+    folders: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, strict = report(capsys, folders[0], *QUICK)
+    assert status == 0
+    second_best(monkeypatch)
+    monkeypatch.setitem(interleaving.TOLERANCES, "float32", 10.0)
+    status, lax = report(capsys, folders[0], *QUICK)
+    assert status == 0
+    assert lax["models"][0]["ties"] == lax["models"][0]["tokens"] >= strict["models"][0]["tokens"]
+    monkeypatch.setitem(interleaving.TOLERANCES, "float32", 1e-4)
+    status, refused = report(capsys, folders[0], *QUICK)
+    assert (status, refused["failed"]) == (1, ["mistral"])
+
+
+def second_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    second = "dataplane.engines.torch.steps.choose_tokens"
+    monkeypatch.setattr(second, lambda logits, draws: logits.topk(2, dim=-1).indices[:, 1].tolist())
+
+
+def test_where_experts_tie_another_token_is_no_mismatch(
+    folders: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second_best(monkeypatch)
+    monkeypatch.setitem(interleaving.ROUTER_TOLERANCES, "float32", 1.0)
+    status, said = report(capsys, *folders, *QUICK)
+    dense, experts = said["models"]
+    assert (status, said["failed"]) == (1, ["mistral"]), "without experts nothing ties"
+    assert (dense["router_ties"], experts["mismatches"]) == (0, [])
+    assert experts["router_ties"] == experts["tokens"] > 0
+    monkeypatch.setitem(interleaving.ROUTER_TOLERANCES, "float32", 0.0)
+    status, said = report(capsys, folders[1], *QUICK)
+    assert (status, said["models"][0]["router_ties"]) == (1, 0)
+
+
+@pytest.mark.parametrize("share", ["first", "all"])
+def test_logits_may_be_off_at_a_token_where_experts_tie_but_not_at_most(
+    share: str, folders: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = interleaving.Interleaving._watch
+    seen: set[str] = set()
+
+    def off(self: Any, sequence: Any, logits: torch.Tensor) -> None:
+        model = self._flights[sequence.request.request_id].model
+        scale = 1.3 if share == "all" or model not in seen else 1.0
+        seen.add(model)
+        watch(self, sequence, logits * scale)
+
+    monkeypatch.setattr(interleaving.Interleaving, "_watch", off)
+    monkeypatch.setitem(interleaving.ROUTER_TOLERANCES, "float32", 1.0)
+    status, said = report(capsys, *folders, *QUICK)
+    dense, experts = said["models"]
+    assert status == 1
+    assert "a logit differs by 0.3 of the largest where no router nearly ties" in dense["mismatches"]
+    assert all(model["logits"]["most"] == pytest.approx(0.3, rel=0.01) for model in said["models"])
+    if share == "first":
+        assert experts["mismatches"] == []
+        assert experts["logits"]["median"] < 1e-4
+    else:
+        assert experts["mismatches"] == ["logits differ by 0.3 of the largest in the median"]
+    assert experts["logits"]["settled"] == experts["spread"]["settled"] == 0.0
+
+
+def test_the_margin_of_a_token_is_that_of_its_least_certain_router() -> None:
+    config = SimpleNamespace(num_experts_per_tok=2)
+    layers = [[[0.5, 0.3, 0.1, 0.1], [0.4, 0.3, 0.2, 0.1]], [[0.4, 0.25, 0.2, 0.15], [0.6, 0.2, 0.1, 0.1]]]
+    output = SimpleNamespace(
+        logits=torch.zeros(1, 2, 9), router_logits=tuple(torch.tensor(layer).log() for layer in layers)
+    )
+    assert router_margins(output, config) == pytest.approx([0.05, 0.1], rel=1e-5)
+    dense = SimpleNamespace(logits=torch.zeros(1, 2, 9))
+    assert router_margins(dense, SimpleNamespace()) == [math.inf] * 2
+
+
+def test_what_cannot_be_checked_is_said_in_one_line(
+    folders: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    status, _, err = check(capsys, str(tmp_path), *QUICK)
+    assert status == 1
+    assert "config.json does not exist" in err.splitlines()[-1]
+    status, _, err = check(capsys, folders[0], "--tokens", "5000")
+    assert status == 1
+    assert "a context of 256 tokens" in err.splitlines()[-1]
+    if not torch.cuda.is_available():
+        status, _, err = check(capsys, folders[0], "--device", "cuda")
+        assert (status, err.splitlines()[-1]) == (1, "error: no CUDA device can be used here")

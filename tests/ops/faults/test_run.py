@@ -1,0 +1,45 @@
+"""`tidepool faults run`, small: a minute of all kinds of faults breaks no promise and leaves nothing behind."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+TIDEPOOL = (sys.executable, "-m", "ops.cli.main")
+KINDS = {"kill", "kill_worker", "terminate", "pause", "latency", "reset", "black_hole", "restart"}
+
+
+def _run(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*TIDEPOOL, "faults", "run", *options],
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+        env={**os.environ},
+    )
+
+
+@pytest.mark.slow
+def test_a_minute_of_faults_breaks_no_promise() -> None:
+    small = ("--regions", "2", "--nodes", "3", "--models", "4", "--streams", "4")
+    ended = _run("--minutes", "1", "--every-s", "4", *small, "--json")
+    assert ended.stdout, ended.stderr
+    report = json.loads(ended.stdout)
+    assert report["broken"] == [], ended.stderr
+    assert ended.returncode == 0
+    assert sum(report["faults"].values()) >= 10
+    assert set(report["faults"]) <= KINDS
+    assert report["interactive"]["outcomes"]["whole"] > 10
+    assert report["interactive_after"]["outcomes"]["whole"] > 10
+    assert report["batches"]["accepted"] >= 2
+    assert report["batches"]["lines_by_code"]["200"] == report["batches"]["lines"]
+
+
+def test_an_unknown_kind_is_refused_by_name() -> None:
+    ended = _run("--only", "kill,flood")
+    assert ended.returncode == 1
+    assert "'flood'" in ended.stderr
+    assert "black_hole" in ended.stderr
