@@ -22,6 +22,7 @@ PURE = (
     "dataplane/memory/residency.py",
     "dataplane/scheduling",
 )
+TIMED = "forecasts/backtests.py"  # says what each model costs
 SQL = {"delete", "func", "insert", "literal_column", "select", "text", "update"}
 SQL_HOMES = ("controlplane/store/", "migrations/", "ops/bench/queue/load.py", "ops/faults/check.py")  # two look on
 FILE_LINES_MAX = 500

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import uuid_utils
+from controlplane.store.live import LiveStore
 
 from controlplane.api.admin import pins, plans
 from controlplane.errors import UnavailableError
 from controlplane.policies.lifecycle import PlanState
 from controlplane.store.fleet import fleet_index
 from controlplane.store.keys import list_audit
-from controlplane.store.live import LiveStore
 from controlplane.store.plan_tables import Plan, PlanEntry
 from controlplane.store.plans import add_plan
 from controlplane.store.session import Database
