@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import uuid_utils
-from controlplane.store.live import LiveStore
 
 from controlplane.api.admin import pins, plans
 from controlplane.errors import UnavailableError
@@ -14,6 +13,7 @@ from controlplane.store.fleet import fleet_index
 from controlplane.store.keys import list_audit
 from controlplane.store.plan_tables import Plan, PlanEntry
 from controlplane.store.plans import add_plan
+from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from tests.controlplane.api.conftest import Ask
 

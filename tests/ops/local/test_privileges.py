@@ -82,7 +82,7 @@ def test_a_plain_user_can_run_both() -> None:
     home = Path(tempfile.mkdtemp(prefix="tidepool-plain-"))
     try:
         os.chown(home, nobody.pw_uid, nobody.pw_gid)
-        root = Path(embedded.__file__).parents[1]
+        root = Path(embedded.__file__).parents[2]
         argv = as_user([sys.executable, "-c", PLAIN_USER, str(home)], "nobody", [Path(sys.executable), root, home])
         environment = os.environ | {"PYTHONPATH": str(root), "HOME": str(home)}
         done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=120, check=False)
