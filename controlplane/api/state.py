@@ -18,7 +18,6 @@ from controlplane.serving.request_log import RequestLog
 from controlplane.serving.send import Sender
 from controlplane.serving.usage import UsageCounter
 from controlplane.settings import Settings
-from controlplane.store.blobs import BlobStore
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database

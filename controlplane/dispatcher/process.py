@@ -27,7 +27,6 @@ from controlplane.serving.demand_counter import DemandCounter
 from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.send import Sender
 from controlplane.settings import Settings
-from controlplane.store.blobs import BlobStore, open_blobs
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.blobs.open import open_blobs
 from controlplane.store.redis.live import LiveStore

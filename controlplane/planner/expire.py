@@ -7,7 +7,7 @@ from functools import partial
 
 from sqlalchemy.orm import Session
 
-from controlplane.loops.runs import JobsRun, run_jobs
+from controlplane.planner.runs import JobsRun, run_jobs
 from controlplane.settings import Settings
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.events import forget_events, note_lost

@@ -23,7 +23,6 @@ from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import PlanState
 from controlplane.policies.readiness import Loop
 from controlplane.settings import Settings
-from controlplane.store.blobs import BlobStore, open_blobs
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.blobs.open import open_blobs
 from controlplane.store.plans import newest_scheduled
@@ -74,7 +73,7 @@ def _make_celery(settings: Settings) -> Celery:
             "socket_keepalive": True,
         },
         timezone="UTC",
-        beat_scheduler="controlplane.loops.beat:BeatScheduler",
+        beat_scheduler="controlplane.planner.beat:BeatScheduler",
         beat_schedule={
             "pulse of workers": _pulse(Loop.WORKER, MAIN_QUEUE, settings.pulse_every_s),
             "pulse of forecasters": _pulse(Loop.FORECASTER, FORECAST_QUEUE, settings.pulse_every_s),

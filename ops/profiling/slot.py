@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from dataplane.engines.torch.streams import Copy, CopyStream, make_stream
 
 from dataplane.engines.torch.copies.base import Copy, CopyStream
 from dataplane.engines.torch.copies.open import make_stream

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from dataplane.engines.torch.sampler import Draw, choose_tokens
 
 from dataplane.engines.core.kv import Place
 from dataplane.engines.core.sampler import Draw, choose_tokens

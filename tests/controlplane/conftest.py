@@ -13,7 +13,6 @@ from sqlalchemy import URL, create_engine, make_url, pool
 
 import migrations
 from controlplane.settings import Settings
-from controlplane.store.blobs import BlobStore, open_blobs
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.blobs.open import open_blobs
 from controlplane.store.redis.live import LiveStore

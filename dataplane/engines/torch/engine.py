@@ -26,7 +26,6 @@ from dataplane.engines.torch.memory.wire_rate import wire_rates
 from dataplane.engines.torch.report import pool_stats
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.engines.torch.steps import ModelFailedError, Sampled, Steps, Watch
-from dataplane.engines.torch.streams import CopyStream, make_stream
 from dataplane.memory.events import TransferError
 from dataplane.memory.model_cache import ModelCache
 from dataplane.memory.slabs import SlabArena

@@ -7,7 +7,6 @@ from dataplane.engines.torch.copies.open import PINS
 from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
 from dataplane.engines.torch.memory.pooled import Pooled
 from dataplane.engines.torch.memory.weights import WeightStore
-from dataplane.engines.torch.streams import PINS
 from dataplane.memory.kv_cache import KvCache
 from dataplane.memory.slabs import SlabArena
 from dataplane.scheduling.prefill import PrefillQueue

@@ -10,7 +10,6 @@ from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
 from dataplane.engines.torch.memory.pooled import Pooled
 from dataplane.engines.torch.memory.weights import WeightStore
 from dataplane.engines.torch.model.runner import run_chunks
-from dataplane.engines.torch.sampler import Draw, choose_tokens
 from dataplane.engines.torch.sequences import Chunk, TokenSequence
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.memory.events import TransferError

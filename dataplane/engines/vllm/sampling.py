@@ -13,7 +13,6 @@ from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from dataplane.engines.core.sampler import Draw, choose_tokens
 from dataplane.engines.interface import EngineRequest
-from dataplane.engines.torch.sampler import Draw, choose_tokens
 
 _KEY = "tidepool"
 

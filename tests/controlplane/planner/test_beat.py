@@ -9,10 +9,10 @@ from celery.beat import ScheduleEntry
 from celery.schedules import schedule as every
 from celery.utils.imports import instantiate
 from kombu import Connection
-from ops.local.ports import LOOPBACK, free_port
 from structlog.testing import capture_logs
 
 from controlplane.planner.schedule import celery
+from ops.local.ports import LOOPBACK, free_port
 from tests.controlplane.world import World
 
 

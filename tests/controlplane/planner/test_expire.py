@@ -11,7 +11,6 @@ from sqlalchemy.orm import Session
 
 from controlplane.planner.expire import expire, sweep
 from controlplane.settings import Settings
-from controlplane.store.blobs import BlobStore
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.fleet import fleet_index
 from controlplane.store.queue import claim, expire_leases, waiting_lots

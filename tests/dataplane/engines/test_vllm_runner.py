@@ -9,7 +9,7 @@ import pytest
 
 from dataplane.engines.vllm import interfaces
 from dataplane.engines.vllm.settings import VllmEngineSettings
-from dataplane.errors import ModelLoadError
+from dataplane.protocol.errors import ModelLoadError
 
 
 class StandIn:

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from dataplane.engines.torch.streams import Copy, ThreadStream
 
 from dataplane.engines.torch.copies.base import Copy
 from dataplane.engines.torch.copies.cpu import ThreadStream

@@ -23,7 +23,6 @@ from dataplane.engines.torch.model.checkpoint import StoredTensor, list_tensors,
 from dataplane.engines.torch.model.layout import cache_key, match_tensors
 from dataplane.engines.torch.model.mapping import as_stored
 from dataplane.engines.torch.model.skeleton import PlacedTensor, Skeleton, build_skeleton
-from dataplane.engines.torch.streams import Copy, CopyStream, pinned
 from dataplane.memory.events import Event
 from dataplane.memory.model_cache import CachedModel, HostMemoryError, ModelCache
 from dataplane.protocol.errors import ModelLoadError

@@ -18,7 +18,6 @@ from dataplane.engines.torch.copies.base import Copy, CopyStream
 from dataplane.engines.torch.copies.open import mark, pinned
 from dataplane.engines.torch.memory.kv_file import KvFile, host_memory
 from dataplane.engines.torch.memory.wire_rate import WireRates
-from dataplane.engines.torch.streams import Copy, CopyStream, mark, pinned
 from dataplane.memory.events import PASSED, Event
 from dataplane.memory.kv_cache import HostSlabs, KvCache, KvShape, OutOfBlocksError, blocks_for
 from dataplane.memory.slabs import SlabArena

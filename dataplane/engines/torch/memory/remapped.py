@@ -13,7 +13,6 @@ import torch
 from dataplane.engines.core.remapping.circle import Rotation
 from dataplane.engines.torch.copies.open import mark
 from dataplane.engines.torch.model.skeleton import Skeleton
-from dataplane.engines.torch.streams import mark
 from dataplane.memory.events import PASSED, Event, Over, TransferError
 from dataplane.memory.layer_places import LayerPlaces, Load
 from dataplane.memory.slabs import Run, SlabArena

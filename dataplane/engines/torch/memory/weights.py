@@ -16,7 +16,6 @@ from dataplane.engines.torch.copies.open import mark
 from dataplane.engines.torch.memory.host_models import HostModel
 from dataplane.engines.torch.memory.remapped import RemappedLayers
 from dataplane.engines.torch.memory.wire_rate import WireRate
-from dataplane.engines.torch.streams import CopyStream, mark
 from dataplane.memory.events import Event, Together
 from dataplane.memory.residency import ResidencyFacts, ResidentModel, choose_run
 from dataplane.memory.slabs import Run, SlabArena

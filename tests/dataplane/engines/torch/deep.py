@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataplane.engines.torch.streams import CopyStream
-
 from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.interface import EngineRequest, PoolStats
 from dataplane.engines.torch.copies.base import CopyStream

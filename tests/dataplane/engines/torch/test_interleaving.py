@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from dataplane.engines.torch.streams import ThreadStream
 
 from dataplane.engines.interface import EngineRequest
 from dataplane.engines.torch.copies.cpu import ThreadStream

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dataplane.engines.torch.streams import Copy, CopyStream, ThreadStream
 from msgspec import structs
 
 from dataplane.engines.interface import EngineOutput, EngineRequest

@@ -4,7 +4,6 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from dataplane.engines.torch.streams import Copy, CopyStream, ThreadStream
 
 from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.torch.copies.base import Copy, CopyStream

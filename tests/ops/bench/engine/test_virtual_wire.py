@@ -1,6 +1,5 @@
 import pytest
 import torch
-from dataplane.engines.torch.streams import Copy
 
 from dataplane.engines.torch.copies.base import Copy
 from ops.bench.engine.virtual_wire import VirtualTime, VirtualWire

@@ -11,7 +11,6 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from dataplane.engines.torch import departures, host_models
 from dataplane.engines.torch.copies.open import PINS
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.memory import departures, host_models

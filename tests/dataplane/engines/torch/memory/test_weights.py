@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from dataplane.engines.torch.streams import Copy
 
 from dataplane.engines.torch.copies.base import Copy
 from dataplane.engines.torch.memory import wire_rate
