@@ -90,6 +90,13 @@ def live(settings: Settings) -> Iterator[LiveStore]:
 
 
 @pytest.fixture
+def redis_client(settings: Settings) -> Iterator[redis.Redis]:
+    """A client of our own for the test's Redis."""
+    with redis.Redis.from_url(settings.redis_url.get_secret_value(), decode_responses=True) as client:
+        yield client
+
+
+@pytest.fixture
 def redis_clock(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisClock]:
     """The time of the limits, stopped."""
     clock = RedisClock(settings, monkeypatch)

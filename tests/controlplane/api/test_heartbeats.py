@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 from fastapi.testclient import TestClient
+from redis import Redis
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
@@ -118,9 +119,9 @@ def test_the_view_is_written_once_a_beat(state: State, ask: Ask, monkeypatch: py
 
 
 def test_a_node_that_the_view_does_not_know_is_not_made_up(
-    state: State, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    state: State, ask: Ask, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state.live._redis.delete("tidepool:view")
+    redis_client.delete("tidepool:view")
     monkeypatch.setattr(Database, "transaction", _away)
     _beat(ask, used_bytes=2, status=503)
     assert state.live.read_view().nodes == {}

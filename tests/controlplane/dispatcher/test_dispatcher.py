@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from redis import Redis
 from sqlalchemy import select, text
 from structlog.testing import capture_logs
 
@@ -307,12 +308,12 @@ def test_a_claim_that_is_under_way_at_the_stop_is_given_back(world: World, monke
         asyncio.run(run())
 
 
-def test_nothing_goes_to_a_node_that_has_not_beaten_since_redis_came_back(world: World) -> None:
+def test_nothing_goes_to_a_node_that_has_not_beaten_since_redis_came_back(world: World, redis_client: Redis) -> None:
     agent = FakeAgent()
 
     async def run() -> None:
         async with releaser_of(world) as releaser:
-            world.live._redis.flushdb()
+            redis_client.flushdb()
             await releaser.release()
             assert open_rows(world) == [(False, 0, None)]
             assert releaser._fleet.instances(), "requests with somebody waiting still go there"

@@ -6,6 +6,7 @@ from itertools import pairwise
 import anyio
 import pytest
 from pydantic import SecretStr
+from redis import Redis
 from sqlalchemy.orm import Session
 
 from controlplane.errors import UnknownModelError
@@ -70,7 +71,7 @@ def test_facts_of_a_model_are_made_once_for_a_view(world: World) -> None:
     assert cache.instances("another") == ()
 
 
-def test_the_view_does_not_age_while_redis_is_away(world: World) -> None:
+def test_the_view_does_not_age_while_redis_is_away(world: World, redis_client: Redis) -> None:
     quick = world.settings.model_copy(update={"view_refresh_s": 0.05, "heartbeat_stale_s": 2.0})
     away = LiveStore(world.settings.model_copy(update={"redis_url": SecretStr(f"redis://127.0.0.1:{free_port()}/0")}))
 
@@ -85,7 +86,7 @@ def test_the_view_does_not_age_while_redis_is_away(world: World) -> None:
             await anyio.sleep(0.3)
             assert cache.instances()[0].age_s == before
             assert cache.missing() == []
-            world.live._redis.flushdb()
+            redis_client.flushdb()
             cache._live = world.live
             began = time.monotonic()
             while cache._view_away:  # noqa: ASYNC110  (another task clears it)

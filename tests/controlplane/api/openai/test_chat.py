@@ -9,6 +9,7 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from redis import Redis
 
 from controlplane.store.tables import Role
 from tests.controlplane.api.gateway import Gateway, assert_error, running_gateway
@@ -280,14 +281,14 @@ def test_request_ids(gateway: Gateway, agent: FakeAgent) -> None:
     assert len({asked.request_id for asked in agent.asked}) == len(agent.asked), "a node takes each id once"
 
 
-def test_demand_is_counted_where_it_arose(gateway: Gateway, world: World) -> None:
+def test_demand_is_counted_where_it_arose(gateway: Gateway, world: World, redis_client: Redis) -> None:
     gateway.http.post(
         "/v1/completions", json={"model": "tide", "prompt": "x" * 400}, headers={"x-tidepool-region": "us-west"}
     )
 
     def counted() -> float:
         total = 0.0
-        for key in world.live._redis.scan_iter("tidepool:demand:*"):
+        for key in redis_client.scan_iter("tidepool:demand:*"):
             counts = world.live.read_demand(int(str(key).rsplit(":", 1)[1])) or []
             total += sum(c.tokens for c in counts if c.kind == "IW" and c.endpoint.region == "us-west")
         return total

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 from pydantic import SecretStr
+from redis import Redis
 
 from controlplane.errors import UnavailableError
 from controlplane.policies.facts import Endpoint, SlotId
@@ -46,16 +47,18 @@ def test_the_view_and_its_ages(world: World) -> None:
     assert max(f.age_s for f in later) > chosen.age_s
 
 
-def test_nodes_of_another_version_and_of_long_ago_are_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_of_another_version_and_of_long_ago_are_forgotten(
+    world: World, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world.report("n1", "i1", region="us-east", url="http://n1")
-    world.live._redis.hset("tidepool:view", "n2", '{"version": 2}')
+    redis_client.hset("tidepool:view", "n2", '{"version": 2}')
     assert set(world.live.read_view().nodes) == {"n1"}
     monkeypatch.setattr("controlplane.store.redis.live._FORGET_NODE_S", -1)
     assert world.live.read_view().nodes == {}
-    assert world.live._redis.hlen("tidepool:view") == 0
+    assert redis_client.hlen("tidepool:view") == 0
 
 
-def test_demand_adds_up_and_a_gap_is_not_zero(world: World) -> None:
+def test_demand_adds_up_and_a_gap_is_not_zero(world: World, redis_client: Redis) -> None:
     assert world.live.read_demand(60) is None
     world.live.count_demand({}, minute_s=60)
     assert world.live.read_demand(60) == []
@@ -63,7 +66,7 @@ def test_demand_adds_up_and_a_gap_is_not_zero(world: World) -> None:
         world.live.count_demand({("IW", EAST): 10.0, ("NIW", EAST): 1.0}, minute_s=120)
     counted = {(c.kind, c.endpoint, c.start_s): c.tokens for c in world.live.read_demand(120) or []}
     assert counted == {("IW", EAST, 120): 20.0, ("NIW", EAST, 120): 2.0}
-    assert 0 < int(str(world.live._redis.ttl("tidepool:demand:120"))) <= 7200
+    assert 0 < int(str(redis_client.ttl("tidepool:demand:120"))) <= 7200
 
 
 def test_an_endpoint_signals_once_in_an_interval(world: World) -> None:
