@@ -16,10 +16,12 @@ CLIENTS ?= openai node browser langchain litellm llm guidellm aiperf
 CLIENT_LOCKS := ops/requirements-clients
 CLIENTS_WANTED := openai==3.52.0 langchain-openai==1.7.3 litellm==1.106.2 llm==0.36 guidellm==0.8.1,torch==$(TORCH) aiperf==0.13.0
 export OMP_NUM_THREADS ?= 1
+# A stack is a dozen Python processes and the tests start hundreds: without bytecode each would compile all it imports.
+unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run test test-vllm test-clients check lint format lock lock-vllm lock-clients audit clean
+.PHONY: help install demo run test test-slow test-all test-vllm test-clients check lint format lock lock-vllm lock-clients audit clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -39,9 +41,16 @@ demo: $(READY) ## run the main job once, end to end, and stop
 run: $(READY) ## start the same stack and keep it up (TIDEPOOL_HOME, TIDEPOOL_PORT)
 	@exec $(BIN)/tidepool up $(ARGS)
 
-test: $(READY) ## lint, type-check and run every test
+install: $(READY) $(VLLM_READY) ## make both environments, Tidepool's and vLLM's (with -j2 at the same time)
+
+test: $(READY) ## lint, type-check, the quick tests and one pass of each flow; says how many tests it left out
 	$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ARGS)
+
+test-slow: $(READY) ## the tests that `make test` leaves out
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(ARGS)
+
+test-all: test test-slow ## lint, type-check and run every test
 
 # vLLM asks for other versions than ours, so it has an environment of its own. --no-deps: it names packages it can do without.
 $(VLLM_READY): $(VLLM_LOCK)

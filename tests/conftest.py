@@ -1,7 +1,8 @@
 """Servers for the whole session, started when first asked for. Under pytest-xdist each worker has its own."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +15,37 @@ from ops.local.supervisor import Supervisor
 settings.register_profile("reproducible", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("searching", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "reproducible"))
+
+LEFT_OUT = pytest.StashKey[int]()
+"""Tests that `-m` or `-k` left out."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT_OUT] = 0
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    if items:
+        items[0].config.stash[LEFT_OUT] += len(items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist tells its controller, which deselects nothing itself."""
+    if isinstance(output := getattr(session.config, "workeroutput", None), dict):
+        output["left_out"] = session.config.stash[LEFT_OUT]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Iterator[None]:
+    """pytest counts them for a run without workers only. The line stands last, where it is seen."""
+    yield
+    if left_out := config.stash[LEFT_OUT]:
+        terminalreporter.write_line(f"{left_out} tests were left out; `make test-all` runs every test.", yellow=True)
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,6 @@ def _environment(mark: str, **more: str) -> dict[str, str]:
     return {**os.environ, SESSION: mark, **more}
 
 
-@pytest.mark.slow
 def test_the_demo_does_the_main_job_and_leaves_nothing_behind(tmp_path: Path) -> None:
     env = _environment(str(tmp_path), TMPDIR=str(tmp_path))
     ended = subprocess.run([*TIDEPOOL, "demo"], env=env, capture_output=True, text=True, timeout=800, check=False)

@@ -213,7 +213,7 @@ def _answers(system: System) -> None:
         wait_until(answered, "a request is answered", PATIENCE_S)
 
 
-@pytest.mark.parametrize("server", ["redis", "postgres"])
+@pytest.mark.parametrize("server", [pytest.param("redis", marks=pytest.mark.slow), "postgres"])
 def test_every_process_survives_ten_restarts(system: System, server: str) -> None:
     pids = {name: process.pid for name, process in system.running.items() if name in COMMANDS}
     for restart in range(RESTARTS):
@@ -236,6 +236,7 @@ def _heard_of(system: System, since_s: float) -> bool:
     return heard_at is not None and heard_at.timestamp() > since_s
 
 
+@pytest.mark.slow
 def test_every_process_survives_servers_that_hang(system: System) -> None:
     """Longer than any process waits for an answer."""
     for server in ("redis", "postgres"):

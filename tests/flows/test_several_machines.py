@@ -14,7 +14,6 @@ from tests.flows.machines import Machine, environment, filled, readme_lines, sta
 from tests.flows.waiting import wait_until
 
 ADDRESSES = {"control-1": "10.77.0.1", "gateway-2": "10.77.0.2", "node-1": "10.77.0.3", "client": "10.77.0.4"}
-pytestmark = pytest.mark.slow
 CPU_NODE = {"TIDEPOOL_AGENT_SLOTS": '[{"gpus": 1, "memory_bytes": 67108864}]'}
 
 
@@ -74,6 +73,7 @@ def test_the_readmes_lines(machines: dict[str, Machine], tmp_path: Path) -> None
         assert not [line for line in lines if line["level"] in {"error", "critical"}], name
 
 
+@pytest.mark.slow
 def test_an_agent_with_another_nodes_key_is_told_so(machines: dict[str, Machine], tmp_path: Path) -> None:
     """The same walk-through, with one mistake in it: the log of the node says which."""
     servers = tmp_path / "servers"

@@ -194,6 +194,7 @@ def test_an_instance_is_ready_when_each_kind_of_slot_has_it() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_soak_of_leaving_clients_and_dying_workers() -> None:
     async def client(node: Node, chance: random.Random, calm: dict[Any, list[int]], ends_s: float) -> int:
         whole = 0
