@@ -156,8 +156,8 @@ class HeldInstances:
             if held.state == "failed" and not held.drained:
                 self._load(held)
 
-    def worker_lost(self, status: int) -> None:
-        """The worker is gone. What it was loading may be the cause: the second time it counts as failed."""
+    def worker_lost(self, end: str) -> None:
+        """The worker is gone, `end` says how. What it was loading may be the cause: the second time that has failed."""
         self._send = None
         asked = [held for held in self._held.values() if held.asked is not None]
         suspect = min(asked, key=lambda held: held.asked or 0, default=None)
@@ -168,8 +168,8 @@ class HeldInstances:
         if suspect is not None:
             suspect.losses += 1
             if suspect.losses > LOAD_LOSSES_MAX:
-                error = f"{suspect.losses} worker processes ended while they loaded this model, the last with"
-                self._fail(suspect, f"{error} status {status}", orphaned=True)
+                error = f"{suspect.losses} worker processes ended while they loaded this model, the last {end}"
+                self._fail(suspect, error, orphaned=True)
 
     def fail_all(self, error: str) -> None:
         """No worker can be started: say so for each instance that waits for one."""

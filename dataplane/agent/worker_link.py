@@ -26,16 +26,22 @@ class WorkerLink:
 
     @classmethod
     async def start(cls, configure: Configure) -> Self:
-        """Start a worker process and tell it what to be."""
+        """Start a worker process and tell it what to be.
+
+        Raises:
+            OSError: the machine has no process, descriptor or memory for one.
+        """
         ours, theirs = socket.socketpair()
-        with theirs:
-            process = _start_process(theirs.fileno())
+        process = None
         try:
+            with theirs:
+                process = _start_process(theirs.fileno())
             reader, writer = await asyncio.open_connection(sock=ours)
         except BaseException:
             ours.close()
-            process.kill()
-            process.wait()
+            if process is not None:
+                process.kill()
+                process.wait()
             raise
         link = cls(process, reader, writer)
         link.send(configure)
@@ -56,7 +62,11 @@ class WorkerLink:
         self._writer.close()
 
     async def reports(self) -> AsyncIterator[Report]:
-        """What the worker says, until it is gone."""
+        """What the worker says, until it is gone.
+
+        Raises:
+            FrameError: it said something that cannot be read.
+        """
         while True:
             try:
                 length = body_length(await self._reader.readexactly(LENGTH.size))

@@ -1,8 +1,8 @@
 """One slot as the agent sees it: its worker process and the instances it holds.
 
-A worker may die at any moment, even at its start, any number of times. The slot then starts another and loads its
-instances again; the slot's owner sends the requests that were lost with it where they can go on, or keeps them for a
-while.
+A worker may die at any moment, even at its start, any number of times; or none can be started for want of memory. The
+slot then starts another after a pause and loads its instances again, while other slots go on; the slot's owner sends
+the requests that were lost with it where they can go on, or keeps them for a while.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from dataplane.engines.interface import EngineOutput, EngineStats, InstanceStats
 from dataplane.engines.vllm.version import check_version
 from dataplane.protocol.errors import DataplaneError, ModelLoadError
 from dataplane.protocol.messages import DesiredInstance, EngineKind
-from dataplane.worker.frames import Command, Configure, Loaded, LoadFailed, Outputs, Refused, Report, Stats
+from dataplane.worker.frames import Command, Configure, FrameError, Loaded, LoadFailed, Outputs, Refused, Report, Stats
 
 log = structlog.get_logger()
 
@@ -140,9 +140,9 @@ class Slot:
         try:
             while True:
                 started_s = time.monotonic()
-                status = await self._serve_worker()
+                end = await self._run_worker()
                 failures = 0 if self._said_hello or self._makes_way else failures + 1
-                self._worker_lost(status, failures)
+                self._worker_lost(end, failures)
                 backoff_s = BACKOFF_MIN_S if time.monotonic() - started_s > STEADY_S else backoff_s
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, self._settings.worker_backoff_max_s)
@@ -221,12 +221,25 @@ class Slot:
             return error.message
         return vllm_refusal(self._settings.kv_pressure)
 
+    async def _run_worker(self) -> str:
+        """Have a worker until it is gone. How it ended, in words."""
+        try:
+            return f"with status {await self._serve_worker()}"
+        except (OSError, FrameError) as error:
+            return f"by {type(error).__name__}: {error}"
+
     async def _serve_worker(self) -> int:
-        """Start a worker and listen to it until it is gone. Its exit status."""
+        """Start a worker and listen to it until it is gone. Its exit status.
+
+        Raises:
+            OSError: it cannot be started.
+            FrameError: it said something that cannot be read, and was ended.
+        """
+        self._said_hello = self._makes_way = False
         kv_file = self._files.new_kv_file(self.index) if self.kind == "prefill" else None
         engine, self._worker_started_s = self._engine, time.monotonic()
         link = await WorkerLink.start(configure(self._settings, self.index, kv_file, self._files, engine))
-        self._link, self._said_hello, self._makes_way = link, False, engine != self._engine
+        self._link, self._makes_way = link, engine != self._engine
         log.info("worker started", slot=self.index, kind=self.kind, engine=engine, pid=link.pid)
         if self._makes_way:
             link.hang_up()
@@ -240,17 +253,17 @@ class Slot:
                 kv_file.unlink(missing_ok=True)
         return status
 
-    def _worker_lost(self, status: int, failures: int) -> None:
+    def _worker_lost(self, end: str, failures: int) -> None:
         if self._makes_way:
             log.info("worker made way", slot=self.index, engine=self._engine)
         else:
-            log.warning("worker lost", slot=self.index, status=status)
+            log.warning("worker lost", slot=self.index, end=end)
         self._switches_before, self._preemptions_before = self.switches_total, self.preemptions_total
         self._load_before_s = self.load_s
         self.stats = EngineStats()
-        self._held.worker_lost(status)
+        self._held.worker_lost(end)
         if failures >= START_FAILURES_MAX:
-            self._held.fail_all(f"{failures} worker processes ended at their start, the last with status {status}")
+            self._held.fail_all(f"{failures} worker processes ended at their start, the last {end}")
         self._owner.lost(self, died=not self._makes_way)
 
     def _hear(self, report: Report) -> None:

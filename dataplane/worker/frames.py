@@ -17,6 +17,10 @@ FRAME_BYTES_MAX = 64 * 2**20
 LENGTH = struct.Struct("<I")
 
 
+class FrameError(Exception):
+    """Bytes that are no frame: the two ends have lost step, or are of different versions."""
+
+
 class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     """First command of a worker: which engine, with what memory. `profile` is the GPU profile's path, for a replay.
 
@@ -139,11 +143,11 @@ def body_length(head: bytes) -> int:
     """The length that a frame's first bytes announce.
 
     Raises:
-        ValueError: it is beyond FRAME_BYTES_MAX.
+        FrameError: it is beyond FRAME_BYTES_MAX.
     """
     (length,) = LENGTH.unpack(head)
     if length > FRAME_BYTES_MAX:
-        raise ValueError(f"a frame of {length} bytes; {FRAME_BYTES_MAX} is the limit")
+        raise FrameError(f"a frame of {length} bytes; {FRAME_BYTES_MAX} is the limit")
     return int(length)
 
 
@@ -151,22 +155,32 @@ def decode_command(body: bytes) -> Command:
     """The command in a frame's body.
 
     Raises:
-        msgspec.ValidationError: it is none.
+        FrameError: it is none.
     """
-    return _command_decoder.decode(body)
+    try:
+        return _command_decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise FrameError(f"{len(body)} bytes are no command: {error}") from error
 
 
 def decode_report(body: bytes) -> Report:
     """The report in a frame's body.
 
     Raises:
-        msgspec.ValidationError: it is none.
+        FrameError: it is none.
     """
-    return _report_decoder.decode(body)
+    try:
+        return _report_decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise FrameError(f"{len(body)} bytes are no report: {error}") from error
 
 
 def read_command(stream: BufferedReader) -> Command | None:
-    """The next command, or None when the other end is gone."""
+    """The next command, or None when the other end is gone.
+
+    Raises:
+        FrameError: it cannot be read.
+    """
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None

@@ -3,7 +3,8 @@
 A thread reads commands from the socket into a queue; the main loop takes them, steps the engine and sends what came
 out. The slow part of a load happens on a thread of its own, one load after the other, while the engine goes on. A load
 that finds no room in host memory goes to the end of the line, and fails when it has found none for `host_wait_max_s`.
-When the socket closes the agent is gone, and the process ends at once, whatever the engine is doing.
+When the socket closes the agent is gone, and the process ends at once, whatever the engine is doing. So it does when it
+cannot read a command: the request in it would wait for ever, and what comes after it cannot be told from its bytes.
 """
 
 import os
@@ -16,7 +17,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedReader
+from typing import NoReturn
 
+import structlog
 from msgspec.structs import replace
 
 from dataplane.engines.interface import Engine, EngineStats
@@ -31,6 +34,7 @@ from dataplane.worker.frames import (
     Cancel,
     Command,
     Configure,
+    FrameError,
     Load,
     Loaded,
     LoadFailed,
@@ -43,6 +47,8 @@ from dataplane.worker.frames import (
     encode_frame,
     read_command,
 )
+
+log = structlog.get_logger()
 
 STATS_EVERY_S = 0.25
 PREPARE_AGAIN_S = 0.25
@@ -249,14 +255,7 @@ def main() -> None:
         assert isinstance(configure, Configure), f"the first command must configure: {configure}"
         commands: queue.Queue[Command | Prepared | None] = queue.Queue()
 
-        def read() -> None:
-            while (command := _read_or_none(stream)) is not None:
-                commands.put(command)
-            commands.put(None)
-            time.sleep(ORPHAN_GRACE_S)
-            os._exit(0)
-
-        threading.Thread(target=read, name="commands", daemon=True).start()
+        threading.Thread(target=listen, args=(stream, commands), name="commands", daemon=True).start()
         worker = Worker(
             make_engine(configure),
             commands,
@@ -267,6 +266,19 @@ def main() -> None:
             worker.run()
         except (BrokenPipeError, ConnectionResetError):
             return
+
+
+def listen(stream: BufferedReader, commands: "queue.Queue[Command | Prepared | None]") -> NoReturn:
+    """Queue the agent's commands until there are no more; then end the process."""
+    try:
+        while (command := _read_or_none(stream)) is not None:
+            commands.put(command)
+    except (FrameError, OSError) as error:
+        log.error("a command of the agent cannot be read; the worker ends", error=f"{type(error).__name__}: {error}")
+        os._exit(1)
+    commands.put(None)
+    time.sleep(ORPHAN_GRACE_S)
+    os._exit(0)
 
 
 def _read_or_none(stream: BufferedReader) -> Command | None:

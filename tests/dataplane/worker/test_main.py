@@ -5,11 +5,14 @@ import os
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
+import pytest
+
 from dataplane.agent.host_files import HostFiles
 from dataplane.agent.worker_link import WorkerLink
 from dataplane.agent.workers import configure
 from dataplane.engines.interface import EngineRequest
 from dataplane.worker.frames import (
+    LENGTH,
     Add,
     AskStats,
     Cancel,
@@ -117,5 +120,21 @@ def test_the_worker_ends_when_its_agent_is_gone_even_in_the_middle_of_work() -> 
         except ProcessLookupError:
             return
         raise AssertionError("the process is still there")
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_cannot_read_a_command_says_so_and_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    async def scenario() -> None:
+        link, reports = await start()
+        await until(reports, Stats)
+        link._writer.write(LENGTH.pack(3) + b"\xc1\xc1\xc1")
+        async with asyncio.timeout(60):
+            async for _ in reports:
+                pass
+        assert await link.stop() == 1
+        logged = capfd.readouterr().err
+        assert "a command of the agent cannot be read" in logged
+        assert "FrameError" in logged
 
     asyncio.run(scenario())

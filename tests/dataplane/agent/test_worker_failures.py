@@ -1,0 +1,100 @@
+"""A slot that breaks takes no other down: it is started again, and the streams of the others go on."""
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable
+from signal import SIGKILL
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from dataplane.agent import worker_link
+from dataplane.agent.settings import SlotSettings
+from dataplane.agent.workers import BACKOFF_MIN_S
+from dataplane.protocol.messages import Finished, Sampling
+from dataplane.worker.frames import LENGTH
+from tests.dataplane.replay_node import Node, generate, instance, running_node, settings
+from tests.dataplane.streams import read, token_ids
+
+SLOT = SlotSettings(gpus=1, memory_bytes=2 * 2**20)
+TOKENS = 400
+
+
+def two_slots(**changes: Any) -> Any:
+    return settings(slots=(SLOT, SLOT), replay_speed=2.0, worker_backoff_max_s=0.2, **changes)
+
+
+async def stream_beside(node: Node, break_slot: Callable[[], None], broken: Callable[[], bool]) -> None:
+    """Break slot 0 while a stream runs on slot 1; that one's tokens come before, during and after."""
+    made = lambda: node.agent.slots[1].stats.tokens_total  # noqa: E731
+    pid = node.agent.slots[1].pid
+    sampling = Sampling(max_tokens=TOKENS, temperature=0.0)
+    stream = asyncio.create_task(read(node, generate("long", sampling=sampling, instance_id="i2", model="other")))
+    await node.until(lambda: made() > 5)
+    break_slot()
+    await node.until(broken)
+    at_break = made()
+    assert at_break < TOKENS, "the stream still runs"
+    await node.until(lambda: made() > at_break)
+    events = await stream
+    assert isinstance(events[-1], Finished), events[-1]
+    assert len(token_ids(events)) == TOKENS
+    assert node.agent.slots[1].pid == pid, "its worker is the one it had"
+
+
+def test_a_worker_that_cannot_be_started_is_tried_again_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, tries = worker_link._start_process, list[float]()
+    may_start = True
+
+    def refuse(*args: Any) -> Any:
+        if may_start:
+            return start(*args)
+        tries.append(asyncio.get_running_loop().time())
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(worker_link, "_start_process", refuse)
+
+    async def scenario() -> None:
+        nonlocal may_start
+        async with running_node(two_slots(load_retry_s=3600.0)) as node:
+            await node.hold(1, instance(), instance("i2", slot=1, name="other"))
+            may_start, pid = False, node.agent.slots[0].pid
+            assert pid is not None
+            await stream_beside(node, lambda: os.kill(pid, SIGKILL), lambda: node.states()["i1"] == "failed")
+            failed = next(report for report in node.agent.heartbeat().instances if report.instance_id == "i1")
+            assert "ended at their start, the last by BlockingIOError" in (failed.error or "")
+            assert "Resource temporarily unavailable" in (failed.error or "")
+            await node.until(lambda: len(tries) >= 4)
+            assert len(tries) - 1 <= (tries[-1] - tries[0]) / BACKOFF_MIN_S, "it pauses between two tries"
+            may_start = True
+            await node.until(lambda: node.states() == {"i1": "ready", "i2": "ready"})
+            assert isinstance((await read(node, generate("again")))[-1], Finished)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [LENGTH.pack(2**32 - 1), LENGTH.pack(3) + b"\xc1\xc1\xc1", LENGTH.pack(1) + b"\x01"],
+    ids=["no length", "no msgpack", "no report"],
+)
+def test_a_worker_whose_report_cannot_be_read_is_replaced(frame: bytes) -> None:
+    async def scenario() -> None:
+        async with running_node(two_slots()) as node:
+            await node.hold(1, instance(), instance("i2", slot=1, name="other"))
+            slot = node.agent.slots[0]
+            link, pid = slot._link, slot.pid
+            assert link is not None
+            assert pid is not None
+            with capture_logs() as logs:
+                await stream_beside(node, lambda: link._reader.feed_data(frame), lambda: slot.pid != pid)
+            (line,) = [line for line in logs if line["event"] == "worker lost"]
+            assert (line["slot"], line["end"].split(":")[0]) == (0, "by FrameError")
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+            await node.until(lambda: node.states() == {"i1": "ready", "i2": "ready"})
+            assert isinstance((await read(node, generate("again")))[-1], Finished)
+
+    asyncio.run(scenario())
