@@ -123,7 +123,7 @@ class InUseError(ConflictError):
 
 
 class StaleIndexError(ConflictError):
-    """A plan made from a fleet that has changed since."""
+    """A plan, or a decision of scaling, made from a fleet that has changed since."""
 
     code = "stale_index"
 

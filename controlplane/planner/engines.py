@@ -15,32 +15,32 @@ from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
 from controlplane.store.engine_failures import engine_failures, note_engine_failure
-from controlplane.store.fleet import Census
+from controlplane.store.fleet import Census, take_census
 from controlplane.store.instances import running_instances, set_engine, touch_generations
 from controlplane.store.keys import record
-from controlplane.store.tables import Desired, Instance
+from controlplane.store.tables import Instance
 
 
-def send_back_failed(session: Session, census: Census, settings: Settings, *, actor: str, now_s: float) -> None:
-    """Count those that failed on their engines, and tell them to run on another, where there is one to go back to. It
-    comes before scaling, which would replace them. What nodes said of them less than `heartbeat_stale_s` ago may be of
-    the engine before.
+def send_back_failed(session: Session, settings: Settings, *, actor: str, now_s: float) -> int:
+    """Count those that failed on their engines, and tell them to run on another, where there is one to go back to;
+    returns how many failed. It comes before scaling, which would replace them. What nodes said of them less than
+    `heartbeat_stale_s` ago may be of the engine before.
     """
     failed = [
         instance
-        for instance in census.instances
-        if (instance.desired, instance.observed) == (Desired.RUNNING, InstanceState.FAILED)
-        and instance.changed_at.timestamp() <= now_s - settings.heartbeat_stale_s
+        for instance in running_instances(session, observed=InstanceState.FAILED)
+        if instance.changed_at.timestamp() <= now_s - settings.heartbeat_stale_s
         and is_engines_fault(instance.engine, instance.came_from)
     ]
     if not failed:
-        return
+        return 0
     for instance in failed:
         noted = note_engine_failure(session, instance, forget_s=2 * settings.engine_retry_max_s)
         if noted is not None:
             record(session, actor=actor, action="engine.fail", subject=instance.id, after=noted)
+    census = take_census(session, silent_s=settings.heartbeat_stale_s)
     _settle(session, failed, census, settings, actor=actor, now_s=now_s)
-    session.flush()
+    return len(failed)
 
 
 def settle_engines(session: Session, census: Census, settings: Settings, *, actor: str, now_s: float) -> int:

@@ -1,12 +1,18 @@
-"""Scaling: the plan and the live view become desired instances on slots, with their engines; spot and leases."""
+"""Scaling: the plan and the live view become desired instances on slots, with their engines; spot and leases.
+
+Only applying locks the fleet. So nobody waits while Redis is slow or a fleet takes long to decide about, and a decision
+is applied only if the fleet's version is still the one that was read before anything else.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
+import structlog
 from sqlalchemy.orm import Session
 
+from controlplane.errors import StaleIndexError
 from controlplane.planner.engines import send_back_failed, settle_engines
 from controlplane.planner.scale_facts import (
     Fleet,
@@ -16,6 +22,7 @@ from controlplane.planner.scale_facts import (
     scaling_facts,
     slot_rooms,
 )
+from controlplane.planner.scale_pools import with_dedicated
 from controlplane.policies.assignment.choose import choose_slots, moved_endpoints, settled_endpoints
 from controlplane.policies.assignment.evacuation import Evacuation, choose_evacuation
 from controlplane.policies.assignment.facts import (
@@ -32,15 +39,26 @@ from controlplane.policies.scaling.choose import choose_scaling
 from controlplane.policies.scaling.facts import ScaleStep, ScalingSettings
 from controlplane.settings import Settings
 from controlplane.store.endpoint_summary import note_outcome
-from controlplane.store.fleet import fleet_index
-from controlplane.store.instances import add_instance, set_desired, set_kind, set_succeeds, touch_generations
+from controlplane.store.fleet import fleet_version, note_change
+from controlplane.store.instances import (
+    add_instance,
+    set_dedicated,
+    set_desired,
+    set_kind,
+    set_succeeds,
+    touch_generations,
+)
 from controlplane.store.keys import record, snapshot
 from controlplane.store.redis.live import LiveStore
+from controlplane.store.session import Database
 from controlplane.store.spot import end_due_leases, give_notice
 from controlplane.store.tables import Desired, EndpointRow, LeaseEnd
 from controlplane.store.weights import sizes_of
 
 ACTOR = "scale"
+_ATTEMPTS_MAX = 5
+"""Decisions that may go stale in one run."""
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +72,7 @@ class Scaled:
     drained: int = 0
     donated: int = 0
     stopped: int = 0
+    dedicated: int = 0
     moved: int = 0
     leases_ended: int = 0
     leases_noticed: int = 0
@@ -64,15 +83,58 @@ class Scaled:
         return {name: value for name, value in vars(self).items() if isinstance(value, int) and value}
 
 
-def scale(session: Session, live: LiveStore, settings: Settings, *, now_s: float) -> Scaled:
-    """Gather, decide, apply, under the fleet's lock, so that two runs at once do not add up."""
-    fleet_index(session, lock=True)
-    ended = _end_leases(session)
-    fleet = gather_fleet(session, live, settings, now_s=now_s)
-    send_back_failed(session, fleet.census, settings, actor=ACTOR, now_s=now_s)
-    pooling = choose_pool_slots(pool_facts(fleet), now_s, stale_s=settings.heartbeat_stale_s)
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What a run decided. `dedicated`: GPUs that pooled instances get for themselves, by id. `kinds`: which requests
+    instances that serve are for. `successors`: which instance each of these succeeds.
+    """
+
+    slots: SlotDecision
+    dedicated: Mapping[str, int]
+    kinds: Mapping[str, InstanceKind]
+    successors: Mapping[str, str | None]
+    steps: tuple[ScaleStep, ...]
+    settled: Mapping[Endpoint, Mapping[str, int] | None]
+
+
+def scale(database: Database, live: LiveStore, settings: Settings, *, now_s: float) -> Scaled:
+    """Gather and decide with the fleet unlocked, then apply under its lock; what changed meanwhile is decided anew.
+
+    Raises:
+        StaleIndexError: it changed under every decision; nothing was applied, the next run decides again.
+    """
+    ended = _begin(database, settings, now_s=now_s)
+    for attempt in range(1, _ATTEMPTS_MAX + 1):
+        fleet = gather_fleet(database, live, settings, now_s=now_s)
+        decision = decide(fleet, settings, now_s=now_s)
+        try:
+            return replace(_apply(database, fleet, decision, settings, now_s=now_s), leases_ended=ended)
+        except StaleIndexError as error:
+            log.warning("the fleet changed while scaling decided", attempt=attempt, error=error.message)
+    raise StaleIndexError(f"the fleet changed under {_ATTEMPTS_MAX} decisions of scaling; the next run decides again")
+
+
+def _begin(database: Database, settings: Settings, *, now_s: float) -> int:
+    """What needs no decision about the fleet: leases that are over, instances that failed on their engines. How many
+    leases ended.
+    """
+    with database.transaction() as session:
+        fleet_version(session, lock=True)
+        ended = _end_leases(session)
+        sent_back = send_back_failed(session, settings, actor=ACTOR, now_s=now_s)
+        if ended or sent_back:
+            note_change(session)
+    return ended
+
+
+def decide(fleet: Fleet, settings: Settings, *, now_s: float) -> Decision:
+    """Pools first, then nodes that are left, then each endpoint's instances, and at last the slots for all of them."""
     gpus = {ModelGpu(model=row.model, gpu_type=row.gpu_type): row.gpus for row in fleet.census.profiles}
-    _dedicate(session, fleet, pooling.dedicates, gpus)
+    pooling = choose_pool_slots(pool_facts(fleet), now_s, stale_s=settings.heartbeat_stale_s)
+    rows = {instance.id: instance for instance in fleet.census.instances}
+    going = [rows[change.instance_id] for change in pooling.dedicates]
+    dedicated = {each.id: gpus[ModelGpu(model=each.model, gpu_type=each.gpu_type)] for each in going}
+    fleet = replace(fleet, census=with_dedicated(fleet.census, dedicated))
     instances, rooms = placed_instances(fleet), rooms_beside(pooling, slot_rooms(fleet))
     leaving = choose_evacuation(instances, rooms, stale_s=settings.heartbeat_stale_s)
     facts = scaling_facts(fleet, stranded=pooling.stranded, succeeded=leaving.succeeded)
@@ -85,42 +147,52 @@ def scale(session: Session, live: LiveStore, settings: Settings, *, now_s: float
         gpus=gpus,
         sizes=sizes_of(fleet.census.models),
     )
-    decision = joined(choose_slots(slots, now_s, _slot_settings(settings)), pooling)
-    let_go = {change.instance_id for change in (*decision.drains, *decision.donates)}
+    chosen = joined(choose_slots(slots, now_s, _slot_settings(settings)), pooling)
+    let_go = {change.instance_id for change in (*chosen.drains, *chosen.donates)}
     drains = tuple(change for change in leaving.drains if change.instance_id not in let_go)
-    decision = replace(decision, drains=(*decision.drains, *drains))
-    kinds = {change.instance_id: change.kind for change in decision.changed_kinds}
-    kinds = {each.instance_id: each.kind for each in slots.instances if each.serving} | kinds
-    _apply(session, fleet, decision, kinds)
-    set_succeeds(session, _successors(decision, leaving))
-    moved = settle_engines(session, fleet.census, settings, actor=ACTOR, now_s=now_s)
-    noticed = _give_notice(session, decision.notices, settings)
-    _note_scaled(session, (*scaling.steps, *leaving.steps), decision.unplaced, now_s=now_s)
-    settled = settled_endpoints(scaling.settled, decision.unplaced)
-    note_outcome(session, settled=settled, unplaced=_unplaced_of(decision.unplaced))
-    return Scaled(
-        started=len(decision.adds),
-        revived=len(decision.revives),
-        reclaimed=len(decision.reclaims),
-        redeployed=len(decision.redeploys),
-        drained=len(decision.drains),
-        donated=len(decision.donates),
-        stopped=len(decision.stops),
-        moved=moved,
-        leases_ended=ended,
-        leases_noticed=noticed,
-        unplaced=tuple(f"{u.count} x {u.endpoint.model} in {u.endpoint.region}: {u.reason}" for u in decision.unplaced),
+    chosen = replace(chosen, drains=(*chosen.drains, *drains))
+    changed_kinds = {change.instance_id: change.kind for change in chosen.changed_kinds}
+    return Decision(
+        slots=chosen,
+        dedicated=dedicated,
+        kinds={each.instance_id: each.kind for each in instances if each.serving} | changed_kinds,
+        successors=_successors(chosen, leaving),
+        steps=(*scaling.steps, *leaving.steps),
+        settled=settled_endpoints(scaling.settled, chosen.unplaced),
     )
 
 
-def _dedicate(session: Session, fleet: Fleet, changes: Iterable[InstanceChange], gpus: Mapping[ModelGpu, int]) -> None:
-    """Give pooled instances their slots for themselves; from here on they are as others are."""
-    rows = {instance.id: instance for instance in fleet.census.instances}
-    mine = [rows[change.instance_id] for change in changes]
-    touch_generations(session, sorted({instance.node for instance in mine}))
-    for instance in mine:
-        instance.gpus = gpus[ModelGpu(model=instance.model, gpu_type=instance.gpu_type)]
-        instance.pooled = False
+def _apply(database: Database, fleet: Fleet, decision: Decision, settings: Settings, *, now_s: float) -> Scaled:
+    """Write a decision down, if the fleet is still the one that it was made for.
+
+    Raises:
+        StaleIndexError: it has changed; nothing is written.
+    """
+    slots = decision.slots
+    with database.transaction() as session:
+        version = fleet_version(session, lock=True)
+        if version != fleet.version:
+            raise StaleIndexError(f"the fleet is at version {version}, the decision is of version {fleet.version}")
+        _write_instances(session, fleet, decision)
+        set_succeeds(session, decision.successors)
+        moved = settle_engines(session, fleet.census, settings, actor=ACTOR, now_s=now_s)
+        noticed = _give_notice(session, slots.notices, settings)
+        _note_scaled(session, decision.steps, slots.unplaced, now_s=now_s)
+        note_outcome(session, settled=decision.settled, unplaced=_unplaced_of(slots.unplaced))
+        note_change(session)
+    return Scaled(
+        started=len(slots.adds),
+        revived=len(slots.revives),
+        reclaimed=len(slots.reclaims),
+        redeployed=len(slots.redeploys),
+        drained=len(slots.drains),
+        donated=len(slots.donates),
+        stopped=len(slots.stops),
+        dedicated=len(decision.dedicated),
+        moved=moved,
+        leases_noticed=noticed,
+        unplaced=tuple(f"{u.count} x {u.endpoint.model} in {u.endpoint.region}: {u.reason}" for u in slots.unplaced),
+    )
 
 
 def _scaling_settings(settings: Settings) -> ScalingSettings:
@@ -153,16 +225,18 @@ def _end_leases(session: Session) -> int:
     return len(ended)
 
 
-def _apply(session: Session, fleet: Fleet, decision: SlotDecision, kinds: Mapping[str, InstanceKind]) -> None:
-    """Write what is wanted. `kinds`: what instances that serve shall be; those that are it already are left alone."""
+def _write_instances(session: Session, fleet: Fleet, decided: Decision) -> None:
+    """Write what is wanted; instances that are it already are left alone."""
+    decision, kinds = decided.slots, decided.kinds
     present = {instance.id: instance for instance in fleet.census.instances}
     running = {change.instance_id: change.kind for change in (*decision.revives, *decision.reclaims)}
     kinds = {name: kind for name, kind in {**kinds, **running}.items() if present[name].kind != kind}
     adds = (*decision.adds, *decision.redeploys)
     drained, donated = _ids(decision.drains), _ids(decision.donates)
     stopped = [*_ids(decision.stops), *(name for add in decision.redeploys for name in add.replaces)]
-    changed = [*running, *kinds, *drained, *donated, *stopped]
+    changed = [*decided.dedicated, *running, *kinds, *drained, *donated, *stopped]
     touch_generations(session, sorted({add.node_id for add in adds} | {present[name].node for name in changed}))
+    set_dedicated(session, decided.dedicated)
     set_desired(session, running, Desired.RUNNING)
     set_desired(session, drained, Desired.DRAINING)
     set_desired(session, donated, Desired.DRAINING, donate=True)

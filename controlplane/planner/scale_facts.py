@@ -24,10 +24,11 @@ from controlplane.policies.scaling.facts import EndpointScaleFacts, KindFacts, S
 from controlplane.settings import Settings
 from controlplane.store.demand import IW, read_demand, read_forecasts
 from controlplane.store.endpoint_summary import Backlog, backlogs
-from controlplane.store.fleet import Census, take_census
+from controlplane.store.fleet import Census, fleet_version, take_census
 from controlplane.store.pins import pins_in_force
 from controlplane.store.plans import entries_of, plan_in_force
 from controlplane.store.redis.live import EMPTY_VIEW, FleetView, LiveStore, instance_facts
+from controlplane.store.session import Database
 from controlplane.store.spot import active_leases
 from controlplane.store.tables import Desired, EndpointRow, Instance, SpotLease
 from controlplane.store.weights import room_of, sizes_of
@@ -38,11 +39,12 @@ _MINUTE_S = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """The fleet at one moment. `reports`: what nodes said of instances, by id. `observed`, `forecast`: interactive
-    tokens/s that arrive now, and that were forecast for now (for LT-UA alone). `backlogs`: deferred requests, by model.
-    `leaving`: why instances must leave a node, by its name.
+    """The fleet at one moment. `version`: that of its row at that moment, or before. `reports`: what nodes said of
+    instances, by id. `observed`, `forecast`: interactive tokens/s that arrive now, and that were forecast for now (for
+    LT-UA alone). `backlogs`: deferred requests, by model. `leaving`: why instances must leave a node, by its name.
     """
 
+    version: int
     census: Census
     view: FleetView
     reports: Mapping[str, InstanceFacts]
@@ -92,16 +94,25 @@ class Fleet:
         return {ModelGpu(model=row.model, gpu_type=row.gpu_type): row.load_time_s for row in self.census.profiles}
 
 
-def gather_fleet(session: Session, live: LiveStore, settings: Settings, *, now_s: float) -> Fleet:
-    """Read everything once. While Redis is away nothing is known of utilization, so nothing is scaled in."""
-    census = take_census(session, silent_s=settings.heartbeat_stale_s)
+def gather_fleet(database: Database, live: LiveStore, settings: Settings, *, now_s: float) -> Fleet:
+    """Read everything once, with the fleet unlocked. Of Postgres its version is read first, so that it tells of any
+    change since. While Redis is away nothing is known of utilization, so nothing is scaled in.
+    """
     view = _view(live)
+    with database.transaction() as session:
+        return _gathered(session, view, settings, now_s=now_s)
+
+
+def _gathered(session: Session, view: FleetView, settings: Settings, *, now_s: float) -> Fleet:
+    version = fleet_version(session)
+    census = take_census(session, silent_s=settings.heartbeat_stale_s)
     plan = plan_in_force(session)
     pins = pins_in_force(session, now_s)
     maxima = {Endpoint(model=row.model, region=row.region): row.instances_max for row in census.endpoints}
     beyond_plan = settings.scale_strategy == StrategyName.LT_UA
     waiting = settings.scale_strategy in {StrategyName.CHIRON, StrategyName.SILOED}
     return Fleet(
+        version=version,
         census=census,
         view=view,
         reports={facts.instance_id: facts for facts in instance_facts(view)},

@@ -1,12 +1,14 @@
 """Pools in the scale loop: what the plan in force says of them, and the pooled instances of the census."""
 
 from collections.abc import Container, Mapping
+from dataclasses import replace
 
 from controlplane.policies.assignment.pooling import PlanPools
 from controlplane.policies.assignment.pools import PooledInstance
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.store.fleet import Census
+from controlplane.store.instances import dedicated_copy
 from controlplane.store.plan_tables import Plan
 from controlplane.store.tables import Desired, Instance
 
@@ -25,6 +27,12 @@ def pools_of(plan: Plan | None, *, pins: Mapping[Endpoint, int], offered: Contai
             if endpoint in offered and endpoint not in pins:
                 occupancy[EndpointGpu(model=each["model"], region=region, gpu_type=gpu_type)] = each["occupancy"]
     return PlanPools(gpus=gpus, occupancy=occupancy)
+
+
+def with_dedicated(census: Census, gpus: Mapping[str, int]) -> Census:
+    """The census as it is once these pooled instances, by id, have so many GPUs for themselves."""
+    instances = [dedicated_copy(each, gpus=gpus[each.id]) if each.id in gpus else each for each in census.instances]
+    return replace(census, instances=instances)
 
 
 def pooled_instances(census: Census, stuck: frozenset[str]) -> tuple[PooledInstance, ...]:

@@ -199,8 +199,8 @@ def run_plan() -> None:
 @celery.task(name="scale")
 def run_scale() -> None:
     """Every 15 seconds, and after each plan."""
-    with noted(parts().database, Loop.SCALE), parts().database.transaction() as session:
-        scaled = scale(session, parts().live, parts().settings, now_s=time.time())
+    with noted(parts().database, Loop.SCALE):
+        scaled = scale(parts().database, parts().live, parts().settings, now_s=time.time())
     if changes := scaled.changes():
         log.info("scaled", **changes)
     for unplaced in scaled.unplaced:

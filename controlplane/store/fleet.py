@@ -43,11 +43,9 @@ class Catalog:
 
 def bump_index(session: Session) -> int:
     """Lock the fleet and raise its index: what people and nodes change makes older plans stale. Scaling, which follows
-    plans and load all the time, only takes the lock: plans would never live long enough to be applied.
+    plans and load all the time, only raises the version: plans would never live long enough to be applied.
     """
-    index = session.scalar(update(Fleet).where(Fleet.id == 1).values(index=Fleet.index + 1).returning(Fleet.index))
-    assert index is not None, "the migration makes the fleet's row"
-    return int(index)
+    return _raised(session, index=Fleet.index + 1, version=Fleet.version + 1)
 
 
 def _put(session: Session, row: Row) -> Row:
@@ -60,11 +58,36 @@ def _put(session: Session, row: Row) -> Row:
 
 
 def fleet_index(session: Session, *, lock: bool = False) -> int:
-    """The present index; with `lock`, nobody changes the fleet until this transaction ends."""
-    query = select(Fleet.index).where(Fleet.id == 1)
-    index = session.scalar(query.with_for_update() if lock else query)
+    """The present index; with `lock`, nobody else changes the fleet until this transaction ends, and its version
+    rises, as this transaction may.
+    """
+    if lock:
+        return _raised(session, version=Fleet.version + 1)
+    index = session.scalar(select(Fleet.index).where(Fleet.id == 1))
     assert index is not None, "the migration makes the fleet's row"
     return index
+
+
+def fleet_version(session: Session, *, lock: bool = False) -> int:
+    """How often the fleet may have changed. With `lock`, nobody else changes it until this transaction ends; one that
+    does change it then calls `note_change`.
+    """
+    query = select(Fleet.version).where(Fleet.id == 1)
+    version = session.scalar(query.with_for_update() if lock else query)
+    assert version is not None, "the migration makes the fleet's row"
+    return version
+
+
+def note_change(session: Session) -> None:
+    """This transaction has changed the fleet, in a way that makes no plan stale."""
+    _raised(session, version=Fleet.version + 1)
+
+
+def _raised(session: Session, **values: ColumnElement[int]) -> int:
+    """Lock the fleet and change its row; returns the index."""
+    index = session.scalar(update(Fleet).where(Fleet.id == 1).values(**values).returning(Fleet.index))
+    assert index is not None, "the migration makes the fleet's row"
+    return int(index)
 
 
 def find(session: Session, table: type[Row], key: str | tuple[str, str]) -> Row | None:

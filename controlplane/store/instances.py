@@ -40,9 +40,10 @@ def live_instances(session: Session) -> list[Instance]:
     return list(session.scalars(select(Instance).where(LIVE).order_by(Instance.id)))
 
 
-def running_instances(session: Session) -> list[Instance]:
-    """Every instance that is wanted to serve, oldest first."""
-    return list(session.scalars(select(Instance).where(Instance.desired == Desired.RUNNING).order_by(Instance.id)))
+def running_instances(session: Session, *, observed: InstanceState | None = None) -> list[Instance]:
+    """Every instance that is wanted to serve, oldest first; of one state, if that is named."""
+    query = select(Instance).where(Instance.desired == Desired.RUNNING).order_by(Instance.id)
+    return list(session.scalars(query if observed is None else query.where(Instance.observed == observed)))
 
 
 def list_instances(session: Session, *, after: str | None, limit: int, live_only: bool) -> Page[Instance]:
@@ -98,6 +99,19 @@ def set_desired(session: Session, ids: Iterable[str], desired: Desired, *, donat
     if desired == Desired.STOPPED:
         values["observed"] = InstanceState.STOPPED
     session.execute(update(Instance).where(Instance.id.in_(list(ids)), LIVE).values(**values))
+
+
+def dedicated_copy(instance: Instance, *, gpus: int) -> Instance:
+    """What a pooled instance is with GPUs of its own; no session knows of the copy."""
+    columns = {column.key: getattr(instance, column.key) for column in Instance.__table__.columns}
+    return Instance(**columns | {"gpus": gpus, "pooled": False})
+
+
+def set_dedicated(session: Session, gpus: Mapping[str, int]) -> None:
+    """Give pooled instances, by id, so many GPUs for themselves."""
+    for instance_id, count in gpus.items():
+        instance = session.get_one(Instance, instance_id)
+        instance.gpus, instance.pooled = count, False
 
 
 def set_kind(session: Session, ids: Iterable[str], kind: InstanceKind) -> None:

@@ -78,13 +78,15 @@ class Desired(StrEnum):
 
 class Fleet(Base):
     """One row. `index` rises with every change that people or nodes make and a plan depends on, not with scaling;
-    whoever changes the fleet locks it. `created_at`: since when loops are expected to run.
+    whoever changes the fleet locks it. `version` rises with every change, scaling's too, so that scaling sees whether
+    what it decided on has changed. `created_at`: since when loops are expected to run.
     """
 
     __tablename__ = "fleet"
     __table_args__ = (CheckConstraint("id = 1", name="single"),)
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     index: Mapped[int] = mapped_column(server_default=text("0"))
+    version: Mapped[int] = mapped_column(server_default=text("0"))
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 

@@ -84,8 +84,7 @@ class Fleet:
         with self.world.database.transaction() as session:
             fleet.touch_node(session, "n1")
         self.world.report("n1", "none", region="us-east", url=URL)
-        with self.world.database.transaction() as session:
-            moved = scale(session, self.world.live, self.settings, now_s=time.time() + later_s).moved
+        moved = scale(self.world.database, self.world.live, self.settings, now_s=time.time() + later_s).moved
         with self.world.database.transaction() as session:
             self.agent.apply(desired_of(session, "n1"))
         await until(self.settled)

@@ -35,8 +35,8 @@ def join(world: World, engine: EngineKind, *, workers: int = 1) -> None:
 
 def settle(world: World, settings: Settings, *, late_s: float = 0.0) -> int:
     """Scale so much later; how many had to move. What is wanted is ready then."""
+    moved = scale(world.database, world.live, settings, now_s=time.time() + late_s).moved
     with world.database.transaction() as session:
-        moved = scale(session, world.live, settings, now_s=time.time() + late_s).moved
         for row in session.scalars(select(Instance)):
             row.observed = InstanceState.READY
         return moved

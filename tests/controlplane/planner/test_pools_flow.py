@@ -59,8 +59,7 @@ class Fleet:
         self.beat()
         if watched and watched not in {r.model for n in self.nodes.values() for r in n.agent.reports() if accepts(r)}:
             self.gaps.append(str([(r.model, r.state) for n in self.nodes.values() for r in n.agent.reports()]))
-        with self.world.database.transaction() as session:
-            scale(session, self.world.live, self.settings, now_s=time.time())
+        scale(self.world.database, self.world.live, self.settings, now_s=time.time())
 
     async def until_rest(self, done: str, model: str | None = None) -> list[Instance]:
         """Turn until what is wanted is there: `done` says it as sorted `model:pooled` words of ready instances."""

@@ -1,13 +1,20 @@
 """Scaling: minimums, the plan, draining, and never in on what is not known."""
 
+import contextlib
+import itertools
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
-from sqlalchemy import delete, select
+from sqlalchemy import delete, select, text
 
+from controlplane.errors import StaleIndexError
 from controlplane.planner.plan import placement_facts
-from controlplane.planner.scale import Scaled, scale
+from controlplane.planner.scale import Decision, Scaled, decide, scale
+from controlplane.policies.assignment.choose import choose_slots
+from controlplane.policies.assignment.facts import SlotDecision
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.facts import PlacementSettings
@@ -19,7 +26,7 @@ from controlplane.store.instances import desired_of
 from controlplane.store.joining import join_node
 from controlplane.store.plan_tables import PlanEntry
 from controlplane.store.plans import add_plan, apply_plan
-from controlplane.store.redis.live import LiveStore
+from controlplane.store.redis.live import FleetView, LiveStore
 from controlplane.store.tables import Desired, EndpointRow, Instance, Model, Profile
 from dataplane.protocol.messages import Join, SlotSpec
 from tests.controlplane.store.test_plans import a_plan
@@ -34,8 +41,7 @@ def settings(settings: Settings) -> Settings:
 
 
 def run(world: World, settings: Settings, *, live: LiveStore | None = None, now_s: float = 1000.0) -> Scaled:
-    with world.database.transaction() as session:
-        return scale(session, live or world.live, settings, now_s=now_s)
+    return scale(world.database, live or world.live, settings, now_s=now_s)
 
 
 def ready(world: World, node: str, region: str = "us-east") -> None:
@@ -115,6 +121,99 @@ def test_two_runs_at_once_do_not_add_up(world: World, settings: Settings) -> Non
         thread.join()
     assert sorted(started) == [0, 0, 2]
     assert wanted(world) == {"running": 2}
+
+
+class Watched(LiveStore):
+    """Calls `seen` while scaling reads Redis."""
+
+    def __init__(self, settings: Settings, seen: Callable[[], None]) -> None:
+        super().__init__(settings)
+        self._seen = seen
+
+    def read_view(self) -> FleetView:
+        self._seen()
+        return super().read_view()
+
+
+def test_the_fleet_is_unlocked_while_redis_is_read_and_while_it_is_decided(
+    world: World, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free: list[str] = []
+
+    def lock(what: str) -> None:
+        with world.database.transaction() as session:
+            session.execute(text("SET LOCAL lock_timeout = '2s'"))
+            fleet.fleet_version(session, lock=True)
+        free.append(what)
+
+    def deciding(*given: Any) -> SlotDecision:
+        lock("decides")
+        return choose_slots(*given)
+
+    monkeypatch.setattr("controlplane.planner.scale.choose_slots", deciding)
+    node(world)
+    endpoint(world, 2, 4)
+    with contextlib.closing(Watched(settings, lambda: lock("reads"))) as live:
+        assert run(world, settings, live=live).started == 2
+    assert free == ["reads", "decides"]
+
+
+def test_what_changed_while_it_was_decided_is_decided_anew(
+    world: World, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator wants one at most; without that, four would be started."""
+    node(world)
+    endpoint(world, 4, 4)
+    decided: list[int] = []
+
+    def decide_late(*given: Any, **named: Any) -> Decision:
+        decision = decide(*given, **named)
+        decided.append(len(decision.slots.adds))
+        if len(decided) == 1:
+            endpoint(world, 1, 1)
+        return decision
+
+    monkeypatch.setattr("controlplane.planner.scale.decide", decide_late)
+    assert run(world, settings).started == 1
+    assert decided == [4, 1]
+    assert wanted(world) == {"running": 1}
+
+
+def test_a_fleet_that_never_rests_is_left_alone_and_that_is_told(
+    world: World, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node(world)
+    endpoint(world, 1, 4)
+    most = itertools.count(5)
+
+    def decide_late(*given: Any, **named: Any) -> Decision:
+        decision = decide(*given, **named)
+        endpoint(world, 1, next(most))
+        return decision
+
+    monkeypatch.setattr("controlplane.planner.scale.decide", decide_late)
+    with pytest.raises(StaleIndexError, match="the fleet changed under 5 decisions"):
+        run(world, settings)
+    assert wanted(world) == {}
+    monkeypatch.undo()
+    assert run(world, settings).started == 1
+
+
+def test_a_plan_makes_a_decision_stale_and_a_heartbeat_does_not(world: World, settings: Settings) -> None:
+    def version() -> int:
+        with world.database.transaction() as session:
+            return fleet.fleet_version(session)
+
+    node(world)
+    endpoint(world, 1, 4)
+    run(world, settings)
+    before = version()
+    ready(world, "n1")
+    with world.database.transaction() as session:
+        fleet.touch_node(session, "n1")
+    assert version() == before
+    follow(world, 2)
+    assert version() > before
 
 
 def test_the_plan_is_followed_out_and_in_and_back(world: World, settings: Settings) -> None:

@@ -40,8 +40,7 @@ def world(world: World) -> World:
 
 
 def run(world: World, settings: Settings) -> Scaled:
-    with world.database.transaction() as session:
-        return scale(session, world.live, settings, now_s=time.time())
+    return scale(world.database, world.live, settings, now_s=time.time())
 
 
 def follow(world: World, *, own: dict[str, int], pooled: tuple[str, ...] = (), gpus: int = 1) -> None:

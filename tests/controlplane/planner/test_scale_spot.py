@@ -328,8 +328,7 @@ def test_forecasts_are_read_for_the_strategy_that_asks_for_them(
 ) -> None:
     plan_of(world, 1)
     chosen = settings.model_copy(update={"scale_strategy": strategy})
-    with world.database.transaction() as session:
-        assert gather_fleet(session, world.live, chosen, now_s=60.0).forecast == known
+    assert gather_fleet(world.database, world.live, chosen, now_s=60.0).forecast == known
 
 
 def test_kinds_follow_the_strategy(world: World, settings: Settings) -> None:

@@ -193,8 +193,8 @@ def test_scaling_goes_on_under_a_plan_that_names_what_is_gone(world: World, sett
     drop_endpoints(world)
     with world.database.transaction() as session:
         removal.delete_model(session, MODEL)
+    assert scale(world.database, world.live, settings, now_s=1000.0).started == 2
     with world.database.transaction() as session:
-        assert scale(session, world.live, settings, now_s=1000.0).started == 2
         assert {row.model for row in session.scalars(select(Instance))} == {"other"}
 
 
@@ -205,5 +205,4 @@ def test_scaling_goes_on_under_a_plan_whose_gpu_type_is_gone(world: World, setti
         assert add_plan(session, plan, cells)
         apply_plan(session, plan_id, index=index, now_s=0.0)
         removal.delete_gpu_type(session, "H800")
-    with world.database.transaction() as session:
-        assert scale(session, world.live, settings, now_s=1000.0).started == 0
+    assert scale(world.database, world.live, settings, now_s=1000.0).started == 0
