@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from controlplane.policies import lifecycle
-from controlplane.policies.facts import Tier
-from dataplane.protocol import messages
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("controlplane", "dataplane", "forecasts", "migrations", "ops")
@@ -134,10 +132,6 @@ def test_state_charts_match_the_tables(name: str) -> None:
     drawn = set(re.findall(r"^ +(\w+) --> (\w+)$", chart, flags=re.MULTILINE))
     machine = getattr(lifecycle, name)
     assert drawn == {(before.value, after.value) for before, afters in machine.items() for after in afters}
-
-
-def test_tiers_are_the_same_on_both_sides_of_the_wire() -> None:
-    assert {tier.value for tier in Tier} == set(messages.Tier.__args__)
 
 
 def test_nothing_is_left_undone() -> None:

@@ -9,7 +9,6 @@ import msgspec
 from sqlalchemy.orm import Session
 
 from controlplane.dispatcher.steps import Step
-from controlplane.policies.facts import Tier
 from controlplane.policies.lifecycle import BatchRequestState, BatchState
 from controlplane.settings import Settings
 from controlplane.store.batch_attempts import Due
@@ -18,6 +17,7 @@ from controlplane.store.batches import ResultLine, forget_requests, models_of, m
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.files import add_file, new_file_id
 from controlplane.store.usage import Usage, UsageKey, add_batch_usage
+from dataplane.protocol.tiers import Tier
 
 _UNKNOWN_MODEL = "unknown"
 """Of failed requests of a batch that asks for several models."""

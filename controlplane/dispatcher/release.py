@@ -14,7 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from controlplane.dispatcher.results import ResultWriter
 from controlplane.errors import CapacityError, NodeError, TidepoolError, UnknownModelError
 from controlplane.policies.decisions import Release
-from controlplane.policies.facts import Backoff, Endpoint, LotFacts, ReleaseFacts, Tier
+from controlplane.policies.facts import Backoff, Endpoint, LotFacts, ReleaseFacts
 from controlplane.policies.release import ReleaseSettings, choose_backoff, choose_releases
 from controlplane.serving.demand_counter import DemandCounter
 from controlplane.serving.fleet_cache import FleetCache
@@ -30,6 +30,7 @@ from controlplane.store.queue import Claim, Outcome
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from dataplane.protocol.messages import STALE_EPOCH
+from dataplane.protocol.tiers import Tier
 
 log = structlog.get_logger()
 _RETRY_DELAY_S = 1.0

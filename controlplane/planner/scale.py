@@ -34,7 +34,7 @@ from controlplane.policies.assignment.facts import (
 )
 from controlplane.policies.assignment.pooling import joined, release_steps, rooms_beside
 from controlplane.policies.assignment.pools import choose_pool_slots
-from controlplane.policies.facts import Endpoint, InstanceKind, ModelGpu
+from controlplane.policies.facts import Endpoint, ModelGpu
 from controlplane.policies.scaling.choose import choose_scaling
 from controlplane.policies.scaling.facts import ScaleStep, ScalingSettings
 from controlplane.settings import Settings
@@ -54,6 +54,7 @@ from controlplane.store.session import Database
 from controlplane.store.spot import end_due_leases, give_notice
 from controlplane.store.tables import Desired, EndpointRow, LeaseEnd
 from controlplane.store.weights import sizes_of
+from dataplane.protocol.tiers import InstanceKind
 
 ACTOR = "scale"
 _ATTEMPTS_MAX = 5

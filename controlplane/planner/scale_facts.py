@@ -15,7 +15,7 @@ from controlplane.policies.assignment.facts import PlacedInstance, SlotRoom, Spo
 from controlplane.policies.assignment.pooling import PlanPools, planned_beside, pool_slot_facts
 from controlplane.policies.assignment.pools import PoolSlotFacts
 from controlplane.policies.demand import forecast_at
-from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, InstanceKind, ModelGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, ModelGpu
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.policies.placement.facts import StartTimes
 from controlplane.policies.routing import is_usable, utilization_of
@@ -32,6 +32,7 @@ from controlplane.store.session import Database
 from controlplane.store.spot import active_leases
 from controlplane.store.tables import Desired, EndpointRow, Instance, SpotLease
 from controlplane.store.weights import room_of, sizes_of
+from dataplane.protocol.tiers import InstanceKind
 
 _OBSERVED_S = 300
 _MINUTE_S = 60

@@ -8,8 +8,9 @@ import math
 from dataclasses import dataclass, field
 
 from controlplane.policies.decisions import Admit, NoRoute, Refuse, Wait
-from controlplane.policies.facts import AdmissionFacts, RoutingFacts, Tier
+from controlplane.policies.facts import AdmissionFacts, RoutingFacts
 from controlplane.policies.routing import RoutingSettings, choose_route, predicted_wait_s, takers
+from dataplane.protocol.tiers import Tier
 
 _RETRY_MAX_S = 60
 

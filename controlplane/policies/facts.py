@@ -2,29 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from msgspec import Struct
 
-
-class Tier(StrEnum):
-    """Tiers of requests (SageServe 2). IW-F: TTFT under 1 s; IW-N: under 60 s; NIW: a deadline, 24 h by default."""
-
-    IW_F = "IW-F"
-    IW_N = "IW-N"
-    NIW = "NIW"
-
-
-class InstanceKind(StrEnum):
-    """Which requests an instance is for: both kinds, or interactive or deferred ones only (siloed, SageServe 4)."""
-
-    MIXED = "mixed"
-    IW = "IW"
-    NIW = "NIW"
-
-    def serves(self, tier: Tier) -> bool:
-        """Whether requests of the tier may be sent to such an instance."""
-        return self == InstanceKind.MIXED or (self == InstanceKind.NIW) == (tier == Tier.NIW)
+from dataplane.protocol.tiers import InstanceKind, Objective, Tier
 
 
 class Endpoint(Struct, frozen=True, kw_only=True, order=True):
@@ -107,14 +88,6 @@ class RoutingFacts(Struct, frozen=True, kw_only=True):
     excluded: frozenset[str] = frozenset()
     avoided: frozenset[str] = frozenset()
     ttft_s: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Objective:
-    """Token k of an answer, from 0, is due `ttft_s` + k * `tbt_s` after its request came (Aegaeon 4.1)."""
-
-    ttft_s: float
-    tbt_s: float
 
 
 @dataclass(frozen=True, kw_only=True)

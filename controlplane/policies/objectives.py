@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from controlplane.policies.facts import Objective, Tier
+from dataplane.protocol.tiers import Objective, Tier
 
 
 def choose_objective(

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from controlplane.policies.decisions import Release
-from controlplane.policies.facts import Backoff, Endpoint, InstanceFacts, LotFacts, ReleaseFacts, SlotId, Tier
+from controlplane.policies.facts import Backoff, Endpoint, InstanceFacts, LotFacts, ReleaseFacts, SlotId
 from controlplane.policies.routing import is_usable, utilization_of
+from dataplane.protocol.tiers import Tier
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from controlplane.policies.decisions import NoRoute, Route
-from controlplane.policies.facts import InstanceFacts, InstanceKind, RoutingFacts, Tier
+from controlplane.policies.facts import InstanceFacts, RoutingFacts
+from dataplane.protocol.tiers import InstanceKind, Tier
 
 _MIXED = InstanceKind.MIXED
 _IW_F = Tier.IW_F

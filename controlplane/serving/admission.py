@@ -7,11 +7,12 @@ from collections import deque
 from controlplane.errors import BusyError, NoSpareCapacityError
 from controlplane.policies.admission import AdmissionSettings, choose_admission
 from controlplane.policies.decisions import Admit, Refuse, Wait
-from controlplane.policies.facts import AdmissionFacts, Tier
+from controlplane.policies.facts import AdmissionFacts
 from controlplane.policies.routing import RoutingSettings
 from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.send import Outgoing, Sender
 from controlplane.settings import Settings
+from dataplane.protocol.tiers import Tier
 
 
 class Door:

@@ -17,7 +17,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from controlplane.errors import TidepoolError, UnavailableError, UnknownModelError
-from controlplane.policies.facts import InstanceFacts, Objective, Tier
+from controlplane.policies.facts import InstanceFacts
 from controlplane.policies.objectives import choose_objective
 from controlplane.policies.routing import choose_preference
 from controlplane.serving.background import in_background
@@ -28,6 +28,7 @@ from controlplane.store.redis.live import EMPTY_VIEW, FleetView, LiveStore, inst
 from controlplane.store.session import Database
 from controlplane.store.stored_view import stored_view
 from controlplane.store.tables import Model
+from dataplane.protocol.tiers import Objective, Tier
 
 log = structlog.get_logger()
 _CATALOG_REFRESH_S = 2.0

@@ -13,7 +13,6 @@ from controlplane.errors import (
     UnknownParameterError,
     UnsupportedParameterError,
 )
-from controlplane.policies.facts import Tier
 from controlplane.serving.openai_fields import (
     ONE_PROMPT,
     TEXT_PARTS_ONLY,
@@ -29,6 +28,7 @@ from controlplane.serving.openai_fields import (
 from controlplane.serving.send import Outgoing
 from controlplane.store.tables import Model
 from dataplane.protocol.messages import ChatMessage, Sampling
+from dataplane.protocol.tiers import Tier
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default of the older endpoint

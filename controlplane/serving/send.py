@@ -15,7 +15,7 @@ import msgspec
 
 from controlplane.errors import CapacityError, NodeError
 from controlplane.policies.decisions import NoRoute, Route
-from controlplane.policies.facts import RoutingFacts, Tier
+from controlplane.policies.facts import RoutingFacts
 from controlplane.policies.health import CircuitSettings
 from controlplane.policies.routing import RoutingSettings, choose_route
 from controlplane.serving.agent_client import AgentClient
@@ -24,16 +24,8 @@ from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.tracing import attempting, step
 from controlplane.settings import Settings
 from controlplane.store.tables import Model
-from dataplane.protocol.messages import (
-    STALE_EPOCH,
-    ChatMessage,
-    Generate,
-    Objective,
-    Sampling,
-    Started,
-    StreamEvent,
-    Token,
-)
+from dataplane.protocol.messages import STALE_EPOCH, ChatMessage, Generate, Sampling, Started, StreamEvent, Token
+from dataplane.protocol.tiers import Tier
 
 _BYTES_PER_TOKEN = 4
 _OUTPUT_TOKENS_GUESS = 256
@@ -243,8 +235,8 @@ class Sender:
             request_id=f"{outgoing.request_id}.{secrets.token_hex(8)}",
             instance_id=route.instance_id,
             model=outgoing.model.name,
-            tier=outgoing.tier.value,
-            objective=None if objective is None else Objective(ttft_s=objective.ttft_s, tbt_s=objective.tbt_s),
+            tier=outgoing.tier,
+            objective=objective,
             messages=outgoing.messages,
             prompt=outgoing.prompt,
             prompt_tokens=outgoing.prompt_tokens,

@@ -10,10 +10,10 @@ import anyio.to_thread
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from controlplane.policies.facts import Tier
 from controlplane.serving.background import repeating
 from controlplane.store.session import Database
 from controlplane.store.usage import Usage, UsageKey, put_usage
+from dataplane.protocol.tiers import Tier
 
 log = structlog.get_logger()
 _FLUSH_EVERY_S = 15.0

@@ -12,7 +12,7 @@ from sqlalchemy import func, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from controlplane.policies.engines import TORCH, VLLM
-from controlplane.policies.facts import Endpoint, InstanceKind
+from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import INSTANCE, InstanceState, can_move
 from controlplane.store.demand import IW, mean_demand
 from controlplane.store.fleet import fleet_index
@@ -29,6 +29,7 @@ from dataplane.protocol.messages import (
     InstanceReport,
     ModelSpec,
 )
+from dataplane.protocol.tiers import InstanceKind
 
 _HOUR_S = 3600
 _GENERATION_MAX = 2**62
@@ -193,7 +194,7 @@ def _wanted(instance: Instance, model: Model, lease_id: str | None) -> DesiredIn
         draining=instance.desired == Desired.DRAINING and not spot,
         spot=spot,
         lease_id=lease_id,
-        kind=InstanceKind(instance.kind).value,
+        kind=InstanceKind(instance.kind),
     )
 
 

@@ -5,11 +5,11 @@ from datetime import timedelta
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from controlplane.policies.facts import InstanceKind
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.store.redis.live import FleetView, NodeView
 from controlplane.store.tables import Desired, Instance, Node
 from dataplane.protocol.messages import Heartbeat, InstanceReport
+from dataplane.protocol.tiers import InstanceKind
 
 
 def stored_view(session: Session, *, heard_s: float) -> FleetView:
@@ -26,7 +26,7 @@ def stored_view(session: Session, *, heard_s: float) -> FleetView:
             model=instance.model,
             slot=instance.slot,
             state="ready",
-            kind=InstanceKind(instance.kind).value,
+            kind=InstanceKind(instance.kind),
         )
         found.setdefault(node.name, (node, []))[1].append(report)
     now_s = float(session.scalar(select(func.extract("epoch", func.now()))) or 0)

@@ -23,9 +23,9 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from controlplane.policies.engines import Engine
-from controlplane.policies.facts import InstanceKind
 from controlplane.policies.lifecycle import InstanceState
 from dataplane.protocol.messages import EngineChoice, EngineKind
+from dataplane.protocol.tiers import InstanceKind
 
 Json = dict[str, Any]
 

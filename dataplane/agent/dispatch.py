@@ -17,7 +17,7 @@ from dataplane.agent.requests import Flight
 from dataplane.agent.workers import Slot
 from dataplane.engines.interface import EngineOutput, EngineRequest, PoolStats
 from dataplane.protocol.errors import BadRequestError, DataplaneError, WorkerLostError
-from dataplane.protocol.messages import Objective, Tier
+from dataplane.protocol.tiers import Objective, Tier
 from dataplane.scheduling.decode_slots import DecodeSlot, choose_decode_slot
 from dataplane.scheduling.pace import PrefillPace
 from dataplane.scheduling.prefill import PrefillQueue, PrefillSettings, choose_prefill_slot

@@ -28,6 +28,7 @@ from dataplane.agent.workers import Slot
 from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.protocol.errors import DataplaneError, OverloadedError, UnknownInstanceError, WorkerLostError
 from dataplane.protocol.messages import DesiredInstance, InstanceReport, InstanceState
+from dataplane.protocol.tiers import Tier
 
 _RANKS: dict[InstanceState, int] = {"failed": 0, "loading": 1, "draining": 2, "ready": 3}
 """How good a state is. A kind of slots is as good as its best one, a pool as its worst kind."""
@@ -230,8 +231,8 @@ class Pool:
         elif not instance.gpus:
             sums["kv_used_bytes"] += sum(slot.kv_used_beside_bytes(instance.instance_id) for slot in stats)
         sums["kv_capacity_bytes"] = sums["kv_used_bytes"] + free_bytes
-        wait_s, token_s = self.dispatcher.prefill_outlook(instance.instance_id, "IW-N") or (None, None)
-        urgent_wait_s, _ = self.dispatcher.prefill_outlook(instance.instance_id, "IW-F") or (None, None)
+        wait_s, token_s = self.dispatcher.prefill_outlook(instance.instance_id, Tier.IW_N) or (None, None)
+        urgent_wait_s, _ = self.dispatcher.prefill_outlook(instance.instance_id, Tier.IW_F) or (None, None)
         fits = [one.kv_tokens_max for one in stats.values()]
         return msgspec.structs.replace(
             report,

@@ -9,7 +9,8 @@ from typing import Literal, Protocol
 
 from msgspec import Struct, field
 
-from dataplane.protocol.messages import FinishReason, ModelSpec, Objective, Tier
+from dataplane.protocol.messages import FinishReason, ModelSpec
+from dataplane.protocol.tiers import Objective, Tier
 from dataplane.scheduling.pace import PrefillPace
 from dataplane.scheduling.tiers import TIER_OBJECTIVES
 

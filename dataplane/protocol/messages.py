@@ -8,11 +8,10 @@ from typing import Literal
 
 import msgspec
 
-Tier = Literal["IW-F", "IW-N", "NIW"]
+from dataplane.protocol.tiers import InstanceKind, Objective, Tier
+
 FinishReason = Literal["stop", "length"]
 InstanceState = Literal["loading", "ready", "draining", "spot", "failed"]
-InstanceKind = Literal["mixed", "IW", "NIW"]
-"""Which requests an instance is for: interactive ones, deferred ones, or both. Routing keeps to it, not the node."""
 EngineKind = Literal["torch", "vllm", "replay"]
 EngineChoice = Literal["auto", "torch", "vllm"]
 """Which engine a model's dedicated instances run on; auto: the node decides. Pooled ones always run on torch."""
@@ -20,8 +19,6 @@ STALE_EPOCH = "stale_epoch"
 """Code of the refusal of a claim that is not the newest of its fence."""
 INSTANCE_NOT_READY = "instance_not_ready"
 """Code of the refusal of a request whose instance is not on the node, or not ready there."""
-OBJECTIVE_TTFT_MAX_S = 86_400.0
-OBJECTIVE_TBT_MAX_S = 3600.0
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,24 +37,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-
-
-class Objective(msgspec.Struct, frozen=True, kw_only=True):
-    """Token k of an answer, from 0, is due `ttft_s` + k * `tbt_s` after its request came (Aegaeon 4.1)."""
-
-    ttft_s: float
-    tbt_s: float
-
-    def __post_init__(self) -> None:
-        """Refuse what no turn can be planned by.
-
-        Raises:
-            ValueError: a time is not over 0, not finite, or beyond its limit; the message names it.
-        """
-        for name, limit_s in (("ttft_s", OBJECTIVE_TTFT_MAX_S), ("tbt_s", OBJECTIVE_TBT_MAX_S)):
-            value = getattr(self, name)
-            if not 0 < value <= limit_s:
-                raise ValueError(f"{name} must be over 0 and at most {limit_s:g}, not {value}")
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +130,7 @@ class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     spot: bool = False
     lease_id: str | None = None
-    kind: InstanceKind = "mixed"
+    kind: InstanceKind = InstanceKind.MIXED
 
 
 class DesiredInstances(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,7 +212,7 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     waiting: int = 0
     error: str | None = None
-    kind: InstanceKind = "mixed"
+    kind: InstanceKind = InstanceKind.MIXED
     waits_for: str | None = None
     prefill_wait_s: float | None = None
     prefill_urgent_wait_s: float | None = None

@@ -12,7 +12,7 @@ from operator import itemgetter
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane.protocol.messages import Tier
+from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.ordering import OrderKey, OrderSettings, order_key
 
 
@@ -43,7 +43,7 @@ class PrefillRequest(Struct, frozen=True, kw_only=True):
     @property
     def in_background(self) -> bool:
         """Whether it is a batch request."""
-        return self.tier == "NIW"
+        return self.tier == Tier.NIW
 
 
 class PrefillGroup(Struct, frozen=True, kw_only=True):

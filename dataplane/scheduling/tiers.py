@@ -1,11 +1,11 @@
 """What each tier is promised where its model has no objective of its own, and which tier goes first."""
 
-from dataplane.protocol.messages import Objective, Tier
+from dataplane.protocol.tiers import Objective, Tier
 
 TIER_OBJECTIVES: dict[Tier, Objective] = {
-    "IW-F": Objective(ttft_s=1.0, tbt_s=0.1),
-    "IW-N": Objective(ttft_s=60.0, tbt_s=0.1),
-    "NIW": Objective(ttft_s=86_400.0, tbt_s=1.0),
+    Tier.IW_F: Objective(ttft_s=1.0, tbt_s=0.1),
+    Tier.IW_N: Objective(ttft_s=60.0, tbt_s=0.1),
+    Tier.NIW: Objective(ttft_s=86_400.0, tbt_s=1.0),
 }
-TIER_RANKS: dict[Tier, int] = {"IW-F": 0, "IW-N": 1, "NIW": 2}
+TIER_RANKS: dict[Tier, int] = {Tier.IW_F: 0, Tier.IW_N: 1, Tier.NIW: 2}
 """What goes first: requests of a lower rank are admitted before those of a higher one."""

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from dataplane.engines.interface import Engine, EngineRequest
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
+from dataplane.protocol.tiers import Tier
 from ops.profiling.checkpoints import VOCABULARY, BenchModel, DtypeName
 from ops.profiling.figures import Figure, interleaved, medians
 
@@ -95,7 +96,7 @@ def engine_run(engine: Engine, model: BenchModel, prompts: Sequence[tuple[int, .
                 EngineRequest(
                     request_id=request_id,
                     instance_id=model.name,
-                    tier="IW-F",
+                    tier=Tier.IW_F,
                     prompt=prompt,
                     max_tokens=TOKENS,
                     ignore_eos=True,

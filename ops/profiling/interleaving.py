@@ -22,6 +22,7 @@ from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.sequences import TokenSequence
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.protocol.messages import ModelSpec
+from dataplane.protocol.tiers import Tier
 from ops.profiling.reference import Continuation, Reference
 
 JOIN_EVERY_STEPS = 3
@@ -204,7 +205,7 @@ class Interleaving:
         request = EngineRequest(
             request_id=request_id,
             instance_id=flight.model,
-            tier="IW-N",
+            tier=Tier.IW_N,
             prompt=flight.expected.prompt,
             generated=flight.expected.tokens[: flight.at],
             max_tokens=self._settings.tokens,

@@ -19,6 +19,7 @@ from dataplane.engines.torch.copies.open import make_stream
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.memory.events import Event
+from dataplane.protocol.tiers import Tier
 from ops.profiling.checkpoints import VOCABULARY, BenchModel, DtypeName
 from ops.profiling.figures import Figure, interleaved, medians
 
@@ -65,7 +66,9 @@ class FirstTokens:
         request_id = str(next(self._numbers))
         began_s = time.perf_counter()
         engine.add(
-            EngineRequest(request_id=request_id, instance_id=model.name, tier="IW-F", prompt=self._prompt, max_tokens=1)
+            EngineRequest(
+                request_id=request_id, instance_id=model.name, tier=Tier.IW_F, prompt=self._prompt, max_tokens=1
+            )
         )
         while engine.has_work():
             engine.step()

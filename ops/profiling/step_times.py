@@ -22,6 +22,7 @@ from dataplane.engines.torch.memory.wire_rate import RATE_SAMPLE_BYTES, measured
 from dataplane.engines.torch.model.runner import run_chunks
 from dataplane.engines.torch.sequences import Chunk, TokenSequence
 from dataplane.memory.kv_cache import blocks_for
+from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.fit import DecodePoint, PrefillPoint
 
 BATCHES = (1, 4, 16)
@@ -141,7 +142,7 @@ class _Bench:
             request=EngineRequest(
                 request_id=str(number),
                 instance_id="bench",
-                tier="IW-F",
+                tier=Tier.IW_F,
                 prompt=tuple(token % self.skeleton.geometry.vocabulary for token in prompt),
                 max_tokens=1,
             ),

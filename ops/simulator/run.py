@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from controlplane.policies.admission import AdmissionSettings
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.routing import RoutingSettings
-from dataplane.protocol.messages import Objective
+from dataplane.protocol.tiers import Objective
 from dataplane.scheduling.tiers import TIER_OBJECTIVES
 from forecasts.importers.lines import DemandFileError
 from ops.simulator.kernel.events import Events

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from dataplane.engines.interface import Engine, EngineRequest
-from dataplane.protocol.messages import Tier
+from dataplane.protocol.tiers import Tier
 from tests.contracts.engines import KV_TOKENS, PREFILL_TOKENS_PER_STEP_MAX, Subject, ask
 from tests.dataplane.engines.torch.drive import drain
 

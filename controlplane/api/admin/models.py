@@ -33,7 +33,8 @@ from controlplane.api.state import SessionDep
 from controlplane.planner.schedule import enqueue
 from controlplane.store import fleet, tables
 from controlplane.store.weights import require_fit
-from dataplane.protocol.messages import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S, EngineChoice
+from dataplane.protocol.messages import EngineChoice
+from dataplane.protocol.tiers import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S
 
 router = APIRouter(tags=["admin: models"], route_class=IdempotentRoute)
 

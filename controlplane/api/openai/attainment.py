@@ -4,9 +4,9 @@ import time
 
 from controlplane.api.metrics import Metrics
 from controlplane.errors import TidepoolError
-from controlplane.policies.facts import Objective
 from controlplane.policies.objectives import tokens_in_time
 from dataplane.protocol.messages import Finished
+from dataplane.protocol.tiers import Objective
 
 _SERVER_ERRORS = 500
 _TOO_MANY = 429

@@ -20,7 +20,7 @@ from controlplane.api.request_log import CLIENT_GONE, note_failure, note_gone, p
 from controlplane.api.state import State, state_of
 from controlplane.errors import InvalidValueError, TidepoolError, UnavailableError
 from controlplane.policies.decisions import Route
-from controlplane.policies.facts import Endpoint, Tier
+from controlplane.policies.facts import Endpoint
 from controlplane.serving.openai_answers import AnswerHead, collect, openai_error, sse
 from controlplane.serving.openai_requests import (
     CHAT,
@@ -37,6 +37,7 @@ from controlplane.serving.tracing import step
 from controlplane.store.demand import IW, NIW
 from controlplane.store.request_log import OK, RequestRecord
 from dataplane.protocol.messages import Finished, StreamEvent, Token
+from dataplane.protocol.tiers import Tier
 
 router = APIRouter(tags=["interactive"])
 T = TypeVar("T")

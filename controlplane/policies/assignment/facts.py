@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from controlplane.policies.facts import Endpoint, InstanceKind, ModelGpu
+from controlplane.policies.facts import Endpoint, ModelGpu
 from controlplane.policies.fit import UNKNOWN_ROOM, ModelSize, WeightsRoom
 from controlplane.policies.scaling.facts import KindStep, ScaleStep
+from dataplane.protocol.tiers import InstanceKind
 
 
 @dataclass(frozen=True, kw_only=True)

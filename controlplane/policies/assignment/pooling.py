@@ -14,9 +14,10 @@ from functools import cached_property
 
 from controlplane.policies.assignment.facts import PlacedInstance, SlotDecision, SlotRoom
 from controlplane.policies.assignment.pools import PooledInstance, PoolSlotDecision, PoolSlotFacts
-from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceKind, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
 from controlplane.policies.fit import ModelSize
 from controlplane.policies.scaling.facts import ScaleStep
+from dataplane.protocol.tiers import InstanceKind
 
 Planned = Mapping[Endpoint, Mapping[str, int]]
 """Instances of their own, by endpoint and GPU type."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu, Tier
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.policies.placement import document_schema as schema
 from controlplane.policies.placement.document_check import check
 from controlplane.policies.placement.document_schema import DocumentError, Problem, decode
@@ -18,6 +18,7 @@ from controlplane.policies.placement.facts import (
     StartTimes,
 )
 from controlplane.policies.placement.pools import PoolLoad, occupancy_of
+from dataplane.protocol.tiers import Tier
 
 STRICTEST_FIRST = (Tier.IW_F, Tier.IW_N, Tier.NIW)
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from msgspec import UNSET
 
-from controlplane.policies.facts import Tier
 from controlplane.policies.placement import document_schema as schema
 from controlplane.policies.placement.document_schema import DocumentError, Problem
+from dataplane.protocol.tiers import Tier
 
 
 def check(problem: Problem) -> None:

@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu, Tier
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
+from dataplane.protocol.tiers import Tier
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ gives (how mixed and interactive are split, one cooldown for both) are ours.
 
 import math
 
-from controlplane.policies.facts import InstanceKind
 from controlplane.policies.scaling.facts import EndpointScaleFacts, Moment, ScaleStep, step_of
+from dataplane.protocol.tiers import InstanceKind
 
 _DUE_S_MIN = 60.0
 """A deadline nearer than this, or past, counts as so far away: no number of instances helps at once."""

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from controlplane.policies.facts import Endpoint, InstanceKind
+from controlplane.policies.facts import Endpoint
 from controlplane.policies.scaling.chiron import scale_on_backpressure
 from controlplane.policies.scaling.demand_led import scale_within_plan
 from controlplane.policies.scaling.facts import (
@@ -26,6 +26,7 @@ from controlplane.policies.scaling.plan_led import (
     scale_to_plan_on_utilization,
 )
 from controlplane.policies.scaling.reactive import scale_on_utilization, scale_silos
+from dataplane.protocol.tiers import InstanceKind
 
 STRATEGIES: Mapping[str, Strategy] = {
     StrategyName.LT_I: scale_to_plan,

@@ -10,8 +10,8 @@
 
 from dataclasses import replace
 
-from controlplane.policies.facts import InstanceKind
 from controlplane.policies.scaling.facts import EndpointScaleFacts, Moment, ScaleStep, step_of
+from dataplane.protocol.tiers import InstanceKind
 
 
 def below_minimum(facts: EndpointScaleFacts) -> tuple[ScaleStep, ...]:

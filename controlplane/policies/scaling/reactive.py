@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from controlplane.policies.facts import InstanceKind
 from controlplane.policies.scaling.facts import EndpointScaleFacts, KindFacts, Moment, ScaleStep, step_of
+from dataplane.protocol.tiers import InstanceKind
 
 
 def scale_on_utilization(facts: EndpointScaleFacts, moment: Moment) -> tuple[ScaleStep, ...]:

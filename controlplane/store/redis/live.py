@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from controlplane.errors import UnavailableError
-from controlplane.policies.facts import Endpoint, InstanceFacts, InstanceKind, SlotId
+from controlplane.policies.facts import Endpoint, InstanceFacts, SlotId
 from controlplane.settings import Settings
 from controlplane.store.tables import Model
 from dataplane.protocol.messages import Heartbeat
@@ -244,7 +244,7 @@ def instance_facts(
                     sent_tokens=sent_tokens,
                     sent_input_tokens=sent_input_tokens,
                     kv_bytes_per_token=kv_bytes.get(report.model, 0),
-                    kind=InstanceKind(report.kind),
+                    kind=report.kind,
                     prefill_wait_s=report.prefill_wait_s,
                     prefill_urgent_wait_s=report.prefill_urgent_wait_s,
                     prefill_token_s=report.prefill_token_s,

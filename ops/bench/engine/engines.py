@@ -26,6 +26,7 @@ from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.engines.vllm.interfaces import prepare_process
 from dataplane.engines.vllm.version import check_version, installed_version
 from dataplane.protocol.errors import ModelLoadError
+from dataplane.protocol.tiers import Tier
 from ops.client.screen import Columns, notes, print_json, print_table
 from ops.profiling.checkpoints import VOCABULARY, BenchModel, DtypeName, build_checkpoints, parameters_of, shape_of
 from ops.profiling.decode import PROMPT_TOKENS, STEP_TOKENS_MAX, TOKENS, engine_run
@@ -137,7 +138,7 @@ def _first_token_s(engine: Engine, models: Sequence[BenchModel], numbers: "count
     for model in models:
         prompt = tuple(range(3, 3 + SWITCH_PROMPT_TOKENS))
         request = EngineRequest(
-            request_id=f"switch-{next(numbers)}", instance_id=model.name, tier="IW-F", prompt=prompt, max_tokens=1
+            request_id=f"switch-{next(numbers)}", instance_id=model.name, tier=Tier.IW_F, prompt=prompt, max_tokens=1
         )
         began_s = time.perf_counter()
         engine.add(request)

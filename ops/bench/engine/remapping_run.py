@@ -12,6 +12,7 @@ from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.interface import EngineRequest
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
+from dataplane.protocol.tiers import Tier
 from ops.bench.engine.remapping_groups import CAPPED, Asked, Case, Load, Part, asked_of
 from ops.bench.engine.virtual_wire import VirtualTime, virtual_wires
 from ops.faults.percentiles import percentile
@@ -173,7 +174,7 @@ def _request(model: BenchModel, request_id: str, tokens: int) -> EngineRequest:
     return EngineRequest(
         request_id=request_id,
         instance_id=model.name,
-        tier="IW-N",
+        tier=Tier.IW_N,
         prompt=prompt,
         max_tokens=tokens,
         ignore_eos=True,

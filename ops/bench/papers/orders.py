@@ -17,6 +17,7 @@ from typing import Annotated, get_args
 
 import typer
 
+from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.ordering import Order
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.simulator.run import simulate
@@ -83,7 +84,7 @@ def measure_order(order: Order, seeds: int, *, group: int, **load: float) -> Mis
     found = []
     for seed in range(1, seeds + 1):
         world = simulate(scenario, seed=seed).world
-        fast, normal = world.tallies["m", "IW-F"], world.tallies["m", "IW-N"]
+        fast, normal = world.tallies["m", Tier.IW_F], world.tallies["m", Tier.IW_N]
         shares = [tally.ttft_violations / tally.ended for tally in (fast, normal)]
         found.append((*shares, fast.ttft.quantile(0.75), normal.ttft.quantile(0.75)))
     means = [sum(values) / seeds for values in zip(*found, strict=True)]

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu, Tier
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.policies.placement.facts import PlacementFacts, PlacementModel, PoolFacts, Profile, StartTimes
+from dataplane.protocol.tiers import Tier
 
 GPU_TYPES = (
     ("A100-80", 80, 2.6, 1.0),

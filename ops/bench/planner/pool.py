@@ -17,7 +17,8 @@ import typer
 from dataplane.engines.interface import EngineRequest, EngineStats, KvHandle
 from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings
 from dataplane.engines.replay.memory import REPLAY_KV_FILE
-from dataplane.protocol.messages import ModelSpec, Objective, Tier
+from dataplane.protocol.messages import ModelSpec
+from dataplane.protocol.tiers import Objective, Tier
 from dataplane.scheduling.attainment import ServedRequest, service_attainment, token_attainment
 from dataplane.scheduling.profile import GpuProfile, load_gpu_profile
 from dataplane.scheduling.schedule import TurnSettings
@@ -51,7 +52,7 @@ class PoolLoad:
     seed: int
     models: int = 20
     duration_s: float = 200.0
-    tier: Tier = "IW-F"
+    tier: Tier = Tier.IW_F
     objective: Objective | None = None
     prompt_tokens_median: float = 120.0
     output_tokens_median: float = 150.0
@@ -219,7 +220,7 @@ def _prefilled(tokens: int) -> KvHandle:
 @app.command()
 def table(
     rate: Rates = None,
-    tbt_s: Tbt = TIER_OBJECTIVES["IW-F"].tbt_s,
+    tbt_s: Tbt = TIER_OBJECTIVES[Tier.IW_F].tbt_s,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each load, from seed 1 on.")] = 6,
     duration_s: Annotated[float, typer.Option(min=1, help="How long requests come, in simulated seconds.")] = 100.0,
     as_json: AsJson = False,
@@ -233,7 +234,7 @@ def table(
                 rate_per_s=rate_per_s,
                 seed=0,
                 duration_s=duration_s,
-                objective=Objective(ttft_s=TIER_OBJECTIVES["IW-F"].ttft_s, tbt_s=tbt_s),
+                objective=Objective(ttft_s=TIER_OBJECTIVES[Tier.IW_F].ttft_s, tbt_s=tbt_s),
                 decode_only=decode_only,
             )
             figures = [measure_pool(replace(load, seed=seed), profile=profile) for seed in range(1, seeds + 1)]

@@ -4,7 +4,7 @@ import math
 
 from msgspec import Struct
 
-from dataplane.protocol.messages import Objective, Tier
+from dataplane.protocol.tiers import Objective, Tier
 from dataplane.scheduling.tiers import TIER_RANKS
 from ops.simulator.kernel.leaps import Leap
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dataplane.protocol.tiers import Tier
 from ops.simulator.results.drawing import (
     FloatArray,
     add_legend,
@@ -82,5 +83,5 @@ def both_over_time(names: tuple[str, str], a: Result, b: Result) -> str | None:
 
 def _slowest(result: Result) -> FloatArray:
     """The largest of the tiers' TTFT p95, step by step; NIW, which may wait for hours, is left out."""
-    columns = [values_of(tier.ttft_p95_s) for tier in result.series.tiers if tier.tier != "NIW"]
+    columns = [values_of(tier.ttft_p95_s) for tier in result.series.tiers if tier.tier != Tier.NIW]
     return np.fmax.reduce(columns) if columns else np.array([])

@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
-from controlplane.policies.facts import InstanceKind
 from dataplane.engines.core.pressure import KvPressure
-from dataplane.protocol.messages import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S, Tier
+from dataplane.protocol.tiers import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S, InstanceKind, Tier
 from dataplane.scheduling.ordering import Order
 from ops.simulator.kernel.costs import Batching
 from ops.simulator.kernel.scenario_values import FORMS, ByGpuType, Count, Part, Positive, Share

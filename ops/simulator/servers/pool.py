@@ -14,6 +14,7 @@ from dataplane.agent.workers import Slot
 from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.engines.replay.engine import ReplaySettings
 from dataplane.protocol.messages import ModelSpec
+from dataplane.protocol.tiers import Tier
 from dataplane.worker.frames import Unload
 from ops.simulator.kernel.events import Events
 from ops.simulator.kernel.leaps import Leap
@@ -145,8 +146,8 @@ class PoolServer:
         capacity_bytes = sum(process.engine.kv_capacity_bytes for process in decoding)
         load = self.load_alpha
         asked = model or next(iter(self._models))  # a tier is promised the same of every model
-        wait_s, token_s = self._dispatcher.prefill_outlook(asked, "IW-N") or (None, None)
-        urgent_wait_s, _ = self._dispatcher.prefill_outlook(asked, "IW-F") or (None, None)
+        wait_s, token_s = self._dispatcher.prefill_outlook(asked, Tier.IW_N) or (None, None)
+        urgent_wait_s, _ = self._dispatcher.prefill_outlook(asked, Tier.IW_F) or (None, None)
         for name in self._models if model is None else [model]:
             yield InstanceFacts(
                 instance_id=f"{self._name}/{name}",

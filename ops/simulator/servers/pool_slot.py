@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
-from controlplane.policies.facts import Endpoint, InstanceFacts, InstanceKind
+from controlplane.policies.facts import Endpoint, InstanceFacts
 from dataplane.engines.replay.engine import ReplaySettings
 from dataplane.protocol.messages import ModelSpec
+from dataplane.protocol.tiers import InstanceKind
 from ops.simulator.kernel.events import Events
 from ops.simulator.kernel.requests import Request, Served
 from ops.simulator.servers.pool import PoolServer

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable
 from math import inf
 
-from controlplane.policies.facts import Endpoint, InstanceFacts, InstanceKind
+from controlplane.policies.facts import Endpoint, InstanceFacts
+from dataplane.protocol.tiers import InstanceKind
 from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
 from ops.simulator.kernel.events import Alarm, Events
 from ops.simulator.kernel.requests import Request, Served

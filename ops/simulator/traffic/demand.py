@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from controlplane.policies.facts import Endpoint
+from dataplane.protocol.tiers import Tier
 from forecasts.series import DemandSeries
 from ops.simulator.kernel.requests import Request
 
@@ -32,7 +33,7 @@ class Demand:
         """The whole record of the interactive requests of a stream."""
         demand = cls()
         for request in requests:
-            if request.tier != "NIW":
+            if request.tier != Tier.NIW:
                 demand.count(request)
         return demand
 

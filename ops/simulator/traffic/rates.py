@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.protocol.tiers import Tier
 from forecasts.importers.lines import CsvFile, DemandFileError
 from forecasts.importers.rates import (
     AZURE_BUCKET_S,
@@ -154,7 +155,7 @@ def azure_buckets(file: CsvFile, given: Open) -> Iterator[Bucket]:
 
 def sageserve_buckets(file: CsvFile, given: Open) -> Iterator[Bucket]:
     """SageServe's prompt tokens per minute: Poisson requests, whose prompts have the given mean. "dev" is NIW."""
-    deferred = Sender(models=given.sender.models, origins=given.sender.origins, tiers={"NIW": 1.0})
+    deferred = Sender(models=given.sender.models, origins=given.sender.origins, tiers={Tier.NIW: 1.0})
     minutes: defaultdict[float, list[Flow]] = defaultdict(list)
     for workload, row in sageserve_rows(file, ImportSettings(start_s=0.0)):
         sender = given.sender if workload == "prod" else deferred

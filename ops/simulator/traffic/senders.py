@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.protocol.messages import Tier
+from dataplane.protocol.tiers import Tier
 from ops.simulator.traffic.traffic import draw_names
 
 NameArray = npt.NDArray[np.object_]

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.protocol.messages import Tier
+from dataplane.protocol.tiers import Tier
 from ops.simulator.kernel.requests import Request
 
 DAY_S = 86_400.0

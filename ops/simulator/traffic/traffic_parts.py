@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from dataplane.protocol.messages import Tier
+from dataplane.protocol.tiers import Tier
 from ops.simulator.kernel.scenario_values import Part, Positive, Share
 from ops.simulator.traffic.traffic import Lengths
 
@@ -84,7 +84,7 @@ class RecordedPart(Part):
     until_s: Positive | None = None
     origins: Shares | None = None
     models: Shares | None = None
-    tiers: TierShares = Field(default={"IW-N": 1.0})
+    tiers: TierShares = Field(default={Tier.IW_N: 1.0})
 
     @model_validator(mode="after")
     def _something(self) -> "RecordedPart":
@@ -104,7 +104,7 @@ class AegaeonPart(RecordedPart):
 
     kind: Literal["aegaeon"]
     workload: str
-    tiers: TierShares = Field(default={"IW-F": 1.0})
+    tiers: TierShares = Field(default={Tier.IW_F: 1.0})
 
 
 class ListedPart(RecordedPart):

@@ -23,8 +23,9 @@ from controlplane.policies.assignment.facts import (
     SpotFacts,
 )
 from controlplane.policies.assignment.pools import PooledInstance
-from controlplane.policies.facts import Endpoint, InstanceKind, ModelGpu
+from controlplane.policies.facts import Endpoint, ModelGpu
 from controlplane.policies.placement.facts import StartTimes
+from dataplane.protocol.tiers import InstanceKind
 from ops.simulator.kernel.events import Events, Kind
 from ops.simulator.kernel.requests import Served
 from ops.simulator.results.results import Start

@@ -6,8 +6,9 @@ A slot is in a pool while it holds pooled instances: all its GPUs count as the p
 from collections.abc import Callable, Mapping
 
 from controlplane.policies.assignment.facts import SlotAdd
-from controlplane.policies.facts import InstanceKind, RegionGpu
+from controlplane.policies.facts import RegionGpu
 from dataplane.protocol.messages import ModelSpec
+from dataplane.protocol.tiers import InstanceKind
 from ops.simulator.servers.pool_slot import PooledServer, PoolSlot
 from ops.simulator.world.usage import Use
 from ops.simulator.world.world import World

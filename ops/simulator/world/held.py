@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import TypedDict
 
-from controlplane.policies.facts import Endpoint, InstanceKind
+from controlplane.policies.facts import Endpoint
+from dataplane.protocol.tiers import InstanceKind
 from ops.simulator.results.results import State
 from ops.simulator.servers.pool_slot import PooledServer
 from ops.simulator.servers.servers import DedicatedServer

@@ -20,7 +20,7 @@ from controlplane.policies.assignment.pooling import (
     rooms_beside,
 )
 from controlplane.policies.assignment.pools import PoolSlotFacts, choose_pool_slots
-from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceKind
+from controlplane.policies.facts import Endpoint, EndpointGpu
 from controlplane.policies.routing import utilization_of
 from controlplane.policies.scaling.choose import choose_scaling, kind_for
 from controlplane.policies.scaling.facts import (
@@ -31,6 +31,7 @@ from controlplane.policies.scaling.facts import (
     ScalingFacts,
     ScalingSettings,
 )
+from dataplane.protocol.tiers import InstanceKind
 from ops.simulator.kernel.events import Kind
 from ops.simulator.world.fleet import Fleet
 from ops.simulator.world.held import Held

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.protocol.messages import Tier
+from dataplane.protocol.tiers import Tier
 from ops.simulator.kernel.requests import Request, Served
 
 FloatArray = npt.NDArray[np.float64]

@@ -4,7 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from controlplane.policies.facts import Endpoint, InstanceKind, RegionGpu
+from controlplane.policies.facts import Endpoint, RegionGpu
+from dataplane.protocol.tiers import InstanceKind
 from ops.simulator.results.results import State
 
 

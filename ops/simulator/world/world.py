@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 from controlplane.policies.admission import AdmissionSettings, choose_admission
 from controlplane.policies.decisions import NoRoute, Refuse
 from controlplane.policies.facts import AdmissionFacts, Endpoint, RoutingFacts
-from controlplane.policies.facts import Objective as PolicyObjective
-from controlplane.policies.facts import Tier as PolicyTier
 from controlplane.policies.release import ReleaseSettings
 from controlplane.policies.routing import RoutingSettings, choose_route
-from dataplane.protocol.messages import Objective, Tier
+from dataplane.protocol.tiers import Objective, Tier
 from dataplane.scheduling.tiers import TIER_OBJECTIVES
 from ops.simulator.kernel.events import ARRIVAL, TICK, EventLog, Events
 from ops.simulator.kernel.network import Network
@@ -38,7 +36,6 @@ _ATTEMPTS_MAX = 3
 _TOLD_EVERY = 1024
 _BLOCK = 1024
 """So many requests are counted at once when they are over."""
-_TIERS = {tier.value: tier for tier in PolicyTier}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +69,7 @@ class World:
         self.demand = Demand()
         self.usage = Usage()
         self.recorder = Recorder(endpoints, self.usage, self.demand)
-        self.deferred = Deferred(settings.release, settings.targets["NIW"].ttft_s)
+        self.deferred = Deferred(settings.release, settings.targets[Tier.NIW].ttft_s)
         self.tallies: defaultdict[tuple[str, Tier], Tally] = defaultdict(Tally)
         """What came of requests, by model and tier: complete when the world is over."""
         self.failures: dict[str, int] = {}
@@ -84,10 +81,6 @@ class World:
         self._traffic = traffic
         self._coming: Request | None = None
         self._network = Network(settings.regions, settings.latencies_ms)
-        self._objectives = {
-            tier: PolicyObjective(ttft_s=target.ttft_s, tbt_s=target.tbt_s) for tier, target in settings.targets.items()
-        }
-        """The targets as the policies are told them."""
 
     # Time passes.
 
@@ -124,7 +117,7 @@ class World:
             if request.arrived_s >= self.settings.learn_s:
                 self._coming = request
                 return
-            if request.tier != "NIW":
+            if request.tier != Tier.NIW:
                 self.demand.count(request)
             if number % _TOLD_EVERY == 0:
                 yield request.arrived_s
@@ -160,7 +153,7 @@ class World:
         self.log.note(request.arrived_s, ARRIVED, request.number)
         self.arrived += 1
         self.in_flight += 1
-        if request.tier == "NIW":
+        if request.tier == Tier.NIW:
             self.deferred.add(request)
         else:
             self.demand.count(request)
@@ -171,7 +164,7 @@ class World:
 
     def _admit(self, request: Request, settings: AdmissionSettings, tried: int = 0) -> None:
         """Let an interactive request in, or refuse it, which was refused `tried` times."""
-        facts = AdmissionFacts(routing=self._facts(request), objective=self._objectives[request.tier])
+        facts = AdmissionFacts(routing=self._facts(request), objective=self.settings.targets[request.tier])
         decision = choose_admission(facts, self.events.now_s, settings)
         if not isinstance(decision, Refuse):
             self._send(request)
@@ -227,7 +220,7 @@ class World:
         """A request has lost its instance, and what it had made there."""
         request = served.request
         self.log.note(self.events.now_s, INTERRUPTED, request.number)
-        if request.tier == "NIW":
+        if request.tier == Tier.NIW:
             self.deferred.put_back(request)
         else:
             self._send(request)
@@ -247,12 +240,12 @@ class World:
             instances = tuple(one for one in instances if one.endpoint.region == within)
         return RoutingFacts(
             model=request.model,
-            tier=_TIERS[tier],
+            tier=tier,
             tokens=request.prompt_tokens + request.output_tokens,
             preference=self._network.preference(request.origin) if within is None else (within,),
             instances=instances,
             excluded=tried,
-            ttft_s=self._objectives[tier].ttft_s,
+            ttft_s=self.settings.targets[tier].ttft_s,
         )
 
     def _over(self, request: Request, at_s: float) -> None:

@@ -6,16 +6,9 @@ import pytest
 
 from controlplane.policies.admission import AdmissionSettings, choose_admission
 from controlplane.policies.decisions import Admit, Refuse, Route, Wait
-from controlplane.policies.facts import (
-    AdmissionFacts,
-    Endpoint,
-    InstanceFacts,
-    InstanceKind,
-    Objective,
-    RoutingFacts,
-    Tier,
-)
+from controlplane.policies.facts import AdmissionFacts, Endpoint, InstanceFacts, RoutingFacts
 from controlplane.policies.routing import RoutingSettings, choose_route
+from dataplane.protocol.tiers import InstanceKind, Objective, Tier
 
 SETTINGS = AdmissionSettings(routing=RoutingSettings(stale_s=5.0), iw_f_margin=1.2, iw_n_margin=0.8, flex_below=0.6)
 FAST, NORMAL = Objective(ttft_s=1.0, tbt_s=0.1), Objective(ttft_s=60.0, tbt_s=0.1)

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.policies.facts import Objective, Tier
 from controlplane.policies.objectives import choose_objective, tokens_in_time
+from dataplane.protocol.tiers import Objective, Tier
 
 GOAL = Objective(ttft_s=1.0, tbt_s=0.1)
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.policies.facts import Backoff, Endpoint, InstanceFacts, InstanceKind, LotFacts, ReleaseFacts, SlotId
+from controlplane.policies.facts import Backoff, Endpoint, InstanceFacts, LotFacts, ReleaseFacts, SlotId
 from controlplane.policies.release import ReleaseSettings, choose_backoff, choose_releases
+from dataplane.protocol.tiers import InstanceKind
 
 SETTINGS = ReleaseSettings()
 HOUR_S = 3600.0

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from controlplane.policies.decisions import NoRoute, Route
-from controlplane.policies.facts import Endpoint, InstanceFacts, RoutingFacts, Tier
+from controlplane.policies.facts import Endpoint, InstanceFacts, RoutingFacts
 from controlplane.policies.routing import RoutingSettings, choose_preference, choose_route, is_usable, utilization_of
+from dataplane.protocol.tiers import Tier
 
 SETTINGS = RoutingSettings(utilization_max=0.7, stale_s=5.0)
 

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from controlplane.errors import NodeError
-from controlplane.policies.facts import Endpoint, InstanceFacts, Objective, Tier
+from controlplane.policies.facts import Endpoint, InstanceFacts
 from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.in_flight_tokens import Sending
@@ -25,6 +25,7 @@ from dataplane.agent.tokenization import TextStream
 from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.protocol import messages
 from dataplane.protocol.messages import STALE_EPOCH, Failed, Finished, Generate, Sampling, Token, encode_line
+from dataplane.protocol.tiers import Objective, Tier
 
 BYTES = "tide 🌊 naïve «STO» 海 STOP rest".encode()
 """Each byte is a token, so characters come in halves."""

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from controlplane.policies.facts import Tier
 from controlplane.serving.send import Outgoing
 from controlplane.store.tables import Model
 from dataplane.protocol.messages import ChatMessage, Sampling
+from dataplane.protocol.tiers import Tier
 
 
 def outgoing(**prompt: Any) -> Outgoing:

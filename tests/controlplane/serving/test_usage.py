@@ -9,11 +9,11 @@ import pytest
 from sqlalchemy import func, select, update
 from sqlalchemy.exc import OperationalError
 
-from controlplane.policies.facts import Tier
 from controlplane.serving.usage import UsageCounter
 from controlplane.store.session import Database
 from controlplane.store.usage import Usage, UsageKey, add_batch_usage, add_up_usage, forget_usage, read_usage
 from controlplane.store.usage_tables import UsageHour
+from dataplane.protocol.tiers import Tier
 
 LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 

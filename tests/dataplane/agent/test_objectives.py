@@ -9,7 +9,8 @@ import pytest
 from dataplane.agent.answers import engine_request
 from dataplane.agent.dispatch import Dispatcher
 from dataplane.engines.interface import EngineRequest
-from dataplane.protocol.messages import Generate, Objective, Tier
+from dataplane.protocol.messages import Generate
+from dataplane.protocol.tiers import Objective, Tier
 from dataplane.scheduling.prefill import PrefillSettings
 from dataplane.scheduling.tiers import TIER_OBJECTIVES
 from tests.dataplane.engines.replay.replayed import engine_with, request, spec

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dataplane.protocol.messages import Tier
+from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.decode import BatchFacts
 from dataplane.scheduling.prefill import PrefillQueue, PrefillRequest, PrefillSettings
 from dataplane.scheduling.schedule import SlotFacts, TurnSettings

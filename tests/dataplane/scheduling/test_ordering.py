@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from dataplane.protocol.messages import Tier
+from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.ordering import Order, OrderSettings, order_key
 from dataplane.scheduling.tiers import TIER_OBJECTIVES, TIER_RANKS
 
@@ -92,6 +92,6 @@ def test_edges_of_the_dpa_classes(left_s: float, dpa_class: int) -> None:
 
 def test_tiers_rank_as_they_are_promised() -> None:
     assert sorted(TIER_RANKS, key=TIER_RANKS.__getitem__) == ["IW-F", "IW-N", "NIW"]
-    assert set(TIER_OBJECTIVES) == set(get_args(Tier))
+    assert set(TIER_OBJECTIVES) == set(Tier)
     ttft = [TIER_OBJECTIVES[tier].ttft_s for tier in ("IW-F", "IW-N", "NIW")]
     assert ttft == sorted(ttft)

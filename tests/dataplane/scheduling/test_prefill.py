@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.protocol.messages import Tier
+from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.ordering import Order
 from dataplane.scheduling.prefill import (
     GroupState,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.protocol.messages import Tier
+from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.prefill import PrefillQueue
 from dataplane.scheduling.schedule import SlotState, Turn, TurnSettings, choose_turn, settle_shares
 from tests.dataplane.scheduling.slots import SETTINGS, SWITCH_S, batch, prefills, slot

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.protocol.messages import Tier
+from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.decode import DecodeSettings
 from dataplane.scheduling.ordering import Order
 from dataplane.scheduling.prefill import PrefillQueue, PrefillRequest, PrefillSettings

@@ -17,9 +17,10 @@ from controlplane.policies.assignment.facts import (
     SlotSettings,
     SpotFacts,
 )
-from controlplane.policies.facts import Endpoint, InstanceKind, ModelGpu
+from controlplane.policies.facts import Endpoint, ModelGpu
 from controlplane.policies.fit import ModelSize, WeightsRoom
 from controlplane.policies.scaling.facts import KindStep, ScaleStep
+from dataplane.protocol.tiers import InstanceKind
 
 A = Endpoint(model="a", region="west")
 B = Endpoint(model="b", region="west")

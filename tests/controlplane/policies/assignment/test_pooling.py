@@ -19,7 +19,8 @@ from controlplane.policies.assignment.pooling import (
     rooms_beside,
 )
 from controlplane.policies.assignment.pools import PooledInstance, PoolSlotDecision, PoolSlotFacts
-from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceKind, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
+from dataplane.protocol.tiers import InstanceKind
 
 A, B, C = (Endpoint(model=model, region="east") for model in "abc")
 POOLS = PlanPools(

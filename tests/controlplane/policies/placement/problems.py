@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu, Tier
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.decision import Placement
 from controlplane.policies.placement.facts import (
@@ -16,6 +16,7 @@ from controlplane.policies.placement.facts import (
     Profile,
     StartTimes,
 )
+from dataplane.protocol.tiers import Tier
 
 CAPACITY_MAX = 3
 STARTS = (StartTimes.of_load(0.0), StartTimes(), StartTimes(spot_other_s=200.0))

@@ -8,7 +8,7 @@ import pulp
 import pytest
 from hypothesis import given, settings
 
-from controlplane.policies.facts import Endpoint, ModelGpu, RegionGpu, Tier
+from controlplane.policies.facts import Endpoint, ModelGpu, RegionGpu
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.decision import Placement, PlacementStatus
 from controlplane.policies.placement.exact.solvers import NothingFoundError, Solved, SolverError, solve_cbc, solve_highs
@@ -19,6 +19,7 @@ from controlplane.policies.placement.facts import (
     Profile,
     StartTimes,
 )
+from dataplane.protocol.tiers import Tier
 from tests.controlplane.policies.placement.problems import EAST, EXACT, WEST, after, cell, fleet, place, small_facts
 
 

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu, Tier
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.policies.placement.document import parse, to_document
 from controlplane.policies.placement.document_schema import DocumentError, schema
 from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
 from controlplane.policies.placement.pools import PoolLoad, occupancy_of
+from dataplane.protocol.tiers import Tier
 from tests.controlplane.policies.placement.problems import small_facts
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "ops" / "scenarios" / "problem-small.json"

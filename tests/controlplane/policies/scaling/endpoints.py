@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from controlplane.policies.facts import Endpoint, InstanceKind
+from controlplane.policies.facts import Endpoint
 from controlplane.policies.scaling.choose import choose_scaling
 from controlplane.policies.scaling.facts import (
     EndpointScaleFacts,
@@ -14,6 +14,7 @@ from controlplane.policies.scaling.facts import (
     ScalingFacts,
     ScalingSettings,
 )
+from dataplane.protocol.tiers import InstanceKind
 
 HERE = Endpoint(model="m", region="west")
 NOW = 3000.0

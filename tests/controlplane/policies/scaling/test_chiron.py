@@ -2,8 +2,8 @@
 
 import pytest
 
-from controlplane.policies.facts import InstanceKind
 from controlplane.policies.scaling.facts import EndpointScaleFacts, KindStep
+from dataplane.protocol.tiers import InstanceKind
 from tests.controlplane.policies.scaling.endpoints import HERE, NOW, by_kind, decide, endpoint, kinds
 
 THETA = 100.0

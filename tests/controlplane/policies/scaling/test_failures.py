@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controlplane.policies.facts import InstanceKind
 from controlplane.policies.scaling.choose import STRATEGIES, choose_scaling, kind_for
 from controlplane.policies.scaling.facts import (
     Counts,
@@ -18,6 +17,7 @@ from controlplane.policies.scaling.facts import (
     ScalingFacts,
     ScalingSettings,
 )
+from dataplane.protocol.tiers import InstanceKind
 from tests.controlplane.policies.scaling.endpoints import HERE, NOW
 
 ALL = sorted(STRATEGIES)

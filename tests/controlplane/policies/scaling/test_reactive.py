@@ -2,9 +2,9 @@
 
 import pytest
 
-from controlplane.policies.facts import InstanceKind
 from controlplane.policies.scaling.choose import kind_for
 from controlplane.policies.scaling.facts import EndpointScaleFacts
+from dataplane.protocol.tiers import InstanceKind
 from tests.controlplane.policies.scaling.endpoints import NOW, by_kind, decide, deltas, endpoint, kinds
 
 

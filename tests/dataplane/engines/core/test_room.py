@@ -12,7 +12,7 @@ from dataplane.engines.core.room import Room
 from dataplane.engines.replay.memory import ReplayKvMemory
 from dataplane.engines.replay.models import ReplayModel, ReplaySequence, replayed
 from dataplane.engines.replay.weights import WeightsMemory
-from dataplane.protocol.messages import Tier
+from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.prefill import PrefillSettings
 from tests.dataplane.engines.replay.replayed import SETTINGS, FakeTime, request, spec
 

@@ -2,7 +2,8 @@
 
 from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings
-from dataplane.protocol.messages import ModelSpec, Tier
+from dataplane.protocol.messages import ModelSpec
+from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.costs import LatencyModel
 from dataplane.scheduling.profile import GpuProfile, ModelProfile
 

@@ -9,7 +9,8 @@ from msgspec import structs
 
 from dataplane.engines.interface import EngineOutput
 from dataplane.protocol.errors import BadRequestError, ContextLengthError, ModelLoadError, UnknownInstanceError
-from dataplane.protocol.messages import ModelSpec, Tier
+from dataplane.protocol.messages import ModelSpec
+from dataplane.protocol.tiers import Tier
 from tests.dataplane.engines.replay.replayed import SETTINGS, drain, engine_with, request, run_one, spec, tokens
 
 

@@ -11,7 +11,7 @@ from dataplane.engines.interface import EngineOutput, PoolStats
 from dataplane.engines.replay.engine import ReplayEngine
 from dataplane.engines.replay.memory import ReplayKvMemory, SequenceKv
 from dataplane.engines.replay.weights import Weights, WeightsMemory
-from dataplane.protocol.messages import Tier
+from dataplane.protocol.tiers import Tier
 from tests.dataplane.engines.replay.replayed import (
     SETTINGS,
     FakeTime,

@@ -14,7 +14,7 @@ from dataplane.engines.interface import PoolStats
 from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings
 from dataplane.engines.replay.memory import ReplayKvMemory, SequenceKv
 from dataplane.engines.replay.weights import Weights, WeightsMemory
-from dataplane.protocol.messages import Tier
+from dataplane.protocol.tiers import Tier
 from tests.dataplane.engines.replay.replayed import (
     PROFILE,
     SETTINGS,

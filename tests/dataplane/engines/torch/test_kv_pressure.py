@@ -7,7 +7,7 @@ from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.memory import wire_rate
 from dataplane.engines.torch.sequences import TokenSequence
-from dataplane.protocol.messages import Tier
+from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.decode import idle_s
 from tests.dataplane.engines.torch.deep import (
     Deep,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dataplane.protocol.messages import Objective
+from dataplane.protocol.tiers import Objective
 from ops.bench.papers import aegaeon as bench
 from ops.bench.papers import aegaeon_setup as aegaeon
 from ops.simulator.kernel.costs import InstanceSettings, ModelCosts

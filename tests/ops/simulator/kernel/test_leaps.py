@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.protocol.messages import Objective
+from dataplane.protocol.tiers import Objective
 from ops.simulator.kernel.leaps import Leap, Pace, decode_pace
 from ops.simulator.kernel.requests import Request, Served
 from ops.simulator.kernel.timeline import Timeline

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.engines.replay.engine import ReplaySettings
-from dataplane.protocol.messages import Objective
+from dataplane.protocol.tiers import Objective
 from dataplane.scheduling.attainment import ServedRequest, service_share, tokens_in_time
 from dataplane.scheduling.costs import LatencyModel
 from dataplane.scheduling.prefill import PrefillSettings

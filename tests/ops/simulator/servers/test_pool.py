@@ -6,7 +6,7 @@ import pytest
 from dataplane.engines.core.pressure import KvPressure
 from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.replay.engine import ReplaySettings
-from dataplane.protocol.messages import Objective
+from dataplane.protocol.tiers import Objective
 from dataplane.worker.frames import Add
 from ops.simulator.kernel.events import Events, Kind
 from ops.simulator.kernel.leaps import Leap

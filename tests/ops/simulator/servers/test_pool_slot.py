@@ -2,7 +2,7 @@
 
 import pytest
 
-from dataplane.protocol.messages import Objective
+from dataplane.protocol.tiers import Objective
 from ops.simulator.kernel.events import Events, Kind
 from ops.simulator.kernel.requests import Request, Served
 from ops.simulator.servers.pool_slot import PooledServer, PoolSlot

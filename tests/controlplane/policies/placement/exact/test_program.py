@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu, Tier
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.decision import Constraint, Placement
 from controlplane.policies.placement.exact.program import build_program
 from controlplane.policies.placement.facts import PlacementFacts, PlacementModel, PlacementSettings, PoolFacts, Profile
 from controlplane.policies.placement.grid import grid_of
+from dataplane.protocol.tiers import Tier
 from tests.controlplane.policies.placement.problems import EAST, EXACT, WEST, after, cell, fleet, place
 
 B_WEST = Endpoint(model="b", region="us-west")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu, Tier
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.cost import complaints_of, cost_of
 from controlplane.policies.placement.facts import (
@@ -29,6 +29,7 @@ from controlplane.policies.placement.priced.relax import Cells
 from controlplane.policies.placement.priced.repair import pool_gpus, standing_of
 from controlplane.policies.placement.priced.search import search
 from controlplane.policies.placement.priced.tables import build_tables
+from dataplane.protocol.tiers import Tier
 from ops.bench.planner.placement_problems import ProblemShape, make_problem
 
 EXACT = PlacementSettings(gap=0.0)
