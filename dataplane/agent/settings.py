@@ -26,9 +26,17 @@ class SlotSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    gpus: int = Field(1, ge=1, le=64, description="over 1 only for a replay, or as a number to plan with on a CPU")
-    memory_bytes: int = Field(ge=2**20)
-    kind: Literal["auto", SlotKind] = Field("auto", description="auto: by the agent's split and prefill_ratio")
+    gpus: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="GPUs of the worker group; more than 1 for the replay engine only, or as a planning"
+        " number on a CPU",
+    )
+    memory_bytes: int = Field(ge=2**20, description="memory of the worker group's GPUs together")
+    kind: Literal["auto", SlotKind] = Field(
+        "auto", description="requests it runs; auto: chosen from `split` and `prefill_ratio`"
+    )
 
 
 def _engine_for(values: dict[str, Any]) -> EngineKind:
@@ -48,91 +56,153 @@ class AgentSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="TIDEPOOL_AGENT_", frozen=True, extra="ignore")
 
-    node: str = Field(min_length=1, max_length=200)
-    region: str = Field(min_length=1, max_length=200)
-    gpu_type: str = Field(min_length=1, max_length=200)
-    slots: tuple[SlotSettings, ...] = Field(min_length=1, max_length=64, description="a JSON list")
+    node: str = Field(min_length=1, max_length=200, description="name of this node")
+    region: str = Field(min_length=1, max_length=200, description="name of this node's region")
+    gpu_type: str = Field(
+        min_length=1, max_length=200, description="name of this node's GPU type, as `tidepool gpu list` shows it"
+    )
+    slots: tuple[SlotSettings, ...] = Field(
+        min_length=1,
+        max_length=64,
+        description="worker groups of this node, a JSON list; their fields are listed below",
+    )
 
-    device: str = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    kv_share: float = Field(0.5, gt=0, lt=1, description="share of a slot's memory for KV; the rest holds weights")
-    batch_max: int = Field(32, ge=1, le=4096, description="sequences in a step batch")
-    slab_bytes: int | None = Field(None, ge=256, multiple_of=256, description="none: chosen by the size of the slot")
-    kv_pressure: KvPressure = Field("auto", description="what is done when KV has no room; auto: the cheapest way")
-    host_kv_bytes: int | None = Field(None, ge=0, description="host memory for KV of a slot; none: as its own KV")
-    cache_dir: Path | None = Field(None, description="folder in memory for models and KV; none: one that ends with us")
-    cache_bytes: int = Field(8 * 2**30, ge=1, description="host memory for the models of all slots, less where short")
-    host_wait_max_s: float = Field(60.0, gt=0, description="how long a model may wait for host memory before it fails")
-    checkpoints_dir: Path = Field(Path("~/.cache/tidepool/checkpoints"), description="where remote ones are fetched to")
+    device: str = Field("cpu", description="PyTorch device: cpu, cuda, or cuda:N")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="data type of weights and KV cache")
+    kv_share: float = Field(
+        0.5, gt=0, lt=1, description="share of a worker group's memory for KV cache; the rest holds weights"
+    )
+    batch_max: int = Field(32, ge=1, le=4096, description="sequences in one step's batch")
+    slab_bytes: int | None = Field(
+        None,
+        ge=256,
+        multiple_of=256,
+        description="size of a memory slab, a multiple of 256; unset: chosen from the worker group's memory",
+    )
+    kv_pressure: KvPressure = Field("auto", description="action when the KV cache is full; auto: the cheapest")
+    host_kv_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="host memory for offloaded KV cache, per worker group; unset: as much as its KV cache"
+        " on the device",
+    )
+    cache_dir: Path | None = Field(
+        None,
+        description="folder in memory (tmpfs) for host copies of models and KV cache; unset: one that is"
+        " deleted on exit",
+    )
+    cache_bytes: int = Field(
+        8 * 2**30,
+        ge=1,
+        description="host memory for models of all worker groups; less is used where the file system is smaller",
+    )
+    host_wait_max_s: float = Field(
+        60.0, gt=0, description="how long a model load may wait for host memory before it fails"
+    )
+    checkpoints_dir: Path = Field(
+        Path("~/.cache/tidepool/checkpoints"), description="folder that remote checkpoints are downloaded to"
+    )
     checkpoint_roots: tuple[Path, ...] | None = Field(
-        None, description="folders that models' paths may lie in, a JSON list; none: anywhere on this node"
+        None, description="folders that model paths must lie in, a JSON list; unset: any folder of this node"
     )
     private_hosts: tuple[str, ...] = Field(
-        (), description="names, addresses, networks to fetch from though they are not public, a JSON list"
+        (),
+        description="host names, addresses and networks that may be fetched from although they are not"
+        " public, a JSON list",
     )
-    checkpoint_bytes_max: int = Field(4 * 2**40, ge=1, description="of one remote checkpoint")
-    checkpoint_time_max_s: float = Field(6 * 3600.0, gt=0, description="to fetch one")
+    checkpoint_bytes_max: int = Field(4 * 2**40, ge=1, description="size of one remote checkpoint")
+    checkpoint_time_max_s: float = Field(6 * 3600.0, gt=0, description="time limit for downloading one checkpoint")
 
-    split: bool = Field(False, description="split the slots of a TP size into prefill and decode slots")
-    prefill_ratio: float = Field(0.5, gt=0, lt=1, description="share of the slots of a TP size that prefill")
+    split: bool = Field(
+        False, description="disaggregate prefill and decode: divide the worker groups of each size into both kinds"
+    )
+    prefill_ratio: float = Field(
+        0.5, gt=0, lt=1, description="share of the worker groups of each size that prefill, where `split` is set"
+    )
     together: bool = Field(
         False,
-        description="let the slots of a TP size that do both serve together: an instance stands on each of them, and to"
-        " the control plane they are one slot",
+        description="place each instance on all worker groups of a size; the control plane sees them as one",
     )
     engine: EngineKind = Field(
         default_factory=_engine_for,
-        description="of dedicated instances whose model leaves it open, by default vLLM on a GPU where it is installed,"
-        " else torch; replay: of all",
+        description="engine of dedicated instances whose model names none, by default vLLM on a GPU where"
+        " it is installed, else torch; replay: of all instances",
     )
     vllm_models_max: int = Field(
-        1, ge=1, le=64, description="models on a slot that vLLM runs; over 1 they take turns, without CUDA graphs"
+        1,
+        ge=1,
+        le=64,
+        description="models that share one vLLM worker group; more than 1 time-slice it, without CUDA graphs",
     )
-    order: Literal["fcfs", "edf", "pf", "dpa"] = Field("edf", description="which prefill goes first")
-    group_requests_max: int = Field(8, ge=1, description="prefills of one model before another's turn")
-    quota_max_s: float = Field(4.0, gt=0, description="longest decode turn while others wait")
-    prefill_share: float = Field(0.5, gt=0, lt=1, description="share of a slot's time for prefill while decodes wait")
-    prefetch: bool = Field(True, description="bring the weights of the next model early")
+    order: Literal["fcfs", "edf", "pf", "dpa"] = Field(
+        "edf",
+        description="order of waiting prefills; fcfs: arrival, edf: earliest deadline, pf: tier and then"
+        " arrival, dpa: deadline and tier",
+    )
+    group_requests_max: int = Field(8, ge=1, description="prefills of one model before the next model is scheduled")
+    quota_max_s: float = Field(4.0, gt=0, description="longest decode time slice while other models wait")
+    prefill_share: float = Field(
+        0.5, gt=0, lt=1, description="share of a worker group's time for prefill while decodes wait"
+    )
+    prefetch: bool = Field(True, description="load the weights of the next scheduled model in advance")
 
-    profile: Path | None = Field(None, description="GPU profile of the replay engine")
-    replay_speed: float = Field(1.0, gt=0, description="divides every replayed time")
-    replay_mean_tokens: int | None = Field(None, ge=1, description="mean length of replayed answers; none: max_tokens")
+    profile: Path | None = Field(None, description="GPU profile of the replay engine, a JSON file")
+    replay_speed: float = Field(1.0, gt=0, description="factor that divides every replayed time")
+    replay_mean_tokens: int | None = Field(
+        None, ge=1, description="mean length of replayed answers; unset: max_tokens of the request"
+    )
 
-    host: str = Field("127.0.0.1", description="loopback: only the control plane's own network should reach an agent")
-    port: int = Field(0, ge=0, le=65535, description="0 takes a free one")
-    tls_cert_file: Path | None = Field(None, description="the agent's certificate and those above it, PEM; none: http")
-    tls_key_file: Path | None = Field(None, description="... and its private key, PEM")
+    host: str = Field(
+        "127.0.0.1",
+        description="address that the agent listens on; an agent should be reachable from the control"
+        " plane's network only",
+    )
+    port: int = Field(0, ge=0, le=65535, description="port that the agent listens on; 0 for a free one")
+    tls_cert_file: Path | None = Field(None, description="certificate chain of the agent, PEM; unset: plain HTTP")
+    tls_key_file: Path | None = Field(None, description="private key of `tls_cert_file`, PEM")
     tls_ca_file: Path | None = Field(
         None,
-        description="PEM: who may have signed a gateway's certificate, instead of the system's authorities",
+        description="authorities that a gateway's certificate is verified against, PEM; unset: the system's",
     )
-    advertise_url: str | None = Field(None, description="how the control plane reaches this agent")
-    control_url: str = "http://127.0.0.1:8080"
-    node_key: SecretStr = Field(min_length=8, description="what we show to the control plane")
+    advertise_url: str | None = Field(
+        None, description="URL at which the control plane reaches this agent; unset: from `host` and `port`"
+    )
+    control_url: str = Field("http://127.0.0.1:8080", description="URL of a gateway, which heartbeats are sent to")
+    node_key: SecretStr = Field(min_length=8, description="key that this agent presents to the control plane")
     fleet_key: SecretStr | None = Field(
-        None, min_length=8, description="what the control plane shows to us (its node_key); none: our node_key"
+        None,
+        min_length=8,
+        description="key that the control plane presents to this agent (its node_key); unset: `node_key`",
     )
 
-    queue_max: int = Field(256, ge=1, description="requests in flight on one slot")
-    body_bytes_max: int = Field(8 * 2**20, ge=1024)
-    stop_strings_max: int = Field(16, ge=1)
-    long_prompt_chars: int = Field(2**16, ge=1, description="characters from which a prompt is a long one")
-    long_prompts_max: int = Field(2, ge=1, le=64, description="long prompts that are tokenized at once")
+    queue_max: int = Field(256, ge=1, description="requests in flight on one worker group")
+    body_bytes_max: int = Field(8 * 2**20, ge=1024, description="size of a request's body")
+    stop_strings_max: int = Field(16, ge=1, description="stop strings of a request")
+    long_prompt_chars: int = Field(2**16, ge=1, description="length from which a prompt counts as long")
+    long_prompts_max: int = Field(2, ge=1, le=64, description="long prompts that are tokenized at the same time")
     fences_max: int = Field(
-        10_000, ge=1, description="deferred requests not in flight whose newest claim is remembered"
+        10_000,
+        ge=1,
+        description="batch requests no longer in flight whose newest claim is remembered, to reject outdated ones",
     )
-    heartbeat_every_s: float = Field(1.0, gt=0, le=60)
-    heartbeat_gap_s: float = Field(0.2, gt=0, description="least time between two heartbeats")
-    control_timeout_s: float = Field(3.0, gt=0, description="less than the time after which a silent node is unknown")
-    control_backoff_max_s: float = Field(2.0, gt=0)
-    worker_backoff_max_s: float = Field(2.0, gt=0.1)
-    worker_losses_max: int = Field(3, ge=0, description="workers a request may lose before it fails")
-    worker_wait_max_s: float = Field(45.0, gt=0, description="how long a request waits for a worker after it lost one")
-    load_retry_s: float = Field(30.0, gt=0)
+    heartbeat_every_s: float = Field(1.0, gt=0, le=60, description="interval between heartbeats")
+    heartbeat_gap_s: float = Field(
+        0.2, gt=0, description="shortest interval between two heartbeats when something changed"
+    )
+    control_timeout_s: float = Field(
+        3.0, gt=0, description="limit for a heartbeat; keep it below the control plane's `heartbeat_stale_s`"
+    )
+    control_backoff_max_s: float = Field(2.0, gt=0, description="longest delay before a failed heartbeat is repeated")
+    worker_backoff_max_s: float = Field(2.0, gt=0.1, description="longest delay before a worker process is restarted")
+    worker_losses_max: int = Field(3, ge=0, description="worker processes that may die under a request before it fails")
+    worker_wait_max_s: float = Field(45.0, gt=0, description="how long a request waits for a worker after losing one")
+    load_retry_s: float = Field(30.0, gt=0, description="delay before a failed model load is retried")
     handover_max_s: float = Field(
-        20.0, ge=0, description="how long to serve after SIGTERM while successors start on other nodes; SIGINT skips it"
+        20.0,
+        ge=0,
+        description="how long to keep serving after SIGTERM while replacements start on other nodes; SIGINT skips it",
     )
-    shutdown_grace_s: float = Field(5.0, ge=0, description="how long streams may go on after that")
+    shutdown_grace_s: float = Field(5.0, ge=0, description="how long open streams may continue after that")
 
     @model_validator(mode="after")
     def _replay_has_profile(self) -> Self:

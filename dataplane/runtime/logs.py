@@ -27,8 +27,10 @@ class LogSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="TIDEPOOL_LOG_", frozen=True, extra="ignore")
 
-    level: Literal["debug", "info", "warning", "error"] = Field("info", description="the least level that is written")
-    format: Literal["console", "json"] = Field("console", description="lines for people, or one JSON object a line")
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least severe level that is written"
+    )
+    format: Literal["console", "json"] = Field("console", description="lines for people, or one JSON object per line")
 
 
 @contextmanager
