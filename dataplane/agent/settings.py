@@ -1,5 +1,6 @@
 """One frozen, validated settings object of an agent. Every name can be set as `TIDEPOOL_AGENT_<NAME>`."""
 
+import os
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -8,6 +9,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dataplane.checkpoints.local import Sources
 from dataplane.checkpoints.sources import FetchRules
+from dataplane.engines.core.devices import visible_gpus
 from dataplane.engines.core.pressure import KvPressure, vllm_refusal
 from dataplane.engines.vllm.version import TESTED, check_version, installed_version
 from dataplane.protocol.errors import ModelLoadError
@@ -233,6 +235,16 @@ class AgentSettings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _gpus_are_visible(self) -> Self:
+        if self.engine != "replay":
+            for index in range(len(self.slots)):
+                try:
+                    visible_gpus(self.gpus_of(index), os.environ)
+                except ModelLoadError as error:
+                    raise ValueError(f"slots.{index}: {error}") from error
+        return self
+
+    @model_validator(mode="after")
     def _tls_files_are_there(self) -> Self:
         check_tls_files(self.tls_cert_file, self.tls_key_file, self.tls_ca_file)
         return self
@@ -260,11 +272,20 @@ class AgentSettings(BaseSettings):
             raise ValueError("host_kv_bytes must be over 0 where slots prefill: requests are handed over through it")
         return self
 
-    def device_of(self, slot: int) -> str:
-        """The device of a slot: the first of its GPUs where `device` is just "cuda"."""
-        if self.device != "cuda":
-            return self.device
-        return f"cuda:{sum(before.gpus for before in self.slots[:slot])}"
+    def gpus_of(self, slot: int) -> range:
+        """Which of the GPUs that the agent sees are a slot's; none on a CPU. Where `device` is just "cuda", slots have
+        them one after the other; "cuda:N" is the first one of every slot.
+        """
+        kind, _, first = self.device.partition(":")
+        if kind != "cuda":
+            return range(0)
+        start = int(first) if first else sum(before.gpus for before in self.slots[:slot])
+        return range(start, start + self.slots[slot].gpus)
+
+    @property
+    def worker_device(self) -> str:
+        """The device of a worker as it sees it: the first of the GPUs that are its slot's."""
+        return "cuda:0" if self.device.partition(":")[0] == "cuda" else self.device
 
     @property
     def turns(self) -> TurnSettings:

@@ -1,11 +1,10 @@
 """The agent's end of one worker process: start it, talk to it, be sure that it is gone."""
 
 import asyncio
-import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Self
 
 from dataplane.worker.frames import LENGTH, Command, Configure, Report, body_length, decode_report, encode_frame
@@ -25,8 +24,8 @@ class WorkerLink:
         self._writer = writer
 
     @classmethod
-    async def start(cls, configure: Configure) -> Self:
-        """Start a worker process and tell it what to be.
+    async def start(cls, configure: Configure, environment: Mapping[str, str]) -> Self:
+        """Start a worker process in that environment and tell it what to be.
 
         Raises:
             OSError: the machine has no process, descriptor or memory for one.
@@ -35,7 +34,7 @@ class WorkerLink:
         process = None
         try:
             with theirs:
-                process = _start_process(theirs.fileno())
+                process = _start_process(theirs.fileno(), environment)
             reader, writer = await asyncio.open_connection(sock=ours)
         except BaseException:
             ours.close()
@@ -85,12 +84,12 @@ class WorkerLink:
             return await asyncio.to_thread(self._process.wait)
 
 
-def _start_process(descriptor: int) -> subprocess.Popen[bytes]:
+def _start_process(descriptor: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """A worker in a process group of its own: a Ctrl-C is for the agent, whose streams may still end well."""
     return subprocess.Popen(
         [sys.executable, "-m", "dataplane.worker.main", str(descriptor)],
         pass_fds=(descriptor,),
         stdin=subprocess.DEVNULL,
-        env={"OMP_NUM_THREADS": "1"} | os.environ,
+        env=environment,
         process_group=0,
     )

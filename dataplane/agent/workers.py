@@ -6,8 +6,9 @@ the requests that were lost with it where they can go on, or keeps them for a wh
 """
 
 import asyncio
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -20,6 +21,7 @@ from dataplane.agent.settings import AgentSettings
 from dataplane.agent.tokenization import Text
 from dataplane.agent.worker_link import WorkerLink
 from dataplane.checkpoints.local import ProgressLog
+from dataplane.engines.core.devices import VISIBLE, visible_gpus
 from dataplane.engines.core.pressure import vllm_refusal
 from dataplane.engines.interface import EngineOutput, EngineStats, InstanceStats
 from dataplane.engines.vllm.version import check_version
@@ -238,7 +240,8 @@ class Slot:
         self._said_hello = self._makes_way = False
         kv_file = self._files.new_kv_file(self.index) if self.kind == "prefill" else None
         engine, self._worker_started_s = self._engine, time.monotonic()
-        link = await WorkerLink.start(configure(self._settings, self.index, kv_file, self._files, engine))
+        asked = configure(self._settings, self.index, kv_file, self._files, engine)
+        link = await WorkerLink.start(asked, worker_environment(self._settings, self.index, os.environ))
         self._link, self._makes_way = link, engine != self._engine
         log.info("worker started", slot=self.index, kind=self.kind, engine=engine, pid=link.pid)
         if self._makes_way:
@@ -302,6 +305,17 @@ def engine_of(instance: DesiredInstance, default: EngineKind) -> EngineKind:
     return default if instance.model.engine == "auto" else instance.model.engine
 
 
+def worker_environment(settings: AgentSettings, index: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a worker of a slot, from the agent's own. It sees the slot's GPUs and no others: a thread of
+    it that chooses none takes the first one.
+    """
+    given = {"OMP_NUM_THREADS": "1"} | dict(environment)
+    gpus = settings.gpus_of(index)
+    if gpus and settings.engine != "replay":
+        given[VISIBLE] = visible_gpus(gpus, environment)
+    return given
+
+
 def configure(
     settings: AgentSettings, index: int, host_kv_file: Path | None, files: HostFiles, engine: EngineKind
 ) -> Configure:
@@ -309,7 +323,7 @@ def configure(
     slot = settings.slots[index]
     return Configure(
         engine=engine,
-        device=settings.device_of(index),
+        device=settings.worker_device,
         dtype=settings.dtype,
         weights_bytes=settings.weights_bytes(slot),
         kv_bytes=settings.kv_bytes(slot),

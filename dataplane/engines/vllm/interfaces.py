@@ -29,6 +29,7 @@ import os
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+from dataplane.engines.core.devices import VISIBLE, visible_gpus
 from dataplane.engines.vllm.version import installed_version
 from dataplane.protocol.errors import ModelLoadError
 
@@ -50,27 +51,12 @@ def prepare_process(device: str, environment: MutableMapping[str, str] = os.envi
         environment.setdefault(name, value)
     kind, _, index = device.partition(":")
     if kind == "cuda" and index:
-        environment["CUDA_VISIBLE_DEVICES"] = visible_gpu(int(index), environment)
+        environment[VISIBLE] = visible_gpus([int(index)], environment)
 
 
 def layout_settings(environment: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
     """What the environment tells vLLM, which may choose kernels by it, and by them how weights are laid out."""
     return sorted((name, value) for name, value in environment.items() if name.startswith("VLLM_"))
-
-
-def visible_gpu(index: int, environment: Mapping[str, str]) -> str:
-    """The name of the process's GPU number `index`.
-
-    Raises:
-        ModelLoadError: the process sees fewer.
-    """
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return str(index)
-    names = [name for name in visible.split(",") if name]
-    if index >= len(names):
-        raise ModelLoadError(f"device cuda:{index} is not among CUDA_VISIBLE_DEVICES={visible}")
-    return names[index]
 
 
 def check_interfaces(engine: Any) -> None:

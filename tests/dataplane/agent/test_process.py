@@ -241,8 +241,19 @@ def test_slots_become_pools(slots: Any, changes: dict[str, Any], kinds: str, poo
 def test_each_slot_has_its_own_gpu() -> None:
     slots = tuple(SlotSettings(gpus=gpus, memory_bytes=2**22) for gpus in (1, 2, 1))
     given = settings(slots=slots, device="cuda")
-    assert [given.device_of(slot) for slot in range(3)] == ["cuda:0", "cuda:1", "cuda:3"]
-    assert settings(slots=slots, device="cpu").device_of(2) == "cpu"
+    assert [list(given.gpus_of(slot)) for slot in range(3)] == [[0], [1, 2], [3]]
+    assert given.worker_device == "cuda:0", "of those that the worker sees"
+    assert list(settings(slots=slots, device="cuda:2").gpus_of(0)) == [2]
+    on_cpu = settings(slots=slots, device="cpu")
+    assert (list(on_cpu.gpus_of(2)), on_cpu.worker_device) == ([], "cpu")
+
+
+def test_a_slot_beyond_the_visible_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7")
+    slots = tuple(SlotSettings(gpus=1, memory_bytes=2**22) for _ in range(3))
+    assert settings(slots=slots[:2], device="cuda", engine="torch").slots == slots[:2]
+    with pytest.raises(ValueError, match=r"slots\.2: device cuda:2 is not among CUDA_VISIBLE_DEVICES=4,GPU-7"):
+        settings(slots=slots, device="cuda", engine="torch")
 
 
 def test_short_turns_are_short() -> None:

@@ -38,7 +38,7 @@ def request(request_id: str, max_tokens: int = 3, instance_id: str = "i1") -> En
 
 async def start() -> tuple[WorkerLink, AsyncIterator[Report]]:
     ours = settings()
-    link = await WorkerLink.start(configure(ours, 0, None, HostFiles(ours, "boot"), ours.engine))
+    link = await WorkerLink.start(configure(ours, 0, None, HostFiles(ours, "boot"), ours.engine), os.environ)
     return link, link.reports()
 
 

@@ -1,0 +1,26 @@
+"""Which GPUs a worker process sees: those of its slot alone, so that no thread of it can use another's by mistake."""
+
+from collections.abc import Iterable, Mapping
+
+from dataplane.protocol.errors import ModelLoadError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_gpus(indices: Iterable[int], environment: Mapping[str, str]) -> str:
+    """What CUDA_VISIBLE_DEVICES must be for a process that shall see these of the GPUs that `environment` shows. Names
+    such as UUIDs are kept.
+
+    Raises:
+        ModelLoadError: `environment` shows fewer.
+    """
+    visible = environment.get(VISIBLE)
+    if visible is None:
+        return ",".join(str(index) for index in indices)
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    chosen = []
+    for index in indices:
+        if index >= len(names):
+            raise ModelLoadError(f"device cuda:{index} is not among {VISIBLE}={visible}")
+        chosen.append(names[index])
+    return ",".join(chosen)
