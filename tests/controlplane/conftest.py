@@ -54,9 +54,9 @@ def template_database(postgres_url: str) -> Iterator[str]:
 
 @pytest.fixture
 def database_url(postgres_url: str, template_database: str) -> Iterator[str]:
-    """Address of a migrated, empty database of this test alone."""
+    """Address of a migrated, empty database of this test alone, copied by file: quicker than through the WAL."""
     name = f"test_{uuid_utils.uuid7().hex}"
-    _run(postgres_url, f"CREATE DATABASE {name} TEMPLATE {template_database}")
+    _run(postgres_url, f"CREATE DATABASE {name} TEMPLATE {template_database} STRATEGY file_copy")
     yield _text(make_url(postgres_url).set(database=name))
     _run(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
 

@@ -246,6 +246,7 @@ def test_every_process_survives_servers_that_hang(system: System) -> None:
         _answers(system)
 
 
+@pytest.mark.slow
 def test_a_node_whose_agent_was_killed_is_lost_wherever_one_looks(system: System) -> None:
     def shown() -> dict[str, object]:
         """What each way of looking says of the only node and its instances."""

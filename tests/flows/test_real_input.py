@@ -56,6 +56,7 @@ def _import_weeks(admin: Api) -> int:
     return int(answer["first_s"]) + BUSY_HOUR_S
 
 
+@pytest.mark.slow
 def test_real_weeks_are_forecast_planned_scaled_and_served(make_stack: StackMaker, tmp_path: Path) -> None:
     with make_stack(tmp_path) as stack, client_of(stack) as client, admin_of(stack) as admin:
         for region in SHARE:

@@ -14,6 +14,12 @@ from tests.controlplane.api.conftest import Ask
 from tests.controlplane.world import World, until
 
 
+@pytest.fixture
+def settings(settings: Settings) -> Settings:
+    """Nobody waits for an instance: there is no node."""
+    return settings.model_copy(update={"request_start_wait_s": 0.0})
+
+
 def test_a_refusal_says_what_uses_it_in_a_form_for_scripts(ask: Ask, fleet: None) -> None:
     refused = ask("DELETE", "/admin/models/llama", status=409)
     assert refused["code"] == "in_use"

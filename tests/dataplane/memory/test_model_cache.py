@@ -200,6 +200,7 @@ def _acquire_many(folder: Path, seed: int) -> None:
         model.release()
 
 
+@pytest.mark.slow
 def test_processes_share_a_cache_that_holds_three_of_five_models(tmp_path: Path) -> None:
     processes = [SPAWN.Process(target=_acquire_many, args=(tmp_path, seed)) for seed in range(3)]
     for process in processes:

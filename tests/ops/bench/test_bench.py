@@ -131,6 +131,7 @@ def test_a_paced_wire_takes_its_time_and_moves_the_bytes() -> None:
     assert target.equal(source)
 
 
+@pytest.mark.slow
 def test_decode_against_transformers(models: list[BenchModel]) -> None:
     found = measure_decode(models, device="cpu", dtype="float32", rounds=1)
     assert found.value == pytest.approx(

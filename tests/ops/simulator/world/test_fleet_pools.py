@@ -87,6 +87,7 @@ def run_checked(operated: Operated, monkeypatch: pytest.MonkeyPatch, wanted: lis
     assert list(world.run())
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(seed=st.integers(0, 10_000), failing=st.booleans(), slots=st.sampled_from([1, 2]))
 def test_whatever_plans_come_each_request_ends_once_and_nobody_wanted_loses_his_last(
