@@ -20,7 +20,7 @@ from controlplane.api.request_log import RequestRecords
 from controlplane.api.state import State
 from controlplane.api.tenant_limits import LimitKeeper
 from controlplane.api.tracing import Traces
-from controlplane.serving.admission import Door
+from controlplane.serving.admission import AdmissionController
 from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.demand_counter import DemandCounter
 from controlplane.serving.fleet_cache import FleetCache
@@ -92,8 +92,8 @@ def _state_of_process(settings: Settings, client: AgentClient) -> State:
     fleet = FleetCache(database, live, settings)
     metrics = Metrics()
     sender = Sender(fleet, client, settings)
-    door = Door(fleet, sender, settings)
-    metrics.watch_flex(lambda: door.waiting)
+    admission = AdmissionController(fleet, sender, settings)
+    metrics.watch_flex(lambda: admission.waiting)
     return State(
         settings=settings,
         database=database,
@@ -102,7 +102,7 @@ def _state_of_process(settings: Settings, client: AgentClient) -> State:
         keys=KeyCache(database, settings),
         fleet=fleet,
         sender=sender,
-        door=door,
+        admission=admission,
         demand=DemandCounter(live, gateway=True),
         metrics=metrics,
         limits=LimitKeeper(LimitStore(settings), metrics, settings),

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from controlplane.api.credentials import KeyCache
 from controlplane.api.metrics import Metrics
 from controlplane.api.tenant_limits import LimitKeeper
-from controlplane.serving.admission import Door
+from controlplane.serving.admission import AdmissionController
 from controlplane.serving.demand_counter import DemandCounter
 from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.request_log import RequestLog
@@ -45,7 +45,7 @@ class State:
     keys: KeyCache
     fleet: FleetCache
     sender: Sender
-    door: Door
+    admission: AdmissionController
     demand: DemandCounter
     metrics: Metrics
     limits: LimitKeeper

@@ -1,4 +1,4 @@
-"""The gateway's door: interactive requests are let in or refused, flex requests wait in line for spare room."""
+"""Admission at a gateway: interactive requests are admitted or refused, flex requests queue for spare capacity."""
 
 import asyncio
 import time
@@ -15,8 +15,8 @@ from controlplane.settings import Settings
 from dataplane.protocol.tiers import Tier
 
 
-class Door:
-    """Lets requests in; one for a gateway. Lines of flex requests are by model, first come, first served."""
+class AdmissionController:
+    """Admits requests; one for each gateway. Flex requests queue by model, first come, first served."""
 
     def __init__(self, fleet: FleetCache, sender: Sender, settings: Settings) -> None:
         self._fleet = fleet

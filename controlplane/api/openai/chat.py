@@ -130,7 +130,7 @@ class Answering:
         sending = self._state.sender.send(self._outgoing, self._tried)
         try:
             with step("admission"):
-                await self._state.door.enter(self._outgoing)
+                await self._state.admission.enter(self._outgoing)
             async for events in sending:
                 for event in events:
                     if isinstance(event, Token):

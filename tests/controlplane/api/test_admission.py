@@ -67,7 +67,7 @@ def test_flex_requests_wait_in_order_until_there_is_room(world: World) -> None:
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
         for number, thread in enumerate(threads):
             thread.start()
-            until(lambda number=number: gateway.state.door.waiting == number + 1)
+            until(lambda number=number: gateway.state.admission.waiting == number + 1)
         gateway.chat(429, service_tier="flex")
         gateway.chat(200, service_tier="default")
         assert "tidepool_flex_waiting 3.0" in gateway.http.get("/metrics").text
@@ -76,7 +76,7 @@ def test_flex_requests_wait_in_order_until_there_is_room(world: World) -> None:
             thread.join()
         assert ended == [200] * 3
         assert [asked.prompt for asked in agent.asked if asked.prompt] == ["p0", "p1", "p2"]
-        until(lambda: gateway.state.door.waiting == 0)
+        until(lambda: gateway.state.admission.waiting == 0)
 
 
 def test_a_flex_client_that_goes_away_leaves_the_line(world: World) -> None:
@@ -87,8 +87,8 @@ def test_a_flex_client_that_goes_away_leaves_the_line(world: World) -> None:
         address = httpx.URL(gateway.url)
         with socket.create_connection((address.host, address.port), timeout=PATIENCE_S) as client:
             client.sendall((head + sized).encode() + body)
-            until(lambda: gateway.state.door.waiting == 1)
-        until(lambda: gateway.state.door.waiting == 0)
+            until(lambda: gateway.state.admission.waiting == 1)
+        until(lambda: gateway.state.admission.waiting == 0)
 
 
 class Timed(FakeAgent):
