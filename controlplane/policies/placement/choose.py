@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from controlplane.policies.facts import Endpoint, ModelGpu
-from controlplane.policies.placement.cost import complaints_of, fleet_cost, gap_of, grid_cost
+from controlplane.policies.placement.cost import fleet_cost, gap_of, grid_cost, violations_of
 from controlplane.policies.placement.decision import (
     Placement,
     PlacementEntry,
@@ -116,9 +116,9 @@ def _by_prices(grid: Grid, settings: PlacementSettings, should_stop: Callable[[]
 
 
 def _fitting(grid: Grid, answer: Answer, solver: str) -> Answer:
-    complaints = complaints_of(grid, answer.counts, answer.pooled, answer.pool_gpus)
-    if complaints:
-        raise SolverError(f"{solver} answered what does not fit: {'; '.join(complaints)}")
+    violations = violations_of(grid, answer.counts, answer.pooled, answer.pool_gpus)
+    if violations:
+        raise SolverError(f"{solver} answered what does not fit: {'; '.join(violations)}")
     return answer
 
 

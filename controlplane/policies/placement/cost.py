@@ -26,7 +26,7 @@ def cost_of(
     pooled: Set[EndpointGpu] = frozenset(),
     pool_gpus: Mapping[RegionGpu, int] | None = None,
 ) -> float:
-    """Cost per hour of any placement, also of one that does not fit (`complaints_of` says so).
+    """Cost per hour of any placement, also of one that does not fit (`violations_of` says so).
 
     Args:
         facts: the fleet and the demand.
@@ -143,7 +143,7 @@ def gap_of(objective: float, bound: float, fleet_cost_per_hour: float) -> float:
     return above / reference if reference else 0.0
 
 
-def complaints_of(
+def violations_of(
     grid: Grid, counts: Mapping[EndpointGpu, int], pooled: Set[EndpointGpu], pool_gpus: Mapping[RegionGpu, int]
 ) -> tuple[str, ...]:
     """What a placement breaks that nothing may break: capacity, maximum or pin, and what pools can hold."""

@@ -17,7 +17,7 @@ import highspy
 import pulp
 import typer
 
-from controlplane.policies.placement.cost import complaints_of, fleet_cost, gap_of, grid_cost
+from controlplane.policies.placement.cost import fleet_cost, gap_of, grid_cost, violations_of
 from controlplane.policies.placement.exact.program import build_program
 from controlplane.policies.placement.exact.solvers import solve_highs
 from controlplane.policies.placement.facts import PlacementSettings
@@ -117,7 +117,7 @@ def _ours(grid: Grid, shape: ProblemShape, seed: int, gap: float, limit_s: float
         reached = None if bound is None else gap_of(cost, bound, fleet)
     else:
         found = solve_grid(grid, gap, PriceSettings(), lambda: watch.read()["cpu_s"] > limit_s)
-        assert not complaints_of(grid, found.counts, found.pooled, found.pool_gpus)
+        assert not violations_of(grid, found.counts, found.pooled, found.pool_gpus)
         fleet, reached, solver = fleet_cost(grid, found.counts, found.pool_gpus), found.gap, "ours, by prices"
     row = Solving(solver=solver, shape=_named(shape), seed=seed, wanted_gap=gap, gap=reached, **watch.read())
     return row, fleet
@@ -182,7 +182,7 @@ def _large(shape: ProblemShape) -> LargeFleet:
     layout_s = watch.read()["cpu_s"]
     found = solve_grid(grid, 0.01, PriceSettings(), lambda: False)
     read = watch.read()
-    assert not complaints_of(grid, found.counts, found.pooled, found.pool_gpus)
+    assert not violations_of(grid, found.counts, found.pooled, found.pool_gpus)
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return LargeFleet(
         shape=_named(shape),
@@ -215,7 +215,7 @@ def measure_pools(shape: ProblemShape) -> PoolSaving:
 
 def _placed(grid: Grid) -> tuple[PricedSolution, int]:
     found = solve_grid(grid, 0.005, PriceSettings(), lambda: False)
-    assert not complaints_of(grid, found.counts, found.pooled, found.pool_gpus)
+    assert not violations_of(grid, found.counts, found.pooled, found.pool_gpus)
     gpus = {cell.key: cell.profile.gpus for cell in grid.cells}
     instances = sum(count * gpus[key] for key, count in found.counts.items())
     return found, instances + sum(found.pool_gpus.values())

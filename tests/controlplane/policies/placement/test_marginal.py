@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from controlplane.policies.facts import EndpointGpu, RegionGpu
 from controlplane.policies.placement.choose import choose_placement
-from controlplane.policies.placement.cost import complaints_of, cost_of
+from controlplane.policies.placement.cost import cost_of, violations_of
 from controlplane.policies.placement.decision import Constraint, PlacementEntry
 from controlplane.policies.placement.facts import PlacementFacts
 from controlplane.policies.placement.grid import grid_of
@@ -90,6 +90,6 @@ def test_it_is_the_rise_of_the_objective(facts: PlacementFacts) -> None:
         if any(each.endpoint == entry.endpoint for each in placement.pooled):
             continue
         without = counts | {key(entry): entry.before}
-        if not complaints_of(grid_of(facts, EXACT), without, pooled, pool_gpus):
+        if not violations_of(grid_of(facts, EXACT), without, pooled, pool_gpus):
             rise = cost_of(facts, EXACT, without, pooled, pool_gpus) - cost_of(facts, EXACT, counts, pooled, pool_gpus)
             assert entry.cost_if_not == pytest.approx(rise, rel=1e-6, abs=1e-6)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.policies.placement.choose import choose_placement
-from controlplane.policies.placement.cost import complaints_of, cost_of
+from controlplane.policies.placement.cost import cost_of, violations_of
 from controlplane.policies.placement.facts import (
     PlacementFacts,
     PlacementModel,
@@ -93,7 +93,7 @@ def small_facts(draw: st.DrawFn, *, pools: bool | None = None) -> PlacementFacts
 
 def _fits(facts: PlacementFacts, found: PricedSolution) -> None:
     grid = grid_of(facts, EXACT)
-    assert complaints_of(grid, found.counts, found.pooled, found.pool_gpus) == ()
+    assert violations_of(grid, found.counts, found.pooled, found.pool_gpus) == ()
     cost = cost_of(facts, EXACT, found.counts, found.pooled, found.pool_gpus)
     assert found.objective == pytest.approx(cost, rel=1e-9, abs=1e-9)
     assert found.bound <= found.objective
@@ -156,7 +156,7 @@ def test_a_choice_among_columns_fits_and_is_never_worse(facts: PlacementFacts) -
     found = standing_of(near.columns, choice)
     counts, pooled = tables.counts_by_key(found.counts), tables.pooled_keys(found.pooled)
     gpus = tables.pool_gpus_by_key(pool_gpus(tables, np.arange(len(tables.home)), found.pooled))
-    assert complaints_of(grid, counts, pooled, gpus) == ()
+    assert violations_of(grid, counts, pooled, gpus) == ()
     if not any(facts.spot.values()):
         moves_of_pools = sum(abs(gpus.get(row.place, 0) - row.pool_before) for row in grid.places) * tables.move_price
         cost = cost_of(facts, EXACT, counts, pooled, gpus)
@@ -267,7 +267,7 @@ def test_a_fleet_of_some_size_is_placed_within_the_gap_asked_for(pools: bool) ->
     facts = make_problem(ProblemShape(models=12, regions=6, gpu_types=3, seed=5, skew=3.6, pools=pools))
     how = PlacementSettings(gap=0.02)
     found = solve_by_prices(facts, how)
-    assert complaints_of(grid_of(facts, how), found.counts, found.pooled, found.pool_gpus) == ()
+    assert violations_of(grid_of(facts, how), found.counts, found.pooled, found.pool_gpus) == ()
     assert found.gap <= how.gap
     assert bool(found.pooled) is pools
 

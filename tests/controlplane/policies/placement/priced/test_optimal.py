@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
-from controlplane.policies.placement.cost import complaints_of, cost_of
+from controlplane.policies.placement.cost import cost_of, violations_of
 from controlplane.policies.placement.decision import Placement, PlacementStatus
 from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings, Profile
 from controlplane.policies.placement.grid import grid_of
@@ -207,7 +207,7 @@ def check(facts: PlacementFacts) -> None:
         pool_gpus={at: choice.pool_gpus.get(at, 0) for at in facts.capacity},
     )
     assert _fits(facts, full), "over capacity, maximum or pin"
-    assert complaints_of(grid_of(facts, EXACT), full.counts, full.pooled, full.pool_gpus) == ()
+    assert violations_of(grid_of(facts, EXACT), full.counts, full.pooled, full.pool_gpus) == ()
     best = min(oracle.cost(each) for each in choices_of(facts))
     assert oracle.cost(full) == pytest.approx(best, rel=1e-6, abs=1e-6)
     assert cost_of(facts, EXACT, full.counts, full.pooled, full.pool_gpus) == pytest.approx(best, rel=1e-6, abs=1e-6)
