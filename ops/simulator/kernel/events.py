@@ -3,7 +3,7 @@ compared.
 
 Events of one moment run in this order, whatever the order in which they were asked for:
 
-1. END: a step, a leap of steps or a transfer is over. What it frees is free for all that follows.
+1. END: a step, a fast-forward of steps or a transfer is over. What it frees is free for all that follows.
 2. ARRIVAL: a request comes, at the gateway or at an instance. It sees what ended at its moment.
 3. TICK: views are taken, deferred requests are released. They see all of their moment.
 

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from dataplane.protocol.tiers import Objective, Tier
 from dataplane.scheduling.tiers import TIER_RANKS
-from ops.simulator.kernel.leaps import Leap
+from ops.simulator.kernel.fast_forwards import FastForward
 
 
 class Request(Struct, frozen=True, gc=False):
@@ -60,14 +60,14 @@ class Served(Struct, eq=False):
         late_s = at_s - self.next_due_s
         self.take(1, late_s, 1 if late_s <= 0 else 0, at_s)
 
-    def leap(self, leap: Leap) -> None:
+    def fast_forward(self, fast_forward: FastForward) -> None:
         """A token is out after each of many steps."""
         if not self.made:
-            self.first_s = leap.ended_s(1)
+            self.first_s = fast_forward.ended_s(1)
         due_s, tbt_s = self.next_due_s, self.target.tbt_s
-        late_s = leap.late_s(due_s, tbt_s)
-        in_time = leap.steps if late_s <= 0 else leap.in_time(due_s, tbt_s)
-        self.take(leap.steps, late_s, in_time, leap.ended_s(leap.steps))
+        late_s = fast_forward.late_s(due_s, tbt_s)
+        in_time = fast_forward.steps if late_s <= 0 else fast_forward.in_time(due_s, tbt_s)
+        self.take(fast_forward.steps, late_s, in_time, fast_forward.ended_s(fast_forward.steps))
 
     def take(self, tokens: int, late_s: float, in_time: int, last_s: float) -> None:
         """Tokens are out: the most that one of them was late, how many were not, and when the last one left."""

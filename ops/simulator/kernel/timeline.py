@@ -2,14 +2,14 @@
 
 All sequences of a batch get their tokens at the same moments. That of step g was out at t(g); to a request with a TBT
 of d it is late by t(g) - g d, plus what hangs on the request alone. The largest t(g) - g d from a step on answers for
-all of them. Who joins does so where a leap begins, and within a leap lateness is convex: the larger one of its first
-and last step is all that is kept of it.
+all of them. Who joins does so where a fast-forward begins, and within a fast-forward lateness is convex: the larger one
+of its first and last step is all that is kept of it.
 """
 
 import math
 from bisect import bisect_left
 
-from ops.simulator.kernel.leaps import Leap
+from ops.simulator.kernel.fast_forwards import FastForward
 
 
 class Timeline:
@@ -18,7 +18,7 @@ class Timeline:
     def __init__(self) -> None:
         self.step = 0
         self.over_s = math.nan
-        self.leaps: list[Leap] = []
+        self.fast_forwards: list[FastForward] = []
         """Those that are remembered."""
         self._firsts: list[int] = []
         """The first step of each."""
@@ -28,23 +28,23 @@ class Timeline:
     def expect(self, tbt_s: float) -> None:
         """Somebody with this TBT joins."""
         if tbt_s not in self._lates_s:
-            self._lates_s[tbt_s] = [math.nan] * len(self.leaps)
+            self._lates_s[tbt_s] = [math.nan] * len(self.fast_forwards)
 
-    def add(self, leap: Leap, over_s: float) -> None:
+    def add(self, fast_forward: FastForward, over_s: float) -> None:
         """Steps that follow those before, the last of them over at `over_s`."""
         first = self.step + 1
-        self.step = last = self.step + leap.steps
+        self.step = last = self.step + fast_forward.steps
         self.over_s = over_s
-        first_over_s = leap.started_s + leap.pace.first_s
+        first_over_s = fast_forward.started_s + fast_forward.pace.first_s
         self._firsts.append(first)
-        self.leaps.append(leap)
+        self.fast_forwards.append(fast_forward)
         for tbt_s, lates_s in self._lates_s.items():
             first_late_s, late_s = first_over_s - first * tbt_s, over_s - last * tbt_s
             lates_s.append(first_late_s if first_late_s > late_s else late_s)
 
     def late_s(self, first: int, due_s: float, tbt_s: float) -> float:
-        """The most that a step from `first` on, with which a leap begins, was late: that one is due at `due_s`, each
-        later one a TBT after.
+        """The most that a step from `first` on, with which a fast-forward begins, was late: that one is due at `due_s`,
+        each later one a TBT after.
         """
         return max(self._lates_s[tbt_s][bisect_left(self._firsts, first) :]) - due_s + first * tbt_s
 
@@ -52,13 +52,13 @@ class Timeline:
         """How many steps from `first` on were not late."""
         place = bisect_left(self._firsts, first)
         return sum(
-            leap.in_time(due_s + (began - first) * tbt_s, tbt_s)
-            for began, leap in zip(self._firsts[place:], self.leaps[place:], strict=True)
+            fast_forward.in_time(due_s + (began - first) * tbt_s, tbt_s)
+            for began, fast_forward in zip(self._firsts[place:], self.fast_forwards[place:], strict=True)
         )
 
     def forget(self, first: int) -> None:
-        """Nobody asks any more about steps before `first`, with which a leap begins."""
+        """Nobody asks any more about steps before `first`, with which a fast-forward begins."""
         place = bisect_left(self._firsts, first)
-        del self._firsts[:place], self.leaps[:place]
+        del self._firsts[:place], self.fast_forwards[:place]
         for lates_s in self._lates_s.values():
             del lates_s[:place]

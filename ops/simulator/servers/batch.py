@@ -1,15 +1,15 @@
-"""The sequences that an instance decodes together, and their KV. Steps are taken in leaps: see `leaps`."""
+"""The sequences that an instance decodes together, and their KV. Steps are taken many at once: see `fast_forwards`."""
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
 from dataplane.engines.core.room import choose_victim
 from dataplane.scheduling.costs import LatencyModel
-from ops.simulator.kernel.leaps import Leap, Pace
+from ops.simulator.kernel.fast_forwards import FastForward, Pace
 from ops.simulator.kernel.requests import Sequence
 from ops.simulator.kernel.timeline import Timeline
 
-LEAPS_KEPT = 256
+FAST_FORWARDS_KEPT = 256
 """When there are more, and twice as many as were needed the last time, it is seen to which of them nobody needs."""
 
 
@@ -26,7 +26,7 @@ class Batch:
         self._timeline = Timeline()
         self._ends: list[tuple[int, int, Sequence]] = []
         """Those that decode by their last step and order, as a heap."""
-        self._leaps_max = LEAPS_KEPT
+        self._fast_forwards_max = FAST_FORWARDS_KEPT
 
     def __iter__(self) -> Iterator[Sequence]:
         """Those that decode."""
@@ -54,7 +54,7 @@ class Batch:
         free_tokens = self._kv_tokens_max - reserved_tokens - self.context_tokens
         return steps if steps * self.size <= free_tokens else free_tokens // self.size
 
-    def leap(self, now_s: float, steps_max: int, reserved_tokens: int) -> Leap | None:
+    def fast_forward(self, now_s: float, steps_max: int, reserved_tokens: int) -> FastForward | None:
         """The steps that it takes from now on, at most so many; None: there is no room for one, or nobody decodes."""
         if not self.size:
             return None
@@ -62,21 +62,23 @@ class Batch:
         if steps < 1:
             return None
         first_s, growth_s = self._latency.decode_pace_s(self.context_tokens, self.size)
-        return Leap(now_s, Pace(first_s, growth_s), steps if steps < steps_max else steps_max)
+        return FastForward(now_s, Pace(first_s, growth_s), steps if steps < steps_max else steps_max)
 
-    def advance(self, leap: Leap, over_s: float) -> list[Sequence]:
-        """Take the steps of a leap that is over at `over_s`, and let those out that have ended, in order of arrival."""
+    def advance(self, fast_forward: FastForward, over_s: float) -> list[Sequence]:
+        """Take the steps of a fast-forward that is over at `over_s`, and let those out that have ended, in order of
+        arrival.
+        """
         timeline, ends = self._timeline, self._ends
-        timeline.add(leap, over_s)
-        self.context_tokens += leap.steps * self.size
+        timeline.add(fast_forward, over_s)
+        self.context_tokens += fast_forward.steps * self.size
         step, ended = timeline.step, []
         while ends and ends[0][0] <= step:
             ended.append(self._leave(heappop(ends)[2], over_s))
         if not ends:
             timeline.forget(step + 1)
-        elif len(timeline.leaps) > self._leaps_max:
+        elif len(timeline.fast_forwards) > self._fast_forwards_max:
             timeline.forget(min(sequence.joined for sequence in self) + 1)
-            self._leaps_max = max(LEAPS_KEPT, 2 * len(timeline.leaps))
+            self._fast_forwards_max = max(FAST_FORWARDS_KEPT, 2 * len(timeline.fast_forwards))
         return ended
 
     def drive_out(self, now_s: float) -> Sequence:

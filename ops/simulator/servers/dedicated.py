@@ -4,7 +4,7 @@ What it does next is asked of the live slot's policies wherever there is a choic
 prompts are prefilled, and `settle_shares` whether one goes before the batch: where there is one model and nothing to
 switch, that is all there is to a turn. Where only one thing can be done it is done unasked.
 
-    waiting --prefill (several prompts, or a piece of one)--> batch --leaps--> ended
+    waiting --prefill (several prompts, or a piece of one)--> batch --fast-forwards--> ended
                                                               |    ^
                                                   no room for KV   room, after a transfer
                                                               v    |
@@ -22,7 +22,7 @@ from math import inf
 from dataplane.scheduling.schedule import Kind as TurnKind
 from dataplane.scheduling.schedule import settle_shares
 from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
-from ops.simulator.kernel.leaps import Leap
+from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.kernel.requests import Request, Sequence, Served
 from ops.simulator.servers.batch import Batch
 from ops.simulator.servers.prompts import Prompts
@@ -57,10 +57,11 @@ class Instance:
         self._over_s = self._prefill_spent_s = self._decode_spent_s = 0.0
         self._owed: TurnKind | None = None
         """The turn policy's account of shares."""
-        self._leap: Leap | None = None
+        self._fast_forward: FastForward | None = None
         self._chunks: list[tuple[Sequence, int]] = []
-        """What runs, if anything does: a leap of decode steps, or a prefill step of sequences and how many tokens of
-        each."""
+        """What runs, if anything does: a fast-forward of decode steps, or a prefill step of sequences and how many
+        tokens of each.
+        """
         self._takes_s = 0.0
         self._over_at_s = inf
         """How long that takes, and when it is over."""
@@ -89,7 +90,7 @@ class Instance:
         return request.prompt_tokens + request.output_tokens <= self.kv_tokens_max
 
     def submit(self, served: Served, now_s: float) -> None:
-        """Take in a request that fits. A leap that runs ends with the step it is in."""
+        """Take in a request that fits. A fast-forward that runs ends with the step it is in."""
         if self.next_s <= now_s:
             self.advance(now_s)
         request = served.request
@@ -112,26 +113,26 @@ class Instance:
     def advance(self, now_s: float) -> None:
         """Live through all that ends by then."""
         while self.next_s <= now_s:
-            at_s, leap = self._over_at_s, self._leap
+            at_s, fast_forward = self._over_at_s, self._fast_forward
             if self._arrives_s < at_s:
                 self._arrive()
                 continue
             self.busy_s += self._takes_s
-            if leap is not None:
-                self._leap = None
-                self._decoded(leap, at_s)
+            if fast_forward is not None:
+                self._fast_forward = None
+                self._decoded(fast_forward, at_s)
             else:
                 self._prefilled(at_s)
             self._go_on(at_s)
 
     def _cut_or_begin(self, now_s: float) -> None:
-        """Something has come: end the leap with the step that runs now, or begin where nothing runs."""
-        leap = self._leap
-        if leap is not None:
-            if leap.steps > 1:
-                steps = leap.pace.steps_to(now_s - leap.started_s)
-                if steps < leap.steps:
-                    self._decode(Leap(leap.started_s, leap.pace, steps), now_s)
+        """Something has come: end the fast-forward with the step that runs now, or begin where nothing runs."""
+        fast_forward = self._fast_forward
+        if fast_forward is not None:
+            if fast_forward.steps > 1:
+                steps = fast_forward.pace.steps_to(now_s - fast_forward.started_s)
+                if steps < fast_forward.steps:
+                    self._decode(FastForward(fast_forward.started_s, fast_forward.pace, steps), now_s)
         elif not self._chunks:
             self._go_on(now_s)
 
@@ -151,21 +152,21 @@ class Instance:
                 return
         elif self._weighs and batch.size and self._over_s + self._prefill_spent_s >= self._settings.turns.burst_s:
             self._settle(prefill=False, decode=True)  # the batch may have to catch up
-        leap = batch.leap(now_s, steps_max, self._reserved_tokens)
-        while leap is None and batch.size:
+        fast_forward = batch.fast_forward(now_s, steps_max, self._reserved_tokens)
+        while fast_forward is None and batch.size:
             self.driven_out_total += 1
             insort(self._away, batch.drive_out(now_s), key=lambda sequence: sequence.key)
-            leap = batch.leap(now_s, steps_max, self._reserved_tokens)
-        if leap is not None:
-            self._decode(leap, now_s)
+            fast_forward = batch.fast_forward(now_s, steps_max, self._reserved_tokens)
+        if fast_forward is not None:
+            self._decode(fast_forward, now_s)
         elif not self._prefill(prompts.begun, now_s):
             self._run_until(inf)
 
-    def _decode(self, leap: Leap, now_s: float) -> None:
-        """Begin a leap, or what is left of it."""
-        self._leap = leap
-        self._takes_s = takes_s = leap.pace.seconds(leap.steps)
-        over_at_s = leap.started_s + takes_s
+    def _decode(self, fast_forward: FastForward, now_s: float) -> None:
+        """Begin a fast-forward, or what is left of it."""
+        self._fast_forward = fast_forward
+        self._takes_s = takes_s = fast_forward.pace.seconds(fast_forward.steps)
+        over_at_s = fast_forward.started_s + takes_s
         self._run_until(over_at_s if over_at_s > now_s else now_s)
 
     def _run_until(self, over_at_s: float) -> None:
@@ -173,20 +174,20 @@ class Instance:
         self._over_at_s = over_at_s
         self.next_s = over_at_s if over_at_s < self._arrives_s else self._arrives_s
 
-    def _decoded(self, leap: Leap, now_s: float) -> None:
-        """A leap is over. The turn policy is asked before every step; where steps were taken unasked and a prompt came
-        in the last one, it is asked once for all of those before.
+    def _decoded(self, fast_forward: FastForward, now_s: float) -> None:
+        """A fast-forward is over. The turn policy is asked before every step; where steps were taken unasked and a
+        prompt came in the last one, it is asked once for all of those before.
         """
         takes_s = self._takes_s
-        self.remaining_tokens -= leap.steps * self._batch.size
-        if self._weighs and leap.steps > 1 and self._prompts.new:
-            before_s = leap.pace.seconds(leap.steps - 1)
+        self.remaining_tokens -= fast_forward.steps * self._batch.size
+        if self._weighs and fast_forward.steps > 1 and self._prompts.new:
+            before_s = fast_forward.pace.seconds(fast_forward.steps - 1)
             self._decode_spent_s += before_s
             self._settle(prefill=False, decode=True)
             self._decode_spent_s += takes_s - before_s
         else:
             self._decode_spent_s += takes_s
-        for sequence in self._batch.advance(leap, now_s):
+        for sequence in self._batch.advance(fast_forward, now_s):
             self._ended(sequence.served)
 
     def _settle(self, *, prefill: bool, decode: bool) -> None:

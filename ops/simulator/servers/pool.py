@@ -1,5 +1,5 @@
 """A pool: prefill and decode slots that many models share. The live dispatcher says which slot runs a request; each
-slot is the live engine (`leap_engine`).
+slot is the live engine (`fast_forward_engine`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +17,7 @@ from dataplane.protocol.messages import ModelSpec
 from dataplane.protocol.tiers import Tier
 from dataplane.worker.frames import Unload
 from ops.simulator.kernel.events import Events
-from ops.simulator.kernel.leaps import Leap
+from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.kernel.requests import Request, Served
 from ops.simulator.servers.slot_process import SlotProcess
 
@@ -166,7 +166,7 @@ class PoolServer:
                 load=load,
             )
 
-    def _heard(self, slot: SlotProcess, outputs: list[EngineOutput], leap: Leap | None) -> None:
+    def _heard(self, slot: SlotProcess, outputs: list[EngineOutput], fast_forward: FastForward | None) -> None:
         """Most outputs change nothing for the dispatcher, and nobody reads their tokens: they are not passed on."""
         if ridden_tokens := slot.engine.ridden_tokens:
             model = slot.engine.present_model
@@ -176,7 +176,7 @@ class PoolServer:
             assert output.error is None, output.error
             served, flight = self._flights[output.request_id]
             if output.token_ids and served.left:  # a rider's tokens are written down already
-                self._count(served, leap, slot.now_s)
+                self._count(served, fast_forward, slot.now_s)
             ends = output.finish_reason is not None
             if ends or output.kv is not None or flight.holder is not None or flight.queued_at is not None:
                 self._dispatcher.hear(self._slots[slot.index], output)
@@ -187,12 +187,12 @@ class PoolServer:
     def _served(self, request_id: str) -> Served:
         return self._flights[request_id][0]
 
-    def _count(self, served: Served, leap: Leap | None, now_s: float) -> None:
+    def _count(self, served: Served, fast_forward: FastForward | None, now_s: float) -> None:
         """Write down the tokens of a step."""
         before = served.made
-        if leap is None:
+        if fast_forward is None:
             served.token(now_s)
         else:
-            served.leap(leap)
+            served.fast_forward(fast_forward)
         prompt_tokens = 0 if before else served.request.prompt_tokens
         self._left_tokens[served.request.model] -= served.made - before + prompt_tokens

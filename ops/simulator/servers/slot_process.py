@@ -14,14 +14,14 @@ from dataplane.engines.replay.engine import ReplaySettings
 from dataplane.protocol.messages import ModelSpec
 from dataplane.worker.frames import Add, Command, Load, Release, Unload
 from ops.simulator.kernel.events import END, Events
-from ops.simulator.kernel.leaps import Leap
-from ops.simulator.servers.leap_engine import LeapEngine
-from ops.simulator.servers.leap_models import ServedOf
+from ops.simulator.kernel.fast_forwards import FastForward
+from ops.simulator.servers.fast_forward_engine import FastForwardEngine
+from ops.simulator.servers.fast_forward_models import ServedOf
 
 STATS_S = 0.25
 """How old what a slot tells of itself may be: as with a worker."""
 
-Heard = Callable[["SlotProcess", list[EngineOutput], Leap | None], None]
+Heard = Callable[["SlotProcess", list[EngineOutput], FastForward | None], None]
 """Called with what a step made, and its decode steps."""
 
 
@@ -40,18 +40,20 @@ class SlotProcess:
         gpus: int = 1,
         renews: bool = False,
     ) -> None:
-        """`gpus`: of the slot. `served`, `renews`: see `LeapEngine`."""
+        """`gpus`: of the slot. `served`, `renews`: see `FastForwardEngine`."""
         self.index = index
         self.kind = kind
         self.busy_s = 0.0
-        self.engine = LeapEngine(settings, lambda: events.now_s, self._sleep, self._sleep_leap, served, renews=renews)
+        self.engine = FastForwardEngine(
+            settings, lambda: events.now_s, self._sleep, self._sleep_fast_forward, served, renews=renews
+        )
         self._gpus = gpus
         self._events = events
         self._heard = heard
         self._inbox: list[Add | Load | Unload] = []
         self._stats = EngineStats()
         self._stats_s = float("-inf")
-        self._leap: Leap | None = None
+        self._fast_forward: FastForward | None = None
         self._sleep_number = 0
         self._parked = True
         self._greenlet = greenlet(self._live)
@@ -78,7 +80,7 @@ class SlotProcess:
         return self._stats
 
     def send(self, command: Command) -> None:
-        """Give it a command, to be read between two steps. A leap ends for who may change its turn."""
+        """Give it a command, to be read between two steps. A fast-forward ends for who may change its turn."""
         if isinstance(command, Release):
             self.engine.release(command.request_id)
             return
@@ -91,16 +93,16 @@ class SlotProcess:
             self._parked = False
             self._sleep_number += 1
             self._events.at(self._events.now_s, END, self._wake, self._sleep_number)
-        elif isinstance(command, Add) and self._leap and self._concerned(command):
-            leap = self._leap
-            steps = leap.pace.steps_to(self._events.now_s - leap.started_s)
-            if steps < leap.steps:
-                self._begin_leap(Leap(leap.started_s, leap.pace, steps))
+        elif isinstance(command, Add) and self._fast_forward and self._concerned(command):
+            fast_forward = self._fast_forward
+            steps = fast_forward.pace.steps_to(self._events.now_s - fast_forward.started_s)
+            if steps < fast_forward.steps:
+                self._begin_fast_forward(FastForward(fast_forward.started_s, fast_forward.pace, steps))
 
     def stop(self) -> None:
         """Take no further step, and wake up no more."""
         self._sleep_number += 1
-        self._parked, self._leap = False, None
+        self._parked, self._fast_forward = False, None
 
     def _concerned(self, add: Add) -> bool:
         """Whether a request may change what runs: it would join the batch, be prefilled, or end a lone turn."""
@@ -117,7 +119,7 @@ class SlotProcess:
                 outputs = self.engine.step()
                 self.busy_s += self._events.now_s - began_s
                 if outputs or self.engine.ridden_tokens:
-                    self._heard(self, outputs, self.engine.leaped)
+                    self._heard(self, outputs, self.engine.fast_forwarded)
             else:
                 self._parked = True
                 self._greenlet.parent.switch()
@@ -135,19 +137,19 @@ class SlotProcess:
         self._events.at(self._events.now_s + time_s, END, self._wake, self._sleep_number)
         self._greenlet.parent.switch()
 
-    def _sleep_leap(self, leap: Leap) -> Leap:
-        self._begin_leap(leap)
+    def _sleep_fast_forward(self, fast_forward: FastForward) -> FastForward:
+        self._begin_fast_forward(fast_forward)
         self._greenlet.parent.switch()
-        slept = self._leap
+        slept = self._fast_forward
         assert slept is not None
-        self._leap = None
+        self._fast_forward = None
         return slept
 
-    def _begin_leap(self, leap: Leap) -> None:
-        """Wake up after a leap, and not after the longer one that it was before."""
-        self._leap = leap
+    def _begin_fast_forward(self, fast_forward: FastForward) -> None:
+        """Wake up after a fast-forward, and not after the longer one that it was before."""
+        self._fast_forward = fast_forward
         self._sleep_number += 1
-        ends_s = max(self._events.now_s, leap.ended_s(leap.steps))
+        ends_s = max(self._events.now_s, fast_forward.ended_s(fast_forward.steps))
         self._events.at(ends_s, END, self._wake, self._sleep_number)
 
     def _wake(self, number: int) -> None:

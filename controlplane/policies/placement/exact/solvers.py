@@ -97,15 +97,15 @@ def solve_first(problem: Any, settings: PlacementSettings, gap_abs: float, solve
         NothingFoundError: it found nothing in time.
         SolverError: none works; the message holds what each said.
     """
-    violations = []
+    errors = []
     for solve in solvers:
         try:
             return solve(problem, settings, gap_abs)
         except NothingFoundError:
             raise
         except SolverError as error:
-            violations.append(str(error))
-    raise SolverError("; ".join(violations) or "no solver is configured")
+            errors.append(str(error))
+    raise SolverError("; ".join(errors) or "no solver is configured")
 
 
 def _run(problem: Any, solver: Any, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The pool's slots in leaps against the live engine step by step."""
+"""The pool's slots in fast-forwards against the live engine step by step."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from dataplane.engines.replay.engine import ReplaySettings
 from dataplane.protocol.tiers import Objective
 from dataplane.worker.frames import Add
 from ops.simulator.kernel.events import Events, Kind
-from ops.simulator.kernel.leaps import Leap
+from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.kernel.requests import Request, Served
 from ops.simulator.servers.slot_process import SlotProcess
 from tests.ops.simulator.replayed import LATENCY, engine_request, profile_of, replay, spec_of
@@ -72,12 +72,12 @@ def test_a_slot_makes_the_tokens_of_the_live_engine_when_it_does(
     late: set[bool] = set()
     lent = False
 
-    def heard(slot: SlotProcess, outputs: list, leap: Leap | None) -> None:  # type: ignore[type-arg]
+    def heard(slot: SlotProcess, outputs: list, fast_forward: FastForward | None) -> None:  # type: ignore[type-arg]
         for output in outputs:
             if output.token_ids:
                 served = made[int(output.request_id)]
                 if served.left:
-                    served.leap(leap) if leap else served.token(events.now_s)
+                    served.fast_forward(fast_forward) if fast_forward else served.token(events.now_s)
 
     slot = SlotProcess(0, "both", settings, events, heard, lambda request_id: made[int(request_id)], renews=True)
     slot.load(MODELS)

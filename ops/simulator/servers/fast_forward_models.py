@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from dataplane.engines.core.kv import Place
 from dataplane.engines.replay.models import ReplayModel, ReplaySequence
 from dataplane.scheduling.decode import BatchFacts
-from ops.simulator.kernel.leaps import Leap
+from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.kernel.requests import Sequence, Served
 from ops.simulator.servers.batch import Batch
 
@@ -19,7 +19,7 @@ _ANY = 2**62
 
 
 @dataclass(eq=False, kw_only=True)
-class LeapModel(ReplayModel):
+class FastForwardModel(ReplayModel):
     """One model. `roomy`: each rider has room for the KV of its next token already."""
 
     riders: dict[int, ReplaySequence] = field(default_factory=dict)
@@ -99,10 +99,15 @@ class LeapModel(ReplayModel):
         self.riders[sequence.order] = sequence
         self._batch.join(Sequence(served=served, order=sequence.order, cached=sequence.cached))
 
-    def ride(self, leap: Leap) -> list[ReplaySequence]:
-        """Take the steps of a leap; those that have made their last token get off, and still have to be told of it."""
+    def ride(self, fast_forward: FastForward) -> list[ReplaySequence]:
+        """Take the steps of a fast-forward; those that have made their last token get off, and still have to be told of
+        it.
+        """
         self.roomy = False
-        return [self._get_off(one, told=1) for one in self._batch.advance(leap, leap.ended_s(leap.steps))]
+        return [
+            self._get_off(one, told=1)
+            for one in self._batch.advance(fast_forward, fast_forward.ended_s(fast_forward.steps))
+        ]
 
     def get_off_all(self) -> None:
         """Have all riders stand."""

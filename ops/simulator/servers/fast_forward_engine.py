@@ -1,17 +1,18 @@
 """The live slot's replay engine, taking many decode steps at once where nothing could change in between.
 
 Everything a slot does (turns, switches, prefetching, KV in and out, preemption) is the engine's own. The sequences of a
-turn go on in a leap until the first of:
+turn go on in a fast-forward until the first of:
 
 - a sequence's last token, or KV memory running out: then the engine must look again;
 - the end of the model's turn, unless it is alone: live, a lone turn is renewed whenever its short quota is used up, and
-  who comes waits for the rest of it. Here nobody waits, unless `renews` asks for that, at the price of short leaps;
-- a transfer that is over, or somebody from outside: the leap ends with the step that runs then.
+  who comes waits for the rest of it. Here nobody waits, unless `renews` asks for that, at the price of short
+  fast-forwards;
+- a transfer that is over, or somebody from outside: the fast-forward ends with the step that runs then.
 
 While prompts wait on the slot it goes step by step, since the turn policy weighs them before each; and while layers
-are given up. Sequences past their prefill ride (`leap_models`); whenever there might be too little room for KV, all get
-off, and the live rules of who makes way are asked. Nobody hears of a rider before its last token: until then the slot
-that prefilled it keeps its KV, which takes room of host memory only, and that is as good as endless here.
+are given up. Sequences past their prefill ride (`fast_forward_models`); whenever there might be too little room for KV,
+all get off, and the live rules of who makes way are asked. Nobody hears of a rider before its last token: until then
+the slot that prefilled it keeps its KV, which takes room of host memory only, and that is as good as endless here.
 """
 
 import math
@@ -28,8 +29,8 @@ from dataplane.engines.replay.models import Answers, ReplayModel, ReplaySequence
 from dataplane.protocol.messages import ModelSpec
 from dataplane.scheduling.prefill import PrefillQueue
 from dataplane.scheduling.schedule import SlotFacts, Turn, choose_turn
-from ops.simulator.kernel.leaps import Leap, Pace, decode_pace
-from ops.simulator.servers.leap_models import LeapModel, ServedOf
+from ops.simulator.kernel.fast_forwards import FastForward, Pace, decode_pace
+from ops.simulator.servers.fast_forward_models import FastForwardModel, ServedOf
 
 
 class _Silent(Answers):
@@ -40,10 +41,10 @@ class _Silent(Answers):
         return 0
 
 
-class LeapEngine(ReplayEngine):
-    """`leap` waits for the steps of a leap and says which it was at last: perhaps fewer. After a `step`, `leaped` are
-    its decode steps, None if it made no tokens that way. `ridden_tokens` are those of riders: they are written down
-    in `served`, and of each rider only the last one comes as an output.
+class FastForwardEngine(ReplayEngine):
+    """`fast_forward` waits for the steps of a fast-forward and says which it was at last: perhaps fewer. After a
+    `step`, `fast_forwarded` are its decode steps, None if it made no tokens that way. `ridden_tokens` are those of
+    riders: they are written down in `served`, and of each rider only the last one comes as an output.
     """
 
     def __init__(
@@ -51,19 +52,19 @@ class LeapEngine(ReplayEngine):
         settings: ReplaySettings,
         clock: Callable[[], float],
         sleep: Callable[[float], None],
-        leap: Callable[[Leap], Leap],
+        fast_forward: Callable[[FastForward], FastForward],
         served: ServedOf,
         *,
         renews: bool = False,
     ) -> None:
         super().__init__(settings, clock, sleep)
         self._answers = _Silent(settings.vocabulary_size, None)
-        self._leap = leap
+        self._fast_forward = fast_forward
         self._served = served
         self._renews = renews
         self._may_lend = settings.kv_pressure in ("auto", "remap")
-        self._ridden: dict[str, LeapModel] = {}
-        self.leaped: Leap | None = None
+        self._ridden: dict[str, FastForwardModel] = {}
+        self.fast_forwarded: FastForward | None = None
         self.ridden_tokens = 0
 
     @property
@@ -103,18 +104,18 @@ class LeapEngine(ReplayEngine):
         batches = self._batches
         return len(batches) < 2 or sum([batch.can_run for batch in batches]) < 2
 
-    def _new_model(self, spec: ModelSpec, gpus: int) -> LeapModel:
-        return replayed(LeapModel, spec, self._settings, gpus)
+    def _new_model(self, spec: ModelSpec, gpus: int) -> FastForwardModel:
+        return replayed(FastForwardModel, spec, self._settings, gpus)
 
     def _facts(self, now_s: float) -> SlotFacts:
-        """The turn policy is asked before every step. Where prompts came in the last step of a leap, it is asked now
-        for those before, so that it knows for how long there were none.
+        """The turn policy is asked before every step. Where prompts came in the last step of a fast-forward, it is
+        asked now for those before, so that it knows for how long there were none.
         """
         if self._requests.prefills.groups:
             self._get_off_all()
-        facts, leap = super()._facts(now_s), self.leaped
-        if leap and leap.steps > 1 and facts.prefills.groups:
-            last_s = leap.pace.seconds(leap.steps) - leap.pace.seconds(leap.steps - 1)
+        facts, fast_forward = super()._facts(now_s), self.fast_forwarded
+        if fast_forward and fast_forward.steps > 1 and facts.prefills.groups:
+            last_s = fast_forward.pace.seconds(fast_forward.steps) - fast_forward.pace.seconds(fast_forward.steps - 1)
             state = replace(self._state, decode_spent_s=self._state.decode_spent_s - last_s)
             alone = replace(facts, prefills=PrefillQueue())
             _, state = choose_turn(alone, state, now_s - last_s, self._slot.turns)
@@ -122,8 +123,8 @@ class LeapEngine(ReplayEngine):
         return facts
 
     def _run(self, turn: Turn, model: ReplayModel, now_s: float) -> Made[SequenceKv] | None:
-        assert isinstance(model, LeapModel)
-        self.leaped, self.ridden_tokens = None, 0
+        assert isinstance(model, FastForwardModel)
+        self.fast_forwarded, self.ridden_tokens = None, 0
         if turn.kind == "prefill":
             return super()._run(turn, model, now_s)
         if self._steps_singly(model):
@@ -141,7 +142,7 @@ class LeapEngine(ReplayEngine):
             return None
         return self._decode(model, singles, now_s)
 
-    def _steps_singly(self, model: LeapModel) -> bool:
+    def _steps_singly(self, model: FastForwardModel) -> bool:
         """Whether layers are given up, or may be in this step: then each step waits for loads as it comes."""
         if not self._may_lend:
             return False
@@ -149,7 +150,7 @@ class LeapEngine(ReplayEngine):
         lends = self._weights.given_up or self._kv.strayed_bytes
         return bool(lends) or model.kv_needed_bytes() > self._kv.free_bytes
 
-    def _ready(self, model: LeapModel) -> list[ReplaySequence]:
+    def _ready(self, model: FastForwardModel) -> list[ReplaySequence]:
         """See to the KV of those that decode, for one step. Returns those with room for it that do not ride."""
         model.look()
         if len(model.decoding) > self._slot.batch_max or model.kv_needed_bytes() > self._kv.free_bytes:
@@ -172,8 +173,8 @@ class LeapEngine(ReplayEngine):
             self._ridden[model.name] = model
         return []
 
-    def _decode(self, model: LeapModel, singles: list[ReplaySequence], now_s: float) -> Made[SequenceKv]:
-        """Let all that are ready take a leap."""
+    def _decode(self, model: FastForwardModel, singles: list[ReplaySequence], now_s: float) -> Made[SequenceKv]:
+        """Let all that are ready take a fast-forward."""
         riders = len(model.riders)
         batch = riders + len(singles)
         context_tokens = model.riding_tokens + (sum([one.cached for one in singles]) if singles else 0)
@@ -181,18 +182,18 @@ class LeapEngine(ReplayEngine):
         most = self._steps_max(model, singles, batch, pace, now_s)
         if most > 1:
             self._weights.bring(model.weights, now_s)  # each step uses them; those longest unused give way
-        self.leaped = self._leap(Leap(now_s, pace, most))
-        steps = self.leaped.steps
+        self.fast_forwarded = self._fast_forward(FastForward(now_s, pace, most))
+        steps = self.fast_forwarded.steps
         over = []
         if riders:
             self.ridden_tokens = riders * steps
             self._kv.grow_unseen(riders * (steps - 1) * model.kv_bytes_per_token)
-            over = model.ride(self.leaped)
+            over = model.ride(self.fast_forwarded)
         for sequence in singles:
             sequence.cached += steps
             sequence.tokens.extend([0] * (steps - 1))
             grown = self._kv.grow(sequence.kv, len(sequence.tokens))
-            assert grown, "there is room for the leap"
+            assert grown, "there is room for the fast-forward"
         told = singles + over
         if len(told) > 1:
             told.sort(key=lambda sequence: sequence.key)
@@ -200,7 +201,9 @@ class LeapEngine(ReplayEngine):
         self._log.tokens_total += steps * batch - len(told)
         return [(sequence, 0) for sequence in told]
 
-    def _steps_max(self, model: LeapModel, singles: list[ReplaySequence], batch: int, pace: Pace, now_s: float) -> int:
+    def _steps_max(
+        self, model: FastForwardModel, singles: list[ReplaySequence], batch: int, pace: Pace, now_s: float
+    ) -> int:
         """How many steps may be taken unasked from now on."""
         if self._requests.prefills.groups:
             return 1

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.protocol.tiers import Objective
-from ops.simulator.kernel.leaps import Leap, Pace, decode_pace
+from ops.simulator.kernel.fast_forwards import FastForward, Pace, decode_pace
 from ops.simulator.kernel.requests import Request, Served
 from ops.simulator.kernel.timeline import Timeline
 from tests.ops.simulator.replayed import LATENCY
@@ -16,9 +16,9 @@ paces = st.builds(Pace, st.floats(1e-3, 0.1), st.one_of(st.just(0.0), st.floats(
 steps = st.integers(1, 300)
 
 
-def ends_s(leap: Leap) -> list[float]:
-    took_s = (leap.pace.first_s + k * leap.pace.growth_s for k in range(leap.steps))
-    return [leap.started_s + s for s in itertools.accumulate(took_s)]
+def ends_s(fast_forward: FastForward) -> list[float]:
+    took_s = (fast_forward.pace.first_s + k * fast_forward.pace.growth_s for k in range(fast_forward.steps))
+    return [fast_forward.started_s + s for s in itertools.accumulate(took_s)]
 
 
 def test_a_pace_is_that_of_the_latency_model() -> None:
@@ -39,12 +39,12 @@ def test_steps_within_a_time(pace: Pace, count: int, share: float) -> None:
 
 
 @given(paces, steps, st.floats(-5.0, 20.0), st.floats(0.001, 0.2))
-def test_lateness_of_a_leap(pace: Pace, count: int, due_s: float, tbt_s: float) -> None:
-    leap = Leap(2.0, pace, count)
-    lates_s = [out_s - due_s - k * tbt_s for k, out_s in enumerate(ends_s(leap))]
-    assert leap.late_s(due_s, tbt_s) == pytest.approx(max(lates_s), abs=1e-6)
+def test_lateness_of_a_fast_forward(pace: Pace, count: int, due_s: float, tbt_s: float) -> None:
+    fast_forward = FastForward(2.0, pace, count)
+    lates_s = [out_s - due_s - k * tbt_s for k, out_s in enumerate(ends_s(fast_forward))]
+    assert fast_forward.late_s(due_s, tbt_s) == pytest.approx(max(lates_s), abs=1e-6)
     sure = sum(late_s <= -1e-9 for late_s in lates_s), sum(late_s <= 1e-9 for late_s in lates_s)
-    assert sure[0] <= leap.in_time(due_s, tbt_s) <= sure[1]
+    assert sure[0] <= fast_forward.in_time(due_s, tbt_s) <= sure[1]
 
 
 @given(st.lists(st.tuples(paces, st.integers(1, 20), st.floats(0.0, 0.5)), min_size=1, max_size=12), st.data())
@@ -54,11 +54,11 @@ def test_a_timeline_answers_as_its_steps_would(parts: list[tuple[Pace, int, floa
     outs_s: list[float] = []
     begins = []
     for pace, count, pause_s in parts:
-        leap = Leap(now_s + pause_s, pace, count)
+        fast_forward = FastForward(now_s + pause_s, pace, count)
         begins.append(timeline.step + 1)
-        now_s = leap.ended_s(count)
-        timeline.add(leap, now_s)
-        outs_s += ends_s(leap)
+        now_s = fast_forward.ended_s(count)
+        timeline.add(fast_forward, now_s)
+        outs_s += ends_s(fast_forward)
     first = data.draw(st.sampled_from(begins))
     timeline.forget(data.draw(st.sampled_from([b for b in begins if b <= first])))
     due_s = data.draw(st.floats(0.0, now_s))
@@ -72,7 +72,7 @@ def test_served_tokens_travel_back() -> None:
     request = Request(number=0, arrived_s=10.0, model="m", origin="r", tier="IW-F", prompt_tokens=5, output_tokens=4)
     served = Served(request=request, target=Objective(ttft_s=1.0, tbt_s=0.1), back_s=0.25)
     served.token(10.8)  # there at 11.05, 0.05 late
-    served.leap(Leap(10.8, Pace(0.04, 0.0), 3))
+    served.fast_forward(FastForward(10.8, Pace(0.04, 0.0), 3))
     assert served.ttft_s == pytest.approx(1.05)
     assert served.in_time == 3
     assert served.late_s == pytest.approx(0.05)

@@ -53,7 +53,7 @@ def decode_pace(latency: LatencyModel, context_tokens: int, batch: int) -> Pace:
     return Pace(first_s, growth_s)
 
 
-class Leap(Struct, frozen=True, gc=False):
+class FastForward(Struct, frozen=True, gc=False):
     """Steps that ran from `started_s` on: step k, from 1, ended at `started_s` + the time of k steps."""
 
     started_s: float
