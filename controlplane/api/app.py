@@ -24,6 +24,7 @@ from controlplane.serving.admission import AdmissionController
 from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.demand_counter import DemandCounter
 from controlplane.serving.fleet_cache import FleetCache
+from controlplane.serving.offered_load import OfferedLoad
 from controlplane.serving.request_log import RequestLog
 from controlplane.serving.send import Sender
 from controlplane.serving.usage import UsageCounter
@@ -90,6 +91,7 @@ def _state_of_process(settings: Settings, client: AgentClient) -> State:
     database = Database(make_engine(settings))
     live = LiveStore(settings)
     fleet = FleetCache(database, live, settings)
+    demand = DemandCounter(live, gateway=True)
     metrics = Metrics()
     sender = Sender(fleet, client, settings)
     admission = AdmissionController(fleet, sender, settings)
@@ -103,7 +105,8 @@ def _state_of_process(settings: Settings, client: AgentClient) -> State:
         fleet=fleet,
         sender=sender,
         admission=admission,
-        demand=DemandCounter(live, gateway=True),
+        demand=demand,
+        offered=OfferedLoad(demand),
         metrics=metrics,
         limits=LimitKeeper(LimitStore(settings), metrics, settings),
         usage=UsageCounter(database),

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from controlplane.policies.limits import Limit
 from controlplane.policies.readiness import Loop, LoopFacts
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -35,8 +36,12 @@ class Metrics:
         self.duration_s = self._histogram(
             "gen_ai_server_request_duration_seconds", "From the request's arrival to its end.", _LONG_SECONDS
         )
-        self.limit_refusals = Counter(
-            "tidepool_limit_refusals", "Requests refused by a tenant's limit.", ("limit",), registry=self._registry
+        self._limit_refusals = self._counter("limit_refusals", "Requests refused by a tenant's limit.", "limit")
+        self._limit_refused_tokens = self._counter(
+            "limit_refused_input_tokens",
+            "Input tokens, as demand estimates them, of requests refused by a tenant's limit; they are not in demand.",
+            "limit",
+            "model",
         )
         self.limits_local = Gauge(
             "tidepool_limits_local", "1 while limits are counted in this process alone.", registry=self._registry
@@ -55,6 +60,11 @@ class Metrics:
             "tidepool_loop_late", "1 while a loop has not succeeded for too long.", ("loop",), registry=self._registry
         )
         self._flex_waiting = Gauge("tidepool_flex_waiting", "Flex requests in line.", registry=self._registry)
+
+    def note_limit_refusal(self, limit: Limit, *, model: str, input_tokens: int) -> None:
+        """A tenant's limit has refused a request."""
+        self._limit_refusals.labels(limit.value).inc()
+        self._limit_refused_tokens.labels(limit.value, model).inc(input_tokens)
 
     def show_loops(self, loops: tuple[LoopFacts, ...], *, late: tuple[Loop, ...]) -> None:
         """Show when each loop last succeeded, as far as it ever did, and whether it is late."""

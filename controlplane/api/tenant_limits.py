@@ -97,7 +97,9 @@ class LimitKeeper:
             limits, admission, shared = await self._admit(charge)
             request.state.answer_headers = _headers(admission.usage, limits)
             if admission.refused is not None:
-                self.metrics.limit_refusals.labels(admission.refused.value).inc()
+                self.metrics.note_limit_refusal(
+                    admission.refused, model=outgoing.model.name, input_tokens=outgoing.input_tokens_guess()
+                )
                 raise _refusal(charge, limits, admission.refused, admission.usage)
             try:
                 async for events in sent:

@@ -208,7 +208,8 @@ class Releaser:
             only_region=endpoint.region,
         )
         outgoing = replace(outgoing, fence=held.fence, epoch=held.epoch)
-        self._demand.count(NIW, endpoint, outgoing.input_tokens_guess())
+        if held.first:
+            self._demand.count(NIW, endpoint, outgoing.input_tokens_guess())
         head = AnswerHead.of(request, request_id=_upstream_id(held), service_tier=served_as(Tier.NIW))
         body = await collect(self._sender.send(outgoing), head)
         usage: dict[str, int] = body["usage"]

@@ -31,7 +31,7 @@ class DemandCounter:
         self._lock = threading.Lock()
 
     def count(self, kind: str, endpoint: Endpoint, tokens: int) -> None:
-        """Note a request that has just arrived."""
+        """Note a request that is offered now. Each counts once, however often it is tried."""
         with self._lock:
             self._minutes.setdefault(_this_minute_s(), Counter())[kind, endpoint] += tokens
 

@@ -48,6 +48,11 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.batch_id}/{self.line}"
 
     @property
+    def first(self) -> bool:
+        """Whether the request was never claimed before."""
+        return self.epoch == 1
+
+    @property
     def key(self) -> tuple[int, int]:
         """The request's key in every table of the queue."""
         return self.batch_number, self.line

@@ -20,7 +20,7 @@ from controlplane.api.request_log import CLIENT_GONE, note_failure, note_gone, p
 from controlplane.api.state import State, state_of
 from controlplane.errors import InvalidValueError, TidepoolError, UnavailableError
 from controlplane.policies.decisions import Route
-from controlplane.policies.facts import Endpoint
+from controlplane.serving.offered_load import ATTEMPT_HEADER, Attempt
 from controlplane.serving.openai_answers import AnswerHead, collect, openai_error, sse
 from controlplane.serving.openai_requests import (
     CHAT,
@@ -34,10 +34,8 @@ from controlplane.serving.openai_requests import (
 )
 from controlplane.serving.send import Outgoing, Placed, Sent
 from controlplane.serving.tracing import step
-from controlplane.store.demand import IW, NIW
 from controlplane.store.request_log import OK, RequestRecord
 from dataplane.protocol.messages import Finished, StreamEvent, Token
-from dataplane.protocol.tiers import Tier
 
 router = APIRouter(tags=["interactive"])
 T = TypeVar("T")
@@ -72,11 +70,8 @@ async def _answer(body: AnyRequest, request: Request, origin: str | None) -> Res
     home = _origin(state, origin)
     tier = body.tier()
     outgoing = to_outgoing(body, model, request_id=request.state.request_id, tier=tier, origin=home)
-    if home is not None:
-        kind = NIW if tier == Tier.NIW else IW
-        state.demand.count(kind, Endpoint(model=model.name, region=home), outgoing.input_tokens_guess())
     head = AnswerHead.of(body, request_id=outgoing.request_id, service_tier=served_as(tier))
-    answering = Answering(state, outgoing, arrived_s, request.state.caller.tenant, record)
+    answering = Answering(state, outgoing, arrived_s, await _attempt(request), record)
     sent = state.limits.limited(request, outgoing, answering.events())
     if not body.stream:
         whole = await _unless_gone(request, collect(sent, head))
@@ -85,6 +80,11 @@ async def _answer(body: AnyRequest, request: Request, origin: str | None) -> Res
     options = body.stream_options or StreamOptions()
     lines = _lines(first, sent, head, include_usage=bool(options.include_usage))
     return _EventStream(lines, headers=answering.headers() | _warning(options))
+
+
+async def _attempt(request: Request) -> Attempt:
+    again = request.headers.get(ATTEMPT_HEADER, "0") != "0"
+    return Attempt(tenant=request.state.caller.tenant, body=await request.body(), again=again)
 
 
 def _warning(options: StreamOptions) -> dict[str, str]:
@@ -106,9 +106,11 @@ def _origin(state: State, given: str | None) -> str | None:
 class Answering:
     """One request being answered: passes its events on, measures them and fills its record."""
 
-    def __init__(self, state: State, outgoing: Outgoing, arrived_s: float, tenant: str, record: RequestRecord) -> None:
+    def __init__(
+        self, state: State, outgoing: Outgoing, arrived_s: float, attempt: Attempt, record: RequestRecord
+    ) -> None:
         self._state = state
-        self._tenant = tenant
+        self._attempt = attempt
         self._outgoing = outgoing
         self._labels = outgoing.model.name, outgoing.tier.value
         objective = state.fleet.objective(outgoing.model, outgoing.tier)
@@ -124,8 +126,11 @@ class Answering:
         return {"x-tidepool-region": self._region, "Cache-Control": "no-cache"}
 
     async def events(self) -> Sent:
-        """`Placed`, then the stream, once the request is let in. However it ends, it is counted."""
+        """`Placed`, then the stream, once the request is let in. It is demand whether or not there is room, and however
+        it ends, it is counted.
+        """
         metrics = self._state.metrics
+        self._state.offered.count(self._attempt, self._outgoing)
         metrics.streams.inc()
         sending = self._state.sender.send(self._outgoing, self._tried)
         try:
@@ -152,6 +157,8 @@ class Answering:
         finally:
             await sending.aclose()
             metrics.streams.dec()
+            if self._record.outcome != OK:
+                self._state.offered.note_unanswered(self._attempt)
             self._fill_record()
             metrics.requests.labels(*self._labels, self._region, self._record.outcome or "internal_error").inc()
             self._count_usage(failed=self._record.outcome != OK)
@@ -160,7 +167,7 @@ class Answering:
         model, tier = self._outgoing.model.name, self._outgoing.tier
         made = self._measure.output_tokens
         self._state.usage.count(
-            self._tenant, model, tier, failed=failed, input_tokens=self._input_tokens, output_tokens=made
+            self._attempt.tenant, model, tier, failed=failed, input_tokens=self._input_tokens, output_tokens=made
         )
 
     def _note_placed(self, placed: Placed) -> None:

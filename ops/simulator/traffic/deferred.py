@@ -23,6 +23,7 @@ class Deferred:
         self._window_s = window_s
         self._queues: dict[str, deque[Request]] = {}
         self._tokens: dict[str, int] = {}
+        self._again: set[int] = set()
         self._backoffs: Mapping[Endpoint, Backoff] = {}
 
     def add(self, request: Request) -> None:
@@ -32,6 +33,7 @@ class Deferred:
 
     def put_back(self, request: Request) -> None:
         """Let one wait again that was let go; it goes first."""
+        self._again.add(request.number)
         self._queues[request.model].appendleft(request)
         self._tokens[request.model] += request.prompt_tokens
 
@@ -51,8 +53,8 @@ class Deferred:
             while queue and queue[0].arrived_s + self._window_s <= now_s:
                 yield self._take(queue)
 
-    def release(self, instances: tuple[InstanceFacts, ...], now_s: float) -> Iterator[tuple[Request, str]]:
-        """Requests to send now, each to a region."""
+    def release(self, instances: tuple[InstanceFacts, ...], now_s: float) -> Iterator[tuple[Request, str, bool]]:
+        """Requests to send now, each with its region and whether it was never released before."""
         models = list(self._queues)
         found = (self._lot(batch, model, now_s) for batch, model in enumerate(models))
         lots = tuple(lot for lot in found if lot is not None)
@@ -64,7 +66,10 @@ class Deferred:
         for release in choose_releases(facts, now_s, self._settings):
             for _ in range(release.count):
                 self.released += 1
-                yield self._take(self._queues[models[release.batch]]), release.endpoint.region
+                request = self._take(self._queues[models[release.batch]])
+                first = request.number not in self._again
+                self._again.discard(request.number)
+                yield request, release.endpoint.region, first
 
     def _take(self, queue: deque[Request]) -> Request:
         request = queue.popleft()

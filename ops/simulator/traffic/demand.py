@@ -19,7 +19,8 @@ _Minutes = defaultdict[tuple[str, str], defaultdict[int, int]]
 
 
 class Demand:
-    """Input tokens by minute and endpoint: interactive ones where they came from, deferred ones where they were sent.
+    """Input tokens by minute and endpoint: interactive ones where they came from, deferred ones where they were first
+    sent. Each request counts once, those that are refused for lack of capacity included.
 
     Minutes are counted from 0 s; only those that are over are told.
     """
@@ -43,7 +44,7 @@ class Demand:
         self._interactive[request.model, request.origin][minute] += request.prompt_tokens
 
     def count_deferred(self, request: Request, region: str, now_s: float) -> None:
-        """A deferred request was sent to a region."""
+        """A deferred request was sent to a region for the first time."""
         self._deferred[request.model, region][int(now_s // MINUTE_S)] += request.prompt_tokens
 
     @property

@@ -132,9 +132,10 @@ class World:
             self._fail(request, "its deadline passed while it waited")
         if any(waits for waits, _ in self.deferred.waiting(now_s).values()):
             instances = tuple(one for view in self.present.views().values() for one in view.values())
-            for request, region in self.deferred.release(instances, now_s):
+            for request, region, first in self.deferred.release(instances, now_s):
                 self.log.note(now_s, RELEASED, request.number)
-                self.demand.count_deferred(request, region, now_s)
+                if first:
+                    self.demand.count_deferred(request, region, now_s)
                 self._send(request, region)
         self.events.at(now_s + self.settings.view_s, TICK, self._tick)
 

@@ -161,6 +161,24 @@ def test_a_full_node_costs_no_attempt(world: World, blobs: BlobStore) -> None:
     assert {asked.fence for asked in agent.asked} == {f"{batch_id}/1"}
 
 
+def test_each_request_is_demand_once_whatever_nodes_do(world: World, blobs: BlobStore) -> None:
+    agent = FakeAgent("overloaded", "die", "overloaded", "worker lost")
+
+    async def run() -> Any:
+        async with dispatchers(world, release_pause_max_s=0.05):
+            return await ended(world, batch_id)
+
+    with served(agent.app) as url:
+        world.serve("n1", url)
+        batch_id = world.add_batch(lines=3)
+        assert asyncio.run(run()).completed == 3
+    assert len(agent.asked) == 3 + 4
+    keys = [str(key) for key in world.live._redis.scan_iter("tidepool:demand:*")]
+    counts = [count for key in keys for count in world.live.read_demand(int(key.rsplit(":", 1)[1])) or []]
+    assert {count.kind for count in counts} == {"NIW"}
+    assert sum(count.tokens for count in counts) == 3 * 2, "`line n` is 6 bytes"
+
+
 def test_text_that_jsonb_would_refuse_is_kept(world: World, blobs: BlobStore) -> None:
     agent = FakeAgent(then="nul")
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controlplane.policies.assignment.facts import InstanceChange, SlotDecision
+from controlplane.policies.facts import Endpoint
 from ops.simulator.run import build_world, simulate
 from ops.simulator.scenario.formats import traffic_of
 from ops.simulator.scenario.planning import Strategy
@@ -268,3 +269,32 @@ def test_time_is_all_accounted_for() -> None:
     steps_s = len(result.series.tiers[0].ended) * result.series.step_s
     assert hours <= total
     assert total - hours <= (result.simulated_s - steps_s) / 3600 * result.slots
+
+
+def test_offered_load_counts_each_request_once_whatever_refuses_or_interrupts_it() -> None:
+    """As the live service counts it: interactive requests that are refused and come again, and deferred ones that lose
+    their node, are the load of one request.
+    """
+    scenario = scaled(
+        "reactive",
+        traffic={"bursts": [{"start_s": 450, "duration_s": 100, "factor": 25}], "tiers": {"IW-F": 1, "NIW": 2}},
+        failures=[{"region": region, "rate_per_day": 600, "down_s": 20, "noticed_s": 10} for region in REGIONS],
+        policy={"admission": True, "tries_max": 3},
+        scaling={"instances_min": 1, "instances_max": 1},
+    )
+    outcome = simulate(scenario)
+    demand, learn_s = outcome.world.demand, scenario.planning.learn_s
+    until_s = (outcome.result.simulated_s + learn_s) // 60 * 60 + 60
+    offered, came = Counter[bool](), Counter[bool]()
+    for deferred in (False, True):
+        for model in ("a", "b"):
+            for region in REGIONS:
+                endpoint = Endpoint(model=model, region=region)
+                rate = demand.mean(endpoint, since_s=0.0, until_s=until_s, deferred=deferred)
+                offered[deferred] += round(rate * until_s)
+    for request in traffic_of(scenario, scenario.seed):
+        if request.tier != "NIW" or request.arrived_s >= learn_s:
+            came[request.tier == "NIW"] += request.prompt_tokens
+    assert outcome.result.totals.interrupted > 0
+    assert any(reason.startswith("refused") for reason in outcome.result.failures)
+    assert offered == came
