@@ -17,7 +17,7 @@ import numpy as np
 from scipy import sparse
 
 from controlplane.policies.placement.priced.columns import Columns, Rows
-from controlplane.policies.placement.priced.repair import pool_gpus, served_by, standing_of
+from controlplane.policies.placement.priced.repair import incumbent_of, pool_gpus, served_by
 from controlplane.policies.placement.priced.tables import Bools, Floats, Ints, Tables
 
 SEED = 1
@@ -52,8 +52,8 @@ class Chooser:
 
     def by_region(self, choice: Ints, token: Floats) -> Floats:
         """Cost per hour of each region, less what it serves at prices of a token/s of each model [I]; [J]."""
-        tables, standing = self.tables, standing_of(self.columns, choice)
-        served = served_by(tables, np.arange(len(choice)), standing.counts, standing.pooled)
+        tables, incumbent = self.tables, incumbent_of(self.columns, choice)
+        served = served_by(tables, np.arange(len(choice)), incumbent.counts, incumbent.pooled)
         value = self.columns.cost[choice] - token[tables.model_of] * served
         return np.asarray(np.bincount(tables.region_of, weights=value) + self._beyond(choice).sum(axis=1))
 
@@ -86,9 +86,9 @@ class Chooser:
         return changed if better else choice
 
     def _fits(self, choice: Ints) -> bool:
-        tables, standing = self.tables, standing_of(self.columns, choice)
-        taken = pool_gpus(tables, np.arange(len(choice)), standing.pooled)
-        np.add.at(taken, tables.region_of, standing.counts * tables.gpus[tables.model_of])
+        tables, incumbent = self.tables, incumbent_of(self.columns, choice)
+        taken = pool_gpus(tables, np.arange(len(choice)), incumbent.pooled)
+        np.add.at(taken, tables.region_of, incumbent.counts * tables.gpus[tables.model_of])
         return bool((taken <= tables.capacity).all())
 
 

@@ -1,4 +1,4 @@
-"""Columns: ways to serve one endpoint, each with what it costs and what it takes of what endpoints share.
+"""Columns: configurations of one endpoint, each with what it costs and what it takes of what endpoints share.
 
 Shared are the rows: GPUs of a place (J x K), host memory for pooled weights there (J x K), and the demand of a model
 over all regions (I). A pooled endpoint takes its occupancy over the fill in GPUs, as if pools came in parts of a GPU;
@@ -45,7 +45,7 @@ def rows_of(tables: Tables) -> Rows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Columns:
-    """M ways to serve endpoints, ordered by endpoint, none twice.
+    """M configurations of endpoints, ordered by endpoint, none twice.
 
     Attributes:
         endpoint: whose it is, [M].

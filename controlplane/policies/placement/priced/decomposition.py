@@ -2,15 +2,15 @@
 
 Capacity and a model's whole demand are all that endpoints share. Priced, the problem falls apart into one small exact
 search per endpoint, whatever the size of the fleet; the prices that make those answers fit best also bound the cost
-from below. Then one way of serving is chosen for each endpoint so that all fit: by an integer program over the ways
-that cost least at those prices, for the whole fleet, and region by region. Where a region stays far above its bound,
-its own integer program raises the bound.
+from below. Then one configuration is chosen for each endpoint so that all fit: by an integer program over the
+configurations that cost least at those prices, for the whole fleet, and region by region. Where a region stays far
+above its bound, its own integer program raises the bound.
 
-    prices_tables.py   the problem as arrays          prices_master.py   best prices over columns known, by HiGHS
-    prices_search.py   one endpoint, exactly          prices_repair.py   a first choice, made to fit
-    prices_relax.py    its relaxation                 prices_near.py     the columns nearest to the best
-    prices_columns.py  ways of serving, as columns    prices_choice.py   one of them for each endpoint, by HiGHS
-    prices_dual.py     prices, and what they prove    prices_regions.py  a better bound for one region, by HiGHS
+    tables.py   the problem as arrays              master.py         best prices over known columns, by HiGHS
+    search.py   one endpoint, exactly              repair.py         a first choice, made to fit
+    relax.py    its relaxation                     neighbourhood.py  the columns nearest to the best
+    columns.py  configurations, as columns         choice.py         one column for each endpoint, by HiGHS
+    dual.py     prices, and what they prove        regions.py        a better bound for one region, by HiGHS
 """
 
 from collections.abc import Callable, Mapping
@@ -26,9 +26,9 @@ from controlplane.policies.placement.priced.choice import Chooser, Effort
 from controlplane.policies.placement.priced.columns import Columns
 from controlplane.policies.placement.priced.dual import Dual, climb, first_dual, priced_out, soft_choice
 from controlplane.policies.placement.priced.master import relax_master
-from controlplane.policies.placement.priced.near import Near, near_columns, near_of
+from controlplane.policies.placement.priced.neighbourhood import Neighbourhood, neighbourhood_columns, neighbourhood_of
 from controlplane.policies.placement.priced.regions import region_bound
-from controlplane.policies.placement.priced.repair import Standing, moved, pool_gpus, relieved, rounded, standing_of
+from controlplane.policies.placement.priced.repair import Incumbent, incumbent_of, moved, pool_gpus, relieved, rounded
 from controlplane.policies.placement.priced.tables import Floats, Tables, build_tables
 
 SAFETY = 0.95
@@ -54,19 +54,19 @@ class PriceSettings:
         exact_rounds: of raising it by the linear program over the columns, while they are at most `exact_columns_max`.
         choices: columns that each choice for the whole fleet may take beyond those that stand, and the share of the
             gap to which it is solved; one after the other, until the gap is reached.
-        near_max: near columns in all, about; `near_each_most` and `near_each_least` for each endpoint.
-        region_cells_max: cells of a region whose bound may be raised by an integer program.
-        nodes_max: of branch and bound in each choice; `region_nodes_max` where a region's bound is raised.
-        moves_max: of single instances after a choice, per model and region at a time.
+        neighbourhood_max: near columns in all, about; `neighbourhood_each_most` and `neighbourhood_each_least` for each
+        endpoint. region_cells_max: cells of a region whose bound may be raised by an integer program. nodes_max: of
+        branch and bound in each choice; `region_nodes_max` where a region's bound is raised. moves_max: of single
+        instances after a choice, per model and region at a time.
     """
 
     climb_rounds: int = 24
     exact_rounds: int = 8
     exact_columns_max: int = 60_000
     choices: tuple[tuple[int, float], ...] = ((2_500, 1.0), (5_000, 0.6), (10_000, 0.4))
-    near_max: int = 40_000
-    near_each_most: int = 100
-    near_each_least: int = 4
+    neighbourhood_max: int = 40_000
+    neighbourhood_each_most: int = 100
+    neighbourhood_each_least: int = 4
     region_cells_max: int = 400
     nodes_max: int = 20
     region_nodes_max: int = 200
@@ -154,24 +154,28 @@ class _Search:
         limits, tables = self._limits, self._tables
         dual = climb(tables, first_dual(tables), limits.climb_rounds, self._gap / 20, self._should_stop)
         dual, mix = self._exact(dual)
-        standing = self._rounded(dual, mix)
-        best = self._solution(dual.rounds, dual.bound, standing, "rounded from the prices")
+        incumbent = self._rounded(dual, mix)
+        best = self._solution(dual.rounds, dual.bound, incumbent, "rounded from the prices")
         if best.gap <= self._gap or self._should_stop():
             return best
         fleet = fleet_cost(self._grid, best.counts, best.pool_gpus)
         size = len(tables.home)
-        each_max = min(max(limits.near_max // size, limits.near_each_least), limits.near_each_most)
+        each_max = min(
+            max(limits.neighbourhood_max // size, limits.neighbourhood_each_least), limits.neighbourhood_each_most
+        )
         spare = SPARE * fleet / size * min(1.0, each_max / FEW)
-        near = near_columns(tables, dual, mix.columns, standing, spare=spare, each_max=each_max)
-        choices = _Choices(tables, dual, near, limits, SAFETY * self._gap * fleet, self._should_stop)
+        neighbourhood = neighbourhood_columns(tables, dual, mix.columns, incumbent, spare=spare, each_max=each_max)
+        choices = _Choices(tables, dual, neighbourhood, limits, SAFETY * self._gap * fleet, self._should_stop)
         for number, share in limits.choices:
             if best.gap <= self._gap or self._should_stop():
                 break
             choices.improve(number, share)
-            standing = moved(tables, choices.standing(), limits.moves_max)
-            found = self._solution(dual.rounds, choices.bound, standing, "chosen among ways near the prices")
+            incumbent = moved(tables, choices.incumbent(), limits.moves_max)
+            found = self._solution(dual.rounds, choices.bound, incumbent, "chosen among configurations near the prices")
             best = min(found, self._bounded(best, choices.bound), key=lambda each: each.objective)
-            choices.go_on_from(near_of(tables, dual, near.columns, standing, near.least, spare=spare))
+            choices.go_on_from(
+                neighbourhood_of(tables, dual, neighbourhood.columns, incumbent, neighbourhood.least, spare=spare)
+            )
         return best
 
     def _exact(self, dual: Dual) -> tuple[Dual, _Mix]:
@@ -191,16 +195,16 @@ class _Search:
                 break
         return dual, mix
 
-    def _rounded(self, dual: Dual, mix: _Mix) -> Standing:
+    def _rounded(self, dual: Dual, mix: _Mix) -> Incumbent:
         """A column for each endpoint, made to fit."""
         choice = rounded(self._tables, dual.rows, mix.columns, mix.weights, dual.prices)
         choice = relieved(self._tables, mix.columns, choice, dual.prices)
-        return moved(self._tables, standing_of(mix.columns, choice), self._limits.moves_max)
+        return moved(self._tables, incumbent_of(mix.columns, choice), self._limits.moves_max)
 
-    def _solution(self, rounds: int, bound: float, standing: Standing, how: str) -> PricedSolution:
+    def _solution(self, rounds: int, bound: float, incumbent: Incumbent, how: str) -> PricedSolution:
         tables = self._tables
-        counts, pooled = tables.counts_by_key(standing.counts), tables.pooled_keys(standing.pooled)
-        gpus = tables.pool_gpus_by_key(pool_gpus(tables, np.arange(len(tables.home)), standing.pooled))
+        counts, pooled = tables.counts_by_key(incumbent.counts), tables.pooled_keys(incumbent.pooled)
+        gpus = tables.pool_gpus_by_key(pool_gpus(tables, np.arange(len(tables.home)), incumbent.pooled))
         found = PricedSolution(
             counts=counts,
             pooled=pooled,
@@ -227,7 +231,7 @@ class _Choices:
         self,
         tables: Tables,
         dual: Dual,
-        near: Near,
+        neighbourhood: Neighbourhood,
         limits: PriceSettings,
         slack: float,
         should_stop: Callable[[], bool],
@@ -235,27 +239,29 @@ class _Choices:
         self.bound = dual.bound
         self._tables, self._rows, self._limits = tables, dual.rows, limits
         self._slack, self._should_stop = slack, should_stop
-        self.go_on_from(near)
+        self.go_on_from(neighbourhood)
         gpu, _host, self._token = dual.rows.of_places(dual.prices)
         gpus = (gpu.reshape(tables.capacity.shape) * tables.capacity).sum(axis=1)
-        self._low = np.bincount(tables.region_of, weights=near.least) - gpus
+        self._low = np.bincount(tables.region_of, weights=neighbourhood.least) - gpus
         self._raised = np.zeros(len(tables.regions), bool)
 
-    def go_on_from(self, near: Near) -> None:
+    def go_on_from(self, neighbourhood: Neighbourhood) -> None:
         """Choose among these columns from now on, beginning with what stands."""
-        self._near, self.choice = near, near.choice
-        self._chooser = Chooser(tables=self._tables, rows=self._rows, columns=near.columns)
+        self._neighbourhood, self.choice = neighbourhood, neighbourhood.choice
+        self._chooser = Chooser(tables=self._tables, rows=self._rows, columns=neighbourhood.columns)
 
-    def standing(self) -> Standing:
+    def incumbent(self) -> Incumbent:
         """The placement chosen."""
-        return standing_of(self._near.columns, self.choice)
+        return incumbent_of(self._neighbourhood.columns, self.choice)
 
     def improve(self, number: int, share: float) -> None:
         """For the whole fleet, with so many more columns open, to a share of the slack; then region by region; then
         the bound.
         """
-        self.choice = self._chooser.better(self.choice, self._near.nearest(number), self._effort(share * self._slack))
-        region = self._tables.region_of[self._near.columns.endpoint]
+        self.choice = self._chooser.better(
+            self.choice, self._neighbourhood.nearest(number), self._effort(share * self._slack)
+        )
+        region = self._tables.region_of[self._neighbourhood.columns.endpoint]
         regions = len(self._tables.regions)
         for j in range(regions):
             if self._reached() or self._should_stop():

@@ -42,8 +42,8 @@ class Dual:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Ways:
-    """Ways to serve N endpoints, as columns are made of.
+class Configurations:
+    """Configurations of N endpoints, as columns are made of.
 
     Attributes:
         least: proven least cost of each endpoint, [N].
@@ -56,7 +56,7 @@ class Ways:
     pooled: Ints
 
 
-def ways_at(
+def configurations_at(
     tables: Tables,
     rows: Rows,
     prices: Floats,
@@ -65,17 +65,17 @@ def ways_at(
     keep: int = 1,
     spare: Floats | None = None,
     exact: bool = True,
-) -> Ways:
-    """The cheapest ways to serve each endpoint at these prices.
+) -> Configurations:
+    """The cheapest configurations to serve each endpoint at these prices.
 
     Args:
         tables: the problem.
         rows: its shared rows.
         prices: of them.
         among: these endpoints only, [N].
-        keep: ways of each endpoint at most.
-        spare: list ways that cost so much more than the cheapest too, [N].
-        exact: False = good ways found quickly, and a weaker bound.
+        keep: configurations of each endpoint at most.
+        spare: list configurations that cost so much more than the cheapest too, [N].
+        exact: False = good configurations found quickly, and a weaker bound.
     """
     gpu, host, token = rows.of_places(prices)
     gpu, host = gpu.reshape(tables.capacity.shape), host.reshape(tables.capacity.shape)
@@ -107,7 +107,7 @@ def ways_at(
         number, kind = np.nonzero(cost <= limit[:, None])
         found.append((among[number], np.zeros((len(number), tables.capacity.shape[1]), np.int64), kind))
     endpoint, counts, pooled = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    return Ways(least=least, endpoint=endpoint, counts=counts, pooled=pooled)
+    return Configurations(least=least, endpoint=endpoint, counts=counts, pooled=pooled)
 
 
 def _pool_costs(tables: Tables, gpu: Floats, host: Floats, token: Floats) -> Floats:
@@ -132,8 +132,8 @@ def first_dual(tables: Tables) -> Dual:
         gpu = dear.copy()
         gpu[:, kind] = 0.0
         prices = np.concatenate([gpu.ravel(), np.zeros(len(rows.limit) - gpu.size)])
-        ways = ways_at(tables, rows, prices, exact=False)
-        parts.append((ways.endpoint, ways.counts, ways.pooled))
+        configurations = configurations_at(tables, rows, prices, exact=False)
+        parts.append((configurations.endpoint, configurations.counts, configurations.pooled))
     endpoint, counts, pooled = (np.concatenate(part) for part in zip(*parts, strict=True))
     columns = make_columns(tables, rows, endpoint, counts, pooled)
     none = np.zeros(len(rows.limit))
@@ -163,9 +163,11 @@ def climb(tables: Tables, dual: Dual, rounds: int, least_gain: float, should_sto
 
 def priced_out(tables: Tables, dual: Dual, prices: Floats, *, keep: int = 3) -> Dual:
     """The bound that these prices prove, if it is better, and the columns that are cheapest at them."""
-    ways = ways_at(tables, dual.rows, prices, keep=keep)
-    bound = float(ways.least.sum() - dual.rows.limit @ prices) + tables.constant
-    columns = joined(tables, dual.rows, dual.columns, ways.endpoint, ways.counts, ways.pooled)
+    configurations = configurations_at(tables, dual.rows, prices, keep=keep)
+    bound = float(configurations.least.sum() - dual.rows.limit @ prices) + tables.constant
+    columns = joined(
+        tables, dual.rows, dual.columns, configurations.endpoint, configurations.counts, configurations.pooled
+    )
     if bound > dual.bound:
         dual = replace(dual, bound=bound, prices=prices)
     return replace(dual, columns=columns, rounds=dual.rounds + 1)

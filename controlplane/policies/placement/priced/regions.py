@@ -1,7 +1,7 @@
 """A region as a whole, by HiGHS: what it costs at least at the prices of models' demand, with whole instances.
 
-Regions share nothing but the demand of models. The prices of a place's GPUs may mix two ways of serving an endpoint, an
-integer program of the region may not, so its bound is higher where a few large instances fill a place. The sum over
+Regions share nothing but the demand of models. The prices of a place's GPUs may mix two configurations of an endpoint,
+an integer program of the region may not, so its bound is higher where a few large instances fill a place. The sum over
 regions is again a bound on the fleet (Lagrangian relaxation of the demand rows alone).
 
     min  sum (price_s - token speed) x_s + home_price lacks + few_price few + (extra - token served) z + gpu_price P

@@ -17,7 +17,7 @@ LEAST_GAIN = 1e-7
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Standing:
+class Incumbent:
     """A placement: instances [E, K], and the GPU type each endpoint is pooled on, [E], -1 = none."""
 
     counts: Ints
@@ -25,7 +25,7 @@ class Standing:
 
 
 def served_by(tables: Tables, endpoint: Ints, counts: Ints, pooled: Ints) -> Floats:
-    """Tokens/s that ways to serve endpoints take off their models' rows."""
+    """Tokens/s that configurations of endpoints take off their models' rows."""
     served = (counts * tables.speed[tables.model_of[endpoint]]).sum(axis=1)
     return served if tables.pools is None else np.where(pooled >= 0, tables.pools.served[endpoint], served)
 
@@ -109,9 +109,9 @@ def _pool_need(tables: Tables, columns: Columns, at: Ints) -> Floats:
     return need
 
 
-def moved(tables: Tables, standing: Standing, steps_max: int) -> Standing:
+def moved(tables: Tables, incumbent: Incumbent, steps_max: int) -> Incumbent:
     """Single instances added where demand is short and GPUs are free, and left out where nothing needs them."""
-    counts, pooled = standing.counts.copy(), standing.pooled
+    counts, pooled = incumbent.counts.copy(), incumbent.pooled
     free = tables.capacity - pool_gpus(tables, np.arange(len(pooled)), pooled)
     gpus = tables.gpus[tables.model_of]
     shape = (len(tables.models), len(tables.regions), len(tables.gpu_types))
@@ -128,7 +128,7 @@ def moved(tables: Tables, standing: Standing, steps_max: int) -> Standing:
         chosen = order[first]
         at, kind = chosen * shape[1] + cell[chosen] // shape[2], cell[chosen] % shape[2]
         counts[at, kind] += step[at, kind]
-    return Standing(counts=counts, pooled=pooled)
+    return Incumbent(counts=counts, pooled=pooled)
 
 
 def _gains(tables: Tables, counts: Ints, pooled: Ints, left: Ints) -> tuple[Floats, Ints]:
@@ -164,6 +164,6 @@ def _segment(held: Ints, counts: Ints) -> Ints:
     return np.asarray(np.minimum(before, held.shape[2] - 1))
 
 
-def standing_of(columns: Columns, choice: Ints) -> Standing:
+def incumbent_of(columns: Columns, choice: Ints) -> Incumbent:
     """The placement of a choice of one column per endpoint."""
-    return Standing(counts=columns.counts[choice].copy(), pooled=columns.pooled[choice].copy())
+    return Incumbent(counts=columns.counts[choice].copy(), pooled=columns.pooled[choice].copy())

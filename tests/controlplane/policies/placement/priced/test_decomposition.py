@@ -23,10 +23,10 @@ from controlplane.policies.placement.grid import grid_of
 from controlplane.policies.placement.priced.choice import Chooser, Effort
 from controlplane.policies.placement.priced.decomposition import PricedSolution, PriceSettings, solve_by_prices
 from controlplane.policies.placement.priced.dual import climb, first_dual
-from controlplane.policies.placement.priced.near import near_columns
+from controlplane.policies.placement.priced.neighbourhood import neighbourhood_columns
 from controlplane.policies.placement.priced.regions import region_bound
 from controlplane.policies.placement.priced.relax import Cells
-from controlplane.policies.placement.priced.repair import pool_gpus, standing_of
+from controlplane.policies.placement.priced.repair import incumbent_of, pool_gpus
 from controlplane.policies.placement.priced.search import search
 from controlplane.policies.placement.priced.tables import build_tables
 from dataplane.protocol.tiers import Tier
@@ -147,13 +147,13 @@ def test_a_choice_among_columns_fits_and_is_never_worse(facts: PlacementFacts) -
         return
     tables = build_tables(grid)
     dual = climb(tables, first_dual(tables), 4, 0.0, lambda: False)
-    nothing = standing_of(dual.columns, dual.columns.first)
-    near = near_columns(tables, dual, dual.columns, nothing, spare=5.0, each_max=50)
+    nothing = incumbent_of(dual.columns, dual.columns.first)
+    near = neighbourhood_columns(tables, dual, dual.columns, nothing, spare=5.0, each_max=50)
     chooser = Chooser(tables=tables, rows=dual.rows, columns=near.columns)
     effort = Effort(target=-np.inf, gap_abs=0.0, nodes_max=1000, should_stop=lambda: False)
     choice = chooser.better(near.choice, np.ones(len(near.columns), bool), effort)
     assert chooser.cost(choice) <= chooser.cost(near.choice)
-    found = standing_of(near.columns, choice)
+    found = incumbent_of(near.columns, choice)
     counts, pooled = tables.counts_by_key(found.counts), tables.pooled_keys(found.pooled)
     gpus = tables.pool_gpus_by_key(pool_gpus(tables, np.arange(len(tables.home)), found.pooled))
     assert violations_of(grid, counts, pooled, gpus) == ()

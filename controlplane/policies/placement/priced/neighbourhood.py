@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from controlplane.policies.placement.priced.columns import Columns, joined
-from controlplane.policies.placement.priced.dual import Dual, ways_at
+from controlplane.policies.placement.priced.dual import Dual, configurations_at
 from controlplane.policies.placement.priced.relax import TOLERANCE
-from controlplane.policies.placement.priced.repair import Standing, served_by
+from controlplane.policies.placement.priced.repair import Incumbent, served_by
 from controlplane.policies.placement.priced.tables import Bools, Floats, Ints, Tables
 
 MORE = np.array([1, 2, 4, 8])
@@ -19,11 +19,11 @@ MORE = np.array([1, 2, 4, 8])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Near:
-    """Near columns.
+class Neighbourhood:
+    """Columns near the incumbent.
 
     Attributes:
-        columns: M of them; those of the standing placement are among them.
+        columns: M of them; those of the incumbent placement are among them.
         excess: of each column, per hour, [M].
         choice: the column of each endpoint that stands, [E].
         least: what each endpoint costs at least at the prices, [E].
@@ -42,50 +42,54 @@ class Near:
         return np.asarray(self.excess <= np.partition(self.excess, number)[number])
 
 
-def near_columns(
-    tables: Tables, dual: Dual, known: Columns, standing: Standing, *, spare: float, each_max: int
-) -> Near:
+def neighbourhood_columns(
+    tables: Tables, dual: Dual, known: Columns, incumbent: Incumbent, *, spare: float, each_max: int
+) -> Neighbourhood:
     """Columns with an excess of at most `spare`, at most `each_max` found for each endpoint; what stands; and what
     would serve more where too little is served.
     """
     every = np.arange(len(tables.home))
-    ways = ways_at(tables, dual.rows, dual.prices, keep=each_max, spare=np.full(len(every), spare))
-    columns = joined(tables, dual.rows, known, ways.endpoint, ways.counts, ways.pooled)
-    return near_of(tables, dual, columns, standing, ways.least, spare=spare)
+    configurations = configurations_at(tables, dual.rows, dual.prices, keep=each_max, spare=np.full(len(every), spare))
+    columns = joined(tables, dual.rows, known, configurations.endpoint, configurations.counts, configurations.pooled)
+    return neighbourhood_of(tables, dual, columns, incumbent, configurations.least, spare=spare)
 
 
-def near_of(tables: Tables, dual: Dual, columns: Columns, standing: Standing, least: Floats, *, spare: float) -> Near:
+def neighbourhood_of(
+    tables: Tables, dual: Dual, columns: Columns, incumbent: Incumbent, least: Floats, *, spare: float
+) -> Neighbourhood:
     """Those of these columns that are near, what stands, and what would serve more where too little is served."""
     every = np.arange(len(tables.home))
-    endpoint, counts = _serving_more(tables, standing)
+    endpoint, counts = _serving_more(tables, incumbent)
     columns = joined(
         tables,
         dual.rows,
         columns,
         np.concatenate([endpoint, every]),
-        np.concatenate([counts, standing.counts]),
-        np.concatenate([np.full(len(endpoint), -1), standing.pooled]),
+        np.concatenate([counts, incumbent.counts]),
+        np.concatenate([np.full(len(endpoint), -1), incumbent.pooled]),
     )
     value = columns.priced(dual.prices)
     excess = value - columns.spread(np.minimum.reduceat(value, columns.first))
-    now = standing.counts[columns.endpoint]
-    stands = (columns.counts == now).all(axis=1) & (columns.pooled == standing.pooled[columns.endpoint])
+    now = incumbent.counts[columns.endpoint]
+    stands = (columns.counts == now).all(axis=1) & (columns.pooled == incumbent.pooled[columns.endpoint])
     more = np.isin(columns.endpoint, endpoint) & (columns.counts >= now).all(axis=1)
     kept = stands | more | (excess <= spare)
-    return Near(columns=columns.take(kept), excess=excess[kept], choice=np.flatnonzero(stands[kept]), least=least)
+    return Neighbourhood(
+        columns=columns.take(kept), excess=excess[kept], choice=np.flatnonzero(stands[kept]), least=least
+    )
 
 
-def _serving_more(tables: Tables, standing: Standing) -> tuple[Ints, Ints]:
+def _serving_more(tables: Tables, incumbent: Incumbent) -> tuple[Ints, Ints]:
     """Some instances more of one GPU type, for each endpoint that serves too little, or whose model does; others may
     make room. Endpoints, and counts [., K].
     """
     every, types = np.arange(len(tables.home)), tables.capacity.shape[1]
-    served = served_by(tables, every, standing.counts, standing.pooled)
+    served = served_by(tables, every, incumbent.counts, incumbent.pooled)
     lacks = np.bincount(tables.model_of, weights=served) < tables.total * (1 - TOLERANCE)
     short = lacks[tables.model_of] | (served < tables.home * (1 - TOLERANCE))
-    at = np.flatnonzero(short & (standing.pooled < 0))
+    at = np.flatnonzero(short & (incumbent.pooled < 0))
     endpoint, kind, step = (each.ravel() for each in np.meshgrid(at, np.arange(types), MORE, indexing="ij"))
-    counts = standing.counts[endpoint]
+    counts = incumbent.counts[endpoint]
     counts[np.arange(len(endpoint)), kind] += step
     fits = (counts <= tables.room[endpoint].sum(axis=2)).all(axis=1) & (counts.sum(axis=1) <= tables.most[endpoint])
     return endpoint[fits], counts[fits]
