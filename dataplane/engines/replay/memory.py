@@ -17,13 +17,23 @@ _MOVING = (Place.LEAVING, Place.ARRIVING)
 
 
 @dataclass(eq=False, kw_only=True)
+class KvShare:
+    """The part of a slot's KV memory that some models are limited to, together."""
+
+    capacity_bytes: int
+    used_bytes: int = 0
+
+
+@dataclass(eq=False, kw_only=True)
 class SequenceKv:
     """The KV of one sequence. `here_bytes` of the slot's memory, `host_bytes` of its host memory (none where another
-    slot keeps it). `moved_tokens` is what a transfer moves, `moved_s` when that is over.
+    slot keeps it). `moved_tokens` is what a transfer moves, `moved_s` when that is over. `share`: the part of the
+    slot's memory that it may lie in; None: all of it.
     """
 
     bytes_per_token: int
     bytes_per_s: float
+    share: KvShare | None = None
     place: Place = Place.NOWHERE
     here_bytes: int = 0
     host_bytes: int = 0
@@ -99,7 +109,7 @@ class ReplayKvMemory:
     def lacks_bytes(self, kv: SequenceKv, tokens: int) -> int:
         """By what there is too little room for the KV of so many tokens, or for what is AWAY."""
         wanted_bytes = kv.moved_bytes if kv.place is Place.AWAY else tokens * kv.bytes_per_token
-        return max(wanted_bytes - kv.here_bytes - self.spare_bytes, 0)
+        return max(wanted_bytes - kv.here_bytes - self._spare_bytes_of(kv), 0)
 
     def host_fits(self, kv: SequenceKv, tokens: int) -> bool:
         """Whether host memory has room for the KV of so many tokens."""
@@ -107,16 +117,15 @@ class ReplayKvMemory:
 
     def fits(self, kv: SequenceKv, *, spare: int) -> bool:
         """Whether KV that is AWAY has room on the slot beside `spare` more of its tokens."""
-        return kv.moved_bytes + spare * kv.bytes_per_token <= self.free_bytes
+        return kv.moved_bytes + spare * kv.bytes_per_token <= self._spare_bytes_of(kv)
 
     def grow(self, kv: SequenceKv, tokens: int) -> bool:
         """Room for `tokens` tokens of KV that is HERE or NOWHERE; False when there is too little."""
         more_bytes = tokens * kv.bytes_per_token - kv.here_bytes
-        if more_bytes > self.free_bytes:
-            return False
         if more_bytes > 0:
-            self.used_bytes += more_bytes
-            kv.here_bytes += more_bytes
+            if more_bytes > self._spare_bytes_of(kv):
+                return False
+            self._take(kv, more_bytes)
         kv.place = Place.HERE
         return True
 
@@ -131,9 +140,9 @@ class ReplayKvMemory:
         if not self.host_fits(kv, tokens):
             return False
         size_bytes = tokens * kv.bytes_per_token
-        self.used_bytes += size_bytes - kv.here_bytes
+        self._take(kv, size_bytes - kv.here_bytes)
         self.host_used_bytes += size_bytes
-        kv.here_bytes = kv.host_bytes = size_bytes
+        kv.host_bytes = size_bytes
         kv.moved_tokens = tokens
         self._move(kv, Place.LEAVING, self._out)
         self.swapped_out_total += 1
@@ -143,10 +152,9 @@ class ReplayKvMemory:
         """Send for KV that is AWAY; False when there is no room."""
         assert kv.place is Place.AWAY
         size_bytes = kv.moved_bytes
-        if size_bytes > self.free_bytes:
+        if size_bytes > self._spare_bytes_of(kv):
             return False
-        self.used_bytes += size_bytes
-        kv.here_bytes = size_bytes
+        self._take(kv, size_bytes)
         self._move(kv, Place.ARRIVING, self._in)
         self.swapped_in_total += 1
         return True
@@ -193,9 +201,20 @@ class ReplayKvMemory:
         kv.moved_s = wire.send(kv.moved_bytes / kv.bytes_per_s, self._clock())
         self._moving.append(kv)
 
+    def _spare_bytes_of(self, kv: SequenceKv) -> int:
+        """What this KV could take more; negative while there is too little for what lies there."""
+        share = kv.share
+        return self.spare_bytes if share is None else min(self.spare_bytes, share.capacity_bytes - share.used_bytes)
+
+    def _take(self, kv: SequenceKv, more_bytes: int) -> None:
+        """Let KV take so much more of the slot's memory."""
+        self.used_bytes += more_bytes
+        kv.here_bytes += more_bytes
+        if kv.share is not None:
+            kv.share.used_bytes += more_bytes
+
     def _leave(self, kv: SequenceKv) -> None:
-        self.used_bytes -= kv.here_bytes
-        kv.here_bytes = 0
+        self._take(kv, -kv.here_bytes)
 
     def _leave_host(self, kv: SequenceKv) -> None:
         self.host_used_bytes -= kv.host_bytes

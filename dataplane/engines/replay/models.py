@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 from dataplane.engines.core.sequences import TokenSequence
 from dataplane.engines.core.served_models import ServedModel
 from dataplane.engines.interface import EngineRequest
-from dataplane.engines.replay.memory import SequenceKv
+from dataplane.engines.replay.memory import KvShare, SequenceKv
 from dataplane.engines.replay.settings import ReplaySettings
 from dataplane.engines.replay.weights import Weights
 from dataplane.protocol.messages import ModelSpec
@@ -19,11 +19,12 @@ ReplaySequence = TokenSequence[SequenceKv]
 
 @dataclass(eq=False, kw_only=True)
 class ReplayModel(ServedModel[SequenceKv]):
-    """One model. `bytes_per_s`: how fast its weights and KV move."""
+    """One model. `bytes_per_s`: how fast its weights and KV move. `share`: what its KV is limited to."""
 
     weights: Weights
     kv_bytes_per_token: int
     bytes_per_s: float
+    share: KvShare | None = None
 
     @property
     def weights_bytes(self) -> int:
@@ -47,7 +48,7 @@ class ReplayModel(ServedModel[SequenceKv]):
 
     def new_kv(self) -> SequenceKv:
         """The KV of a sequence that has none yet."""
-        return SequenceKv(bytes_per_token=self.kv_bytes_per_token, bytes_per_s=self.bytes_per_s)
+        return SequenceKv(bytes_per_token=self.kv_bytes_per_token, bytes_per_s=self.bytes_per_s, share=self.share)
 
 
 ReplayModelT = TypeVar("ReplayModelT", bound=ReplayModel)

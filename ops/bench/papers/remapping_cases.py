@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dataplane.engines.core.remapping.settings import RemapSettings
-from ops.bench.papers.remapping_load import Lengths, SharedLoad
-from ops.bench.papers.remapping_memory import SharedSettings, Sharing, Way
-from ops.bench.papers.remapping_models import COMBINATIONS, GRACE_HOPPER, WIRES, Wire
+from ops.bench.papers.remapping_engine import SharedSettings, Sharing, Way
+from ops.bench.papers.remapping_load import COMBINATIONS, GRACE_HOPPER, WIRES, Lengths, SharedLoad, Wire
 
 VLLM, PIE, ONEIROS, TIDEPOOL = "vLLM", "Pie", "Oneiros", "Tidepool"
 SWEEP_BYTES_PER_S = (10e9, 25e9, 55.6e9, 100e9, 200e9, 427e9, 900e9)

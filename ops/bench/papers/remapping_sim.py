@@ -1,7 +1,7 @@
 """Remapping against KV swapping and recomputing, simulated: the paper's comparisons, its figures beside ours.
 
-The slot is simulated (`ops.bench.papers.remapping_slot`); who gives up which layers, and which way out is cheapest, is
-decided by the code of the live node (`dataplane.engines.core.remapping`).
+The slot is the replay engine's in simulated time (`ops.bench.papers.remapping_engine`): turns, who gives up which
+layers, and which way out is cheapest are decided by the code of the live node.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from ops.bench.papers.remapping_cases import GROUPS, ONEIROS, PIE, VLLM, Asked, Case
-from ops.bench.papers.remapping_figures import SharedFigures, measure
-from ops.bench.papers.remapping_load import Recordings, draw_asks
-from ops.bench.papers.remapping_models import COMBINATIONS
+from ops.bench.papers.remapping_engine import SharedFigures, measure
+from ops.bench.papers.remapping_load import COMBINATIONS, Recordings, draw_asks
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 
 WORKLOADS = "aegaeon/workloads.csv.gz"
@@ -74,8 +73,8 @@ def main(
     requests: Annotated[int, typer.Option(min=10, help="Requests of each run.")] = 200,
     seed: Annotated[int, typer.Option()] = 0,
     chunk_tokens: Annotated[
-        int | None, typer.Option(min=256, help="Prefill in chunks, so many tokens a step; whole prompts if not given.")
-    ] = None,
+        int, typer.Option(min=256, help="Tokens that a step prefills at most: longer prompts go in chunks.")
+    ] = 2048,
     as_json: AsJson = False,
 ) -> None:
     """Compare ways out of a lack of KV memory.
@@ -105,7 +104,7 @@ def main(
     print_table("Beside the paper, mean over the loads that lacked memory", PUBLISHED_COLUMNS, published)
 
 
-def run_case(case: Case, recordings: Recordings, chunk_tokens: int | None = None) -> SharedFigures:
+def run_case(case: Case, recordings: Recordings, chunk_tokens: int = 2048) -> SharedFigures:
     """One run."""
     models = COMBINATIONS[case.combination]
     asks = draw_asks(models, case.load, recordings)
@@ -113,7 +112,7 @@ def run_case(case: Case, recordings: Recordings, chunk_tokens: int | None = None
     if case.off_peak_rate is not None:
         skip = len(asks)
         asks += draw_asks(models, case.load.follow_up(case.off_peak_rate), recordings, after=asks[-1])
-    return measure(models, asks, replace(case.settings, chunk_tokens=chunk_tokens), skip=skip)
+    return measure(models, asks, replace(case.settings, prefill_tokens_max=chunk_tokens), skip=skip)
 
 
 def beside_published(group: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ def data(tmp_path: Path) -> Path:
     lines = [f"2023-11-16 18:{minute:02d}:00.0,100,10" for minute in range(40)]
     files = {
         ARRIVALS: ["TIMESTAMP,ContextTokens,GeneratedTokens", *lines],
-        WORKLOADS: ["workload,input_len,output_len", *["synth-40-0.7-1.0-1.0,300,60"] * 5],
+        WORKLOADS: ["workload,input_len,output_len", *["synth-40-0.7-1.0-1.0,900,200"] * 5],
     }
     for name, rows in files.items():
         path = tmp_path / name
@@ -34,7 +34,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
 
 
 def test_the_runs_and_the_papers_figures_beside_ours(data: Path) -> None:
-    code, out = invoke("--data", str(data), "--group", "uneven", "--group", "caps", "--requests", "20", "--json")
+    code, out = invoke("--data", str(data), "--group", "uneven", "--group", "caps", "--requests", "12", "--json")
     assert code == 0
     answer = json.loads(out)
     assert {row["group"] for row in answer["runs"]} == {"uneven", "caps"}

@@ -1,0 +1,323 @@
+"""A slot whose models share its memory, when KV runs short: the replay engine in simulated time, several ways out.
+
+    recompute  the last request of the batch is dropped, and prefilled again once there is room (vLLM)
+    swap       its KV goes to host memory and comes back, request by request
+    pie        KV beyond the slot's memory is in host memory, out and in again in every step, as much of it as the step
+               hides (Pie); beyond that, recompute
+    remap      layers are given up (Oneiros); beyond that, recompute
+    auto       of remap, swap, recompute and keeping a prompt waiting what costs least
+
+Turns, victims, layers and all ways but Pie's are the engine's own. Temporal sharing: models take turns as on a live
+node. Spatial sharing: all decode at once, as nearly as a slot can that runs one step at a time: step by step.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from dataplane.engines.core.pressure import KvPressure, Shortage
+from dataplane.engines.core.remapping.relief import Way as Relief
+from dataplane.engines.core.remapping.settings import RemapSettings
+from dataplane.engines.core.room import choose_victim
+from dataplane.engines.core.slot_engine import Made
+from dataplane.engines.interface import EngineRequest
+from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings
+from dataplane.engines.replay.memory import KvShare, SequenceKv
+from dataplane.engines.replay.models import ReplayModel
+from dataplane.protocol.messages import ModelSpec
+from dataplane.protocol.tiers import Tier
+from dataplane.scheduling.decode import DecodeSettings
+from dataplane.scheduling.prefill import PrefillSettings
+from dataplane.scheduling.profile import GpuProfile, ModelProfile
+from dataplane.scheduling.schedule import Turn, TurnSettings
+from ops.bench.papers.remapping_load import CONTEXT_TOKENS, Ask, SharedModel, Wire
+from ops.faults.percentiles import percentile
+
+Way = Literal["recompute", "swap", "pie", "remap", "auto"]
+Sharing = Literal["temporal", "spatial"]
+STEP_BY_STEP = DecodeSettings(quota_min_s=1e-6, quota_max_s=1e-6)
+_PRESSURE: dict[Way, KvPressure] = {
+    "recompute": "recompute",
+    "swap": "swap",
+    "pie": "recompute",
+    "remap": "remap",
+    "auto": "auto",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedSettings:
+    """`shared_kv`: one KV memory for all models, else each has its own; whoever gives up layers shares.
+    `prefill_tokens_max`: tokens that a step prefills at most.
+    """
+
+    way: Way
+    wire: Wire
+    sharing: Sharing = "temporal"
+    shared_kv: bool = False
+    batch_max: int = 256
+    prefill_tokens_max: int = 2048
+    remap: RemapSettings = field(default_factory=RemapSettings)
+
+    @property
+    def gives_up_layers(self) -> bool:
+        """Whether models may."""
+        return self.way in {"remap", "auto"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What was done. Layers given up and got back, and allocations that they could not cover; requests dropped or sent
+    out; the most bytes given up.
+    """
+
+    deepened: int
+    reverted: int
+    not_covered: int
+    recomputed: int
+    swapped: int
+    given_bytes_max: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedFigures:
+    """`tokens_per_s`: answers' tokens, from time 0 to the last one. `tbt_*`: of all times between two tokens;
+    `tpot_*`: of each request's mean time between its tokens, in which a request that was driven out weighs as one.
+    `step_p99_s`: of the decode steps, each as often as it made tokens: what `tbt_p99_s` has more is prefills, turns of
+    other models and the time without KV. `batch_mean`: over the time of decode steps. `counts`: what was done for want
+    of memory.
+    """
+
+    tokens_per_s: float
+    tbt_p50_s: float
+    tbt_p99_s: float
+    step_p99_s: float
+    tpot_p50_s: float
+    tpot_p99_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    batch_mean: float
+    batch_peak: int
+    counts: Counts
+
+
+class SharedEngine(ReplayEngine):
+    """The replay engine with models that are all there, whose KV may be limited to shares, and Pie's way out.
+    `decoded`: whether its last step decoded; `shares`: those, by model.
+    """
+
+    def __init__(self, models: Sequence[SharedModel], settings: SharedSettings, clock: "Clock") -> None:
+        self.decoded = False
+        self.given_bytes_max = 0
+        self._served = {model.name: model for model in models}
+        self._both_bytes_per_s = settings.wire.both_bytes_per_s if settings.way == "pie" else 0.0
+        self.shares = _shares_of(models, settings)
+        self._share_bytes = {name: share.capacity_bytes for name, share in self.shares.items()}
+        self._pass_time = clock.sleep
+        super().__init__(_replay_settings(models, settings), clock.read, clock.sleep)
+        before_s = -2 * sum(model.layers_bytes for model in models) / settings.wire.bytes_per_s
+        for model in models:
+            self.load(model.name, _spec_of(model))
+            self._weights.bring(self._models[model.name].weights, before_s)
+
+    def _new_model(self, spec: ModelSpec, gpus: int) -> ReplayModel:
+        model = super()._new_model(spec, gpus)
+        model.weights = replace(model.weights, layers=self._served[spec.name].layers)
+        model.share = self.shares.get(spec.name)
+        return model
+
+    def _relieve(self, shortage: Shortage) -> Relief | None:
+        """Where KV of another share would leave, which would make no room here, one of the model's own is dropped."""
+        asking = shortage.sequence
+        if shortage.victim is None or shortage.victim.kv.share is asking.kv.share:
+            return super()._relieve(shortage)
+        own = [one for one in self._models[asking.model].decoding_here if not one.just_came_back]
+        victim = choose_victim(own, asking)
+        if victim is None:
+            return "refuse"
+        self._room.recomputed_total += 1
+        self._requests.queue(victim)
+        return "remap"  # there is more room now
+
+    def _run(self, turn: Turn, model: ReplayModel, now_s: float) -> Made[SequenceKv] | None:
+        share = self.shares.get(turn.model)
+        if self._both_bytes_per_s and share is not None:
+            context = sum(sequence.cached for sequence in model.decoding)
+            step_s = model.latency.decode_s(context, max(len(model.decoding), 1))
+            outside_bytes = round(step_s * self._both_bytes_per_s / 2)
+            share.capacity_bytes = self._share_bytes[turn.model] + outside_bytes
+        made = super()._run(turn, model, now_s)
+        if self._both_bytes_per_s and share is not None and made is not None:
+            moved_s = 2 * max(share.used_bytes - self._share_bytes[turn.model], 0) / self._both_bytes_per_s
+            self._pass_time(max(moved_s - (self._clock() - now_s), 0.0))
+        self.decoded = turn.kind == "decode"
+        self.given_bytes_max = max(self.given_bytes_max, self._weights.lent_bytes)
+        return made
+
+    @property
+    def counts(self) -> Counts:
+        """What was done for want of KV memory."""
+        return Counts(
+            deepened=self._relief.layers["lent"],
+            reverted=self._relief.layers["taken back"],
+            not_covered=self._relief.refusals.total(),
+            recomputed=self._room.recomputed_total,
+            swapped=self._kv.swapped_out_total,
+            given_bytes_max=self.given_bytes_max,
+        )
+
+
+class Clock:
+    """Simulated time. `read` and `sleep` are what an engine asks."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def read(self) -> float:
+        """Seconds since the first moment."""
+        return self.now_s
+
+    def sleep(self, time_s: float) -> None:
+        """Let time pass."""
+        self.now_s += time_s
+
+
+class SharedSlot:
+    """Serves to the end. `gaps_s`: the times between two tokens of a request. `steps_s`: how long each decode step
+    took, with its waits, and how many tokens it made.
+    """
+
+    def __init__(self, models: Sequence[SharedModel], settings: SharedSettings) -> None:
+        self._clock = Clock()
+        self.engine = SharedEngine(models, settings, self._clock)
+        self.gaps_s: list[float] = []
+        self.steps_s: list[tuple[float, int]] = []
+
+    @property
+    def now_s(self) -> float:
+        """The present moment."""
+        return self._clock.now_s
+
+    def serve(self, asks: Sequence[Ask]) -> None:
+        """Serve requests, in the order in which they come, until the last token of the last one."""
+        coming, clock = deque(asks), self._clock
+        here: dict[str, Ask] = {}
+        while coming or self.engine.has_work():
+            if not self.engine.has_work():
+                clock.now_s = max(clock.now_s, coming[0].arrived_s)
+            while coming and coming[0].arrived_s <= clock.now_s:
+                ask = coming.popleft()
+                here[str(ask.number)] = ask
+                self.engine.add(_request_of(ask))
+            self._step(here)
+
+    def _step(self, here: dict[str, Ask]) -> None:
+        began_s = self.now_s
+        made = 0
+        for output in self.engine.step():
+            assert output.error is None, output.error
+            ask = here[output.request_id]
+            made += len(output.token_ids)
+            if output.token_ids and ask.made:
+                self.gaps_s.append(self.now_s - ask.last_s)
+            elif output.token_ids:
+                ask.first_s = self.now_s
+            ask.made += len(output.token_ids)
+            ask.last_s = self.now_s
+        if made and self.engine.decoded:
+            self.steps_s.append((self.now_s - began_s, made))
+
+
+def measure(
+    models: Sequence[SharedModel], asks: Sequence[Ask], settings: SharedSettings, *, skip: int = 0
+) -> SharedFigures:
+    """Serve requests, which are used up, to the end. Of the first `skip` no TPOT and TTFT are counted."""
+    slot = SharedSlot(models, settings)
+    slot.serve(asks)
+    counted = asks[skip:]
+    tpots_s = [(ask.last_s - ask.first_s) / (ask.output_tokens - 1) for ask in counted if ask.output_tokens > 1]
+    ttfts_s = [ask.first_s - ask.arrived_s for ask in counted]
+    decode_s = sum(took_s for took_s, _ in slot.steps_s)
+    steps_s = [took_s for took_s, batch in slot.steps_s for _ in range(batch)]
+    return SharedFigures(
+        tokens_per_s=sum(ask.output_tokens for ask in asks) / slot.now_s,
+        tbt_p50_s=_percentile(slot.gaps_s, 0.5),
+        tbt_p99_s=_percentile(slot.gaps_s, 0.99),
+        step_p99_s=_percentile(steps_s, 0.99),
+        tpot_p50_s=_percentile(tpots_s, 0.5),
+        tpot_p99_s=_percentile(tpots_s, 0.99),
+        ttft_p50_s=_percentile(ttfts_s, 0.5),
+        ttft_p99_s=_percentile(ttfts_s, 0.99),
+        batch_mean=sum(took_s * batch for took_s, batch in slot.steps_s) / decode_s if decode_s else 0.0,
+        batch_peak=max((batch for _, batch in slot.steps_s), default=0),
+        counts=slot.engine.counts,
+    )
+
+
+def _percentile(times_s: Sequence[float], share: float) -> float:
+    """0 where there are none: every answer had one token."""
+    return percentile(times_s, share) if times_s else 0.0
+
+
+def _shares_of(models: Sequence[SharedModel], settings: SharedSettings) -> dict[str, KvShare]:
+    """What each model's KV is limited to: one part each, or, for Pie, which needs a limit to go beyond, one for all."""
+    if settings.gives_up_layers or (settings.shared_kv and settings.way != "pie"):
+        return {}
+    if settings.shared_kv:
+        return dict.fromkeys((model.name for model in models), KvShare(capacity_bytes=_kv_bytes(models)))
+    return {model.name: KvShare(capacity_bytes=model.kv_bytes) for model in models}
+
+
+def _kv_bytes(models: Sequence[SharedModel]) -> int:
+    return sum(model.kv_bytes for model in models)
+
+
+def _replay_settings(models: Sequence[SharedModel], settings: SharedSettings) -> ReplaySettings:
+    """Of a slot that has all the weights. Who drops KV has no host memory for it; Pie's is limited by its shares."""
+    outside_bytes = round(settings.wire.both_bytes_per_s) if settings.way == "pie" else 0
+    return ReplaySettings(
+        profile=GpuProfile(
+            gpu_type=settings.wire.name,
+            memory_bytes=0,
+            pcie_bytes_per_s=settings.wire.bytes_per_s,
+            transfer_efficiency=1.0,
+            cost_per_hour=0.0,
+            models=tuple(
+                ModelProfile(name=m.name, source="", gpus=1, weights_bytes=m.layers_bytes, latency=m.latency)
+                for m in models
+            ),
+        ),
+        weights_bytes=sum(model.layers_bytes for model in models),
+        kv_bytes=_kv_bytes(models) + outside_bytes,
+        host_kv_bytes=2**40 if settings.way in {"swap", "auto"} else 0,
+        batch_max=settings.batch_max,
+        prefill_tokens_per_step_max=settings.prefill_tokens_max,
+        kv_pressure=_PRESSURE[settings.way],
+        remap=settings.remap,
+        turns=TurnSettings(
+            prefill=PrefillSettings(order="fcfs"),
+            decode=DecodeSettings() if settings.sharing == "temporal" else STEP_BY_STEP,
+        ),
+    )
+
+
+def _spec_of(model: SharedModel) -> ModelSpec:
+    return ModelSpec(
+        name=model.name,
+        path="",
+        weights_bytes=model.layers_bytes,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        context_tokens=CONTEXT_TOKENS,
+    )
+
+
+def _request_of(ask: Ask) -> EngineRequest:
+    return EngineRequest(
+        request_id=str(ask.number),
+        instance_id=ask.model,
+        tier=Tier.IW_N,
+        prompt=(0,) * ask.prompt_tokens,
+        max_tokens=ask.output_tokens,
+        ignore_eos=True,
+    )
