@@ -23,6 +23,8 @@ from controlplane.store.storable import storable
 
 _JSON = msgspec.json.Encoder()
 _LOOK_MAX = 16
+LOTS_MAX = 1000
+"""A dispatcher claims a few hundred requests at a look, of so many lots at most."""
 _LOST_DELAY_MAX_S = 60
 
 
@@ -76,35 +78,41 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return BatchRequestState.COMPLETED if good else BatchRequestState.FAILED
 
 
-def waiting_lots(session: Session) -> tuple[LotFacts, ...]:
+def waiting_lots(session: Session, *, lots_max: int = LOTS_MAX) -> tuple[LotFacts, ...]:
     """What waits, by batch and model, the nearest deadline first; counted up to sixteen, which is more than a release
-    looks at.
+    looks at. At most `lots_max` of them: of each model and tenant the nearest deadline, then the one after it, and so
+    on, so that however many batches one has, the others are seen.
     """
     rows = session.execute(
         text(
             """
-            SELECT batches.number, batches.tenant, models.model,
-                   CAST(extract(epoch FROM now() - batches.created_at) AS float8),
-                   CAST(extract(epoch FROM batches.deadline_at - now()) AS float8), first.waiting
-            FROM batches JOIN batch_models AS models ON models.batch_number = batches.number
+            SELECT open.number, open.tenant, open.model,
+                   CAST(extract(epoch FROM now() - open.created_at) AS float8),
+                   CAST(extract(epoch FROM open.deadline_at - now()) AS float8) AS left_s, first.waiting
+            FROM (
+                SELECT batches.number, tenant, model, created_at, deadline_at,
+                       row_number() OVER (PARTITION BY model, tenant ORDER BY deadline_at, batches.number) AS turn
+                FROM batches JOIN batch_models AS models ON models.batch_number = batches.number
+                WHERE state = 'in_progress' AND ended_at IS NULL AND deadline_at > now()
+                ORDER BY turn, deadline_at, batches.number
+            ) AS open
             CROSS JOIN LATERAL (
                 SELECT count(*) AS waiting FROM (
                     SELECT 1 FROM queued_requests
-                    WHERE batch_number = batches.number AND model = models.model AND lease_until IS NULL
+                    WHERE batch_number = open.number AND queued_requests.model = open.model AND lease_until IS NULL
                       AND (not_before IS NULL OR not_before <= now())
                     LIMIT :most
                 ) AS due
             ) AS first
-            WHERE batches.state = 'in_progress' AND batches.ended_at IS NULL AND first.waiting > 0
-              AND batches.deadline_at > now()
-            ORDER BY batches.deadline_at, batches.number
-            """
+            WHERE first.waiting > 0
+            LIMIT :lots_max
+            """  # the queue is looked into in the order of `open`, and not further than the limit
         ),
-        {"most": _LOOK_MAX},
+        {"most": _LOOK_MAX, "lots_max": lots_max},
     )
     return tuple(
         LotFacts(batch=batch, tenant=tenant, model=model, age_s=age, left_s=left, waiting=waiting)
-        for batch, tenant, model, age, left, waiting in rows
+        for batch, tenant, model, age, left, waiting in sorted(rows, key=lambda row: (row.left_s, row.number))
     )
 
 

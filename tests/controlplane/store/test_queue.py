@@ -113,6 +113,19 @@ def test_lots_are_what_waits_by_batch_and_model_the_nearest_deadline_first(world
     assert (left.batch, left.waiting) == (second.batch, 1)
 
 
+def test_a_look_has_a_limit_and_one_tenants_many_batches_hide_no_other(world: World) -> None:
+    """Of tenant a the two nearest deadlines do not wait any more: all their lines are leased."""
+    many = [world.add_batch(lines=1, window_s=60 + number, tenant="a") for number in range(6)]
+    late = world.add_batch(lines=1, window_s=7200, tenant="b")
+    numbers = {batch_id: world.batch(batch_id).number for batch_id in (*many, late)}
+    with world.database.transaction() as session:
+        lots = queue.waiting_lots(session, lots_max=2)
+        assert [lot.batch for lot in lots] == [numbers[many[0]], numbers[late]]
+        queue.claim(session, {(numbers[batch_id], MODEL): 1 for batch_id in many[:2]}, lease_s=60)
+        lots = queue.waiting_lots(session, lots_max=3)
+    assert [lot.batch for lot in lots] == [numbers[many[2]], numbers[many[3]], numbers[late]]
+
+
 @pytest.mark.parametrize("loss", ["expired", "taken by another", "finished", "cancelled"])
 def test_nothing_is_written_by_a_claim_that_is_over(world: World, loss: str) -> None:
     world.add_batch(lines=1)
