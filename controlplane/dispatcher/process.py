@@ -17,6 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from controlplane.dispatcher.finalize import FINALIZE
 from controlplane.dispatcher.ingest import VALIDATE
 from controlplane.dispatcher.outcomes import Outcomes
+from controlplane.dispatcher.pauses import Pauses
 from controlplane.dispatcher.release import Releaser
 from controlplane.dispatcher.steps import Stepper
 from controlplane.errors import TidepoolError
@@ -34,6 +35,10 @@ from controlplane.store.session import Database, make_engine
 
 log = structlog.get_logger()
 _RELEASE_EVERY_S = 0.25
+_RELEASE_IDLE_S = 2.0
+"""The longest pause between looks into an empty queue. The dispatcher that puts a batch in looks at once; this is how
+late another may see it, or what was given back.
+"""
 _BATCHES_EVERY_S = 0.5
 _RETRY_AFTER_S = 1.0
 
@@ -49,11 +54,13 @@ class Dispatcher:
         """Validate, release, renew leases and finalize, each in its own loop."""
         settings, outcomes = self._settings, Outcomes()
         async with self._parts() as (database, blobs, fleet, releaser), asyncio.TaskGroup() as group:
-            for step, what in ((VALIDATE, "validate"), (FINALIZE, "finalize")):
-                steps = Stepper(step, database, blobs, settings)
-                group.create_task(_forever(functools.partial(_all_due, steps), _BATCHES_EVERY_S, what, outcomes))
-            group.create_task(_forever(releaser.release, _RELEASE_EVERY_S, "release", outcomes))
-            group.create_task(_forever(releaser.renew, settings.niw_lease_s / 3, "renew", outcomes))
+            pauses = Pauses(least_s=_RELEASE_EVERY_S, most_s=_RELEASE_IDLE_S)
+            for step, what, taken in ((VALIDATE, "validate", pauses.wake), (FINALIZE, "finalize", None)):
+                due = functools.partial(_all_due, Stepper(step, database, blobs, settings), taken)
+                group.create_task(_forever(due, _every(_BATCHES_EVERY_S), what, outcomes))
+            release = functools.partial(_release, releaser, pauses)
+            group.create_task(_forever(release, pauses.rest, "release", outcomes))
+            group.create_task(_forever(releaser.renew, _every(settings.niw_lease_s / 3), "renew", outcomes))
             group.create_task(_noting(database, fleet, outcomes, settings.pulse_every_s))
 
     @contextlib.asynccontextmanager
@@ -77,9 +84,19 @@ class Dispatcher:
             database.close()
 
 
-async def _all_due(steps: Stepper) -> None:
+async def _all_due(steps: Stepper, taken: Callable[[], None] | None) -> None:
+    """Take every batch that is due a step further; `taken` is called after each."""
     while await anyio.to_thread.run_sync(steps.one) is not None:
-        pass
+        if taken is not None:
+            taken()
+
+
+async def _release(releaser: Releaser, pauses: Pauses) -> None:
+    pauses.note(found=await releaser.release())
+
+
+def _every(seconds: float) -> Callable[[], Awaitable[None]]:
+    return functools.partial(asyncio.sleep, seconds)
 
 
 async def _noting(database: Database, fleet: FleetCache, outcomes: Outcomes, every_s: float) -> None:
@@ -90,8 +107,12 @@ async def _noting(database: Database, fleet: FleetCache, outcomes: Outcomes, eve
         await asyncio.sleep(every_s)
 
 
-async def _forever(work: Callable[[], Awaitable[None]], every_s: float, what: str, outcomes: Outcomes) -> None:
-    """Do it again and again. While Postgres, Redis or the disk is away, say so once and try every second."""
+async def _forever(
+    work: Callable[[], Awaitable[None]], rest: Callable[[], Awaitable[None]], what: str, outcomes: Outcomes
+) -> None:
+    """Do it again and again, with a rest after each time. While Postgres, Redis or the disk is away, say so once and
+    try every second.
+    """
     outcomes.begin(what, time.monotonic())
     while True:
         try:
@@ -108,7 +129,7 @@ async def _forever(work: Callable[[], Awaitable[None]], every_s: float, what: st
             continue
         if outcomes.end(what, time.monotonic()):
             log.info("the dispatcher goes on", what=what)
-        await asyncio.sleep(every_s)
+        await rest()
 
 
 def serve(settings: Settings) -> None:

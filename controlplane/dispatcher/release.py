@@ -64,16 +64,17 @@ class Releaser:
         self._backoffs: dict[Endpoint, Backoff] = {}
         self._refused: set[Endpoint] = set()
 
-    async def release(self) -> None:
+    async def release(self) -> bool:
         """One look: gather what waits and instances, decide, claim and start what was decided. Nothing goes out while
-        nobody knows how the fleet does. A claim is not broken off, so that `stop` knows what it took.
+        nobody knows how the fleet does. A claim is not broken off, so that `stop` knows what it took. False: nothing
+        waits.
         """
         room = self._settings.dispatcher_concurrency_max - len(self._running)
         if room <= 0 or not self._fleet.is_fresh():
-            return
+            return True
         lots = await anyio.to_thread.run_sync(self._lots)
         if not lots:
-            return
+            return False
         heard = await anyio.to_thread.run_sync(self._heard)
         facts = ReleaseFacts(
             lots=lots,
@@ -89,6 +90,7 @@ class Releaser:
             task = asyncio.create_task(self._run(held, endpoint))
             self._running[task] = held
             task.add_done_callback(self._running.pop)
+        return True
 
     async def renew(self) -> None:
         """Keep the leases of what is running; stop what is no longer ours."""

@@ -20,8 +20,9 @@ from controlplane.store import queue
 from controlplane.store.batch_tables import BatchResult, QueuedRequest
 from controlplane.store.batches import cancel_batch
 from controlplane.store.blobs.base import BlobStore
-from controlplane.store.queue import Claim, expire_leases, expire_requests
-from tests.controlplane.world import NODE_KEY, PATIENCE_S, FakeAgent, World, served
+from controlplane.store.queue import Claim, expire_leases, expire_requests, waiting_lots
+from tests.controlplane.dispatcher.test_ingest import line, submitted
+from tests.controlplane.world import HANGS_S, NODE_KEY, PATIENCE_S, FakeAgent, World, served
 
 FAST = {
     "heartbeat_stale_s": 600.0,
@@ -105,6 +106,33 @@ def test_two_dispatchers_make_one_result_a_line(world: World, blobs: BlobStore) 
     assert answer["body"]["service_tier"] == "flex"
     assert {asked.tier for asked in east.asked + west.asked} == {"NIW"}
     assert len(east.asked) + len(west.asked) == 30, "nobody is asked twice"
+
+
+def test_who_puts_a_batch_into_the_queue_looks_at_once(
+    world: World, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long its pauses are: the one look before found the queue empty."""
+    monkeypatch.setattr("controlplane.dispatcher.process._RELEASE_EVERY_S", HANGS_S)
+    looks: list[object] = []
+
+    def look(session: Any) -> Any:
+        looks.append(waiting_lots(session))
+        return looks[-1]
+
+    monkeypatch.setattr("controlplane.dispatcher.release.queue.waiting_lots", look)
+
+    async def run() -> None:
+        async with dispatchers(world):
+            await holds(lambda: looks)
+            batch_id = submitted(world, blobs, line())
+            assert (await ended(world, batch_id)).state == "completed"
+            assert not looks[0]
+
+    agent = FakeAgent()
+    with served(agent.app) as url:
+        world.serve("n1", url)
+        asyncio.run(run())
+    assert len(agent.asked) == 1
 
 
 def test_what_a_node_refuses_is_an_error_line(world: World, blobs: BlobStore) -> None:
@@ -350,8 +378,11 @@ def test_an_error_of_the_disk_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     async def work() -> None:
         raise errors.pop()
 
+    async def no_rest() -> None:
+        await asyncio.sleep(0)
+
     errors: list[BaseException] = [asyncio.CancelledError(), OSError("gone"), OSError()]
     monkeypatch.setattr("controlplane.dispatcher.process._RETRY_AFTER_S", 0.0)
     with capture_logs() as logs, pytest.raises(asyncio.CancelledError):
-        asyncio.run(_forever(work, 0.0, "validated", Outcomes()))
+        asyncio.run(_forever(work, no_rest, "validated", Outcomes()))
     assert [(entry["event"], entry["error"]) for entry in logs] == [("the dispatcher waits", "OSError: ")]
