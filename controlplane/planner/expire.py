@@ -26,8 +26,10 @@ _NODE_LOST_S = 60.0
 _NODE_GRACE_S = 20.0
 _PIECE_ROWS = 5000
 """Rows deleted in one transaction, which takes a fraction of a second."""
-_PIECES_MAX = 200
-"""Transactions of one job in one run. What is left then is for the next run."""
+_PIECES_EXPIRED_MAX, _PIECES_SWEPT_MAX = 50, 200
+"""Transactions of one job in one run; what is left then is for the next run. Few where the next run soon expires what
+others wait for.
+"""
 
 
 def expire(database: Database, blobs: BlobStore, settings: Settings) -> JobsRun:
@@ -38,24 +40,29 @@ def expire(database: Database, blobs: BlobStore, settings: Settings) -> JobsRun:
             "leases": partial(_once, database, partial(expire_leases, attempts_max=settings.niw_attempts_max)),
             "silent_nodes": partial(_once, database, partial(_lose_nodes, heard_s=settings.heartbeat_stale_s)),
             "files": partial(_expire_files, database, blobs),
-            "request_log": partial(_in_pieces, database, partial(forget_requests, keep_s=settings.request_log_keep_s)),
+            "request_log": partial(
+                _in_pieces,
+                database,
+                partial(forget_requests, keep_s=settings.request_log_keep_s),
+                _PIECES_EXPIRED_MAX,
+            ),
         }
     )
 
 
 def sweep(database: Database, blobs: BlobStore, settings: Settings, *, now_s: float) -> JobsRun:
     """Delete rows that are old, and bytes of files that no row knows of."""
-    now_s = int(now_s)
+    at_s = int(now_s)
     old: dict[str, Callable[..., int]] = {
-        "demand": partial(forget_demand, before_s=now_s - settings.demand_keep_days * _DAY_S),
-        "forecasts": partial(forget_forecasts, before_s=now_s - settings.forecast_keep_days * _DAY_S),
+        "demand": partial(forget_demand, before_s=at_s - settings.demand_keep_days * _DAY_S),
+        "forecasts": partial(forget_forecasts, before_s=at_s - settings.forecast_keep_days * _DAY_S),
         "plans": partial(forget_plans, keep_s=settings.plan_keep_days * _DAY_S),
         "events": partial(forget_events, keep_s=settings.event_keep_days * _DAY_S),
         "stopped_instances": partial(forget_stopped, keep_s=settings.instance_keep_days * _DAY_S),
         "idempotency_keys": partial(forget_answers, keep_s=_DAY_S),
         "usage": partial(forget_usage, keep_s=settings.usage_keep_days * _DAY_S),
     }
-    jobs = {name: partial(_in_pieces, database, forget) for name, forget in old.items()}
+    jobs = {name: partial(_in_pieces, database, forget, _PIECES_SWEPT_MAX) for name, forget in old.items()}
     return run_jobs(
         {
             **jobs,
@@ -71,10 +78,10 @@ def _once(database: Database, job: Callable[[Session], int]) -> int:
         return job(session)
 
 
-def _in_pieces(database: Database, forget: Callable[..., int]) -> int:
+def _in_pieces(database: Database, forget: Callable[..., int], pieces_max: int) -> int:
     """Delete old rows in short transactions, a bounded number of them."""
     deleted = 0
-    for _ in range(_PIECES_MAX):
+    for _ in range(pieces_max):
         with database.transaction() as session:
             count = forget(session, count_max=_PIECE_ROWS)
         deleted += count
