@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo run test test-slow test-all test-vllm test-clients check lint format lock lock-vllm lock-clients audit clean
+.PHONY: help install demo run test test-slow test-all test-vllm test-clients check lint format reference lock lock-vllm lock-clients audit clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -86,6 +86,9 @@ lint: $(READY) ## ruff, mypy --strict, import contracts
 format: $(READY) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+reference: $(READY) ## write the settings, metrics and command line pages of ops/docs anew
+	$(BIN)/python -m ops.reference
 
 lock-vllm: ## resolve vLLM's dependencies anew into its lock (needs uv, and PyTorch's CPU wheel index)
 	printf '%s\n' $(VLLM_WANTED) | uv pip compile - --python-version 3.11 --no-header --no-annotate \

@@ -1,7 +1,7 @@
 """Variables that look like settings and are none: a misspelt or removed setting must not be ignored in silence."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from controlplane.settings import Settings
 from dataplane.agent.settings import AgentSettings
@@ -9,16 +9,20 @@ from dataplane.runtime.logs import LogSettings
 
 _PREFIX = "TIDEPOOL_"
 _AGENT_PREFIX = f"{_PREFIX}AGENT_"
-_NOT_SETTINGS = frozenset(
-    {"TIDEPOOL_ADMIN_KEY", "TIDEPOOL_KEY", "TIDEPOOL_URL", "TIDEPOOL_POSTGRES_USER", "TIDEPOOL_DATA", "TIDEPOOL_SOAK_S"}
-)
-"""Read by the command line, the embedded servers and the tests."""
+OTHER_VARIABLES: Mapping[str, str] = {
+    "TIDEPOOL_URL": "address of the API for commands, as with `--url`",
+    "TIDEPOOL_ADMIN_KEY": "API key for commands that run the fleet, as with `--key`",
+    "TIDEPOOL_KEY": "API key for commands that send requests",
+    "TIDEPOOL_POSTGRES_USER": "system user that runs the embedded Postgres where `tidepool up` runs as root",
+    "TIDEPOOL_DATA": "folder of published traces and latency profiles; tests that need it are skipped without",
+}
+"""What the command line, the embedded servers and the tests read, and what each does."""
 _TESTS_PREFIX = f"{_PREFIX}TEST_"
 
 
 def unknown_settings(names: Iterable[str]) -> list[str]:
     """One complaint for each of these names of environment variables that begins as ours do and that nobody reads."""
-    known = _NOT_SETTINGS | {_PREFIX + name.upper() for name in Settings.model_fields}
+    known = {*OTHER_VARIABLES} | {_PREFIX + name.upper() for name in Settings.model_fields}
     known |= {f"{_PREFIX}LOG_{name.upper()}" for name in LogSettings.model_fields}
     known |= {_AGENT_PREFIX + name.upper() for name in AgentSettings.model_fields}
     strangers = {name for name in names if name.startswith(_PREFIX) and not name.startswith(_TESTS_PREFIX)} - known

@@ -1,0 +1,54 @@
+"""`cli.md`: every command with its options and examples, from the command line's own tree."""
+
+import textwrap
+from collections.abc import Iterator
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+from ops.cli.main import app
+from ops.reference.markdown import block, code, page, plain, table
+
+_INTRODUCTION = """\
+Every command explains itself with `--help`. Exit status: 0 done, 1 refused or failed, 2 wrong usage. Commands that ask
+the API find it as `--url` says, and print JSON with `--json`."""
+_AS_IT_STANDS = "\b\n"
+"""Begins a paragraph of a help text whose lines are kept."""
+
+
+def commands_page() -> str:
+    """The page."""
+    root = get_command(app)
+    assert isinstance(root, TyperGroup)
+    return page("Command line", _INTRODUCTION, *_sections(root, typer.Context(root, info_name="tidepool")))
+
+
+def _sections(command: TyperCommand | TyperGroup, context: typer.Context) -> Iterator[str]:
+    """The section of a command, then those of its subcommands."""
+    yield f"## {context.command_path}"
+    yield block(" ".join([context.command_path, *command.collect_usage_pieces(context)]))
+    yield from _explanation(command.help or "")
+    records = [record for each in command.params if (record := each.get_help_record(context))]
+    if records:
+        yield table(("option or argument", "meaning"), ((code(names), plain(about)) for names, about in records))
+    if isinstance(command, TyperGroup):
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert isinstance(below, TyperCommand | TyperGroup)
+            if not below.hidden:
+                yield from _sections(below, typer.Context(below, parent=context, info_name=name))
+
+
+def _explanation(text: str) -> Iterator[str]:
+    """The paragraphs of a help text; examples keep their lines."""
+    for paragraph in text.split("\n\n"):
+        if not paragraph.startswith(_AS_IT_STANDS):
+            yield plain(paragraph)
+            continue
+        first, _, rest = paragraph.removeprefix(_AS_IT_STANDS).partition("\n")
+        if first.endswith(":"):
+            yield plain(first)
+            yield block(textwrap.dedent(rest))
+        else:
+            yield block(textwrap.dedent(f"{first}\n{rest}").rstrip())

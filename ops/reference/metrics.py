@@ -1,0 +1,75 @@
+"""`metrics.md`: every Prometheus metric, from the registries that the processes expose."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.metrics import MetricWrapperBase
+
+from controlplane.api.metrics import Metrics
+from dataplane.agent.measures import RequestMeasures
+from dataplane.agent.metrics import AgentCollector
+from dataplane.agent.node import Agent
+from dataplane.agent.settings import AgentSettings, SlotSettings
+from ops.reference.markdown import code, page, plain, table
+
+_INTRODUCTION = """\
+Gateways and node agents answer `GET /metrics` in Prometheus' text format, without a key: keep that path inside your
+network. Dispatchers, workers, forecasters and beat expose no endpoint: they write when they last succeeded into
+Postgres, and every gateway shows that as `tidepool_loop_last_success_timestamp_seconds` and `tidepool_loop_late`.
+
+A counter has the suffix `_total`. A histogram has the samples `_bucket`, `_sum` and `_count`."""
+_HEAD = ("metric", "type", "labels", "meaning")
+
+
+def metrics_page() -> str:
+    """The page."""
+    return page(
+        "Metrics",
+        _INTRODUCTION,
+        "## Gateways",
+        "At the address of the API.",
+        table(_HEAD, _rows(gateway_metrics())),
+        "## Node agents",
+        "At the agent's own port. Names that begin with `vllm:` mean what they mean in vLLM. A slot is a worker group,"
+        " by its number on the node.",
+        table(_HEAD, _rows(agent_metrics())),
+    )
+
+
+def gateway_metrics() -> Iterator[tuple[Metric, tuple[str, ...]]]:
+    """The metrics of a gateway with the names of their labels."""
+    return _described(vars(Metrics()).values())
+
+
+def agent_metrics() -> Iterator[tuple[Metric, tuple[str, ...]]]:
+    """The metrics of an agent with the names of their labels."""
+    yield from _described(vars(RequestMeasures(CollectorRegistry())).values())
+    settings = AgentSettings(
+        node="node",
+        region="region",
+        gpu_type="cpu",
+        slots=(SlotSettings(memory_bytes=2**30, gpus=1, kind="auto"),),
+        engine="torch",
+        node_key="no secret",
+    )
+    for family in AgentCollector(Agent(settings, boot_id="reference")).collect():
+        yield family, _labels(family)
+
+
+def _described(candidates: Iterable[object]) -> Iterator[tuple[Metric, tuple[str, ...]]]:
+    for candidate in candidates:
+        if isinstance(candidate, MetricWrapperBase):
+            for family in candidate.collect():
+                yield family, _labels(candidate)
+
+
+def _labels(metric: Any) -> tuple[str, ...]:
+    """The client library names a metric's labels in its samples only, and there are none yet."""
+    return tuple(vars(metric)["_labelnames"])
+
+
+def _rows(metrics: Iterable[tuple[Metric, tuple[str, ...]]]) -> Iterator[tuple[str, ...]]:
+    for family, labels in metrics:
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        yield code(name), family.type, ", ".join(map(code, labels)), plain(family.documentation)
