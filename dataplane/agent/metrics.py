@@ -3,15 +3,71 @@
 What is counted by request is in `dataplane.agent.measures`; the rest is read from the agent at each scrape.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from dataplane.agent.node import Agent
-from dataplane.engines.interface import KvShapeStats
+from dataplane.engines.interface import KvShapeStats, PoolStats
 from dataplane.protocol.messages import InstanceReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    """A metric of KV pressure. `values`: of a slot's statistics, by the value of `label`; `label_values`: other words
+    for some of these.
+    """
+
+    make: type[GaugeMetricFamily] | type[CounterMetricFamily]
+    name: str
+    about: str
+    label: str
+    values: Callable[[PoolStats], Mapping[str, int]]
+    label_values: Mapping[str, str] = field(default_factory=dict)
+
+    def former(self, name: str, label: str) -> "_Family":
+        """The same family under its former name, which the next release no longer has."""
+        return replace(self, name=name, label=label, about=f"Deprecated: {self.name}", label_values={})
+
+
+_OFFLOADED = _Family(
+    make=GaugeMetricFamily,
+    name="tidepool_offloaded_weight_layers",
+    about="Weight layers evicted to make room for KV cache",
+    label="model_name",
+    values=lambda pool: pool.given_up,
+)
+_EVENTS = _Family(
+    make=CounterMetricFamily,
+    name="tidepool_kv_pressure_events",
+    about="Times that KV blocks ran out, by the action taken",
+    label="action",
+    values=lambda pool: pool.relief,
+)
+_DECLINED = _Family(
+    make=CounterMetricFamily,
+    name="tidepool_weight_offloads_declined",
+    about="Times that KV blocks ran out and no weight layer was offloaded, by reason",
+    label="reason",
+    values=lambda pool: pool.not_remapped,
+)
+_MOVED = _Family(
+    make=CounterMetricFamily,
+    name="tidepool_weight_layers_moved",
+    about="Weight layers offloaded for KV cache and reclaimed from it",
+    label="direction",
+    values=lambda pool: pool.layers_moved,
+    label_values={"lent": "offloaded", "taken back": "reclaimed"},
+)
+_PRESSURE = (
+    (_OFFLOADED, _OFFLOADED.former("tidepool_given_up_layers", "model_name")),
+    (_EVENTS, _EVENTS.former("tidepool_kv_relief", "way")),
+    (_DECLINED, _DECLINED.former("tidepool_not_remapped", "reason")),
+    (_MOVED, _MOVED.former("tidepool_moved_layers", "way")),
+)
 
 
 class AgentCollector(Collector):
@@ -95,25 +151,14 @@ class AgentCollector(Collector):
         yield from (slabs, kv)
 
     def _pressure(self) -> Iterator[Metric]:
-        given_up = GaugeMetricFamily(
-            "tidepool_given_up_layers", "Layers whose memory KV has", labels=["slot", "model_name"]
-        )
-        relief = CounterMetricFamily("tidepool_kv_relief", "Ways out when KV had no room", labels=["slot", "way"])
-        kept = CounterMetricFamily("tidepool_not_remapped", "Why no layers were given up", labels=["slot", "reason"])
-        moved = CounterMetricFamily("tidepool_moved_layers", "Layers lent and taken back", labels=["slot", "way"])
-        for slot in self._agent.slots:
-            pool = slot.stats.pool
-            if pool is None:
-                continue
-            for family, values in (
-                (given_up, pool.given_up),
-                (relief, pool.relief),
-                (kept, pool.not_remapped),
-                (moved, pool.layers_moved),
-            ):
-                for key, value in sorted(values.items()):
-                    family.add_metric([str(slot.index), key], value)
-        yield from (given_up, relief, kept, moved)
+        for new, old in _PRESSURE:
+            for family in (new, old):
+                made = family.make(family.name, family.about, labels=["slot", family.label])
+                for slot in self._agent.slots:
+                    values = {} if slot.stats.pool is None else new.values(slot.stats.pool)
+                    for key, value in sorted(values.items()):
+                        made.add_metric([str(slot.index), family.label_values.get(key, key)], value)
+                yield made
 
 
 def _shape_bytes(shape: KvShapeStats) -> tuple[tuple[str, int], ...]:

@@ -1,0 +1,49 @@
+"""The agent's metrics of KV pressure: each value under its name, and under its former name for one release."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from dataplane.agent.metrics import AgentCollector
+from dataplane.agent.node import Agent
+from dataplane.engines.interface import PoolStats
+
+
+def test_kv_pressure_has_its_new_names_and_its_former_ones() -> None:
+    pool = PoolStats(
+        now_s=1.0,
+        given_up={"m": 3},
+        relief={"swap": 2},
+        not_remapped={"switching": 5},
+        layers_moved={"lent": 7, "taken back": 4},
+    )
+    engine: Any = SimpleNamespace(pool=pool, resident_models=())
+    slot: Any = SimpleNamespace(
+        index=0,
+        kind="mixed",
+        stats=engine,
+        preemptions_total=0,
+        load_s=0.0,
+        restarts_total=0,
+        load=0.0,
+        worker_start_s=0.0,
+    )
+    dispatcher: Any = SimpleNamespace(handovers_total=0, count=lambda index: 0)
+    group: Any = SimpleNamespace(dispatcher=dispatcher, slots=[slot])
+    agent = cast("Agent", SimpleNamespace(slots=[slot], pools=[group], switches_total=0, reports=list))
+    registry = CollectorRegistry()
+    registry.register(AgentCollector(agent))
+    lines = set(generate_latest(registry).decode().splitlines())
+    assert lines >= {
+        'tidepool_offloaded_weight_layers{model_name="m",slot="0"} 3.0',
+        'tidepool_kv_pressure_events_total{action="swap",slot="0"} 2.0',
+        'tidepool_weight_offloads_declined_total{reason="switching",slot="0"} 5.0',
+        'tidepool_weight_layers_moved_total{direction="offloaded",slot="0"} 7.0',
+        'tidepool_weight_layers_moved_total{direction="reclaimed",slot="0"} 4.0',
+        'tidepool_given_up_layers{model_name="m",slot="0"} 3.0',
+        'tidepool_kv_relief_total{slot="0",way="swap"} 2.0',
+        'tidepool_not_remapped_total{reason="switching",slot="0"} 5.0',
+        'tidepool_moved_layers_total{slot="0",way="lent"} 7.0',
+    }
+    assert any(line == "# HELP tidepool_kv_relief_total Deprecated: tidepool_kv_pressure_events" for line in lines)
