@@ -35,7 +35,7 @@ LOAD_LOSSES_MAX = 1
 
 
 @dataclass(kw_only=True)
-class HeldInstance:
+class HostedInstance:
     """An instance of a slot.
 
     `folder`: where its checkpoint lies on this node. `asked`: the serial of the Load that the present worker has not
@@ -66,7 +66,7 @@ class HeldInstance:
         return self.desired.instance_id
 
 
-class HeldInstances:
+class HostedInstances:
     """Follows the desired instances of one slot. `send` reaches the worker; it is None while there is none.
 
     `in_use` says whether requests of an instance are in flight, `on_change` is called after its state changed. `texts`
@@ -95,76 +95,76 @@ class HeldInstances:
         self._refusal = refusal
         self._in_use = in_use
         self._on_change = on_change
-        self._held: dict[str, HeldInstance] = {}
+        self._hosted: dict[str, HostedInstance] = {}
         self._send: Callable[[Command], None] | None = None
         self._serial = 0
         self._loads: set[asyncio.Task[None]] = set()
 
-    def get(self, instance_id: str) -> HeldInstance | None:
+    def get(self, instance_id: str) -> HostedInstance | None:
         """The instance, unless it is unknown or drained."""
-        held = self._held.get(instance_id)
-        return None if held is None or held.drained else held
+        hosted = self._hosted.get(instance_id)
+        return None if hosted is None or hosted.drained else hosted
 
     def fetches(self) -> dict[str, ProgressLog]:
         """How far the checkpoints have come that are being fetched, by instance."""
-        return {held.instance_id: held.fetch for held in self._held.values() if held.fetch is not None}
+        return {hosted.instance_id: hosted.fetch for hosted in self._hosted.values() if hosted.fetch is not None}
 
     def waits_for(self, instance_id: str) -> str | None:
         """What keeps an instance from serving; None: nothing does, or it failed."""
-        held = self.get(instance_id)
-        if held is None or held.state != "loading":
+        hosted = self.get(instance_id)
+        if hosted is None or hosted.state != "loading":
             return None
-        if held.fetch is not None:
-            done, total = held.fetch.done_bytes, held.fetch.total_bytes
+        if hosted.fetch is not None:
+            done, total = hosted.fetch.done_bytes, hosted.fetch.total_bytes
             return f"its checkpoint is fetched: {10 * (10 * done // total)} %" if total else "its checkpoint is fetched"
         if self._send is None:
             return "the worker process is starting"
-        return "its tokenizer is read" if held.text is None else "its weights are loaded"
+        return "its tokenizer is read" if hosted.text is None else "its weights are loaded"
 
     def follow(self, desired: Iterable[DesiredInstance]) -> None:
         """Hold these instances and no others. One whose model changed is unloaded and loaded anew. One that is to run
         on another engine is let go where the slot refuses that, and tried again where it does no longer.
         """
         wanted = {instance.instance_id: instance for instance in desired}
-        for held in list(self._held.values()):
-            replacement = wanted.get(held.instance_id)
-            if replacement is None or not replacement.model.is_same(held.desired.model):
-                self._remove(held)
+        for hosted in list(self._hosted.values()):
+            replacement = wanted.get(hosted.instance_id)
+            if replacement is None or not replacement.model.is_same(hosted.desired.model):
+                self._remove(hosted)
         for instance in wanted.values():
-            held_before = self._held.get(instance.instance_id)
+            held_before = self._hosted.get(instance.instance_id)
             if held_before is None:
-                self._take_in(HeldInstance(desired=instance))
+                self._take_in(HostedInstance(desired=instance))
             else:
                 self._update(held_before, instance)
 
     def worker_ready(self, send: Callable[[Command], None]) -> None:
         """A worker is there: load into it all that shall be, what only waited for a worker included."""
         self._send = send
-        for held in list(self._held.values()):
-            if held.state == "failed" and held.orphaned and held.losses <= LOAD_LOSSES_MAX:
-                self._load(held)
+        for hosted in list(self._hosted.values()):
+            if hosted.state == "failed" and hosted.orphaned and hosted.losses <= LOAD_LOSSES_MAX:
+                self._load(hosted)
             else:
-                self._ask_load(held)
+                self._ask_load(hosted)
 
     def engine_changed(self) -> None:
         """The worker makes way for another engine: ask nothing more of it, and blame nothing for its end. What failed
         may have been refused for the engine.
         """
         self._send = None
-        for held in self._held.values():
-            held.asked = None
-            if held.state == "failed" and not held.drained:
-                self._load(held)
+        for hosted in self._hosted.values():
+            hosted.asked = None
+            if hosted.state == "failed" and not hosted.drained:
+                self._load(hosted)
 
     def worker_lost(self, end: str) -> None:
         """The worker is gone, `end` says how. What it was loading may be the cause: the second time that has failed."""
         self._send = None
-        asked = [held for held in self._held.values() if held.asked is not None]
-        suspect = min(asked, key=lambda held: held.asked or 0, default=None)
-        for held in self._held.values():
-            held.asked = None
-            if held.state == "ready":
-                held.state, held.reloading = "loading", True
+        asked = [hosted for hosted in self._hosted.values() if hosted.asked is not None]
+        suspect = min(asked, key=lambda hosted: hosted.asked or 0, default=None)
+        for hosted in self._hosted.values():
+            hosted.asked = None
+            if hosted.state == "ready":
+                hosted.state, hosted.reloading = "loading", True
         if suspect is not None:
             suspect.losses += 1
             if suspect.losses > LOAD_LOSSES_MAX:
@@ -173,145 +173,145 @@ class HeldInstances:
 
     def fail_all(self, error: str) -> None:
         """No worker can be started: say so for each instance that waits for one."""
-        for held in list(self._held.values()):
-            if held.state == "loading":
-                self._fail(held, error, orphaned=True)
+        for hosted in list(self._hosted.values()):
+            if hosted.state == "loading":
+                self._fail(hosted, error, orphaned=True)
 
     def loaded(self, instance_id: str, serial: int) -> None:
         """The worker loaded an instance: let it take requests."""
-        held = self._held.get(instance_id)
-        if held is None or held.asked != serial or self._send is None:
+        hosted = self._hosted.get(instance_id)
+        if hosted is None or hosted.asked != serial or self._send is None:
             return
-        held.asked, held.losses, held.reloading = None, 0, False
-        held.state = "draining" if held.desired.draining else "ready"
-        start_s = round(time.monotonic() - held.wanted_s, 2)
-        log.info("instance loaded", instance=instance_id, model=held.desired.model.name, start_s=start_s)
+        hosted.asked, hosted.losses, hosted.reloading = None, 0, False
+        hosted.state = "draining" if hosted.desired.draining else "ready"
+        start_s = round(time.monotonic() - hosted.wanted_s, 2)
+        log.info("instance loaded", instance=instance_id, model=hosted.desired.model.name, start_s=start_s)
         self._on_change(instance_id)
 
     def load_failed(self, instance_id: str, serial: int, error: str) -> None:
         """The worker could not load an instance; it is tried again later."""
-        held = self._held.get(instance_id)
-        if held is not None and held.asked == serial:
-            self._fail(held, error)
+        hosted = self._hosted.get(instance_id)
+        if hosted is not None and hosted.asked == serial:
+            self._fail(hosted, error)
 
     def settle(self, instance_id: str) -> None:
         """Unload an instance that drains and has nothing left to do."""
-        held = self._held.get(instance_id)
-        if held is None or held.drained or not held.desired.draining or self._in_use(instance_id):
+        hosted = self._hosted.get(instance_id)
+        if hosted is None or hosted.drained or not hosted.desired.draining or self._in_use(instance_id):
             return
-        self._release(held)
-        held.drained = True
+        self._release(hosted)
+        hosted.drained = True
         log.info("instance drained", instance=instance_id)
         self._on_change(instance_id)
 
     def close(self) -> None:
         """Start nothing more."""
-        for held in self._held.values():
-            if held.retry is not None:
-                held.retry.cancel()
+        for hosted in self._hosted.values():
+            if hosted.retry is not None:
+                hosted.retry.cancel()
         for task in self._loads:
             task.cancel()
 
-    def _take_in(self, held: HeldInstance) -> None:
-        self._held[held.instance_id] = held
-        if held.desired.draining:
-            held.drained = True
+    def _take_in(self, hosted: HostedInstance) -> None:
+        self._hosted[hosted.instance_id] = hosted
+        if hosted.desired.draining:
+            hosted.drained = True
         else:
-            self._load(held)
-        self._on_change(held.instance_id)
+            self._load(hosted)
+        self._on_change(hosted.instance_id)
 
-    def _update(self, held: HeldInstance, desired: DesiredInstance) -> None:
-        changed = held.desired.draining != desired.draining
-        elsewhere = held.desired.model.engine != desired.model.engine
-        held.desired = desired
-        if elsewhere and not held.drained:
-            self._try_engine(held)
+    def _update(self, hosted: HostedInstance, desired: DesiredInstance) -> None:
+        changed = hosted.desired.draining != desired.draining
+        elsewhere = hosted.desired.model.engine != desired.model.engine
+        hosted.desired = desired
+        if elsewhere and not hosted.drained:
+            self._try_engine(hosted)
         if not changed:
             return
-        if held.drained:
-            self._take_in(HeldInstance(desired=desired, text=held.text))
-        elif held.state in ("ready", "draining"):
-            held.state = "draining" if desired.draining else "ready"
-        self._on_change(held.instance_id)
+        if hosted.drained:
+            self._take_in(HostedInstance(desired=desired, text=hosted.text))
+        elif hosted.state in ("ready", "draining"):
+            hosted.state = "draining" if desired.draining else "ready"
+        self._on_change(hosted.instance_id)
 
-    def _try_engine(self, held: HeldInstance) -> None:
+    def _try_engine(self, hosted: HostedInstance) -> None:
         """Another engine is wanted. Where it takes a new worker, that one loads the instance as any new worker does."""
-        refusal = self._refusal(held.desired)
+        refusal = self._refusal(hosted.desired)
         if refusal is not None:
-            self._release(held)
-            self._fail(held, refusal)
-        elif held.state == "failed":
-            self._load(held)
+            self._release(hosted)
+            self._fail(hosted, refusal)
+        elif hosted.state == "failed":
+            self._load(hosted)
 
-    def _remove(self, held: HeldInstance) -> None:
-        del self._held[held.instance_id]
-        self._release(held)
-        self._on_change(held.instance_id)
+    def _remove(self, hosted: HostedInstance) -> None:
+        del self._hosted[hosted.instance_id]
+        self._release(hosted)
+        self._on_change(hosted.instance_id)
 
-    def _release(self, held: HeldInstance) -> None:
+    def _release(self, hosted: HostedInstance) -> None:
         """Have the worker forget the instance, if it may know it."""
-        if held.retry is not None:
-            held.retry.cancel()
-        if self._send is not None and (held.asked is not None or held.state in ("ready", "draining")):
-            self._send(Unload(instance_id=held.instance_id))
-        held.asked = None
+        if hosted.retry is not None:
+            hosted.retry.cancel()
+        if self._send is not None and (hosted.asked is not None or hosted.state in ("ready", "draining")):
+            self._send(Unload(instance_id=hosted.instance_id))
+        hosted.asked = None
 
-    def _load(self, held: HeldInstance) -> None:
-        if held.retry is not None:
-            held.retry.cancel()
-        held.state, held.error, held.retry, held.orphaned = "loading", None, None, False
-        task = asyncio.get_running_loop().create_task(self._load_text(held))
+    def _load(self, hosted: HostedInstance) -> None:
+        if hosted.retry is not None:
+            hosted.retry.cancel()
+        hosted.state, hosted.error, hosted.retry, hosted.orphaned = "loading", None, None, False
+        task = asyncio.get_running_loop().create_task(self._load_text(hosted))
         self._loads.add(task)
         task.add_done_callback(self._loads.discard)
 
-    async def _load_text(self, held: HeldInstance) -> None:
+    async def _load_text(self, hosted: HostedInstance) -> None:
         """Fetch the checkpoint and read the tokenizer, off the loop, then let the worker read the weights."""
-        path = held.desired.model.path
-        refusal = self._refusal(held.desired)
+        path = hosted.desired.model.path
+        refusal = self._refusal(hosted.desired)
         if refusal is not None:
-            self._fail(held, refusal)
+            self._fail(hosted, refusal)
             return
         try:
-            held.folder = await self._local_folder(held)
-            text = held.text or self._texts.get(path)
-            await asyncio.to_thread(read_ahead, Path(held.folder))
+            hosted.folder = await self._local_folder(hosted)
+            text = hosted.text or self._texts.get(path)
+            await asyncio.to_thread(read_ahead, Path(hosted.folder))
             if text is None:
-                text = await asyncio.to_thread(load_text, held.folder, self._engine)
+                text = await asyncio.to_thread(load_text, hosted.folder, self._engine)
         except ModelLoadError as error:
-            self._fail(held, error.message)
+            self._fail(hosted, error.message)
             return
         except Exception as error:  # nobody awaits this task: what is not told here is told nowhere
-            self._fail(held, f"{type(error).__name__}: {error}")
+            self._fail(hosted, f"{type(error).__name__}: {error}")
             return
-        held.text = self._texts.setdefault(path, text)
-        self._ask_load(held)
+        hosted.text = self._texts.setdefault(path, text)
+        self._ask_load(hosted)
 
-    async def _local_folder(self, held: HeldInstance) -> str:
-        path = held.desired.model.path
+    async def _local_folder(self, hosted: HostedInstance) -> str:
+        path = hosted.desired.model.path
         if not is_remote(path):
             return str(local_checkpoint(path, self._sources))
-        held.fetch = ProgressLog(path, is_wanted=lambda: self.get(held.instance_id) is held)
+        hosted.fetch = ProgressLog(path, is_wanted=lambda: self.get(hosted.instance_id) is hosted)
         weights = self._engine != "replay"
-        fetch = partial(local_checkpoint, path, self._sources, held.fetch, weights=weights)
+        fetch = partial(local_checkpoint, path, self._sources, hosted.fetch, weights=weights)
         try:
             return str(await in_own_thread(fetch))
         finally:
-            held.fetch = None
+            hosted.fetch = None
 
-    def _ask_load(self, held: HeldInstance) -> None:
-        waits = held.state in ("loading", "draining") and held.text is not None and held.asked is None
-        if self._send is None or not waits or self._held.get(held.instance_id) is not held or held.drained:
+    def _ask_load(self, hosted: HostedInstance) -> None:
+        waits = hosted.state in ("loading", "draining") and hosted.text is not None and hosted.asked is None
+        if self._send is None or not waits or self._hosted.get(hosted.instance_id) is not hosted or hosted.drained:
             return
         self._serial += 1
-        held.asked = self._serial
-        model = msgspec.structs.replace(held.desired.model, path=held.folder)
-        gpus = held.desired.gpus or self._slot_gpus
-        self._send(Load(instance_id=held.instance_id, serial=self._serial, model=model, gpus=gpus))
+        hosted.asked = self._serial
+        model = msgspec.structs.replace(hosted.desired.model, path=hosted.folder)
+        gpus = hosted.desired.gpus or self._slot_gpus
+        self._send(Load(instance_id=hosted.instance_id, serial=self._serial, model=model, gpus=gpus))
 
-    def _fail(self, held: HeldInstance, error: str, *, orphaned: bool = False) -> None:
-        if self.get(held.instance_id) is not held:
+    def _fail(self, hosted: HostedInstance, error: str, *, orphaned: bool = False) -> None:
+        if self.get(hosted.instance_id) is not hosted:
             return
-        log.warning("load failed", instance=held.instance_id, model=held.desired.model.name, error=error)
-        held.state, held.error, held.asked, held.orphaned = "failed", error, None, orphaned
-        held.retry = asyncio.get_running_loop().call_later(self._load_retry_s, self._load, held)
-        self._on_change(held.instance_id)
+        log.warning("load failed", instance=hosted.instance_id, model=hosted.desired.model.name, error=error)
+        hosted.state, hosted.error, hosted.asked, hosted.orphaned = "failed", error, None, orphaned
+        hosted.retry = asyncio.get_running_loop().call_later(self._load_retry_s, self._load, hosted)
+        self._on_change(hosted.instance_id)

@@ -20,7 +20,7 @@ import msgspec
 
 from dataplane.agent.dispatch import Dispatcher
 from dataplane.agent.host_files import HostFiles
-from dataplane.agent.hosted_instances import HeldInstance
+from dataplane.agent.hosted_instances import HostedInstance
 from dataplane.agent.requests import Flight
 from dataplane.agent.settings import AgentSettings
 from dataplane.agent.tokenization import Text
@@ -74,7 +74,7 @@ class Pool:
         """Whether the instance is in this pool."""
         return any(slot.held(instance_id) is not None for slot in self.slots)
 
-    def ready_instance(self, instance_id: str) -> HeldInstance:
+    def ready_instance(self, instance_id: str) -> HostedInstance:
         """An instance that takes requests, as one of its slots holds it.
 
         Raises:

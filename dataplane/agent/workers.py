@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import structlog
 
 from dataplane.agent.host_files import HostFiles
-from dataplane.agent.hosted_instances import HeldInstance, HeldInstances
+from dataplane.agent.hosted_instances import HostedInstance, HostedInstances
 from dataplane.agent.settings import AgentSettings
 from dataplane.agent.tokenization import Text
 from dataplane.agent.worker_link import WorkerLink
@@ -82,7 +82,7 @@ class Slot:
         self._settings = settings
         self._files = files
         self._owner = owner
-        self._held = HeldInstances(
+        self._held = HostedInstances(
             settings.engine,
             texts,
             slot_gpus=self.gpus,
@@ -175,7 +175,7 @@ class Slot:
         """How far the checkpoints have come that are being fetched, by instance."""
         return self._held.fetches()
 
-    def held(self, instance_id: str) -> HeldInstance | None:
+    def held(self, instance_id: str) -> HostedInstance | None:
         """The instance, unless it is not here or drained."""
         return self._held.get(instance_id)
 
