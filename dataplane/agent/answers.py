@@ -4,7 +4,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 
 from dataplane.agent.measures import RequestMeasure
-from dataplane.agent.requests import Flight
+from dataplane.agent.requests import InflightRequest
 from dataplane.agent.tokenization import TextStream
 from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.protocol.errors import BadRequestError, ContextLengthError, DataplaneError
@@ -90,28 +90,28 @@ class Answer:
 
     def __init__(
         self,
-        flight: Flight,
+        inflight: InflightRequest,
         text: TextStream,
         *,
         cancel: Callable[[EngineRequest], None],
         measure: RequestMeasure,
         resumed: str = "",
     ) -> None:
-        self._flight = flight
+        self._inflight = inflight
         self._text = text
         self._cancel = cancel
         self._measure = measure
         self._resumed = resumed
-        self._completion_tokens = len(flight.request.generated)
+        self._completion_tokens = len(inflight.request.generated)
 
     def close(self) -> None:
         """Free what the request still holds."""
-        self._cancel(self._flight.request)
+        self._cancel(self._inflight.request)
         self._measure.ended("abort")
 
     async def events(self) -> AsyncIterator[StreamEvent]:
         """Started, then tokens as they come, then Finished or Failed."""
-        yield Started(prompt_tokens=len(self._flight.request.prompt))
+        yield Started(prompt_tokens=len(self._inflight.request.prompt))
         if self._resumed:
             yield Token(text=self._resumed)
         while True:
@@ -120,7 +120,7 @@ class Answer:
                 self.close()
                 yield finished
                 return
-            output = await self._flight.outputs.get()
+            output = await self._inflight.outputs.get()
             if isinstance(output, DataplaneError):
                 self._measure.ended("error")
                 yield failed_event(output)
@@ -155,6 +155,6 @@ class Answer:
         self._measure.ended(reason)
         return Finished(
             finish_reason=reason,
-            prompt_tokens=len(self._flight.request.prompt),
+            prompt_tokens=len(self._inflight.request.prompt),
             completion_tokens=self._completion_tokens,
         )

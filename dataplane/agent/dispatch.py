@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from dataplane.agent.requests import Flight
+from dataplane.agent.requests import InflightRequest
 from dataplane.agent.workers import Slot
 from dataplane.engines.interface import EngineOutput, EngineRequest, PoolStats
 from dataplane.protocol.errors import BadRequestError, DataplaneError, WorkerLostError
@@ -43,7 +43,7 @@ class Dispatcher:
         self._settings = settings
         self._losses_max = losses_max
         self._clock = clock
-        self._flights: dict[str, Flight] = {}
+        self._in_flight: dict[str, InflightRequest] = {}
         self._on: dict[int, Counter[str]] = {slot.index: Counter() for slot in slots}
         """By slot, the requests in flight of each model; no zeros."""
         self._prefilling = [slot for slot in slots if slot.kind != "decode"]
@@ -55,12 +55,12 @@ class Dispatcher:
 
     def __len__(self) -> int:
         """Requests in flight."""
-        return len(self._flights)
+        return len(self._in_flight)
 
     @property
     def waits_since_s(self) -> float | None:
         """Since when the request that waits longest for a slot does, by the clock; None if none does."""
-        return min((f.waits_since_s for f in self._flights.values() if f.waits_since_s is not None), default=None)
+        return min((f.waits_since_s for f in self._in_flight.values() if f.waits_since_s is not None), default=None)
 
     def queue(self, slot: int) -> PrefillQueue:
         """Who waits for a first token on a slot."""
@@ -69,7 +69,7 @@ class Dispatcher:
     def count(self, slot: int | None) -> int:
         """Requests on a slot; those that wait for one for None."""
         if slot is None:
-            return len(self._flights) - sum(sum(requests.values()) for requests in self._on.values())
+            return len(self._in_flight) - sum(sum(requests.values()) for requests in self._on.values())
         return sum(self._on[slot].values())
 
     def prefill_outlook(self, instance_id: str, tier: Tier) -> tuple[float, float] | None:
@@ -88,133 +88,133 @@ class Dispatcher:
 
     def has(self, instance_id: str) -> bool:
         """Whether a request of the instance is in flight."""
-        return any(flight.request.instance_id == instance_id for flight in self._flights.values())
+        return any(inflight.request.instance_id == instance_id for inflight in self._in_flight.values())
 
-    def submit(self, request: EngineRequest, model: str) -> Flight:
+    def submit(self, request: EngineRequest, model: str) -> InflightRequest:
         """Take a request in.
 
         Raises:
             BadRequestError: its id is in flight already.
         """
-        if request.request_id in self._flights:
+        if request.request_id in self._in_flight:
             raise BadRequestError(f"request {request.request_id} is in flight already", param="request_id")
-        flight = Flight(request=request, model=model, arrived_s=self._clock())
-        self._flights[request.request_id] = flight
+        inflight = InflightRequest(request=request, model=model, arrived_s=self._clock())
+        self._in_flight[request.request_id] = inflight
         self._promises[request.instance_id, request.tier] = request.promise
-        self._place(flight)
-        return flight
+        self._place(inflight)
+        return inflight
 
     def cancel(self, request_id: str) -> None:
         """Forget a request whose client is gone, everywhere. One that has ended is ignored."""
-        flight = self._flights.get(request_id)
-        if flight is not None:
-            self._forget(flight)
+        inflight = self._in_flight.get(request_id)
+        if inflight is not None:
+            self._forget(inflight)
 
     def hear(self, slot: Slot, output: EngineOutput) -> None:
         """Pass a worker's output on, and a request that it handed over to a decode slot.
 
         What belongs to requests that were cancelled meanwhile is dropped.
         """
-        flight = self._flights.get(output.request_id)
-        if flight is None or flight.slot != slot.index:
+        inflight = self._in_flight.get(output.request_id)
+        if inflight is None or inflight.slot != slot.index:
             if output.kv is not None:
                 slot.send(Release(request_id=output.request_id))
             return
-        flight.made.extend(output.token_ids)
-        flight.outputs.put(output)
-        if flight.queued_at is not None:
-            self._leave_queue(flight)
-        if flight.holder is not None:
-            self._release_kv(flight)
+        inflight.made.extend(output.token_ids)
+        inflight.outputs.put(output)
+        if inflight.queued_at is not None:
+            self._leave_queue(inflight)
+        if inflight.holder is not None:
+            self._release_kv(inflight)
         if output.finish_reason is not None or output.error is not None:
-            self._move(flight, None)
-            del self._flights[flight.request_id]
+            self._move(inflight, None)
+            del self._in_flight[inflight.request_id]
         elif output.kv is not None:
-            flight.kv, flight.holder = output.kv, slot.index
+            inflight.kv, inflight.holder = output.kv, slot.index
             self.handovers_total += 1
-            self._place(flight)
+            self._place(inflight)
 
     def end(self, request_id: str, error: DataplaneError) -> None:
         """End a request with an error. Unknown ids are ignored."""
-        flight = self._flights.get(request_id)
-        if flight is not None:
-            self._forget(flight)
-            flight.outputs.put(error)
+        inflight = self._in_flight.get(request_id)
+        if inflight is not None:
+            self._forget(inflight)
+            inflight.outputs.put(error)
 
     def end_instance(self, instance_id: str, error: DataplaneError) -> None:
         """End all requests of an instance."""
         self._promises = {key: promise for key, promise in self._promises.items() if key[0] != instance_id}
-        for flight in self._of_instance(instance_id):
-            self.end(flight.request_id, error)
+        for inflight in self._of_instance(instance_id):
+            self.end(inflight.request_id, error)
 
     def end_all(self, error: DataplaneError) -> None:
         """End all requests."""
-        for request_id in list(self._flights):
+        for request_id in list(self._in_flight):
             self.end(request_id, error)
 
     def place_waiting(self, instance_id: str) -> None:
         """Send on what waits for a slot with this instance."""
-        for flight in self._of_instance(instance_id):
-            if flight.slot is None:
-                self._place(flight)
+        for inflight in self._of_instance(instance_id):
+            if inflight.slot is None:
+                self._place(inflight)
 
     def lose(self, slot: Slot, *, died: bool) -> None:
         """A worker is gone, with what it ran and held: the requests go on elsewhere.
 
         Those over which too many workers died end: one of them may be the cause.
         """
-        for flight in self._flights.values():
-            if flight.holder == slot.index:
-                flight.kv = flight.holder = None
-        for flight in [flight for flight in self._flights.values() if flight.slot == slot.index]:
-            self._leave_queue(flight)
-            self._move(flight, None)
-            flight.losses += died
-            if flight.losses > self._losses_max:
-                error = WorkerLostError(f"{flight.losses} workers were lost while they ran this request")
-                self.end(flight.request_id, error)
-        for flight in list(self._flights.values()):
-            if flight.slot is None:
-                self._place(flight)
+        for inflight in self._in_flight.values():
+            if inflight.holder == slot.index:
+                inflight.kv = inflight.holder = None
+        for inflight in [inflight for inflight in self._in_flight.values() if inflight.slot == slot.index]:
+            self._leave_queue(inflight)
+            self._move(inflight, None)
+            inflight.losses += died
+            if inflight.losses > self._losses_max:
+                error = WorkerLostError(f"{inflight.losses} workers were lost while they ran this request")
+                self.end(inflight.request_id, error)
+        for inflight in list(self._in_flight.values()):
+            if inflight.slot is None:
+                self._place(inflight)
 
     def end_waiting(self, since_s: float, error: DataplaneError) -> None:
         """End the requests that wait for a slot since `since_s`, by the clock, or longer."""
-        waiting = [f for f in self._flights.values() if f.waits_since_s is not None and f.waits_since_s <= since_s]
-        for flight in waiting:
-            self.end(flight.request_id, error)
+        waiting = [f for f in self._in_flight.values() if f.waits_since_s is not None and f.waits_since_s <= since_s]
+        for inflight in waiting:
+            self.end(inflight.request_id, error)
 
-    def _place(self, flight: Flight) -> None:
+    def _place(self, inflight: InflightRequest) -> None:
         """Send a request to the slot that shall run it. It waits when none is ready, see `end_waiting`."""
-        if flight.slot is not None:
-            self._move(flight, None)
-        instance_id = flight.request.instance_id
-        slots = self._prefilling if flight.kv is None else self._decoding
+        if inflight.slot is not None:
+            self._move(inflight, None)
+        instance_id = inflight.request.instance_id
+        slots = self._prefilling if inflight.kv is None else self._decoding
         able = [slot for slot in slots if slot.is_ready(instance_id)]
         if not able:
-            if flight.waits_since_s is None:
-                flight.waits_since_s = self._clock()
+            if inflight.waits_since_s is None:
+                inflight.waits_since_s = self._clock()
             return
-        flight.waits_since_s = None
-        chosen = self._choose_prefill(flight, able) if flight.kv is None else self._choose_decode(flight, able)
-        self._move(flight, chosen)
-        self._slots[chosen].send(Add(request=flight.continued()))
+        inflight.waits_since_s = None
+        chosen = self._choose_prefill(inflight, able) if inflight.kv is None else self._choose_decode(inflight, able)
+        self._move(inflight, chosen)
+        self._slots[chosen].send(Add(request=inflight.continued()))
 
-    def _move(self, flight: Flight, slot: int | None) -> None:
+    def _move(self, inflight: InflightRequest, slot: int | None) -> None:
         """Note which slot runs a request, None for none."""
-        if flight.slot is not None:
-            requests = self._on[flight.slot]
-            requests[flight.model] -= 1
-            if not requests[flight.model]:
-                del requests[flight.model]
+        if inflight.slot is not None:
+            requests = self._on[inflight.slot]
+            requests[inflight.model] -= 1
+            if not requests[inflight.model]:
+                del requests[inflight.model]
         if slot is not None:
-            self._on[slot][flight.model] += 1
-        flight.slot = slot
+            self._on[slot][inflight.model] += 1
+        inflight.slot = slot
 
-    def _choose_prefill(self, flight: Flight, able: Sequence[Slot]) -> int:
+    def _choose_prefill(self, inflight: InflightRequest, able: Sequence[Slot]) -> int:
         """Join the queue of a slot: by Aegaeon's algorithm 1, unless it stays there to decode."""
-        request = flight.prefill()
+        request = inflight.prefill()
         if all(slot.kind == "both" for slot in able):
-            chosen = self._choose_decode(flight, able)
+            chosen = self._choose_decode(inflight, able)
         else:
             queues = {slot.index: self._queues[slot.index] for slot in able}
             pools = {slot.index: slot.stats.pool for slot in able if queues[slot.index].groups}
@@ -224,37 +224,37 @@ class Dispatcher:
 
             chosen = choose_prefill_slot(request, queues, load_s, self._settings).slot
         self._queues[chosen] = self._queues[chosen].join(request, self._settings)
-        flight.queued_at = chosen
+        inflight.queued_at = chosen
         return chosen
 
-    def _choose_decode(self, flight: Flight, able: Sequence[Slot]) -> int:
+    def _choose_decode(self, inflight: InflightRequest, able: Sequence[Slot]) -> int:
         slots = [
             DecodeSlot(slot=slot.index, requests=self._on[slot.index], running_model=_running_model(slot))
             for slot in able
         ]
-        return choose_decode_slot(flight.model, slots, batch_max=_JOINED_MAX)
+        return choose_decode_slot(inflight.model, slots, batch_max=_JOINED_MAX)
 
-    def _forget(self, flight: Flight) -> None:
-        del self._flights[flight.request_id]
-        self._leave_queue(flight)
-        if flight.slot is not None:
-            self._slots[flight.slot].send(Cancel(request_id=flight.request_id))
-            self._move(flight, None)
-        self._release_kv(flight)
+    def _forget(self, inflight: InflightRequest) -> None:
+        del self._in_flight[inflight.request_id]
+        self._leave_queue(inflight)
+        if inflight.slot is not None:
+            self._slots[inflight.slot].send(Cancel(request_id=inflight.request_id))
+            self._move(inflight, None)
+        self._release_kv(inflight)
 
-    def _leave_queue(self, flight: Flight) -> None:
-        if flight.queued_at is not None:
-            self._queues[flight.queued_at] = self._queues[flight.queued_at].remove(flight.request_id)
-            flight.queued_at = None
+    def _leave_queue(self, inflight: InflightRequest) -> None:
+        if inflight.queued_at is not None:
+            self._queues[inflight.queued_at] = self._queues[inflight.queued_at].remove(inflight.request_id)
+            inflight.queued_at = None
 
-    def _release_kv(self, flight: Flight) -> None:
+    def _release_kv(self, inflight: InflightRequest) -> None:
         """Nobody needs the KV any more that a prefill slot holds for a request."""
-        if flight.holder is not None:
-            self._slots[flight.holder].send(Release(request_id=flight.request_id))
-        flight.kv = flight.holder = None
+        if inflight.holder is not None:
+            self._slots[inflight.holder].send(Release(request_id=inflight.request_id))
+        inflight.kv = inflight.holder = None
 
-    def _of_instance(self, instance_id: str) -> list[Flight]:
-        return [flight for flight in self._flights.values() if flight.request.instance_id == instance_id]
+    def _of_instance(self, instance_id: str) -> list[InflightRequest]:
+        return [inflight for inflight in self._in_flight.values() if inflight.request.instance_id == instance_id]
 
 
 def _load_s(queue: PrefillQueue, pool: PoolStats | None) -> float:

@@ -9,24 +9,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import ref
 
-from dataplane.agent.requests import Flight
+from dataplane.agent.requests import InflightRequest
 from dataplane.protocol.errors import StaleEpochError
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """`cancel` frees what the flight holds."""
+    """`cancel` frees what the request holds."""
 
     epoch: int
-    flight: "ref[Flight]"
-    cancel: Callable[[Flight], None]
+    inflight: "ref[InflightRequest]"
+    cancel: Callable[[InflightRequest], None]
 
     def end(self) -> None:
         """A newer claim has come."""
-        flight = self.flight()
-        if flight is not None:
-            self.cancel(flight)
-            flight.outputs.put(StaleEpochError("a newer claim of this request has come", param="epoch"))
+        inflight = self.inflight()
+        if inflight is not None:
+            self.cancel(inflight)
+            inflight.outputs.put(StaleEpochError("a newer claim of this request has come", param="epoch"))
 
 
 class Fences:
@@ -36,9 +36,9 @@ class Fences:
         self._keys_max = keys_max
         self._runs: dict[str, _Run] = {}
         self._over: deque[str] = deque()
-        """Fences whose flight is gone. The garbage collector adds to it, on any thread."""
+        """Fences whose request has ended. The garbage collector adds to it, on any thread."""
         self._epochs: OrderedDict[str, int] = OrderedDict()
-        """Of the fences without a flight."""
+        """Of the fences without a request in flight."""
 
     def enter(self, fence: str | None, epoch: int) -> None:
         """Let a command in, and remember its epoch. The run of an older one ends.
@@ -57,19 +57,21 @@ class Fences:
             run.end()
         self._remember(fence, epoch)
 
-    def run(self, fence: str | None, epoch: int, flight: Flight, cancel: Callable[[Flight], None]) -> None:
+    def run(
+        self, fence: str | None, epoch: int, inflight: InflightRequest, cancel: Callable[[InflightRequest], None]
+    ) -> None:
         """What a command that was let in became; `cancel` frees what it holds. The run of an older one, or an earlier
         one of the same epoch, ends.
 
         Raises:
-            StaleEpochError: a newer epoch came meanwhile; the flight must end.
+            StaleEpochError: a newer epoch came meanwhile; the request must end.
         """
         if fence is None:
             return
         self._check(fence, epoch)
         before = self._runs.get(fence)
-        gone = ref(flight, lambda _: self._over.append(fence))
-        self._runs[fence] = _Run(epoch=epoch, flight=gone, cancel=cancel)
+        gone = ref(inflight, lambda _: self._over.append(fence))
+        self._runs[fence] = _Run(epoch=epoch, inflight=gone, cancel=cancel)
         self._epochs.pop(fence, None)
         if before is not None:
             before.end()
@@ -84,11 +86,11 @@ class Fences:
             )
 
     def _settle(self) -> None:
-        """Move the fences whose flight is gone to those that may be forgotten."""
+        """Move the fences whose request has ended to those that may be forgotten."""
         while self._over:
             fence = self._over.popleft()
             run = self._runs.get(fence)
-            if run is not None and run.flight() is None:
+            if run is not None and run.inflight() is None:
                 del self._runs[fence]
                 self._remember(fence, run.epoch)
 

@@ -14,7 +14,7 @@ from dataplane.agent.answers import Answer, check_sampling, engine_request
 from dataplane.agent.fences import Fences
 from dataplane.agent.host_files import HostFiles
 from dataplane.agent.measures import RequestMeasure, RequestMeasures
-from dataplane.agent.requests import Flight
+from dataplane.agent.requests import InflightRequest
 from dataplane.agent.settings import AgentSettings
 from dataplane.agent.tokenization import Text, TextStream
 from dataplane.agent.tokenizing import Tokenizing
@@ -166,36 +166,36 @@ class Agent:
         self._check_lease(generate)
         self._fences.enter(generate.fence, generate.epoch)
         pool = self._pool_of(generate.instance_id)
-        held = pool.ready_instance(generate.instance_id)
-        model = held.desired.model
+        hosted = pool.ready_instance(generate.instance_id)
+        model = hosted.desired.model
         if generate.model != model.name:
             raise BadRequestError(
                 f"instance {generate.instance_id} runs {model.name}, not {generate.model}", param="model"
             )
         pool.check_queue()
-        assert held.text is not None, "an instance is ready only with its tokenizer"
+        assert hosted.text is not None, "an instance is ready only with its tokenizer"
         tokens_max = min(model.context_tokens, pool.kv_tokens_max(generate.instance_id))
-        prompt = await self._tokenizing.tokenize(generate, held.text, tokens_max=tokens_max)
-        text = TextStream(held.text, generate.sampling.stop, sent_chars=generate.sent_chars)
+        prompt = await self._tokenizing.tokenize(generate, hosted.text, tokens_max=tokens_max)
+        text = TextStream(hosted.text, generate.sampling.stop, sent_chars=generate.sent_chars)
         resumed = await asyncio.to_thread(text.resume, generate.generated) if generate.generated else ""
         pool.check_queue()
         request = engine_request(generate, prompt, model, tokens_max=tokens_max)
-        flight = self._fenced(generate, pool, pool.submit(request))
+        inflight = self._fenced(generate, pool, pool.submit(request))
         measure = RequestMeasure(self._measures, model.name, len(prompt), time.monotonic)
-        return Answer(flight, text, cancel=pool.cancel, measure=measure, resumed=resumed)
+        return Answer(inflight, text, cancel=pool.cancel, measure=measure, resumed=resumed)
 
-    def _fenced(self, generate: Generate, pool: Pool, flight: Flight) -> Flight:
-        """The flight, unless a newer claim of its request came while it was tokenized."""
+    def _fenced(self, generate: Generate, pool: Pool, inflight: InflightRequest) -> InflightRequest:
+        """The request in flight, unless a newer claim of its request came while it was tokenized."""
 
-        def cancel(flight: Flight) -> None:
-            pool.cancel(flight.request)
+        def cancel(inflight: InflightRequest) -> None:
+            pool.cancel(inflight.request)
 
         try:
-            self._fences.run(generate.fence, generate.epoch, flight, cancel)
+            self._fences.run(generate.fence, generate.epoch, inflight, cancel)
         except StaleEpochError:
-            cancel(flight)
+            cancel(inflight)
             raise
-        return flight
+        return inflight
 
     def _check_lease(self, generate: Generate) -> None:
         """A spot instance is its lessee's alone, and only as long as the lease lasts."""

@@ -43,7 +43,7 @@ class Outputs:
         return taken
 
 
-class Flight(Struct, eq=False, kw_only=True, weakref=True):
+class InflightRequest(Struct, eq=False, kw_only=True, weakref=True):
     """A request between its admission and its last output. `outputs` ends with an error or a finish reason.
 
     `made` are the tokens of all workers so far, `losses` how many workers died on it. `slot` is the slot that runs it;

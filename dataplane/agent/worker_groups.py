@@ -21,7 +21,7 @@ import msgspec
 from dataplane.agent.dispatch import Dispatcher
 from dataplane.agent.host_files import HostFiles
 from dataplane.agent.hosted_instances import HostedInstance
-from dataplane.agent.requests import Flight
+from dataplane.agent.requests import InflightRequest
 from dataplane.agent.settings import AgentSettings
 from dataplane.agent.tokenization import Text
 from dataplane.agent.workers import Slot
@@ -72,7 +72,7 @@ class Pool:
 
     def has(self, instance_id: str) -> bool:
         """Whether the instance is in this pool."""
-        return any(slot.held(instance_id) is not None for slot in self.slots)
+        return any(slot.hosted(instance_id) is not None for slot in self.slots)
 
     def ready_instance(self, instance_id: str) -> HostedInstance:
         """An instance that takes requests, as one of its slots holds it.
@@ -81,15 +81,15 @@ class Pool:
             UnknownInstanceError: it is not here, or loading, draining or failed.
             WorkerLostError: a worker was lost and its successor is loading.
         """
-        held = [held for slot in self.slots if (held := slot.held(instance_id)) is not None]
+        hosted = [hosted for slot in self.slots if (hosted := slot.hosted(instance_id)) is not None]
         state = self._state(instance_id)
         if state is None:
             raise UnknownInstanceError(f"instance {instance_id} is not on this node", param="instance_id")
-        if state == "loading" and any(one.reloading for one in held):
+        if state == "loading" and any(one.reloading for one in hosted):
             raise WorkerLostError(f"a worker was lost; instance {instance_id} is being loaded again")
         if state != "ready":
             raise UnknownInstanceError(f"instance {instance_id} is {state}", param="instance_id")
-        return next(one for one in held if one.state == "ready")
+        return next(one for one in hosted if one.state == "ready")
 
     def check_queue(self) -> None:
         """Refuse what is too much.
@@ -113,10 +113,10 @@ class Pool:
             raise WorkerLostError(f"the worker of instance {instance_id} was lost just now")
         return min(known)
 
-    def submit(self, request: EngineRequest) -> Flight:
+    def submit(self, request: EngineRequest) -> InflightRequest:
         """Send a request to a ready instance; raises as `ready_instance` does."""
-        held = self.ready_instance(request.instance_id)
-        return self.dispatcher.submit(request, held.desired.model.name)
+        hosted = self.ready_instance(request.instance_id)
+        return self.dispatcher.submit(request, hosted.desired.model.name)
 
     def cancel(self, request: EngineRequest) -> None:
         """Drop a request at once. One that has ended is ignored."""
@@ -192,20 +192,20 @@ class Pool:
         """The state of an instance over all slots; None when it is on none."""
         kinds: dict[str, list[InstanceState]] = {}
         for slot in self.slots:
-            held = slot.held(instance_id)
-            if held is not None:
-                kinds.setdefault(slot.kind, []).append(held.state)
+            hosted = slot.hosted(instance_id)
+            if hosted is not None:
+                kinds.setdefault(slot.kind, []).append(hosted.state)
         best = (max(states, key=_RANKS.__getitem__) for states in kinds.values())
         return min(best, key=_RANKS.__getitem__, default=None)
 
     def _orphaned(self, instance_id: str) -> bool:
         """Whether a failed instance may yet come back, since it was workers that died."""
-        held = (slot.held(instance_id) for slot in self.slots)
-        return any(one.orphaned for one in held if one is not None)
+        hosted = (slot.hosted(instance_id) for slot in self.slots)
+        return any(one.orphaned for one in hosted if one is not None)
 
     def _error(self, instance_id: str) -> str | None:
-        held = (slot.held(instance_id) for slot in self.slots)
-        return next((one.error for one in held if one is not None and one.error is not None), None)
+        hosted = (slot.hosted(instance_id) for slot in self.slots)
+        return next((one.error for one in hosted if one is not None and one.error is not None), None)
 
     def _waits_for(self, instance_id: str) -> str | None:
         """What the first of its slots that does not serve it waits for."""

@@ -175,7 +175,7 @@ class Slot:
         """How far the checkpoints have come that are being fetched, by instance."""
         return self._held.fetches()
 
-    def held(self, instance_id: str) -> HostedInstance | None:
+    def hosted(self, instance_id: str) -> HostedInstance | None:
         """The instance, unless it is not here or drained."""
         return self._held.get(instance_id)
 
@@ -185,8 +185,8 @@ class Slot:
 
     def is_ready(self, instance_id: str) -> bool:
         """Whether the worker takes requests of the instance."""
-        held = self._held.get(instance_id)
-        return self._link is not None and held is not None and held.state in ("ready", "draining")
+        hosted = self._held.get(instance_id)
+        return self._link is not None and hosted is not None and hosted.state in ("ready", "draining")
 
     def instance_stats(self, instance_id: str) -> InstanceStats | None:
         """The worker's last word about an instance."""

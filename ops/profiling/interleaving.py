@@ -126,7 +126,7 @@ class CheckReport:
 
 
 @dataclass(kw_only=True)
-class Flight:
+class InflightRequest:
     """A request under comparison: `at` of its reference's tokens were made so far."""
 
     model: str
@@ -150,7 +150,7 @@ class Interleaving:
         self._findings = {name: self._finding(name, reference) for name, reference in references.items()}
         self._shares: dict[str, list[tuple[float, bool]]] = {name: [] for name in references}
         self._chance = random.Random(settings.seed)
-        self._flights: dict[str, Flight] = {}
+        self._in_flight: dict[str, InflightRequest] = {}
         self._ticks = 0
         self._left = 0
         self._resident_max = 0
@@ -187,12 +187,12 @@ class Interleaving:
         for model, reference in self._references.items():
             wanted = [*reference.continuations, self._chance.choice(reference.continuations)]
             for index, expected in enumerate(wanted):
-                flight = Flight(model=model, expected=expected, leaves=index == len(wanted) - 1)
-                joining.append((f"{model}/{number}/{index}", flight))
+                inflight = InflightRequest(model=model, expected=expected, leaves=index == len(wanted) - 1)
+                joining.append((f"{model}/{number}/{index}", inflight))
         self._chance.shuffle(joining)
         steps = 0
         while joining or self.engine.has_work():
-            if joining and (steps % JOIN_EVERY_STEPS == 0 or not self._flights):
+            if joining and (steps % JOIN_EVERY_STEPS == 0 or not self._in_flight):
                 self._join(*joining.pop())
             for output in self.engine.step():
                 self._take(output)
@@ -200,66 +200,66 @@ class Interleaving:
             tell()
             steps += 1
 
-    def _join(self, request_id: str, flight: Flight) -> None:
-        self._flights[request_id] = flight
+    def _join(self, request_id: str, inflight: InflightRequest) -> None:
+        self._in_flight[request_id] = inflight
         request = EngineRequest(
             request_id=request_id,
-            instance_id=flight.model,
+            instance_id=inflight.model,
             tier=Tier.IW_N,
-            prompt=flight.expected.prompt,
-            generated=flight.expected.tokens[: flight.at],
+            prompt=inflight.expected.prompt,
+            generated=inflight.expected.tokens[: inflight.at],
             max_tokens=self._settings.tokens,
         )
         self.engine.add(request)
 
     def _take(self, output: EngineOutput) -> None:
-        flight = self._flights.get(output.request_id)
-        if flight is None:
+        inflight = self._in_flight.get(output.request_id)
+        if inflight is None:
             return
         ended = output.error is not None or output.finish_reason is not None
         if output.error is not None:
-            self._findings[flight.model].mismatches.append(output.error)
+            self._findings[inflight.model].mismatches.append(output.error)
         made: list[int | None] = [*output.token_ids, *([None] if output.finish_reason == "stop" else [])]
-        same = all(self._same(output.request_id, flight, token) for token in made)
+        same = all(self._same(output.request_id, inflight, token) for token in made)
         if ended or not same:
-            del self._flights[output.request_id]
-        elif flight.leaves and flight.at >= LEAVE_AFTER_TOKENS:
-            del self._flights[output.request_id]
+            del self._in_flight[output.request_id]
+        elif inflight.leaves and inflight.at >= LEAVE_AFTER_TOKENS:
+            del self._in_flight[output.request_id]
             self.engine.cancel(output.request_id)
             self._left += 1
 
-    def _same(self, request_id: str, flight: Flight, token: int | None) -> bool:
+    def _same(self, request_id: str, inflight: InflightRequest, token: int | None) -> bool:
         """Whether the next token is the reference's; None stands for an end of sequence. If not, the request ends, and
         after a tie another one goes on from the reference's token.
         """
-        expected, finding = flight.expected, self._findings[flight.model]
-        eos_ids = self._references[flight.model].eos_ids
-        right = expected.tokens[flight.at]
+        expected, finding = inflight.expected, self._findings[inflight.model]
+        eos_ids = self._references[inflight.model].eos_ids
+        right = expected.tokens[inflight.at]
         finding.tokens += 1
-        flight.at += 1
+        inflight.at += 1
         if token == right or (token is None and right in eos_ids):
             return True
         self.engine.cancel(request_id)
         chosen = [token] if token is not None else sorted(eos_ids)
-        gap = min(expected.gap(flight.at - 1, candidate) for candidate in chosen)
+        gap = min(expected.gap(inflight.at - 1, candidate) for candidate in chosen)
         tied = gap <= self._settings.tolerance
-        if tied or expected.margins[flight.at - 1] <= self._settings.router_tolerance:
+        if tied or expected.margins[inflight.at - 1] <= self._settings.router_tolerance:
             finding.ties += tied
             finding.router_ties += not tied
-            if flight.at < len(expected.tokens):
-                self._join(f"{request_id}+{flight.at}", flight)
+            if inflight.at < len(expected.tokens):
+                self._join(f"{request_id}+{inflight.at}", inflight)
         else:
             said = "the end" if token is None else token
-            where = f"prompt of {len(expected.prompt)} tokens, token {flight.at}"
+            where = f"prompt of {len(expected.prompt)} tokens, token {inflight.at}"
             finding.mismatches.append(f"{where}: {said} instead of {right}, {gap:.2g} of the largest logit apart")
         return False
 
     def _watch(self, sequence: TokenSequence, logits: torch.Tensor) -> None:
-        flight = self._flights[sequence.request.request_id]
-        finding = self._findings[flight.model]
-        difference, share = flight.expected.distance(sequence.generated, logits)
+        inflight = self._in_flight[sequence.request.request_id]
+        finding = self._findings[inflight.model]
+        difference, share = inflight.expected.distance(sequence.generated, logits)
         finding.logit_difference = max(finding.logit_difference, difference)
-        self._shares[flight.model].append((share, self._is_settled(flight.expected, sequence.generated)))
+        self._shares[inflight.model].append((share, self._is_settled(inflight.expected, sequence.generated)))
 
     def _is_settled(self, expected: Continuation, index: int) -> bool:
         least = min(expected.margins[index], expected.margins_before[index])

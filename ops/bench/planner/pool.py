@@ -96,7 +96,7 @@ class _Time:
 
 
 @dataclass(kw_only=True)
-class _Flight:
+class _Inflight:
     """A request on its way. `promises_s`: the integral of the predicted attainment when its tokens came."""
 
     request: EngineRequest
@@ -138,15 +138,15 @@ def measure_pool(
     for index, model in enumerate(_models(load.models)):
         engine.load(f"instance-{index}", model)
     arrivals = deque(_arrivals(load))
-    flights: dict[str, _Flight] = {}
+    in_flight: dict[str, _Inflight] = {}
     promise_s = alpha_s = busy_s = 0.0
     while arrivals or engine.has_work():
         if not engine.has_work():
             time.now_s = max(time.now_s, arrivals[0].arrived_s)
         while arrivals and arrivals[0].arrived_s <= time.now_s:
-            flight = arrivals.popleft()
-            flights[flight.request.request_id] = flight
-            engine.add(flight.request)
+            inflight = arrivals.popleft()
+            in_flight[inflight.request.request_id] = inflight
+            engine.add(inflight.request)
         began_s = time.now_s
         outputs = engine.step()
         took_s = time.now_s - began_s
@@ -154,23 +154,23 @@ def measure_pool(
         alpha_s += took_s * engine.load_alpha
         busy_s += took_s
         for output in outputs:
-            flight = flights[output.request_id]
-            flight.token_times_s += [time.now_s] * len(output.token_ids)
-            flight.promises_s += [promise_s] * len(output.token_ids)
-    return _figures(load, engine.stats(), list(flights.values()), alpha_s / busy_s)
+            inflight = in_flight[output.request_id]
+            inflight.token_times_s += [time.now_s] * len(output.token_ids)
+            inflight.promises_s += [promise_s] * len(output.token_ids)
+    return _figures(load, engine.stats(), list(in_flight.values()), alpha_s / busy_s)
 
 
-def _figures(load: PoolLoad, stats: EngineStats, flights: list[_Flight], alpha: float) -> PoolFigures:
-    whole = [flight.served(from_first_token=False) for flight in flights]
+def _figures(load: PoolLoad, stats: EngineStats, in_flight: list[_Inflight], alpha: float) -> PoolFigures:
+    whole = [inflight.served(from_first_token=False) for inflight in in_flight]
     return PoolFigures(
         load=load,
         alpha=alpha,
-        predicted=fmean(flight.predicted for flight in flights),
-        kept=service_attainment([flight.served(from_first_token=True) for flight in flights]),
-        wait_s=fmean(flight.token_times_s[0] - flight.arrived_s for flight in flights),
+        predicted=fmean(inflight.predicted for inflight in in_flight),
+        kept=service_attainment([inflight.served(from_first_token=True) for inflight in in_flight]),
+        wait_s=fmean(inflight.token_times_s[0] - inflight.arrived_s for inflight in in_flight),
         service=service_attainment(whole),
         token=token_attainment(whole),
-        requests=len(flights),
+        requests=len(in_flight),
         tokens=stats.tokens_total,
         switches=stats.switches_total,
     )
@@ -190,10 +190,10 @@ def _models(count: int) -> list[ModelSpec]:
     ]
 
 
-def _arrivals(load: PoolLoad) -> list[_Flight]:
+def _arrivals(load: PoolLoad) -> list[_Inflight]:
     """All requests, in order of arrival."""
     rng = np.random.default_rng(load.seed)
-    flights = []
+    in_flight = []
     for model in range(load.models):
         count = rng.poisson(load.rate_per_s * load.duration_s)
         for number, arrived_s in enumerate(rng.uniform(0, load.duration_s, count)):
@@ -209,8 +209,8 @@ def _arrivals(load: PoolLoad) -> list[_Flight]:
                 max_tokens=output_tokens,
                 kv=_prefilled(prompt_tokens) if load.decode_only else None,
             )
-            flights.append(_Flight(request=request, arrived_s=float(arrived_s)))
-    return sorted(flights, key=lambda flight: flight.arrived_s)
+            in_flight.append(_Inflight(request=request, arrived_s=float(arrived_s)))
+    return sorted(in_flight, key=lambda inflight: inflight.arrived_s)
 
 
 def _prefilled(tokens: int) -> KvHandle:

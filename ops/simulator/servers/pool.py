@@ -8,7 +8,7 @@ from typing import cast
 
 from controlplane.policies.facts import Endpoint, InstanceFacts
 from dataplane.agent.dispatch import Dispatcher
-from dataplane.agent.requests import Flight
+from dataplane.agent.requests import InflightRequest
 from dataplane.agent.settings import SlotKind
 from dataplane.agent.workers import Slot
 from dataplane.engines.interface import EngineOutput, EngineRequest
@@ -57,7 +57,7 @@ class PoolServer:
         ]
         self._slots = cast("Sequence[Slot]", self._processes)
         self._dispatcher = Dispatcher(self._slots, settings.turns.prefill, losses_max=0, clock=lambda: events.now_s)
-        self._flights: dict[str, tuple[Served, Flight]] = {}
+        self._in_flight: dict[str, tuple[Served, InflightRequest]] = {}
         self._left_tokens: dict[str, int] = {}
         for model in models:
             self.load(model)
@@ -107,7 +107,7 @@ class PoolServer:
 
     def inside(self, model: str) -> list[Served]:
         """A model's requests, in the order in which they came."""
-        return [served for served, _ in self._flights.values() if served.request.model == model]
+        return [served for served, _ in self._in_flight.values() if served.request.model == model]
 
     def lose(self, model: str) -> list[Served]:
         """Be lost, and never heard of again; returns the requests of a model."""
@@ -115,7 +115,7 @@ class PoolServer:
             process.stop()
         lost = self.inside(model)
         for served in lost:
-            del self._flights[str(served.request.number)]
+            del self._in_flight[str(served.request.number)]
             self._left_tokens[model] = 0
         return lost
 
@@ -137,7 +137,7 @@ class PoolServer:
             max_tokens=request.output_tokens,
         )
         self._left_tokens[request.model] += request.prompt_tokens + request.output_tokens
-        self._flights[sent.request_id] = served, self._dispatcher.submit(sent, request.model)
+        self._in_flight[sent.request_id] = served, self._dispatcher.submit(sent, request.model)
 
     def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
         """Each model on the pool; they share its memory and its prefill slots."""
@@ -174,18 +174,18 @@ class PoolServer:
             self._left_tokens[model] -= ridden_tokens
         for output in outputs:
             assert output.error is None, output.error
-            served, flight = self._flights[output.request_id]
+            served, inflight = self._in_flight[output.request_id]
             if output.token_ids and served.left:  # a rider's tokens are written down already
                 self._count(served, fast_forward, slot.now_s)
             ends = output.finish_reason is not None
-            if ends or output.kv is not None or flight.holder is not None or flight.queued_at is not None:
+            if ends or output.kv is not None or inflight.holder is not None or inflight.queued_at is not None:
                 self._dispatcher.hear(self._slots[slot.index], output)
             if ends:
-                del self._flights[output.request_id]
+                del self._in_flight[output.request_id]
                 self._ended(served)
 
     def _served(self, request_id: str) -> Served:
-        return self._flights[request_id][0]
+        return self._in_flight[request_id][0]
 
     def _count(self, served: Served, fast_forward: FastForward | None, now_s: float) -> None:
         """Write down the tokens of a step."""

@@ -78,13 +78,13 @@ def continued(*generated: int, kv: KvHandle | None = None, request_id: str = "r1
 
 def test_a_request_is_prefilled_handed_over_and_released() -> None:
     node = Node("pd")
-    flight = node.dispatcher.submit(request(), "tide")
+    inflight = node.dispatcher.submit(request(), "tide")
     assert node.told() == [[continued()], []]
     assert [group.model for group in node.dispatcher.queue(0).groups] == ["tide"]
     node.hear(0, "r1", 7, kv=HANDLE)
     assert node.told() == [[], [continued(7, kv=HANDLE)]]
     assert node.dispatcher.queue(0).groups == ()
-    assert flight.outputs.take()[0].token_ids == (7,)  # type: ignore[union-attr]
+    assert inflight.outputs.take()[0].token_ids == (7,)  # type: ignore[union-attr]
     node.hear(1, "r1", 8)
     assert node.told() == [[Release(request_id="r1")], []]
     node.hear(1, "r1", 9, finish_reason="length")
@@ -175,13 +175,13 @@ def test_what_waits_with_kv_is_prefilled_again_when_the_kv_is_lost() -> None:
 
 def test_a_request_over_which_too_many_workers_died_ends() -> None:
     node = Node("b", losses_max=1)
-    flight = node.dispatcher.submit(request(), "tide")
+    inflight = node.dispatcher.submit(request(), "tide")
     for died in (True, False, False, True):
-        assert not flight.outputs.take(), "one that makes way is nobody's fault"
+        assert not inflight.outputs.take(), "one that makes way is nobody's fault"
         node.lose(0, died=died)
         node.slots[0].ready = True
         node.dispatcher.place_waiting("i1")
-    assert isinstance(flight.outputs.take()[0], WorkerLostError)
+    assert isinstance(inflight.outputs.take()[0], WorkerLostError)
     assert len(node.dispatcher) == 0
 
 

@@ -3,12 +3,12 @@
 import pytest
 
 from dataplane.agent.fences import Fences
-from dataplane.agent.requests import Flight
+from dataplane.agent.requests import InflightRequest
 from dataplane.engines.interface import EngineRequest
 from dataplane.protocol.errors import StaleEpochError
 
 
-def flight(name: str) -> Flight:
+def inflight(name: str) -> InflightRequest:
     request = EngineRequest(
         request_id=name,
         instance_id="i",
@@ -21,16 +21,16 @@ def flight(name: str) -> Flight:
         seed=0,
         ignore_eos=False,
     )
-    return Flight(request=request, model="m")
+    return InflightRequest(request=request, model="m")
 
 
 def test_a_newer_claim_ends_the_older_run_and_an_older_one_is_refused() -> None:
     fences, ended = Fences(keys_max=10), list[str]()
 
-    def cancel(flight: Flight) -> None:
-        ended.append(flight.request_id)
+    def cancel(inflight: InflightRequest) -> None:
+        ended.append(inflight.request_id)
 
-    first, second = flight("first"), flight("second")
+    first, second = inflight("first"), inflight("second")
     fences.enter("a/1", 1)
     fences.run("a/1", 1, first, cancel)
     fences.enter("a/2", 1)  # another request
@@ -48,12 +48,12 @@ def test_a_claim_that_came_while_another_was_tokenized_wins() -> None:
     fences.enter("a/1", 1)
     fences.enter("a/1", 2)
     with pytest.raises(StaleEpochError):
-        fences.run("a/1", 1, flight("late"), lambda _: None)
+        fences.run("a/1", 1, inflight("late"), lambda _: None)
 
 
 def test_the_same_claim_may_try_again_and_runs_once() -> None:
     fences, ended = Fences(keys_max=10), list[str]()
-    one, two = flight("one"), flight("two")
+    one, two = inflight("one"), inflight("two")
     for each in (one, two):
         fences.enter("a/1", 1)
         fences.run("a/1", 1, each, lambda gone: ended.append(gone.request_id))
@@ -63,7 +63,7 @@ def test_the_same_claim_may_try_again_and_runs_once() -> None:
 def test_requests_without_a_fence_are_nobodys() -> None:
     fences = Fences(keys_max=1)
     fences.enter(None, 0)
-    fences.run(None, 0, flight("one"), lambda _: None)
+    fences.run(None, 0, inflight("one"), lambda _: None)
     fences.enter(None, 0)
 
 
@@ -79,10 +79,10 @@ def test_memory_is_bounded() -> None:
 def test_the_fence_of_a_request_in_flight_is_kept_however_many_come_after_it() -> None:
     fences, ended = Fences(keys_max=2), list[str]()
 
-    def cancel(flight: Flight) -> None:
-        ended.append(flight.request_id)
+    def cancel(inflight: InflightRequest) -> None:
+        ended.append(inflight.request_id)
 
-    long = [flight(f"long-{number}") for number in range(3)]  # more than keys_max at once
+    long = [inflight(f"long-{number}") for number in range(3)]  # more than keys_max at once
     for number, each in enumerate(long):
         fences.enter(f"l/{number}", 5)
         fences.run(f"l/{number}", 5, each, cancel)
@@ -99,7 +99,7 @@ def test_the_fence_of_a_request_in_flight_is_kept_however_many_come_after_it() -
 
 def test_the_fence_of_a_request_that_ended_is_forgotten_in_its_turn() -> None:
     fences = Fences(keys_max=2)
-    ending = flight("ending")
+    ending = inflight("ending")
     fences.enter("e", 5)
     fences.run("e", 5, ending, lambda _: None)
     del ending
