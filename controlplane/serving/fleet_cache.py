@@ -69,9 +69,9 @@ class FleetCache:
     async def following(self) -> AsyncIterator[None]:
         """Read both once (errors are logged, not raised), then keep them fresh while the block runs."""
         await self._refresh(self._read_catalog, "catalog")
-        await self._refresh(self._read_view, "live view")
+        await self._refresh(self.read_view, "live view")
         async with (
-            in_background(self._repeat(self._read_view, self._settings.view_refresh_s, "live view")),
+            in_background(self._repeat(self.read_view, self._settings.view_refresh_s, "live view")),
             in_background(self._repeat(self._read_catalog, _CATALOG_REFRESH_S, "catalog")),
         ):
             yield
@@ -190,8 +190,12 @@ class FleetCache:
         missing = [] if self._has_view and self._aged_s() < self._settings.heartbeat_stale_s else ["live view"]
         return missing if self._has_catalog else [*missing, "catalog"]
 
-    def _read_view(self) -> None:
-        """A first view may come from Postgres while Redis is away; UnavailableError is raised all the same."""
+    def read_view(self) -> None:
+        """Read the live view now, as happens every `view_refresh_s` while `following()`.
+
+        Raises:
+            UnavailableError: Redis is away; a first view then comes from Postgres.
+        """
         keep_s = self._settings.heartbeat_stale_s
         try:
             view = _merged(self._view, self._live.read_view(), was_away=self._view_away, keep_s=keep_s)
@@ -227,7 +231,7 @@ class FleetCache:
         while True:
             await asyncio.sleep(every_s)
             ok = await self._refresh(read, what, quiet=down)
-            if read == self._read_view:
+            if read == self.read_view:
                 self._view_away = not ok
             if ok and down:
                 log.info("source is back", what=what)
@@ -235,7 +239,7 @@ class FleetCache:
 
     async def _refresh(self, read: Callable[[], None], what: str, *, quiet: bool = False) -> bool:
         """Threads of its own: others may all be waiting for a Postgres that hangs. One read of a source at a time."""
-        threads = self._view_threads if read == self._read_view else self._catalog_threads
+        threads = self._view_threads if read == self.read_view else self._catalog_threads
         try:
             await anyio.to_thread.run_sync(read, limiter=threads)
         except (TidepoolError, SQLAlchemyError) as error:

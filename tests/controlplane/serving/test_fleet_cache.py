@@ -26,7 +26,7 @@ def test_tokens_sent_are_forgotten_once_reported_even_when_sends_never_pause(wor
 
     def beat() -> None:
         world.report("n1", "i1", region="us-east", url="http://n1")
-        cache._read_view()
+        cache.read_view()
 
     beat()
     for _ in range(5):  # three sends between two heartbeats, one right before each view is read
@@ -43,7 +43,7 @@ def test_tokens_sent_are_forgotten_once_reported_even_when_sends_never_pause(wor
 def test_what_an_instance_refused_counts_no_more(world: World) -> None:
     cache = FleetCache(world.database, world.live, world.settings)
     world.report("n1", "i1", region="us-east", url="http://n1")
-    cache._read_view()
+    cache.read_view()
     refused = cache.note_sent("i1", 100_000)
     cache.note_sent("i1", 20)
     for _ in range(2):
@@ -56,7 +56,7 @@ def test_facts_of_a_model_are_made_once_for_a_view(world: World) -> None:
     cache = FleetCache(world.database, world.live, world.settings)
     for number in (1, 2):
         world.report(f"n{number}", f"i{number}", region="us-east", url="http://n1")
-    cache._read_view()
+    cache.read_view()
     model = cache.instances()[0].endpoint.model
     before = {each.instance_id: each for each in cache.instances(model)}
     sending = cache.note_sent("i1", 7, 3)
@@ -66,7 +66,7 @@ def test_facts_of_a_model_are_made_once_for_a_view(world: World) -> None:
     cache.note_refused("i1", sending)
     assert {each.instance_id: each for each in cache.instances(model)} == before
     world.report("n2", "i2", region="us-east", url="http://n1", used=0.5)
-    cache._read_view()
+    cache.read_view()
     assert {each.instance_id: each.kv_used_bytes for each in cache.instances(model)}["i2"] > 0
     assert cache.instances("another") == ()
 
