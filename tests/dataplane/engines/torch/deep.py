@@ -5,10 +5,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dataplane.engines.core.relief import KvRelief
 from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.interface import EngineRequest, PoolStats
 from dataplane.engines.torch.copies.base import CopyStream
 from dataplane.engines.torch.engine import TorchEngine
+from dataplane.engines.torch.memory.kv import SequenceKv
+from dataplane.engines.torch.memory.pooled import Pooled
+from dataplane.engines.torch.sequences import TokenSequence
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.scheduling.decode import DecodeSettings
 from dataplane.scheduling.schedule import TurnSettings
@@ -88,6 +92,16 @@ def pool_of(engine: TorchEngine) -> PoolStats:
     pool = engine.stats().pool
     assert pool is not None
     return pool
+
+
+def decoding_here(engine: TorchEngine, name: str) -> Sequence[TokenSequence]:
+    """The model's sequences that are past their prefill and whose KV is on the device."""
+    return engine._models[name].decoding_here
+
+
+def relief_of(engine: TorchEngine) -> KvRelief[Pooled, SequenceKv]:
+    """What is asked when KV has no room."""
+    return engine._relief
 
 
 def run_dry(engine: TorchEngine, gathered: Gathered, *, steps_max: int = 20_000) -> int:

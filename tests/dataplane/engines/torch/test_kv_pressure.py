@@ -12,9 +12,11 @@ from dataplane.scheduling.decode import idle_s
 from tests.dataplane.engines.torch.deep import (
     Deep,
     Undisturbed,
+    decoding_here,
     drain_outputs,
     loaded,
     pool_of,
+    relief_of,
     run_dry,
     slot,
     steps_until,
@@ -32,7 +34,7 @@ def test_more_requests_run_together_than_without(deep: Deep) -> None:
         most = 0
         while engine.has_work():
             engine.step()
-            most = max(most, len(engine._models["llama"].decoding_here))
+            most = max(most, len(decoding_here(engine, "llama")))
         running[way] = most
         engine.close()
     assert running["remap"] > running["swap"]
@@ -72,13 +74,13 @@ def test_who_asks_waits_only_where_nobody_has_to_make_way_or_where_that_is_force
     engine = loaded(deep, names, slow)
     for wanted in wants(["llama"], 2):
         engine.add(wanted)
-    steps_until(engine, Gathered(), lambda: len(engine._models["llama"].decoding_here) == 2)
+    steps_until(engine, Gathered(), lambda: len(decoding_here(engine, "llama")) == 2)
     engine.add(wants(["qwen2"], 1)[0])
     asks = next(sequence for sequence in engine._requests if sequence.model == "qwen2")
-    victim = engine._models["llama"].decoding_here[1]
-    may_leave = engine._relief.relieve(Shortage(sequence=asks, tokens=200, victim=victim))
+    victim = decoding_here(engine, "llama")[1]
+    may_leave = relief_of(engine).relieve(Shortage(sequence=asks, tokens=200, victim=victim))
     assert (may_leave == "refuse") is (way == "refuse")
-    assert engine._relief.relieve(Shortage(sequence=asks, tokens=200, victim=None)) == "refuse"
+    assert relief_of(engine).relieve(Shortage(sequence=asks, tokens=200, victim=None)) == "refuse"
     engine.close()
 
 
@@ -107,11 +109,11 @@ def decoding(engine: TorchEngine, name: str) -> TokenSequence:
     """The model's first sequence that is past its prefill; all of the model's weights are there."""
 
     def is_there() -> bool:
-        return bool(engine._models[name].decoding_here) and name in engine.stats().resident_models
+        return bool(decoding_here(engine, name)) and name in engine.stats().resident_models
 
     if not is_there():
         steps_until(engine, Gathered(), is_there)
-    return engine._models[name].decoding_here[0]
+    return decoding_here(engine, name)[0]
 
 
 def test_a_victim_that_would_wait_for_its_turn_anyway_is_known_to(deep: Deep) -> None:
@@ -119,16 +121,16 @@ def test_a_victim_that_would_wait_for_its_turn_anyway_is_known_to(deep: Deep) ->
     engine = loaded(deep, names, slot(deep, names, models_there=2, kv_pressure="swap"), clock=lambda: 100.0)
     for wanted in wants(names, 1, max_tokens=30):
         engine.add(wanted)
-    steps_until(engine, Gathered(), lambda: all(engine._models[name].decoding_here for name in names))
+    steps_until(engine, Gathered(), lambda: all(decoding_here(engine, name) for name in names))
     engine.step()
     running = engine._state.round.model
     assert running is not None
     other = next(name for name in names if name != running)
     asks = decoding(engine, running)
     idle = {
-        name: engine._relief._relief_facts(
-            Shortage(sequence=asks, tokens=90, victim=decoding(engine, name)), None
-        ).victim
+        name: relief_of(engine)
+        ._relief_facts(Shortage(sequence=asks, tokens=90, victim=decoding(engine, name)), None)
+        .victim
         for name in names
     }
     assert idle[running] is not None
@@ -143,7 +145,7 @@ def test_each_direction_of_the_wire_has_its_own_price(deep: Deep, monkeypatch: p
     engine = loaded(deep, ["llama"], slot(deep, ["llama"], models_there=1))
     engine.add(wants(["llama"], 1)[0])
     sequence = decoding(engine, "llama")
-    facts = engine._relief._relief_facts(Shortage(sequence=sequence, tokens=90, victim=sequence), None)
+    facts = relief_of(engine)._relief_facts(Shortage(sequence=sequence, tokens=90, victim=sequence), None)
     assert (facts.in_bytes_per_s, facts.out_bytes_per_s) == (pytest.approx(1e6), pytest.approx(1e3))
     engine.close()
 
@@ -159,7 +161,7 @@ def test_models_with_less_urgent_requests_give_up_first(deep: Deep) -> None:
     asks = decoding(engine, "llama")
 
     def priorities() -> dict[str, int]:
-        return {model.model: model.priority for model in engine._relief._model_facts()}
+        return {model.model: model.priority for model in relief_of(engine)._model_facts()}
 
     by_tier = []
     for tier in TIERS:
@@ -170,7 +172,7 @@ def test_models_with_less_urgent_requests_give_up_first(deep: Deep) -> None:
     assert 0 < by_tier[2] < by_tier[1] < by_tier[0]
     assert priorities()["gemma3_text"] == 0
     engine.add(request("late", [5, 6, 7], instance_id="gemma3_text", tier="NIW"))
-    assert engine._relief.relieve(Shortage(sequence=asks, tokens=120, victim=None)) == "remap"
+    assert relief_of(engine).relieve(Shortage(sequence=asks, tokens=120, victim=None)) == "remap"
     assert set(pool_of(engine).given_up) == {"qwen2"}
     engine.close()
 
@@ -184,8 +186,8 @@ def test_models_that_are_active_both_give_up_in_turn(deep: Deep) -> None:
         for wanted in wants(names, 1, max_tokens=max_tokens):
             engine.add(wanted)
     sequences = [decoding(engine, name) for name in names]
-    assert all(sequence in engine._models[sequence.model].decoding_here for sequence in sequences)
-    assert engine._relief.relieve(Shortage(sequence=sequences[0], tokens=150, victim=None)) == "remap"
+    assert all(sequence in decoding_here(engine, sequence.model) for sequence in sequences)
+    assert relief_of(engine).relieve(Shortage(sequence=sequences[0], tokens=150, victim=None)) == "remap"
     given_up = pool_of(engine).given_up
     assert given_up.keys() == set(names)
     assert abs(given_up["llama"] - given_up["qwen2"]) <= 1
@@ -204,7 +206,7 @@ def test_a_busy_model_that_is_away_finds_a_place_beside_layers_that_were_given_u
         engine.add(wanted)
     gathered.take(drain_outputs(engine))
     engine.add(burst[0])
-    steps_until(engine, gathered, lambda: bool(engine._models["llama"].decoding_here))
+    steps_until(engine, gathered, lambda: bool(decoding_here(engine, "llama")))
     for wanted in [*burst[1:], *late]:
         engine.add(wanted)
     steps_until(engine, gathered, lambda: "qwen2" in engine.stats().resident_models and bool(pool_of(engine).given_up))
@@ -220,8 +222,8 @@ def test_a_slot_of_one_place_keeps_it_for_the_next_model(deep: Deep) -> None:
     engine.add(wants(["llama"], 1, max_tokens=30)[0])
     shortage = Shortage(sequence=decoding(engine, "llama"), tokens=120, victim=None)
     engine.add(wants(["qwen2"], 1)[0])
-    assert engine._relief.relieve(shortage) != "remap"
+    assert relief_of(engine).relieve(shortage) != "remap"
     assert pool_of(engine).not_remapped == {"switching": 1}
     engine.cancel("qwen2-0")
-    assert engine._relief.relieve(shortage) == "remap"
+    assert relief_of(engine).relieve(shortage) == "remap"
     engine.close()
