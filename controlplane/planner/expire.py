@@ -16,7 +16,7 @@ from controlplane.store.instances import forget_stopped, lose_silent_nodes
 from controlplane.store.keys import forget_answers
 from controlplane.store.queue import expire_leases, expire_requests
 from controlplane.store.request_log import forget_requests
-from controlplane.store.retention import forget_demand, forget_forecasts, forget_plans
+from controlplane.store.retention import forget_demand, forget_forecasts, forget_measured_minutes, forget_plans
 from controlplane.store.session import Database
 from controlplane.store.usage import add_up_usage, forget_usage
 
@@ -54,6 +54,7 @@ def sweep(database: Database, blobs: BlobStore, settings: Settings, *, now_s: fl
     """Delete rows that are old, and bytes of files that no row knows of."""
     at_s = int(now_s)
     old: dict[str, Callable[..., int]] = {
+        "measured_minutes": partial(forget_measured_minutes, before_s=at_s - settings.demand_keep_days * _DAY_S),
         "demand": partial(forget_demand, before_s=at_s - settings.demand_keep_days * _DAY_S),
         "forecasts": partial(forget_forecasts, before_s=at_s - settings.forecast_keep_days * _DAY_S),
         "plans": partial(forget_plans, keep_s=settings.plan_keep_days * _DAY_S),

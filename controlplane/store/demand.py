@@ -1,20 +1,20 @@
 """Demand per minute, and the forecasts made from it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import func, select, text, tuple_, update
+from sqlalchemy import Subquery, exists, func, literal, or_, select, text, tuple_, union_all, update
 from sqlalchemy.dialects.postgresql import distinct_on, insert
 from sqlalchemy.orm import Session, undefer
 
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.plan_explanations import ForecastRecord
-from controlplane.store.demand_tables import DemandBucket, Forecast
+from controlplane.store.demand_tables import DemandBucket, DemandMinute, DemandSpan, Forecast
 
 IW, NIW = "IW", "NIW"
 _WRITERS_TURN = 7303015
-_HOUR_S, _WINDOW_S = 3600, 300
+_HOUR_S, _WINDOW_S, _MINUTE_S = 3600, 300, 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ def put_demand(session: Session, rows: Iterable[DemandRow], *, imported: bool = 
 
     Writers take turns: two that write the same minutes in different orders would wait for each other's rows.
     """
-    session.execute(text("SELECT pg_advisory_xact_lock(:turn)"), {"turn": _WRITERS_TURN})
+    _take_turn(session)
     session.execute(
         text(
             "CREATE TEMP TABLE IF NOT EXISTS incoming_demand"
@@ -60,17 +60,76 @@ def put_demand(session: Session, rows: Iterable[DemandRow], *, imported: bool = 
     return count
 
 
+def _take_turn(session: Session) -> None:
+    session.execute(text("SELECT pg_advisory_xact_lock(:turn)"), {"turn": _WRITERS_TURN})
+
+
+def note_measured(session: Session, endpoints: Collection[Endpoint], *, minutes: Sequence[int]) -> None:
+    """Note that `minutes` (in order) were measured for these endpoints: from now on an endpoint without a row of kind
+    IW in one of them had no demand there. Endpoints that were measured before and are not named any more are measured
+    no longer.
+    """
+    if not minutes or not endpoints:
+        return
+    _take_turn(session)
+    before_s = session.scalar(select(func.max(DemandMinute.start_s)))
+    spans = session.scalars(select(DemandSpan).where(DemandSpan.until_s.is_(None)))
+    measured = {Endpoint(model=span.model, region=span.region): span for span in spans}
+    until_s = (before_s or 0) + _MINUTE_S
+    for endpoint in measured.keys() - set(endpoints):
+        if until_s > measured[endpoint].since_s:
+            measured[endpoint].until_s = until_s
+        else:
+            session.delete(measured[endpoint])
+    session.flush()
+    if new := set(endpoints) - measured.keys():
+        ended = select(DemandSpan.model, DemandSpan.region, func.max(DemandSpan.until_s))
+        rows = session.execute(ended.group_by(DemandSpan.model, DemandSpan.region))
+        over_s = {Endpoint(model=model, region=region): over_s or 0 for model, region, over_s in rows}
+        session.add_all(
+            DemandSpan(model=each.model, region=each.region, since_s=max(minutes[0], over_s.get(each, 0)))
+            for each in sorted(new)
+        )
+        session.flush()
+    session.execute(insert(DemandMinute).on_conflict_do_nothing(), [{"start_s": start_s} for start_s in minutes])
+
+
+def _known(kind: str, *, since_s: int, until_s: int, only: Sequence[Endpoint] | None = None) -> Subquery:
+    """What is known of demand in [since_s, until_s), zeros without a row included: `model`, `region`, `start_s` and
+    `tokens_per_s`. `only`: of these endpoints.
+    """
+    bucket, minute, span = DemandBucket, DemandMinute, DemandSpan
+    named = None if only is None else [(each.model, each.region) for each in only]
+    rows = select(bucket.model, bucket.region, bucket.start_s, bucket.tokens_per_s).where(
+        bucket.kind == kind, bucket.start_s >= since_s, bucket.start_s < until_s
+    )
+    if named is not None:
+        rows = rows.where(tuple_(bucket.model, bucket.region).in_(named))
+    if kind != IW:
+        return rows.subquery("known")
+    has_row = exists().where(
+        bucket.model == span.model,
+        bucket.region == span.region,
+        bucket.kind == IW,
+        bucket.start_s == minute.start_s,
+    )
+    measured = (minute.start_s >= span.since_s) & or_(span.until_s.is_(None), minute.start_s < span.until_s)
+    zeros = (
+        select(span.model, span.region, minute.start_s, literal(0.0))
+        .join(minute, measured)
+        .where(minute.start_s >= since_s, minute.start_s < until_s, ~has_row)
+    )
+    if named is not None:
+        zeros = zeros.where(tuple_(span.model, span.region).in_(named))
+    return union_all(rows, zeros).subquery("known")
+
+
 def read_demand(
     session: Session, *, kind: str, since_s: int, until_s: int, only: Endpoint | None = None
 ) -> dict[Endpoint, list[tuple[float, float | None]]]:
     """(start_s, tokens_per_s) of every endpoint (or `only` one) with demand in [since_s, until_s), by time."""
-    query = (
-        select(DemandBucket.model, DemandBucket.region, DemandBucket.start_s, DemandBucket.tokens_per_s)
-        .where(DemandBucket.kind == kind, DemandBucket.start_s >= since_s, DemandBucket.start_s < until_s)
-        .order_by(DemandBucket.start_s)
-    )
-    if only is not None:
-        query = query.where(DemandBucket.model == only.model, DemandBucket.region == only.region)
+    known = _known(kind, since_s=since_s, until_s=until_s, only=None if only is None else [only]).c
+    query = select(known.model, known.region, known.start_s, known.tokens_per_s).order_by(known.start_s)
     series: dict[Endpoint, list[tuple[float, float | None]]] = {}
     for model, region, start_s, tokens_per_s in session.execute(query):
         series.setdefault(Endpoint(model=model, region=region), []).append((start_s, tokens_per_s))
@@ -78,8 +137,8 @@ def read_demand(
 
 
 def endpoints_with_demand(session: Session, *, kind: str, since_s: int, until_s: int) -> list[Endpoint]:
-    """Endpoints with a demand bucket in [since_s, until_s). One look into the primary key for each, however long the
-    history is.
+    """Endpoints of which demand is known in [since_s, until_s), be it none. One look into the primary key for each,
+    however long the history is.
     """
     rows = session.execute(
         text(
@@ -97,9 +156,15 @@ def endpoints_with_demand(session: Session, *, kind: str, since_s: int, until_s:
                 WHERE bucket.model = known.model AND bucket.region = known.region AND bucket.kind = :kind
                 AND bucket.start_s >= :since_s AND bucket.start_s < :until_s
             )
+            UNION
+            SELECT model, region FROM demand_spans AS span WHERE :kind = :iw AND EXISTS (
+                SELECT FROM demand_minutes AS minute
+                WHERE minute.start_s >= greatest(:since_s, span.since_s)
+                AND minute.start_s < least(:until_s, span.until_s)
+            )
             """
         ),
-        {"kind": kind, "since_s": since_s, "until_s": until_s},
+        {"kind": kind, "iw": IW, "since_s": since_s, "until_s": until_s},
     )
     return sorted(Endpoint(model=model, region=region) for model, region in rows)
 
@@ -117,17 +182,18 @@ def mean_demand(session: Session, *, kind: str, since_s: int, until_s: int) -> d
 
 def peak_demand(session: Session, *, kind: str, since_s: int, until_s: int) -> dict[Endpoint, float]:
     """The highest minute of every endpoint with demand in [since_s, until_s), tokens/s."""
+    known = _known(kind, since_s=since_s, until_s=until_s).c
     rows = session.execute(
-        select(DemandBucket.model, DemandBucket.region, func.max(DemandBucket.tokens_per_s))
-        .where(DemandBucket.kind == kind, DemandBucket.start_s >= since_s, DemandBucket.start_s < until_s)
-        .group_by(DemandBucket.model, DemandBucket.region)
+        select(known.model, known.region, func.max(known.tokens_per_s)).group_by(known.model, known.region)
     )
     return {Endpoint(model=model, region=region): peak for model, region, peak in rows}
 
 
 def latest_demand_s(session: Session) -> int | None:
-    """When the newest demand bucket starts."""
-    return session.scalar(select(func.max(DemandBucket.start_s)))
+    """When the newest minute starts of which any demand is known."""
+    newest_row = select(func.max(DemandBucket.start_s)).scalar_subquery()
+    newest_minute = select(func.max(DemandMinute.start_s)).scalar_subquery()
+    return session.scalar(select(func.greatest(newest_row, newest_minute)))
 
 
 def put_forecasts(session: Session, forecasts: Sequence[Forecast]) -> None:
@@ -191,15 +257,15 @@ def read_record(session: Session, endpoints: Sequence[Endpoint], *, since_s: int
     """How forecasts of `endpoints` with an origin in [since_s, until_s] did in the hour after it, where all of that
     hour's demand is known. Peaks are of 5-minute means, as forecasts have them.
     """
-    window = ((DemandBucket.start_s - Forecast.origin_s) // _WINDOW_S).label("window")
+    known = _known(IW, since_s=since_s, until_s=until_s + _HOUR_S, only=endpoints)
+    window = ((known.c.start_s - Forecast.origin_s) // _WINDOW_S).label("window")
     forecast = (Forecast.model, Forecast.region, Forecast.origin_s, Forecast.peak_q50, Forecast.peak_upper)
     means = (
-        select(*forecast, func.avg(DemandBucket.tokens_per_s).label("mean"))
-        .join(DemandBucket, (DemandBucket.model == Forecast.model) & (DemandBucket.region == Forecast.region))
+        select(*forecast, func.avg(known.c.tokens_per_s).label("mean"))
+        .join_from(Forecast, known, (known.c.model == Forecast.model) & (known.c.region == Forecast.region))
         .where(
-            DemandBucket.kind == IW,
-            DemandBucket.start_s >= Forecast.origin_s,
-            DemandBucket.start_s < Forecast.origin_s + _HOUR_S,
+            known.c.start_s >= Forecast.origin_s,
+            known.c.start_s < Forecast.origin_s + _HOUR_S,
             Forecast.origin_s.between(since_s, until_s),
             tuple_(Forecast.model, Forecast.region).in_([(each.model, each.region) for each in endpoints]),
         )

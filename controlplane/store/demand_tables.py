@@ -3,7 +3,7 @@
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import CheckConstraint, Index, func
+from sqlalchemy import CheckConstraint, Index, func, text
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -11,7 +11,8 @@ from controlplane.store.tables import Base, Json
 
 
 class DemandBucket(Base):
-    """Input tokens per second of one minute. `kind`: IW (both interactive tiers) or NIW. No row is a gap, not zero.
+    """Input tokens per second of one minute. `kind`: IW (both interactive tiers) or NIW. No row of kind IW is zero
+    where minute and endpoint were measured (`DemandMinute`, `DemandSpan`); any other minute without a row is a gap.
     `imported_at`: when it was imported; None: it was measured.
     """
 
@@ -28,6 +29,28 @@ class DemandBucket(Base):
     start_s: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     tokens_per_s: Mapped[float]
     imported_at: Mapped[datetime | None]
+
+
+class DemandMinute(Base):
+    """A minute that was measured: some gateway was counting in it."""
+
+    __tablename__ = "demand_minutes"
+    __table_args__ = (CheckConstraint("mod(start_s, 60) = 0", name="minute"),)
+    start_s: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+
+
+class DemandSpan(Base):
+    """An endpoint is measured from the minute `since_s` until before `until_s`; None: it is still."""
+
+    __tablename__ = "demand_spans"
+    __table_args__ = (
+        CheckConstraint("until_s > since_s", name="order"),
+        Index("uq_demand_spans_open", "model", "region", unique=True, postgresql_where=text("until_s IS NULL")),
+    )
+    model: Mapped[str] = mapped_column(primary_key=True)
+    region: Mapped[str] = mapped_column(primary_key=True)
+    since_s: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    until_s: Mapped[int | None]
 
 
 class Forecast(Base):

@@ -9,7 +9,7 @@ from sqlalchemy import ColumnElement, any_, delete, func, literal_column, or_, s
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from controlplane.policies.lifecycle import PlanState
-from controlplane.store.demand_tables import DemandBucket, Forecast
+from controlplane.store.demand_tables import DemandBucket, DemandMinute, DemandSpan, Forecast
 from controlplane.store.plan_tables import Plan
 from controlplane.store.tables import Base
 
@@ -62,3 +62,15 @@ def forget_demand(session: Session, *, before_s: int, count_max: int) -> int:
     imported_at = DemandBucket.imported_at
     old = (DemandBucket.start_s < before_s, or_(imported_at.is_(None), imported_at < func.to_timestamp(before_s)))
     return delete_some(session, DemandBucket, *old, order=DemandBucket.start_s, count_max=count_max)
+
+
+def forget_measured_minutes(session: Session, *, before_s: int, count_max: int) -> int:
+    """Delete at most `count_max` records of measured minutes before the Unix time `before_s`, and as many of endpoints
+    that were measured until then; returns the larger count.
+    """
+    spans = DemandSpan.until_s < before_s
+    minutes = DemandMinute.start_s < before_s
+    return max(
+        delete_some(session, DemandSpan, spans, order=DemandSpan.until_s, count_max=count_max),
+        delete_some(session, DemandMinute, minutes, order=DemandMinute.start_s, count_max=count_max),
+    )

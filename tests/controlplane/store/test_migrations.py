@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from alembic import command
 from alembic.script import ScriptDirectory
-from sqlalchemy import Column, Connection, Engine, Table, create_engine, func, inspect, pool, select
+from sqlalchemy import Column, Connection, Engine, Table, create_engine, func, inspect, pool, select, text
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.sql import sqltypes
 
@@ -36,6 +36,7 @@ CHOICES = {
     ("engine_failures", "engine"): "vllm",
     ("spot_leases", "end_reason"): "returned",
     ("demand_buckets", "kind"): "IW",
+    ("demand_spans", "until_s"): 2,
     ("api_keys", "role"): "node",
     ("events", "kind"): "node",
 }
@@ -112,3 +113,14 @@ def test_down_and_up_again_with_a_row_in_every_table(engine: Engine, database_ur
         assert counts(connection) == {table.name: int(table.name == "fleet") for table in TABLES}
         fill(connection)
     command.check(migrations.config_for(database_url))
+
+
+def test_going_down_writes_the_zeros_that_took_no_rows(engine: Engine, database_url: str) -> None:
+    with engine.begin() as connection:
+        connection.execute(text("INSERT INTO demand_minutes VALUES (0), (60), (180), (240)"))
+        connection.execute(text("INSERT INTO demand_spans VALUES ('m', 'r', 60, 240)"))
+        connection.execute(text("INSERT INTO demand_buckets VALUES ('m', 'r', 'IW', 60, 5.0)"))
+    command.downgrade(migrations.config_for(database_url), "0024")
+    with engine.begin() as connection:
+        rows = connection.execute(text("SELECT start_s, tokens_per_s FROM demand_buckets ORDER BY start_s")).all()
+    assert [tuple(row) for row in rows] == [(60, 5.0), (180, 0.0)]

@@ -4,11 +4,11 @@ from sqlalchemy import select, text
 
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import PlanState
-from controlplane.store.demand import IW, DemandRow, put_demand, put_forecasts
+from controlplane.store.demand import IW, DemandRow, note_measured, put_demand, put_forecasts, read_demand
 from controlplane.store.demand_tables import DemandBucket, Forecast
 from controlplane.store.plan_tables import Plan, PlanEntry
 from controlplane.store.plans import add_plan
-from controlplane.store.retention import forget_demand, forget_forecasts, forget_plans
+from controlplane.store.retention import forget_demand, forget_forecasts, forget_measured_minutes, forget_plans
 from tests.controlplane.store.test_plans import a_plan, index_of
 from tests.controlplane.world import World
 
@@ -78,3 +78,12 @@ def test_an_imported_trace_is_kept_from_its_import_on(world: World) -> None:
         session.execute(text(f"UPDATE demand_buckets SET imported_at = to_timestamp({9 * DAY_S}) WHERE start_s = 0"))
         assert forget_demand(session, before_s=10 * DAY_S, count_max=5) == 1
         assert list(session.scalars(select(DemandBucket.start_s))) == [60]
+
+
+def test_old_measured_minutes_go(world: World) -> None:
+    tide = Endpoint(model="tide", region="us-east")
+    with world.database.transaction() as session:
+        note_measured(session, [tide], minutes=[0, 60, 120])
+        assert forget_measured_minutes(session, before_s=120, count_max=1) == 1
+        assert forget_measured_minutes(session, before_s=120, count_max=5) == 1
+        assert read_demand(session, kind=IW, since_s=0, until_s=999) == {tide: [(120, 0.0)]}
