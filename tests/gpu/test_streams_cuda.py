@@ -1,10 +1,12 @@
 """Copy streams of a CUDA device: pinned and staged, both ways, in order, against what the device computes."""
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from dataplane.engines.torch.copies import open as opening
 from dataplane.engines.torch.copies.base import Copy, CopyStream
 from dataplane.engines.torch.copies.cuda import pin, unpin
 from dataplane.engines.torch.copies.open import make_stream, mark
@@ -71,6 +73,21 @@ def test_within_the_device_and_from_registered_memory(stream: CopyStream) -> Non
     assert not host.is_pinned()
     with pytest.raises(TransferError):
         unpin(host)
+
+
+def test_a_copy_may_cross_the_pieces_in_which_memory_was_pinned(
+    stream: CopyStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "PIN_BYTES", 2**20)
+    host, ended = numbers(), threading.Event()
+    opening.pinned(host, CUDA)
+    assert opening.PINS.refused is None
+    device = torch.zeros(COUNT, dtype=torch.int64, device=CUDA)
+    stream.submit([Copy(host, device)], after=[mark(CUDA)]).wait()
+    assert device.cpu().equal(numbers())
+    opening.unpinned(host, CUDA, ended.set)
+    assert ended.wait(30)
+    assert not host.is_pinned()
 
 
 def test_a_failure_stays_with_its_submission(stream: CopyStream) -> None:

@@ -189,9 +189,9 @@ def _way(copy: Copy) -> str:
 
 
 def pin(host: torch.Tensor) -> None:
-    """Lock host memory, such as a mapped model, so that it is copied directly. A copy lies within one pinned tensor.
+    """Lock host memory, such as a piece of a mapped model, so that it is copied directly.
 
-    Takes about 0.1 s/GB and driver-wide locks: not while tokens are made. Undone by `unpin`, before the memory goes.
+    Takes about 0.1 s/GB and driver-wide locks: little at a time. Undone by `unpin`, before the memory goes.
 
     Raises:
         TransferError: the driver refuses, for instance beyond `ulimit -l`.

@@ -1,18 +1,24 @@
 """What a device needs for copies: its streams, its marks, and the host memory pinned for it."""
 
+import mmap
 import resource
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import structlog
 import torch
 
-from dataplane.engines.torch.copies.base import STAGING_BYTES, CopyStream
+from dataplane.engines.torch.copies.base import STAGING_BYTES, CopyStream, flat_bytes
 from dataplane.engines.torch.copies.cpu import ThreadStream
 from dataplane.engines.torch.copies.cuda import CudaMark, CudaStream, pin, unpin
 from dataplane.memory.events import PASSED, Event, TransferError
 
 log = structlog.get_logger()
+
+PIN_BYTES = 64 * 2**20
+"""What one call of the driver pins or unpins, some 6 ms: steps of the engine wait for the locks that it holds."""
 
 
 def make_stream(device: torch.device, name: str, *, threads: int = 1, staging_bytes: int = STAGING_BYTES) -> CopyStream:
@@ -25,11 +31,14 @@ def make_stream(device: torch.device, name: str, *, threads: int = 1, staging_by
 class Pins:
     """The host memory that this process has pinned for CUDA. `refused` says why some is not, and how much: copies of
     it go through the stage buffer, at a fraction of the rate. Threads may share it.
+
+    The driver is called by a thread of its own, for `PIN_BYTES` at a time: the engine's steps go on in between.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sizes: dict[int, int] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pins")
+        self._addresses: set[int] = set()
         self._refused_bytes = 0
         self._reason: str | None = None
 
@@ -41,22 +50,38 @@ class Pins:
         return f"{self._refused_bytes} bytes of host memory are not pinned: {self._reason}"
 
     def pin(self, host: torch.Tensor) -> None:
-        """Pin, or note the refusal. The first one is logged."""
-        try:
-            pin(host)
-        except TransferError as error:
-            self._note_refusal(host, str(error))
-        else:
-            with self._lock:
-                self._sizes[host.data_ptr()] = host.nbytes
+        """Pin all of it and wait for that, or none and note the refusal. The first one is logged."""
+        self._thread.submit(self._pin, host).result()
 
-    def unpin(self, host: torch.Tensor) -> None:
-        """Undo `pin`; nothing happens where that was refused."""
+    def unpin(self, host: torch.Tensor, then: Callable[[], None]) -> None:
+        """Undo `pin`; nothing is undone where that was refused. `then` is called at the end, by the thread that unpins,
+        or at once where nothing is to be undone.
+        """
         with self._lock:
-            size_bytes = self._sizes.pop(host.data_ptr(), None)
-        if size_bytes is not None:
-            with suppress(TransferError):  # the driver has let go of it by itself
-                unpin(host)
+            is_pinned = host.data_ptr() in self._addresses
+            self._addresses.discard(host.data_ptr())
+        if is_pinned:
+            self._thread.submit(self._unpin, host, then)
+        else:
+            then()
+
+    def _pin(self, host: torch.Tensor) -> None:
+        done: list[torch.Tensor] = []
+        for piece in _pieces(host):
+            try:
+                pin(piece)
+            except TransferError as error:
+                _unpin_all(done)
+                self._note_refusal(host, str(error))
+                return
+            done.append(piece)
+        with self._lock:
+            self._addresses.add(host.data_ptr())
+
+    @staticmethod
+    def _unpin(host: torch.Tensor, then: Callable[[], None]) -> None:
+        _unpin_all(_pieces(host))
+        then()
 
     def _note_refusal(self, host: torch.Tensor, error: str) -> None:
         limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -69,6 +94,19 @@ class Pins:
             log.warning("host memory is not pinned", size_bytes=host.nbytes, reason=self._reason)
 
 
+def _pieces(host: torch.Tensor) -> list[torch.Tensor]:
+    """Memory in pieces of at most `PIN_BYTES`. No two share a page: the driver pins pages, and each only once."""
+    flat = flat_bytes(host)
+    first_bytes = PIN_BYTES - flat.data_ptr() % mmap.PAGESIZE
+    return [piece for piece in (flat[:first_bytes], *torch.split(flat[first_bytes:], PIN_BYTES)) if piece.nbytes]
+
+
+def _unpin_all(pieces: list[torch.Tensor]) -> None:
+    for piece in pieces:
+        with suppress(TransferError):  # the driver has let go of it by itself
+            unpin(piece)
+
+
 PINS = Pins()
 
 
@@ -79,10 +117,14 @@ def pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return host
 
 
-def unpinned(host: torch.Tensor, device: torch.device) -> None:
-    """Undo `pinned`, before the memory goes. No copy may be under way."""
+def unpinned(host: torch.Tensor, device: torch.device, then: Callable[[], None] = lambda: None) -> None:
+    """Undo `pinned`, before the memory goes, and call `then`; on another thread where something is to be undone. No
+    copy may be under way.
+    """
     if device.type == "cuda" and host.nbytes:
-        PINS.unpin(host)
+        PINS.unpin(host, then)
+    else:
+        then()
 
 
 def mark(device: torch.device) -> Event:

@@ -17,6 +17,11 @@ class _Departure:
     cached: CachedModel | None
     copies: tuple[Event, ...]
 
+    def release(self) -> None:
+        """Give the file back."""
+        if self.cached is not None:
+            self.cached.release()
+
 
 class Departures:
     """Any thread may add; `settle` is for the engine's own, which submits the copies."""
@@ -32,7 +37,9 @@ class Departures:
             self._waiting.append(_Departure(host=host, cached=cached, copies=tuple(copies)))
 
     def settle(self, *, wait: bool = True) -> None:
-        """Unpin and give back what nobody reads; without `wait`, everything: the device is past all copies."""
+        """Let go what nobody reads; without `wait`, everything: the device is past all copies. What is pinned is
+        unpinned by another thread, and given back then.
+        """
         with self._lock:
             waiting, self._waiting = self._waiting, []
         for departure in waiting:
@@ -40,7 +47,7 @@ class Departures:
                 with self._lock:
                     self._waiting.append(departure)
                 continue
-            if departure.host is not None:
-                unpinned(departure.host, self._device)
-            if departure.cached is not None:
-                departure.cached.release()
+            if departure.host is None:
+                departure.release()
+            else:
+                unpinned(departure.host, self._device, departure.release)

@@ -1,8 +1,11 @@
 """Copy streams on the CPU: every byte arrives, in order, after what it waits for; a failure stays where it is."""
 
+import mmap
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
+from queue import Queue
 from random import Random
 
 import pytest
@@ -210,41 +213,93 @@ def test_faults_honour_what_a_submission_comes_after() -> None:
 
 
 class Driver:
-    """A driver that pins at most so many bytes."""
+    """A driver that pins at most so many bytes, and each page once. `pinned`: sizes by address; `calls`: the size of
+    each call and the thread that made it.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, bytes_max: int) -> None:
         self.pinned: dict[int, int] = {}
+        self.calls: list[tuple[int, int]] = []
         self.bytes_max = bytes_max
         monkeypatch.setattr(opening, "pin", self.pin)
         monkeypatch.setattr(opening, "unpin", self.unpin)
         self.pins = Pins()
         monkeypatch.setattr(opening, "PINS", self.pins)
 
+    @property
+    def pages(self) -> list[int]:
+        return [
+            page
+            for address, size in self.pinned.items()
+            for page in range(address // mmap.PAGESIZE, -(-(address + size) // mmap.PAGESIZE))
+        ]
+
     def pin(self, host: torch.Tensor) -> None:
+        self.calls.append((host.nbytes, threading.get_ident()))
         if sum(self.pinned.values()) + host.nbytes > self.bytes_max:
             raise TransferError("cudaHostRegister: out of memory (CUDA error 2)")
         self.pinned[host.data_ptr()] = host.nbytes
+        assert len(set(self.pages)) == len(self.pages), "a page is pinned twice"
 
     def unpin(self, host: torch.Tensor) -> None:
-        del self.pinned[host.data_ptr()]
+        self.calls.append((host.nbytes, threading.get_ident()))
+        assert self.pinned.pop(host.data_ptr()) == host.nbytes
+
+
+CUDA = torch.device("cuda")
+
+
+def let_go(host: torch.Tensor) -> int:
+    """Unpin, wait for the end, and say which thread came to it."""
+    ended: Queue[int] = Queue()
+    unpinned(host, CUDA, lambda: ended.put(threading.get_ident()))
+    return ended.get(timeout=30)
+
+
+def test_memory_is_pinned_in_small_pieces_by_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    piece_bytes = 2 * mmap.PAGESIZE
+    monkeypatch.setattr(opening, "PIN_BYTES", piece_bytes)
+    driver, size_bytes = Driver(monkeypatch, bytes_max=10**9), 7 * mmap.PAGESIZE + 100
+    mapped = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+    elsewhere = torch.empty(size_bytes + 64, dtype=torch.uint8)[64:]  # begins within a page
+    for host in (mapped, elsewhere):
+        assert pinned(host, CUDA) is host
+        places = sorted(driver.pinned.items())
+        assert places[0][0] == host.data_ptr()
+        assert all(at + size == behind for (at, size), (behind, _) in pairwise(places))
+        assert sum(driver.pinned.values()) == size_bytes
+        assert let_go(host) != threading.get_ident()
+        assert driver.pinned == {}
+    assert max(size for size, _ in driver.calls) == piece_bytes
+    assert {thread for _, thread in driver.calls}.isdisjoint({threading.get_ident()}), "the engine's steps go on"
+
+
+def test_memory_that_cannot_be_pinned_whole_is_not_pinned_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "PIN_BYTES", mmap.PAGESIZE)
+    driver = Driver(monkeypatch, bytes_max=3 * mmap.PAGESIZE)
+    host = torch.frombuffer(mmap.mmap(-1, 5 * mmap.PAGESIZE), dtype=torch.uint8)
+    pinned(host, CUDA)
+    assert driver.pinned == {}, "a copy lies in pinned memory or beside it, never in both"
+    assert str(driver.pins.refused).startswith(f"{host.nbytes} bytes of host memory are not pinned")
+    assert let_go(host) == threading.get_ident(), "there is nothing to wait for"
 
 
 def test_a_refused_pin_is_logged_once_and_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, cuda = Driver(monkeypatch, bytes_max=100), torch.device("cuda")
-    hosts = [torch.zeros(80, dtype=torch.uint8) for _ in range(3)]
+    driver = Driver(monkeypatch, bytes_max=100)
+    hosts = [torch.frombuffer(mmap.mmap(-1, 80), dtype=torch.uint8) for _ in range(3)]
     with capture_logs() as logs:
-        pinned(hosts[0], cuda)
+        pinned(hosts[0], CUDA)
         assert driver.pins.refused is None
         for host in hosts[1:]:
-            assert pinned(host, cuda) is host
+            assert pinned(host, CUDA) is host
     (line,) = logs
     assert (line["log_level"], line["size_bytes"]) == ("warning", 80)
     assert driver.pins.refused == f"160 bytes of host memory are not pinned: {line['reason']}"
     assert "out of memory (CUDA error 2); ulimit -l is " in line["reason"]
-    unpinned(hosts[1], cuda)
+    let_go(hosts[1])
     assert list(driver.pinned) == [hosts[0].data_ptr()], "what was refused is not undone"
     for _ in range(2):
-        unpinned(hosts[0], cuda)
+        let_go(hosts[0])
     assert driver.pinned == {}
 
 

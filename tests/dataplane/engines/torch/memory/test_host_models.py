@@ -11,6 +11,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from dataplane.engines.torch.copies import open as opening
 from dataplane.engines.torch.copies.open import PINS
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.memory import departures, host_models
@@ -157,7 +158,7 @@ def test_a_copy_in_flight_keeps_its_source_pinned(
     slot: Slot, monkeypatch: pytest.MonkeyPatch, checkpoint: Checkpoint
 ) -> None:
     unpinned: list[int] = []
-    monkeypatch.setattr(departures, "unpinned", lambda host, device: unpinned.append(host.data_ptr()))
+    monkeypatch.setattr(departures, "unpinned", lambda host, *_: unpinned.append(host.data_ptr()))
     model = slot.prepare("llama")
     assert model.host is not None
     address, flying = model.host.data_ptr(), FlagEvent()
@@ -171,11 +172,42 @@ def test_a_copy_in_flight_keeps_its_source_pinned(
     assert unpinned == [address]
 
 
+def test_a_host_copy_is_unpinned_beside_the_engine_and_then_given_back(
+    slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a driver that is a stand-in, since no GPU is here."""
+    calls: list[tuple[str, int, int]] = []
+    go_on = threading.Event()
+
+    def note(call: str, host: torch.Tensor) -> None:
+        assert call == "pin" or go_on.wait(30)
+        calls.append((call, host.nbytes, threading.get_ident()))
+
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(opening, "PIN_BYTES", 2**16)
+    monkeypatch.setattr(opening, "pin", lambda host: note("pin", host))
+    monkeypatch.setattr(opening, "unpin", lambda host: note("unpin", host))
+    monkeypatch.setattr(host_models, "pinned", lambda host, _: opening.pinned(host, cuda))
+    monkeypatch.setattr(departures, "unpinned", lambda host, _, then: opening.unpinned(host, cuda, then))
+    model = slot.prepare("llama")
+    size_bytes = model.skeleton.size_bytes
+    assert sum(size for _, size, _ in calls) == size_bytes
+    slot.models.forget("llama")
+    slot.models.yield_room()  # returns, although the driver does not
+    put_off = slot.prepare("qwen3")
+    assert put_off.host is None, "it is still pinned, so its place is taken"
+    go_on.set()
+    slot.until_ready(put_off)
+    assert sum(size for call, size, _ in calls if call == "unpin") == size_bytes
+    assert max(size for _, size, _ in calls) <= 2**16
+    assert threading.get_ident() not in {thread for _, _, thread in calls}
+
+
 def test_what_is_forgotten_while_it_is_read_is_let_go_by_the_engines_thread(
     slot: Slot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unpinned_by: list[int] = []
-    monkeypatch.setattr(departures, "unpinned", lambda host, device: unpinned_by.append(threading.get_ident()))
+    monkeypatch.setattr(departures, "unpinned", lambda *_: unpinned_by.append(threading.get_ident()))
     reading, go_on = threading.Event(), threading.Event()
     read = host_models.read_tensors
 
