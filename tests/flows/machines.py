@@ -1,5 +1,5 @@
 """Machines of a test: network namespaces on one switch, each with a shell that keeps what is exported in it; and the
-README's lines, to be typed there.
+lines of `ops/docs/deploy.md`, to be typed there.
 """
 
 import os
@@ -172,9 +172,9 @@ def wired(addresses: Sequence[str]) -> Iterator[dict[str, str]]:
             ip("netns", "del", name)
 
 
-def readme_lines(title: str) -> list[tuple[str, str]]:
-    """The lines of a section of the README: on which machine, and what is typed there."""
-    _, _, section = (ROOT / "README.md").read_text().partition(f"### {title}\n")
+def documented_lines(title: str) -> list[tuple[str, str]]:
+    """The lines of a section of `ops/docs/deploy.md`: on which machine, and what is typed there."""
+    _, _, section = (ROOT / "ops" / "docs" / "deploy.md").read_text().partition(f"## {title}\n")
     section = re.split(r"^##", section, maxsplit=1, flags=re.MULTILINE)[0]
     return re.findall(r"```sh\n# (\S+?)(?::.*?)?\n(.*?)```", section, flags=re.DOTALL)
 

@@ -1,4 +1,4 @@
-"""The README's walk-through of several machines, line by line, with a network namespace as each machine."""
+"""The walk-through of several machines in `ops/docs/deploy.md`, with a network namespace as each machine."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import pytest
 
 from ops.local.home import password
 from ops.local.tiny_models import build_tiny_models
-from tests.flows.machines import Machine, environment, filled, readme_lines, start_servers, why_not, wired
+from tests.flows.machines import Machine, documented_lines, environment, filled, start_servers, why_not, wired
 from tests.flows.waiting import wait_until
 
 ADDRESSES = {"control-1": "10.77.0.1", "gateway-2": "10.77.0.2", "node-1": "10.77.0.3", "client": "10.77.0.4"}
@@ -34,7 +34,7 @@ def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
         yield made
 
 
-def test_the_readmes_lines(machines: dict[str, Machine], tmp_path: Path) -> None:
+def test_the_documented_lines(machines: dict[str, Machine], tmp_path: Path) -> None:
     checkpoint = build_tiny_models(tmp_path / "models", ["tiny-llama"])[0].path
     servers = tmp_path / "servers"
     words = {
@@ -42,7 +42,7 @@ def test_the_readmes_lines(machines: dict[str, Machine], tmp_path: Path) -> None
         "REDIS_PASSWORD": password(servers, "valkey"),
         "CHECKPOINT": str(checkpoint),
     }
-    blocks = readme_lines("Several machines")
+    blocks = documented_lines("Several machines")
     assert [name for name, _ in blocks] == ["control-1"] * 3 + ["node-1", "gateway-2", "client"]
     for name, lines in blocks[:-1]:
         printed = machines[name].run(filled(lines, words))
@@ -83,7 +83,7 @@ def test_an_agent_with_another_nodes_key_is_told_so(machines: dict[str, Machine]
         "NODE_KEY": "tp-node-0123456789",
         "FLEET_KEY": "tp-node-9876543210",
     }
-    certificates, control, _, node, *_ = [lines for _, lines in readme_lines("Several machines")]
+    certificates, control, _, node, *_ = [lines for _, lines in documented_lines("Several machines")]
     machines["control-1"].run(certificates)
     machines["control-1"].run(filled(control, words))
     machines["node-1"].run(filled(node, words))
