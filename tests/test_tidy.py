@@ -1,5 +1,5 @@
-"""Rules that matter, held by a tool: no clock or chance in pure code, files and functions of readable length, a true
-file map in the README, state charts that match the tables, and no word for a thing that has another one.
+"""Rules that matter, held by a tool: no clock or chance in pure code, files and functions of readable length, documents
+that name what exists, state charts that match the tables, and no word for a thing that has another one.
 """
 
 import ast
@@ -25,6 +25,7 @@ SQL = {"delete", "func", "insert", "literal_column", "select", "text", "update"}
 SQL_HOMES = ("controlplane/store/", "migrations/", "ops/bench/queue/load.py", "ops/faults/check.py")  # two look on
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 55
+GENERATED = {"settings.md", "metrics.md", "cli.md"}  # pages made from the code
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "service", "misc"}
 CLOCKS = {"now", "utcnow", "today", "time", "monotonic", "perf_counter", "sleep"}
 CHANCE = {"random", "secrets", "uuid", "uuid_utils"}
@@ -116,13 +117,51 @@ def test_top_level_is_fixed() -> None:
     assert folders <= {*PACKAGES, "tests", ".ci"}
 
 
-def test_readme_file_map_is_true() -> None:
-    """Every path of the map exists."""
-    text = (ROOT / "README.md").read_text()
-    mapped = set(re.findall(r"^\| `([^`]+)` \|", text.split("## File map")[1].split("\n## ")[0], flags=re.MULTILINE))
-    assert mapped
-    missing = [name for name in mapped if not (ROOT / name.rstrip("/")).exists()]
-    assert not missing, f"on the map, not on the disk: {missing}"
+def _documents() -> list[Path]:
+    return [p for p in _tracked() if p.suffix == ".md" and (p.parent == ROOT or p.parent == ROOT / "ops" / "docs")]
+
+
+def test_documents_name_what_exists() -> None:
+    """Every path in backticks exists, and behind `path:name` the file defines the name. History may name what is gone."""
+    folders = "|".join((*PACKAGES, "tests"))
+    named = re.compile(rf"`((?:{folders})/[\w./-]*(?:{{[\w,]+}})?[\w./-]*)(?::(\w+))?`")
+    checked, wrong = 0, []
+    for document in _documents():
+        if document.name == "CHANGELOG.md":
+            continue
+        for path, name in named.findall(document.read_text()):
+            head, _, rest = path.partition("{")
+            choices, _, tail = rest.partition("}")
+            for choice in choices.split(","):
+                checked += 1
+                target = ROOT / f"{head}{choice}{tail}"
+                if not target.exists():
+                    wrong.append(f"{document.relative_to(ROOT)}: {path} is not there")
+                elif name and not re.search(rf"^ *(async def|def|class) {name}\b", target.read_text(), re.MULTILINE):
+                    wrong.append(f"{document.relative_to(ROOT)}: {path} defines no {name}")
+    assert checked > 100
+    assert not wrong, "\n".join(wrong)
+
+
+def _anchors(document: Path) -> set[str]:
+    """What a link may name behind `#`: headings in lower case, spaces as hyphens, other signs left out."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    wrong = []
+    for document in _documents():
+        for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+            name, _, anchor = link.partition("#")
+            target = (document.parent / name).resolve() if name else document
+            if "://" in link:
+                continue
+            if not target.exists() and target.name not in GENERATED:
+                wrong.append(f"{document.relative_to(ROOT)}: {link}")
+            elif anchor and anchor not in _anchors(target):
+                wrong.append(f"{document.relative_to(ROOT)}: {link}: no such heading")
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("name", ["INSTANCE", "PLAN", "BATCH", "BATCH_REQUEST"])
