@@ -25,7 +25,6 @@ SQL = {"delete", "func", "insert", "literal_column", "select", "text", "update"}
 SQL_HOMES = ("controlplane/store/", "migrations/", "ops/bench/queue/load.py", "ops/faults/check.py")  # two look on
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 55
-GENERATED = {"settings.md", "metrics.md", "cli.md"}  # pages made from the code
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "service", "misc"}
 CLOCKS = {"now", "utcnow", "today", "time", "monotonic", "perf_counter", "sleep"}
 CHANCE = {"random", "secrets", "uuid", "uuid_utils"}
@@ -122,7 +121,7 @@ def _documents() -> list[Path]:
 
 
 def test_documents_name_what_exists() -> None:
-    """Every path in backticks exists, and behind `path:name` the file defines the name. History may name what is gone."""
+    """Every path in backticks exists, and behind `path:name` the file defines the name."""
     folders = "|".join((*PACKAGES, "tests"))
     named = re.compile(rf"`((?:{folders})/[\w./-]*(?:{{[\w,]+}})?[\w./-]*)(?::(\w+))?`")
     checked, wrong = 0, []
@@ -143,6 +142,17 @@ def test_documents_name_what_exists() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_glossary_says_what_the_code_says() -> None:
+    """The last column of the concepts' tables has names of the source."""
+    words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in _sources())))
+    glossary = (ROOT / "ops" / "docs" / "concepts.md").read_text().split("## Glossary")[1]
+    named = [
+        re.findall(r"`([A-Za-z_.]+)`", row.rsplit("|", 2)[1]) for row in glossary.splitlines() if row.count("|") == 4
+    ]
+    assert len(named) > 60
+    assert not [name for names in named for name in names if name.rpartition(".")[2] not in words]
+
+
 def _anchors(document: Path) -> set[str]:
     """What a link may name behind `#`: headings in lower case, spaces as hyphens, other signs left out."""
     headings = re.findall(r"^#+ (.+)$", document.read_text(), flags=re.MULTILINE)
@@ -157,7 +167,7 @@ def test_links_between_documents_lead_somewhere() -> None:
             target = (document.parent / name).resolve() if name else document
             if "://" in link:
                 continue
-            if not target.exists() and target.name not in GENERATED:
+            if not target.exists():
                 wrong.append(f"{document.relative_to(ROOT)}: {link}")
             elif anchor and anchor not in _anchors(target):
                 wrong.append(f"{document.relative_to(ROOT)}: {link}: no such heading")
