@@ -82,7 +82,7 @@ class Slot:
         self._settings = settings
         self._files = files
         self._owner = owner
-        self._held = HostedInstances(
+        self._hosted = HostedInstances(
             settings.engine,
             texts,
             slot_gpus=self.gpus,
@@ -150,7 +150,7 @@ class Slot:
                 backoff_s = min(2 * backoff_s, self._settings.worker_backoff_max_s)
                 self.restarts_total += 1
         finally:
-            self._held.close()
+            self._hosted.close()
 
     def follow(self, desired: Iterable[DesiredInstance]) -> None:
         """Make the slot hold these instances and no others. When none of them runs on the present engine any more, the
@@ -161,31 +161,31 @@ class Slot:
         wanted = [engine for engine in asked if self._unusable(engine) is None]
         if wanted and self._engine not in wanted:
             self._engine = wanted[0]
-            self._held.engine_changed()
+            self._hosted.engine_changed()
             if self._link is not None:
                 self._makes_way = True
                 self._link.hang_up()
-        self._held.follow(desired)
+        self._hosted.follow(desired)
 
     def settle(self, instance_id: str) -> None:
         """Unload the instance if it drains and has nothing left to do."""
-        self._held.settle(instance_id)
+        self._hosted.settle(instance_id)
 
     def fetches(self) -> dict[str, ProgressLog]:
         """How far the checkpoints have come that are being fetched, by instance."""
-        return self._held.fetches()
+        return self._hosted.fetches()
 
     def hosted(self, instance_id: str) -> HostedInstance | None:
         """The instance, unless it is not here or drained."""
-        return self._held.get(instance_id)
+        return self._hosted.get(instance_id)
 
     def waits_for(self, instance_id: str) -> str | None:
         """What keeps an instance from serving; None: nothing does, or it failed."""
-        return self._held.waits_for(instance_id)
+        return self._hosted.waits_for(instance_id)
 
     def is_ready(self, instance_id: str) -> bool:
         """Whether the worker takes requests of the instance."""
-        hosted = self._held.get(instance_id)
+        hosted = self._hosted.get(instance_id)
         return self._link is not None and hosted is not None and hosted.state in ("ready", "draining")
 
     def instance_stats(self, instance_id: str) -> InstanceStats | None:
@@ -264,9 +264,9 @@ class Slot:
         self._switches_before, self._preemptions_before = self.switches_total, self.preemptions_total
         self._load_before_s = self.load_s
         self.stats = EngineStats()
-        self._held.worker_lost(end)
+        self._hosted.worker_lost(end)
         if failures >= START_FAILURES_MAX:
-            self._held.fail_all(f"{failures} worker processes ended at their start, the last {end}")
+            self._hosted.fail_all(f"{failures} worker processes ended at their start, the last {end}")
         self._owner.lost(self, died=not self._makes_way)
 
     def _hear(self, report: Report) -> None:
@@ -277,9 +277,9 @@ class Slot:
             case Outputs():
                 self._owner.heard(self, report.outputs)
             case Loaded():
-                self._held.loaded(report.instance_id, report.serial)
+                self._hosted.loaded(report.instance_id, report.serial)
             case LoadFailed():
-                self._held.load_failed(report.instance_id, report.serial, report.error)
+                self._hosted.load_failed(report.instance_id, report.serial, report.error)
             case Refused():
                 error = DataplaneError(report.message, param=report.param)
                 error.status, error.code = report.status, report.code
@@ -291,7 +291,7 @@ class Slot:
             self._said_hello = True
             self.worker_start_s = time.monotonic() - self._worker_started_s
             log.info("worker ready", slot=self.index, start_s=round(self.worker_start_s, 2))
-            self._held.worker_ready(self._link.send)
+            self._hosted.worker_ready(self._link.send)
 
 
 def engine_of(instance: DesiredInstance, default: EngineKind) -> EngineKind:

@@ -92,7 +92,7 @@ def test_a_remote_checkpoint_serves_the_tokens_of_its_folder(tmp_path: Path) -> 
             assert await tokens_of(node) == expected
             fetches = len(registry.requests)
             await node.hold(4, *instances([remote]))
-            held = node.agent.slots[0].held("i-tide")
+            held = node.agent.slots[0].hosted("i-tide")
             assert held is not None
             assert held.desired.model == remote
             assert Path(held.folder).parent == tmp_path / "here"
@@ -126,7 +126,7 @@ def test_slots_that_want_the_same_fetch_it_once(registry: Registry, tmp_path: Pa
             settings(slots=slots, checkpoints_dir=tmp_path / "here", private_hosts=("127.0.0.1",))
         ) as node:
             await node.hold(1, instance("i1", path=registry.url), instance("i2", slot=1, path=registry.url))
-            held = [node.agent.slots[index].held(f"i{index + 1}") for index in range(2)]
+            held = [node.agent.slots[index].hosted(f"i{index + 1}") for index in range(2)]
             assert len({one.folder for one in held if one}) == 1
 
     asyncio.run(scenario())

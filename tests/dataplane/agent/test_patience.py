@@ -103,14 +103,14 @@ def test_a_load_that_kills_workers_ends_no_request_before_it_was_tried_again() -
             await node.hold(1, instance())
             calm = await read(node, generate("calm", sampling=LONG))
             storm = await in_the_middle(node, "storm")
-            held = node.agent.slots[0].held("i1")
-            assert held is not None
+            hosted = node.agent.slots[0].hosted("i1")
+            assert hosted is not None
             kill(node)
-            while held.state != "failed":  # die in the midst of the load, time and again
-                if held.asked is not None and node.agent.slots[0].pid is not None:
+            while hosted.state != "failed":  # die in the midst of the load, time and again
+                if hosted.asked is not None and node.agent.slots[0].pid is not None:
                     kill(node)
                 await asyncio.sleep(0)
-            assert "2 worker processes ended while they loaded this model" in str(held.error)
+            assert "2 worker processes ended while they loaded this model" in str(hosted.error)
             events = await storm
             assert isinstance(events[-1], Finished)
             assert token_ids(events) == token_ids(calm)
@@ -123,13 +123,13 @@ def test_a_model_that_a_living_worker_cannot_load_keeps_nobody_waiting(monkeypat
         async with running_node(slow()) as node:
             await node.hold(1, instance())
             storm = await in_the_middle(node, "storm")
-            held = node.agent.slots[0].held("i1")
-            assert held is not None
-            monkeypatch.setattr(node.agent.slots[0]._held, "loaded", lambda *_: None)  # its answer is lost
+            hosted = node.agent.slots[0].hosted("i1")
+            assert hosted is not None
+            monkeypatch.setattr(node.agent.slots[0]._hosted, "loaded", lambda *_: None)  # its answer is lost
             kill(node)
-            await node.until(lambda: held.asked is not None)
-            assert held.asked is not None
-            node.agent.slots[0]._held.load_failed("i1", held.asked, "no such checkpoint")  # this one counts
+            await node.until(lambda: hosted.asked is not None)
+            assert hosted.asked is not None
+            node.agent.slots[0]._hosted.load_failed("i1", hosted.asked, "no such checkpoint")  # this one counts
             failed = (await storm)[-1]
             assert isinstance(failed, Failed)
             assert failed.message == "instance i1 failed: no such checkpoint"

@@ -40,7 +40,7 @@ def test_instances_stand_where_their_pool_is() -> None:
     async def scenario() -> None:
         async with running_node(together()) as node:
             await hold_everywhere(node, 1, instance("i1", name="tide"), instance("i2", slot=1, name="ebb"))
-            held = [[slot.held(name) is not None for slot in node.agent.slots] for name in ("i1", "i2")]
+            held = [[slot.hosted(name) is not None for slot in node.agent.slots] for name in ("i1", "i2")]
             assert held == [[True, False, True], [False, True, False]]
             assert {name: report.slot for name, report in reports(node).items()} == {"i1": 0, "i2": 1}
             for name, model in (("i1", "tide"), ("i2", "ebb")):
