@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -87,6 +88,7 @@ def mangled(data: bytes) -> st.SearchStrategy[bytes]:
     )
 
 
+@pytest.mark.slow
 @given(st.lists(lines(), max_size=4))
 @example(
     [b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "\\u0000", "prompt": ""}}']

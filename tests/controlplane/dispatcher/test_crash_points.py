@@ -36,7 +36,7 @@ from controlplane.store.blobs.base import BlobStore
 from controlplane.store.queue import Claim, Outcome
 from controlplane.store.session import Database, make_engine
 from dataplane.agent.fences import Fences
-from dataplane.agent.requests import Flight
+from dataplane.agent.requests import InflightRequest
 from dataplane.engines.interface import EngineRequest
 from dataplane.protocol.errors import StaleEpochError
 from tests.controlplane.world import World
@@ -87,13 +87,13 @@ class Node:
 
     def __init__(self) -> None:
         self.fences = Fences(keys_max=100)
-        self.running: dict[str, tuple[int, Flight]] = {}
+        self.running: dict[str, tuple[int, InflightRequest]] = {}
 
     def start(self, claim: Claim) -> bool:
         request = EngineRequest(
             request_id=f"{claim.fence}@{claim.epoch}", instance_id="i", tier="NIW", prompt=(1,), max_tokens=1
         )
-        flight = Flight(request=request, model="m")
+        flight = InflightRequest(request=request, model="m")
         try:
             self.fences.enter(claim.fence, claim.epoch)
             self.fences.run(claim.fence, claim.epoch, flight, self._cancel)
@@ -103,7 +103,7 @@ class Node:
         self.running[claim.fence] = claim.epoch, flight
         return True
 
-    def _cancel(self, flight: Flight) -> None:
+    def _cancel(self, flight: InflightRequest) -> None:
         del self.running[flight.request_id.partition("@")[0]]
 
 

@@ -20,7 +20,7 @@ from controlplane.settings import Settings
 from controlplane.store.tables import Model
 from dataplane.agent.answers import Answer
 from dataplane.agent.measures import RequestMeasure, RequestMeasures
-from dataplane.agent.requests import Flight
+from dataplane.agent.requests import InflightRequest
 from dataplane.agent.tokenization import TextStream
 from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.protocol import messages
@@ -86,7 +86,7 @@ class Nodes(AgentClient):
         request = EngineRequest(
             request_id="r", instance_id="i", tier="IW-N", prompt=(1,), generated=generate.generated, max_tokens=99
         )
-        flight = Flight(request=request, model="tide")
+        flight = InflightRequest(request=request, model="tide")
         for token_id in BYTES[len(generate.generated) :][:-1]:
             flight.outputs.put(EngineOutput(request_id="r", token_ids=(token_id,)))
         last = BYTES[-1:] if len(generate.generated) < len(BYTES) else b""

@@ -34,6 +34,7 @@ def test_each_origin_stands_beside_what_came() -> None:
     bucket=st.integers(0, 11),
     what=st.sampled_from(["huge", "zero", "gap"]),
 )
+@pytest.mark.slow
 def test_no_prediction_changes_when_what_came_after_it_does(hour: int, bucket: int, what: str) -> None:
     """Medians, quantiles, choice, errors, calibration and state of every origin up to the change stay as they are."""
     origins = [3600.0 * each for each in range(48, 56)]

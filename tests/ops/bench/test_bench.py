@@ -172,6 +172,7 @@ def test_what_cannot_be_measured_is_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_table_and_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import pytest
 from typer.testing import CliRunner
 
 from ops.cli.main import app
@@ -133,6 +134,7 @@ def read(html: str) -> _Page:
     return page
 
 
+@pytest.mark.slow
 def test_a_whole_report_loads_nothing_and_shows_everything() -> None:
     html = report(result())
     page = read(html)

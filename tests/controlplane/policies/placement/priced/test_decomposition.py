@@ -100,6 +100,7 @@ def _fits(facts: PlacementFacts, found: PricedSolution) -> None:
     assert found.gap >= 0
 
 
+@pytest.mark.slow
 @SMALL
 @given(facts=small_facts())
 def test_the_bound_is_below_the_best_and_the_best_below_the_answer(facts: PlacementFacts) -> None:
