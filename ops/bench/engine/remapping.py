@@ -1,7 +1,7 @@
 """Four ways out when KV has no room, in the torch engine itself: layers given up, KV swapped, computed anew, refused.
 
-A burst of requests overflows the KV of a slot that holds one, two or three models (`remapping_groups`). A CPU computes
-slowly and copies fast, so the wire is a slow one (`virtual_wire`): what counts is how long a layer's load takes beside
+A burst of requests overflows the KV of a slot that holds one, two or three models (`remapping_run`). A CPU computes
+slowly and copies fast, so the wire is a slow one (`remapping_run`): what counts is how long a layer's load takes beside
 the computing of a layer. At a full batch a GPU reads as much KV as weights, so that this is about half of its memory
 bandwidth over that of the wire. Prefills cost a CPU more, beside decode steps, than they cost a GPU: computing anew
 looks worse here than there; and a step of more sequences takes longer, which on a GPU it hardly does.
@@ -18,8 +18,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ops.bench.engine.remapping_groups import GROUPS, Case, Load, cases
-from ops.bench.engine.remapping_run import SHAPE, Layer, Served, measure_layer, serve_case
+from ops.bench.engine.remapping_run import GROUPS, SHAPE, Case, Layer, Load, Served, cases, measure_layer, serve_case
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.profiling.checkpoints import BenchModel, build_checkpoints
 

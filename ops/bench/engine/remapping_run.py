@@ -1,22 +1,270 @@
-"""One run of the torch engine whose KV overflows, over a virtual wire, and what came of it."""
+"""The cases of `ops.bench.engine.remapping`, and one run of each: the torch engine over a virtual wire.
+
+The wire has any rate, in time that a crowded machine does not disturb: the CPU time of the calling thread, and what it
+has waited for the wire. Copies are made at once and cost nothing; their event passes when a wire of that rate would be
+done. One thread calls everything.
+"""
 
 import random
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
+from typing import Literal
 
 from dataplane.engines.core.pressure import KvPressure
 from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.interface import EngineRequest
+from dataplane.engines.torch.copies.base import Copy, flat_bytes
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
+from dataplane.memory.events import Event
 from dataplane.protocol.tiers import Tier
-from ops.bench.engine.remapping_groups import CAPPED, Asked, Case, Load, Part, asked_of
-from ops.bench.engine.virtual_wire import VirtualTime, virtual_wires
 from ops.faults.percentiles import percentile
 from ops.profiling.checkpoints import VOCABULARY, BenchModel, Shape
+
+POLL_S = 0.0002
+"""What it costs to ask whether a copy is over that is not: the engine sleeps as long between two looks."""
+
+
+class VirtualTime:
+    """A clock that only its own thread's work and waits move. `waited_s`: the waits together."""
+
+    def __init__(self) -> None:
+        self._ahead_s = 0.0
+        self.waited_s = 0.0
+
+    def now_s(self) -> float:
+        """Seconds since some moment."""
+        return time.thread_time() + self._ahead_s
+
+    def undo(self, began_s: float) -> None:
+        """What was done since `began_s` cost nothing."""
+        self._ahead_s -= self.now_s() - began_s
+
+    def wait_until(self, due_s: float) -> None:
+        """Let it be `due_s`, if it is not later already."""
+        waits_s = max(0.0, due_s - self.now_s())
+        self._ahead_s += waits_s
+        self.waited_s += waits_s
+
+
+@dataclass(eq=False, kw_only=True)
+class Arrival:
+    """The event of copies that are over at `due_s`."""
+
+    time: VirtualTime
+    due_s: float
+    error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether they are over; a look before costs `POLL_S`."""
+        if self.time.now_s() < self.due_s:
+            self.time.wait_until(self.time.now_s() + POLL_S)
+        return self.time.now_s() >= self.due_s
+
+    def wait(self) -> None:
+        """Let it be `due_s`."""
+        self.time.wait_until(self.due_s)
+
+
+class VirtualWire:
+    """A copy stream over a wire of `bytes_per_s`, one submission after another."""
+
+    def __init__(self, time: VirtualTime, bytes_per_s: float) -> None:
+        self._time = time
+        self._bytes_per_s = bytes_per_s
+        self._free_s = 0.0
+
+    def submit(self, copies: Sequence[Copy], after: Sequence[Event] = ()) -> Event:
+        """See `CopyStream`. What `after` names is over: copies are made at once, and one wire keeps their order."""
+        began_s = self._time.now_s()
+        for copy in copies:
+            flat_bytes(copy.target).copy_(flat_bytes(copy.source))
+        self._time.undo(began_s)
+        size_bytes = sum(copy.source.nbytes for copy in copies)
+        self._free_s = max(self._free_s, began_s) + size_bytes / self._bytes_per_s
+        return Arrival(time=self._time, due_s=self._free_s)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def virtual_wires(time: VirtualTime, bytes_per_s: float) -> Callable[[str], VirtualWire]:
+    """An engine's copy streams by name: what comes in shares one way of the wire, KV that goes out has the other."""
+    into, out = VirtualWire(time, bytes_per_s), VirtualWire(time, bytes_per_s)
+    return lambda name: out if name == "kv_out" else into
+
+
+WIRES = {"450 GB/s": 4.0e12 / 450e9 / 2, "PCIe 5": 3.35e12 / 55.6e9 / 2, "PCIe 4": 2.04e12 / 25e9 / 2}
+"""Load over compute of a layer: GH200 (HBM of 4.0 TB/s), H100 (3.35 TB/s, 55.6 GB/s measured), A100 (2.04 TB/s)."""
+BETWEEN = {f"{rate} GB/s": 4.0e12 / (rate * 1e9) / 2 for rate in (300, 200, 150, 100)}
+"""Slower wires beside the GPU of the first, where the crossover is looked for."""
+GRACE_HOPPER = "450 GB/s"
+SETTLE_S = 0.2
+CAPPED, UNCAPPED = RemapSettings(settle_s=SETTLE_S), RemapSettings(settle_s=SETTLE_S, capped=False)
+
+Part = Literal["burst", "other", "off peak"]
+Sharing = Literal["alone", "off peak", "temporal", "spatial", "in turn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """`requests` at once, each of `tokens` to make; `kv_requests` of them have room."""
+
+    requests: int
+    tokens: int
+    kv_requests: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A request of a model, by number, once `after_tokens` tokens were made in all. `part`: what it is counted as."""
+
+    model: int
+    tokens: int
+    after_tokens: int = 0
+    part: Part = "burst"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run. `ratio`: load over compute of a layer; `way`: its name in the table. `asked`: in the order in which they
+    are asked; the first is asked at once.
+    """
+
+    group: str
+    sharing: Sharing
+    wire: str
+    ratio: float
+    way: str
+    pressure: KvPressure
+    remap: RemapSettings
+    asked: tuple[Asked, ...]
+
+    @property
+    def models(self) -> int:
+        """How many are on the slot."""
+        return 1 + max(each.model for each in self.asked)
+
+
+def asked_of(load: Load, sharing: Sharing) -> tuple[Asked, ...]:
+    """A burst that overflows KV.
+
+    alone     of the only model, which gives up layers while it runs
+    off peak  the same, and then one request at a time, as many as have room
+    temporal  of the first model; the other, which gives up layers first, is asked once, halfway
+    spatial   half of it of each of two models, which are active both
+    in turn   of the first of three; then the second, which was used longest ago, is asked, halfway, and then the third
+    """
+    total = load.requests * load.tokens
+    models = 2 if sharing == "spatial" else 1
+    burst = [Asked(model=number % models, tokens=load.tokens) for number in range(load.requests)]
+    later = {"temporal": 1, "in turn": 2}.get(sharing, 0)
+    others = [
+        Asked(model=1 + number, tokens=4, after_tokens=total * (2 + number) // 4, part="other")
+        for number in range(later)
+    ]
+    singles = [
+        Asked(model=0, tokens=load.tokens, after_tokens=total + number * load.tokens, part="off peak")
+        for number in range(load.kv_requests if sharing == "off peak" else 0)
+    ]
+    return (*burst, *others, *singles)
+
+
+def cases(group: str, load: Load) -> Iterator[Case]:
+    """Those of a group."""
+    yield from GROUPS[group](load)
+
+
+def _case(
+    group: str,
+    load: Load,
+    way: str,
+    pressure: KvPressure,
+    remap: RemapSettings = CAPPED,
+    *,
+    sharing: Sharing = "temporal",
+    wire: str = GRACE_HOPPER,
+) -> Case:
+    return Case(
+        group=group,
+        sharing=sharing,
+        wire=wire,
+        ratio=(WIRES | BETWEEN)[wire],
+        way=way,
+        pressure=pressure,
+        remap=remap,
+        asked=asked_of(load, sharing),
+    )
+
+
+def _ways(load: Load) -> Iterator[Case]:
+    """Every way out, by sharing and wire. Whatever is forced is done where it can be, and else the cheapest."""
+    ways: Mapping[str, tuple[KvPressure, RemapSettings]] = {
+        "auto": ("auto", CAPPED),
+        "remap": ("remap", CAPPED),
+        "remap, not capped": ("remap", UNCAPPED),
+        "swap": ("swap", CAPPED),
+        "recompute": ("recompute", CAPPED),
+        "refuse": ("refuse", CAPPED),
+    }
+    sharings: tuple[Sharing, ...] = ("temporal", "spatial")
+    for sharing in sharings:
+        for wire in WIRES:
+            for way, (pressure, remap) in ways.items():
+                yield _case("ways", load, way, pressure, remap, sharing=sharing, wire=wire)
+
+
+def _crossover(load: Load) -> Iterator[Case]:
+    """Between the first wire and PCIe 5, one model alone: up to which its layers are hidden, and up to which it pays
+    to give them up though they are not (figure 17).
+    """
+    for wire in (GRACE_HOPPER, *BETWEEN, "PCIe 5"):
+        yield _case("crossover", load, "remap", "remap", sharing="alone", wire=wire)
+        yield _case("crossover", load, "remap, not capped", "remap", UNCAPPED, sharing="alone", wire=wire)
+        yield _case("crossover", load, "swap", "swap", sharing="alone", wire=wire)
+
+
+def _frames(load: Load) -> Iterator[Case]:
+    """M = alpha + 1 and alpha + 2 (section 7.5), of twice as many requests, so that alpha grows."""
+    for wire in (GRACE_HOPPER, "200 GB/s"):
+        for frames in (1, 2):
+            remap = replace(UNCAPPED, frames_min=frames, frames_max=frames)
+            yield _case("frames", _double(load), f"m = alpha + {frames}", "remap", remap, sharing="alone", wire=wire)
+
+
+def _victims(load: Load) -> Iterator[Case]:
+    """Whose layers go first (figure 11): as far as that is hidden, and where it is not and the model is waited for."""
+    for wire, capped in ((GRACE_HOPPER, CAPPED), ("PCIe 5", UNCAPPED)):
+        for victims in ("mru", "lru"):
+            way = victims if capped.capped else f"{victims}, not capped"
+            yield _case("victims", load, way, "remap", replace(capped, victims=victims), sharing="in turn", wire=wire)
+
+
+def _reversion(load: Load) -> Iterator[Case]:
+    """A peak of twice as many requests, then one at a time (figure 16), which hides less."""
+    for wire, capped in ((GRACE_HOPPER, CAPPED), ("200 GB/s", UNCAPPED)):
+        for reverts in (True, False):
+            way = ("reverts" if reverts else "never reverts") + ("" if capped.capped else ", not capped")
+            remap = replace(capped, reverts=reverts)
+            yield _case("reversion", _double(load), way, "remap", remap, sharing="off peak", wire=wire)
+
+
+def _double(load: Load) -> Load:
+    return replace(load, requests=2 * load.requests)
+
+
+GROUPS: dict[str, Callable[[Load], Iterator[Case]]] = {
+    "ways": _ways,
+    "crossover": _crossover,
+    "frames": _frames,
+    "victims": _victims,
+    "reversion": _reversion,
+}
+
 
 SHAPE = Shape(hidden=256, layers=20, head_dim=64)
 PROMPT_TOKENS = 16

@@ -27,7 +27,7 @@ from controlplane.store.keys import make_key
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Model, Role
 from dataplane.protocol.messages import Heartbeat, InstanceReport, Join, SlotSpec
-from ops.bench.gateway.load import cpu_s
+from ops.bench.gateway.run import cpu_s
 from ops.bench.gateway.stack import GatewayProcess, gateway_process
 from ops.client.screen import AsJson, notes, print_fields, print_json
 from ops.faults.wrecker import children_of

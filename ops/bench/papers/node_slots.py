@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from forecasts.importers.lines import DemandFileError, open_csv
-from ops.bench.papers.aegaeon_setup import Setup, Workload, scenario_of, workloads_of
+from ops.bench.papers.aegaeon import Setup, Workload, scenario_of, workloads_of
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.simulator.run import simulate
 from ops.simulator.scenario.scenario import FleetPart

@@ -7,8 +7,17 @@ import pytest
 import typer
 
 from ops.bench.engine.remapping import choose_cases, medians
-from ops.bench.engine.remapping_groups import BETWEEN, GROUPS, WIRES, Load, asked_of
-from ops.bench.engine.remapping_run import Layer, block_slab_bytes, request_kv_bytes, serve_case
+from ops.bench.engine.remapping_run import (
+    BETWEEN,
+    GROUPS,
+    WIRES,
+    Layer,
+    Load,
+    asked_of,
+    block_slab_bytes,
+    request_kv_bytes,
+    serve_case,
+)
 from ops.profiling.checkpoints import BenchModel, Shape, build_checkpoints
 
 LOAD = Load(requests=6, tokens=10, kv_requests=2)

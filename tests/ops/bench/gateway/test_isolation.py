@@ -7,8 +7,7 @@ import pytest
 
 from controlplane.policies.facts import Endpoint, InstanceFacts, LotFacts, ReleaseFacts
 from controlplane.policies.release import ReleaseSettings, choose_releases
-from ops.bench.gateway.isolation import Round, rows
-from ops.bench.gateway.isolation_load import drawn
+from ops.bench.gateway.isolation import Round, drawn, rows
 from ops.bench.gateway.isolation_ungated import switched
 
 FULL = InstanceFacts(

@@ -3,7 +3,7 @@
 import asyncio
 
 from ops.bench.gateway.hop import make_app
-from ops.bench.gateway.load import Seen, load, request_bytes
+from ops.bench.gateway.run import Seen, load, request_bytes
 from ops.bench.gateway.upstream import Upstream
 from ops.local.ports import free_port
 from tests.controlplane.world import served

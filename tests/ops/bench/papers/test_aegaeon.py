@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dataplane.protocol.tiers import Objective
-from ops.bench.papers import aegaeon as bench
-from ops.bench.papers import aegaeon_setup as aegaeon
+from ops.bench.papers import aegaeon
 from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
 from ops.simulator.kernel.events import Events, Kind
 from ops.simulator.kernel.requests import Request, Served
@@ -142,13 +141,13 @@ def test_the_table(tmp_path: Path) -> None:
     plot = tmp_path / "plot.png"
     arguments = ["models", str(workloads_of(tmp_path)), "--least", "4", "--most", "10", "--every", "6", "--json"]
     arguments += ["--system", "pooled", "--system", "request-level", "--plot", str(plot)]
-    result = CliRunner().invoke(bench.app, arguments)
+    result = CliRunner().invoke(aegaeon.app, arguments)
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)
     expected = [(system, models) for system in ("pooled", "request-level") for models in (4, 10)]
     assert [(row["system"], row["models"]) for row in rows] == expected
     assert "pooled, SLO x 1: 10 models at 90 % service attainment" in " ".join(result.stderr.split())
     assert plot.stat().st_size > 0
-    wrong = CliRunner().invoke(bench.app, ["models", str(workloads_of(tmp_path)), "--system", "none"])
+    wrong = CliRunner().invoke(aegaeon.app, ["models", str(workloads_of(tmp_path)), "--system", "none"])
     assert wrong.exit_code == 2
     assert "--system" in wrong.stderr

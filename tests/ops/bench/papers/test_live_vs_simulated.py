@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from ops.bench.papers.live_vs_simulated import rows, scenario, slowed_profile
-from ops.bench.papers.live_vs_simulated_load import PROFILE, Answer, Watch
+from ops.bench.papers.live_vs_simulated import PROFILE, Answer, Watch, rows, scenario, slowed_profile
 from ops.simulator.run import simulate
 from ops.simulator.scenario.formats import traffic_of
 

@@ -8,8 +8,17 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ops.bench.papers.remapping_cases import GROUPS, ONEIROS, VLLM, Asked
-from ops.bench.papers.remapping_sim import ARRIVALS, PUBLISHED, WORKLOADS, beside_published, main
+from ops.bench.papers.remapping_sim import (
+    ARRIVALS,
+    GROUPS,
+    ONEIROS,
+    PUBLISHED,
+    VLLM,
+    WORKLOADS,
+    Asked,
+    beside_published,
+    main,
+)
 
 
 @pytest.fixture

@@ -11,10 +11,9 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from ops.bench.planner import strategies, strategies_frontier
-from ops.bench.planner.strategies_cases import CASES, POINTS, SCENARIO, case_scenario
-from ops.bench.planner.strategies_figures import parts_of
-from ops.bench.planner.strategies_frontier import FRONTIER, compared, hours_at
+from ops.bench.planner import strategies
+from ops.bench.planner.strategies import FRONTIER, compared, hours_at
+from ops.bench.planner.strategies_cases import CASES, POINTS, SCENARIO, case_scenario, parts_of
 from ops.plots.lines_plot import LinesPanel, draw_lines
 from ops.simulator.results.results import EndpointSeries
 from ops.simulator.scenario.scenario import ScenarioError
@@ -79,7 +78,7 @@ def test_hours_against_lateness_are_drawn_a_line_for_each_strategy(
         drawn.extend(panels)
         draw_lines(panels, title, path)
 
-    monkeypatch.setattr(strategies_frontier, "draw_lines", draw)
+    monkeypatch.setattr(strategies, "draw_lines", draw)
     picture = tmp_path / "frontier.png"
     chosen = ("reactive", "reactive-50-25", "lt-ua")
     rows = rows_of(data, *(word for name in chosen for word in ("--strategy", name)), "--plot", str(picture))

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from dataplane.engines.torch.copies.base import Copy
-from ops.bench.engine.virtual_wire import VirtualTime, VirtualWire
+from ops.bench.engine.remapping_run import VirtualTime, VirtualWire
 
 
 def test_copies_take_the_time_of_the_wire_one_after_another() -> None:
