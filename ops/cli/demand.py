@@ -8,6 +8,8 @@ from typing import IO, Annotated, Any
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ops.cli.forecast_backtest import backtest_file
+from ops.cli.forecast_import import import_recording
 from ops.client.api import UPLOAD_TIMEOUT_S, CommandError, connected
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table, time_text
 
@@ -146,3 +148,7 @@ def _pieces(source: IO[bytes], file: Path) -> Iterator[bytes]:
             yield chunk
     except (OSError, EOFError) as error:
         raise CommandError(f"{file} cannot be read: {error}") from error
+
+
+forecasts.command("backtest")(backtest_file)
+forecasts.command("import")(import_recording)

@@ -2,10 +2,15 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from ops.client.api import Api, CommandError
 
+PlanId = Annotated[
+    str, typer.Argument(metavar="PLAN", help="Its id, the first characters of it, `latest`, or `current`: in force.")
+]
 _MATCHES_SHOWN = 10
 _HEX_CHARS = 32
 

@@ -7,93 +7,23 @@ from typing import Annotated
 
 import typer
 
-from ops.cli import (
-    audit,
-    batches,
-    deletes,
-    demand,
-    events,
-    faults,
-    fleet,
-    forecast_backtest,
-    forecast_import,
-    init,
-    keys,
-    latencies,
-    logs,
-    models,
-    node_bench,
-    node_check,
-    node_profile,
-    pins,
-    plan_plot,
-    plan_solve,
-    plans,
-    processes,
-    requests,
-    simulate,
-    spot,
-    tenants,
-    top,
-    usage,
-)
+from ops.cli.command_table import CommandTable
 from ops.client.api import CommandError, Target
-from ops.version import version_text
 
 app = typer.Typer(
     name="tidepool",
+    cls=CommandTable,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-processes.register(app)
-app.command("init")(init.init)
-app.command("status")(fleet.show_status)
-app.command("top")(top.show_top)
-app.command("events")(events.show_events)
-app.command("audit")(audit.show_audit)
-app.command("usage")(usage.show_usage)
-app.command("logs")(logs.show_logs)
-models.models.command("delete")(deletes.delete_model)
-fleet.endpoints.command("delete")(deletes.delete_endpoint)
-fleet.regions.command("delete")(deletes.delete_region)
-fleet.gpus.command("delete")(deletes.delete_gpu)
-fleet.nodes.command("delete")(deletes.delete_node)
-fleet.regions.command("latency")(latencies.set_latency)
-fleet.regions.command("latencies")(latencies.list_latencies)
-fleet.nodes.command("check")(node_check.check_node)
-fleet.nodes.command("bench")(node_bench.bench_node)
-fleet.nodes.command("profile")(node_profile.profile_node)
-demand.forecasts.command("backtest")(forecast_backtest.backtest_file)
-plans.plans.command("plot")(plan_plot.plot_plan)
-plans.plans.command("solve")(plan_solve.solve)
-plans.plans.command("schema")(plan_solve.print_schema)
-demand.forecasts.command("import")(forecast_import.import_recording)
-for name, group in (
-    ("region", fleet.regions),
-    ("gpu", fleet.gpus),
-    ("node", fleet.nodes),
-    ("model", models.models),
-    ("endpoint", fleet.endpoints),
-    ("instance", fleet.instances),
-    ("spot", spot.spot),
-    ("demand", demand.demands),
-    ("forecast", demand.forecasts),
-    ("plan", plans.plans),
-    ("pin", pins.pins),
-    ("batch", batches.batches),
-    ("request", requests.requests),
-    ("key", keys.keys),
-    ("tenant", tenants.tenants),
-    ("faults", faults.faults),
-    ("simulate", simulate.simulations),
-):
-    app.add_typer(group, name=name)
 
 
 def _print_version(asked: bool) -> None:
     if asked:
+        from ops.version import version_text  # noqa: PLC0415 - for nothing else
+
         typer.echo(version_text())
         raise typer.Exit
 

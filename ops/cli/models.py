@@ -10,6 +10,7 @@ import typer
 from dataplane.protocol.messages import EngineChoice
 from dataplane.scheduling.costs import switch_s
 from dataplane.scheduling.profile import ProfileError, load_gpu_profile
+from ops.cli.deletes import delete_model
 from ops.cli.model_convert import convert_model, folder_of
 from ops.cli.model_options import parse_engine_rates, parse_objective, parse_rate
 from ops.client.api import Api, CommandError, connected
@@ -310,3 +311,6 @@ def _require_profiles(api: Api, name: str) -> list[str]:
             " a rate breaks objectives)"
         )
     return known
+
+
+models.command("delete")(delete_model)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ops.cli.ids import whole_id
-from ops.cli.plans import PlanId
+from ops.cli.ids import PlanId, whole_id
 from ops.client.api import Api, CommandError, connected
 from ops.client.screen import AsJson, print_json, time_text
 

@@ -4,16 +4,15 @@ from typing import Annotated, Any
 
 import typer
 
-from ops.cli.ids import whole_id
+from ops.cli.ids import PlanId, whole_id
+from ops.cli.plan_plot import plot_plan
+from ops.cli.plan_solve import print_schema, solve
 from ops.client.api import connected
 from ops.client.screen import AsJson, Columns, output, print_answer, print_fields, print_json, print_table, time_text
 
 plans = typer.Typer(no_args_is_help=True, help="Plans: how many instances of what, where, for an hour.")
 Origin = Annotated[int | None, typer.Option("--origin-s", min=0, help="Use the forecasts of this Unix time.")]
 Why = Annotated[str, typer.Option("--note", help="Why; it is kept with the plan.")]
-PlanId = Annotated[
-    str, typer.Argument(metavar="PLAN", help="Its id, the first characters of it, `latest`, or `current`: in force.")
-]
 PLAN_TIMEOUT_S = 300.0
 
 
@@ -236,3 +235,8 @@ def _words(unserved: Any) -> str:
     if isinstance(unserved, dict):
         return ", ".join(f"{name} {value}" for name, value in unserved.items())
     return str(unserved)
+
+
+plans.command("plot")(plot_plan)
+plans.command("solve")(solve)
+plans.command("schema")(print_schema)

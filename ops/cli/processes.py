@@ -16,12 +16,6 @@ Tiny = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    for command in (up, demo, api, dispatcher, worker, forecaster, beat, agent, migrate):
-        app.command()(command)
-
-
 def up(
     home: Annotated[
         Path, typer.Option(envvar="TIDEPOOL_HOME", help="Folder for data, keys and logs.", file_okay=False)

@@ -5,19 +5,21 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx2 as httpx
 import typer
 
-from dataplane.protocol.tls import client_context
 from ops.client.credentials import CredentialError, admin_key, api_url, client_key
+
+if TYPE_CHECKING:
+    import httpx2 as httpx
 
 PAGE_ROWS = 100
 TIMEOUT_S = 60.0
 UPLOAD_TIMEOUT_S = 600.0
-_KEY_REFUSED = frozenset({httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN})
+_KEY_REFUSED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 
 
 class CommandError(Exception):
@@ -41,7 +43,7 @@ class Api:
     from, to be named where it is refused.
     """
 
-    def __init__(self, client: httpx.Client, key_source: str | None = None) -> None:
+    def __init__(self, client: "httpx.Client", key_source: str | None = None) -> None:
         self._client = client
         self._key_source = key_source
 
@@ -105,7 +107,7 @@ class Api:
             self._check(answer)
             yield answer.iter_bytes()
 
-    def _check(self, answer: httpx.Response) -> None:
+    def _check(self, answer: "httpx.Response") -> None:
         if not answer.is_error:
             return
         message = _said(answer)
@@ -115,6 +117,8 @@ class Api:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
+        import httpx2 as httpx  # noqa: PLC0415 - --help makes no request
+
         try:
             yield
         except httpx.TimeoutException:
@@ -134,6 +138,10 @@ def open_api(url: str, key: str, *, key_source: str | None = None) -> Iterator[A
     Raises:
         CommandError: the address or the key cannot be used.
     """
+    import httpx2 as httpx  # noqa: PLC0415 - --help makes no request
+
+    from dataplane.protocol.tls import client_context  # noqa: PLC0415 - ssl is large
+
     try:
         headers = {"Authorization": f"Bearer {key}"}
         authorities = os.environ.get("TIDEPOOL_TLS_CA_FILE")
@@ -163,7 +171,7 @@ def connected(context: typer.Context, *, as_client: bool = False) -> Iterator[Ap
         yield api
 
 
-def _said(answer: httpx.Response) -> str:
+def _said(answer: "httpx.Response") -> str:
     """What an answer says of an error."""
     try:
         body = answer.json()

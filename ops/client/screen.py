@@ -4,13 +4,13 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.cells import cell_len
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, and nothing else.")]
 Columns = Mapping[str, str | Callable[[Mapping[str, Any]], object]]
@@ -24,13 +24,17 @@ _PROSE_CHARS = 24
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def output() -> Console:
+def output() -> "Console":
     """Where answers go."""
+    from rich.console import Console  # noqa: PLC0415 - --help and --json draw nothing
+
     return Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
 
 
-def notes() -> Console:
+def notes() -> "Console":
     """Where progress and remarks go."""
+    from rich.console import Console  # noqa: PLC0415 - --help and --json draw nothing
+
     return Console(stderr=True, highlight=False)
 
 
@@ -49,6 +53,10 @@ def print_answer(answer: Any, words: str, *, as_json: bool) -> None:
 
 def print_table(title: str, columns: Columns, rows: Iterable[Mapping[str, Any]]) -> None:
     """Rows by columns, or field by field where the terminal is too narrow; a line that says so where there are none."""
+    from rich.cells import cell_len  # noqa: PLC0415 - --help and --json draw nothing
+    from rich.markup import escape  # noqa: PLC0415 - --help and --json draw nothing
+    from rich.table import Table  # noqa: PLC0415 - --help and --json draw nothing
+
     cells = [
         [_cell(row[column] if isinstance(column, str) else column(row)) for column in columns.values()] for row in rows
     ]
@@ -73,12 +81,23 @@ def print_table(title: str, columns: Columns, rows: Iterable[Mapping[str, Any]])
     console.print(table)
 
 
+def print_list(title: str, columns: Columns, answer: Any, rows: list[Any], *, as_json: bool) -> None:
+    """A list as the API answered it, as JSON; or its rows as a table."""
+    if as_json:
+        print_json(answer)
+    else:
+        print_table(title, columns, rows)
+
+
 def print_fields(fields: Sequence[tuple[str, object]]) -> None:
     """Names and values, one a line."""
     output().print(_grid((name, _cell(value)) for name, value in fields))
 
 
-def _grid(fields: Iterable[tuple[str, str]]) -> Table:
+def _grid(fields: Iterable[tuple[str, str]]) -> "Table":
+    from rich.markup import escape  # noqa: PLC0415 - --help and --json draw nothing
+    from rich.table import Table  # noqa: PLC0415 - --help and --json draw nothing
+
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="bold")
     grid.add_column(overflow="fold")

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from controlplane.store.tables import Desired, EndpointRow, Instance, Role
 from controlplane.store.usage import Usage, UsageKey, put_usage
 from dataplane.protocol.messages import Join, SlotSpec
 from ops.cli import deletes
+from ops.cli.command_table import LazyCommand
 from ops.cli.main import app, main
 from tests.dataplane.registry import Registry
 from tests.ops.local.test_checkpoints import write_checkpoint
@@ -95,7 +97,8 @@ def served(settings: Settings, database: Database, run: Run, monkeypatch: pytest
 
 
 def _commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for name, command in getattr(group, "commands", {}).items():
+    for name, listed in getattr(group, "commands", {}).items():
+        command = listed.load() if isinstance(listed, LazyCommand) else listed
         yield (*path, name)
         yield from _commands(command, (*path, name))
 
@@ -117,11 +120,30 @@ def test_every_command_explains_itself_with_an_example(run: Run) -> None:
             assert "--json" in outcome.out, path
 
 
-def test_help_needs_no_torch_and_no_database() -> None:
-    heavy = "('torch', 'sqlalchemy', 'celery')"
-    watched = f"import sys\nfrom ops.cli.main import app\nprint([m for m in {heavy} if m in sys.modules])"
-    loaded = subprocess.run([sys.executable, "-c", watched], capture_output=True, text=True, check=True, timeout=60)
-    assert loaded.stdout.strip() == "[]"
+def test_the_table_says_what_the_modules_define() -> None:
+    for name, listed in typer.main.get_command(app).commands.items():
+        assert isinstance(listed, LazyCommand)
+        command = listed.load()
+        assert (command.name, command.hidden) == (name, False)
+        assert listed.help == command.get_short_help_str(1000), f"{name}: its line in `tidepool --help`"
+
+
+HEAVY = ("torch", "sqlalchemy", "celery", "pandas", "numpy", "matplotlib", "pydantic", "msgspec", "structlog", "rich")
+
+
+@pytest.mark.parametrize(("command", "unused"), [("--help", (*HEAVY, "httpx2", "ssl")), ("status", HEAVY)])
+def test_a_command_imports_only_what_it_needs(command: str, unused: tuple[str, ...]) -> None:
+    watched = (
+        "import atexit, sys\nfrom ops.cli.main import main\n"
+        f"atexit.register(lambda: print([name for name in {unused} if name in sys.modules]))\n"
+        f"main({command.split()})"
+    )
+    environment = os.environ | {"TIDEPOOL_URL": "http://127.0.0.1:1", "TIDEPOOL_ADMIN_KEY": "x"}
+    ended = subprocess.run(
+        [sys.executable, "-c", watched], env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ended.returncode == (1 if command == "status" else 0), ended.stderr
+    assert ended.stdout.splitlines()[-1] == "[]"
 
 
 def test_failures_are_one_line(run: Run, tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""The commands of `tidepool` and where each is defined: a file of commands is imported when one of them is run, so that
+`--help` and a short command do not wait for the others.
+"""
+
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup, TyperOption
+
+COMMANDS = {
+    "up": ("processes:up", "Run everything on this machine until Ctrl-C."),
+    "demo": ("processes:demo", "Run the main job once, end to end, and stop."),
+    "api": ("processes:api", "Run the API process: gateway, Files and Batch API, admin and node API."),
+    "dispatcher": ("processes:dispatcher", "Run the queue manager of batch requests."),
+    "worker": ("processes:worker", "Run a Celery worker: measure, plan, scale, expire."),
+    "forecaster": (
+        "processes:forecaster",
+        "Run a Celery worker that forecasts; more of them forecast more series an hour.",
+    ),
+    "beat": ("processes:beat", "Run the clock that starts the loops."),
+    "agent": ("processes:agent", "Run the agent of this node."),
+    "migrate": ("processes:migrate", "Bring the database TIDEPOOL_DATABASE_URL to the newest schema."),
+    "init": ("init:init", "Make the first keys (admin, client, node) without `tidepool up`."),
+    "status": (
+        "status:show_status",
+        "Show how the fleet is: health, loops, regions, instances, batches, the plan in force.",
+    ),
+    "top": ("top:show_top", "Watch regions, endpoints, queues and objectives until Ctrl-C."),
+    "events": ("events:show_events", "Show what became of instances, nodes and plans, the newest first."),
+    "audit": (
+        "audit:show_audit",
+        "Show who changed what, the newest first; --json has the whole row before and after.",
+    ),
+    "usage": ("usage:show_usage", "Show requests and tokens, the newest first."),
+    "logs": ("logs:show_logs", "Show the logs of `tidepool up` on this machine."),
+    "region": ("fleet:regions", "Regions, in the order that traffic prefers them."),
+    "gpu": ("fleet:gpus", "GPU types: what one has and costs."),
+    "node": ("nodes:nodes", "Nodes: machines with GPUs that joined by themselves."),
+    "model": ("models:models", "Models: checkpoints in Hugging Face format, or GGUF files."),
+    "endpoint": ("fleet:endpoints", "Endpoints: models offered in regions."),
+    "instance": ("fleet:instances", "Instances: copies of models on slots."),
+    "spot": ("spot:spot", "Spot: instances lent out while idle, and their leases."),
+    "demand": ("demand:demands", "Demand: input tokens per second, by model, region and minute."),
+    "forecast": ("demand:forecasts", "Forecasts of the coming hour's peaks."),
+    "plan": ("plans:plans", "Plans: how many instances of what, where, for an hour."),
+    "pin": ("pins:pins", "Pins: an operator keeps an endpoint at so many instances, until some time."),
+    "batch": ("batches:batches", "Batches: offline jobs of many requests."),
+    "request": ("requests:requests", "Interactive requests of the last day, by how they went."),
+    "key": ("keys:keys", "API keys and their roles."),
+    "tenant": ("tenants:tenants", "Tenants and their limits."),
+    "faults": ("faults:faults", "Break a stack on purpose, and check its promises."),
+    "simulate": ("simulate:simulations", "Simulate a fleet on the live service's own policies."),
+}
+"""Name -> its function or group in a file of this folder, and its line in `tidepool --help`."""
+
+
+class _Option(TyperOption):
+    """An option that coerces a value, and calls its callback, only if it is given. typer always coerces, for which it
+    imports pydantic: 0.1 s of CPU.
+    """
+
+    def process_value(self, ctx: Any, value: Any) -> Any:
+        """The value as the command takes it."""
+        if value is None and not (self.required or self.multiple):
+            return None
+        return super().process_value(ctx, value)
+
+
+def _coerce_given_only(command: Any, context: typer.Context) -> None:
+    for option in command.get_params(context):  # with --help, which is made on demand
+        if isinstance(option, TyperOption):
+            option.__class__ = _Option  # typer has no setting for the class of an option
+
+
+class LazyCommand(TyperCommand):
+    """Stands in the list of commands for one that is imported when it is run, explained or completed."""
+
+    def __init__(self, name: str, source: str, help: str) -> None:
+        super().__init__(name, help=help)
+        self._source = source
+
+    def load(self) -> Any:
+        """The command or group itself."""
+        module, _, attribute = self._source.partition(":")
+        found = getattr(import_module(f"ops.cli.{module}"), attribute)
+        holder = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+        if isinstance(found, typer.Typer):
+            holder.add_typer(found, name=self.name)
+        else:
+            holder.command(self.name)(found)
+        return typer.main.get_group(holder).commands[self.name or ""]
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """The context of the command itself, which is then the one that is run."""
+        command = self.load()
+        for each in (command, *getattr(command, "commands", {}).values()):
+            _coerce_given_only(each, parent)
+        return command.make_context(info_name, args, parent, **extra)
+
+
+class CommandTable(TyperGroup):
+    """A group of the commands of the table."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for name, (source, line) in COMMANDS.items():
+            self.add_command(LazyCommand(name, source, line))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the options that stand before the command."""
+        _coerce_given_only(self, ctx)
+        return super().parse_args(ctx, args)

@@ -1,0 +1,108 @@
+"""`node`: machines with GPUs, as the control plane knows them, and what this one can do."""
+
+from typing import Any
+
+import typer
+
+from ops.cli.deletes import delete_node
+from ops.cli.fleet import INSTANCE_COLUMNS
+from ops.cli.node_bench import bench_node
+from ops.cli.node_check import check_node
+from ops.cli.node_profile import profile_node
+from ops.client.api import connected
+from ops.client.screen import (
+    AsJson,
+    Columns,
+    bytes_text,
+    notes,
+    print_answer,
+    print_fields,
+    print_json,
+    print_list,
+    print_table,
+)
+
+nodes = typer.Typer(no_args_is_help=True, help="Nodes: machines with GPUs that joined by themselves.")
+
+_NODE = {"node": "name", "region": "region", "GPU": "gpu_type", "alive": "alive", "draining": "draining"}
+
+
+def _slot_text(slot: dict[str, Any]) -> str:
+    workers = f" in {slot['workers']} workers" if slot["workers"] > 1 else ""
+    return f"{slot['gpus']} GPUs{workers} with {bytes_text(slot['memory_bytes'])}"
+
+
+@nodes.command("list")
+def list_nodes(context: typer.Context, as_json: AsJson = False) -> None:
+    """List nodes.
+
+    \b
+    Example:
+      tidepool node list
+    """
+    with connected(context) as api:
+        answer = api.pages("/admin/nodes")
+    columns: Columns = _NODE | {"slots": lambda row: len(row["slots"]), "engine": "engine", "last seen": "last_seen_at"}
+    print_list("Nodes", columns, answer, answer["data"], as_json=as_json)
+
+
+@nodes.command("show")
+def show_node(context: typer.Context, name: str, as_json: AsJson = False) -> None:
+    """Show a node, what it shall hold, and what it says of that.
+
+    \b
+    Example:
+      tidepool node show us-east-1
+    """
+    with connected(context) as api:
+        node = api.get(f"/admin/nodes/{name}")
+    if as_json:
+        print_json(node)
+        return
+    slots = ", ".join(_slot_text(slot) for slot in node["slots"])
+    known = [(header, node[field]) for header, field in _NODE.items()]
+    host = None if node["host_bytes"] is None else bytes_text(node["host_bytes"])
+    print_fields(
+        [*known, ("slots", slots), ("host memory", host), ("address", node["url"]), ("last seen", node["last_seen_at"])]
+    )
+    if node["live_error"] is not None:
+        notes().print(f"no heartbeat can be shown: {node['live_error']}", markup=False)
+    said = {live["instance_id"]: live for live in (node["live"] or {"instances": []})["instances"]}
+    columns: dict[str, Any] = {
+        name: field for name, field in INSTANCE_COLUMNS.items() if field not in {"region", "node"}
+    }
+    columns["running"] = lambda row: said.get(row["id"], {}).get("running")
+    columns["waiting"] = lambda row: said.get(row["id"], {}).get("waiting")
+    print_table("Instances", columns, node["instances"])
+
+
+@nodes.command("drain")
+def drain_node(context: typer.Context, name: str, as_json: AsJson = False) -> None:
+    """Take a node out of service: nothing new is placed there.
+
+    \b
+    Example:
+      tidepool node drain us-east-1
+    """
+    with connected(context) as api:
+        answer = api.post(f"/admin/nodes/{name}/drain")
+    print_answer(answer, f"node {name} is draining", as_json=as_json)
+
+
+@nodes.command("undrain")
+def undrain_node(context: typer.Context, name: str, as_json: AsJson = False) -> None:
+    """Put a node back into service.
+
+    \b
+    Example:
+      tidepool node undrain us-east-1
+    """
+    with connected(context) as api:
+        answer = api.post(f"/admin/nodes/{name}/undrain")
+    print_answer(answer, f"node {name} is in service", as_json=as_json)
+
+
+nodes.command("delete")(delete_node)
+nodes.command("check")(check_node)
+nodes.command("bench")(bench_node)
+nodes.command("profile")(profile_node)
