@@ -126,6 +126,7 @@ class AgentCollector(Collector):
             "tidepool_worker_start_seconds", "From the latest start of a worker until it could load", labels=labels
         )
         residents = GaugeMetricFamily("tidepool_resident_models", "Models with weights in the arena", labels=labels)
+        unread = GaugeMetricFamily("tidepool_worker_unread_bytes", "Commands a worker has not read", labels=labels)
         for pool in self._agent.pools:
             for slot in pool.slots:
                 values = [str(slot.index), slot.kind]
@@ -134,7 +135,8 @@ class AgentCollector(Collector):
                 prefills.add_metric(values, 0 if slot.stats.pool is None else slot.stats.pool.prefills_waiting)
                 residents.add_metric(values, len(slot.stats.resident_models))
                 start.add_metric(values, slot.worker_start_s)
-        yield from (load, flying, prefills, residents, start)
+                unread.add_metric(values, slot.unread_bytes)
+        yield from (load, flying, prefills, residents, start, unread)
 
     def _memory(self) -> Iterator[Metric]:
         slabs = GaugeMetricFamily("tidepool_slabs", "Slabs of an arena, by what they hold", labels=["slot", "state"])

@@ -178,6 +178,11 @@ class AgentSettings(BaseSettings):
     )
 
     queue_max: int = Field(256, ge=1, description="requests in flight on one worker group")
+    unread_bytes_max: int = Field(
+        16 * 2**20,
+        ge=2**16,
+        description="commands that a worker has not read, in bytes, from which on it gets no new requests",
+    )
     body_bytes_max: int = Field(8 * 2**20, ge=1024, description="size of a request's body")
     stop_strings_max: int = Field(16, ge=1, description="stop strings of a request")
     long_prompt_chars: int = Field(2**16, ge=1, description="length from which a prompt counts as long")

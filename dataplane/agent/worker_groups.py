@@ -53,6 +53,7 @@ class Pool:
         self.slots = tuple(Slot(index, settings, files, texts, self) for index in indices)
         self.dispatcher = Dispatcher(self.slots, settings.turns.prefill, losses_max=settings.worker_losses_max)
         self._in_flight_max = settings.queue_max * len(self.slots)
+        self._unread_bytes_max = settings.unread_bytes_max
         self._worker_wait_max_s = settings.worker_wait_max_s
 
         self._wait_ends: asyncio.TimerHandle | None = None
@@ -95,12 +96,16 @@ class Pool:
         """Refuse what is too much.
 
         Raises:
-            OverloadedError: too many requests are in flight.
+            OverloadedError: too many requests are in flight, or no worker reads what it was sent.
         """
         in_flight = len(self.dispatcher)
         if in_flight >= self._in_flight_max:
             indices = ", ".join(str(slot.index) for slot in self.slots)
             raise OverloadedError(f"slot {indices} has {in_flight} requests in flight, its limit")
+        unread_bytes = min(slot.unread_bytes for slot in self.slots if slot.kind != "decode")
+        if unread_bytes >= self._unread_bytes_max:
+            limit = f"unread_bytes_max={self._unread_bytes_max}"
+            raise OverloadedError(f"the worker has not read {unread_bytes} bytes of its commands; {limit}")
 
     def kv_tokens_max(self, instance_id: str) -> int:
         """The tokens that a request of a ready instance may have: it must fit on every slot.

@@ -7,8 +7,23 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from typing import Self
 
-from dataplane.worker.frames import LENGTH, Command, Configure, Report, body_length, decode_report, encode_frame
+import structlog
 
+from dataplane.worker.frames import (
+    FRAME_BYTES_MAX,
+    LENGTH,
+    Command,
+    Configure,
+    Report,
+    body_length,
+    decode_report,
+    encode_frame,
+)
+
+log = structlog.get_logger()
+
+UNREAD_BYTES_MAX = 2 * FRAME_BYTES_MAX
+"""Of commands that a worker has not read. New requests are refused long before, at the agent's `unread_bytes_max`."""
 STOP_GRACE_S = 2.0
 """How long a worker may take to end after its socket was closed, before it is killed."""
 
@@ -51,10 +66,22 @@ class WorkerLink:
         """The worker's process id."""
         return self._process.pid
 
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of commands that wait here for the worker to read what came before them."""
+        return self._writer.transport.get_write_buffer_size()
+
     def send(self, command: Command) -> None:
-        """Queue a command. What is sent to a dead worker is lost; `reports` then ends."""
-        if not self._writer.is_closing():
-            self._writer.write(encode_frame(command))
+        """Queue a command. What is sent to a dead worker is lost; `reports` then ends. A worker that leaves more than
+        `UNREAD_BYTES_MAX` unread is killed: it will not answer, and what waits for it is not kept without limit.
+        """
+        if self._writer.is_closing():
+            return
+        self._writer.write(encode_frame(command))
+        if self.unread_bytes > UNREAD_BYTES_MAX:
+            log.error("worker does not read its commands; ended", pid=self.pid, unread_bytes=self.unread_bytes)
+            self._process.kill()
+            self._writer.transport.abort()
 
     def hang_up(self) -> None:
         """Have the worker end; `reports` then ends too."""

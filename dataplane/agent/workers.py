@@ -113,6 +113,11 @@ class Slot:
         return None if self._link is None else self._link.pid
 
     @property
+    def unread_bytes(self) -> int:
+        """Bytes of commands that its worker has not read; it reads on while it loads, but not for ever."""
+        return 0 if self._link is None else self._link.unread_bytes
+
+    @property
     def switches_total(self) -> int:
         """Model switches of all workers this slot has had."""
         return self._switches_before + self.stats.switches_total

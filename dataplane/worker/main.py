@@ -9,6 +9,7 @@ cannot read a command: the request in it would wait for ever, and what comes aft
 
 import os
 import queue
+import select
 import socket
 import sys
 import threading
@@ -53,6 +54,9 @@ log = structlog.get_logger()
 STATS_EVERY_S = 0.25
 PREPARE_AGAIN_S = 0.25
 """How long a load that found no room in host memory waits before it stands in line again."""
+COMMANDS_MAX = 1024
+"""Commands that may wait for the main loop: some for each request that an agent has in flight by default."""
+FULL_PAUSE_MS = 1
 ORPHAN_GRACE_S = 1.0
 """How long a step or a load may go on after the agent is gone."""
 
@@ -255,7 +259,7 @@ def main() -> None:
         assert isinstance(configure, Configure), f"the first command must configure: {configure}"
         commands: queue.Queue[Command | Prepared | None] = queue.Queue()
 
-        threading.Thread(target=listen, args=(stream, commands), name="commands", daemon=True).start()
+        threading.Thread(target=listen, args=(connection, stream, commands), name="commands", daemon=True).start()
         worker = Worker(
             make_engine(configure),
             commands,
@@ -268,11 +272,19 @@ def main() -> None:
             return
 
 
-def listen(stream: BufferedReader, commands: "queue.Queue[Command | Prepared | None]") -> NoReturn:
-    """Queue the agent's commands until there are no more; then end the process."""
+def listen(
+    connection: socket.socket, stream: BufferedReader, commands: "queue.Queue[Command | Prepared | None]"
+) -> NoReturn:
+    """Queue the agent's commands until there are no more; then end the process. While `COMMANDS_MAX` wait for the main
+    loop, which may be loading, nothing is read: what comes meanwhile is the agent's to keep, or to refuse.
+    """
+    gone = select.poll()
+    gone.register(connection, select.POLLRDHUP)
     try:
         while (command := _read_or_none(stream)) is not None:
             commands.put(command)
+            while commands.qsize() >= COMMANDS_MAX and not gone.poll(FULL_PAUSE_MS):
+                pass
     except (FrameError, OSError) as error:
         log.error("a command of the agent cannot be read; the worker ends", error=f"{type(error).__name__}: {error}")
         os._exit(1)

@@ -4,7 +4,7 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable
-from signal import SIGKILL
+from signal import SIGCONT, SIGKILL, SIGSTOP
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from dataplane.agent import worker_link
 from dataplane.agent.settings import SlotSettings
 from dataplane.agent.workers import BACKOFF_MIN_S
 from dataplane.protocol.messages import Finished, Sampling
-from dataplane.worker.frames import LENGTH
+from dataplane.worker.frames import LENGTH, Cancel
 from tests.dataplane.replay_node import Node, generate, instance, running_node, settings
 from tests.dataplane.streams import read, token_ids
 
@@ -96,5 +96,34 @@ def test_a_worker_whose_report_cannot_be_read_is_replaced(frame: bytes) -> None:
                 os.kill(pid, 0)
             await node.until(lambda: node.states() == {"i1": "ready", "i2": "ready"})
             assert isinstance((await read(node, generate("again")))[-1], Finished)
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_does_not_read_gets_no_new_requests_and_is_replaced_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        async with running_node(settings(unread_bytes_max=2**16)) as node:
+            await node.hold(1, instance())
+            slot, pid = node.agent.slots[0], node.agent.slots[0].pid
+            assert pid is not None
+            os.kill(pid, SIGSTOP)
+            while slot.unread_bytes < 2**16:
+                slot.send(Cancel(request_id="x" * 1000))
+            refused = await node.post(generate("r1"))
+            assert refused.status_code == 429
+            assert "unread_bytes_max=65536" in refused.text
+            os.kill(pid, SIGCONT)
+            await node.until(lambda: slot.unread_bytes == 0)
+            assert isinstance((await read(node, generate("r2")))[-1], Finished)
+            monkeypatch.setattr(worker_link, "UNREAD_BYTES_MAX", 2**17)
+            os.kill(pid, SIGSTOP)
+            link = slot._link
+            assert link is not None
+            while not link._writer.is_closing():
+                slot.send(Cancel(request_id="x" * 1000))
+            await node.until(lambda: slot.pid not in (None, pid) and node.states() == {"i1": "ready"})
+            assert isinstance((await read(node, generate("r3")))[-1], Finished)
 
     asyncio.run(scenario())

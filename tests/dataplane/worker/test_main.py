@@ -2,8 +2,11 @@
 
 import asyncio
 import os
+import queue
+import socket
+import threading
 from collections.abc import AsyncIterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -11,6 +14,7 @@ from dataplane.agent.host_files import HostFiles
 from dataplane.agent.worker_link import WorkerLink
 from dataplane.agent.workers import configure
 from dataplane.engines.interface import EngineRequest
+from dataplane.worker import main
 from dataplane.worker.frames import (
     LENGTH,
     Add,
@@ -24,6 +28,7 @@ from dataplane.worker.frames import (
     Report,
     Stats,
     Unload,
+    encode_frame,
 )
 from tests.dataplane.replay_node import model, settings
 
@@ -138,3 +143,20 @@ def test_a_worker_that_cannot_read_a_command_says_so_and_ends(capfd: pytest.Capt
         assert "FrameError" in logged
 
     asyncio.run(scenario())
+
+
+def test_a_worker_that_is_busy_leaves_commands_unread_and_still_hears_its_agent_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended, commands = threading.Event(), queue.Queue[Any]()
+    monkeypatch.setattr(main, "ORPHAN_GRACE_S", 0.0)
+    monkeypatch.setattr(main.os, "_exit", lambda status: ended.set())
+    ours, theirs = socket.socketpair()
+    with theirs, theirs.makefile("rb") as stream:
+        threading.Thread(target=main.listen, args=(theirs, stream, commands), daemon=True).start()
+        ours.settimeout(1.0)
+        with pytest.raises(TimeoutError):
+            ours.sendall(encode_frame(AskStats()) * 10**6)
+        assert commands.qsize() <= main.COMMANDS_MAX
+        ours.close()
+        assert ended.wait(30)
