@@ -42,13 +42,13 @@ def test_instances_are_loaded_in_the_order_given() -> None:
         async with running_node() as node:
             node.agent.apply(desired(1, *(instance(name, name=f"m-{name}") for name in order)))
             loaded: list[str] = []
-            loaded_before = node.agent.slots[0]._held.loaded
+            loaded_before = node.agent.slots[0]._hosted.loaded
 
             def note(instance_id: str, serial: int) -> None:
                 loaded.append(instance_id)
                 loaded_before(instance_id, serial)
 
-            node.agent.slots[0]._held.loaded = note  # type: ignore[method-assign]
+            node.agent.slots[0]._hosted.loaded = note  # type: ignore[method-assign]
             await node.until(lambda: set(node.states().values()) == {"ready"})
             assert loaded == order
 
