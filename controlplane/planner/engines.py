@@ -15,7 +15,7 @@ from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
 from controlplane.store.engine_failures import engine_failures, note_engine_failure
-from controlplane.store.fleet import Census, take_census
+from controlplane.store.fleet import FleetInventory, read_inventory
 from controlplane.store.instances import running_instances, set_engine, touch_generations
 from controlplane.store.keys import record
 from controlplane.store.tables import Instance
@@ -38,25 +38,31 @@ def send_back_failed(session: Session, settings: Settings, *, actor: str, now_s:
         noted = note_engine_failure(session, instance, forget_s=2 * settings.engine_retry_max_s)
         if noted is not None:
             record(session, actor=actor, action="engine.fail", subject=instance.id, after=noted)
-    census = take_census(session, silent_s=settings.heartbeat_stale_s)
-    _settle(session, failed, census, settings, actor=actor, now_s=now_s)
+    inventory = read_inventory(session, silent_s=settings.heartbeat_stale_s)
+    _settle(session, failed, inventory, settings, actor=actor, now_s=now_s)
     return len(failed)
 
 
-def settle_engines(session: Session, census: Census, settings: Settings, *, actor: str, now_s: float) -> int:
+def settle_engines(session: Session, inventory: FleetInventory, settings: Settings, *, actor: str, now_s: float) -> int:
     """Give every running instance its engine, new ones included. Returns how many have to move for that. One that came
     up or moved less than `heartbeat_stale_s` ago, so that its node may not have said the last of it, holds up the next
     move.
     """
-    return _settle(session, running_instances(session), census, settings, actor=actor, now_s=now_s)
+    return _settle(session, running_instances(session), inventory, settings, actor=actor, now_s=now_s)
 
 
 def _settle(
-    session: Session, instances: Sequence[Instance], census: Census, settings: Settings, *, actor: str, now_s: float
+    session: Session,
+    instances: Sequence[Instance],
+    inventory: FleetInventory,
+    settings: Settings,
+    *,
+    actor: str,
+    now_s: float,
 ) -> int:
     rows = {instance.id: instance for instance in instances}
     limits = EngineSettings(retry_s=settings.engine_retry_s, retry_max_s=settings.engine_retry_max_s)
-    facts = _facts(session, census, instances, steady_since_s=now_s - settings.heartbeat_stale_s)
+    facts = _facts(session, inventory, instances, steady_since_s=now_s - settings.heartbeat_stale_s)
     wanted = [(each, choose_engine(each, now_s, limits)) for each in facts]
     changes = choose_engine_changes(wanted)
     touch_generations(session, sorted({rows[change.instance_id].node for change in changes}))
@@ -72,13 +78,13 @@ def _settle(
 
 
 def _facts(
-    session: Session, census: Census, instances: Iterable[Instance], *, steady_since_s: float
+    session: Session, inventory: FleetInventory, instances: Iterable[Instance], *, steady_since_s: float
 ) -> list[EngineFacts]:
-    asked = {model.name: model.engine for model in census.models}
-    prefers = {node.name: node.engine for node in census.nodes}
-    slots = {(slot.node, slot.index): slot for slot in census.slots}
+    asked = {model.name: model.engine for model in inventory.models}
+    prefers = {node.name: node.engine for node in inventory.nodes}
+    slots = {(slot.node, slot.index): slot for slot in inventory.slots}
     rates: Mapping[tuple[str, str], Mapping[str, float]] = {
-        (profile.model, profile.gpu_type): profile.engine_rates or {} for profile in census.profiles
+        (profile.model, profile.gpu_type): profile.engine_rates or {} for profile in inventory.profiles
     }
     failures = engine_failures(session)
     return [

@@ -23,7 +23,7 @@ from controlplane.policies.placement.facts import (
     StartTimes,
 )
 from controlplane.settings import Settings
-from controlplane.store.fleet import Census, fleet_index, take_census
+from controlplane.store.fleet import FleetInventory, fleet_index, read_inventory
 from controlplane.store.pins import pins_in_force
 from controlplane.store.plans import (
     SCHEDULE,
@@ -120,9 +120,9 @@ def draft_plan(
     with database.transaction() as session:
         index = fleet_index(session)
         pins = pins_in_force(session, max(now_s, of.window_start_s))
-        census = take_census(session, silent_s=_NODE_SILENT_S)
-        pools = planned_pools(census, expected.demand, settings)
-        facts = placement_facts(census, demand=expected.demand, pins=pins, pool=pools.facts)
+        inventory = read_inventory(session, silent_s=_NODE_SILENT_S)
+        pools = planned_pools(inventory, expected.demand, settings)
+        facts = placement_facts(inventory, demand=expected.demand, pins=pins, pool=pools.facts)
     problem = Problem(index=index, facts=facts, pools=pools, settings=_placement_settings(settings), expected=expected)
     began_s = time.monotonic()
     stop_s = began_s + problem.settings.time_limit_s
@@ -140,7 +140,7 @@ def _placement_settings(settings: Settings) -> PlacementSettings:
 
 
 def placement_facts(
-    census: Census,
+    inventory: FleetInventory,
     *,
     demand: Mapping[Endpoint, tuple[float, ...]],
     pins: Mapping[Endpoint, int],
@@ -149,47 +149,47 @@ def placement_facts(
     """The fleet and its coming hour as the placement wants them. Demand of models or regions that are not registered
     is left out; a pin stands in place of its endpoint's limits.
     """
-    offered = {Endpoint(model=row.model, region=row.region): row for row in census.endpoints}
-    models = [model.name for model in census.models]
+    offered = {Endpoint(model=row.model, region=row.region): row for row in inventory.endpoints}
+    models = [model.name for model in inventory.models]
     known = {
         endpoint: windows
         for endpoint, windows in demand.items()
-        if endpoint.model in models and endpoint.region in census.regions
+        if endpoint.model in models and endpoint.region in inventory.regions
     }
-    limits = {Endpoint(model=model, region=region): (0, 0) for model in models for region in census.regions}
+    limits = {Endpoint(model=model, region=region): (0, 0) for model in models for region in inventory.regions}
     limits |= {endpoint: (row.instances_min, row.instances_max) for endpoint, row in offered.items()}
     return PlacementFacts(
-        regions=tuple(census.regions),
+        regions=tuple(inventory.regions),
         models=tuple(PlacementModel(name=name) for name in models),
-        capacity=_capacity(census),
+        capacity=_capacity(inventory),
         profiles={
             ModelGpu(model=row.model, gpu_type=row.gpu_type): Profile(
                 tokens_per_s=row.tokens_per_s, gpus=row.gpus, start=StartTimes.of_load(row.load_time_s)
             )
-            for row in census.profiles
+            for row in inventory.profiles
         },
-        present=_instances(census, Desired.RUNNING),
-        spot=_instances(census, Desired.SPOT),
+        present=_instances(inventory, Desired.RUNNING),
+        spot=_instances(inventory, Desired.SPOT),
         demand=known,
         pins=pins,
         limits=limits,
-        gpu_cost_per_hour={gpu.name: gpu.cost_per_hour for gpu in census.gpu_types},
-        weights_present=frozenset(Endpoint(model=i.model, region=i.region) for i in census.instances),
+        gpu_cost_per_hour={gpu.name: gpu.cost_per_hour for gpu in inventory.gpu_types},
+        weights_present=frozenset(Endpoint(model=i.model, region=i.region) for i in inventory.instances),
         pool=pool,
-        unfit=_unfit(census),
+        unfit=_unfit(inventory),
     )
 
 
-def _unfit(census: Census) -> dict[EndpointGpu, str]:
+def _unfit(inventory: FleetInventory) -> dict[EndpointGpu, str]:
     """Where a model with a profile fits on no slot of the GPU type in the region, and why."""
-    nodes, sizes = {node.name: node for node in census.nodes}, sizes_of(census.models)
+    nodes, sizes = {node.name: node for node in inventory.nodes}, sizes_of(inventory.models)
     rooms: dict[RegionGpu, set[tuple[str, WeightsRoom]]] = {}
-    for slot in census.slots:
+    for slot in inventory.slots:
         node = nodes[slot.node]
         place = RegionGpu(region=node.region, gpu_type=node.gpu_type)
         rooms.setdefault(place, set()).add((node.gpu_type, room_of(node, slot)))
     unfit = {}
-    for row in census.profiles:
+    for row in inventory.profiles:
         for place, found in rooms.items():
             if place.gpu_type != row.gpu_type:
                 continue
@@ -199,18 +199,18 @@ def _unfit(census: Census) -> dict[EndpointGpu, str]:
     return unfit
 
 
-def _instances(census: Census, desired: Desired) -> Counter[EndpointGpu]:
+def _instances(inventory: FleetInventory, desired: Desired) -> Counter[EndpointGpu]:
     return Counter(
         EndpointGpu(model=each.model, region=each.region, gpu_type=each.gpu_type)
-        for each in census.instances
+        for each in inventory.instances
         if each.desired == desired and not each.pooled
     )
 
 
-def _capacity(census: Census) -> dict[RegionGpu, int]:
+def _capacity(inventory: FleetInventory) -> dict[RegionGpu, int]:
     capacity: Counter[RegionGpu] = Counter()
-    nodes = {node.name: node for node in census.nodes if node.accepting and node.name in census.alive}
-    for slot in census.slots:
+    nodes = {node.name: node for node in inventory.nodes if node.accepting and node.name in inventory.alive}
+    for slot in inventory.slots:
         if slot.node in nodes:
             node = nodes[slot.node]
             capacity[RegionGpu(region=node.region, gpu_type=node.gpu_type)] += slot.gpus

@@ -130,12 +130,12 @@ def _begin(database: Database, settings: Settings, *, now_s: float) -> int:
 
 def decide(fleet: Fleet, settings: Settings, *, now_s: float) -> Decision:
     """Pools first, then nodes that are left, then each endpoint's instances, and at last the slots for all of them."""
-    gpus = {ModelGpu(model=row.model, gpu_type=row.gpu_type): row.gpus for row in fleet.census.profiles}
+    gpus = {ModelGpu(model=row.model, gpu_type=row.gpu_type): row.gpus for row in fleet.inventory.profiles}
     pooling = choose_pool_slots(pool_facts(fleet), now_s, stale_s=settings.heartbeat_stale_s)
-    rows = {instance.id: instance for instance in fleet.census.instances}
+    rows = {instance.id: instance for instance in fleet.inventory.instances}
     going = [rows[change.instance_id] for change in pooling.dedicates]
     dedicated = {each.id: gpus[ModelGpu(model=each.model, gpu_type=each.gpu_type)] for each in going}
-    fleet = replace(fleet, census=with_dedicated(fleet.census, dedicated))
+    fleet = replace(fleet, inventory=with_dedicated(fleet.inventory, dedicated))
     instances, rooms = placed_instances(fleet), rooms_beside(pooling, slot_rooms(fleet))
     leaving = choose_evacuation(instances, rooms, stale_s=settings.heartbeat_stale_s)
     facts = scaling_facts(fleet, stranded=pooling.stranded, succeeded=leaving.succeeded)
@@ -146,7 +146,7 @@ def decide(fleet: Fleet, settings: Settings, *, now_s: float) -> Decision:
         slots=rooms,
         instances=instances,
         gpus=gpus,
-        sizes=sizes_of(fleet.census.models),
+        sizes=sizes_of(fleet.inventory.models),
     )
     chosen = joined(choose_slots(slots, now_s, _slot_settings(settings)), pooling)
     let_go = {change.instance_id for change in (*chosen.drains, *chosen.donates)}
@@ -176,7 +176,7 @@ def _apply(database: Database, fleet: Fleet, decision: Decision, settings: Setti
             raise StaleIndexError(f"the fleet is at version {version}, the decision is of version {fleet.version}")
         _write_instances(session, fleet, decision)
         set_succeeds(session, decision.successors)
-        moved = settle_engines(session, fleet.census, settings, actor=ACTOR, now_s=now_s)
+        moved = settle_engines(session, fleet.inventory, settings, actor=ACTOR, now_s=now_s)
         noticed = _give_notice(session, slots.notices, settings)
         _note_scaled(session, decision.steps, slots.unplaced, now_s=now_s)
         note_outcome(session, settled=decision.settled, unplaced=_unplaced_of(slots.unplaced))
@@ -229,7 +229,7 @@ def _end_leases(session: Session) -> int:
 def _write_instances(session: Session, fleet: Fleet, decided: Decision) -> None:
     """Write what is wanted; instances that are it already are left alone."""
     decision, kinds = decided.slots, decided.kinds
-    present = {instance.id: instance for instance in fleet.census.instances}
+    present = {instance.id: instance for instance in fleet.inventory.instances}
     running = {change.instance_id: change.kind for change in (*decision.revives, *decision.reclaims)}
     kinds = {name: kind for name, kind in {**kinds, **running}.items() if present[name].kind != kind}
     adds = (*decision.adds, *decision.redeploys)

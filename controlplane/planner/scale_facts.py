@@ -24,7 +24,7 @@ from controlplane.policies.scaling.facts import EndpointScaleFacts, KindFacts, S
 from controlplane.settings import Settings
 from controlplane.store.demand import IW, read_demand, read_forecasts
 from controlplane.store.endpoint_summary import Backlog, backlogs
-from controlplane.store.fleet import Census, fleet_version, take_census
+from controlplane.store.fleet import FleetInventory, fleet_version, read_inventory
 from controlplane.store.pins import pins_in_force
 from controlplane.store.plans import entries_of, plan_in_force
 from controlplane.store.redis.live import EMPTY_VIEW, FleetView, LiveStore, instance_facts
@@ -46,7 +46,7 @@ class Fleet:
     """
 
     version: int
-    census: Census
+    inventory: FleetInventory
     view: FleetView
     reports: Mapping[str, InstanceFacts]
     leases: Mapping[str, SpotLease]
@@ -64,7 +64,7 @@ class Fleet:
     @cached_property
     def limits(self) -> Mapping[Endpoint, tuple[int, int]]:
         """Fewest and most instances of each endpoint."""
-        return {Endpoint(model=row.model, region=row.region): self.limits_of(row) for row in self.census.endpoints}
+        return {Endpoint(model=row.model, region=row.region): self.limits_of(row) for row in self.inventory.endpoints}
 
     def limits_of(self, row: EndpointRow) -> tuple[int, int]:
         """Fewest and most instances: an operator's pin is both, while it lasts, in place of the endpoint's own."""
@@ -92,7 +92,7 @@ class Fleet:
 
     @cached_property
     def _load_times_s(self) -> Mapping[ModelGpu, float]:
-        return {ModelGpu(model=row.model, gpu_type=row.gpu_type): row.load_time_s for row in self.census.profiles}
+        return {ModelGpu(model=row.model, gpu_type=row.gpu_type): row.load_time_s for row in self.inventory.profiles}
 
 
 def gather_fleet(database: Database, live: LiveStore, settings: Settings, *, now_s: float) -> Fleet:
@@ -106,15 +106,15 @@ def gather_fleet(database: Database, live: LiveStore, settings: Settings, *, now
 
 def _gathered(session: Session, view: FleetView, settings: Settings, *, now_s: float) -> Fleet:
     version = fleet_version(session)
-    census = take_census(session, silent_s=settings.heartbeat_stale_s)
+    inventory = read_inventory(session, silent_s=settings.heartbeat_stale_s)
     plan = plan_in_force(session)
     pins = pins_in_force(session, now_s)
-    maxima = {Endpoint(model=row.model, region=row.region): row.instances_max for row in census.endpoints}
+    maxima = {Endpoint(model=row.model, region=row.region): row.instances_max for row in inventory.endpoints}
     beyond_plan = settings.scale_strategy == StrategyName.LT_UA
     waiting = settings.scale_strategy in {StrategyName.CHIRON, StrategyName.SILOED}
     return Fleet(
         version=version,
-        census=census,
+        inventory=inventory,
         view=view,
         reports={facts.instance_id: facts for facts in instance_facts(view)},
         leases=active_leases(session),
@@ -125,7 +125,7 @@ def _gathered(session: Session, view: FleetView, settings: Settings, *, now_s: f
         forecast=_forecast(session, plan.window_start_s, now_s) if plan is not None and beyond_plan else {},
         backlogs=backlogs(session) if waiting else {},
         pins=pins,
-        leaving=choose_leaving(_presence(census), replace_after_s=settings.node_replace_s),
+        leaving=choose_leaving(_presence(inventory), replace_after_s=settings.node_replace_s),
         now_s=now_s,
         settings=settings,
     )
@@ -140,7 +140,7 @@ def scaling_facts(
     planned = planned_beside(fleet.planned, fleet.limits, fleet.pools, stranded)
     mine: dict[Endpoint, list[Instance]] = {}
     spot: dict[str, list[Instance]] = {}
-    for instance in fleet.census.instances:
+    for instance in fleet.inventory.instances:
         if instance.pooled or instance.id in succeeded:
             continue
         if instance.desired == Desired.RUNNING:
@@ -148,11 +148,11 @@ def scaling_facts(
         elif instance.desired == Desired.SPOT:
             spot.setdefault(instance.region, []).append(instance)
     profiles: dict[str, dict[str, float]] = {}
-    for profile in fleet.census.profiles:
+    for profile in fleet.inventory.profiles:
         profiles.setdefault(profile.model, {})[profile.gpu_type] = profile.tokens_per_s
-    regions = Counter(row.model for row in fleet.census.endpoints)
+    regions = Counter(row.model for row in fleet.inventory.endpoints)
     endpoints = []
-    for row in fleet.census.endpoints:
+    for row in fleet.inventory.endpoints:
         endpoint = Endpoint(model=row.model, region=row.region)
         if endpoint not in planned:
             continue
@@ -173,9 +173,9 @@ def scaling_facts(
 def slot_rooms(fleet: Fleet) -> tuple[SlotRoom, ...]:
     """The slots for `choose_slots`; those of nodes that the live view does not know are stale."""
     held: Counter[tuple[str, int]] = Counter()
-    for instance in fleet.census.instances:
+    for instance in fleet.inventory.instances:
         held[instance.node, instance.slot] += instance.gpus
-    nodes = {node.name: node for node in fleet.census.nodes}
+    nodes = {node.name: node for node in fleet.inventory.nodes}
     unknown_s = fleet.settings.heartbeat_stale_s * 1000
     seen = fleet.view.nodes
     return tuple(
@@ -191,7 +191,7 @@ def slot_rooms(fleet: Fleet) -> tuple[SlotRoom, ...]:
             workers=slot.workers,
             weights=room_of(nodes[slot.node], slot),
         )
-        for slot in fleet.census.slots
+        for slot in fleet.inventory.slots
     )
 
 
@@ -215,22 +215,22 @@ def placed_instances(fleet: Fleet) -> tuple[PlacedInstance, ...]:
             leaving=fleet.leaving.get(instance.node),
             succeeds=instance.succeeds,
         )
-        for instance in fleet.census.instances
+        for instance in fleet.inventory.instances
         if not instance.pooled
     )
 
 
 def pool_facts(fleet: Fleet) -> PoolSlotFacts:
     """What `choose_pool_slots` is told."""
-    stuck = frozenset(each.id for each in fleet.census.instances if each.pooled and fleet.is_stuck(each))
+    stuck = frozenset(each.id for each in fleet.inventory.instances if each.pooled and fleet.is_stuck(each))
     return pool_slot_facts(
         fleet.pools,
         planned=fleet.planned or {},
         limits=fleet.limits,
         rooms=slot_rooms(fleet),
         placed=placed_instances(fleet),
-        pooled=pooled_instances(fleet.census, stuck),
-        sizes=sizes_of(fleet.census.models),
+        pooled=pooled_instances(fleet.inventory, stuck),
+        sizes=sizes_of(fleet.inventory.models),
     )
 
 
@@ -290,17 +290,17 @@ def _spot_facts(fleet: Fleet, instance: Instance) -> SpotFacts | None:
     )
 
 
-def _presence(census: Census) -> Iterable[NodePresence]:
-    holding = {instance.node for instance in census.instances}
+def _presence(inventory: FleetInventory) -> Iterable[NodePresence]:
+    holding = {instance.node for instance in inventory.instances}
     return (
         NodePresence(
             name=node.name,
             draining=node.draining,
             leaving=node.leaving,
-            silent_s=census.silent_s.get(node.name),
+            silent_s=inventory.silent_s.get(node.name),
             has_instances=node.name in holding,
         )
-        for node in census.nodes
+        for node in inventory.nodes
     )
 
 

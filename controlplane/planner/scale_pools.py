@@ -1,4 +1,4 @@
-"""Pools in the scale loop: what the plan in force says of them, and the pooled instances of the census."""
+"""Pools in the scale loop: what the plan in force says of them, and the pooled instances of the inventory."""
 
 from collections.abc import Container, Mapping
 from dataclasses import replace
@@ -7,7 +7,7 @@ from controlplane.policies.assignment.pooling import PlanPools
 from controlplane.policies.assignment.pools import PooledInstance
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
 from controlplane.policies.lifecycle import InstanceState
-from controlplane.store.fleet import Census
+from controlplane.store.fleet import FleetInventory
 from controlplane.store.instances import dedicated_copy
 from controlplane.store.plan_tables import Plan
 from controlplane.store.tables import Desired, Instance
@@ -29,15 +29,15 @@ def pools_of(plan: Plan | None, *, pins: Mapping[Endpoint, int], offered: Contai
     return PlanPools(gpus=gpus, occupancy=occupancy)
 
 
-def with_dedicated(census: Census, gpus: Mapping[str, int]) -> Census:
-    """The census as it is once these pooled instances, by id, have so many GPUs for themselves."""
-    instances = [dedicated_copy(each, gpus=gpus[each.id]) if each.id in gpus else each for each in census.instances]
-    return replace(census, instances=instances)
+def with_dedicated(inventory: FleetInventory, gpus: Mapping[str, int]) -> FleetInventory:
+    """The inventory as it is once these pooled instances, by id, have so many GPUs for themselves."""
+    instances = [dedicated_copy(each, gpus=gpus[each.id]) if each.id in gpus else each for each in inventory.instances]
+    return replace(inventory, instances=instances)
 
 
-def pooled_instances(census: Census, stuck: frozenset[str]) -> tuple[PooledInstance, ...]:
+def pooled_instances(inventory: FleetInventory, stuck: frozenset[str]) -> tuple[PooledInstance, ...]:
     """The pooled instances for `choose_pool_slots`. `stuck`: ids of those that do not come up."""
-    return tuple(_pooled(each, stuck) for each in census.instances if each.pooled)
+    return tuple(_pooled(each, stuck) for each in inventory.instances if each.pooled)
 
 
 def _pooled(instance: Instance, stuck: frozenset[str]) -> PooledInstance:

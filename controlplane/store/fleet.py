@@ -254,7 +254,7 @@ def all_endpoints(session: Session) -> list[EndpointRow]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Census:
+class FleetInventory:
     """The whole fleet at one moment. `alive`: names of nodes heard of lately. `silent_s`: seconds since each node's
     last heartbeat, of those that ever sent one.
     """
@@ -271,11 +271,11 @@ class Census:
     silent_s: Mapping[str, float]
 
 
-def take_census(session: Session, *, silent_s: float) -> Census:
+def read_inventory(session: Session, *, silent_s: float) -> FleetInventory:
     """Everything that placement and scaling look at; instances that are wanted or still draining."""
     age_s = func.extract("epoch", func.now() - Node.last_seen_at)
     ages_s = session.execute(select(Node.name, age_s).where(Node.last_seen_at.is_not(None))).all()
-    return Census(
+    return FleetInventory(
         regions=list(session.scalars(select(Region.name).order_by(Region.position, Region.name))),
         gpu_types=list(session.scalars(select(GpuType).order_by(GpuType.name))),
         models=list(session.scalars(select(Model).order_by(Model.name))),

@@ -20,7 +20,7 @@ from controlplane.policies.placement.document import parse
 from controlplane.settings import Settings
 from controlplane.store.demand import IW, NIW, DemandRow, put_demand, put_forecasts, read_forecasts
 from controlplane.store.demand_tables import Forecast
-from controlplane.store.fleet import take_census
+from controlplane.store.fleet import read_inventory
 from controlplane.store.pins import add_pin
 from controlplane.store.plan_tables import Plan, PlanEntry
 from controlplane.store.plans import (
@@ -101,8 +101,8 @@ def test_what_the_placement_is_told(fleet: World, settings: Settings) -> None:
         row.desired, row.spot_at = Desired.SPOT, datetime.fromtimestamp(NOW_S, UTC)
     expected = expected_demand(fleet.database, settings, now_s=NOW_S, origin_s=None)
     with fleet.database.transaction() as session:
-        census = take_census(session, silent_s=60.0)
-    facts = placement_facts(census, demand=expected.demand, pins={EAST: 3}, pool=None)
+        inventory = read_inventory(session, silent_s=60.0)
+    facts = placement_facts(inventory, demand=expected.demand, pins={EAST: 3}, pool=None)
     assert facts.regions == ("us-east", "us-west")
     assert facts.capacity == {RegionGpu(region=r, gpu_type="H800"): 4 for r in ("us-east", "us-west")}
     cell = EndpointGpu(model="tide", region="us-east", gpu_type="H800")

@@ -10,7 +10,7 @@ from controlplane.policies.placement.poolable import PlannedPools, PoolableSetti
 from controlplane.policies.placement.pools import LATENCY_FIELDS, PoolLoad, occupancy_of
 from controlplane.settings import Settings
 from controlplane.store import fleet
-from controlplane.store.fleet import take_census
+from controlplane.store.fleet import read_inventory
 from controlplane.store.instances import add_instance
 from controlplane.store.tables import Profile
 from tests.controlplane.planner.pool_fleet import HOST_BYTES, LATENCY, add_models, join
@@ -28,7 +28,7 @@ def world(world: World) -> World:
 
 def told(world: World, settings: Settings, demand: dict[Endpoint, tuple[float, ...]]) -> PlannedPools:
     with world.database.transaction() as session:
-        return planned_pools(take_census(session, silent_s=60.0), demand, settings)
+        return planned_pools(read_inventory(session, silent_s=60.0), demand, settings)
 
 
 def test_what_an_endpoint_takes_is_that_of_its_busiest_window(world: World, settings: Settings) -> None:

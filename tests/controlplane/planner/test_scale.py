@@ -21,7 +21,7 @@ from controlplane.policies.placement.facts import PlacementSettings
 from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.endpoint_summary import read_unplaced
-from controlplane.store.fleet import take_census
+from controlplane.store.fleet import read_inventory
 from controlplane.store.instances import desired_of
 from controlplane.store.joining import join_node
 from controlplane.store.plan_tables import PlanEntry
@@ -325,7 +325,7 @@ def test_weights_that_fit_nowhere_are_not_placed_by_scaling_nor_by_a_plan(world:
     expected = "the weights of tide fit on no slot in us-east: 514 MiB in float32, the largest slot of H800 has 256 MiB"
     with world.database.transaction() as session:
         [kept] = read_unplaced(session)
-        facts = placement_facts(take_census(session, silent_s=60.0), demand={}, pins={}, pool=None)
+        facts = placement_facts(read_inventory(session, silent_s=60.0), demand={}, pins={}, pool=None)
     assert kept.reason.startswith(expected)
     placement = choose_placement(facts, 0.0, PlacementSettings())
     assert not any(entry.after for entry in placement.entries)
