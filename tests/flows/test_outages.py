@@ -30,7 +30,6 @@ from ops.local.sample_fleet import PROFILES, REGIONS
 from tests.flows.conftest import register, wait_ready
 from tests.flows.waiting import wait_until
 
-RESTARTS = 10
 COMMANDS = ("api", "dispatcher", "worker", "forecaster", "beat", "agent")
 QUICK_LOOPS = frozenset({Loop.WORKER, Loop.BEAT, Loop.FORECASTER, Loop.DISPATCHER, Loop.SCALE, Loop.EXPIRE})
 """Those that run every second or two here; the others wait for the next minute or hour."""
@@ -213,10 +212,17 @@ def _answers(system: System) -> None:
         wait_until(answered, "a request is answered", PATIENCE_S)
 
 
-@pytest.mark.parametrize("server", [pytest.param("redis", marks=pytest.mark.slow), "postgres"])
-def test_every_process_survives_ten_restarts(system: System, server: str) -> None:
+@pytest.mark.parametrize(
+    ("server", "restarts"),
+    [
+        ("postgres", 2),
+        pytest.param("postgres", 10, marks=pytest.mark.slow),
+        pytest.param("redis", 10, marks=pytest.mark.slow),
+    ],
+)
+def test_every_process_survives_restarts(system: System, server: str, restarts: int) -> None:
     pids = {name: process.pid for name, process in system.running.items() if name in COMMANDS}
-    for restart in range(RESTARTS):
+    for restart in range(restarts):
         system.restart_server(server, down_s=restart % 3, killed=restart % 2 == 1)
         restarted_s = system.now_s()
         _succeeded_since(system, restarted_s)
