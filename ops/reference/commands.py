@@ -2,9 +2,9 @@
 
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
-import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from ops.cli.main import app
@@ -19,13 +19,17 @@ _AS_IT_STANDS = "\b\n"
 
 def commands_page() -> str:
     """The page."""
-    root = get_command(app)
-    assert isinstance(root, TyperGroup)
-    return page("Command line", _INTRODUCTION, *_sections(root, typer.Context(root, info_name="tidepool")))
+    return page("Command line", _INTRODUCTION, *_sections(_without_arguments(get_command(app), "tidepool", None)))
 
 
-def _sections(command: TyperCommand | TyperGroup, context: typer.Context) -> Iterator[str]:
+def _without_arguments(command: Any, name: str, parent: Any) -> Any:
+    """The context of a command that is not run. Its command is the real one where the given one is imported later."""
+    return command.make_context(name, [], parent=parent, resilient_parsing=True)
+
+
+def _sections(context: Any) -> Iterator[str]:
     """The section of a command, then those of its subcommands."""
+    command = context.command
     yield f"## {context.command_path}"
     yield block(" ".join([context.command_path, *command.collect_usage_pieces(context)]))
     yield from _explanation(command.help or "")
@@ -35,9 +39,8 @@ def _sections(command: TyperCommand | TyperGroup, context: typer.Context) -> Ite
     if isinstance(command, TyperGroup):
         for name in command.list_commands(context):
             below = command.get_command(context, name)
-            assert isinstance(below, TyperCommand | TyperGroup)
-            if not below.hidden:
-                yield from _sections(below, typer.Context(below, parent=context, info_name=name))
+            if below is not None and not below.hidden:
+                yield from _sections(_without_arguments(below, name, context))
 
 
 def _explanation(text: str) -> Iterator[str]:
