@@ -1,4 +1,4 @@
-"""The documents hold together: links between them lead to files and headings, and the source files they name exist."""
+"""Links between documents lead to files and headings that exist. What they name in backticks is in `test_tidy.py`."""
 
 import re
 from collections.abc import Iterator
@@ -13,8 +13,6 @@ _FENCE = re.compile(r"^ *(```|~~~).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]+`")
 _LINK = re.compile(r"\[[^\]]*\]\(<?([^)\s>]+)>?(?: \"[^\"]*\")?\)")
 _HEADING = re.compile(r"^#{1,6} +(.*?) *#*$", re.MULTILINE)
-_PLACEHOLDER = "NAME"
-_NAMED_FILE = re.compile(r"^[\w.-]+(?:/[\w.-]+)+\.(?:py|md|toml|lock)(?:::?[\w:]+)?$")
 
 
 def _name(path: Path) -> str:
@@ -51,15 +49,6 @@ def _broken_links(path: Path) -> Iterator[str]:
 def test_links_lead_somewhere(path: Path) -> None:
     broken = list(_broken_links(path))
     assert not broken, "\n".join(broken)
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "ops/docs").glob("*.md")), ids=_name)
-def test_named_source_files_exist(path: Path) -> None:
-    """What stands in backticks and looks like a file's path from the root is one."""
-    named = {code.strip("`") for code in _CODE.findall(_prose(path))}
-    files = {name.partition(":")[0] for name in named if _NAMED_FILE.match(name) and _PLACEHOLDER not in name}
-    missing = sorted(name for name in files if not (ROOT / name).exists())
-    assert not missing, f"not in the repository: {missing}"
 
 
 def test_a_broken_link_is_found(tmp_path: Path) -> None:

@@ -153,27 +153,6 @@ def test_the_glossary_says_what_the_code_says() -> None:
     assert not [name for names in named for name in names if name.rpartition(".")[2] not in words]
 
 
-def _anchors(document: Path) -> set[str]:
-    """What a link may name behind `#`: headings in lower case, spaces as hyphens, other signs left out."""
-    headings = re.findall(r"^#+ (.+)$", document.read_text(), flags=re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_links_between_documents_lead_somewhere() -> None:
-    wrong = []
-    for document in _documents():
-        for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
-            name, _, anchor = link.partition("#")
-            target = (document.parent / name).resolve() if name else document
-            if "://" in link:
-                continue
-            if not target.exists():
-                wrong.append(f"{document.relative_to(ROOT)}: {link}")
-            elif anchor and anchor not in _anchors(target):
-                wrong.append(f"{document.relative_to(ROOT)}: {link}: no such heading")
-    assert not wrong, "\n".join(wrong)
-
-
 @pytest.mark.parametrize("name", ["INSTANCE", "PLAN", "BATCH", "BATCH_REQUEST"])
 def test_state_charts_match_the_tables(name: str) -> None:
     text = (ROOT / "ops" / "decisions" / "states.md").read_text()
