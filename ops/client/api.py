@@ -49,7 +49,6 @@ class Api:
 
     @property
     def url(self) -> str:
-        """Where it is."""
         return str(self._client.base_url).rstrip("/")
 
     def get(self, path: str, **query: Any) -> Any:
@@ -70,7 +69,6 @@ class Api:
         return self.send("PUT", path, json=body)
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Do something."""
         return self.send("POST", path) if body is None else self.send("POST", path, json=body)
 
     def delete(self, path: str) -> Any:

@@ -97,7 +97,6 @@ class Load:
         self.sent = Sent()
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     async def undisturbed(self) -> dict[tuple[str, int], str]:

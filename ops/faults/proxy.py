@@ -49,11 +49,9 @@ class Link:
 
     @property
     def connections(self) -> int:
-        """Connections that are open now."""
         return len(self._connections)
 
     async def start(self) -> None:
-        """Listen."""
         self._server = await asyncio.start_server(self._accept, LOOPBACK, self.port, backlog=512)
 
     async def stop(self) -> None:

@@ -41,7 +41,6 @@ class Fields:
         self._unread = {key for key in header.metadata if key.startswith(self._prefix)}
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A setting, or `default`."""
         self._unread.discard(self._prefix + key)
         return self.header.metadata.get(self._prefix + key, default)
 

@@ -37,7 +37,6 @@ class Weight:
 
     @property
     def values(self) -> int:
-        """How many there are."""
         return math.prod(self.shape)
 
 

@@ -54,12 +54,10 @@ class Supervisor:
         self._failure: Exception | None = None
 
     def __enter__(self) -> Self:
-        """Start."""
         self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop."""
         self.stop()
 
     def start(self) -> None:

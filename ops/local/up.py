@@ -67,7 +67,6 @@ class _Screen:
         self._console = None if as_json else Console(stderr=True)
 
     def say(self, line: str, style: str | None = None) -> None:
-        """Write a line."""
         if self._console is None:
             log.info(line)
         else:

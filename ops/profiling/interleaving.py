@@ -54,12 +54,10 @@ class CheckSettings:
 
     @property
     def tolerance(self) -> float:
-        """See `TOLERANCES`."""
         return TOLERANCES[self.dtype]
 
     @property
     def router_tolerance(self) -> float:
-        """See `ROUTER_TOLERANCES`."""
         return ROUTER_TOLERANCES[self.dtype]
 
 

@@ -38,8 +38,6 @@ class PacedStream:
         self._line = Line("paced")
 
     def submit(self, copies: Sequence[Copy], after: Sequence[Event] = ()) -> Event:
-        """See `CopyStream`."""
-
         def run() -> None:
             began_s = time.perf_counter()
             self._inner.submit(copies, after).wait()
@@ -49,7 +47,6 @@ class PacedStream:
         return self._line.submit(run)
 
     def close(self) -> None:
-        """See `CopyStream`."""
         self._line.close()
         self._inner.close()
 

@@ -146,7 +146,6 @@ class Case:
 
     @property
     def models(self) -> int:
-        """How many are on the slot."""
         return 1 + max(each.model for each in self.asked)
 
 

@@ -97,7 +97,6 @@ class IsolationLoad:
         )
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     async def interactive(self, arrivals: Sequence[Arrival]) -> list[Answer]:

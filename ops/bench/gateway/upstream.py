@@ -45,13 +45,11 @@ class Upstream(asyncio.Protocol):
         self._transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It went."""
         if self._task is not None:
             self._task.cancel()
         self.closed.set()
 
     def close(self) -> None:
-        """Hang up."""
         if self._transport is not None:
             self._transport.abort()
 

@@ -54,7 +54,6 @@ class SharedModel:
 
     @property
     def layer_bytes(self) -> int:
-        """Of one layer."""
         return self.layers_bytes // self.layers
 
 

@@ -56,11 +56,9 @@ class FleetShape:
     minimum: int = 0
 
     def region_names(self) -> list[str]:
-        """The regions."""
         return [f"region-{number}" for number in range(self.regions)]
 
     def node_names(self, region: str) -> list[str]:
-        """The nodes of a region."""
         return [f"{region}-{number}" for number in range(self.nodes)]
 
     def rates(self) -> list[float]:

@@ -105,7 +105,6 @@ class _Inflight:
     promises_s: list[float] = field(default_factory=list)
 
     def served(self, *, from_first_token: bool) -> ServedRequest:
-        """For its attainment."""
         promise = self.request.promise
         return ServedRequest(
             arrived_s=self.token_times_s[0] if from_first_token else self.arrived_s,

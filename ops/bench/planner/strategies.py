@@ -168,7 +168,6 @@ class Progress:
             notes().print(f"{name}: {share:.0%}; {self._done} of {self._runs} runs done{left}")
 
     def over(self) -> None:
-        """A run is over."""
         self._done += 1
 
 

@@ -17,7 +17,6 @@ class Pace(Struct, frozen=True, gc=False):
     growth_s: float
 
     def seconds(self, steps: int) -> float:
-        """What so many steps take."""
         return steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
 
     def steps_within(self, seconds: float) -> int:

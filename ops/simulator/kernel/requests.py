@@ -54,7 +54,6 @@ class Served(Struct, eq=False):
         return self.due_s + self.made * self.target.tbt_s
 
     def token(self, at_s: float) -> None:
-        """One token is out."""
         if not self.made:
             self.first_s = at_s
         late_s = at_s - self.next_due_s

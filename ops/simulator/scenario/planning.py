@@ -59,7 +59,6 @@ class ScalingPart(Part):
         return self
 
     def settings(self) -> ScalingSettings:
-        """For `choose_scaling`."""
         return ScalingSettings(
             strategy=StrategyName.LT_I if self.strategy == "oracle" else self.strategy,
             out_above=self.out_above,
@@ -96,7 +95,6 @@ class PlanningPart(Part):
     pool_round_s: Positive = 12.0
 
     def poolable(self) -> PoolableSettings:
-        """For `choose_poolable`."""
         return PoolableSettings(
             enabled=self.pools,
             fill=self.pool_fill,

@@ -96,7 +96,6 @@ class FastForwardEngine(ReplayEngine):
 
     @property
     def present_model(self) -> str | None:
-        """Whose turn it is."""
         return self._last_model
 
     @property

@@ -69,7 +69,6 @@ class PoolServer:
 
     @property
     def switches(self) -> int:
-        """Switches of all slots."""
         return sum(process.engine.switches_total for process in self._processes)
 
     @property

@@ -130,7 +130,6 @@ class PooledServer:
         return self._slot.server.lose(self._model.name)
 
     def leave(self) -> None:
-        """Be on the slot no more."""
         self._slot.remove(self._model.name)
 
     def settle(self) -> None:

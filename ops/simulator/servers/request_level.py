@@ -69,7 +69,6 @@ class RequestLevelCluster:
         return (request.prompt_tokens + request.output_tokens) * token_bytes <= self._settings.kv_bytes
 
     def submit(self, served: Served) -> None:
-        """Take in a request."""
         if self._switching == "line-per-gpu":
             self._choose_line(served).line.append(served)
         elif self._switching == "shortest-first":
@@ -189,7 +188,6 @@ class SplitCluster:
 
     @property
     def switches(self) -> int:
-        """Of both."""
         return self._prefill.switches + self._decode.switches
 
     def fits(self, request: Request) -> bool:

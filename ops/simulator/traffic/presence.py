@@ -81,7 +81,6 @@ class Presence:
         return view
 
     def views(self) -> dict[str, dict[str, InstanceFacts]]:
-        """Those of all models."""
         return {model: self.view(model) for model in self._of_model}
 
     def sent(self, request: Request, instance_id: str) -> int:

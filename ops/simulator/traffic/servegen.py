@@ -28,7 +28,6 @@ class Lengths:
     shares: FloatArray
 
     def draw(self, rng: np.random.Generator, count: int) -> IntArray:
-        """So many of them."""
         return rng.choice(self.tokens, count, p=self.shares)
 
 

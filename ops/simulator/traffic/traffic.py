@@ -46,7 +46,6 @@ class Lengths:
         return uncut + self.most * _normal(-below / self.spread) + _normal(above / self.spread)
 
     def draw(self, rng: np.random.Generator, count: int) -> IntArray:
-        """So many of them."""
         drawn = rng.lognormal(math.log(self.median), self.spread, count)
         return np.clip(np.rint(drawn), 1, self.most).astype(np.int64)
 

@@ -31,7 +31,6 @@ class LengthsPart(Part):
 
     @property
     def lengths(self) -> Lengths:
-        """What it says."""
         median = self.median or (self.mean or 0.0) / math.exp(self.spread**2 / 2)
         return Lengths(median=median, spread=self.spread, most=self.most)
 

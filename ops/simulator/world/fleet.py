@@ -149,7 +149,6 @@ class Fleet:
             self._settle_slot(held.place)
 
     def apply(self, decision: SlotDecision) -> None:
-        """Do what was decided."""
         self.set_kinds({change.instance_id: change.kind for change in decision.changed_kinds})
         for change in decision.revives:
             self.starts["revived"] += 1

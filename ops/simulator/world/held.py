@@ -44,12 +44,10 @@ class Held:
 
     @property
     def place(self) -> tuple[str, int]:
-        """The slot it is on."""
         return self.node.name, self.slot
 
     @property
     def endpoint(self) -> Endpoint:
-        """What it is an instance of."""
         return self.server.endpoint
 
     @property
@@ -59,7 +57,6 @@ class Held:
 
     @property
     def use(self) -> Use:
-        """What it counts as."""
         state: State = "pooled" if self.pooled and self.state == "serving" else self.state
         return Use(self.endpoint, state, self.kind, self.node.gpu_type, 0 if self.beside else self.gpus)
 

@@ -74,7 +74,6 @@ class Tally:
 
     @classmethod
     def of(cls, tallies: Iterable["Tally"]) -> "Tally":
-        """All of them as one."""
         whole = cls()
         for tally in tallies:
             for name, value in vars(tally).items():

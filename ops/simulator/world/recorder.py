@@ -115,7 +115,6 @@ class Recorder:
         column[-1] += value
 
     def series(self) -> Series:
-        """All steps that are over."""
         return Series(
             start_s=self._start_s,
             step_s=STEP_S,
