@@ -123,7 +123,7 @@ def _simulated(
     """The result of a scenario's file, written where that is wanted."""
     from dataplane.scheduling.profile import ProfileError  # noqa: PLC0415 - --help needs none of it
     from forecasts.importers.lines import DemandFileError  # noqa: PLC0415
-    from ops.simulator.results.pages import PageError, write_page  # noqa: PLC0415
+    from ops.plots.pages import PageError, write_page  # noqa: PLC0415
     from ops.simulator.results.report import report as page_of  # noqa: PLC0415
     from ops.simulator.run import simulate as run  # noqa: PLC0415
     from ops.simulator.scenario.scenario import ScenarioError, load_scenario  # noqa: PLC0415

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ops.plots.panels import NOW, new_figure, save
+from ops.plots.panels import NOW, frame_panel, new_figure, save
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#1a1a1a", "#8a8a8a")
 
@@ -35,11 +35,8 @@ def draw_lines(panels: Sequence[LinesPanel], title: str, path: Path) -> None:
             axes.plot(x, y, color=colour, marker="." if len(points) < 60 else "", linewidth=1.2, label=name)
         if panel.kept is not None:
             axes.axhline(panel.kept, color=NOW, linewidth=0.9, linestyle="--")
-        axes.set_title(panel.title, loc="left", fontsize=10, pad=18, parse_math=False)
         axes.set_xlabel(panel.x_label)
         axes.set_ylabel(panel.y_label)
         axes.set_ylim(0.0, 1.02) if panel.shares else axes.set_ylim(bottom=0.0)
-        axes.grid(visible=True, alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=6, fontsize=8, frameon=False, borderaxespad=0.2)
+        frame_panel(axes, panel.title)
     save(figure, path)

@@ -1,11 +1,12 @@
 """What every picture here shares: panels under each other, time in UTC, tokens per second, colours, the file."""
 
+import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,22 @@ PANELS_MAX = 12
 
 HISTORY, CAME, FORECAST, CAPACITY, NOW = "#8a8a8a", "#1a1a1a", "#0072b2", "#d55e00", "#555555"
 _PANEL_WIDTH_IN, _PANEL_HEIGHT_IN, _HEAD_IN, _FOOT_IN = 11.0, 2.9, 0.7, 0.5
+_SVG_WIDTH_IN = 10.5
+_SVG_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "tidepool",
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.25,
+    "text.parse_math": False,
+}
 
 
 class PlotError(Exception):
@@ -73,7 +90,6 @@ def finish_panel(axes: "Axes", title: str, *, first_s: float, end_s: float) -> N
     from matplotlib.dates import AutoDateLocator, ConciseDateFormatter  # noqa: PLC0415 - heavy
     from matplotlib.ticker import EngFormatter  # noqa: PLC0415 - heavy
 
-    axes.set_title(title, loc="left", fontsize=10, pad=18, parse_math=False)
     axes.set_ylabel("input tokens/s")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
@@ -82,9 +98,25 @@ def finish_panel(axes: "Axes", title: str, *, first_s: float, end_s: float) -> N
     axes.xaxis.set_major_locator(locator)
     axes.xaxis.set_major_formatter(ConciseDateFormatter(locator, tz=UTC))  # type: ignore[no-untyped-call]
     axes.set_xlabel("time, UTC")
+    frame_panel(axes, title)
+
+
+def frame_panel(axes: "Axes", title: str) -> None:
+    """Title, grid and legend of a panel whose lines are drawn."""
+    axes.set_title(title, loc="left", fontsize=10, pad=18, parse_math=False)
     axes.grid(visible=True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=6, fontsize=8, frameon=False, borderaxespad=0.2)
+    add_legend(axes)
+
+
+def add_legend(axes: "Axes") -> None:
+    """Above the panel, on the right: it hides nothing. None where nothing is labelled."""
+    if not axes.get_legend_handles_labels()[0]:
+        return
+    axes.legend(
+        loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=6, fontsize=8, frameon=False, borderaxespad=0.2,
+        handlelength=1.4, columnspacing=1.2,
+    )  # fmt: skip
 
 
 def draw_curve(axes: "Axes", curve: Curve, label: str, colour: str) -> None:
@@ -116,3 +148,17 @@ def save(figure: "Figure", path: Path) -> None:
             figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:
         raise PlotError(f"{path}: cannot be drawn: {error}") from error
+
+
+def draw_svg(paint: "Callable[[Figure], None]", height_in: float) -> str:
+    """A figure as an SVG element, the same for the same figures."""
+    import matplotlib as mpl  # noqa: PLC0415 - heavy
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    with mpl.rc_context(_SVG_STYLE):
+        figure = Figure(figsize=(_SVG_WIDTH_IN, height_in), layout="constrained", facecolor="none")
+        paint(figure)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]

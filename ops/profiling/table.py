@@ -9,12 +9,11 @@ from pathlib import Path
 import torch
 
 from ops.profiling.checkpoints import BenchModel, DtypeName, Shape, build_checkpoints, shape_of
-from ops.profiling.control import measure_control
 from ops.profiling.decode import measure_decode
 from ops.profiling.figures import Figure
 from ops.profiling.fragmentation import simulate_fragmentation
 from ops.profiling.layerwise import measure_layerwise
-from ops.profiling.switch import measure_prefetch, measure_switch
+from ops.profiling.switch import measure_control, measure_prefetch, measure_switch
 
 FRAGMENTATION_MAX = 0.2
 FRAGMENTATION_STEPS = 1500

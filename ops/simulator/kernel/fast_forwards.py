@@ -19,19 +19,6 @@ class Pace(Struct, frozen=True, gc=False):
     def seconds(self, steps: int) -> float:
         return steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
 
-    def steps_within(self, seconds: float) -> int:
-        """The most steps that are over by then."""
-        if seconds < self.first_s:
-            return 0
-        half = self.first_s - self.growth_s / 2
-        root = math.sqrt(half * half + 2 * self.growth_s * seconds)
-        steps = int(2 * seconds / (half + root))
-        while steps > 0 and self.seconds(steps) > seconds:
-            steps -= 1
-        while self.seconds(steps + 1) <= seconds:
-            steps += 1
-        return steps
-
     def steps_to(self, seconds: float) -> int:
         """The fewest steps, at least one, that are not over before then."""
         first_s, growth_s = self.first_s, self.growth_s

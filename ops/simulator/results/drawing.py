@@ -1,9 +1,8 @@
-"""What all pictures of simulations share: columns of a result over time, thinned, and a figure as an SVG element."""
+"""What all pictures of simulations share: columns of a result over time, thinned, and their time axis."""
 
-import io
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -12,29 +11,11 @@ from ops.simulator.results.results import Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 FloatArray = npt.NDArray[np.float64]
 
-WIDTH_IN = 10.5
 POINTS_MAX = 400
 """Points of a line: more are not seen, but make a large file."""
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "tidepool",
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.alpha": 0.25,
-    "text.parse_math": False,
-}
-
 _UNITS = ((3 * 86_400.0, 86_400.0, "days"), (3 * 3600.0, 3600.0, "hours"), (0.0, 60.0, "minutes"))
 
 
@@ -83,27 +64,3 @@ def finish_time_axis(axes: "Axes", series: Series) -> None:
     unit_s, name = unit_of(series)
     axes.set_xlabel(f"simulated time, {name}")
     axes.set_xlim(series.start_s / unit_s, (series.start_s + span_s(series)) / unit_s)
-
-
-def add_legend(axes: "Axes") -> None:
-    """Above the panel, on the right: it hides nothing. None where nothing is labelled."""
-    if not axes.get_legend_handles_labels()[0]:
-        return
-    axes.legend(
-        loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=6, fontsize=8, frameon=False, borderaxespad=0.2,
-        handlelength=1.4, columnspacing=1.2,
-    )  # fmt: skip
-
-
-def draw_svg(paint: "Callable[[Figure], None]", height_in: float) -> str:
-    """A figure as an SVG element, the same for the same figures."""
-    import matplotlib as mpl  # noqa: PLC0415 - heavy
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained", facecolor="none")
-        paint(figure)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    svg = text.getvalue()
-    return svg[svg.index("<svg") :]

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable
 
+from ops.plots.pages import Cell, cards, page, section, table
 from ops.simulator.results import report_figures as figures
-from ops.simulator.results.pages import Cell, cards, page, section, table
-from ops.simulator.results.report_pools import pools
 from ops.simulator.results.results import Quantiles, Result, Row, Totals, held_hours
 
 START_NAMES = {
@@ -40,7 +39,7 @@ def report(result: Result) -> str:
             "Pools",
             "Above, GPUs by what holds them, those of pools among them; in the middle, endpoints that are served by a "
             "pool; below, how often their slots change the model.",
-            pools(result),
+            figures.pools(result),
         ),
         section(
             "Utilization",

@@ -10,12 +10,10 @@ from dataplane.engines.torch.copies.cpu import ThreadStream
 from ops.cli.main import main
 from ops.profiling import figures
 from ops.profiling.checkpoints import BenchModel, Shape, build_checkpoints, parameters_of, shape_of
-from ops.profiling.control import measure_control
 from ops.profiling.decode import decode_rate, measure_decode
 from ops.profiling.figures import Figure, interleaved, medians
 from ops.profiling.layerwise import PacedStream, measure_layerwise
-from ops.profiling.slot import open_slot
-from ops.profiling.switch import measure_prefetch, measure_switch
+from ops.profiling.switch import measure_control, measure_prefetch, measure_switch, open_slot
 from ops.profiling.table import NAMES, BenchSettings, measure_figures
 
 TINY = Shape(hidden=64, layers=3, head_dim=16)

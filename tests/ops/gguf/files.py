@@ -11,7 +11,7 @@ from gguf.constants import MODEL_ARCH_NAMES, RopeScalingType, TokenType
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from ops.local.tiny_tokenizer import CHAT_TEMPLATE, END_TOKEN, ROLE_TOKENS, train_tokenizer
+from ops.local.tiny_models import CHAT_TEMPLATE, END_TOKEN, ROLE_TOKENS, train_tokenizer
 from tests.dataplane.engines.torch.tiny import save_tiny
 
 VOCABULARY = 512

@@ -11,7 +11,7 @@ from gguf import GGUFWriter
 
 from ops.gguf.header import GgufError, read_header
 from ops.gguf.tokenizers import build_tokenizer
-from ops.local.tiny_tokenizer import END_TOKEN, train_tokenizer
+from ops.local.tiny_models import END_TOKEN, train_tokenizer
 from tests.ops.gguf.files import write_tokenizer
 
 

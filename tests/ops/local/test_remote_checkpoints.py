@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from ops.local.checkpoints import CheckpointError, describe_checkpoint
-from ops.local.remote_checkpoints import LIKELY_HEADER_BYTES
+from ops.local.checkpoints import LIKELY_HEADER_BYTES, CheckpointError, describe_checkpoint
 from tests.dataplane.registry import Registry
 from tests.ops.local.test_checkpoints import write_checkpoint, write_safetensors
 
@@ -111,7 +110,7 @@ class DripHandler(BaseHTTPRequestHandler):
 
 
 def test_a_server_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ops.local.remote_checkpoints._TIME_MAX_S", 0.2)
+    monkeypatch.setattr("ops.local.checkpoints._TIME_MAX_S", 0.2)
     server = ThreadingHTTPServer(("127.0.0.1", 0), DripHandler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()

@@ -18,8 +18,7 @@ from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.memory.slabs import ALIGNMENT_BYTES
 from dataplane.protocol.messages import ModelSpec
 from ops.local.checkpoints import describe_checkpoint
-from ops.local.tiny_models import RECIPES, build_tiny_models
-from ops.local.tiny_tokenizer import VOCABULARY, printable_ids, train_tokenizer
+from ops.local.tiny_models import RECIPES, VOCABULARY, build_tiny_models, printable_ids, train_tokenizer
 from tests.dataplane.engines.torch.drive import drain, request
 
 

@@ -28,11 +28,8 @@ def test_a_pace_is_that_of_the_latency_model() -> None:
 
 
 @given(paces, st.integers(0, 300), st.floats(0.0, 1.0))
-def test_steps_within_a_time(pace: Pace, count: int, share: float) -> None:
+def test_the_fewest_steps_that_reach_a_time(pace: Pace, count: int, share: float) -> None:
     seconds = pace.seconds(count) + share * (pace.seconds(count + 1) - pace.seconds(count))
-    within = pace.steps_within(seconds)
-    assert pace.seconds(within) <= seconds < pace.seconds(within + 1)
-    assert abs(within - count) <= 1
     fewest = pace.steps_to(seconds)
     assert pace.seconds(fewest) >= seconds
     assert fewest == 1 or pace.seconds(fewest - 1) < seconds
