@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ops.cli.command_table import CommandTable
+from ops.cli.extras import missing_extra
 from ops.client.api import CommandError, Target
 
 app = typer.Typer(
@@ -67,6 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(args=None if arguments is None else list(arguments), prog_name="tidepool")
     except CommandError as error:
         sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(1) from None
+    except ModuleNotFoundError as error:
+        missing = missing_extra(error)
+        if missing is None:
+            raise
+        sys.stderr.write(f"error: {missing}\n")
         raise SystemExit(1) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

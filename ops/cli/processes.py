@@ -212,7 +212,6 @@ _PREFIXES = {"Settings": "TIDEPOOL_", "AgentSettings": "TIDEPOOL_AGENT_", "LogSe
 def _explained() -> Iterator[None]:
     """Bad settings, a busy port, a server that is away: a line each, in place of a traceback."""
     from pydantic import ValidationError  # noqa: PLC0415 - heavy
-    from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - heavy
 
     from controlplane.errors import InvalidValueError, SchemaError  # noqa: PLC0415 - heavy
     from dataplane.protocol.errors import DataplaneError  # noqa: PLC0415 - heavy
@@ -238,5 +237,14 @@ def _explained() -> Iterator[None]:
         OSError,
     ) as error:
         raise CommandError(mask(str(error))) from error
-    except SQLAlchemyError as error:
+    except _database_errors() as error:
         raise CommandError(mask(f"the database: {str(error).splitlines()[0]}")) from error
+
+
+def _database_errors() -> tuple[type[Exception], ...]:
+    """SQLAlchemy's; none where it is not installed, as on a node."""
+    try:
+        from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - heavy
+    except ModuleNotFoundError:
+        return ()
+    return (SQLAlchemyError,)

