@@ -121,7 +121,7 @@ def _documents() -> list[Path]:
 
 
 def test_documents_name_what_exists() -> None:
-    """Every path in backticks exists, and behind `path:name` the file defines the name."""
+    """Every path in backticks exists, and behind `path:name` the file defines the name; so do modules to be run."""
     folders = "|".join((*PACKAGES, "tests"))
     named = re.compile(rf"`((?:{folders})/[\w./-]*(?:{{[\w,]+}})?[\w./-]*)(?::(\w+))?`")
     checked, wrong = 0, []
@@ -138,6 +138,10 @@ def test_documents_name_what_exists() -> None:
                     wrong.append(f"{document.relative_to(ROOT)}: {path} is not there")
                 elif name and not re.search(rf"^ *(async def|def|class) {name}\b", target.read_text(), re.MULTILINE):
                     wrong.append(f"{document.relative_to(ROOT)}: {path} defines no {name}")
+        for module in re.findall(r"python -m (ops[\w.]*)", document.read_text()):
+            path = ROOT / module.replace(".", "/")
+            if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists():
+                wrong.append(f"{document.relative_to(ROOT)}: {module} is no module to run")
     assert checked > 100
     assert not wrong, "\n".join(wrong)
 
