@@ -1,8 +1,5 @@
 """What the gateway costs: against a bare ASGI hop in the same language, and against the LiteLLM proxy if it is given.
 
-    python -m ops.bench.gateway.run --rounds 3
-    python -m ops.bench.gateway.run --litellm /path/to/venv/bin/python --json
-
 All stand before the same upstream, a process that streams tokens as a node does; each hop has a core of its own, as far
 as the machine has two. Two loads: paced streams, a token every `--every-ms` on each of `--streams` connections, give
 the CPU seconds of a token and its added time; short requests, one after the other, give requests a second. What a core
@@ -10,10 +7,8 @@ could pass on is 1 / (CPU seconds a token): it is measured below saturation, so 
 tokens at once. The hops take turns, round by round; medians count.
 """
 
-import argparse
 import asyncio
 import contextlib
-import json
 import math
 import os
 import re
@@ -23,13 +18,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import typer
 
 from ops.bench.gateway.stack import fill_one_node, gateway_process, served_by
+from ops.client.screen import AsJson, Columns, print_json, print_table
 from ops.faults.percentiles import percentile
 from ops.local.ports import free_port
 
@@ -144,15 +142,15 @@ class Row:
     failures: int
 
 
-async def measure(hops: dict[str, tuple[Hop, Hop]], options: argparse.Namespace) -> list[Row]:
+async def measure(hops: dict[str, tuple[Hop, Hop]], *, rounds: int, streams: int, requests: int) -> list[Row]:
     """`hops`: by name, the hop before the paced upstream and the one before the short one."""
     paced: dict[str, list[Seen]] = {name: [] for name in hops}
     short: dict[str, list[Seen]] = {name: [] for name in hops}
-    for number in range(options.rounds + 1):  # the first warms up
+    for number in range(rounds + 1):  # the first warms up
         for name, (long_hop, short_hop) in hops.items():
-            for hop, kept, each in ((long_hop, paced, 1), (short_hop, short, options.requests)):
+            for hop, kept, each in ((long_hop, paced, 1), (short_hop, short, requests)):
                 request = request_bytes(hop.path, hop.key, stream=True)
-                seen = await load(hop.port, request, streams=options.streams, each=each, pid=hop.pid)
+                seen = await load(hop.port, request, streams=streams, each=each, pid=hop.pid)
                 if number:
                     kept[name].append(seen)
     return [_row(name, paced[name], short[name], paced["direct"], short["direct"]) for name in hops if name != "direct"]
@@ -184,12 +182,12 @@ def _row(name: str, paced: list[Seen], short: list[Seen], direct: list[Seen], di
 
 
 @contextlib.contextmanager
-def hops(options: argparse.Namespace) -> Iterator[dict[str, tuple[Hop, Hop]]]:
+def hops(paced_tokens: int, every_ms: float, litellm: Path | None) -> Iterator[dict[str, tuple[Hop, Hop]]]:
     """All processes, each hop twice: before the paced upstream and before the short one."""
     found: dict[str, list[Hop]] = {}
     with contextlib.ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for kind, tokens, every_s in (("paced", options.tokens, options.every_ms / 1e3), ("short", _SHORT_TOKENS, 0.0)):
+        for kind, tokens, every_s in (("paced", paced_tokens, every_ms / 1e3), ("short", _SHORT_TOKENS, 0.0)):
             upstream = free_port()
             command = [sys.executable, "-m", "ops.bench.gateway.upstream", str(upstream), str(tokens), str(every_s)]
             stack.enter_context(served_by(command, upstream, core=1))
@@ -203,10 +201,10 @@ def hops(options: argparse.Namespace) -> Iterator[dict[str, tuple[Hop, Hop]]]:
             ours = stack.enter_context(gateway_process(home / kind, partial(fill_one_node, upstream=url), core=0))
             hop = Hop(name="tidepool", port=ours.port, path=_CHAT, key=ours.filled, pid=ours.pid)
             found.setdefault("tidepool", []).append(hop)
-            if options.litellm is not None:
+            if litellm is not None:
                 port = free_port()
                 key = f"sk-{secrets.token_hex(32)}"
-                pid = stack.enter_context(_litellm(options.litellm, home / f"{kind}.yaml", port, url, key))
+                pid = stack.enter_context(_litellm(litellm, home / f"{kind}.yaml", port, url, key))
                 found.setdefault("litellm", []).append(Hop(name="litellm", port=port, path=_CHAT, key=key, pid=pid))
         yield {name: (both[0], both[1]) for name, both in found.items()}
 
@@ -223,32 +221,36 @@ def _litellm(python: Path, config: Path, port: int, upstream: str, key: str) -> 
         yield pid
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=60, help="tokens of a paced stream")
-    parser.add_argument("--every-ms", type=float, default=400.0, help="between the tokens of a paced stream")
-    parser.add_argument("--requests", type=int, default=5, help="short requests of each connection in a round")
-    parser.add_argument("--litellm", type=Path, help="python of an environment that has 'litellm[proxy]'")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    with hops(options) as found:
+def main(
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    streams: Annotated[int, typer.Option(min=1, help="Connections.")] = 64,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a paced stream.")] = 60,
+    every_ms: Annotated[float, typer.Option(min=0.0, help="Between the tokens of a paced stream.")] = 400.0,
+    requests: Annotated[int, typer.Option(min=1, help="Short requests of each connection in a round.")] = 5,
+    litellm: Annotated[
+        Path | None, typer.Option(help="Python of an environment that has LiteLLM's proxy.", dir_okay=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what the gateway costs beside a bare hop.
+
+    \b
+    Examples:
+      python -m ops.bench.gateway.run --rounds 3
+      python -m ops.bench.gateway.run --litellm /path/to/venv/bin/python --json
+    """
+    with hops(tokens, every_ms, litellm) as found:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-        rows = asyncio.run(measure(found, options))
+        rows = asyncio.run(measure(found, rounds=rounds, streams=streams, requests=requests))
     bare = next(row for row in rows if row.hop == "bare hop")
     share = {row.hop: row.tokens_per_core_s / bare.tokens_per_core_s for row in rows if bare.tokens_per_core_s}
-    if options.json:
-        print(json.dumps({"rows": [asdict(row) for row in rows], "tokens_share_of_bare_hop": share}, indent=1))
+    if as_json:
+        print_json({"rows": [asdict(row) for row in rows], "tokens_share_of_bare_hop": share})
         return
-    for row in rows:
-        fields = asdict(row)
-        print(fields.pop("hop"))
-        for name, value in fields.items():
-            print(f"  {name:24} {value:12.2f}")
-        print(f"  share of the bare hop    {share.get(row.hop, 0.0):12.2f}   (target for tidepool: {TARGET_SHARE})")
+    columns: Columns = {field.name.replace("_", " "): field.name for field in fields(Row)}
+    columns = {**columns, "share of the bare hop": lambda row: share.get(row["hop"], 0.0)}
+    print_table(f"Medians of {rounds} rounds (target of the share: {TARGET_SHARE})", columns, map(asdict, rows))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
