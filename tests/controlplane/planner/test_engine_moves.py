@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Self
 
@@ -40,7 +40,7 @@ class FakeWorker:
         self._reports.put_nowait(Stats(stats=EngineStats()))
 
     @classmethod
-    async def start(cls, configure: Configure) -> Self:
+    async def start(cls, configure: Configure, environment: Mapping[str, str]) -> Self:
         return cls(configure.engine)
 
     def send(self, command: Command) -> None:
