@@ -28,6 +28,7 @@ def test_kv_pressure_has_its_new_names_and_its_former_ones() -> None:
         restarts_total=0,
         load=0.0,
         worker_start_s=0.0,
+        unread_bytes=0,
     )
     dispatcher: Any = SimpleNamespace(handovers_total=0, count=lambda index: 0)
     group: Any = SimpleNamespace(dispatcher=dispatcher, slots=[slot])

@@ -117,7 +117,7 @@ def test_logits_may_be_off_at_a_token_where_experts_tie_but_not_at_most(
     seen: set[str] = set()
 
     def off(self: Any, sequence: Any, logits: torch.Tensor) -> None:
-        model = self._flights[sequence.request.request_id].model
+        model = self._in_flight[sequence.request.request_id].model
         scale = 1.3 if share == "all" or model not in seen else 1.0
         seen.add(model)
         watch(self, sequence, logits * scale)
