@@ -138,6 +138,20 @@ def choose_turn(
     return None, SlotState()
 
 
+def hold_prefills(held: int, kind: Kind, *, ran: bool, made_tokens: bool, leaving: bool, batches: int) -> int:
+    """For how many more decode turns prefills are held back after a step, `held` before it.
+
+    A prefill that finds no room for its KV waits for a decode turn, unless KV is `leaving` that makes room: a decode in
+    between would bring that back. Where a decode finds no room either, each of the other `batches` has its turn first:
+    only one of them may be able to go on, and to free what both wait for.
+    """
+    if kind == "prefill":
+        return 0 if ran or leaving else max(1, batches)
+    if not ran:
+        return max(0, held - 1)
+    return 0 if made_tokens else held  # its weights may have taken this step to come
+
+
 def _settled(state: SlotState, round_: RoundState, settings: TurnSettings, *, prefill: bool, decode: bool) -> SlotState:
     """The state in this round, the account of shares brought up to date, knowing which kinds wait."""
     over_s, owed = settle_shares(

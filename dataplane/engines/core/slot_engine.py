@@ -22,7 +22,7 @@ from dataplane.protocol.messages import ModelSpec
 from dataplane.scheduling.decode import BatchFacts
 from dataplane.scheduling.load import DecodeShare
 from dataplane.scheduling.prefill import PrefillQueue
-from dataplane.scheduling.schedule import SlotFacts, SlotState, Turn, TurnSettings, choose_turn
+from dataplane.scheduling.schedule import SlotFacts, SlotState, Turn, TurnSettings, choose_turn, hold_prefills
 
 
 class SlotSettings(Protocol):
@@ -86,7 +86,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         self._share = DecodeShare()
         self._last_model: str | None = None
         self._loads = 0
-        self._held = False
+        self._held = 0
         self._log = TurnLog()
 
     @abstractmethod
@@ -209,22 +209,25 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         turn, self._state = choose_turn(facts, self._state, now_s, self._slot.turns)
         self._log.turn(turn, now_s)
         outputs = self._requests.tell_ended()
-        held, self._held = self._held, False
         if turn is None:
+            self._held = 0
             self._wait(now_s)
             return outputs
         self._last_model = turn.model
         tokens_before = self._log.tokens_total
         made = self._run(turn, self._models[turn.model], now_s)
-        if made is None:
-            # Where room is on its way, the prefill waits for it: a decode in between would bring back what left.
-            self._held = turn.kind == "prefill" and not self._memory.leaving
-        else:
+        if made is not None:
             prompts = [s.cached for s, _ in made if not s.prefilled] if turn.kind == "prefill" else ()
             self._log.step(len(made), prompts=prompts)
             outputs += [self._requests.take(sequence, token) for sequence, token in made]
-            # Held back until the decode has made a token: its weights may have taken this step to come.
-            self._held = held and turn.kind == "decode" and self._log.tokens_total == tokens_before
+        self._held = hold_prefills(
+            self._held,
+            turn.kind,
+            ran=made is not None,
+            made_tokens=self._log.tokens_total > tokens_before,
+            leaving=self._memory.leaving,
+            batches=len(facts.batches),
+        )
         took_s = self._clock() - now_s
         self._state = self._state.spent(turn.kind, took_s, ran=made is not None)
         if made is None and turn.kind == "decode" and not self._is_awaited(turn.model):
@@ -241,7 +244,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         return arriving or self._memory.leaving
 
     def _facts(self, now_s: float) -> SlotFacts:
-        """What the turn policy must know. A prefill that found no room for its KV is held back for a step."""
+        """What the turn policy must know. After a prefill that found no room for its KV, prefills are held back."""
         requests = self._requests
         busy = [self._models[model.name] for model in requests.busy_models]
         prefills = PrefillQueue() if self._held else requests.prefills

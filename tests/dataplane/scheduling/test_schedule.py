@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.protocol.tiers import Tier
+from dataplane.scheduling.decode import DecodeSettings
 from dataplane.scheduling.prefill import PrefillQueue
-from dataplane.scheduling.schedule import SlotState, Turn, TurnSettings, choose_turn, settle_shares
+from dataplane.scheduling.schedule import SlotState, Turn, TurnSettings, choose_turn, hold_prefills, settle_shares
 from tests.dataplane.scheduling.slots import SETTINGS, SWITCH_S, batch, prefills, slot
 
 
@@ -182,3 +183,21 @@ def test_with_one_model_that_needs_no_switch_the_account_of_shares_alone_decides
         )
         assert turn is not None
         assert (turn.kind == "prefill") == (waits and not (decodes and owed == "decode"))
+
+
+def test_where_a_model_finds_no_room_for_its_prefill_nor_for_its_decode_the_others_have_their_turns() -> None:
+    """Only b can go on, and free the KV that a waits for. Waits take time, and no quota is longer than the least."""
+    settings = TurnSettings(prefill=SETTINGS.prefill, decode=DecodeSettings(quota_min_s=0.05, quota_max_s=0.05))
+    state, queue, now_s, held = SlotState(), prefills(("a", 0.0, Tier.IW_N)), 0.0, 0
+    for _ in range(20):
+        facts = slot(PrefillQueue() if held else queue, [batch("b"), batch("a")], "a")
+        turn, state = choose_turn(facts, state, now_s, settings)
+        assert turn is not None
+        if turn.model == "b":
+            return
+        now_s += 0.006
+        held = hold_prefills(held, turn.kind, ran=False, made_tokens=False, leaving=False, batches=2)
+        state = state.spent(turn.kind, 0.005, ran=False)
+        if turn.kind == "decode":
+            state = state.cut_short(now_s)
+    pytest.fail("b never had its turn")
