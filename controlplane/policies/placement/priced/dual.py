@@ -4,10 +4,10 @@ For any prices y >= 0 of the shared rows (use <= limit), no placement costs less
 
     L(y) = sum over endpoints (cheapest way to serve it at y) - limit y
 
-The first term is found exactly (prices_search.py), so L(y) is proven however y came about. y climbs on the columns
+The first term is found exactly (`search.py`), so L(y) is proven however y came about. y climbs on the columns
 known so far: L is smoothed by a soft minimum of width tau, which falls, and L-BFGS climbs within a box around the best
 y; then the columns that are cheapest at the new y are added. Where columns are few, the linear program over them
-(prices_master.py) gives y exactly.
+(`master.py`) gives y exactly.
 """
 
 from collections.abc import Callable
