@@ -26,6 +26,12 @@ def two_slots(**changes: Any) -> Any:
     return settings(slots=(SLOT, SLOT), replay_speed=2.0, worker_backoff_max_s=0.2, **changes)
 
 
+def suspend(pid: int) -> None:
+    """Stop a worker, and wait until all its threads have stopped: the signal alone lets one go on for a moment."""
+    os.kill(pid, SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED)
+
+
 async def stream_beside(node: Node, break_slot: Callable[[], None], broken: Callable[[], bool]) -> None:
     """Break slot 0 while a stream runs on slot 1; that one's tokens come before, during and after."""
     made = lambda: node.agent.slots[1].stats.tokens_total  # noqa: E731
@@ -108,7 +114,7 @@ def test_a_worker_that_does_not_read_gets_no_new_requests_and_is_replaced_in_the
             await node.hold(1, instance())
             slot, pid = node.agent.slots[0], node.agent.slots[0].pid
             assert pid is not None
-            os.kill(pid, SIGSTOP)
+            suspend(pid)
             while slot.unread_bytes < 2**16:
                 slot.send(Cancel(request_id="x" * 1000))
             refused = await node.post(generate("r1"))
@@ -118,7 +124,7 @@ def test_a_worker_that_does_not_read_gets_no_new_requests_and_is_replaced_in_the
             await node.until(lambda: slot.unread_bytes == 0)
             assert isinstance((await read(node, generate("r2")))[-1], Finished)
             monkeypatch.setattr(worker_link, "UNREAD_BYTES_MAX", 2**17)
-            os.kill(pid, SIGSTOP)
+            suspend(pid)
             link = slot._link
             assert link is not None
             while not link._writer.is_closing():
