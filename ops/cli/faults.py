@@ -42,10 +42,10 @@ def run_faults(
       tidepool faults run
       tidepool faults run --minutes 3 --nodes 3 --regions 2 --models 4 --only kill,black_hole --seed 7
     """
-    from ops.faults.run import Plan, print_progress, report_text  # noqa: PLC0415 - heavy
-    from ops.faults.run import run_faults as run  # noqa: PLC0415 - heavy
-    from ops.faults.wrecker import Kind  # noqa: PLC0415 - heavy
-    from ops.local.replay_stack import Fleet  # noqa: PLC0415 - heavy
+    from ops.faults.run import Plan, print_progress, report_text
+    from ops.faults.run import run_faults as run
+    from ops.faults.wrecker import Kind
+    from ops.local.replay_stack import Fleet
 
     try:
         kinds = tuple(Kind(kind.strip()) for kind in only.split(",")) if only else tuple(Kind)

@@ -82,10 +82,10 @@ def _run(
     file: Path, settings: "ForecastSettings", origins: int | None, predictions: Path | None, plot: Path | None
 ) -> "tuple[Sequence[SeriesBacktest], bool]":
     """See that what is asked for can be written, read the file, and try its hours; whether that was interrupted."""
-    from forecasts.backtests import run_backtests  # noqa: PLC0415 - statsmodels is heavy
-    from forecasts.importers.lines import DemandFileError  # noqa: PLC0415 - numpy is heavy
-    from forecasts.importers.series_file import read_series  # noqa: PLC0415 - numpy is heavy
-    from ops.plots.panels import PlotError, check_path  # noqa: PLC0415 - numpy is heavy
+    from forecasts.backtests import run_backtests
+    from forecasts.importers.lines import DemandFileError
+    from forecasts.importers.series_file import read_series
+    from ops.plots.panels import PlotError, check_path
 
     try:
         _check_predictions(predictions, file)
@@ -100,8 +100,8 @@ def _run(
 
 
 def _settings(quantile: float, forecasters: list[str] | None) -> "ForecastSettings":
-    from forecasts.models.forecasters import FORECASTERS  # noqa: PLC0415 - statsmodels is heavy
-    from forecasts.settings import ForecastSettings  # noqa: PLC0415 - statsmodels is heavy
+    from forecasts.models.forecasters import FORECASTERS
+    from forecasts.settings import ForecastSettings
 
     for name in forecasters or ():
         if name not in FORECASTERS:
@@ -159,7 +159,7 @@ def _write(path: Path, done: "Sequence[SeriesBacktest]", quantile: float) -> Non
 
 
 def _answer(file: Path, quantile: float, done: "Sequence[SeriesBacktest]", *, interrupted: bool) -> dict[str, Any]:
-    from forecasts.backtests import scores_of  # noqa: PLC0415 - statsmodels is heavy
+    from forecasts.backtests import scores_of
 
     everything = [one for each in done for one in each.predictions]
     return {
@@ -186,7 +186,7 @@ def _answer(file: Path, quantile: float, done: "Sequence[SeriesBacktest]", *, in
 
 
 def _mean_costs(done: "Sequence[SeriesBacktest]") -> "dict[str, Cost]":
-    from forecasts.backtests import Cost  # noqa: PLC0415 - statsmodels is heavy
+    from forecasts.backtests import Cost
 
     by_forecaster: dict[str, list[Cost]] = {}
     for each in done:
@@ -239,11 +239,11 @@ def _percent(share: float | None) -> str | None:
 
 def _panel(each: "SeriesBacktest", quantile: float) -> "ForecastPanel":
     """The champion's picture of a series, its demand in the windows that are forecast."""
-    import numpy as np  # noqa: PLC0415 - heavy
+    import numpy as np
 
-    from forecasts.backtests import CHAMPION, HOUR_S, scores_of, window_s  # noqa: PLC0415 - statsmodels is heavy
-    from ops.plots.forecast_plot import ForecastPanel  # noqa: PLC0415 - numpy is heavy
-    from ops.plots.panels import Curve  # noqa: PLC0415 - numpy is heavy
+    from forecasts.backtests import CHAMPION, HOUR_S, scores_of, window_s
+    from ops.plots.forecast_plot import ForecastPanel
+    from ops.plots.panels import Curve
 
     rows = [one for one in each.predictions if one.forecaster == CHAMPION]
     (score,) = scores_of(rows, quantile, {})
@@ -264,8 +264,8 @@ def _panel(each: "SeriesBacktest", quantile: float) -> "ForecastPanel":
 
 
 def _draw(path: Path, done: "Sequence[SeriesBacktest]", file: Path, quantile: float) -> None:
-    from ops.plots.forecast_plot import draw_forecasts  # noqa: PLC0415 - matplotlib is heavy
-    from ops.plots.panels import PlotError  # noqa: PLC0415 - numpy is heavy
+    from ops.plots.forecast_plot import draw_forecasts
+    from ops.plots.panels import PlotError
 
     panels = [_panel(each, quantile) for each in done if each.predictions]
     try:

@@ -116,7 +116,7 @@ def import_recording(
 @contextmanager
 def _read(file: Path, form: "DemandFormat", settings: "ImportSettings") -> "Iterator[Iterable[DemandRow]]":
     """The rows of a file, read as they are taken, with a progress bar."""
-    from forecasts.importers.lines import DemandFileError  # noqa: PLC0415 - numpy is heavy
+    from forecasts.importers.lines import DemandFileError
 
     try:
         with reading(file) as told:
@@ -127,7 +127,7 @@ def _read(file: Path, form: "DemandFormat", settings: "ImportSettings") -> "Iter
 
 def _form(format: Format, start: str | None, **given: Any) -> "tuple[DemandFormat, ImportSettings]":
     """The format and what its reader is told; a complaint names the option."""
-    from forecasts.importers.formats import FORMATS  # noqa: PLC0415 - numpy is heavy
+    from forecasts.importers.formats import FORMATS
 
     form = FORMATS[format.value]
     try:
@@ -149,7 +149,7 @@ def reading(file: Path) -> Iterator[Callable[[int], None]]:
 
 
 def _start_s(text: str) -> float:
-    from forecasts.importers.lines import unix_time_s  # noqa: PLC0415 - numpy is heavy
+    from forecasts.importers.lines import unix_time_s
 
     try:
         return float(text) if text.isdigit() else unix_time_s(text)

@@ -57,12 +57,12 @@ def init(
 
 def _make(home: Path, *, migrate: bool, to_stdout: bool, force: bool) -> tuple[dict[str, str], list[str], list[str]]:
     """The secrets, the roles whose keys were made now, and what is wrong with others."""
-    import migrations  # noqa: PLC0415 - heavy
-    from controlplane.settings import Settings  # noqa: PLC0415 - heavy
-    from controlplane.store.schema import check_schema  # noqa: PLC0415 - heavy
-    from controlplane.store.session import Database, make_engine  # noqa: PLC0415 - heavy
-    from ops.local.bootstrap import is_bootstrapped, keep_secrets, make_secrets, store_keys  # noqa: PLC0415 - heavy
-    from ops.local.home import read_secrets  # noqa: PLC0415 - heavy
+    import migrations
+    from controlplane.settings import Settings
+    from controlplane.store.schema import check_schema
+    from controlplane.store.session import Database, make_engine
+    from ops.local.bootstrap import is_bootstrapped, keep_secrets, make_secrets, store_keys
+    from ops.local.home import read_secrets
 
     settings = Settings()
     if migrate:

@@ -23,7 +23,7 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from ops.version import version_text  # noqa: PLC0415 - for nothing else
+        from ops.version import version_text
 
         typer.echo(version_text())
         raise typer.Exit

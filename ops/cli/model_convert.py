@@ -60,8 +60,8 @@ def convert_file(file: Path, folder: Path | None) -> tuple[Path, bool]:
         CommandError: the file cannot be converted, or the extra is not installed.
     """
     try:
-        from ops.gguf.convert import convert  # noqa: PLC0415 - torch is heavy
-        from ops.gguf.header import GgufError  # noqa: PLC0415 - comes with the extra
+        from ops.gguf.convert import convert
+        from ops.gguf.header import GgufError
     except ImportError as error:
         raise CommandError(f"{file}: install the gguf extra to convert GGUF files ({error})") from error
     file = file.expanduser().resolve()

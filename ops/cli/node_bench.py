@@ -35,10 +35,10 @@ def bench_node(
       tidepool node bench
       tidepool node bench --device cuda --dtype bfloat16 --models 7B,14B --json
     """
-    from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415 - torch is heavy
+    from transformers.utils.logging import disable_progress_bar
 
-    from ops.profiling.checkpoints import parameters_of  # noqa: PLC0415 - torch is heavy
-    from ops.profiling.table import BenchSettings, measure_figures  # noqa: PLC0415 - torch is heavy
+    from ops.profiling.checkpoints import parameters_of
+    from ops.profiling.table import BenchSettings, measure_figures
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:

@@ -58,10 +58,10 @@ def check_node(
     Example:
       tidepool node check models/qwen3-0.6b models/llama-1b --dtype bfloat16 --switches 200
     """
-    from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415 - torch is heavy
+    from transformers.utils.logging import disable_progress_bar
 
-    from ops.profiling.exactness import check_models  # noqa: PLC0415 - torch is heavy
-    from ops.profiling.interleaving import CheckSettings  # noqa: PLC0415 - torch is heavy
+    from ops.profiling.exactness import check_models
+    from ops.profiling.interleaving import CheckSettings
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     settings = CheckSettings(device=device.value, dtype=dtype.value, switches=switches, prompts=prompts, tokens=tokens)
@@ -95,7 +95,7 @@ def _shares(row: Mapping[str, Any], name: str) -> str:
 
 
 def _show(report: "CheckReport") -> None:
-    from ops.profiling.interleaving import SPREADS_MAX  # noqa: PLC0415 - torch is heavy
+    from ops.profiling.interleaving import SPREADS_MAX
 
     columns: Columns = {
         "model": "model",

@@ -81,8 +81,8 @@ def profile_node(
 def _published(
     points: Path, gpu_type: str | None, memory_gib: float, pcie_bytes_per_s: float, cost_per_hour: float
 ) -> "Profile":
-    from ops.profiling.profile_file import GpuFacts  # noqa: PLC0415 - numpy is heavy
-    from ops.profiling.profiles import PUBLISHED_EFFICIENCY, published_models  # noqa: PLC0415 - torch is heavy
+    from ops.profiling.profile_file import GpuFacts
+    from ops.profiling.profiles import PUBLISHED_EFFICIENCY, published_models
 
     device, models, left_out = published_models(points, gpu_type)
     for source in left_out:
@@ -101,8 +101,8 @@ def _published(
 def _measured(
     folders: list[Path], settings: Mapping[str, Any], gpu_type: str | None, cost_per_hour: float
 ) -> "Profile":
-    from ops.profiling.profiles import measured_profile  # noqa: PLC0415 - torch is heavy
-    from ops.profiling.step_times import StepTimesSettings  # noqa: PLC0415 - torch is heavy
+    from ops.profiling.profiles import measured_profile
+    from ops.profiling.step_times import StepTimesSettings
 
     with _progress() as told:
         return measured_profile(
@@ -111,7 +111,7 @@ def _measured(
 
 
 def _write(out: Path | None, gpu: "GpuFacts", models: "list[FittedModel]", *, append: bool) -> None:
-    from ops.profiling.profile_file import append_models, write_profile  # noqa: PLC0415 - numpy is heavy
+    from ops.profiling.profile_file import append_models, write_profile
 
     if out is None:
         return

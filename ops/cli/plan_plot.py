@@ -39,8 +39,8 @@ def plot_plan(
     Example:
       tidepool plan plot plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 plan.png --model llama-8b
     """
-    from ops.plots.panels import PlotError, check_path  # noqa: PLC0415 - numpy takes longer to load than all of --help
-    from ops.plots.plan_plot import draw_plan, total_panel  # noqa: PLC0415
+    from ops.plots.panels import PlotError, check_path
+    from ops.plots.plan_plot import draw_plan, total_panel
 
     try:
         check_path(out)
@@ -66,7 +66,7 @@ def _panels(
     api: Api, answer: Mapping[str, Any], *, model: str | None, region: str | None, hours: int
 ) -> "tuple[list[PlanPanel], int, float]":
     """Panels of the busiest endpoints, how many endpoints there are, and the quantile of the forecast."""
-    from ops.plots.plan_plot import Band, PlanPanel  # noqa: PLC0415
+    from ops.plots.plan_plot import Band, PlanPanel
 
     plan = answer["plan"]
     inputs = _inputs_of(api, plan["id"])
@@ -139,7 +139,7 @@ def _capacity(
     cells: Sequence[Mapping[str, Any]], rates: Mapping[tuple[str, str], float], origin_s: int, window_start_s: int
 ) -> Any:
     """What was placed until the plan's hour, and what the plan places in it."""
-    from ops.plots.plan_plot import Capacity  # noqa: PLC0415
+    from ops.plots.plan_plot import Capacity
 
     steps = [("before", origin_s - HOUR_S, window_start_s), ("after", window_start_s, window_start_s + HOUR_S)]
     return [
@@ -155,9 +155,9 @@ def _capacity(
 
 def _curve(demand: Mapping[str, Any], since_s: int, until_s: int) -> "Curve | None":
     """Five-minute means of the points in [since_s, until_s); a bucket without a point is a gap."""
-    import numpy as np  # noqa: PLC0415
+    import numpy as np
 
-    from ops.plots.panels import Curve  # noqa: PLC0415
+    from ops.plots.panels import Curve
 
     points = [(p["start_s"], p["tokens_per_s"]) for p in demand["data"] if since_s <= p["start_s"] < until_s]
     if not points:

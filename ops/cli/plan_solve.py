@@ -38,7 +38,7 @@ def solve(
       tidepool plan schema --example > problem.json
       tidepool plan solve problem.json --gap 0.001 --json
     """
-    from controlplane.policies.placement.choose import choose_placement  # noqa: PLC0415 - --help needs no solver
+    from controlplane.policies.placement.choose import choose_placement
 
     facts, settings = _read(problem, gap, time_limit)
     if lp is not None:
@@ -70,7 +70,7 @@ def print_schema(
     Example:
       tidepool plan schema > problem.schema.json
     """
-    from controlplane.policies.placement.document_schema import schema  # noqa: PLC0415
+    from controlplane.policies.placement.document_schema import schema
 
     if example:
         typer.echo(EXAMPLE.read_text(), nl=False)
@@ -79,7 +79,7 @@ def print_schema(
 
 
 def _read(problem: Path, gap: float | None, time_limit_s: float | None) -> "tuple[PlacementFacts, PlacementSettings]":
-    from controlplane.policies.placement.document import parse  # noqa: PLC0415
+    from controlplane.policies.placement.document import parse
 
     try:
         text = sys.stdin.buffer.read() if str(problem) == "-" else problem.read_bytes()
@@ -99,8 +99,8 @@ def _read(problem: Path, gap: float | None, time_limit_s: float | None) -> "tupl
 
 
 def _write_lp(facts: "PlacementFacts", settings: "PlacementSettings", path: Path) -> None:
-    from controlplane.policies.placement.exact.program import build_program  # noqa: PLC0415
-    from controlplane.policies.placement.grid import grid_of  # noqa: PLC0415
+    from controlplane.policies.placement.exact.program import build_program
+    from controlplane.policies.placement.grid import grid_of
 
     try:
         build_program(grid_of(facts, settings)).problem.writeLP(str(path))

@@ -35,7 +35,7 @@ def up(
       tidepool up --port 8080
     """
     with running():
-        from ops.local.up import up as run_up  # noqa: PLC0415 - torch and Celery load only when they are needed
+        from ops.local.up import up as run_up
 
         run_up(home, port, bare=bare, tiny=tiny)
 
@@ -56,7 +56,7 @@ def demo(
       tidepool demo --tiny
     """
     with running():
-        from ops.local.demo.run import main as run_demo  # noqa: PLC0415 - heavy
+        from ops.local.demo.run import main as run_demo
 
         run_demo(demand=demand, keep=keep, tiny=tiny)
 
@@ -69,12 +69,12 @@ def api() -> None:
       TIDEPOOL_PORT=8080 tidepool api
     """
     with running():
-        import structlog  # noqa: PLC0415 - heavy
+        import structlog
 
-        from controlplane.api.app import serve  # noqa: PLC0415 - heavy
-        from controlplane.errors import SchemaError  # noqa: PLC0415 - heavy
-        from controlplane.settings import Settings  # noqa: PLC0415 - heavy
-        from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
+        from controlplane.api.app import serve
+        from controlplane.errors import SchemaError
+        from controlplane.settings import Settings
+        from controlplane.store.schema import check_schema_at_start
 
         settings = Settings()
         try:
@@ -92,9 +92,9 @@ def dispatcher() -> None:
       tidepool dispatcher
     """
     with running():
-        from controlplane.dispatcher import serve  # noqa: PLC0415 - heavy
-        from controlplane.settings import Settings  # noqa: PLC0415 - heavy
-        from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
+        from controlplane.dispatcher import serve
+        from controlplane.settings import Settings
+        from controlplane.store.schema import check_schema_at_start
 
         settings = Settings()
         check_schema_at_start(settings)
@@ -109,9 +109,9 @@ def worker() -> None:
       tidepool worker
     """
     with running():
-        from controlplane.planner.processes import serve_worker  # noqa: PLC0415 - heavy
-        from controlplane.planner.schedule import process_settings  # noqa: PLC0415 - heavy
-        from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
+        from controlplane.planner.processes import serve_worker
+        from controlplane.planner.schedule import process_settings
+        from controlplane.store.schema import check_schema_at_start
 
         check_schema_at_start(process_settings())
         serve_worker()
@@ -125,9 +125,9 @@ def forecaster() -> None:
       tidepool forecaster
     """
     with running():
-        from controlplane.planner.processes import serve_worker  # noqa: PLC0415 - heavy
-        from controlplane.planner.schedule import FORECAST_QUEUE, process_settings  # noqa: PLC0415 - heavy
-        from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
+        from controlplane.planner.processes import serve_worker
+        from controlplane.planner.schedule import FORECAST_QUEUE, process_settings
+        from controlplane.store.schema import check_schema_at_start
 
         check_schema_at_start(process_settings())
         serve_worker(FORECAST_QUEUE)
@@ -141,9 +141,9 @@ def beat() -> None:
       tidepool beat
     """
     with running():
-        from controlplane.planner.processes import serve_beat  # noqa: PLC0415 - heavy
-        from controlplane.planner.schedule import process_settings  # noqa: PLC0415 - heavy
-        from controlplane.store.schema import check_schema_at_start  # noqa: PLC0415 - heavy
+        from controlplane.planner.processes import serve_beat
+        from controlplane.planner.schedule import process_settings
+        from controlplane.store.schema import check_schema_at_start
 
         check_schema_at_start(process_settings())
         serve_beat()
@@ -158,8 +158,8 @@ def agent() -> None:
       TIDEPOOL_AGENT_SLOTS='[{"gpus": 1, "memory_bytes": 80000000000}]' TIDEPOOL_AGENT_NODE_KEY=... tidepool agent
     """
     with running():
-        from dataplane.agent.process import run_agent  # noqa: PLC0415 - heavy
-        from dataplane.agent.settings import AgentSettings  # noqa: PLC0415 - heavy
+        from dataplane.agent.process import run_agent
+        from dataplane.agent.settings import AgentSettings
 
         run_agent(AgentSettings())
 
@@ -174,8 +174,8 @@ def migrate(
       TIDEPOOL_DATABASE_URL=postgresql+psycopg://me@db/tidepool tidepool migrate
     """
     with running():
-        import migrations  # noqa: PLC0415 - heavy
-        from controlplane.settings import Settings  # noqa: PLC0415 - heavy
+        import migrations
+        from controlplane.settings import Settings
 
         migrations.upgrade(Settings().database_url.get_secret_value(), revision)
 
@@ -183,11 +183,11 @@ def migrate(
 @contextmanager
 def running() -> Iterator[None]:
     """Around a process: its logs, and one line for what stops it before it can log."""
-    import structlog  # noqa: PLC0415 - heavy
+    import structlog
 
-    from dataplane.runtime.logs import LogSettings, logging_to_stderr  # noqa: PLC0415 - heavy
-    from dataplane.runtime.tracing import start_tracing  # noqa: PLC0415 - heavy
-    from ops.cli.unknown_settings import unknown_settings  # noqa: PLC0415 - heavy
+    from dataplane.runtime.logs import LogSettings, logging_to_stderr
+    from dataplane.runtime.tracing import start_tracing
+    from ops.cli.unknown_settings import unknown_settings
 
     with _explained():
         settings = LogSettings()
@@ -211,14 +211,14 @@ _PREFIXES = {"Settings": "TIDEPOOL_", "AgentSettings": "TIDEPOOL_AGENT_", "LogSe
 @contextmanager
 def _explained() -> Iterator[None]:
     """Bad settings, a busy port, a server that is away: a line each, in place of a traceback."""
-    from pydantic import ValidationError  # noqa: PLC0415 - heavy
+    from pydantic import ValidationError
 
-    from controlplane.errors import InvalidValueError, SchemaError  # noqa: PLC0415 - heavy
-    from dataplane.protocol.errors import DataplaneError  # noqa: PLC0415 - heavy
-    from dataplane.runtime.masked import mask  # noqa: PLC0415 - heavy
-    from dataplane.runtime.tracing import TracingError  # noqa: PLC0415 - heavy
-    from ops.local.home import EmbeddedError  # noqa: PLC0415 - heavy
-    from ops.local.supervisor import SupervisorError  # noqa: PLC0415 - heavy
+    from controlplane.errors import InvalidValueError, SchemaError
+    from dataplane.protocol.errors import DataplaneError
+    from dataplane.runtime.masked import mask
+    from dataplane.runtime.tracing import TracingError
+    from ops.local.home import EmbeddedError
+    from ops.local.supervisor import SupervisorError
 
     try:
         yield
@@ -244,7 +244,7 @@ def _explained() -> Iterator[None]:
 def _database_errors() -> tuple[type[Exception], ...]:
     """SQLAlchemy's; none where it is not installed, as on a node."""
     try:
-        from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - heavy
+        from sqlalchemy.exc import SQLAlchemyError
     except ModuleNotFoundError:
         return ()
     return (SQLAlchemyError,)

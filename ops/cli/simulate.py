@@ -121,12 +121,12 @@ def _simulated(
     report: Path | None,
 ) -> "Result":
     """The result of a scenario's file, written where that is wanted."""
-    from dataplane.scheduling.profile import ProfileError  # noqa: PLC0415 - --help needs none of it
-    from forecasts.importers.lines import DemandFileError  # noqa: PLC0415
-    from ops.plots.pages import PageError, write_page  # noqa: PLC0415
-    from ops.simulator.results.report import report as page_of  # noqa: PLC0415
-    from ops.simulator.run import simulate as run  # noqa: PLC0415
-    from ops.simulator.scenario.scenario import ScenarioError, load_scenario  # noqa: PLC0415
+    from dataplane.scheduling.profile import ProfileError
+    from forecasts.importers.lines import DemandFileError
+    from ops.plots.pages import PageError, write_page
+    from ops.simulator.results.report import report as page_of
+    from ops.simulator.run import simulate as run
+    from ops.simulator.scenario.scenario import ScenarioError, load_scenario
 
     try:
         loaded = load_scenario(path, trace=trace, settings=settings or ())

@@ -26,9 +26,9 @@ def compare_results(
     Example:
       tidepool simulate compare lt-i.json lt-u.json --report difference.html
     """
-    from ops.plots.pages import PageError, write_page  # noqa: PLC0415
-    from ops.simulator.results.compare import about, compare, compare_page  # noqa: PLC0415 - --help needs none of it
-    from ops.simulator.results.results import ResultError, read_result  # noqa: PLC0415
+    from ops.plots.pages import PageError, write_page
+    from ops.simulator.results.compare import about, compare, compare_page
+    from ops.simulator.results.results import ResultError, read_result
 
     names = (a.stem, b.stem) if a.stem != b.stem else (str(a), str(b))
     try:

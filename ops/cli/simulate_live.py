@@ -30,7 +30,7 @@ def write_live_scenario(context: typer.Context, path: Path, *, hours: int, gpu_t
     Raises:
         CommandError: the API refuses, or knows too little; or a file cannot be written.
     """
-    from ops.simulator.scenario.live import LiveError, cut_demand, live_scenario, write_demand  # noqa: PLC0415 - heavy
+    from ops.simulator.scenario.live import LiveError, cut_demand, live_scenario, write_demand
 
     with connected(context) as api:
         fleet = _fleet(api, gpu_types)
@@ -57,7 +57,7 @@ def profiles_by_type() -> dict[str, str]:
 
 
 def _fleet(api: Api, gpu_types: Sequence[str]) -> "LiveFleet":
-    from ops.simulator.scenario.live import LiveFleet  # noqa: PLC0415
+    from ops.simulator.scenario.live import LiveFleet
 
     nodes = api.pages("/admin/nodes")["data"]
     known = sorted({node["gpu_type"] for node in nodes})

@@ -115,7 +115,7 @@ class Api:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        import httpx2 as httpx  # noqa: PLC0415 - --help makes no request
+        import httpx2 as httpx
 
         try:
             yield
@@ -136,9 +136,9 @@ def open_api(url: str, key: str, *, key_source: str | None = None) -> Iterator[A
     Raises:
         CommandError: the address or the key cannot be used.
     """
-    import httpx2 as httpx  # noqa: PLC0415 - --help makes no request
+    import httpx2 as httpx
 
-    from dataplane.protocol.tls import client_context  # noqa: PLC0415 - ssl is large
+    from dataplane.protocol.tls import client_context
 
     try:
         headers = {"Authorization": f"Bearer {key}"}

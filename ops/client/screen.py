@@ -26,14 +26,14 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def output() -> "Console":
     """Where answers go."""
-    from rich.console import Console  # noqa: PLC0415 - --help and --json draw nothing
+    from rich.console import Console
 
     return Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
 
 
 def notes() -> "Console":
     """Where progress and remarks go."""
-    from rich.console import Console  # noqa: PLC0415 - --help and --json draw nothing
+    from rich.console import Console
 
     return Console(stderr=True, highlight=False)
 
@@ -53,9 +53,9 @@ def print_answer(answer: Any, words: str, *, as_json: bool) -> None:
 
 def print_table(title: str, columns: Columns, rows: Iterable[Mapping[str, Any]]) -> None:
     """Rows by columns, or field by field where the terminal is too narrow; a line that says so where there are none."""
-    from rich.cells import cell_len  # noqa: PLC0415 - --help and --json draw nothing
-    from rich.markup import escape  # noqa: PLC0415 - --help and --json draw nothing
-    from rich.table import Table  # noqa: PLC0415 - --help and --json draw nothing
+    from rich.cells import cell_len
+    from rich.markup import escape
+    from rich.table import Table
 
     cells = [
         [_cell(row[column] if isinstance(column, str) else column(row)) for column in columns.values()] for row in rows
@@ -95,8 +95,8 @@ def print_fields(fields: Sequence[tuple[str, object]]) -> None:
 
 
 def _grid(fields: Iterable[tuple[str, str]]) -> "Table":
-    from rich.markup import escape  # noqa: PLC0415 - --help and --json draw nothing
-    from rich.table import Table  # noqa: PLC0415 - --help and --json draw nothing
+    from rich.markup import escape
+    from rich.table import Table
 
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="bold")
