@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ops.cli.examples import examples
 from ops.client.api import PAGE_ROWS, Api, connected
 from ops.client.screen import AsJson, Columns, print_json, print_table
 from ops.client.times import since as parse_since
@@ -15,6 +16,7 @@ Limit = Annotated[int, typer.Option(min=1, max=10_000, help="How many at most.")
 Kind = Annotated[str | None, typer.Option(help="Only of this kind, such as model, key or node.")]
 
 
+@examples("tidepool audit --since 2h", "tidepool audit --actor admin --kind model --limit 10")
 def show_audit(
     context: typer.Context,
     actor: Annotated[str | None, typer.Option(help="Only by the key of this name, or a loop such as scale.")] = None,
@@ -24,13 +26,7 @@ def show_audit(
     limit: Limit = 50,
     as_json: AsJson = False,
 ) -> None:
-    """Show who changed what, the newest first; --json has the whole row before and after.
-
-    \b
-    Examples:
-      tidepool audit --since 2h
-      tidepool audit --actor admin --kind model --limit 10
-    """
+    """Show who changed what, the newest first; --json has the whole row before and after."""
     query = {"actor": actor, "kind": kind, "subject": subject}
     query["since"] = None if since is None else parse_since(since).isoformat()
     with connected(context) as api:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from ops.cli.examples import examples
 from ops.cli.ids import whole_id
 from ops.client.api import UPLOAD_TIMEOUT_S, Api, CommandError, connected
 from ops.client.screen import AsJson, Columns, notes, print_fields, print_json, print_table, time_text
@@ -26,6 +27,9 @@ OutputFile = Annotated[Path | None, typer.Option("--output", "-o", dir_okay=Fals
 
 
 @batches.command("submit")
+@examples(
+    "tidepool batch submit requests.jsonl -o results.jsonl", "tidepool batch submit requests.jsonl --no-watch --json"
+)
 def submit(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSON lines, one request each.")],
@@ -34,13 +38,7 @@ def submit(
     output: OutputFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Upload requests, make a batch of them, and watch it to its end.
-
-    \b
-    Examples:
-      tidepool batch submit requests.jsonl -o results.jsonl
-      tidepool batch submit requests.jsonl --no-watch --json
-    """
+    """Upload requests, make a batch of them, and watch it to its end."""
     endpoint = _endpoint_of(file)
     with connected(context, as_client=True) as api:
         with file.open("rb") as stream:
@@ -63,13 +61,9 @@ def submit(
 
 
 @batches.command("list")
+@examples("tidepool batch list")
 def list_batches(context: typer.Context, as_json: AsJson = False) -> None:
-    """List batches, the newest first.
-
-    \b
-    Example:
-      tidepool batch list
-    """
+    """List batches, the newest first."""
     with connected(context, as_client=True) as api:
         answer = api.pages("/v1/batches")
     if as_json:
@@ -86,19 +80,14 @@ def list_batches(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 @batches.command("show")
+@examples("tidepool batch show latest", "tidepool batch show batch_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --watch")
 def show(
     context: typer.Context,
     batch_id: BatchId,
     watch: Annotated[bool, typer.Option("--watch", help="Wait for the end and show progress.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a batch.
-
-    \b
-    Example:
-      tidepool batch show latest
-      tidepool batch show batch_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --watch
-    """
+    """Show a batch."""
     with connected(context, as_client=True) as api:
         batch_id = whole_id(api, "batch", batch_id)
         batch = api.get(f"/v1/batches/{batch_id}")
@@ -108,13 +97,9 @@ def show(
 
 
 @batches.command("cancel")
+@examples("tidepool batch cancel batch_0190f3c2a7b57c1e8d2f4b6a8c0e1f23")
 def cancel(context: typer.Context, batch_id: BatchId, as_json: AsJson = False) -> None:
-    """Cancel a batch; what is finished stays.
-
-    \b
-    Example:
-      tidepool batch cancel batch_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
-    """
+    """Cancel a batch; what is finished stays."""
     with connected(context, as_client=True) as api:
         batch_id = whole_id(api, "batch", batch_id)
         batch = api.post(f"/v1/batches/{batch_id}/cancel")
@@ -122,6 +107,7 @@ def cancel(context: typer.Context, batch_id: BatchId, as_json: AsJson = False) -
 
 
 @batches.command("output")
+@examples("tidepool batch output batch_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 -o results.jsonl")
 def output(
     context: typer.Context,
     batch_id: BatchId,
@@ -129,12 +115,7 @@ def output(
     errors: Annotated[bool, typer.Option("--errors", help="The lines that failed, instead.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a batch's results to a file, or to standard output. They are JSON lines in any case.
-
-    \b
-    Example:
-      tidepool batch output batch_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 -o results.jsonl
-    """
+    """Write a batch's results to a file, or to standard output. They are JSON lines in any case."""
     with connected(context, as_client=True) as api:
         batch_id = whole_id(api, "batch", batch_id)
         batch = api.get(f"/v1/batches/{batch_id}")

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ops.cli.examples import examples
 from ops.client.api import Api, CommandError, connected
 from ops.client.screen import AsJson, notes, print_answer
 
@@ -15,6 +16,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; without a te
 Drain = Annotated[bool, typer.Option("--drain", help="Empty it first, and wait for that. Ctrl-C leaves it draining.")]
 
 
+@examples("tidepool model delete qwen3-8b --drain")
 def delete_model(
     context: typer.Context, name: str, drain: Drain = False, yes: Yes = False, as_json: AsJson = False
 ) -> None:
@@ -22,12 +24,7 @@ def delete_model(
 
     \b
     Refused while it is offered anywhere, while open batches ask for it, and while a key is for it alone. --drain
-    deletes its endpoints first.
-
-    \b
-    Example:
-      tidepool model delete qwen3-8b --drain
-    """
+    deletes its endpoints first."""
     _confirm(f"model {name}{' and all its endpoints' if drain else ''}", yes=yes or as_json)
     with connected(context) as api:
         api.get(f"/admin/models/{name}")
@@ -40,15 +37,11 @@ def delete_model(
     print_answer(answer, f"model {name} is deleted", as_json=as_json)
 
 
+@examples("tidepool endpoint delete qwen3-8b us-east --drain")
 def delete_endpoint(
     context: typer.Context, model: str, region: str, drain: Drain = False, yes: Yes = False, as_json: AsJson = False
 ) -> None:
-    """Offer a model in a region no more. Refused while it has instances or a pin.
-
-    \b
-    Example:
-      tidepool endpoint delete qwen3-8b us-east --drain
-    """
+    """Offer a model in a region no more. Refused while it has instances or a pin."""
     _confirm(f"endpoint {model} in {region}", yes=yes or as_json)
     with connected(context) as api:
         if drain:
@@ -57,26 +50,19 @@ def delete_endpoint(
     print_answer(answer, f"{model} is not offered in {region} any more", as_json=as_json)
 
 
+@examples("tidepool region delete us-east")
 def delete_region(context: typer.Context, name: str, yes: Yes = False, as_json: AsJson = False) -> None:
-    """Delete a region, with its latencies. Refused while it has nodes or endpoints.
-
-    \b
-    Example:
-      tidepool region delete us-east
-    """
+    """Delete a region, with its latencies. Refused while it has nodes or endpoints."""
     _delete(context, f"/admin/regions/{name}", f"region {name}", yes=yes, as_json=as_json)
 
 
+@examples("tidepool gpu delete H800")
 def delete_gpu(context: typer.Context, name: str, yes: Yes = False, as_json: AsJson = False) -> None:
-    """Delete a GPU type, with the profiles of models on it. Refused while nodes have it.
-
-    \b
-    Example:
-      tidepool gpu delete H800
-    """
+    """Delete a GPU type, with the profiles of models on it. Refused while nodes have it."""
     _delete(context, f"/admin/gpu-types/{name}", f"GPU type {name}", yes=yes, as_json=as_json)
 
 
+@examples("tidepool node delete us-east-1 --drain")
 def delete_node(
     context: typer.Context, name: str, drain: Drain = False, yes: Yes = False, as_json: AsJson = False
 ) -> None:
@@ -84,12 +70,7 @@ def delete_node(
 
     \b
     Refused while it holds instances, and while its agent runs. It may join again: `tidepool key create NAME --role node
-    --node NAME`, and start its agent with that key. --drain waits until it is empty and its agent is stopped.
-
-    \b
-    Example:
-      tidepool node delete us-east-1 --drain
-    """
+    --node NAME`, and start its agent with that key. --drain waits until it is empty and its agent is stopped."""
     _confirm(f"node {name}", yes=yes or as_json)
     with connected(context) as api:
         if drain:

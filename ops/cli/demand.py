@@ -8,6 +8,7 @@ from typing import IO, Annotated, Any
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ops.cli.examples import examples
 from ops.cli.forecast_backtest import backtest_file
 from ops.cli.forecast_import import import_recording
 from ops.client.api import UPLOAD_TIMEOUT_S, CommandError, connected
@@ -21,6 +22,7 @@ Kind = Annotated[str, typer.Option(metavar="IW|NIW", help="Interactive (IW) or d
 
 
 @demands.command("import")
+@examples("tidepool demand import week.csv")
 def import_demand(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="CSV, or CSV in .gz.")],
@@ -30,12 +32,7 @@ def import_demand(
     """Import demand from a CSV with the columns start_s, region, model, tokens_per_s; all of it or nothing.
 
     \b
-    start_s is the Unix time of a whole minute; an empty tokens_per_s is a gap.
-
-    \b
-    Example:
-      tidepool demand import week.csv
-    """
+    start_s is the Unix time of a whole minute; an empty tokens_per_s is a gap."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with connected(context) as api, file.open("rb") as raw, Progress(*columns, console=notes()) as progress:
         task = progress.add_task("importing", total=file.stat().st_size)
@@ -62,6 +59,7 @@ def import_demand(
 
 
 @demands.command("show")
+@examples("tidepool demand show llama-8b us-east")
 def show_demand(
     context: typer.Context,
     model: str,
@@ -71,12 +69,7 @@ def show_demand(
     until_s: Annotated[int | None, typer.Option(min=0, help="Unix time; default: the newest known.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show an endpoint's demand, hour by hour.
-
-    \b
-    Example:
-      tidepool demand show llama-8b us-east
-    """
+    """Show an endpoint's demand, hour by hour."""
     with connected(context) as api:
         answer = api.get("/admin/demand", model=model, region=region, kind=kind, since_s=since_s, until_s=until_s)
     if as_json:
@@ -94,17 +87,13 @@ def show_demand(
 
 
 @forecasts.command("list")
+@examples("tidepool forecast list")
 def list_forecasts(
     context: typer.Context,
     origin_s: Annotated[int | None, typer.Option(min=0, help="Unix time of the origin; default: newest.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the forecasts of one origin.
-
-    \b
-    Example:
-      tidepool forecast list
-    """
+    """List the forecasts of one origin."""
     with connected(context) as api:
         answer = api.get("/admin/forecasts", origin_s=origin_s)
     if as_json:
@@ -122,17 +111,13 @@ def list_forecasts(
 
 
 @forecasts.command("run")
+@examples("tidepool forecast run")
 def run_forecasts(
     context: typer.Context,
     origin_s: Annotated[int | None, typer.Option(min=0, help="Unix time to forecast from; default: now.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Forecast every series now.
-
-    \b
-    Example:
-      tidepool forecast run
-    """
+    """Forecast every series now."""
     with connected(context) as api:
         answer = api.post("/admin/forecasts/run", {} if origin_s is None else {"origin_s": origin_s})
     if as_json:

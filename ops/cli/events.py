@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ops.cli.audit import Limit, Since, newest
+from ops.cli.examples import examples
 from ops.client.api import Api, CommandError, connected
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.client.times import since as parse_since
@@ -25,6 +26,7 @@ class EventKind(StrEnum):
     PLAN = "plan"
 
 
+@examples("tidepool events --what failed --since 2h", "tidepool events --model qwen3-8b --follow")
 def show_events(
     context: typer.Context,
     kind: Annotated[EventKind | None, typer.Option(help="Only of this kind.")] = None,
@@ -38,13 +40,7 @@ def show_events(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what happens, until Ctrl-C.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what became of instances, nodes and plans, the newest first. What people changed: `tidepool audit`.
-
-    \b
-    Examples:
-      tidepool events --what failed --since 2h
-      tidepool events --model qwen3-8b --follow
-    """
+    """Show what became of instances, nodes and plans, the newest first. What people changed: `tidepool audit`."""
     query = {"kind": kind and kind.value, "what": what, "subject": subject}
     query |= {"model": model, "region": region, "node": node}
     from_then = {"since": None if since is None else parse_since(since).isoformat()}

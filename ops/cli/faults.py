@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ops.cli.examples import examples
 from ops.client.api import CommandError
 from ops.client.screen import AsJson, print_json
 
@@ -15,6 +16,10 @@ faults = typer.Typer(no_args_is_help=True, help="Break a stack on purpose, and c
 
 
 @faults.command("run")
+@examples(
+    "tidepool faults run",
+    "tidepool faults run --minutes 3 --nodes 3 --regions 2 --models 4 --only kill,black_hole --seed 7",
+)
 def run_faults(
     minutes: Annotated[float, typer.Option(min=0.2, help="How long faults are made.")] = 20.0,
     every_s: Annotated[float, typer.Option(min=0.5, help="Seconds between two faults.")] = 10.0,
@@ -35,13 +40,7 @@ def run_faults(
     \b
     Kinds: kill, kill_worker, terminate, pause, latency, reset, black_hole, restart (of Postgres or Valkey).
     Exit status 1 if a promise was broken: a batch line without exactly one result, a stream with a missing or doubled
-    token, something that leaked.
-
-    \b
-    Examples:
-      tidepool faults run
-      tidepool faults run --minutes 3 --nodes 3 --regions 2 --models 4 --only kill,black_hole --seed 7
-    """
+    token, something that leaked."""
     from ops.faults.run import Plan, print_progress, report_text
     from ops.faults.run import run_faults as run
     from ops.faults.wrecker import Kind

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from ops.cli.deletes import delete_endpoint, delete_gpu, delete_region
+from ops.cli.examples import examples
 from ops.cli.latencies import list_latencies, set_latency
 from ops.client.api import connected
 from ops.client.screen import AsJson, Columns, bytes_text, print_answer, print_list, unplaced_words
@@ -30,31 +31,23 @@ INSTANCE_COLUMNS = {
 
 
 @regions.command("add")
+@examples("tidepool region add us-east --position 0")
 def add_region(
     context: typer.Context,
     name: str,
     position: Annotated[int | None, typer.Option(min=0, help="Lower is preferred; new ones go last.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Register a region, or move it in the order.
-
-    \b
-    Example:
-      tidepool region add us-east --position 0
-    """
+    """Register a region, or move it in the order."""
     with connected(context) as api:
         answer = api.put(f"/admin/regions/{name}", {} if position is None else {"position": position})
     print_answer(answer, f"region {name} is registered at position {answer['position']}", as_json=as_json)
 
 
 @regions.command("list")
+@examples("tidepool region list --json")
 def list_regions(context: typer.Context, as_json: AsJson = False) -> None:
-    """List regions.
-
-    \b
-    Example:
-      tidepool region list --json
-    """
+    """List regions."""
     with connected(context) as api:
         answer = api.pages("/admin/regions")
     rows = sorted(answer["data"], key=lambda row: (row["position"], row["name"]))
@@ -62,6 +55,7 @@ def list_regions(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 @gpus.command("add")
+@examples("tidepool gpu add H800 --memory-gib 80 --cost-per-hour 2.5")
 def add_gpu(
     context: typer.Context,
     name: str,
@@ -69,12 +63,7 @@ def add_gpu(
     cost_per_hour: Annotated[float, typer.Option(min=0, help="Cost of one GPU for an hour.")],
     as_json: AsJson = False,
 ) -> None:
-    """Register a GPU type, or change what it costs.
-
-    \b
-    Example:
-      tidepool gpu add H800 --memory-gib 80 --cost-per-hour 2.5
-    """
+    """Register a GPU type, or change what it costs."""
     body = {"memory_bytes": int(memory_gib * 2**30), "cost_per_hour": cost_per_hour}
     with connected(context) as api:
         answer = api.put(f"/admin/gpu-types/{name}", body)
@@ -82,13 +71,9 @@ def add_gpu(
 
 
 @gpus.command("list")
+@examples("tidepool gpu list")
 def list_gpus(context: typer.Context, as_json: AsJson = False) -> None:
-    """List GPU types.
-
-    \b
-    Example:
-      tidepool gpu list
-    """
+    """List GPU types."""
     with connected(context) as api:
         answer = api.pages("/admin/gpu-types")
     columns: Columns = {
@@ -100,6 +85,7 @@ def list_gpus(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 @endpoints.command("set")
+@examples("tidepool endpoint set llama-8b us-east --min 1 --max 8")
 def set_endpoint(
     context: typer.Context,
     model: str,
@@ -108,12 +94,7 @@ def set_endpoint(
     maximum: Annotated[int, typer.Option("--max", min=0, help="Instances at most.")] = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Offer a model in a region, with limits on its instances.
-
-    \b
-    Example:
-      tidepool endpoint set llama-8b us-east --min 1 --max 8
-    """
+    """Offer a model in a region, with limits on its instances."""
     body = {"model": model, "region": region, "instances_min": minimum, "instances_max": maximum}
     with connected(context) as api:
         answer = api.put("/admin/endpoints", body)
@@ -121,13 +102,9 @@ def set_endpoint(
 
 
 @endpoints.command("list")
+@examples("tidepool endpoint list")
 def list_endpoints(context: typer.Context, as_json: AsJson = False) -> None:
-    """List endpoints.
-
-    \b
-    Example:
-      tidepool endpoint list
-    """
+    """List endpoints."""
     with connected(context) as api:
         answer = api.pages("/admin/endpoints")
     columns: Columns = {
@@ -141,17 +118,13 @@ def list_endpoints(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 @instances.command("list")
+@examples("tidepool instance list --all")
 def list_instances(
     context: typer.Context,
     everything: Annotated[bool, typer.Option("--all", help="Stopped ones too.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List instances.
-
-    \b
-    Example:
-      tidepool instance list --all
-    """
+    """List instances."""
     with connected(context) as api:
         answer = api.pages("/admin/instances", live_only=not everything)
     print_list("Instances", INSTANCE_COLUMNS, answer, answer["data"], as_json=as_json)

@@ -12,6 +12,7 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ops.cli.examples import examples
 from ops.cli.forecast_import import reading, replaced
 from ops.client.api import CommandError
 from ops.client.screen import Columns, notes, print_json, print_table, time_text
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 
+@examples(
+    "tidepool forecast backtest demand.csv",
+    "tidepool forecast backtest demand.csv --origins 48 --predictions predictions.csv --plot backtest.png",
+)
 def backtest_file(
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="CSV; packed by gzip or not.")],
     quantile: Annotated[float, typer.Option(help="Of the hour's peak, to be covered: above 0.5, below 1.")] = 0.9,
@@ -56,13 +61,7 @@ def backtest_file(
     fit, forecast   seconds to choose and fit from nothing, and to forecast once; of the champion, of all in an hour
 
     \b
-    Ctrl-C prints what is done so far. Works without a running API.
-
-    \b
-    Examples:
-      tidepool forecast backtest demand.csv
-      tidepool forecast backtest demand.csv --origins 48 --predictions predictions.csv --plot backtest.png
-    """
+    Ctrl-C prints what is done so far. Works without a running API."""
     done, interrupted = _run(file, _settings(quantile, forecaster), origins, predictions, plot)
     some = any(each.predictions for each in done)
     try:

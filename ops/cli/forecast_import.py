@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ops.cli.examples import examples
 from ops.client.api import UPLOAD_TIMEOUT_S, CommandError, connected
 from ops.client.screen import AsJson, notes, print_json, time_text
 
@@ -62,6 +63,10 @@ TokensPerRequest = Annotated[
 ]
 
 
+@examples(
+    "tidepool forecast import azure-2023 AzureLLMInferenceTrace_code.csv --out demand.csv",
+    "tidepool forecast import sageserve week.csv.gz --start 2024-11-11 --region us-east",
+)
 def import_recording(
     context: typer.Context,
     format: Annotated[Format, typer.Argument(metavar="FORMAT", help="One of the formats above.")],
@@ -88,13 +93,7 @@ def import_recording(
       mooncake    JSON lines, one for each request: timestamp (milliseconds), input_length, ...
 
     \b
-    Requests are summed by minute; rates keep their own width (the API gets minutes). A gap of the file stays a gap.
-
-    \b
-    Examples:
-      tidepool forecast import azure-2023 AzureLLMInferenceTrace_code.csv --out demand.csv
-      tidepool forecast import sageserve week.csv.gz --start 2024-11-11 --region us-east
-    """
+    Requests are summed by minute; rates keep their own width (the API gets minutes). A gap of the file stays a gap."""
     if out is not None and kind is not None:
         raise CommandError("--kind is for the API: it means nothing with --out")
     form, settings = _form(

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ops.cli.examples import examples
 from ops.cli.processes import running
 from ops.client.api import CommandError
 from ops.client.screen import AsJson, print_json
@@ -17,6 +18,10 @@ next:
   tidepool key create n1 --role node --node n1              a key for each node's agent (TIDEPOOL_AGENT_NODE_KEY)"""
 
 
+@examples(
+    "TIDEPOOL_DATABASE_URL=postgres://me:secret@db/tidepool tidepool init --migrate",
+    "tidepool init --print | jq -r .admin",
+)
 def init(
     home: Annotated[Path, typer.Option(envvar="TIDEPOOL_HOME", help="Folder for keys.json.", file_okay=False)] = Path(
         "~/.tidepool"
@@ -33,13 +38,7 @@ def init(
     """Make the first keys (admin, client, node) without `tidepool up`. Safe to run twice.
 
     \b
-    Their secrets are written to keys.json of the home folder (mode 0600), their hashes to TIDEPOOL_DATABASE_URL.
-
-    \b
-    Examples:
-      TIDEPOOL_DATABASE_URL=postgres://me:secret@db/tidepool tidepool init --migrate
-      tidepool init --print | jq -r .admin
-    """
+    Their secrets are written to keys.json of the home folder (mode 0600), their hashes to TIDEPOOL_DATABASE_URL."""
     with running():
         secrets, made, faults = _make(home.expanduser(), migrate=migrate, to_stdout=to_stdout, force=force)
     if faults:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ops.cli.examples import examples
 from ops.cli.ids import whole_id
 from ops.client.api import Api, CommandError, connected
 from ops.client.screen import AsJson, Columns, print_json, print_table
@@ -45,6 +46,11 @@ class KeyScope(StrEnum):
 
 
 @keys.command("create")
+@examples(
+    "tidepool key create dashboard --role viewer --expires-in-days 90",
+    "tidepool key create nightly --scope files --scope batch --model qwen3-8b",
+    "tidepool key create node-7 --role node --node node-7",
+)
 def create_key(
     context: typer.Context,
     name: str,
@@ -60,14 +66,7 @@ def create_key(
     node: Annotated[str | None, typer.Option(help="The only node that a key of the role 'node' speaks for.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key. Its secret is printed this once.
-
-    \b
-    Example:
-      tidepool key create dashboard --role viewer --expires-in-days 90
-      tidepool key create nightly --scope files --scope batch --model qwen3-8b
-      tidepool key create node-7 --role node --node node-7
-    """
+    """Make a key. Its secret is printed this once."""
     body = {
         "name": name,
         "role": role.value,
@@ -87,6 +86,7 @@ def create_key(
 
 
 @keys.command("rotate")
+@examples("tidepool key rotate key_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --overlap 1h")
 def rotate_key(
     context: typer.Context,
     key_id: KeyId,
@@ -96,12 +96,7 @@ def rotate_key(
     """Give a key a new secret. It is printed this once; the present one works until the overlap ends.
 
     \b
-    A key of keys.json is replaced there too, so that the command line and `tidepool up` go on with it.
-
-    \b
-    Example:
-      tidepool key rotate key_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --overlap 1h
-    """
+    A key of keys.json is replaced there too, so that the command line and `tidepool up` go on with it."""
     seconds = duration_s(overlap)
     home = home_of(os.environ)
     with connected(context) as api:
@@ -142,13 +137,9 @@ def _kept_role(home: Path, api: Api, key_id: str) -> str | None:
 
 
 @keys.command("secret")
+@examples("export TIDEPOOL_KEY=$(tidepool key secret client)")
 def print_secret(role: FirstRole, as_json: AsJson = False) -> None:
-    """Print a secret of keys.json, which `tidepool init` and `tidepool up` write. Asks no API.
-
-    \b
-    Example:
-      export TIDEPOOL_KEY=$(tidepool key secret client)
-    """
+    """Print a secret of keys.json, which `tidepool init` and `tidepool up` write. Asks no API."""
     home = home_of(os.environ)
     try:
         secret = read_secrets(home).get(role.value)
@@ -163,13 +154,9 @@ def print_secret(role: FirstRole, as_json: AsJson = False) -> None:
 
 
 @keys.command("list")
+@examples("tidepool key list")
 def list_keys(context: typer.Context, as_json: AsJson = False) -> None:
-    """List keys, without their secrets.
-
-    \b
-    Example:
-      tidepool key list
-    """
+    """List keys, without their secrets."""
     with connected(context) as api:
         answer = api.pages("/admin/keys")
     if as_json:
@@ -191,13 +178,9 @@ def list_keys(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 @keys.command("revoke")
+@examples("tidepool key revoke key_0190f3c2a7b57c1e8d2f4b6a8c0e1f23")
 def revoke_key(context: typer.Context, key_id: KeyId, as_json: AsJson = False) -> None:
-    """End a key's life.
-
-    \b
-    Example:
-      tidepool key revoke key_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
-    """
+    """End a key's life."""
     with connected(context) as api:
         key_id = whole_id(api, "key", key_id)
         answer = api.delete(f"/admin/keys/{key_id}")

@@ -4,10 +4,12 @@ from typing import Annotated
 
 import typer
 
+from ops.cli.examples import examples
 from ops.client.api import connected
 from ops.client.screen import AsJson, print_json, print_table
 
 
+@examples("tidepool region latency us-east us-west 62")
 def set_latency(
     context: typer.Context,
     origin: str,
@@ -16,12 +18,7 @@ def set_latency(
     one_way: Annotated[bool, typer.Option("--one-way", help="Not for the opposite direction.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say how far a region is from another: traffic that cannot stay at home tries the nearest region first.
-
-    \b
-    Example:
-      tidepool region latency us-east us-west 62
-    """
+    """Say how far a region is from another: traffic that cannot stay at home tries the nearest region first."""
     pairs = [(origin, destination)] if one_way else [(origin, destination), (destination, origin)]
     with connected(context) as api:
         answers = [
@@ -34,13 +31,9 @@ def set_latency(
         typer.echo(f"{answer['origin']} to {answer['destination']}: {answer['ms']:g} ms")
 
 
+@examples("tidepool region latencies")
 def list_latencies(context: typer.Context, as_json: AsJson = False) -> None:
-    """List latencies between regions.
-
-    \b
-    Example:
-      tidepool region latencies
-    """
+    """List latencies between regions."""
     with connected(context) as api:
         answer = api.pages("/admin/region-latencies")
     if as_json:

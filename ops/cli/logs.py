@@ -8,12 +8,14 @@ from typing import Annotated
 
 import typer
 
+from ops.cli.examples import examples
 from ops.client.api import CommandError
 
 POLL_S = 0.3
 _TAIL_BYTES = 4 << 20
 
 
+@examples("tidepool logs worker", "tidepool logs agent --follow -n 0")
 def show_logs(
     process: Annotated[
         str | None, typer.Argument(help="A process, or how its name begins: api, worker, agent. Default: all.")
@@ -24,13 +26,7 @@ def show_logs(
         "~/.tidepool"
     ),
 ) -> None:
-    """Show the logs of `tidepool up` on this machine. Processes that were started one by one log to standard error.
-
-    \b
-    Examples:
-      tidepool logs worker
-      tidepool logs agent --follow -n 0
-    """
+    """Show the logs of `tidepool up` on this machine. Processes that were started one by one log to standard error."""
     folder = home.expanduser() / "logs"
     files = _files(folder, process)
     if not files:

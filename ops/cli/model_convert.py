@@ -9,6 +9,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dataplane.protocol.model_sources import is_remote
+from ops.cli.examples import examples
 from ops.client.api import CommandError
 from ops.client.screen import AsJson, notes, print_json
 from ops.local.checkpoints import describe_checkpoint
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ops.gguf.convert import Told
 
 
+@examples("tidepool model convert SmolLM2-135M-Instruct.Q4_1.gguf /models/smollm2-135m")
 def convert_model(
     file: Annotated[Path, typer.Argument(metavar="FILE.gguf", exists=True, dir_okay=False, help="The GGUF file.")],
     folder: Annotated[
@@ -27,12 +29,7 @@ def convert_model(
     """Make a GGUF file a Hugging Face checkpoint, once: weights, tokenizer and chat template.
 
     \b
-    Quantized weights are unpacked into bfloat16. What the file says and Tidepool does not understand is refused.
-
-    \b
-    Example:
-      tidepool model convert SmolLM2-135M-Instruct.Q4_1.gguf /models/smollm2-135m
-    """
+    Quantized weights are unpacked into bfloat16. What the file says and Tidepool does not understand is refused."""
     target, made = convert_file(file, folder)
     if as_json:
         print_json({"converted": made} | describe_checkpoint(target))

@@ -11,6 +11,7 @@ from dataplane.protocol.messages import EngineChoice
 from dataplane.scheduling.costs import switch_s
 from dataplane.scheduling.profile import ProfileError, load_gpu_profile
 from ops.cli.deletes import delete_model
+from ops.cli.examples import examples
 from ops.cli.model_convert import convert_model, folder_of
 from ops.cli.model_options import parse_engine_rates, parse_objective, parse_rate
 from ops.client.api import Api, CommandError, connected
@@ -68,6 +69,13 @@ models.command("convert")(convert_model)
 
 
 @models.command("add")
+@examples(
+    "tidepool model add qwen3-8b --path /models/qwen3-8b --tokens-per-s H800=12000 --region us-east --max 8",
+    "tidepool model add qwen3-8b --path /models/qwen3-8b --tokens-per-s H800=12000 --latency ops/profiles/h800.toml",
+    "tidepool model add qwen3-8b --path hf://Qwen/Qwen3-8B --tokens-per-s H800=12000 --slo IW-F=0.5,0.05",
+    "tidepool model add qwen3-8b --path /models/qwen3-8b --engine vllm      once it has a profile",
+    "tidepool model add smol --path SmolLM2-135M-Instruct.Q4_1.gguf --to /models/smol --tokens-per-s cpu=2000",
+)
 def add_model(
     context: typer.Context,
     name: str,
@@ -89,16 +97,7 @@ def add_model(
     to: ConvertTo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Register a model. Its sizes are read from config.json and the safetensors headers; the weights are not fetched.
-
-    \b
-    Examples:
-      tidepool model add qwen3-8b --path /models/qwen3-8b --tokens-per-s H800=12000 --region us-east --max 8
-      tidepool model add qwen3-8b --path /models/qwen3-8b --tokens-per-s H800=12000 --latency ops/profiles/h800.toml
-      tidepool model add qwen3-8b --path hf://Qwen/Qwen3-8B --tokens-per-s H800=12000 --slo IW-F=0.5,0.05
-      tidepool model add qwen3-8b --path /models/qwen3-8b --engine vllm      once it has a profile
-      tidepool model add smol --path SmolLM2-135M-Instruct.Q4_1.gguf --to /models/smol --tokens-per-s cpu=2000
-    """
+    """Register a model. Its sizes are read from config.json and the safetensors headers; the weights are not fetched."""
     rates = dict(parse_rate(text) for text in tokens_per_s or [])
     measured = parse_engine_rates(engine_rates or [], list(rates))
     if engine not in get_args(EngineChoice):
@@ -125,6 +124,10 @@ def add_model(
 
 
 @models.command("profile")
+@examples(
+    "tidepool model profile qwen3-8b --tokens-per-s H800=12000 --latency ops/profiles/h800.toml",
+    "tidepool model profile qwen3-8b --tokens-per-s H800=15000 --engine-rates H800=9000,15000",
+)
 def set_profile(
     context: typer.Context,
     name: str,
@@ -135,13 +138,7 @@ def set_profile(
     engine_rates: EngineRates = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say anew what a model does on GPU types. All of their profiles are replaced; other GPU types keep theirs.
-
-    \b
-    Example:
-      tidepool model profile qwen3-8b --tokens-per-s H800=12000 --latency ops/profiles/h800.toml
-      tidepool model profile qwen3-8b --tokens-per-s H800=15000 --engine-rates H800=9000,15000
-    """
+    """Say anew what a model does on GPU types. All of their profiles are replaced; other GPU types keep theirs."""
     rates = dict(parse_rate(text) for text in tokens_per_s or [])
     if not rates:
         raise typer.BadParameter("--tokens-per-s must name at least one GPU type")
@@ -160,13 +157,9 @@ def set_profile(
 
 
 @models.command("list")
+@examples("tidepool model list")
 def list_models(context: typer.Context, as_json: AsJson = False) -> None:
-    """List models.
-
-    \b
-    Example:
-      tidepool model list
-    """
+    """List models."""
     with connected(context) as api:
         answer = api.pages("/admin/models")
     if as_json:
@@ -185,13 +178,9 @@ def list_models(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 @models.command("show")
+@examples("tidepool model show qwen3-8b")
 def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> None:
-    """Show a model, what it does on GPU types, where it is offered, and which engine its instances run on and why.
-
-    \b
-    Example:
-      tidepool model show qwen3-8b
-    """
+    """Show a model, what it does on GPU types, where it is offered, and which engine its instances run on and why."""
     with connected(context) as api:
         model = api.get(f"/admin/models/{name}")
         profiles = [row for row in api.pages("/admin/profiles")["data"] if row["model"] == name]

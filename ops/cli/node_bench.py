@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ops.cli.examples import examples
 from ops.cli.node_check import Device, Dtype
 from ops.client.api import CommandError
 from ops.client.screen import notes, print_json, print_table
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from ops.profiling.figures import Figure
 
 
+@examples("tidepool node bench", "tidepool node bench --device cuda --dtype bfloat16 --models 7B,14B --json")
 def bench_node(
     device: Annotated[Device, typer.Option(help="Where to run.")] = Device.CPU,
     dtype: Annotated[Dtype, typer.Option(help="What to compute in.")] = Dtype.FLOAT32,
@@ -28,13 +30,7 @@ def bench_node(
 
     \b
     Models of several architectures are made up with random weights, in a temporary folder. What is compared takes
-    turns in one run, so that both see the same noise. The status is 0 whether targets are met or not.
-
-    \b
-    Examples:
-      tidepool node bench
-      tidepool node bench --device cuda --dtype bfloat16 --models 7B,14B --json
-    """
+    turns in one run, so that both see the same noise. The status is 0 whether targets are met or not."""
     from transformers.utils.logging import disable_progress_bar
 
     from ops.profiling.checkpoints import parameters_of

@@ -11,6 +11,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dataplane.protocol.errors import ModelLoadError
+from ops.cli.examples import examples
 from ops.client.api import CommandError
 from ops.client.screen import Columns, notes, print_fields, print_json, print_table
 
@@ -34,6 +35,7 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+@examples("tidepool node check models/qwen3-0.6b models/llama-1b --dtype bfloat16 --switches 200")
 def check_node(
     model_dirs: Annotated[
         list[Path],
@@ -52,12 +54,7 @@ def check_node(
     The slot holds the largest model and hardly more, and KV for little more than one request, so that models switch
     and KV is swapped all the time. A token that differs is a mismatch unless the two are nearly tied in the
     reference, or two experts are for their place; such ties are counted. Logits are reported and must keep the bounds
-    below the table. The status is 1 if there was a mismatch.
-
-    \b
-    Example:
-      tidepool node check models/qwen3-0.6b models/llama-1b --dtype bfloat16 --switches 200
-    """
+    below the table. The status is 1 if there was a mismatch."""
     from transformers.utils.logging import disable_progress_bar
 
     from ops.profiling.exactness import check_models

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dataplane.protocol.errors import ModelLoadError
 from dataplane.scheduling.profile import load_gpu_profile
+from ops.cli.examples import examples
 from ops.cli.node_check import Device, Dtype
 from ops.client.api import CommandError
 from ops.client.screen import Columns, notes, print_json, print_table
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     Profile = tuple[GpuFacts, list[FittedModel]]
 
 
+@examples(
+    "tidepool node profile models/qwen3-0.6b --out here.toml",
+    "tidepool node profile --from latency_profiles.csv.gz --gpu-type H800 --memory-gib 80 --out h800.toml",
+)
 def profile_node(
     model_dirs: Annotated[
         list[Path] | None,
@@ -51,13 +56,7 @@ def profile_node(
     \b
     With --from, points that others measured are fitted instead, a model for each set of the file. Its columns are
     set, model, device, tp, input_len, batch_size, prefill_avg_s and decode_avg_s; .gz is read too. Prefills above
-    4,096 tokens are left out where only 4,096 were run.
-
-    \b
-    Examples:
-      tidepool node profile models/qwen3-0.6b --out here.toml
-      tidepool node profile --from latency_profiles.csv.gz --gpu-type H800 --memory-gib 80 --out h800.toml
-    """
+    4,096 tokens are left out where only 4,096 were run."""
     if (points is None) == (not model_dirs):
         raise CommandError("give either checkpoints to measure, or --from with points to fit")
     if append and out is None:

@@ -5,6 +5,7 @@ from typing import Any
 import typer
 
 from ops.cli.deletes import delete_node
+from ops.cli.examples import examples
 from ops.cli.fleet import INSTANCE_COLUMNS
 from ops.cli.node_bench import bench_node
 from ops.cli.node_check import check_node
@@ -33,13 +34,9 @@ def _slot_text(slot: dict[str, Any]) -> str:
 
 
 @nodes.command("list")
+@examples("tidepool node list")
 def list_nodes(context: typer.Context, as_json: AsJson = False) -> None:
-    """List nodes.
-
-    \b
-    Example:
-      tidepool node list
-    """
+    """List nodes."""
     with connected(context) as api:
         answer = api.pages("/admin/nodes")
     columns: Columns = _NODE | {"slots": lambda row: len(row["slots"]), "engine": "engine", "last seen": "last_seen_at"}
@@ -47,13 +44,9 @@ def list_nodes(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 @nodes.command("show")
+@examples("tidepool node show us-east-1")
 def show_node(context: typer.Context, name: str, as_json: AsJson = False) -> None:
-    """Show a node, what it shall hold, and what it says of that.
-
-    \b
-    Example:
-      tidepool node show us-east-1
-    """
+    """Show a node, what it shall hold, and what it says of that."""
     with connected(context) as api:
         node = api.get(f"/admin/nodes/{name}")
     if as_json:
@@ -77,26 +70,18 @@ def show_node(context: typer.Context, name: str, as_json: AsJson = False) -> Non
 
 
 @nodes.command("drain")
+@examples("tidepool node drain us-east-1")
 def drain_node(context: typer.Context, name: str, as_json: AsJson = False) -> None:
-    """Take a node out of service: nothing new is placed there.
-
-    \b
-    Example:
-      tidepool node drain us-east-1
-    """
+    """Take a node out of service: nothing new is placed there."""
     with connected(context) as api:
         answer = api.post(f"/admin/nodes/{name}/drain")
     print_answer(answer, f"node {name} is draining", as_json=as_json)
 
 
 @nodes.command("undrain")
+@examples("tidepool node undrain us-east-1")
 def undrain_node(context: typer.Context, name: str, as_json: AsJson = False) -> None:
-    """Put a node back into service.
-
-    \b
-    Example:
-      tidepool node undrain us-east-1
-    """
+    """Put a node back into service."""
     with connected(context) as api:
         answer = api.post(f"/admin/nodes/{name}/undrain")
     print_answer(answer, f"node {name} is in service", as_json=as_json)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ops.cli.examples import examples
 from ops.cli.ids import whole_id
 from ops.client.api import connected
 from ops.client.screen import AsJson, Columns, print_json, print_table
@@ -20,6 +21,7 @@ def _minute(time: str | None) -> str | None:
 
 
 @pins.command("add")
+@examples('tidepool pin add llama-8b us-east --instances 4 --until 2026-11-27T18:00Z --note "launch week"')
 def add_pin(
     context: typer.Context,
     model: str,
@@ -29,12 +31,7 @@ def add_pin(
     note: Annotated[str, typer.Option(help="Why, for those who find the pin.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Pin an endpoint. Scaling follows at once; plans hold to it from the next one on.
-
-    \b
-    Example:
-      tidepool pin add llama-8b us-east --instances 4 --until 2026-11-27T18:00Z --note "launch week"
-    """
+    """Pin an endpoint. Scaling follows at once; plans hold to it from the next one on."""
     body = {"model": model, "region": region, "instances": instances, "until": until.isoformat(), "note": note}
     with connected(context) as api:
         answer = api.post("/admin/pins", body)
@@ -45,17 +42,13 @@ def add_pin(
 
 
 @pins.command("list")
+@examples("tidepool pin list --all")
 def list_pins(
     context: typer.Context,
     ended: Annotated[bool, typer.Option("--all", help="Those that have ended too.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List pins, the oldest first.
-
-    \b
-    Example:
-      tidepool pin list --all
-    """
+    """List pins, the oldest first."""
     with connected(context) as api:
         answer = api.pages("/admin/pins", live_only=not ended)
     if as_json:
@@ -75,17 +68,13 @@ def list_pins(
 
 
 @pins.command("remove")
+@examples("tidepool pin remove pin_0190f3c2a7b57c1e8d2f4b6a8c0e1f23")
 def remove_pin(
     context: typer.Context,
     pin_id: Annotated[str, typer.Argument(metavar="PIN", help="Its id, or the first characters of it.")],
     as_json: AsJson = False,
 ) -> None:
-    """End a pin now. The endpoint follows the plan and its limits again.
-
-    \b
-    Example:
-      tidepool pin remove pin_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
-    """
+    """End a pin now. The endpoint follows the plan and its limits again."""
     with connected(context) as api:
         answer = api.delete(f"/admin/pins/{whole_id(api, 'pin', pin_id)}")
     if as_json:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ops.cli.examples import examples
 from ops.cli.ids import PlanId, whole_id
 from ops.client.api import Api, CommandError, connected
 from ops.client.screen import AsJson, print_json, time_text
@@ -21,6 +22,7 @@ PANELS = 6
 Endpoint = tuple[str, str]
 
 
+@examples("tidepool plan plot plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 plan.png --model llama-8b")
 def plot_plan(
     context: typer.Context,
     plan_id: PlanId,
@@ -33,12 +35,7 @@ def plot_plan(
     """Draw a plan: demand before it, the forecast it rests on, what it places, and what came.
 
     \b
-    The busiest endpoints are drawn, one panel each, under a panel of them all added up.
-
-    \b
-    Example:
-      tidepool plan plot plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 plan.png --model llama-8b
-    """
+    The busiest endpoints are drawn, one panel each, under a panel of them all added up."""
     from ops.plots.panels import PlotError, check_path
     from ops.plots.plan_plot import draw_plan, total_panel
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ops.cli.examples import examples
 from ops.client.api import CommandError
 from ops.client.screen import AsJson, Columns, notes, output, print_fields, print_json, print_table
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 EXAMPLE = Path(__file__).parents[1] / "scenarios" / "problem-small.json"
 
 
+@examples("tidepool plan schema --example > problem.json", "tidepool plan solve problem.json --gap 0.001 --json")
 def solve(
     problem: Annotated[Path, typer.Argument(help="A problem as JSON; - reads standard input.", allow_dash=True)],
     gap: Annotated[
@@ -31,13 +33,7 @@ def solve(
 
     \b
     The file's schema: tidepool plan schema. Both options override what the file says.
-    What cannot be served is listed; that is an answer too. Exit status 1: refused, or no solver answered.
-
-    \b
-    Example:
-      tidepool plan schema --example > problem.json
-      tidepool plan solve problem.json --gap 0.001 --json
-    """
+    What cannot be served is listed; that is an answer too. Exit status 1: refused, or no solver answered."""
     from controlplane.policies.placement.choose import choose_placement
 
     facts, settings = _read(problem, gap, time_limit)
@@ -60,16 +56,12 @@ def solve(
         raise CommandError(f"not solved: {placement.reason}")
 
 
+@examples("tidepool plan schema > problem.schema.json")
 def print_schema(
     example: Annotated[bool, typer.Option("--example", help="Print a small problem instead.")] = False,
     as_json: AsJson = True,  # it is JSON either way
 ) -> None:
-    """Print the JSON schema of a placement problem.
-
-    \b
-    Example:
-      tidepool plan schema > problem.schema.json
-    """
+    """Print the JSON schema of a placement problem."""
     from controlplane.policies.placement.document_schema import schema
 
     if example:

@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ops.cli.examples import examples
 from ops.cli.ids import PlanId, whole_id
 from ops.cli.plan_plot import plot_plan
 from ops.cli.plan_solve import print_schema, solve
@@ -17,39 +18,27 @@ PLAN_TIMEOUT_S = 300.0
 
 
 @plans.command("dry-run")
+@examples("tidepool plan dry-run")
 def dry_run(context: typer.Context, origin_s: Origin = None, as_json: AsJson = False) -> None:
-    """Solve the placement and show what it would change; write nothing.
-
-    \b
-    Example:
-      tidepool plan dry-run
-    """
+    """Solve the placement and show what it would change; write nothing."""
     _show(_solve(context, dry_run=True, origin_s=origin_s), as_json=as_json)
 
 
 @plans.command("create")
+@examples("tidepool plan create")
 def create(context: typer.Context, origin_s: Origin = None, as_json: AsJson = False) -> None:
-    """Solve the placement and keep the plan as a draft, to be applied.
-
-    \b
-    Example:
-      tidepool plan create
-    """
+    """Solve the placement and keep the plan as a draft, to be applied."""
     _show(_solve(context, dry_run=False, origin_s=origin_s), as_json=as_json)
 
 
 @plans.command("list")
+@examples("tidepool plan list --limit 5")
 def list_plans(
     context: typer.Context,
     limit: Annotated[int, typer.Option(min=1, max=100, help="How many.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """List plans, the newest first.
-
-    \b
-    Example:
-      tidepool plan list --limit 5
-    """
+    """List plans, the newest first."""
     with connected(context) as api:
         answer = api.get("/admin/plans", limit=limit)
     if as_json:
@@ -67,6 +56,9 @@ def list_plans(
 
 
 @plans.command("show")
+@examples(
+    "tidepool plan show latest --changes-only", "tidepool plan show --explain plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"
+)
 def show(
     context: typer.Context,
     plan_id: PlanId,
@@ -74,13 +66,7 @@ def show(
     changes_only: Annotated[bool, typer.Option("--changes-only", help="Leave out what stays as it is.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a plan: now, change, why.
-
-    \b
-    Examples:
-      tidepool plan show latest --changes-only
-      tidepool plan show --explain plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
-    """
+    """Show a plan: now, change, why."""
     with connected(context) as api:
         plan_id = whole_id(api, "plan", plan_id)
         answer = api.get(f"/admin/plans/{plan_id}{'/explanation' if explain else ''}")
@@ -97,6 +83,7 @@ def show(
 
 
 @plans.command("apply")
+@examples("tidepool plan apply plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --index 42")
 def apply(
     context: typer.Context,
     plan_id: PlanId,
@@ -105,12 +92,7 @@ def apply(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put a plan in force. Refused if the fleet has changed since the plan was made.
-
-    \b
-    Example:
-      tidepool plan apply plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --index 42
-    """
+    """Put a plan in force. Refused if the fleet has changed since the plan was made."""
     with connected(context) as api:
         plan_id = whole_id(api, "plan", plan_id)
         known = api.get(f"/admin/plans/{plan_id}")["index"] if index is None else index
@@ -119,31 +101,23 @@ def apply(
 
 
 @plans.command("inputs")
+@examples("tidepool plan inputs --problem plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 > problem.json")
 def inputs(
     context: typer.Context,
     plan_id: PlanId,
     problem: Annotated[bool, typer.Option("--problem", help="Only the problem, for `tidepool plan solve`.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print what a plan was made from, as JSON: the problem, and the forecasts with what stood in for some.
-
-    \b
-    Example:
-      tidepool plan inputs --problem plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 > problem.json
-    """
+    """Print what a plan was made from, as JSON: the problem, and the forecasts with what stood in for some."""
     with connected(context) as api:
         answer = api.get(f"/admin/plans/{whole_id(api, 'plan', plan_id)}/inputs")
     print_json(answer["problem"] if problem else answer)
 
 
 @plans.command("approve")
+@examples("tidepool plan approve plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23")
 def approve(context: typer.Context, plan_id: PlanId, as_json: AsJson = False) -> None:
-    """Say yes to a plan that waits for an operator: it goes into force. Refused if the fleet has changed since.
-
-    \b
-    Example:
-      tidepool plan approve plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
-    """
+    """Say yes to a plan that waits for an operator: it goes into force. Refused if the fleet has changed since."""
     with connected(context) as api:
         plan_id = whole_id(api, "plan", plan_id)
         answer = api.post(f"/admin/plans/{plan_id}/approve")
@@ -151,13 +125,9 @@ def approve(context: typer.Context, plan_id: PlanId, as_json: AsJson = False) ->
 
 
 @plans.command("reject")
+@examples('tidepool plan reject plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --note "the demand is a load test"')
 def reject(context: typer.Context, plan_id: PlanId, note: Why = "", as_json: AsJson = False) -> None:
-    """Say no to a draft. The plan in force stays, and the schedule makes no other one of that hour.
-
-    \b
-    Example:
-      tidepool plan reject plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --note "the demand is a load test"
-    """
+    """Say no to a draft. The plan in force stays, and the schedule makes no other one of that hour."""
     with connected(context) as api:
         plan_id = whole_id(api, "plan", plan_id)
         answer = api.post(f"/admin/plans/{plan_id}/reject", {"note": note})
@@ -165,16 +135,12 @@ def reject(context: typer.Context, plan_id: PlanId, note: Why = "", as_json: AsJ
 
 
 @plans.command("rollback")
+@examples('tidepool plan rollback plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --note "too few in us-east"')
 def roll_back(context: typer.Context, plan_id: PlanId, note: Why = "", as_json: AsJson = False) -> None:
     """Take the plan in force back: the placement before it is restored, as a plan of its own.
 
     \b
-    The schedule leaves it alone for its hour. Rolling the new plan back restores what was rolled back.
-
-    \b
-    Example:
-      tidepool plan rollback plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --note "too few in us-east"
-    """
+    The schedule leaves it alone for its hour. Rolling the new plan back restores what was rolled back."""
     with connected(context) as api:
         plan_id = whole_id(api, "plan", plan_id)
         answer = api.post(f"/admin/plans/{plan_id}/rollback", {"note": note})

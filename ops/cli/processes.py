@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ops.cli.examples import examples
 from ops.client.api import CommandError
 
 Tiny = Annotated[
@@ -16,6 +17,7 @@ Tiny = Annotated[
 ]
 
 
+@examples("tidepool up --port 8080")
 def up(
     home: Annotated[
         Path, typer.Option(envvar="TIDEPOOL_HOME", help="Folder for data, keys and logs.", file_okay=False)
@@ -28,18 +30,14 @@ def up(
 
     \b
     Starts Postgres, Valkey, the API, the dispatcher, Celery and one agent for each region of a small demo fleet.
-    TIDEPOOL_DATABASE_URL and TIDEPOOL_REDIS_URL name servers to use instead.
-
-    \b
-    Example:
-      tidepool up --port 8080
-    """
+    TIDEPOOL_DATABASE_URL and TIDEPOOL_REDIS_URL name servers to use instead."""
     with running():
         from ops.local.up import up as run_up
 
         run_up(home, port, bare=bare, tiny=tiny)
 
 
+@examples("tidepool demo", "tidepool demo --demand week.csv", "tidepool demo --tiny")
 def demo(
     demand: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Your own demand, CSV, instead of generated.")
@@ -47,27 +45,16 @@ def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the demo's home folder.")] = False,
     tiny: Tiny = False,
 ) -> None:
-    """Run the main job once, end to end, and stop.
-
-    \b
-    Examples:
-      tidepool demo
-      tidepool demo --demand week.csv
-      tidepool demo --tiny
-    """
+    """Run the main job once, end to end, and stop."""
     with running():
         from ops.local.demo.run import main as run_demo
 
         run_demo(demand=demand, keep=keep, tiny=tiny)
 
 
+@examples("TIDEPOOL_PORT=8080 tidepool api")
 def api() -> None:
-    """Run the API process: gateway, Files and Batch API, admin and node API. Settings: TIDEPOOL_*.
-
-    \b
-    Example:
-      TIDEPOOL_PORT=8080 tidepool api
-    """
+    """Run the API process: gateway, Files and Batch API, admin and node API. Settings: TIDEPOOL_*."""
     with running():
         import structlog
 
@@ -84,13 +71,9 @@ def api() -> None:
         serve(settings)
 
 
+@examples("tidepool dispatcher")
 def dispatcher() -> None:
-    """Run the queue manager of batch requests. Settings: TIDEPOOL_*.
-
-    \b
-    Example:
-      tidepool dispatcher
-    """
+    """Run the queue manager of batch requests. Settings: TIDEPOOL_*."""
     with running():
         from controlplane.dispatcher import serve
         from controlplane.settings import Settings
@@ -101,13 +84,9 @@ def dispatcher() -> None:
         serve(settings)
 
 
+@examples("tidepool worker")
 def worker() -> None:
-    """Run a Celery worker: measure, plan, scale, expire. Settings: TIDEPOOL_*.
-
-    \b
-    Example:
-      tidepool worker
-    """
+    """Run a Celery worker: measure, plan, scale, expire. Settings: TIDEPOOL_*."""
     with running():
         from controlplane.planner.processes import serve_worker
         from controlplane.planner.schedule import process_settings
@@ -117,13 +96,9 @@ def worker() -> None:
         serve_worker()
 
 
+@examples("tidepool forecaster")
 def forecaster() -> None:
-    """Run a Celery worker that forecasts; more of them forecast more series an hour. Settings: TIDEPOOL_*.
-
-    \b
-    Example:
-      tidepool forecaster
-    """
+    """Run a Celery worker that forecasts; more of them forecast more series an hour. Settings: TIDEPOOL_*."""
     with running():
         from controlplane.planner.processes import serve_worker
         from controlplane.planner.schedule import FORECAST_QUEUE, process_settings
@@ -133,13 +108,9 @@ def forecaster() -> None:
         serve_worker(FORECAST_QUEUE)
 
 
+@examples("tidepool beat")
 def beat() -> None:
-    """Run the clock that starts the loops. Settings: TIDEPOOL_*.
-
-    \b
-    Example:
-      tidepool beat
-    """
+    """Run the clock that starts the loops. Settings: TIDEPOOL_*."""
     with running():
         from controlplane.planner.processes import serve_beat
         from controlplane.planner.schedule import process_settings
@@ -149,14 +120,12 @@ def beat() -> None:
         serve_beat()
 
 
+@examples(
+    "TIDEPOOL_AGENT_NODE=n1 TIDEPOOL_AGENT_REGION=us-east TIDEPOOL_AGENT_GPU_TYPE=H800 \\\n"
+    """TIDEPOOL_AGENT_SLOTS='[{"gpus": 1, "memory_bytes": 80000000000}]' TIDEPOOL_AGENT_NODE_KEY=... tidepool agent"""
+)
 def agent() -> None:
-    """Run the agent of this node. Settings: TIDEPOOL_AGENT_*.
-
-    \b
-    Example:
-      TIDEPOOL_AGENT_NODE=n1 TIDEPOOL_AGENT_REGION=us-east TIDEPOOL_AGENT_GPU_TYPE=H800 \\
-      TIDEPOOL_AGENT_SLOTS='[{"gpus": 1, "memory_bytes": 80000000000}]' TIDEPOOL_AGENT_NODE_KEY=... tidepool agent
-    """
+    """Run the agent of this node. Settings: TIDEPOOL_AGENT_*."""
     with running():
         from dataplane.agent.process import run_agent
         from dataplane.agent.settings import AgentSettings
@@ -164,15 +133,11 @@ def agent() -> None:
         run_agent(AgentSettings())
 
 
+@examples("TIDEPOOL_DATABASE_URL=postgresql+psycopg://me@db/tidepool tidepool migrate")
 def migrate(
     revision: Annotated[str, typer.Argument(help="The revision to bring the database to.")] = "head",
 ) -> None:
-    """Bring the database TIDEPOOL_DATABASE_URL to the newest schema. Safe to run twice, or twice at once.
-
-    \b
-    Example:
-      TIDEPOOL_DATABASE_URL=postgresql+psycopg://me@db/tidepool tidepool migrate
-    """
+    """Bring the database TIDEPOOL_DATABASE_URL to the newest schema. Safe to run twice, or twice at once."""
     with running():
         import migrations
         from controlplane.settings import Settings

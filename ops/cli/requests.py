@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ops.cli.examples import examples
 from ops.client.api import connected
 from ops.client.screen import AsJson, Columns, output, print_fields, print_json, print_table
 from ops.client.times import since as since_time
@@ -34,17 +35,13 @@ _COLUMNS: Columns = {
 
 
 @requests.command("show")
+@examples("tidepool request show req_0190f3c2a7b57c1e8d2f4b6a8c0e1f23")
 def show_request(
     context: typer.Context,
     request_id: Annotated[str, typer.Argument(metavar="ID", help="x-request-id of the answer.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show how a request went: where it was sent, what it took, how it ended.
-
-    \b
-    Example:
-      tidepool request show req_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
-    """
+    """Show how a request went: where it was sent, what it took, how it ended."""
     with connected(context) as api:
         answer = api.get(f"/admin/requests/{request_id}")
     if as_json:
@@ -78,6 +75,9 @@ def show_request(
 
 
 @requests.command("list")
+@examples(
+    "tidepool request list --outcome failed --since 1h", "tidepool request list --model qwen3 --tenant acme --json"
+)
 def list_requests(
     context: typer.Context,
     outcome: Annotated[
@@ -91,13 +91,7 @@ def list_requests(
     limit: Annotated[int, typer.Option(min=1, max=100, help="At most so many, the newest.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """List requests that ended lately, the newest first.
-
-    \b
-    Examples:
-      tidepool request list --outcome failed --since 1h
-      tidepool request list --model qwen3 --tenant acme --json
-    """
+    """List requests that ended lately, the newest first."""
     since_s = None if since is None else since_time(since).timestamp()
     with connected(context) as api:
         answer = api.get("/admin/requests", outcome=outcome, model=model, tenant=tenant, since_s=since_s, limit=limit)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ops.cli.default_command import DefaultCommandGroup
+from ops.cli.examples import examples
 from ops.cli.simulate_compare import Report, compare_results
 from ops.cli.simulate_live import write_live_scenario
 from ops.client.api import CommandError
@@ -53,6 +54,14 @@ GpuTypes = Annotated[
 
 
 @simulations.command("run")
+@examples(
+    "tidepool simulate run ops/scenarios/simulate-small.toml --seed 7 --json out.json --report out.html",
+    "tidepool simulate day.toml --trace azure-2024:week.csv.gz --set traffic.scale=0.1 --set traffic.until_s=86400",
+    "tidepool simulate day.toml --policy lt-u --set 'failures=[{ region = \"us-east\", at_s = 43200, down_s = 3600 }]'",
+    "tidepool simulate ops/scenarios/simulate-types.toml --set fleet.cost_per_hour.H20=2.5 --report types.html",
+    "tidepool simulate --from-live --hours 168 --save week.toml --json lt-i.json",
+    "tidepool simulate week.toml --policy lt-u --json lt-u.json",
+)
 def simulate(
     context: typer.Context,
     scenario: Annotated[Path | None, typer.Argument(help="A scenario, as TOML.", dir_okay=False)] = None,
@@ -84,17 +93,7 @@ def simulate(
       servegen    one model's clients by 10 minutes, dealt out to regions by turns (traffic.lengths: their lengths)
       aegaeon     one workload, by name: --set traffic.workload=synth-40-0.1-1.0-1.0
       burstgpt, mooncake   a line for each request
-      csv         start_s,region,model,tokens_per_s[,tier], as `tidepool forecast import` writes it
-
-    \b
-    Examples:
-      tidepool simulate run ops/scenarios/simulate-small.toml --seed 7 --json out.json --report out.html
-      tidepool simulate day.toml --trace azure-2024:week.csv.gz --set traffic.scale=0.1 --set traffic.until_s=86400
-      tidepool simulate day.toml --policy lt-u --set 'failures=[{ region = "us-east", at_s = 43200, down_s = 3600 }]'
-      tidepool simulate ops/scenarios/simulate-types.toml --set fleet.cost_per_hour.H20=2.5 --report types.html
-      tidepool simulate --from-live --hours 168 --save week.toml --json lt-i.json
-      tidepool simulate week.toml --policy lt-u --json lt-u.json
-    """
+      csv         start_s,region,model,tokens_per_s[,tier], as `tidepool forecast import` writes it"""
     if from_live == (scenario is not None):
         raise CommandError("give either a scenario or --from-live")
     if not from_live and (save or hours or gpu_type):

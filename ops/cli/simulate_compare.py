@@ -5,12 +5,14 @@ from typing import Annotated
 
 import typer
 
+from ops.cli.examples import examples
 from ops.client.api import CommandError
 from ops.client.screen import AsJson, output, print_json, print_table
 
 Report = Annotated[Path | None, typer.Option("--report", dir_okay=False, help="Write an HTML page with plots here.")]
 
 
+@examples("tidepool simulate compare lt-i.json lt-u.json --report difference.html")
 def compare_results(
     a: Annotated[Path, typer.Argument(help="What `tidepool simulate --json` wrote.", dir_okay=False)],
     b: Annotated[Path, typer.Argument(help="Another.", dir_okay=False)],
@@ -20,12 +22,7 @@ def compare_results(
     """Compare two simulations: every figure of both, and how the second differs.
 
     \b
-    Green is better, red is worse. Differences of percentages are in points (pt).
-
-    \b
-    Example:
-      tidepool simulate compare lt-i.json lt-u.json --report difference.html
-    """
+    Green is better, red is worse. Differences of percentages are in points (pt)."""
     from ops.plots.pages import PageError, write_page
     from ops.simulator.results.compare import about, compare, compare_page
     from ops.simulator.results.results import ResultError, read_result

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ops.cli.examples import examples
 from ops.cli.ids import whole_id
 from ops.client.api import connected
 from ops.client.screen import AsJson, Columns, print_json, print_table
@@ -14,13 +15,9 @@ spot = typer.Typer(no_args_is_help=True, help="Spot: instances lent out while id
 
 
 @spot.command("list")
+@examples("tidepool spot list")
 def list_spot(context: typer.Context, as_json: AsJson = False) -> None:
-    """List spot instances and who leases them.
-
-    \b
-    Example:
-      tidepool spot list
-    """
+    """List spot instances and who leases them."""
     with connected(context) as api:
         answer = api.pages("/admin/spot")
     if as_json:
@@ -41,6 +38,7 @@ def list_spot(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 @spot.command("lease")
+@examples("tidepool spot lease inst_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --holder research --duration-s 1800")
 def lease_spot(
     context: typer.Context,
     instance_id: InstanceId,
@@ -48,12 +46,7 @@ def lease_spot(
     duration_s: Annotated[float, typer.Option(min=1, help="For how many seconds.")] = 3600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Lease a spot instance. The lease may be revoked, with notice, when the fleet needs the GPUs.
-
-    \b
-    Example:
-      tidepool spot lease inst_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --holder research --duration-s 1800
-    """
+    """Lease a spot instance. The lease may be revoked, with notice, when the fleet needs the GPUs."""
     with connected(context) as api:
         instance_id = whole_id(api, "inst", instance_id)
         answer = api.post(f"/admin/spot/{instance_id}/lease", {"holder": holder, "duration_s": duration_s})
@@ -64,13 +57,9 @@ def lease_spot(
 
 
 @spot.command("return")
+@examples("tidepool spot return inst_0190f3c2a7b57c1e8d2f4b6a8c0e1f23")
 def return_spot(context: typer.Context, instance_id: InstanceId, as_json: AsJson = False) -> None:
-    """Give a leased instance back.
-
-    \b
-    Example:
-      tidepool spot return inst_0190f3c2a7b57c1e8d2f4b6a8c0e1f23
-    """
+    """Give a leased instance back."""
     with connected(context) as api:
         instance_id = whole_id(api, "inst", instance_id)
         answer = api.delete(f"/admin/spot/{instance_id}/lease")

@@ -4,18 +4,15 @@ from typing import Any
 
 import typer
 
+from ops.cli.examples import examples
 from ops.client.api import connected
 from ops.client.health import health_causes, loops_words
 from ops.client.screen import AsJson, Columns, print_fields, print_json, print_table, unplaced_words
 
 
+@examples("tidepool status")
 def show_status(context: typer.Context, as_json: AsJson = False) -> None:
-    """Show how the fleet is: health, loops, regions, instances, batches, the plan in force.
-
-    \b
-    Example:
-      tidepool status
-    """
+    """Show how the fleet is: health, loops, regions, instances, batches, the plan in force."""
     with connected(context) as api:
         status = api.get("/admin/status")
     if as_json:

@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ops.cli.examples import examples
 from ops.client.api import connected
 from ops.client.screen import AsJson, Columns, print_json, print_table
 
@@ -38,13 +39,9 @@ def _option(words: str) -> Any:
 
 
 @tenants.command("list")
+@examples("tidepool tenant list")
 def list_tenants(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the tenants that have limits of their own.
-
-    \b
-    Example:
-      tidepool tenant list
-    """
+    """List the tenants that have limits of their own."""
     with connected(context) as api:
         answer = api.pages("/admin/tenants")
     if as_json:
@@ -54,13 +51,9 @@ def list_tenants(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 @tenants.command("show")
+@examples("tidepool tenant show team-a")
 def show_tenant(context: typer.Context, name: str, as_json: AsJson = False) -> None:
-    """Show what a tenant may use, and the tokens that its batches have queued.
-
-    \b
-    Example:
-      tidepool tenant show team-a
-    """
+    """Show what a tenant may use, and the tokens that its batches have queued."""
     with connected(context) as api:
         answer = api.get(f"/admin/tenants/{name}")
     if as_json:
@@ -71,6 +64,7 @@ def show_tenant(context: typer.Context, name: str, as_json: AsJson = False) -> N
 
 
 @tenants.command("set")
+@examples("tidepool tenant set team-a --requests-per-minute 600 --tokens-per-minute 200000 --concurrent-max none")
 def set_tenant(
     context: typer.Context,
     name: str,
@@ -80,12 +74,7 @@ def set_tenant(
     queued_batch_tokens_max: Annotated[str | None, _option("Tokens of batch requests that have not ended")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Limit a tenant, across all gateways and within seconds.
-
-    \b
-    Example:
-      tidepool tenant set team-a --requests-per-minute 600 --tokens-per-minute 200000 --concurrent-max none
-    """
+    """Limit a tenant, across all gateways and within seconds."""
     given = (requests_per_minute, tokens_per_minute, concurrent_max, queued_batch_tokens_max)
     changes = {limit: _limit(text) for limit, text in zip(LIMITS, given, strict=True) if text is not None}
     with connected(context) as api:
@@ -98,13 +87,9 @@ def set_tenant(
 
 
 @tenants.command("reset")
+@examples("tidepool tenant reset team-a")
 def reset_tenant(context: typer.Context, name: str, as_json: AsJson = False) -> None:
-    """Let a tenant have the default limits again.
-
-    \b
-    Example:
-      tidepool tenant reset team-a
-    """
+    """Let a tenant have the default limits again."""
     with connected(context) as api:
         answer = api.delete(f"/admin/tenants/{name}")
     if as_json:

@@ -7,25 +7,20 @@ import typer
 from rich.console import RenderableType
 from rich.live import Live
 
+from ops.cli.examples import examples
 from ops.cli.top_screen import screen, take_snapshot
 from ops.client.api import connected
 from ops.client.screen import AsJson, output, print_json
 
 
+@examples("tidepool top", "tidepool top --once", "tidepool top --json      one look, for scripts")
 def show_top(
     context: typer.Context,
     every_s: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Watch regions, endpoints, queues and objectives until Ctrl-C. What is away is said, and comes back by itself.
-
-    \b
-    Examples:
-      tidepool top
-      tidepool top --once
-      tidepool top --json      one look, for scripts
-    """
+    """Watch regions, endpoints, queues and objectives until Ctrl-C. What is away is said, and comes back by itself."""
     with connected(context) as api:
         url = api.url
         if as_json:

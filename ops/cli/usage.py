@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ops.cli.audit import Limit, newest
+from ops.cli.examples import examples
 from ops.client.api import connected
 from ops.client.screen import AsJson, Columns, print_json, print_table
 from ops.client.times import since as parse_since
@@ -27,6 +28,9 @@ _DEFAULT = (By.DAY, By.TENANT, By.MODEL)
 _TIME_CHARS = {By.HOUR: 16, By.DAY: 10, By.MONTH: 7}
 
 
+@examples(
+    "tidepool usage --since 30d --by month --by tenant", "tidepool usage --tenant acme --by hour --by model --by tier"
+)
 def show_usage(
     context: typer.Context,
     by: Annotated[
@@ -41,13 +45,7 @@ def show_usage(
     limit: Limit = 1000,
     as_json: AsJson = False,
 ) -> None:
-    """Show requests and tokens, the newest first. Gateways tell every 15 seconds; batches count when they end.
-
-    \b
-    Examples:
-      tidepool usage --since 30d --by month --by tenant
-      tidepool usage --tenant acme --by hour --by model --by tier
-    """
+    """Show requests and tokens, the newest first. Gateways tell every 15 seconds; batches count when they end."""
     dimensions = tuple(by or _DEFAULT)
     query: dict[str, Any] = {"by": [each.value for each in dimensions], "tenant": tenant, "model": model}
     query["since"] = parse_since(since).isoformat()
