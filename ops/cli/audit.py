@@ -6,13 +6,12 @@ from typing import Annotated, Any
 import typer
 
 from ops.cli.examples import examples
-from ops.client.api import PAGE_ROWS, Api, connected
-from ops.client.screen import AsJson, Columns, print_json, print_table
+from ops.cli.listing import Limit, Since, newest
+from ops.client.api import connected
+from ops.client.screen import AsJson, Columns, print_list
 from ops.client.times import since as parse_since
 from ops.client.times import utc_text
 
-Since = Annotated[str | None, typer.Option(metavar="TIME", help="How long ago (30m, 2h, 7d), or a time in ISO 8601.")]
-Limit = Annotated[int, typer.Option(min=1, max=10_000, help="How many at most.")]
 Kind = Annotated[str | None, typer.Option(help="Only of this kind, such as model, key or node.")]
 
 
@@ -31,9 +30,6 @@ def show_audit(
     query["since"] = None if since is None else parse_since(since).isoformat()
     with connected(context) as api:
         rows = newest(api, "/admin/audit", limit, **query)
-    if as_json:
-        print_json({"data": rows})
-        return
     columns: Columns = {
         "at": lambda row: utc_text(row["at"]),
         "by": "actor",
@@ -41,19 +37,7 @@ def show_audit(
         "subject": "subject",
         "change": lambda row: change_words(row["before"], row["after"]),
     }
-    print_table("Changes", columns, rows)
-
-
-def newest(api: Api, path: str, limit: int, **query: Any) -> list[Any]:
-    """The first `limit` rows of a list, over as many pages as that takes."""
-    rows: list[Any] = []
-    while len(rows) < limit:
-        page = api.get(path, limit=min(PAGE_ROWS, limit - len(rows)), **query)
-        rows += page["data"]
-        if not page["has_more"]:
-            break
-        query["after"] = page["next"]
-    return rows
+    print_list("Changes", columns, {"data": rows}, as_json=as_json)
 
 
 def change_words(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> str:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ops.cli.examples import examples
 from ops.cli.ids import whole_id
+from ops.cli.listing import print_pages
 from ops.client.api import UPLOAD_TIMEOUT_S, Api, CommandError, connected
-from ops.client.screen import AsJson, Columns, notes, print_fields, print_json, print_table, time_text
+from ops.client.screen import AsJson, Columns, print_fields, print_json, print_table, progress_bar, time_text
 
 POLL_S = 1.0
 _ERRORS_SHOWN = 20
@@ -64,11 +64,6 @@ def submit(
 @examples("tidepool batch list")
 def list_batches(context: typer.Context, as_json: AsJson = False) -> None:
     """List batches, the newest first."""
-    with connected(context, as_client=True) as api:
-        answer = api.pages("/v1/batches")
-    if as_json:
-        print_json(answer)
-        return
     columns: Columns = {
         "batch": "id",
         "status": "status",
@@ -76,7 +71,7 @@ def list_batches(context: typer.Context, as_json: AsJson = False) -> None:
         "failed": lambda row: row["request_counts"]["failed"],
         "created": lambda row: time_text(row["created_at"]),
     }
-    print_table("Batches", columns, answer["data"])
+    print_pages(context, "/v1/batches", "Batches", columns, as_json=as_json, as_client=True)
 
 
 @batches.command("show")
@@ -144,12 +139,9 @@ def _endpoint_of(file: Path) -> str:
 
 
 def _watch(api: Api, batch: dict[str, Any]) -> dict[str, Any]:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=notes()) as progress:
-        task = progress.add_task(batch["status"], total=None)
+    with progress_bar(batch["status"]) as report:
         while True:
-            total = batch["request_counts"]["total"] or None
-            progress.update(task, description=batch["status"], completed=_done(batch), total=total)
+            report(batch["status"], _done(batch), batch["request_counts"]["total"] or None)
             if batch["status"] in _ENDED:
                 return batch
             time.sleep(POLL_S)

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import IO, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ops.cli.examples import examples
 from ops.cli.forecast_backtest import backtest_file
-from ops.cli.forecast_import import import_recording
+from ops.cli.forecast_import import import_recording, reading
 from ops.client.api import UPLOAD_TIMEOUT_S, CommandError, connected
-from ops.client.screen import AsJson, Columns, notes, print_json, print_table, time_text
+from ops.client.screen import AsJson, Columns, print_json, print_list, print_table, time_text
 
 CHUNK_BYTES = 2**18
 demands = typer.Typer(no_args_is_help=True, help="Demand: input tokens per second, by model, region and minute.")
@@ -33,15 +32,13 @@ def import_demand(
 
     \b
     start_s is the Unix time of a whole minute; an empty tokens_per_s is a gap."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with connected(context) as api, file.open("rb") as raw, Progress(*columns, console=notes()) as progress:
-        task = progress.add_task("importing", total=file.stat().st_size)
+    with connected(context) as api, file.open("rb") as raw, reading(file) as report:
 
         def chunks() -> Iterator[bytes]:
             source: Any = gzip.GzipFile(fileobj=raw) if file.suffix == ".gz" else raw
             for chunk in _pieces(source, file):
                 yield chunk
-                progress.update(task, completed=raw.tell())
+                report(raw.tell())
 
         answer = api.send(
             "POST",
@@ -96,9 +93,6 @@ def list_forecasts(
     """List the forecasts of one origin."""
     with connected(context) as api:
         answer = api.get("/admin/forecasts", origin_s=origin_s)
-    if as_json:
-        print_json(answer)
-        return
     columns: Columns = {
         "model": "model",
         "region": "region",
@@ -107,7 +101,7 @@ def list_forecasts(
         "by": "forecaster",
         "why": "reason",
     }
-    print_table(f"Forecasts from {time_text(answer['origin_s'])}, tokens/s", columns, answer["data"])
+    print_list(f"Forecasts from {time_text(answer['origin_s'])}, tokens/s", columns, answer, as_json=as_json)
 
 
 @forecasts.command("run")

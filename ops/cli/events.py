@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ops.cli.audit import Limit, Since, newest
 from ops.cli.examples import examples
+from ops.cli.listing import Limit, Since, newest
 from ops.client.api import Api, CommandError, connected
-from ops.client.screen import AsJson, Columns, notes, print_json, print_table
+from ops.client.screen import AsJson, Columns, notes, print_list
 from ops.client.times import since as parse_since
 from ops.client.times import utc_text
 
@@ -48,13 +48,7 @@ def show_events(
         rows = newest(api, "/admin/events", limit, **query, **from_then)
         if follow:
             follow_events(api, rows, query)
-        elif as_json:
-            print_json({"data": rows})
-        else:
-            _print(rows)
-
-
-def _print(rows: list[Any]) -> None:
+            return
     columns: Columns = {
         "at": lambda row: utc_text(row["at"]),
         "kind": "kind",
@@ -65,7 +59,7 @@ def _print(rows: list[Any]) -> None:
         "node": "node",
         "message": "message",
     }
-    print_table("Events", columns, rows)
+    print_list("Events", columns, {"data": rows}, as_json=as_json)
 
 
 def follow_events(api: Api, rows: list[Any], query: Mapping[str, Any], pause: Callable[[float], None] = sleep) -> None:

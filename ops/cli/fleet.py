@@ -7,8 +7,9 @@ import typer
 from ops.cli.deletes import delete_endpoint, delete_gpu, delete_region
 from ops.cli.examples import examples
 from ops.cli.latencies import list_latencies, set_latency
+from ops.cli.listing import print_pages
 from ops.client.api import connected
-from ops.client.screen import AsJson, Columns, bytes_text, print_answer, print_list, unplaced_words
+from ops.client.screen import AsJson, Columns, bytes_text, print_answer, print_json, print_table, unplaced_words
 
 regions = typer.Typer(no_args_is_help=True, help="Regions, in the order that traffic prefers them.")
 gpus = typer.Typer(no_args_is_help=True, help="GPU types: what one has and costs.")
@@ -50,8 +51,11 @@ def list_regions(context: typer.Context, as_json: AsJson = False) -> None:
     """List regions."""
     with connected(context) as api:
         answer = api.pages("/admin/regions")
+    if as_json:
+        print_json(answer)
+        return
     rows = sorted(answer["data"], key=lambda row: (row["position"], row["name"]))
-    print_list("Regions", {"region": "name", "position": "position"}, answer, rows, as_json=as_json)
+    print_table("Regions", {"region": "name", "position": "position"}, rows)
 
 
 @gpus.command("add")
@@ -74,14 +78,12 @@ def add_gpu(
 @examples("tidepool gpu list")
 def list_gpus(context: typer.Context, as_json: AsJson = False) -> None:
     """List GPU types."""
-    with connected(context) as api:
-        answer = api.pages("/admin/gpu-types")
     columns: Columns = {
         "GPU": "name",
         "memory": lambda row: bytes_text(row["memory_bytes"]),
         "cost per hour": "cost_per_hour",
     }
-    print_list("GPU types", columns, answer, answer["data"], as_json=as_json)
+    print_pages(context, "/admin/gpu-types", "GPU types", columns, as_json=as_json)
 
 
 @endpoints.command("set")
@@ -105,8 +107,6 @@ def set_endpoint(
 @examples("tidepool endpoint list")
 def list_endpoints(context: typer.Context, as_json: AsJson = False) -> None:
     """List endpoints."""
-    with connected(context) as api:
-        answer = api.pages("/admin/endpoints")
     columns: Columns = {
         "model": "model",
         "region": "region",
@@ -114,7 +114,7 @@ def list_endpoints(context: typer.Context, as_json: AsJson = False) -> None:
         "max": "instances_max",
         "not placed": lambda row: "\n".join(unplaced_words(each) for each in row["unplaced"] or ()) or None,
     }
-    print_list("Endpoints", columns, answer, answer["data"], as_json=as_json)
+    print_pages(context, "/admin/endpoints", "Endpoints", columns, as_json=as_json)
 
 
 @instances.command("list")
@@ -125,9 +125,7 @@ def list_instances(
     as_json: AsJson = False,
 ) -> None:
     """List instances."""
-    with connected(context) as api:
-        answer = api.pages("/admin/instances", live_only=not everything)
-    print_list("Instances", INSTANCE_COLUMNS, answer, answer["data"], as_json=as_json)
+    print_pages(context, "/admin/instances", "Instances", INSTANCE_COLUMNS, as_json=as_json, live_only=not everything)
 
 
 regions.command("delete")(delete_region)

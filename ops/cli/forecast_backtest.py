@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ops.cli.examples import examples
 from ops.cli.forecast_import import reading, replaced
 from ops.client.api import CommandError
-from ops.client.screen import Columns, notes, print_json, print_table, time_text
+from ops.client.screen import Columns, notes, print_json, print_table, progress_bar, time_text
 
 if TYPE_CHECKING:
     from forecasts.backtests import Cost, SeriesBacktest
@@ -115,20 +114,15 @@ def _settings(quantile: float, forecasters: list[str] | None) -> "ForecastSettin
 
 @contextmanager
 def _progress(count: int) -> Iterator[Callable[[str, int, int], None]]:
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=notes()) as progress:
-        series = progress.add_task("series", total=count) if count > 1 else None
-        task = progress.add_task("hours", total=None)
-        names: list[str] = []
+    """Progress over the hours of `count` series, one after the other."""
+    names: dict[str, None] = {}
+    with progress_bar("hours") as report:
 
-        def told(name: str, done: int, total: int) -> None:
-            if name not in names[-1:]:
-                names.append(name)
-            progress.update(task, description=name, completed=done, total=total)
-            if series is not None:
-                progress.update(series, completed=len(names) - (done < total))
+        def report_series(name: str, done: int, total: int) -> None:
+            names.setdefault(name)
+            report(f"{name} ({len(names)} of {count} series)", done, total)
 
-        yield told
+        yield report_series
 
 
 def _check_predictions(path: Path | None, file: Path) -> None:

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ops.cli.examples import examples
 from ops.client.api import UPLOAD_TIMEOUT_S, CommandError, connected
-from ops.client.screen import AsJson, notes, print_json, time_text
+from ops.client.screen import AsJson, print_json, progress_bar, time_text
 
 if TYPE_CHECKING:
     from forecasts.importers.formats import DemandFormat
@@ -139,12 +138,11 @@ def _form(format: Format, start: str | None, **given: Any) -> "tuple[DemandForma
 @contextmanager
 def reading(file: Path) -> Iterator[Callable[[int], None]]:
     """A progress bar over the bytes of a file; give what is yielded the number of bytes read."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     size_bytes = file.stat().st_size
-    with Progress(*columns, console=notes()) as progress:
-        task = progress.add_task("reading", total=size_bytes or None)
-        yield lambda done: progress.update(task, completed=done)
-        progress.update(task, completed=size_bytes)
+    doing = f"reading {file.name}"
+    with progress_bar(doing, in_bytes=True) as report:
+        yield lambda done: report(doing, done, size_bytes)
+        report(doing, size_bytes, size_bytes)
 
 
 def _start_s(text: str) -> float:

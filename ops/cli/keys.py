@@ -9,8 +9,9 @@ import typer
 
 from ops.cli.examples import examples
 from ops.cli.ids import whole_id
+from ops.cli.listing import print_pages
 from ops.client.api import Api, CommandError, connected
-from ops.client.screen import AsJson, Columns, print_json, print_table
+from ops.client.screen import AsJson, Columns, print_answer, print_json
 from ops.client.times import duration_s
 from ops.local.home import EmbeddedError, home_of, keys_file, read_secrets, write_secrets
 
@@ -147,21 +148,13 @@ def print_secret(role: FirstRole, as_json: AsJson = False) -> None:
         raise CommandError(str(error)) from error
     if secret is None:
         raise CommandError(f"{keys_file(home)} has no key '{role.value}': run `tidepool init`")
-    if as_json:
-        print_json({role.value: secret})
-    else:
-        typer.echo(secret)
+    print_answer({role.value: secret}, secret, as_json=as_json)
 
 
 @keys.command("list")
 @examples("tidepool key list")
 def list_keys(context: typer.Context, as_json: AsJson = False) -> None:
     """List keys, without their secrets."""
-    with connected(context) as api:
-        answer = api.pages("/admin/keys")
-    if as_json:
-        print_json(answer)
-        return
     columns: Columns = {
         "key": "id",
         "name": "name",
@@ -174,7 +167,7 @@ def list_keys(context: typer.Context, as_json: AsJson = False) -> None:
         "expires": "expires_at",
         "revoked": "revoked_at",
     }
-    print_table("Keys", columns, answer["data"])
+    print_pages(context, "/admin/keys", "Keys", columns, as_json=as_json)
 
 
 @keys.command("revoke")
@@ -184,7 +177,4 @@ def revoke_key(context: typer.Context, key_id: KeyId, as_json: AsJson = False) -
     with connected(context) as api:
         key_id = whole_id(api, "key", key_id)
         answer = api.delete(f"/admin/keys/{key_id}")
-    if as_json:
-        print_json(answer)
-    else:
-        typer.echo(f"key {key_id} is revoked")
+    print_answer(answer, f"key {key_id} is revoked", as_json=as_json)

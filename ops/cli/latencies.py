@@ -5,8 +5,9 @@ from typing import Annotated
 import typer
 
 from ops.cli.examples import examples
+from ops.cli.listing import print_pages
 from ops.client.api import connected
-from ops.client.screen import AsJson, print_json, print_table
+from ops.client.screen import AsJson, print_json
 
 
 @examples("tidepool region latency us-east us-west 62")
@@ -34,9 +35,10 @@ def set_latency(
 @examples("tidepool region latencies")
 def list_latencies(context: typer.Context, as_json: AsJson = False) -> None:
     """List latencies between regions."""
-    with connected(context) as api:
-        answer = api.pages("/admin/region-latencies")
-    if as_json:
-        print_json(answer)
-        return
-    print_table("Latencies", {"from": "origin", "to": "destination", "ms": "ms"}, answer["data"])
+    print_pages(
+        context,
+        "/admin/region-latencies",
+        "Latencies",
+        {"from": "origin", "to": "destination", "ms": "ms"},
+        as_json=as_json,
+    )

@@ -1,21 +1,15 @@
 """`model convert`: a GGUF file made into a folder that nodes read; `model add` does it by itself."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dataplane.protocol.model_sources import is_remote
 from ops.cli.examples import examples
 from ops.client.api import CommandError
-from ops.client.screen import AsJson, notes, print_json
+from ops.client.screen import AsJson, print_answer, progress_bar
 from ops.local.checkpoints import describe_checkpoint
-
-if TYPE_CHECKING:
-    from ops.gguf.convert import Told
 
 
 @examples("tidepool model convert SmolLM2-135M-Instruct.Q4_1.gguf /models/smollm2-135m")
@@ -31,10 +25,8 @@ def convert_model(
     \b
     Quantized weights are unpacked into bfloat16. What the file says and Tidepool does not understand is refused."""
     target, made = convert_file(file, folder)
-    if as_json:
-        print_json({"converted": made} | describe_checkpoint(target))
-        return
-    typer.echo(f"{target} is {'converted' if made else 'there already, from the same file'}")
+    answer = {"converted": made} | describe_checkpoint(target)
+    print_answer(answer, f"{target} is {'converted' if made else 'there already, from the same file'}", as_json=as_json)
 
 
 def folder_of(source: str, to: Path | None) -> str:
@@ -64,16 +56,9 @@ def convert_file(file: Path, folder: Path | None) -> tuple[Path, bool]:
     file = file.expanduser().resolve()
     target = (folder or file.with_suffix("")).expanduser().resolve()
     try:
-        with _progress(file) as told:
-            made = convert(file, target, told)
+        doing = f"converting {file.name}"
+        with progress_bar(doing, in_bytes=True) as report:
+            made = convert(file, target, lambda done, total: report(doing, done, total))
     except GgufError as error:
         raise CommandError(str(error)) from error
     return target, made
-
-
-@contextmanager
-def _progress(file: Path) -> Iterator["Told"]:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=notes()) as bar:
-        task = bar.add_task(f"converting {file.name}", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

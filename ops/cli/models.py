@@ -12,6 +12,7 @@ from dataplane.scheduling.costs import switch_s
 from dataplane.scheduling.profile import ProfileError, load_gpu_profile
 from ops.cli.deletes import delete_model
 from ops.cli.examples import examples
+from ops.cli.listing import print_pages
 from ops.cli.model_convert import convert_model, folder_of
 from ops.cli.model_options import parse_engine_rates, parse_objective, parse_rate
 from ops.client.api import Api, CommandError, connected
@@ -97,7 +98,7 @@ def add_model(
     to: ConvertTo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Register a model. Its sizes are read from config.json and the safetensors headers; the weights are not fetched."""
+    """Register a model. Its sizes are read from config.json and the safetensors headers; no weights are fetched."""
     rates = dict(parse_rate(text) for text in tokens_per_s or [])
     measured = parse_engine_rates(engine_rates or [], list(rates))
     if engine not in get_args(EngineChoice):
@@ -160,11 +161,6 @@ def set_profile(
 @examples("tidepool model list")
 def list_models(context: typer.Context, as_json: AsJson = False) -> None:
     """List models."""
-    with connected(context) as api:
-        answer = api.pages("/admin/models")
-    if as_json:
-        print_json(answer)
-        return
     columns: Columns = {
         "model": "name",
         "architecture": "architecture",
@@ -174,7 +170,7 @@ def list_models(context: typer.Context, as_json: AsJson = False) -> None:
         "engine": "engine",
         "path": "path",
     }
-    print_table("Models", columns, answer["data"])
+    print_pages(context, "/admin/models", "Models", columns, as_json=as_json)
 
 
 @models.command("show")

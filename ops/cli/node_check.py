@@ -1,22 +1,20 @@
 """`node check`: does a pooled slot on this machine make the tokens that transformers makes?"""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dataplane.protocol.errors import ModelLoadError
 from ops.cli.examples import examples
 from ops.client.api import CommandError
-from ops.client.screen import Columns, notes, print_fields, print_json, print_table
+from ops.client.screen import Columns, notes, print_fields, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
-    from ops.profiling.interleaving import CheckReport, Told
+    from ops.profiling.interleaving import CheckReport
 
 MISMATCHES_SHOWN = 3
 
@@ -63,8 +61,8 @@ def check_node(
     disable_progress_bar()  # type: ignore[no-untyped-call]
     settings = CheckSettings(device=device.value, dtype=dtype.value, switches=switches, prompts=prompts, tokens=tokens)
     try:
-        with _progress() as told:
-            report = check_models(model_dirs, settings, told)
+        with progress_bar("reading the models") as report_progress:
+            report = check_models(model_dirs, settings, report_progress)
     except (ModelLoadError, ValueError) as error:
         raise CommandError(str(error)) from error
     if as_json:
@@ -73,18 +71,6 @@ def check_node(
         _show(report)
     if report.failed:
         raise CommandError(f"not the tokens and logits of transformers: {', '.join(report.failed)}")
-
-
-@contextmanager
-def _progress() -> Iterator["Told"]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=notes()) as progress:
-        task = progress.add_task("reading the models", total=None)
-
-        def told(doing: str, done: int, total: int) -> None:
-            progress.update(task, description=doing, completed=min(done, total), total=total)
-
-        yield told
 
 
 def _shares(row: Mapping[str, Any], name: str) -> str:

@@ -1,24 +1,21 @@
 """`node profile`: how long steps of models take on this machine, or in published measurements, as a profile file."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dataplane.protocol.errors import ModelLoadError
 from dataplane.scheduling.profile import load_gpu_profile
 from ops.cli.examples import examples
 from ops.cli.node_check import Device, Dtype
 from ops.client.api import CommandError
-from ops.client.screen import Columns, notes, print_json, print_table
+from ops.client.screen import Columns, notes, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
     from ops.profiling.profile_file import FittedModel, GpuFacts
-    from ops.profiling.step_times import Told
 
     Profile = tuple[GpuFacts, list[FittedModel]]
 
@@ -103,9 +100,9 @@ def _measured(
     from ops.profiling.profiles import measured_profile
     from ops.profiling.step_times import StepTimesSettings
 
-    with _progress() as told:
+    with progress_bar("reading the model") as report_progress:
         return measured_profile(
-            folders, StepTimesSettings(**settings), gpu_type=gpu_type, cost_per_hour=cost_per_hour, tell=told
+            folders, StepTimesSettings(**settings), gpu_type=gpu_type, cost_per_hour=cost_per_hour, tell=report_progress
         )
 
 
@@ -135,15 +132,3 @@ def _show(gpu: "GpuFacts", models: "list[FittedModel]", *, as_json: bool) -> Non
         "mean error of decode": lambda row: f"{row['fit']['decode_mape']:.1%}",
     }
     print_table(f"Latency models, {gpu.gpu_type}", {"model": "name", **columns}, [asdict(model) for model in models])
-
-
-@contextmanager
-def _progress() -> Iterator["Told"]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=notes()) as progress:
-        task = progress.add_task("reading the model", total=None)
-
-        def told(doing: str, done: int, total: int) -> None:
-            progress.update(task, description=doing, completed=done, total=total)
-
-        yield told

@@ -7,6 +7,7 @@ import typer
 from ops.cli.deletes import delete_node
 from ops.cli.examples import examples
 from ops.cli.fleet import INSTANCE_COLUMNS
+from ops.cli.listing import print_pages
 from ops.cli.node_bench import bench_node
 from ops.cli.node_check import check_node
 from ops.cli.node_profile import profile_node
@@ -19,7 +20,6 @@ from ops.client.screen import (
     print_answer,
     print_fields,
     print_json,
-    print_list,
     print_table,
 )
 
@@ -37,10 +37,8 @@ def _slot_text(slot: dict[str, Any]) -> str:
 @examples("tidepool node list")
 def list_nodes(context: typer.Context, as_json: AsJson = False) -> None:
     """List nodes."""
-    with connected(context) as api:
-        answer = api.pages("/admin/nodes")
     columns: Columns = _NODE | {"slots": lambda row: len(row["slots"]), "engine": "engine", "last seen": "last_seen_at"}
-    print_list("Nodes", columns, answer, answer["data"], as_json=as_json)
+    print_pages(context, "/admin/nodes", "Nodes", columns, as_json=as_json)
 
 
 @nodes.command("show")

@@ -7,8 +7,9 @@ import typer
 
 from ops.cli.examples import examples
 from ops.cli.ids import whole_id
+from ops.cli.listing import print_pages
 from ops.client.api import connected
-from ops.client.screen import AsJson, Columns, print_json, print_table
+from ops.client.screen import AsJson, Columns, print_answer
 from ops.client.times import time_of
 
 pins = typer.Typer(
@@ -35,10 +36,11 @@ def add_pin(
     body = {"model": model, "region": region, "instances": instances, "until": until.isoformat(), "note": note}
     with connected(context) as api:
         answer = api.post("/admin/pins", body)
-    if as_json:
-        print_json(answer)
-    else:
-        typer.echo(f"{model} in {region} is pinned to {instances} until {answer['until']} ({answer['id']})")
+    print_answer(
+        answer,
+        f"{model} in {region} is pinned to {instances} until {answer['until']} ({answer['id']})",
+        as_json=as_json,
+    )
 
 
 @pins.command("list")
@@ -49,11 +51,6 @@ def list_pins(
     as_json: AsJson = False,
 ) -> None:
     """List pins, the oldest first."""
-    with connected(context) as api:
-        answer = api.pages("/admin/pins", live_only=not ended)
-    if as_json:
-        print_json(answer)
-        return
     columns: Columns = {
         "pin": "id",
         "model": "model",
@@ -64,7 +61,7 @@ def list_pins(
         "note": "note",
         "ended": lambda row: _minute(row["removed_at"]),
     }
-    print_table("Pins", columns, answer["data"])
+    print_pages(context, "/admin/pins", "Pins", columns, as_json=as_json, live_only=not ended)
 
 
 @pins.command("remove")
@@ -77,7 +74,4 @@ def remove_pin(
     """End a pin now. The endpoint follows the plan and its limits again."""
     with connected(context) as api:
         answer = api.delete(f"/admin/pins/{whole_id(api, 'pin', pin_id)}")
-    if as_json:
-        print_json(answer)
-    else:
-        typer.echo(f"{answer['model']} in {answer['region']} is pinned no more")
+    print_answer(answer, f"{answer['model']} in {answer['region']} is pinned no more", as_json=as_json)

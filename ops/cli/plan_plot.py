@@ -10,7 +10,7 @@ import typer
 from ops.cli.examples import examples
 from ops.cli.ids import PlanId, whole_id
 from ops.client.api import Api, CommandError, connected
-from ops.client.screen import AsJson, print_json, time_text
+from ops.client.screen import AsJson, print_answer, time_text
 
 if TYPE_CHECKING:
     from ops.plots.panels import Curve
@@ -53,10 +53,11 @@ def plot_plan(
         draw_plan(panels, out, title=title, quantile=quantile)
     except PlotError as error:
         raise CommandError(str(error)) from error
-    if as_json:
-        print_json({"file": str(out), "drawn": len(panels), "endpoints": endpoints})
-    else:
-        typer.echo(f"{out}: {len(panels)} panels of {endpoints} endpoints")
+    print_answer(
+        {"file": str(out), "drawn": len(panels), "endpoints": endpoints},
+        f"{out}: {len(panels)} panels of {endpoints} endpoints",
+        as_json=as_json,
+    )
 
 
 def _panels(

@@ -9,7 +9,17 @@ from ops.cli.ids import PlanId, whole_id
 from ops.cli.plan_plot import plot_plan
 from ops.cli.plan_solve import print_schema, solve
 from ops.client.api import connected
-from ops.client.screen import AsJson, Columns, output, print_answer, print_fields, print_json, print_table, time_text
+from ops.client.screen import (
+    AsJson,
+    Columns,
+    output,
+    print_answer,
+    print_fields,
+    print_json,
+    print_list,
+    print_table,
+    time_text,
+)
 
 plans = typer.Typer(no_args_is_help=True, help="Plans: how many instances of what, where, for an hour.")
 Origin = Annotated[int | None, typer.Option("--origin-s", min=0, help="Use the forecasts of this Unix time.")]
@@ -41,9 +51,6 @@ def list_plans(
     """List plans, the newest first."""
     with connected(context) as api:
         answer = api.get("/admin/plans", limit=limit)
-    if as_json:
-        print_json(answer)
-        return
     columns: Columns = {
         "plan": "id",
         "state": "state",
@@ -52,7 +59,7 @@ def list_plans(
         "cost per hour": "objective_per_hour",
         "solver": "status",
     }
-    print_table("Plans", columns, answer["data"])
+    print_list("Plans", columns, answer, as_json=as_json)
 
 
 @plans.command("show")

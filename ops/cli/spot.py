@@ -7,8 +7,9 @@ import typer
 
 from ops.cli.examples import examples
 from ops.cli.ids import whole_id
+from ops.cli.listing import print_pages
 from ops.client.api import connected
-from ops.client.screen import AsJson, Columns, print_json, print_table
+from ops.client.screen import AsJson, Columns, print_answer
 
 InstanceId = Annotated[str, typer.Argument(metavar="INSTANCE", help="Its id, or the first characters of it.")]
 spot = typer.Typer(no_args_is_help=True, help="Spot: instances lent out while idle, and their leases.")
@@ -18,11 +19,6 @@ spot = typer.Typer(no_args_is_help=True, help="Spot: instances lent out while id
 @examples("tidepool spot list")
 def list_spot(context: typer.Context, as_json: AsJson = False) -> None:
     """List spot instances and who leases them."""
-    with connected(context) as api:
-        answer = api.pages("/admin/spot")
-    if as_json:
-        print_json(answer)
-        return
     columns: Columns = {
         "instance": "instance_id",
         "model": "model",
@@ -34,7 +30,7 @@ def list_spot(context: typer.Context, as_json: AsJson = False) -> None:
         "leased by": lambda row: _of_lease(row, "holder"),
         "until": _until,
     }
-    print_table("Spot instances", columns, answer["data"])
+    print_pages(context, "/admin/spot", "Spot instances", columns, as_json=as_json)
 
 
 @spot.command("lease")
@@ -50,10 +46,9 @@ def lease_spot(
     with connected(context) as api:
         instance_id = whole_id(api, "inst", instance_id)
         answer = api.post(f"/admin/spot/{instance_id}/lease", {"holder": holder, "duration_s": duration_s})
-    if as_json:
-        print_json(answer)
-    else:
-        typer.echo(f"{answer['id']}: {instance_id} is leased to {holder} until {answer['expires_at']}")
+    print_answer(
+        answer, f"{answer['id']}: {instance_id} is leased to {holder} until {answer['expires_at']}", as_json=as_json
+    )
 
 
 @spot.command("return")
@@ -63,10 +58,7 @@ def return_spot(context: typer.Context, instance_id: InstanceId, as_json: AsJson
     with connected(context) as api:
         instance_id = whole_id(api, "inst", instance_id)
         answer = api.delete(f"/admin/spot/{instance_id}/lease")
-    if as_json:
-        print_json(answer)
-    else:
-        typer.echo(f"{instance_id} is returned")
+    print_answer(answer, f"{instance_id} is returned", as_json=as_json)
 
 
 def _of_lease(row: Mapping[str, Any], field: str) -> Any:

@@ -5,8 +5,9 @@ from typing import Annotated, Any
 import typer
 
 from ops.cli.examples import examples
+from ops.cli.listing import print_pages
 from ops.client.api import connected
-from ops.client.screen import AsJson, Columns, print_json, print_table
+from ops.client.screen import AsJson, Columns, print_answer, print_json, print_table
 
 tenants = typer.Typer(no_args_is_help=True, help="Tenants and their limits.")
 
@@ -42,12 +43,7 @@ def _option(words: str) -> Any:
 @examples("tidepool tenant list")
 def list_tenants(context: typer.Context, as_json: AsJson = False) -> None:
     """List the tenants that have limits of their own."""
-    with connected(context) as api:
-        answer = api.pages("/admin/tenants")
-    if as_json:
-        print_json(answer)
-        return
-    print_table("Tenants", _COLUMNS, answer["data"])
+    print_pages(context, "/admin/tenants", "Tenants", _COLUMNS, as_json=as_json)
 
 
 @tenants.command("show")
@@ -92,7 +88,4 @@ def reset_tenant(context: typer.Context, name: str, as_json: AsJson = False) -> 
     """Let a tenant have the default limits again."""
     with connected(context) as api:
         answer = api.delete(f"/admin/tenants/{name}")
-    if as_json:
-        print_json(answer)
-    else:
-        typer.echo(f"tenant {name} has the default limits")
+    print_answer(answer, f"tenant {name} has the default limits", as_json=as_json)

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ops.cli.audit import Limit, newest
 from ops.cli.examples import examples
+from ops.cli.listing import Limit, newest
 from ops.client.api import connected
-from ops.client.screen import AsJson, Columns, print_json, print_table
+from ops.client.screen import AsJson, Columns, print_list
 from ops.client.times import since as parse_since
 
 
@@ -52,13 +52,10 @@ def show_usage(
     query["until"] = None if until is None else parse_since(until).isoformat()
     with connected(context) as api:
         rows = newest(api, "/admin/usage", limit, **query)
-    if as_json:
-        print_json({"data": rows})
-        return
     columns: Columns = {each.value: _column(each) for each in dimensions}
     counts = ("requests", "failed", "input_tokens", "output_tokens")
     numbers: Columns = {name.replace("_", " "): _number(name) for name in counts}
-    print_table("Usage", {**columns, **numbers}, rows)
+    print_list("Usage", {**columns, **numbers}, {"data": rows}, as_json=as_json)
 
 
 def _column(dimension: By) -> Any:

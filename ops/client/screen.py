@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, and nothing else.")]
+Progress = Callable[[str, int, int | None], None]
+"""Reports what is being done, how much of it is done, and of how much; None: nobody knows."""
 Columns = Mapping[str, str | Callable[[Mapping[str, Any]], object]]
 """Header -> the field's name, or what to make of a row."""
 
@@ -36,6 +39,18 @@ def notes() -> "Console":
     from rich.console import Console
 
     return Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def progress_bar(doing: str, *, in_bytes: bool = False) -> Iterator[Progress]:
+    """A progress bar on standard error."""
+    from rich import progress
+
+    counts = progress.DownloadColumn() if in_bytes else progress.MofNCompleteColumn()
+    columns = (progress.TextColumn("{task.description}", markup=False), progress.BarColumn(), counts)
+    with progress.Progress(*columns, progress.TimeElapsedColumn(), console=notes()) as bar:
+        task = bar.add_task(doing, total=None)
+        yield lambda doing, done, total: bar.update(task, description=doing, completed=done, total=total)
 
 
 def print_json(answer: Any) -> None:
@@ -81,12 +96,12 @@ def print_table(title: str, columns: Columns, rows: Iterable[Mapping[str, Any]])
     console.print(table)
 
 
-def print_list(title: str, columns: Columns, answer: Any, rows: list[Any], *, as_json: bool) -> None:
-    """A list as the API answered it, as JSON; or its rows as a table."""
+def print_list(title: str, columns: Columns, answer: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print a list as the API answers it as JSON, or the rows of its `data` as a table."""
     if as_json:
         print_json(answer)
     else:
-        print_table(title, columns, rows)
+        print_table(title, columns, answer["data"])
 
 
 def print_fields(fields: Sequence[tuple[str, object]]) -> None:
