@@ -55,22 +55,24 @@ COMMANDS = {
 """Name -> its function or group in a file of this folder, and its line in `tidepool --help`."""
 
 
-class _Option(TyperOption):
-    """An option that coerces a value, and calls its callback, only if it is given. typer always coerces, for which it
-    imports pydantic: 0.1 s of CPU.
+class GivenOption(TyperOption):
+    """An option that coerces its value only if one is given. typer always coerces, for which it imports pydantic: 0.1 s
+    of CPU.
     """
 
+    def __init__(self, option: TyperOption) -> None:  # typer makes the options of a command itself
+        vars(self).update(vars(option))
+
     def process_value(self, ctx: Any, value: Any) -> Any:
-        """The value as the command takes it."""
         if value is None and not (self.required or self.multiple):
             return None
         return super().process_value(ctx, value)
 
 
-def _coerce_given_only(command: Any, context: typer.Context) -> None:
-    for option in command.get_params(context):  # with --help, which is made on demand
-        if isinstance(option, TyperOption):
-            option.__class__ = _Option  # typer has no setting for the class of an option
+def coerce_given_only(command: TyperCommand | TyperGroup, context: Any) -> None:
+    """Replace the options of a command, and --help among them."""
+    params = command.get_params(context)
+    command.params = [GivenOption(each) if isinstance(each, TyperOption) else each for each in params]
 
 
 class LazyCommand(TyperCommand):
@@ -95,7 +97,7 @@ class LazyCommand(TyperCommand):
         """The context of the command itself, which is then the one that is run."""
         command = self.load()
         for each in (command, *getattr(command, "commands", {}).values()):
-            _coerce_given_only(each, parent)
+            coerce_given_only(each, parent)
         return command.make_context(info_name, args, parent, **extra)
 
 
@@ -108,6 +110,5 @@ class CommandTable(TyperGroup):
             self.add_command(LazyCommand(name, source, line))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the options that stand before the command."""
-        _coerce_given_only(self, ctx)
+        coerce_given_only(self, ctx)
         return super().parse_args(ctx, args)
