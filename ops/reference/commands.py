@@ -33,7 +33,8 @@ def _sections(context: Any) -> Iterator[str]:
     yield f"## {context.command_path}"
     yield block(" ".join([context.command_path, *command.collect_usage_pieces(context)]))
     yield from _explanation(command.help or "")
-    records = [record for each in command.params if (record := each.get_help_record(context))]
+    options = [each for each in command.params if each.name != "help"]
+    records = [record for each in options if (record := each.get_help_record(context))]
     if records:
         yield table(("option or argument", "meaning"), ((code(names), plain(about)) for names, about in records))
     if isinstance(command, TyperGroup):
