@@ -1,10 +1,12 @@
 """The API process: one FastAPI app with the OpenAI-compatible, admin, node and health faces."""
 
 import contextlib
+import functools
 from collections.abc import AsyncGenerator
 
 import uvicorn
-from fastapi import Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from controlplane.api import admin, docs, errors, health, nodes, own_requests
@@ -68,10 +70,19 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None) -> FastAP
         version="0.1.0",
         description=_DESCRIPTION,
         lifespan=lifespan,
+        routes=_routes(),
         docs_url=None,
         redoc_url=None,
     )
     errors.install(app)
+    _wrap(app, settings)
+    return app
+
+
+@functools.cache
+def _routes() -> list[BaseRoute]:
+    """The routes of every app of this process: FastAPI builds their validators at the first request, and keeps them."""
+    api = APIRouter()
     for scope, router in (
         (KeyScope.CHAT, chat.router),
         (KeyScope.CHAT, own_requests.router),
@@ -79,11 +90,10 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None) -> FastAP
         (KeyScope.FILES, files.router),
         (KeyScope.BATCH, batches.router),
     ):
-        app.include_router(router, dependencies=[Depends(needs(Role.CLIENT, scope))])
+        api.include_router(router, dependencies=[Depends(needs(Role.CLIENT, scope))])
     for router in (nodes.router, health.router, admin.router, docs.router):
-        app.include_router(router)
-    _wrap(app, settings)
-    return app
+        api.include_router(router)
+    return api.routes
 
 
 def _state_of_process(settings: Settings, client: AgentClient) -> State:
