@@ -1,4 +1,6 @@
-"""Checkpoints from the Hugging Face hub, through its own client."""
+"""Checkpoints from the Hugging Face hub, through its own client. It lists the files, resumes downloads, checks sizes
+and sends the node's token to gated repositories.
+"""
 
 import re
 from functools import cache, partial
@@ -7,6 +9,8 @@ from typing import Any
 from urllib.request import getproxies
 
 import httpx2 as httpx
+from huggingface_hub import constants, set_client_factory, snapshot_download
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from dataplane.checkpoints.sources import WEIGHTS, FetchError, FetchRules, Progress, open_client
 
@@ -15,17 +19,16 @@ _FILES = ["*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja"]
 
 
 def fetch_from_hub(source: str, folder: Path, weights: bool, progress: Progress, rules: FetchRules) -> None:
-    """Bring what `source` names into `folder`, its weights too if they are wanted.
+    """Download the repository `source` into `folder`, with its weights if `weights` is set. If the hub does not answer,
+    a folder that an earlier call completed is used as it is.
 
     Raises:
         FetchError: the hub is unreachable or refuses, or redirects to where the rules do not allow.
     """
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - only nodes with the torch extra have it
-
     match = _SOURCE.fullmatch(source)
     if match is None:
         raise FetchError(f"{source} is not of the form hf://ORG/NAME[@REVISION]")
-    _check_redirects(rules)
+    apply_rules(rules)
     try:
         snapshot_download(
             match["repository"],
@@ -33,33 +36,29 @@ def fetch_from_hub(source: str, folder: Path, weights: bool, progress: Progress,
             local_dir=folder,
             allow_patterns=[*_FILES, *([f"*{WEIGHTS}"] if weights else [])],
             ignore_patterns=["*/*"],
-            tqdm_class=_silent_bars(progress),
+            tqdm_class=_progress_bars(progress),
         )
     except (OSError, ValueError, httpx.HTTPError) as error:
-        raise FetchError(f"{source} cannot be fetched: {error}") from error
+        raise FetchError(f"{source} cannot be fetched: {' '.join(str(error).split())}") from error
     total_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     progress(total_bytes, total_bytes)
 
 
 @cache
-def _check_redirects(rules: FetchRules) -> None:
-    """Let the hub's client keep the rules too. Once for a process, which has one such client."""
-    from huggingface_hub import constants, set_client_factory  # noqa: PLC0415 - only nodes with the torch extra have it
-
+def apply_rules(rules: FetchRules) -> None:
+    """Make the hub's client, of which a process has one, check addresses and redirects by the rules."""
     hub = httpx.URL(constants.ENDPOINT)
     if hub.scheme not in getproxies():
-        constants.HF_HUB_DISABLE_XET = True  # its transfers would go wherever the hub says, past this client
+        constants.HF_HUB_DISABLE_XET = True  # the Xet client opens connections of its own, which nothing here checks
         set_client_factory(partial(open_client, rules, trusted=hub.host))
 
 
-def _silent_bars(progress: Progress) -> Any:
-    """A class of progress bars for the hub's client, which draw nothing and tell `progress`.
+def _progress_bars(progress: Progress) -> Any:
+    """A class of progress bars that draw nothing and call `progress`.
 
-    The client has a bar for bytes received, one for bytes written and one for files. How many bytes are to come it
-    learns file by file.
+    The hub's client has a bar for bytes received, one for bytes written and one for files. The totals grow as it opens
+    the files.
     """
-    from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415 - comes with the hub's client
-
     most_bytes = 0
 
     class Bar(tqdm):  # type: ignore[misc]

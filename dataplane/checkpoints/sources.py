@@ -1,16 +1,16 @@
-"""Which machines a checkpoint may be fetched from, and how much: a model's path is somebody's input, and must not make
-a node ask its own network for it.
+"""Which hosts a checkpoint may be fetched from, and how many bytes. A model's path is untrusted input, which must not
+make a node send requests into its own network (server-side request forgery).
 
-A host is resolved once for each connection, every address is checked, and the connection goes to a checked address: no
-second answer of the name server counts, redirects included. Proxies named in the environment are not used, since they
-would resolve for themselves. `hf://` goes to the hub that the node's operator configured, wherever that is; where it
-redirects to is checked as all else is. (Where the environment names a proxy for the hub, that one decides.)
+A host is resolved once for each connection, redirects included, all its addresses are checked, and the connection goes
+to a checked address, so that DNS rebinding has no effect. Proxies of the environment are not used, since they resolve
+names themselves. `hf://` goes to the hub that the operator configured, at any address; the targets of its redirects are
+checked. (If the environment names a proxy for the hub, the proxy decides.)
 """
 
 import ipaddress
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,17 +21,16 @@ from dataplane.protocol.errors import ModelLoadError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Progress = Callable[[int, int], None]
-"""Is told bytes done and bytes in total, as far as known; done falls when a file must be begun again. Threads call it.
-"""
+"""Called with bytes done and bytes in total, as far as known, from any thread. Done falls when a download restarts."""
 WEIGHTS = ".safetensors"
 REDIRECTS_MAX = 5
 _TIMEOUT = httpx.Timeout(30.0)
 _THIS_MACHINE = {"127.0.0.1", "::1", "localhost"}
 _METADATA = (ipaddress.ip_network("168.63.129.16/32"), ipaddress.ip_network("192.0.0.0/24"))
-"""Of clouds, at public addresses. The others are at link-local, private or shared ones, which are all refused."""
+"""Metadata services of clouds at public addresses. The others have link-local, private or shared ones."""
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-_REWRITTEN = tuple(map(ipaddress.ip_network, ("64:ff9b:1::/48", "::/96", "::ffff:0:0:0/96")))
-"""Local NAT64, and two old forms of IPv4 in IPv6: where they lead, a network decides for itself."""
+_TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b:1::/48", "::/96", "::ffff:0:0:0/96")))
+"""Local NAT64, and two old forms of IPv4 in IPv6: each network routes them as it likes."""
 
 
 class FetchError(ModelLoadError):
@@ -40,8 +39,8 @@ class FetchError(ModelLoadError):
 
 @dataclass(frozen=True, kw_only=True)
 class FetchRules:
-    """What may be fetched. `private_hosts`: names, addresses and networks (as 10.1.0.0/16) that are fetched from though
-    they are not public; `time_max_s`: for a whole checkpoint.
+    """Limits of a fetch. `private_hosts`: names, addresses and networks (as 10.1.0.0/16) that are allowed though they
+    are not public; `bytes_max` and `time_max_s`: of a whole checkpoint.
     """
 
     private_hosts: tuple[str, ...] = ()
@@ -49,7 +48,7 @@ class FetchRules:
     time_max_s: float = 6 * 3600.0
 
     def deadline(self, source: str) -> Callable[[], None]:
-        """Begin to count: the result raises FetchError once the time is up."""
+        """A function that raises FetchError from `time_max_s` after this call on."""
         ends_s = time.monotonic() + self.time_max_s
 
         def check() -> None:
@@ -60,17 +59,17 @@ class FetchRules:
 
 
 PUBLIC = FetchRules()
-"""From public addresses only."""
+"""Public addresses only."""
 
 
 def open_client(rules: FetchRules, *, trusted: str = "") -> httpx.Client:
-    """A client that keeps the rules, whatever it is redirected to. Its connections raise FetchError. `trusted`: a host
-    that the operator chose; its address is not checked, and it may speak plain http.
+    """A client that applies the rules to every connection, redirects included, and then raises FetchError. `trusted`: a
+    host that the operator configured; its address is not checked, and it may speak plain http.
     """
 
-    def check(request: httpx.Request) -> None:
-        if request.url.host != trusted:
-            refuse_plain_http(request)
+    def require_https(request: httpx.Request) -> None:
+        if request.url.scheme == "http" and request.url.host not in {*_THIS_MACHINE, trusted}:
+            raise FetchError(f"{request.url}: plain http is for this machine alone; use https")
 
     return httpx.Client(
         timeout=_TIMEOUT,
@@ -78,23 +77,13 @@ def open_client(rules: FetchRules, *, trusted: str = "") -> httpx.Client:
         max_redirects=REDIRECTS_MAX,
         trust_env=False,
         transport=_CheckedTransport(replace(rules, private_hosts=(*rules.private_hosts, trusted))),
-        event_hooks={"request": [check]},
+        event_hooks={"request": [require_https]},
     )
-
-
-def refuse_plain_http(request: httpx.Request) -> None:
-    """A hook for requests: weights travel encrypted, unless they stay on this machine.
-
-    Raises:
-        FetchError: plain http to another machine.
-    """
-    if request.url.scheme == "http" and request.url.host not in _THIS_MACHINE:
-        raise FetchError(f"{request.url}: plain http is for this machine alone; use https")
 
 
 def check_address(host: str, address: Address, rules: FetchRules) -> None:
     """Raise FetchError unless checkpoints may be fetched from this address of a host."""
-    inner = _inner(address)
+    inner = _embedded_ipv4(address)
     if host in rules.private_hosts or any(_holds(network, inner) for network in rules.private_hosts):
         return
     if not _is_public(inner):
@@ -105,12 +94,12 @@ def check_address(host: str, address: Address, rules: FetchRules) -> None:
 def _is_public(address: Address) -> bool:
     if isinstance(address, ipaddress.IPv6Address) and address.is_site_local:
         return False
-    inside = any(address in network for network in (*_METADATA, *_REWRITTEN))
+    inside = any(address in network for network in (*_METADATA, *_TRANSLATED))
     return address.is_global and not address.is_multicast and not inside
 
 
-def _inner(address: Address) -> Address:
-    """The IPv4 address that an IPv6 one stands for, if it does."""
+def _embedded_ipv4(address: Address) -> Address:
+    """The IPv4 address that an IPv6 address embeds, else the address itself."""
     if isinstance(address, ipaddress.IPv4Address):
         return address
     if address in _NAT64:
@@ -127,19 +116,12 @@ def _holds(network: str, address: Address) -> bool:
 
 @dataclass
 class _CheckedBackend(httpcore.SyncBackend):
-    """Opens connections to checked addresses only."""
+    """Opens connections to allowed addresses only."""
 
     rules: FetchRules
 
-    def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
-    ) -> httpcore.NetworkStream:
-        """Connect to the first address of the host that answers; one that is not allowed spoils them all."""
+    def connect_tcp(self, host: str, port: int, *args: Any, **options: Any) -> httpcore.NetworkStream:
+        """Connect to the first address that answers. If one address is not allowed, none is used."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
@@ -150,14 +132,14 @@ class _CheckedBackend(httpcore.SyncBackend):
         failure: Exception = httpcore.ConnectError(f"{host} has no address")
         for address in dict.fromkeys(addresses):
             try:
-                return super().connect_tcp(address, port, timeout, local_address, socket_options)
+                return super().connect_tcp(address, port, *args, **options)
             except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
                 failure = error
         raise failure
 
 
 class _CheckedTransport(httpx.HTTPTransport):
-    """HTTP over checked connections. TLS still asks for the host's own name."""
+    """HTTP over such connections. TLS verifies the host's name, not the address."""
 
     def __init__(self, rules: FetchRules) -> None:
         super().__init__(trust_env=False)

@@ -61,9 +61,9 @@ def read_hub(source: str) -> tuple[dict[str, Any], dict[str, tuple[str, int]]]:
         RemoteError: the hub is out of reach or refuses, or has no such checkpoint.
     """
     try:
-        from huggingface_hub import HfApi  # noqa: PLC0415  (comes with the torch extra)
+        from huggingface_hub import HfApi  # noqa: PLC0415  (comes with the node extra)
     except ImportError:
-        raise RemoteError(f"{source}: install the torch extra to read from the Hugging Face hub") from None
+        raise RemoteError(f"{source}: install the node extra to read from the Hugging Face hub") from None
     repository, _, revision = source.removeprefix("hf://").partition("@")
     hub = HfApi()
     try:

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any, Self
 
 
+COMMIT = "0123456789" * 4
+"""Of every repository of a hub."""
+
+
 class Registry:
     """A registry of one checkpoint. `answers` are the statuses of its next answers; `cuts` the bytes after which the
-    next files break off.
+    next files break off. With the hub's paths as names of files it is a hub.
     """
 
     def __init__(self, files: dict[str, bytes]) -> None:
@@ -57,6 +61,8 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(status, b"", {"Location": registry.location})
         elif name == "manifest.json":
             self._answer(200, json.dumps(registry.manifest).encode(), {})
+        elif name not in registry.files:
+            self._answer(404, b"", {})
         elif asked is not None and registry.ranges:
             first, _, last = asked.removeprefix("bytes=").partition("-")
             content = registry.files[name]
@@ -66,13 +72,17 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._answer(200, registry.files[name], {})
 
+    do_HEAD = do_GET
+
     def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+        hub = {"ETag": f'"{hash(body)}"', "X-Repo-Commit": COMMIT}
+        for name, value in {"Content-Length": str(len(body)), **hub, **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        is_file = not self.path.endswith("manifest.json")
-        self.wfile.write(body[: self._registry.cuts.pop(0)] if is_file and self._registry.cuts else body)
+        if self.command == "GET":
+            is_file = not self.path.endswith("manifest.json")
+            self.wfile.write(body[: self._registry.cuts.pop(0)] if is_file and self._registry.cuts else body)
 
     def log_message(self, *args: Any) -> None:
         pass
