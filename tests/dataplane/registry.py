@@ -8,7 +8,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
 
-
 COMMIT = "0123456789" * 4
 """Of every repository of a hub."""
 
@@ -72,7 +71,8 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._answer(200, registry.files[name], {})
 
-    do_HEAD = do_GET
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
     def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
