@@ -5,6 +5,7 @@ import asyncio
 import httpx2 as httpx
 import openai
 import pytest
+from pydantic import SecretStr
 
 from dataplane.protocol.errors import WorkerLostError
 from tests.controlplane.api.gateway import Gateway, running_gateway
@@ -54,7 +55,7 @@ def test_a_real_node(world: World) -> None:
             held = world.place("n0")
             await node.hold(1, instance(held))
             world.report("n0", held, region="us-east", url=url)
-            with running_gateway(world, node_key=KEY) as gateway:
+            with running_gateway(world, node_key=SecretStr(KEY)) as gateway:
                 for check in (ask, ask_too_much, go_away):
                     await asyncio.to_thread(check, gateway)
                 await node.until(node.idle)
@@ -88,7 +89,7 @@ def test_models_tell_the_context_that_the_node_takes(world: World) -> None:
             held = world.place("n0")
             await node.hold(1, instance(held, kv_bytes_per_token=8192))
             world.live.write_heartbeat(node.agent.heartbeat(), region="us-east", gpu_type="H800", url=url)
-            with running_gateway(world, node_key=KEY) as gateway:
+            with running_gateway(world, node_key=SecretStr(KEY)) as gateway:
                 assert gateway.http.get("/v1/models/tide").json()["context_tokens"] == 4096
                 await asyncio.to_thread(ask_at_the_limit, gateway)
 
@@ -128,7 +129,7 @@ def test_a_stream_outlives_its_nodes(world: World) -> None:
                 held[name] = world.place(name)
                 await node.hold(1, instance(held[name]))
                 world.report(name, held[name], region="us-east", url=url)
-            with running_gateway(world, node_key=KEY) as gateway:
+            with running_gateway(world, node_key=SecretStr(KEY)) as gateway:
                 undisturbed = await asyncio.to_thread(Streaming(gateway, 300).run)
                 assert undisturbed[1] == 300
                 for generation, loss in enumerate(("taken away", "drained", "down"), start=2):

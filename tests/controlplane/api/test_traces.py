@@ -10,6 +10,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from pydantic import SecretStr
 
 from controlplane.policies.decisions import Route
 from controlplane.serving.tracing import attempting
@@ -90,7 +91,7 @@ async def _through_a_node(world: World, check: Callable[[Gateway], None]) -> Non
         held = world.place("n0")
         await node.hold(1, instance(held))
         world.report("n0", held, region="us-east", url=url)
-        with running_gateway(world, node_key=KEY) as gateway:
+        with running_gateway(world, node_key=SecretStr(KEY)) as gateway:
             await asyncio.to_thread(check, gateway)
             await node.until(node.idle)
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import openai
 import pytest
+from pydantic import SecretStr
 
 from controlplane.planner.explain import explanation_of
 from controlplane.planner.plan import plan_hour
@@ -125,7 +126,7 @@ def test_a_plan_pools_the_long_tail_and_lets_go_who_grows(world: World, settings
             assert "H800 in us-east: 0 -> 1 GPUs for 4 endpoints (ebb, flood, neap, surge)" in words
             rows = await fleet.until_rest(" ".join(f"{model}:True" for model in MODELS))
             assert len({(row.node, row.slot) for row in rows}) == 1, "they take turns on one slot"
-            with running_gateway(world, node_key=KEY) as gateway:
+            with running_gateway(world, node_key=SecretStr(KEY)) as gateway:
                 for model in MODELS:
                     assert await asyncio.to_thread(ask, gateway, model) == 5
                 await leave_the_pool(world, settings, fleet, gateway, now_s=now_s + 3600)

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from pydantic import SecretStr
 
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.routing import utilization_of
@@ -45,7 +46,7 @@ def test_a_together_node_is_one_slot_of_the_pool(world: World, settings: Setting
             node = fleet.nodes["n1"]
             await node.until(lambda: stands_everywhere(node))
             loop = asyncio.get_running_loop()
-            with running_gateway(world, node_key=KEY) as gateway, ThreadPoolExecutor() as clients:
+            with running_gateway(world, node_key=SecretStr(KEY)) as gateway, ThreadPoolExecutor() as clients:
                 async with asyncio.timeout(TIMEOUT_S):
                     while len(workers_of(node, SURGE.model)) < 2:
                         asked = [loop.run_in_executor(clients, ask, gateway, SURGE.model) for _ in range(2 * WORKERS)]
