@@ -24,7 +24,8 @@ def delete_model(
 
     \b
     Refused while it is offered anywhere, while open batches ask for it, and while a key is for it alone. --drain
-    deletes its endpoints first."""
+    deletes its endpoints first.
+    """
     _confirm(f"model {name}{' and all its endpoints' if drain else ''}", yes=yes or as_json)
     with connected(context) as api:
         api.get(f"/admin/models/{name}")
@@ -70,7 +71,8 @@ def delete_node(
 
     \b
     Refused while it holds instances, and while its agent runs. It may join again: `tidepool key create NAME --role node
-    --node NAME`, and start its agent with that key. --drain waits until it is empty and its agent is stopped."""
+    --node NAME`, and start its agent with that key. --drain waits until it is empty and its agent is stopped.
+    """
     _confirm(f"node {name}", yes=yes or as_json)
     with connected(context) as api:
         if drain:

@@ -31,7 +31,8 @@ def import_demand(
     """Import demand from a CSV with the columns start_s, region, model, tokens_per_s; all of it or nothing.
 
     \b
-    start_s is the Unix time of a whole minute; an empty tokens_per_s is a gap."""
+    start_s is the Unix time of a whole minute; an empty tokens_per_s is a gap.
+    """
     with connected(context) as api, file.open("rb") as raw, reading(file) as report:
 
         def chunks() -> Iterator[bytes]:

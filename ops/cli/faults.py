@@ -40,7 +40,8 @@ def run_faults(
     \b
     Kinds: kill, kill_worker, terminate, pause, latency, reset, black_hole, restart (of Postgres or Valkey).
     Exit status 1 if a promise was broken: a batch line without exactly one result, a stream with a missing or doubled
-    token, something that leaked."""
+    token, something that leaked.
+    """
     from ops.faults.run import Plan, print_progress, report_text
     from ops.faults.run import run_faults as run
     from ops.faults.wrecker import Kind

@@ -60,7 +60,8 @@ def backtest_file(
     fit, forecast   seconds to choose and fit from nothing, and to forecast once; of the champion, of all in an hour
 
     \b
-    Ctrl-C prints what is done so far. Works without a running API."""
+    Ctrl-C prints what is done so far. Works without a running API.
+    """
     done, interrupted = _run(file, _settings(quantile, forecaster), origins, predictions, plot)
     some = any(each.predictions for each in done)
     try:

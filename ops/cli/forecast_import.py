@@ -92,7 +92,8 @@ def import_recording(
       mooncake    JSON lines, one for each request: timestamp (milliseconds), input_length, ...
 
     \b
-    Requests are summed by minute; rates keep their own width (the API gets minutes). A gap of the file stays a gap."""
+    Requests are summed by minute; rates keep their own width (the API gets minutes). A gap of the file stays a gap.
+    """
     if out is not None and kind is not None:
         raise CommandError("--kind is for the API: it means nothing with --out")
     form, settings = _form(

@@ -38,7 +38,8 @@ def init(
     """Make the first keys (admin, client, node) without `tidepool up`. Safe to run twice.
 
     \b
-    Their secrets are written to keys.json of the home folder (mode 0600), their hashes to TIDEPOOL_DATABASE_URL."""
+    Their secrets are written to keys.json of the home folder (mode 0600), their hashes to TIDEPOOL_DATABASE_URL.
+    """
     with running():
         secrets, made, faults = _make(home.expanduser(), migrate=migrate, to_stdout=to_stdout, force=force)
     if faults:

@@ -97,7 +97,8 @@ def rotate_key(
     """Give a key a new secret. It is printed this once; the present one works until the overlap ends.
 
     \b
-    A key of keys.json is replaced there too, so that the command line and `tidepool up` go on with it."""
+    A key of keys.json is replaced there too, so that the command line and `tidepool up` go on with it.
+    """
     seconds = duration_s(overlap)
     home = home_of(os.environ)
     with connected(context) as api:

@@ -23,7 +23,8 @@ def convert_model(
     """Make a GGUF file a Hugging Face checkpoint, once: weights, tokenizer and chat template.
 
     \b
-    Quantized weights are unpacked into bfloat16. What the file says and Tidepool does not understand is refused."""
+    Quantized weights are unpacked into bfloat16. What the file says and Tidepool does not understand is refused.
+    """
     target, made = convert_file(file, folder)
     answer = {"converted": made} | describe_checkpoint(target)
     print_answer(answer, f"{target} is {'converted' if made else 'there already, from the same file'}", as_json=as_json)

@@ -30,7 +30,8 @@ def bench_node(
 
     \b
     Models of several architectures are made up with random weights, in a temporary folder. What is compared takes
-    turns in one run, so that both see the same noise. The status is 0 whether targets are met or not."""
+    turns in one run, so that both see the same noise. The status is 0 whether targets are met or not.
+    """
     from transformers.utils.logging import disable_progress_bar
 
     from ops.profiling.checkpoints import parameters_of

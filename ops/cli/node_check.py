@@ -52,7 +52,8 @@ def check_node(
     The slot holds the largest model and hardly more, and KV for little more than one request, so that models switch
     and KV is swapped all the time. A token that differs is a mismatch unless the two are nearly tied in the
     reference, or two experts are for their place; such ties are counted. Logits are reported and must keep the bounds
-    below the table. The status is 1 if there was a mismatch."""
+    below the table. The status is 1 if there was a mismatch.
+    """
     from transformers.utils.logging import disable_progress_bar
 
     from ops.profiling.exactness import check_models

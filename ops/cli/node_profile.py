@@ -53,7 +53,8 @@ def profile_node(
     \b
     With --from, points that others measured are fitted instead, a model for each set of the file. Its columns are
     set, model, device, tp, input_len, batch_size, prefill_avg_s and decode_avg_s; .gz is read too. Prefills above
-    4,096 tokens are left out where only 4,096 were run."""
+    4,096 tokens are left out where only 4,096 were run.
+    """
     if (points is None) == (not model_dirs):
         raise CommandError("give either checkpoints to measure, or --from with points to fit")
     if append and out is None:

@@ -35,7 +35,8 @@ def plot_plan(
     """Draw a plan: demand before it, the forecast it rests on, what it places, and what came.
 
     \b
-    The busiest endpoints are drawn, one panel each, under a panel of them all added up."""
+    The busiest endpoints are drawn, one panel each, under a panel of them all added up.
+    """
     from ops.plots.panels import PlotError, check_path
     from ops.plots.plan_plot import draw_plan, total_panel
 

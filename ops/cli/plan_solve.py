@@ -33,7 +33,8 @@ def solve(
 
     \b
     The file's schema: tidepool plan schema. Both options override what the file says.
-    What cannot be served is listed; that is an answer too. Exit status 1: refused, or no solver answered."""
+    What cannot be served is listed; that is an answer too. Exit status 1: refused, or no solver answered.
+    """
     from controlplane.policies.placement.choose import choose_placement
 
     facts, settings = _read(problem, gap, time_limit)

@@ -147,7 +147,8 @@ def roll_back(context: typer.Context, plan_id: PlanId, note: Why = "", as_json: 
     """Take the plan in force back: the placement before it is restored, as a plan of its own.
 
     \b
-    The schedule leaves it alone for its hour. Rolling the new plan back restores what was rolled back."""
+    The schedule leaves it alone for its hour. Rolling the new plan back restores what was rolled back.
+    """
     with connected(context) as api:
         plan_id = whole_id(api, "plan", plan_id)
         answer = api.post(f"/admin/plans/{plan_id}/rollback", {"note": note})

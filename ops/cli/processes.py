@@ -30,7 +30,8 @@ def up(
 
     \b
     Starts Postgres, Valkey, the API, the dispatcher, Celery and one agent for each region of a small demo fleet.
-    TIDEPOOL_DATABASE_URL and TIDEPOOL_REDIS_URL name servers to use instead."""
+    TIDEPOOL_DATABASE_URL and TIDEPOOL_REDIS_URL name servers to use instead.
+    """
     with running():
         from ops.local.up import up as run_up
 

@@ -93,7 +93,8 @@ def simulate(
       servegen    one model's clients by 10 minutes, dealt out to regions by turns (traffic.lengths: their lengths)
       aegaeon     one workload, by name: --set traffic.workload=synth-40-0.1-1.0-1.0
       burstgpt, mooncake   a line for each request
-      csv         start_s,region,model,tokens_per_s[,tier], as `tidepool forecast import` writes it"""
+      csv         start_s,region,model,tokens_per_s[,tier], as `tidepool forecast import` writes it
+    """
     if from_live == (scenario is not None):
         raise CommandError("give either a scenario or --from-live")
     if not from_live and (save or hours or gpu_type):

@@ -22,7 +22,8 @@ def compare_results(
     """Compare two simulations: every figure of both, and how the second differs.
 
     \b
-    Green is better, red is worse. Differences of percentages are in points (pt)."""
+    Green is better, red is worse. Differences of percentages are in points (pt).
+    """
     from ops.plots.pages import PageError, write_page
     from ops.simulator.results.compare import about, compare, compare_page
     from ops.simulator.results.results import ResultError, read_result
