@@ -35,17 +35,17 @@ def show_audit(
         "by": "actor",
         "action": "action",
         "subject": "subject",
-        "change": lambda row: change_words(row["before"], row["after"]),
+        "change": lambda row: change_text(row["before"], row["after"]),
     }
     print_list("Changes", columns, {"data": rows}, as_json=as_json)
 
 
-def change_words(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> str:
-    """What a change changed: each field that differs; a row that is new or gone by its fields."""
+def change_text(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> str:
+    """The fields that differ; all fields of a row that was created or deleted."""
     if before is None or after is None:
         row = after if before is None else before
-        words = ", ".join(f"{name} {value}" for name, value in (row or {}).items() if value not in (None, "", [], {}))
-        return words if before is None else f"gone: {words}"
+        fields = ", ".join(f"{name} {value}" for name, value in (row or {}).items() if value not in (None, "", [], {}))
+        return fields if before is None else f"deleted: {fields}"
     names = [*before, *(name for name in after if name not in before)]
     return ", ".join(
         f"{name} {before.get(name)} -> {after.get(name)}" for name in names if before.get(name) != after.get(name)

@@ -33,12 +33,12 @@ OutputFile = Annotated[Path | None, typer.Option("--output", "-o", dir_okay=Fals
 def submit(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSON lines, one request each.")],
-    window: Annotated[str, typer.Option(help="Time the batch may take.")] = "24h",
-    watch: Annotated[bool, typer.Option(help="Wait for the end and show progress.")] = True,
+    window: Annotated[str, typer.Option(help="Completion window.")] = "24h",
+    watch: Annotated[bool, typer.Option(help="Wait until it has ended, and show progress.")] = True,
     output: OutputFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Upload requests, make a batch of them, and watch it to its end."""
+    """Upload requests, create a batch of them, and wait until it has ended."""
     endpoint = _endpoint_of(file)
     with connected(context, as_client=True) as api:
         with file.open("rb") as stream:
@@ -79,7 +79,7 @@ def list_batches(context: typer.Context, as_json: AsJson = False) -> None:
 def show(
     context: typer.Context,
     batch_id: BatchId,
-    watch: Annotated[bool, typer.Option("--watch", help="Wait for the end and show progress.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Wait until it has ended, and show progress.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show a batch."""
@@ -94,7 +94,7 @@ def show(
 @batches.command("cancel")
 @examples("tidepool batch cancel batch_0190f3c2a7b57c1e8d2f4b6a8c0e1f23")
 def cancel(context: typer.Context, batch_id: BatchId, as_json: AsJson = False) -> None:
-    """Cancel a batch; what is finished stays."""
+    """Cancel a batch; results that exist are kept."""
     with connected(context, as_client=True) as api:
         batch_id = whole_id(api, "batch", batch_id)
         batch = api.post(f"/v1/batches/{batch_id}/cancel")
@@ -107,10 +107,10 @@ def output(
     context: typer.Context,
     batch_id: BatchId,
     output: OutputFile = None,
-    errors: Annotated[bool, typer.Option("--errors", help="The lines that failed, instead.")] = False,
+    errors: Annotated[bool, typer.Option("--errors", help="Write the failed lines instead.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a batch's results to a file, or to standard output. They are JSON lines in any case."""
+    """Write a batch's results to a file, or to standard output. The format is JSON lines in any case."""
     with connected(context, as_client=True) as api:
         batch_id = whole_id(api, "batch", batch_id)
         batch = api.get(f"/v1/batches/{batch_id}")
@@ -126,7 +126,7 @@ def output(
 
 
 def _endpoint_of(file: Path) -> str:
-    """The endpoint that the first request names; the Batch API wants it said."""
+    """The endpoint of the first request, which the Batch API takes as the endpoint of the batch."""
     try:
         with file.open(encoding="utf-8") as stream:
             first = json.loads(next((line for line in stream if line.strip()), "null"))
@@ -179,8 +179,8 @@ def show_batch(batch: dict[str, Any], *, as_json: bool) -> None:
             ("status", batch["status"]),
             ("requests", f"{counts['total']}: {counts['completed']} completed, {counts['failed']} failed"),
             ("created", time_text(batch["created_at"])),
-            ("results", _file_words(batch, "output_file_id", "")),
-            ("failed lines", _file_words(batch, "error_file_id", " --errors")),
+            ("results", _file_text(batch, "output_file_id", "")),
+            ("failed lines", _file_text(batch, "error_file_id", " --errors")),
         ]
     )
     errors = (batch.get("errors") or {}).get("data") or []
@@ -192,7 +192,7 @@ def show_batch(batch: dict[str, Any], *, as_json: bool) -> None:
         typer.echo(f"{more} more: tidepool batch show {batch['id']} --json")
 
 
-def _file_words(batch: Mapping[str, Any], field: str, option: str) -> str | None:
+def _file_text(batch: Mapping[str, Any], field: str, option: str) -> str | None:
     """A file of the batch, and how to read it."""
     file_id = batch[field]
     return None if file_id is None else f"{file_id} (tidepool batch output {batch['id']}{option} -o FILE)"

@@ -20,14 +20,14 @@ COMMANDS = {
     ),
     "beat": ("processes:beat", "Run the clock that starts the loops."),
     "agent": ("processes:agent", "Run the agent of this node."),
-    "migrate": ("processes:migrate", "Bring the database TIDEPOOL_DATABASE_URL to the newest schema."),
-    "init": ("init:init", "Make the first keys (admin, client, node) without `tidepool up`."),
+    "migrate": ("processes:migrate", "Migrate the database TIDEPOOL_DATABASE_URL to the newest schema."),
+    "init": ("init:init", "Create the first keys (admin, client, node) without `tidepool up`."),
     "status": (
         "status:show_status",
-        "Show how the fleet is: health, loops, regions, instances, batches, the plan in force.",
+        "Show the fleet: health, loops, regions, instances, batches, the plan in force.",
     ),
     "top": ("top:show_top", "Watch regions, endpoints, queues and objectives until Ctrl-C."),
-    "events": ("events:show_events", "Show what became of instances, nodes and plans, the newest first."),
+    "events": ("events:show_events", "Show events of instances, nodes and plans, the newest first."),
     "audit": (
         "audit:show_audit",
         "Show who changed what, the newest first; --json has the whole row before and after.",
@@ -35,21 +35,21 @@ COMMANDS = {
     "usage": ("usage:show_usage", "Show requests and tokens, the newest first."),
     "logs": ("logs:show_logs", "Show the logs of `tidepool up` on this machine."),
     "region": ("fleet:regions", "Regions, in the order that traffic prefers them."),
-    "gpu": ("fleet:gpus", "GPU types: what one has and costs."),
-    "node": ("nodes:nodes", "Nodes: machines with GPUs that joined by themselves."),
+    "gpu": ("fleet:gpus", "GPU types, with memory and cost of one GPU."),
+    "node": ("nodes:nodes", "Nodes: machines with GPUs that have joined the fleet."),
     "model": ("models:models", "Models: checkpoints in Hugging Face format, or GGUF files."),
     "endpoint": ("fleet:endpoints", "Endpoints: models offered in regions."),
     "instance": ("fleet:instances", "Instances: copies of models on slots."),
-    "spot": ("spot:spot", "Spot: instances lent out while idle, and their leases."),
+    "spot": ("spot:spot", "Donated instances (spot): idle instances that others may lease."),
     "demand": ("demand:demands", "Demand: input tokens per second, by model, region and minute."),
     "forecast": ("demand:forecasts", "Forecasts of the coming hour's peaks."),
     "plan": ("plans:plans", "Plans: how many instances of what, where, for an hour."),
-    "pin": ("pins:pins", "Pins: an operator keeps an endpoint at so many instances, until some time."),
+    "pin": ("pins:pins", "Replica overrides (pins): a fixed number of instances of an endpoint until a given time."),
     "batch": ("batches:batches", "Batches: offline jobs of many requests."),
-    "request": ("requests:requests", "Interactive requests of the last day, by how they went."),
+    "request": ("requests:requests", "Interactive requests of the last day, with their outcomes."),
     "key": ("keys:keys", "API keys and their roles."),
     "tenant": ("tenants:tenants", "Tenants and their limits."),
-    "faults": ("faults:faults", "Break a stack on purpose, and check its promises."),
+    "faults": ("faults:faults", "Inject faults into a stack under load, and check its guarantees."),
     "simulate": ("simulate:simulations", "Simulate a fleet on the live service's own policies."),
 }
 """Name -> its function or group in a file of this folder, and its line in `tidepool --help`."""
@@ -76,7 +76,7 @@ def coerce_given_only(command: TyperCommand | TyperGroup, context: Any) -> None:
 
 
 class LazyCommand(TyperCommand):
-    """Stands in the list of commands for one that is imported when it is run, explained or completed."""
+    """A placeholder in the list of commands, which imports the command when it is run, explained or completed."""
 
     def __init__(self, name: str, source: str, help: str) -> None:
         super().__init__(name, help=help)

@@ -42,7 +42,7 @@ def delete_model(
 def delete_endpoint(
     context: typer.Context, model: str, region: str, drain: Drain = False, yes: Yes = False, as_json: AsJson = False
 ) -> None:
-    """Offer a model in a region no more. Refused while it has instances or a pin."""
+    """Stop offering a model in a region. Refused while the endpoint has instances or is pinned."""
     _confirm(f"endpoint {model} in {region}", yes=yes or as_json)
     with connected(context) as api:
         if drain:
@@ -67,7 +67,7 @@ def delete_gpu(context: typer.Context, name: str, yes: Yes = False, as_json: AsJ
 def delete_node(
     context: typer.Context, name: str, drain: Drain = False, yes: Yes = False, as_json: AsJson = False
 ) -> None:
-    """Delete a node, and revoke the keys that speak for it alone.
+    """Delete a node, and revoke the keys of this node only.
 
     \b
     Refused while it holds instances, and while its agent runs. It may join again: `tidepool key create NAME --role node
@@ -98,10 +98,10 @@ def _delete_endpoint(api: Api, model: str, region: str) -> Any:
 
 
 def _drain_endpoint(api: Api, model: str, region: str) -> None:
-    """Let an endpoint have no instances, and wait until it has none that serve.
+    """Limit an endpoint to no instances, and wait until none serves.
 
     Raises:
-        CommandError: it does not exist, or a pin keeps it up.
+        CommandError: it does not exist, or is pinned.
     """
     known = [row for row in api.pages("/admin/endpoints")["data"] if (row["model"], row["region"]) == (model, region)]
     if not known:
@@ -138,10 +138,10 @@ def _instances(count: int) -> str:
 
 
 def _wait(left: Callable[[], str | None]) -> None:
-    """Wait until nothing is left; each change of what is left is said once."""
-    said = None
+    """Wait until nothing is left, and report each change once."""
+    reported = None
     while (now := left()) is not None:
-        if now != said:
+        if now != reported:
             notes().print(now, markup=False)
-            said = now
+            reported = now
         sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""`events`: what the system did."""
+"""`events`: what happened to instances, nodes and plans."""
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -37,10 +37,10 @@ def show_events(
     node: Annotated[str | None, typer.Option(help="Only on this node.")] = None,
     since: Since = None,
     limit: Limit = 50,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what happens, until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new events until Ctrl-C.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what became of instances, nodes and plans, the newest first. What people changed: `tidepool audit`."""
+    """Show events of instances, nodes and plans, the newest first. Changes by operators: `tidepool audit`."""
     query = {"kind": kind and kind.value, "what": what, "subject": subject}
     query |= {"model": model, "region": region, "node": node}
     from_then = {"since": None if since is None else parse_since(since).isoformat()}
@@ -63,11 +63,12 @@ def show_events(
 
 
 def follow_events(api: Api, rows: list[Any], query: Mapping[str, Any], pause: Callable[[float], None] = sleep) -> None:
-    """A line for each event, the oldest first. Transactions that end later may have lower ids: the last events are
-    looked at again. An API that is away is said once and waited for. `pause` waits for so many seconds.
+    """Print a line for each event, the oldest first, until Ctrl-C. A transaction that commits later may have lower ids,
+    so the last events are read again. An API that is unavailable is reported once and retried. `pause` sleeps for a
+    number of seconds.
     """
     seen: set[int] = set()
-    away = False
+    unavailable = False
     try:
         while True:
             new = [row for row in rows if row["id"] not in seen]
@@ -76,16 +77,16 @@ def follow_events(api: Api, rows: list[Any], query: Mapping[str, Any], pause: Ca
             seen = {row["id"] for row in new} | set(sorted(seen)[-_LOOKED_BACK * 10 :])
             pause(POLL_S)
             try:
-                rows, away = newest(api, "/admin/events", _LOOKED_BACK, **query), False
+                rows, unavailable = newest(api, "/admin/events", _LOOKED_BACK, **query), False
             except CommandError as error:
-                if not away:
+                if not unavailable:
                     notes().print(str(error), markup=False)
-                rows, away = [], True
+                rows, unavailable = [], True
     except KeyboardInterrupt:
         return
 
 
 def _line(row: Mapping[str, Any]) -> str:
     about = (row["model"], row["region"], row["node"] if row["kind"] != "node" else None, row["message"])
-    words = ", ".join(str(word) for word in about if word is not None)
-    return f"{utc_text(row['at'])} {row['kind']} {row['subject']} {row['what']}{f' ({words})' if words else ''}"
+    details = ", ".join(str(each) for each in about if each is not None)
+    return f"{utc_text(row['at'])} {row['kind']} {row['subject']} {row['what']}{f' ({details})' if details else ''}"

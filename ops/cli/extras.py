@@ -1,4 +1,4 @@
-"""Which extra of Tidepool brings a module that is not installed."""
+"""Which extra of Tidepool installs a missing module."""
 
 _MODULES = {
     "control": (
@@ -28,7 +28,7 @@ EXTRAS = {module: extra for extra, modules in _MODULES.items() for module in mod
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:
-    """What to install, in one line; None where the module comes with no extra."""
+    """The extra to install, in one line; None where no extra has the module."""
     module = (error.name or "").partition(".")[0]
     if module not in EXTRAS:
         return None

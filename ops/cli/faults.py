@@ -1,4 +1,4 @@
-"""`tidepool faults`: a whole stack under load while its parts fail, and whether it kept its promises."""
+"""`tidepool faults`: fault injection into a stack under load, and a check of its guarantees."""
 
 import asyncio
 from contextlib import nullcontext
@@ -12,7 +12,7 @@ from ops.cli.examples import examples
 from ops.client.api import CommandError
 from ops.client.screen import AsJson, print_json
 
-faults = typer.Typer(no_args_is_help=True, help="Break a stack on purpose, and check its promises.")
+faults = typer.Typer(no_args_is_help=True, help="Inject faults into a stack under load, and check its guarantees.")
 
 
 @faults.command("run")
@@ -21,7 +21,7 @@ faults = typer.Typer(no_args_is_help=True, help="Break a stack on purpose, and c
     "tidepool faults run --minutes 3 --nodes 3 --regions 2 --models 4 --only kill,black_hole --seed 7",
 )
 def run_faults(
-    minutes: Annotated[float, typer.Option(min=0.2, help="How long faults are made.")] = 20.0,
+    minutes: Annotated[float, typer.Option(min=0.2, help="How long faults are injected.")] = 20.0,
     every_s: Annotated[float, typer.Option(min=0.5, help="Seconds between two faults.")] = 10.0,
     regions: Annotated[int, typer.Option(min=1, max=26)] = 3,
     nodes: Annotated[int, typer.Option(min=1, max=100, help="Agents, spread over the regions.")] = 12,
@@ -35,12 +35,12 @@ def run_faults(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a stack on the replay engine, load it, and kill, pause and cut off its processes.
+    """Run a stack on the replay engine under load, and kill, pause and disconnect its processes.
 
     \b
     Kinds: kill, kill_worker, terminate, pause, latency, reset, black_hole, restart (of Postgres or Valkey).
-    Exit status 1 if a promise was broken: a batch line without exactly one result, a stream with a missing or doubled
-    token, something that leaked.
+    Exit status 1 if a guarantee was violated: a batch line without exactly one result, a stream with a missing or
+    repeated token, a leak.
     """
     from ops.faults.run import Plan, print_progress, report_text
     from ops.faults.run import run_faults as run
@@ -62,4 +62,4 @@ def run_faults(
     else:
         typer.echo(report_text(report))
     if report["broken"]:
-        raise CommandError(f"{report['broken_count']} promises were broken")
+        raise CommandError(f"{report['broken_count']} guarantees were violated")

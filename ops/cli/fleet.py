@@ -6,13 +6,12 @@ import typer
 
 from ops.cli.deletes import delete_endpoint, delete_gpu, delete_region
 from ops.cli.examples import examples
-from ops.cli.latencies import list_latencies, set_latency
 from ops.cli.listing import print_pages
 from ops.client.api import connected
-from ops.client.screen import AsJson, Columns, bytes_text, print_answer, print_json, print_table, unplaced_words
+from ops.client.screen import AsJson, Columns, bytes_text, print_answer, print_json, print_table, unplaced_text
 
 regions = typer.Typer(no_args_is_help=True, help="Regions, in the order that traffic prefers them.")
-gpus = typer.Typer(no_args_is_help=True, help="GPU types: what one has and costs.")
+gpus = typer.Typer(no_args_is_help=True, help="GPU types, with memory and cost of one GPU.")
 endpoints = typer.Typer(no_args_is_help=True, help="Endpoints: models offered in regions.")
 instances = typer.Typer(no_args_is_help=True, help="Instances: copies of models on slots.")
 
@@ -56,6 +55,42 @@ def list_regions(context: typer.Context, as_json: AsJson = False) -> None:
         return
     rows = sorted(answer["data"], key=lambda row: (row["position"], row["name"]))
     print_table("Regions", {"region": "name", "position": "position"}, rows)
+
+
+@regions.command("latency")
+@examples("tidepool region latency us-east us-west 62")
+def set_latency(
+    context: typer.Context,
+    origin: str,
+    destination: str,
+    ms: Annotated[float, typer.Argument(min=0, max=60_000, help="Round-trip time in milliseconds.")],
+    one_way: Annotated[bool, typer.Option("--one-way", help="Leave the opposite direction as it is.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Set the latency between two regions: traffic that its home region cannot take tries the nearest region first."""
+    pairs = [(origin, destination)] if one_way else [(origin, destination), (destination, origin)]
+    with connected(context) as api:
+        answers = [
+            api.put("/admin/region-latencies", {"origin": start, "destination": end, "ms": ms}) for start, end in pairs
+        ]
+    if as_json:
+        print_json(answers)
+        return
+    for answer in answers:
+        typer.echo(f"{answer['origin']} to {answer['destination']}: {answer['ms']:g} ms")
+
+
+@regions.command("latencies")
+@examples("tidepool region latencies")
+def list_latencies(context: typer.Context, as_json: AsJson = False) -> None:
+    """List latencies between regions."""
+    print_pages(
+        context,
+        "/admin/region-latencies",
+        "Latencies",
+        {"from": "origin", "to": "destination", "ms": "ms"},
+        as_json=as_json,
+    )
 
 
 @gpus.command("add")
@@ -112,7 +147,7 @@ def list_endpoints(context: typer.Context, as_json: AsJson = False) -> None:
         "region": "region",
         "min": "instances_min",
         "max": "instances_max",
-        "not placed": lambda row: "\n".join(unplaced_words(each) for each in row["unplaced"] or ()) or None,
+        "not placed": lambda row: "\n".join(unplaced_text(each) for each in row["unplaced"] or ()) or None,
     }
     print_pages(context, "/admin/endpoints", "Endpoints", columns, as_json=as_json)
 
@@ -129,7 +164,5 @@ def list_instances(
 
 
 regions.command("delete")(delete_region)
-regions.command("latency")(set_latency)
-regions.command("latencies")(list_latencies)
 gpus.command("delete")(delete_gpu)
 endpoints.command("delete")(delete_endpoint)

@@ -38,14 +38,14 @@ def backtest_file(
         Path | None, typer.Option(dir_okay=False, help="Write every prediction to this CSV (.gz packs it).")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Draw history, forecast and what came: .png, .svg or .pdf.")
+        Path | None, typer.Option(dir_okay=False, help="Draw history, forecast and actual demand: .png, .svg or .pdf.")
     ] = None,
     forecaster: Annotated[
         list[str] | None, typer.Option(help="Try this one only, by name; may be given again. Default: all.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON, and nothing else.")] = False,
 ) -> None:
-    """Forecast the peak of every past hour of a file, told only what was known then, and compare with what came.
+    """Forecast the peak of every past hour of a file from the data before it, and compare with the actual peak.
 
     \b
     The file is a CSV with the columns start_s (Unix time), region, model, tokens_per_s, rows in any order. An empty
@@ -56,11 +56,11 @@ def backtest_file(
     coverage        share of hours whose peak stayed within the upper quantile
     over-provision  sum of what the upper quantile was above the peak / sum of peaks
     at equal cover  the same, with all upper quantiles times the factor that gives exactly the coverage asked for
-    champion        what the system would have used: chosen hour by hour from what was known
+    champion        the forecaster that the system would have chosen for each hour
     fit, forecast   seconds to choose and fit from nothing, and to forecast once; of the champion, of all in an hour
 
     \b
-    Ctrl-C prints what is done so far. Works without a running API.
+    Ctrl-C prints the results so far. Works without a running API.
     """
     done, interrupted = _run(file, _settings(quantile, forecaster), origins, predictions, plot)
     some = any(each.predictions for each in done)
@@ -80,7 +80,7 @@ def backtest_file(
 def _run(
     file: Path, settings: "ForecastSettings", origins: int | None, predictions: Path | None, plot: Path | None
 ) -> "tuple[Sequence[SeriesBacktest], bool]":
-    """See that what is asked for can be written, read the file, and try its hours; whether that was interrupted."""
+    """Check the outputs, read the file, and run the backtests; the second value is whether they were interrupted."""
     from forecasts.backtests import run_backtests
     from forecasts.importers.lines import DemandFileError
     from forecasts.importers.series_file import read_series
@@ -90,8 +90,8 @@ def _run(
         _check_predictions(predictions, file)
         if plot is not None:
             check_path(plot)
-        with reading(file) as told:
-            found = read_series(file, told)
+        with reading(file) as report:
+            found = read_series(file, report)
         with _progress(len(found)) as progress:
             return run_backtests(found, settings, hours_max=origins, told=progress)
     except (DemandFileError, PlotError, ValueError) as error:
@@ -127,7 +127,7 @@ def _progress(count: int) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _check_predictions(path: Path | None, file: Path) -> None:
-    """See that they can be written, before long work is done for them."""
+    """Check that they can be written before the long run."""
     if path is None:
         return
     if not path.absolute().parent.is_dir():

@@ -85,7 +85,7 @@ def import_recording(
     Formats:
       csv         start_s,region,model,tokens_per_s; an empty value is a gap
       azure-2023  Azure's trace, a line for each request: TIMESTAMP,ContextTokens,GeneratedTokens
-      azure-2024  the same of 2024, or its requests per 10 s: Time,TIMESTAMP (2560 tokens a request unless told)
+      azure-2024  the same of 2024, or its requests per 10 s: Time,TIMESTAMP (2560 tokens a request by default)
       sageserve   a week of tokens per minute: minute,model,workload,prompt_tokens_per_min
       servegen    two weeks by 10 minutes, of models (rates) or of a model's clients (--tokens-per-request)
       burstgpt    a line for each request: Timestamp (seconds),Model,Request tokens,Response tokens,...
@@ -118,27 +118,27 @@ def _read(file: Path, form: "DemandFormat", settings: "ImportSettings") -> "Iter
     from forecasts.importers.lines import DemandFileError
 
     try:
-        with reading(file) as told:
-            yield form.read(file, settings, told)
+        with reading(file) as report:
+            yield form.read(file, settings, report)
     except DemandFileError as error:
         raise CommandError(str(error)) from error
 
 
 def _form(format: Format, start: str | None, **given: Any) -> "tuple[DemandFormat, ImportSettings]":
-    """The format and what its reader is told; a complaint names the option."""
+    """The format and the settings of its reader; an error names the option."""
     from forecasts.importers.formats import FORMATS
 
     form = FORMATS[format.value]
     try:
         return form, form.settings(start_s=None if start is None else _start_s(start), **given)
     except ValueError as error:
-        field, _, complaint = str(error).partition(":")
-        raise CommandError(f"{OPTIONS[field]}:{complaint}") from error
+        field, _, message = str(error).partition(":")
+        raise CommandError(f"{OPTIONS[field]}:{message}") from error
 
 
 @contextmanager
 def reading(file: Path) -> Iterator[Callable[[int], None]]:
-    """A progress bar over the bytes of a file; give what is yielded the number of bytes read."""
+    """A progress bar over the bytes of a file; the yielded function takes the number of bytes read."""
     size_bytes = file.stat().st_size
     doing = f"reading {file.name}"
     with progress_bar(doing, in_bytes=True) as report:
@@ -186,7 +186,7 @@ def _fields(row: "DemandRow") -> tuple[object, ...]:
 
 
 def _written(rows: "Iterable[DemandRow]", file: Path, out: Path) -> dict[str, Any]:
-    """Write all rows or nothing, and say what they were."""
+    """Write all rows or nothing, and return their counts."""
     if out.exists() and out.samefile(file):
         raise CommandError(f"--out {out} is the file to read")
     count, gaps, series = 0, 0, set[tuple[str, str]]()
@@ -207,7 +207,7 @@ def _written(rows: "Iterable[DemandRow]", file: Path, out: Path) -> dict[str, An
 
 @contextmanager
 def replaced(out: Path) -> Iterator[IO[str]]:
-    """A text file that takes its place only when it is whole. A pipe or a device is written as it is."""
+    """A text file that replaces `out` when it is complete. A pipe or a device is written directly."""
     special = out.exists() and not out.is_file()
     part = out if special else out.with_name(f".{out.name}.{os.getpid()}.part")
     try:

@@ -1,4 +1,4 @@
-"""Ids as people type them: whole, by their first characters as in git, or `latest` and `current`."""
+"""Ids on the command line: whole, by their first characters as in git, or `latest` and `current`."""
 
 import re
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _HEX_CHARS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """Where ids of a kind are listed, in their order. `has_ended`: without what has ended, unless that is asked for."""
+    """Where ids of a kind are listed, and in which order. `has_ended`: the list leaves ended ones out by default."""
 
     path: str
     newest_first: bool
@@ -34,12 +34,12 @@ _KINDS = {
 
 
 def whole_id(api: Api, kind: str, given: str) -> str:
-    """The id of `kind` (plan, batch, key, pin, inst) that begins with `given`, with or without `kind_` before it. Plans
-    and batches may be `latest`; `current` is the plan in force. What begins no id is returned as it is: the API says
-    that there is none.
+    """The id of `kind` (plan, batch, key, pin, inst) that begins with `given`, with or without `kind_`. Plans and
+    batches may be `latest`; `current` is the plan in force. A text that begins no id is returned
+    unchanged, for the API to refuse.
 
     Raises:
-        CommandError: several ids begin so, and it lists them; or there is no latest or current one.
+        CommandError: several ids begin with it, which the message lists; or there is no latest or current one.
     """
     listed = _KINDS[kind]
     if given == "current" and kind == "plan":
@@ -58,13 +58,13 @@ def whole_id(api: Api, kind: str, given: str) -> str:
     if len(matches) > 1:
         more = ["..."] if len(matches) > _MATCHES_SHOWN else []
         raise CommandError(
-            "\n  ".join([f"'{given}' is not one {kind}: these begin so", *matches[:_MATCHES_SHOWN], *more])
+            "\n  ".join([f"'{given}' is not one {kind}: these begin with it", *matches[:_MATCHES_SHOWN], *more])
         )
     return matches[0] if matches else given
 
 
 def _beginning_with(api: Api, listed: _Kind, prefix: str) -> list[str]:
-    """Ids in order, from the cursor just before those that begin so; at most one more than is shown."""
+    """Ids with the prefix, in the order of the list; at most one more than is shown."""
     query: dict[str, Any] = {"live_only": False} if listed.has_ended else {}
     after = f"{prefix}~" if listed.newest_first else prefix
     rows = api.get(listed.path, limit=_MATCHES_SHOWN + 1, after=after, **query)["data"]

@@ -26,16 +26,19 @@ def init(
     home: Annotated[Path, typer.Option(envvar="TIDEPOOL_HOME", help="Folder for keys.json.", file_okay=False)] = Path(
         "~/.tidepool"
     ),
-    migrate: Annotated[bool, typer.Option("--migrate", help="Bring the database to the newest schema first.")] = False,
+    migrate: Annotated[
+        bool, typer.Option("--migrate", help="Migrate the database to the newest schema first.")
+    ] = False,
     to_stdout: Annotated[
         bool, typer.Option("--print", help="Print new secrets as JSON and write no file: for a secrets manager.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Make keys though the database has first keys, which are lost.")
+        bool,
+        typer.Option("--force", help="Create new keys although the database has first keys, which become unusable."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make the first keys (admin, client, node) without `tidepool up`. Safe to run twice.
+    """Create the first keys (admin, client, node) without `tidepool up`. Safe to run twice.
 
     \b
     Their secrets are written to keys.json of the home folder (mode 0600), their hashes to TIDEPOOL_DATABASE_URL.
@@ -56,7 +59,7 @@ def init(
 
 
 def _make(home: Path, *, migrate: bool, to_stdout: bool, force: bool) -> tuple[dict[str, str], list[str], list[str]]:
-    """The secrets, the roles whose keys were made now, and what is wrong with others."""
+    """The secrets, the roles whose keys are new, and faults of the other keys."""
     import migrations
     from controlplane.settings import Settings
     from controlplane.store.schema import check_schema

@@ -56,18 +56,18 @@ def create_key(
     context: typer.Context,
     name: str,
     role: Annotated[KeyRole, typer.Option(help="What the key may do.")] = KeyRole.CLIENT,
-    tenant: Annotated[str, typer.Option(help="Whose files and batches the key sees.")] = "default",
+    tenant: Annotated[str, typer.Option(help="The tenant whose files and batches the key may read.")] = "default",
     expires_in_days: Annotated[int | None, typer.Option(min=1, help="When it ends; default: never.")] = None,
     scope: Annotated[
-        list[KeyScope] | None, typer.Option(help="A part of /v1 that it is for; may be repeated. Default: all.")
+        list[KeyScope] | None, typer.Option(help="A part of /v1 that it may use; may be repeated. Default: all.")
     ] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="A model that it is for; may be repeated. Default: all.")
+        list[str] | None, typer.Option(help="A model that it may use; may be repeated. Default: all.")
     ] = None,
-    node: Annotated[str | None, typer.Option(help="The only node that a key of the role 'node' speaks for.")] = None,
+    node: Annotated[str | None, typer.Option(help="The only node for which a key of the role 'node' is valid.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key. Its secret is printed this once."""
+    """Create a key. Its secret is printed only once."""
     body = {
         "name": name,
         "role": role.value,
@@ -91,13 +91,13 @@ def create_key(
 def rotate_key(
     context: typer.Context,
     key_id: KeyId,
-    overlap: Annotated[str, typer.Option(help="For how long the present secret works still: 90s, 30m, 1h, 2d.")] = "1h",
+    overlap: Annotated[str, typer.Option(help="How long the old secret remains valid: 90s, 30m, 1h, 2d.")] = "1h",
     as_json: AsJson = False,
 ) -> None:
-    """Give a key a new secret. It is printed this once; the present one works until the overlap ends.
+    """Give a key a new secret, which is printed only once. The old one works until the overlap ends.
 
     \b
-    A key of keys.json is replaced there too, so that the command line and `tidepool up` go on with it.
+    A key of keys.json is replaced there too, for the command line and `tidepool up`.
     """
     seconds = duration_s(overlap)
     home = home_of(os.environ)
@@ -116,7 +116,7 @@ def rotate_key(
 
 
 def _keep(home: Path, role: str, secret: str) -> None:
-    """Put a new secret into keys.json, and say so."""
+    """Write a new secret to keys.json, and report it."""
     try:
         write_secrets(home, read_secrets(home) | {role: secret})
     except (OSError, EmbeddedError) as error:
@@ -126,8 +126,8 @@ def _keep(home: Path, role: str, secret: str) -> None:
 
 
 def _kept_role(home: Path, api: Api, key_id: str) -> str | None:
-    """Under which role keys.json has this key; None: it does not. The API tells how a secret begins, which is unlike
-    any other of the few keys made by `tidepool init` and `tidepool up`.
+    """The role under which keys.json has this key; None: it has not. The API returns the first characters of a secret,
+    which tell the few keys of `tidepool init` and `tidepool up` apart.
     """
     try:
         kept = read_secrets(home)
@@ -141,7 +141,7 @@ def _kept_role(home: Path, api: Api, key_id: str) -> str | None:
 @keys.command("secret")
 @examples("export TIDEPOOL_KEY=$(tidepool key secret client)")
 def print_secret(role: FirstRole, as_json: AsJson = False) -> None:
-    """Print a secret of keys.json, which `tidepool init` and `tidepool up` write. Asks no API."""
+    """Print a secret of keys.json, which `tidepool init` and `tidepool up` write. Sends no request to the API."""
     home = home_of(os.environ)
     try:
         secret = read_secrets(home).get(role.value)
@@ -174,7 +174,7 @@ def list_keys(context: typer.Context, as_json: AsJson = False) -> None:
 @keys.command("revoke")
 @examples("tidepool key revoke key_0190f3c2a7b57c1e8d2f4b6a8c0e1f23")
 def revoke_key(context: typer.Context, key_id: KeyId, as_json: AsJson = False) -> None:
-    """End a key's life."""
+    """Revoke a key."""
     with connected(context) as api:
         key_id = whole_id(api, "key", key_id)
         answer = api.delete(f"/admin/keys/{key_id}")

@@ -1,4 +1,4 @@
-"""`logs`: what the processes of a stack on this machine wrote."""
+"""`logs`: the logs of a stack on this machine."""
 
 import os
 from collections import deque
@@ -20,7 +20,7 @@ def show_logs(
     process: Annotated[
         str | None, typer.Argument(help="A process, or how its name begins: api, worker, agent. Default: all.")
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written, until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, max=100_000, help="The last lines of each.")] = 50,
     home: Annotated[Path, typer.Option(envvar="TIDEPOOL_HOME", help="Folder of the stack.", file_okay=False)] = Path(
         "~/.tidepool"
@@ -30,7 +30,7 @@ def show_logs(
     folder = home.expanduser() / "logs"
     files = _files(folder, process)
     if not files:
-        raise CommandError(_nothing(folder, process))
+        raise CommandError(_no_logs_text(folder, process))
     width = max(len(file.stem) for file in files) if len(files) > 1 else 0
     read: dict[Path, tuple[int, int]] = {}
     for file in files:
@@ -38,7 +38,7 @@ def show_logs(
             status = os.fstat(source.fileno())
             source.seek(max(0, status.st_size - _TAIL_BYTES))
             for line in deque(source, maxlen=lines):
-                _say(file, line, width)
+                _print_line(file, line, width)
             read[file] = status.st_ino, source.tell()
     if follow:
         _follow(folder, process, width, read)
@@ -51,23 +51,23 @@ def _files(folder: Path, process: str | None) -> list[Path]:
     return exact or [file for file in files if process is None or file.stem.startswith(process)]
 
 
-def _nothing(folder: Path, process: str | None) -> str:
+def _no_logs_text(folder: Path, process: str | None) -> str:
     names = ", ".join(file.stem for file in _files(folder, None))
     if names:
         return f"no process '{process}' logs in {folder}; those are {names}"
     return (
         f"no logs in {folder} (TIDEPOOL_HOME): `tidepool up` writes there. Processes that were started one by one log"
-        " to standard error, which is kept by what started them: `journalctl -u UNIT`, `docker logs`, `kubectl logs`"
+        " to standard error, which their service manager keeps: `journalctl -u UNIT`, `docker logs`, `kubectl logs`"
     )
 
 
-def _say(file: Path, line: bytes, width: int) -> None:
+def _print_line(file: Path, line: bytes, width: int) -> None:
     prefix = f"{file.stem:{width}} | " if width else ""
     typer.echo(f"{prefix}{line.decode(errors='replace').rstrip()}")
 
 
 def _follow(folder: Path, process: str | None, width: int, read: dict[Path, tuple[int, int]]) -> None:
-    """What is written from now on, of new files and of those begun anew too. `read`: inode and bytes shown, by file."""
+    """Print new lines, also of new and rotated files. `read`: inode and bytes shown, by file."""
     try:
         while True:
             for file in _files(folder, process):
@@ -78,7 +78,7 @@ def _follow(folder: Path, process: str | None, width: int, read: dict[Path, tupl
 
 
 def _show_new(file: Path, read: tuple[int, int], width: int) -> tuple[int, int]:
-    """Show the whole lines after what was read; returns how far it is read now."""
+    """Print the complete lines after `read`; returns the new position."""
     with file.open("rb") as source:
         status = os.fstat(source.fileno())
         inode, offset = read
@@ -86,5 +86,5 @@ def _show_new(file: Path, read: tuple[int, int], width: int) -> tuple[int, int]:
         source.seek(offset)
         whole, newline, _ = source.read().rpartition(b"\n")
     for line in whole.split(b"\n") if newline else ():
-        _say(file, line, width)
+        _print_line(file, line, width)
     return status.st_ino, offset + len(whole) + len(newline)

@@ -20,10 +20,10 @@ def convert_model(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a GGUF file a Hugging Face checkpoint, once: weights, tokenizer and chat template.
+    """Convert a GGUF file into a Hugging Face checkpoint: weights, tokenizer and chat template.
 
     \b
-    Quantized weights are unpacked into bfloat16. What the file says and Tidepool does not understand is refused.
+    Quantized weights are unpacked into bfloat16. A file with features that Tidepool does not support is refused.
     """
     target, made = convert_file(file, folder)
     answer = {"converted": made} | describe_checkpoint(target)
@@ -31,7 +31,7 @@ def convert_model(
 
 
 def folder_of(source: str, to: Path | None) -> str:
-    """A source as nodes read it: a GGUF file is converted, into `to` or beside it; others stay as they are.
+    """A source that nodes can read: a GGUF file is converted, into `to` or next to it; others are returned unchanged.
 
     Raises:
         CommandError: the file cannot be converted, or `to` is given for something else.

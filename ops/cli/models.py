@@ -1,4 +1,4 @@
-"""`model`: register checkpoints, and what they do on GPU types and in regions."""
+"""`model`: checkpoints, their profiles on GPU types and their endpoints in regions."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -42,7 +42,7 @@ Source = Annotated[
     ),
 ]
 ConvertTo = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Convert FILE.gguf into this folder; default: beside the file.")
+    Path | None, typer.Option(metavar="DIR", help="Convert FILE.gguf into this folder; default: next to the file.")
 ]
 LoadTime = Annotated[float, typer.Option(min=0, help="Seconds to load it within a region.")]
 Objectives = Annotated[
@@ -118,10 +118,10 @@ def add_model(
     if as_json:
         print_json(made)
         return
-    typer.echo(f"model {name} is registered: {_words(made['model'])}")
+    typer.echo(f"model {name} is registered: {_sizes_text(made['model'])}")
     typer.echo(f"profiles: {', '.join(profiled)}; regions: {', '.join(region or []) or 'none'}")
     if region and not minimum:
-        notes().print("nothing runs until a plan or demand asks for it; --min 1 keeps an instance ready")
+        notes().print("no instance starts until a plan or demand needs one; --min 1 keeps an instance ready")
 
 
 @models.command("profile")
@@ -139,7 +139,7 @@ def set_profile(
     engine_rates: EngineRates = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say anew what a model does on GPU types. All of their profiles are replaced; other GPU types keep theirs."""
+    """Replace a model's profiles on the given GPU types. Other GPU types keep theirs."""
     rates = dict(parse_rate(text) for text in tokens_per_s or [])
     if not rates:
         raise typer.BadParameter("--tokens-per-s must name at least one GPU type")
@@ -153,7 +153,7 @@ def set_profile(
         print_json(made)
         return
     for row in made:
-        rate = f"{row['tokens_per_s']:g} tokens/s; latency: {_latency_words(row)}; engines: {_engine_words(row)}"
+        rate = f"{row['tokens_per_s']:g} tokens/s; latency: {_latency_text(row)}; engines: {_engine_text(row)}"
         typer.echo(f"{name} on {row['gpu_type']}: {rate}")
 
 
@@ -176,7 +176,7 @@ def list_models(context: typer.Context, as_json: AsJson = False) -> None:
 @models.command("show")
 @examples("tidepool model show qwen3-8b")
 def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> None:
-    """Show a model, what it does on GPU types, where it is offered, and which engine its instances run on and why."""
+    """Show a model, its profiles and endpoints, and which engine its instances run on and why."""
     with connected(context) as api:
         model = api.get(f"/admin/models/{name}")
         profiles = [row for row in api.pages("/admin/profiles")["data"] if row["model"] == name]
@@ -185,14 +185,14 @@ def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> No
     if as_json:
         print_json({"model": model, "profiles": profiles, "endpoints": endpoints, "instances": instances})
         return
-    print_fields([("model", name), ("sizes", _words(model)), ("path", model["path"]), ("engine", model["engine"])])
+    print_fields([("model", name), ("sizes", _sizes_text(model)), ("path", model["path"]), ("engine", model["engine"])])
     rates: Columns = {
         "GPU": "gpu_type",
         "tokens/s": "tokens_per_s",
         "GPUs": "gpus",
         "load time (s)": "load_time_s",
-        "latency": _latency_words,
-        "engines": _engine_words,
+        "latency": _latency_text,
+        "engines": _engine_text,
     }
     print_table("Profiles", rates, profiles)
     print_table("Endpoints", {"region": "region", "min": "instances_min", "max": "instances_max"}, endpoints)
@@ -231,8 +231,8 @@ def _put_endpoints(api: Api, endpoint: dict[str, Any], regions: list[str]) -> li
     try:
         return [api.put("/admin/endpoints", endpoint | {"region": region}) for region in regions]
     except CommandError as error:
-        words = f"model {endpoint['model']} is registered, but not offered everywhere: {error}"
-        raise CommandError(words, status=error.status) from error
+        message = f"model {endpoint['model']} is registered, but not offered in every region: {error}"
+        raise CommandError(message, status=error.status) from error
 
 
 def _latencies(files: list[Path], gpu_types: list[str], *, weights_bytes: int, gpus: int) -> dict[str, dict[str, Any]]:
@@ -244,7 +244,7 @@ def _latencies(files: list[Path], gpu_types: list[str], *, weights_bytes: int, g
         except ProfileError as error:
             raise CommandError(str(error)) from error
         if profile.gpu_type not in gpu_types:
-            raise typer.BadParameter(f"--latency {file} is of {profile.gpu_type}, of which --tokens-per-s says nothing")
+            raise typer.BadParameter(f"--latency {file} is of {profile.gpu_type}, which --tokens-per-s does not name")
         nearest = profile.nearest_model(weights_bytes, gpus)
         bytes_per_s = profile.pcie_bytes_per_s * gpus
         found[profile.gpu_type] = asdict(nearest.latency) | {
@@ -254,19 +254,19 @@ def _latencies(files: list[Path], gpu_types: list[str], *, weights_bytes: int, g
     return found
 
 
-def _latency_words(profile: Mapping[str, Any]) -> str:
+def _latency_text(profile: Mapping[str, Any]) -> str:
     latency = profile["latency"]
     if latency is None:
         return "none, never pooled"
     return f"{latency['source']}; switch {latency['switch_s']:.2f} s"
 
 
-def _engine_words(profile: Mapping[str, Any]) -> str:
+def _engine_text(profile: Mapping[str, Any]) -> str:
     rates = profile["engine_rates"]
     return "not measured" if rates is None else f"torch {rates['torch']:g}, vLLM {rates['vllm']:g} tokens/s"
 
 
-def _words(model: dict[str, Any]) -> str:
+def _sizes_text(model: dict[str, Any]) -> str:
     return (
         f"{model['architecture']}, weights {bytes_text(model['weights_bytes'])},"
         f" KV {bytes_text(model['kv_bytes_per_token'])} a token, context {model['context_tokens']} tokens"
@@ -274,7 +274,7 @@ def _words(model: dict[str, Any]) -> str:
 
 
 def _require_known(api: Api, *, gpu_types: list[str], regions: list[str]) -> None:
-    """Nothing is registered by half: what the model refers to is looked up first."""
+    """Check that the GPU types and regions exist before anything is registered."""
     for gpu_type in gpu_types:
         api.get(f"/admin/gpu-types/{gpu_type}")
     for region in regions:

@@ -1,4 +1,4 @@
-"""`node check`: does a pooled slot on this machine make the tokens that transformers makes?"""
+"""`node check`: compares the tokens of a shared worker on this machine with those of transformers."""
 
 from collections.abc import Mapping
 from dataclasses import asdict

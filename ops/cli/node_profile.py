@@ -42,7 +42,9 @@ def profile_node(
     memory_gib: Annotated[
         float | None, typer.Option(min=0.001, help="Memory of one GPU; measured unless --from.")
     ] = None,
-    pcie_gb_per_s: Annotated[float, typer.Option(min=0.001, help="Rate of the wire; measured unless --from.")] = 55.6,
+    pcie_gb_per_s: Annotated[
+        float, typer.Option(min=0.001, help="Rate of the host link (PCIe); measured unless --from.")
+    ] = 55.6,
     cost_per_hour: Annotated[float, typer.Option(min=0.001, help="What one costs for an hour: your own figure.")] = 1.0,
     out: Annotated[Path | None, typer.Option(dir_okay=False, help="The profile file to write.")] = None,
     append: Annotated[bool, typer.Option(help="Add the models to the file instead of replacing it.")] = False,
@@ -60,7 +62,7 @@ def profile_node(
     if append and out is None:
         raise CommandError("--append needs --out")
     if points is not None and out is not None and not append and memory_gib is None:
-        raise CommandError("--from with --out needs --memory-gib, for the points do not say it")
+        raise CommandError("--from with --out needs --memory-gib, which the points do not contain")
     try:
         if append and out is not None:
             load_gpu_profile(out)

@@ -23,7 +23,7 @@ from ops.client.screen import (
     print_table,
 )
 
-nodes = typer.Typer(no_args_is_help=True, help="Nodes: machines with GPUs that joined by themselves.")
+nodes = typer.Typer(no_args_is_help=True, help="Nodes: machines with GPUs that have joined the fleet.")
 
 _NODE = {"node": "name", "region": "region", "GPU": "gpu_type", "alive": "alive", "draining": "draining"}
 
@@ -44,7 +44,7 @@ def list_nodes(context: typer.Context, as_json: AsJson = False) -> None:
 @nodes.command("show")
 @examples("tidepool node show us-east-1")
 def show_node(context: typer.Context, name: str, as_json: AsJson = False) -> None:
-    """Show a node, what it shall hold, and what it says of that."""
+    """Show a node, its desired instances, and their state as the node reports it."""
     with connected(context) as api:
         node = api.get(f"/admin/nodes/{name}")
     if as_json:
@@ -57,13 +57,13 @@ def show_node(context: typer.Context, name: str, as_json: AsJson = False) -> Non
         [*known, ("slots", slots), ("host memory", host), ("address", node["url"]), ("last seen", node["last_seen_at"])]
     )
     if node["live_error"] is not None:
-        notes().print(f"no heartbeat can be shown: {node['live_error']}", markup=False)
-    said = {live["instance_id"]: live for live in (node["live"] or {"instances": []})["instances"]}
+        notes().print(f"no heartbeat is available: {node['live_error']}", markup=False)
+    reported = {live["instance_id"]: live for live in (node["live"] or {"instances": []})["instances"]}
     columns: dict[str, Any] = {
         name: field for name, field in INSTANCE_COLUMNS.items() if field not in {"region", "node"}
     }
-    columns["running"] = lambda row: said.get(row["id"], {}).get("running")
-    columns["waiting"] = lambda row: said.get(row["id"], {}).get("waiting")
+    columns["running"] = lambda row: reported.get(row["id"], {}).get("running")
+    columns["waiting"] = lambda row: reported.get(row["id"], {}).get("waiting")
     print_table("Instances", columns, node["instances"])
 
 

@@ -1,4 +1,4 @@
-"""`pin`: keep an endpoint at so many instances until some time."""
+"""`pin`: replica overrides, each of which fixes the number of instances of an endpoint until a given time."""
 
 from datetime import UTC, datetime
 from typing import Annotated
@@ -13,7 +13,8 @@ from ops.client.screen import AsJson, Columns, print_answer
 from ops.client.times import time_of
 
 pins = typer.Typer(
-    no_args_is_help=True, help="Pins: an operator keeps an endpoint at so many instances, until some time."
+    no_args_is_help=True,
+    help="Replica overrides (pins): a fixed number of instances of an endpoint until a given time.",
 )
 
 
@@ -27,12 +28,12 @@ def add_pin(
     context: typer.Context,
     model: str,
     region: str,
-    instances: Annotated[int, typer.Option(min=0, help="Not fewer and not more, over all GPU types.")],
+    instances: Annotated[int, typer.Option(min=0, help="The exact number, over all GPU types.")],
     until: Annotated[datetime, typer.Option(parser=time_of, metavar="TIME", help="ISO 8601; without a zone: UTC.")],
-    note: Annotated[str, typer.Option(help="Why, for those who find the pin.")] = "",
+    note: Annotated[str, typer.Option(help="The reason, shown in the list.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Pin an endpoint. Scaling follows at once; plans hold to it from the next one on."""
+    """Pin an endpoint to a number of instances. Scaling follows at once, plans from the next one on."""
     body = {"model": model, "region": region, "instances": instances, "until": until.isoformat(), "note": note}
     with connected(context) as api:
         answer = api.post("/admin/pins", body)
@@ -47,7 +48,7 @@ def add_pin(
 @examples("tidepool pin list --all")
 def list_pins(
     context: typer.Context,
-    ended: Annotated[bool, typer.Option("--all", help="Those that have ended too.")] = False,
+    ended: Annotated[bool, typer.Option("--all", help="Include those that have ended.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List pins, the oldest first."""

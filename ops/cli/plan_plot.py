@@ -1,4 +1,4 @@
-"""`plan plot`: gathers over the API what a picture of a plan needs, and draws it."""
+"""`plan plot`: a picture of a plan, from data of the API."""
 
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -32,10 +32,10 @@ def plot_plan(
     hours: Annotated[int, typer.Option(min=1, max=168, help="Hours of history.")] = 24,
     as_json: AsJson = False,
 ) -> None:
-    """Draw a plan: demand before it, the forecast it rests on, what it places, and what came.
+    """Draw a plan: demand before it, its forecast, the capacity that it places, and the actual demand.
 
     \b
-    The busiest endpoints are drawn, one panel each, under a panel of them all added up.
+    The busiest endpoints have one panel each, below a panel of their sum.
     """
     from ops.plots.panels import PlotError, check_path
     from ops.plots.plan_plot import draw_plan, total_panel
@@ -116,7 +116,7 @@ def _inputs_of(api: Api, plan_id: str) -> Any:
 
 
 def _bands(expected: Any, row: Any, origin_s: int) -> list[dict[str, float]]:
-    """The forecast window by window; where something stood in for it, its one peak for the whole hour."""
+    """The forecast window by window; of a fallback forecast, its one peak for the whole hour."""
     if expected is None:
         return []
     upper = expected["peak_upper"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec import to_builtins
 
 from ops.cli.examples import examples
 from ops.client.api import CommandError
@@ -103,10 +104,10 @@ def _write_lp(facts: "PlacementFacts", settings: "PlacementSettings", path: Path
 
 def answer_of(placement: "Placement", *, seconds: float) -> dict[str, Any]:
     """A placement as `plan solve --json` prints it. `placement` in it has the form of a problem's `present`."""
-    entries = _instances(placement)
+    entries = [_row(entry) | {"change": entry.after - entry.before} for entry in placement.entries]
     where = ("model", "region", "gpu")
     return {
-        "status": str(placement.status),
+        "status": placement.status,
         "solver": placement.solver,
         "reason": placement.reason,
         "objective": placement.objective_per_hour,
@@ -119,66 +120,20 @@ def answer_of(placement: "Placement", *, seconds: float) -> dict[str, Any]:
         "placement": [
             {name: entry[name] for name in where} | {"count": entry["after"]} for entry in entries if entry["after"]
         ],
-        **_pools(placement),
-        **_shortfalls(placement),
+        "pools": [_row(pool) for pool in placement.pools],
+        "pooled": [_row(each) for each in placement.pooled],
+        "unserved": [_row(each) for each in placement.unserved],
+        "below_minimum": [_row(each) for each in placement.below_minimum],
     }
 
 
-def _instances(placement: "Placement") -> list[dict[str, Any]]:
-    return [
-        {
-            "model": entry.endpoint.model,
-            "region": entry.endpoint.region,
-            "gpu": entry.gpu_type,
-            "before": entry.before,
-            "after": entry.after,
-            "change": entry.after - entry.before,
-            "constraint": str(entry.constraint),
-            "cost_if_not": entry.cost_if_not,
-            "reason": entry.reason,
-        }
-        for entry in placement.entries
-    ]
-
-
-def _pools(placement: "Placement") -> dict[str, list[dict[str, Any]]]:
-    return {
-        "pools": [
-            {"region": pool.region, "gpu": pool.gpu_type, "before": pool.before, "after": pool.after}
-            for pool in placement.pools
-        ],
-        "pooled": [
-            {
-                "model": each.endpoint.model,
-                "region": each.endpoint.region,
-                "gpu": each.gpu_type,
-                "occupancy": each.occupancy,
-                "before": each.before,
-                "cost_if_not": each.cost_if_not,
-                "reason": each.reason,
-            }
-            for each in placement.pooled
-        ],
-    }
-
-
-def _shortfalls(placement: "Placement") -> dict[str, list[dict[str, Any]]]:
-    return {
-        "unserved": [
-            {"model": each.model, "region": each.region, "tokens_per_s": each.tokens_per_s, "reason": each.reason}
-            for each in placement.unserved
-        ],
-        "below_minimum": [
-            {
-                "model": each.endpoint.model,
-                "region": each.endpoint.region,
-                "minimum": each.minimum,
-                "placed": each.placed,
-                "reason": each.reason,
-            }
-            for each in placement.below_minimum
-        ],
-    }
+def _row(record: Any) -> dict[str, Any]:
+    """The fields of a part of a placement, under the names of a problem: `endpoint` is model and region."""
+    fields: dict[str, Any] = to_builtins(record)
+    row: dict[str, Any] = fields.pop("endpoint", {})
+    if "gpu_type" in fields:
+        row["gpu"] = fields.pop("gpu_type")
+    return row | fields
 
 
 def _show(answer: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from ops.client.screen import (
 
 plans = typer.Typer(no_args_is_help=True, help="Plans: how many instances of what, where, for an hour.")
 Origin = Annotated[int | None, typer.Option("--origin-s", min=0, help="Use the forecasts of this Unix time.")]
-Why = Annotated[str, typer.Option("--note", help="Why; it is kept with the plan.")]
+Why = Annotated[str, typer.Option("--note", help="The reason, stored with the plan.")]
 PLAN_TIMEOUT_S = 300.0
 
 
@@ -37,7 +37,7 @@ def dry_run(context: typer.Context, origin_s: Origin = None, as_json: AsJson = F
 @plans.command("create")
 @examples("tidepool plan create")
 def create(context: typer.Context, origin_s: Origin = None, as_json: AsJson = False) -> None:
-    """Solve the placement and keep the plan as a draft, to be applied."""
+    """Solve the placement and store the plan as a draft."""
     _show(_solve(context, dry_run=False, origin_s=origin_s), as_json=as_json)
 
 
@@ -69,8 +69,8 @@ def list_plans(
 def show(
     context: typer.Context,
     plan_id: PlanId,
-    explain: Annotated[bool, typer.Option("--explain", help="Tell it in words, as an engineer would.")] = False,
-    changes_only: Annotated[bool, typer.Option("--changes-only", help="Leave out what stays as it is.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Print an explanation in sentences.")] = False,
+    changes_only: Annotated[bool, typer.Option("--changes-only", help="Leave unchanged counts out.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show a plan: now, change, why."""
@@ -115,7 +115,7 @@ def inputs(
     problem: Annotated[bool, typer.Option("--problem", help="Only the problem, for `tidepool plan solve`.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print what a plan was made from, as JSON: the problem, and the forecasts with what stood in for some."""
+    """Print the inputs of a plan as JSON: the problem, and the forecasts with their fallbacks."""
     with connected(context) as api:
         answer = api.get(f"/admin/plans/{whole_id(api, 'plan', plan_id)}/inputs")
     print_json(answer["problem"] if problem else answer)
@@ -124,7 +124,7 @@ def inputs(
 @plans.command("approve")
 @examples("tidepool plan approve plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23")
 def approve(context: typer.Context, plan_id: PlanId, as_json: AsJson = False) -> None:
-    """Say yes to a plan that waits for an operator: it goes into force. Refused if the fleet has changed since."""
+    """Approve a plan that waits for an operator, and put it in force. Refused if the fleet has changed since."""
     with connected(context) as api:
         plan_id = whole_id(api, "plan", plan_id)
         answer = api.post(f"/admin/plans/{plan_id}/approve")
@@ -134,7 +134,7 @@ def approve(context: typer.Context, plan_id: PlanId, as_json: AsJson = False) ->
 @plans.command("reject")
 @examples('tidepool plan reject plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --note "the demand is a load test"')
 def reject(context: typer.Context, plan_id: PlanId, note: Why = "", as_json: AsJson = False) -> None:
-    """Say no to a draft. The plan in force stays, and the schedule makes no other one of that hour."""
+    """Reject a draft. The plan in force stays, and the schedule plans that hour no more."""
     with connected(context) as api:
         plan_id = whole_id(api, "plan", plan_id)
         answer = api.post(f"/admin/plans/{plan_id}/reject", {"note": note})
@@ -144,10 +144,10 @@ def reject(context: typer.Context, plan_id: PlanId, note: Why = "", as_json: AsJ
 @plans.command("rollback")
 @examples('tidepool plan rollback plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23 --note "too few in us-east"')
 def roll_back(context: typer.Context, plan_id: PlanId, note: Why = "", as_json: AsJson = False) -> None:
-    """Take the plan in force back: the placement before it is restored, as a plan of its own.
+    """Roll the plan in force back: the placement before it is restored as a new plan.
 
     \b
-    The schedule leaves it alone for its hour. Rolling the new plan back restores what was rolled back.
+    The schedule does not replan that hour. Rolling the new plan back restores the plan that was rolled back.
     """
     with connected(context) as api:
         plan_id = whole_id(api, "plan", plan_id)
@@ -202,10 +202,10 @@ def show_plan(answer: dict[str, Any], *, title: str = "Instances") -> None:
         place = f"{pool['gpu_type']} in {pool['region']}"
         output().print(f"pool of {place}: {pool['before']} -> {pool['after']} GPUs for {names}", markup=False)
     for unserved in answer["unserved"]:
-        output().print("not served:", _words(unserved), markup=False)
+        output().print("not served:", _unserved_text(unserved), markup=False)
 
 
-def _words(unserved: Any) -> str:
+def _unserved_text(unserved: Any) -> str:
     if isinstance(unserved, dict):
         return ", ".join(f"{name} {value}" for name, value in unserved.items())
     return str(unserved)

@@ -13,7 +13,7 @@ from ops.cli.examples import examples
 from ops.client.api import CommandError
 
 Tiny = Annotated[
-    bool, typer.Option("--tiny", help="Tiny models only: download no model that speaks (93 MB, once, into ~/.cache).")
+    bool, typer.Option("--tiny", help="Tiny models only: download no pretrained model (93 MB, once, into ~/.cache).")
 ]
 
 
@@ -67,7 +67,7 @@ def api() -> None:
         settings = Settings()
         try:
             check_schema_at_start(settings)
-        except SchemaError as error:  # `/readyz` says it too, until somebody has migrated the database
+        except SchemaError as error:  # `/readyz` reports it too until the database is migrated
             structlog.get_logger().error(error.message)
         serve(settings)
 
@@ -90,10 +90,8 @@ def worker() -> None:
     """Run a Celery worker: measure, plan, scale, expire. Settings: TIDEPOOL_*."""
     with running():
         from controlplane.planner.processes import serve_worker
-        from controlplane.planner.schedule import process_settings
-        from controlplane.store.schema import check_schema_at_start
 
-        check_schema_at_start(process_settings())
+        _check_planner_schema()
         serve_worker()
 
 
@@ -102,10 +100,9 @@ def forecaster() -> None:
     """Run a Celery worker that forecasts; more of them forecast more series an hour. Settings: TIDEPOOL_*."""
     with running():
         from controlplane.planner.processes import serve_worker
-        from controlplane.planner.schedule import FORECAST_QUEUE, process_settings
-        from controlplane.store.schema import check_schema_at_start
+        from controlplane.planner.schedule import FORECAST_QUEUE
 
-        check_schema_at_start(process_settings())
+        _check_planner_schema()
         serve_worker(FORECAST_QUEUE)
 
 
@@ -114,10 +111,8 @@ def beat() -> None:
     """Run the clock that starts the loops. Settings: TIDEPOOL_*."""
     with running():
         from controlplane.planner.processes import serve_beat
-        from controlplane.planner.schedule import process_settings
-        from controlplane.store.schema import check_schema_at_start
 
-        check_schema_at_start(process_settings())
+        _check_planner_schema()
         serve_beat()
 
 
@@ -136,9 +131,9 @@ def agent() -> None:
 
 @examples("TIDEPOOL_DATABASE_URL=postgresql+psycopg://me@db/tidepool tidepool migrate")
 def migrate(
-    revision: Annotated[str, typer.Argument(help="The revision to bring the database to.")] = "head",
+    revision: Annotated[str, typer.Argument(help="The target revision.")] = "head",
 ) -> None:
-    """Bring the database TIDEPOOL_DATABASE_URL to the newest schema. Safe to run twice, or twice at once."""
+    """Migrate the database TIDEPOOL_DATABASE_URL to the newest schema. Safe to run twice, or twice at once."""
     with running():
         import migrations
         from controlplane.settings import Settings
@@ -146,9 +141,16 @@ def migrate(
         migrations.upgrade(Settings().database_url.get_secret_value(), revision)
 
 
+def _check_planner_schema() -> None:
+    from controlplane.planner.schedule import process_settings
+    from controlplane.store.schema import check_schema_at_start
+
+    check_schema_at_start(process_settings())
+
+
 @contextmanager
 def running() -> Iterator[None]:
-    """Around a process: its logs, and one line for what stops it before it can log."""
+    """Configure logs and tracing around a process, and turn known errors into CommandError."""
     import structlog
 
     from dataplane.runtime.logs import LogSettings, logging_to_stderr
@@ -176,7 +178,7 @@ _PREFIXES = {"Settings": "TIDEPOOL_", "AgentSettings": "TIDEPOOL_AGENT_", "LogSe
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Bad settings, a busy port, a server that is away: a line each, in place of a traceback."""
+    """Report invalid settings, a busy port or an unavailable server in one line instead of a traceback."""
     from pydantic import ValidationError
 
     from controlplane.errors import InvalidValueError, SchemaError

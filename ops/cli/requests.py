@@ -1,4 +1,4 @@
-"""`request`: how interactive requests went."""
+"""`request`: interactive requests and their outcomes."""
 
 from typing import Annotated, Any
 
@@ -10,7 +10,7 @@ from ops.client.screen import AsJson, Columns, output, print_fields, print_json,
 from ops.client.times import since as since_time
 from ops.client.times import utc_text
 
-requests = typer.Typer(no_args_is_help=True, help="Interactive requests of the last day, by how they went.")
+requests = typer.Typer(no_args_is_help=True, help="Interactive requests of the last day, with their outcomes.")
 
 
 def _tokens(row: Any) -> str:
@@ -41,7 +41,7 @@ def show_request(
     request_id: Annotated[str, typer.Argument(metavar="ID", help="x-request-id of the answer.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show how a request went: where it was sent, what it took, how it ended."""
+    """Show a request: where it was sent, how long it took, and its outcome."""
     with connected(context) as api:
         answer = api.get(f"/admin/requests/{request_id}")
     if as_json:
@@ -88,7 +88,7 @@ def list_requests(
     since: Annotated[
         str | None, typer.Option(metavar="TIME|DURATION", help="Ended since then: 2026-11-27T18:00Z, or 30m ago.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=100, help="At most so many, the newest.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=100, help="How many at most, the newest.")] = 20,
     as_json: AsJson = False,
 ) -> None:
     """List requests that ended lately, the newest first."""

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from ops.cli.default_command import DefaultCommandGroup
 from ops.cli.examples import examples
 from ops.cli.simulate_compare import Report, compare_results
 from ops.cli.simulate_live import write_live_scenario
@@ -21,10 +21,20 @@ if TYPE_CHECKING:
     from ops.simulator.results.results import GpuTotals, Result, Totals
     from ops.simulator.scenario.scenario import Scenario
 
-_TELL_EVERY_S = 2.0
+_REPORT_EVERY_S = 2.0
+
+
+class DefaultRunGroup(TyperGroup):
+    """`GROUP X` is short for `GROUP run X`, unless X is one of the commands or asks for help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
 
 simulations = typer.Typer(
-    cls=DefaultCommandGroup,
+    cls=DefaultRunGroup,
     no_args_is_help=True,
     help="Simulate a fleet on the live service's own policies. `simulate X` is short for `simulate run X`.",
 )
@@ -37,19 +47,19 @@ Trace = Annotated[
     typer.Option(metavar="FORMAT:PATH", help="A recording instead of the scenario's traffic: formats above."),
 ]
 FromLive = Annotated[
-    bool, typer.Option("--from-live", help="Make the scenario of the running fleet and the demand of its last hours.")
+    bool, typer.Option("--from-live", help="Build the scenario from the running fleet and its recent demand.")
 ]
 Save = Annotated[
     Path | None, typer.Option(dir_okay=False, help="With --from-live: keep the scenario here, to edit and run again.")
 ]
 Hours = Annotated[
     int | None,
-    typer.Option(min=1, max=168, help="With --from-live: how much of its demand comes again, 24 if not said."),
+    typer.Option(min=1, max=168, help="With --from-live: hours of its demand to replay; default: 24."),
 ]
 
 GpuTypes = Annotated[
     list[str] | None,
-    typer.Option("--gpu-type", help="With --from-live: only its nodes of this type; repeatable, all if not said."),
+    typer.Option("--gpu-type", help="With --from-live: only its nodes of this type; repeatable; default: all."),
 ]
 
 
@@ -81,12 +91,12 @@ def simulate(
     \b
     The same scenario and seed give the same event log; its hash is printed.
     Service attainment: mean share of a request's time in which no token was overdue; a late token puts off the next.
-    Token attainment: share of all tokens that came by their place in the schedule.
-    A fleet that is scaled may have GPUs of several types: ops/scenarios/simulate-types.toml says how; or pools that
-    come and go with the plans: simulate-pools.toml.
+    Token attainment: share of all tokens that were on schedule.
+    A fleet that is scaled may have GPUs of several types: see ops/scenarios/simulate-types.toml; or pools
+    that follow the plans: simulate-pools.toml.
 
     \b
-    Recordings; what they leave open the scenario's [traffic] says (origins, models, tiers, scale, from_s, until_s):
+    Recordings; the scenario's [traffic] sets what they leave open (origins, models, tiers, scale, from_s, until_s):
       azure-2023  Azure's trace, a line for each request
       azure-2024  the same of 2024, or its requests per 10 s
       sageserve   prompt tokens per minute: Poisson requests of the mean of traffic.prompt_tokens; "dev" is NIW
@@ -102,7 +112,7 @@ def simulate(
     source = _scenario_file(context, scenario or save, hours=hours, gpu_types=gpu_type, from_live=from_live)
     for path in filter(None, (save, json_out, report)):
         if not path.absolute().parent.is_dir():
-            raise CommandError(f"{path}: cannot be written: its folder is not there")
+            raise CommandError(f"{path}: cannot be written: its folder does not exist")
     with source as path:
         result = _simulated(
             path, trace=trace, settings=settings, seed=seed, policy=policy, json_out=json_out, report=report
@@ -120,7 +130,7 @@ def _simulated(
     json_out: Path | None,
     report: Path | None,
 ) -> "Result":
-    """The result of a scenario's file, written where that is wanted."""
+    """Simulate the scenario of a file, and write its result to the given files."""
     from dataplane.scheduling.profile import ProfileError
     from forecasts.importers.lines import DemandFileError
     from ops.plots.pages import PageError, write_page
@@ -134,7 +144,7 @@ def _simulated(
             loaded = loaded.with_strategy(policy)
         result = run(loaded, seed=seed, told=_Progress(loaded)).result
         if not result.requests:
-            raise CommandError(f"{loaded.name}: no request came: see [traffic] and planning.learn_s")
+            raise CommandError(f"{loaded.name}: no request arrived: see [traffic] and planning.learn_s")
         if json_out:
             write_page(json_out, result.model_dump_json(indent=1) + "\n")
         if report:
@@ -148,7 +158,7 @@ def _simulated(
 def _scenario_file(
     context: typer.Context, path: Path | None, *, hours: int | None, gpu_types: list[str] | None, from_live: bool
 ) -> Iterator[Path]:
-    """The scenario, made of the live fleet where that is wanted; it then lies in `path`, or nowhere for long."""
+    """The file of the scenario; one made from the live fleet is written to `path`, or to a temporary folder."""
     with TemporaryDirectory() as folder:
         chosen = path or Path(folder) / "live.toml"
         if from_live:
@@ -157,22 +167,22 @@ def _scenario_file(
 
 
 class _Progress:
-    """Tells how far it is, and when it is likely to be over, on standard error."""
+    """Reports progress and the expected time left on standard error."""
 
     def __init__(self, scenario: "Scenario") -> None:
         self._duration_s: float | None = getattr(scenario.traffic, "duration_s", None)
-        self._began_s = self._told_s = time.monotonic()
+        self._began_s = self._reported_s = time.monotonic()
 
     def __call__(self, now_s: float, requests: int) -> None:
         passed_s = time.monotonic() - self._began_s
-        if time.monotonic() - self._told_s < _TELL_EVERY_S:
+        if time.monotonic() - self._reported_s < _REPORT_EVERY_S:
             return
-        self._told_s = time.monotonic()
-        words = f"{now_s:,.0f} s simulated, {requests:,} requests"
+        self._reported_s = time.monotonic()
+        text = f"{now_s:,.0f} s simulated, {requests:,} requests"
         if self._duration_s and now_s:
             share = min(1.0, now_s / self._duration_s)
-            words += f", {share:.0%}, about {passed_s / share - passed_s:,.0f} s left"
-        notes().print(words)
+            text += f", {share:.0%}, about {passed_s / share - passed_s:,.0f} s left"
+        notes().print(text)
 
 
 def show(result: "Result") -> None:

@@ -43,7 +43,7 @@ def compare_results(
         output().print(f"{name}: {about(result)}, event log {result.event_log_hash}", markup=False)
     columns = ("name", "a", "b", "difference", "share")
     print_table(
-        f"{names[0]} beside {names[1]}",
+        f"{names[0]} and {names[1]}",
         dict(zip(("", *names, "difference", "share"), columns, strict=True)),
         [dict(zip(columns, (line.name, *line.texts()), strict=True)) for line in lines],
     )

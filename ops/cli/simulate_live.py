@@ -1,4 +1,4 @@
-"""`simulate --from-live`: gathers over the API what a scenario needs, and writes it."""
+"""`simulate --from-live`: a scenario from the state of the running fleet."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 HOUR_S = 3600
 LEARN_S_MAX = 7 * 86_400
 KINDS = {"IW": "", "NIW": "NIW"}
-"""The tier of a row of demand by the kind that the API knows; empty: the scenario's shares say."""
+"""The tier of a row of demand by its kind in the API; empty: split by the scenario's shares."""
 _NODES_ASKED = 20
 _PLANS_ASKED = 20
 PROFILES = Path(__file__).parents[1] / "profiles"
 
 
 def write_live_scenario(context: typer.Context, path: Path, *, hours: int, gpu_types: Sequence[str]) -> None:
-    """Write a scenario of the running fleet, and its demand beside it. `gpu_types`: only these; none: all.
+    """Write a scenario of the running fleet, and its demand next to it. `gpu_types`: only these; empty: all.
 
     Raises:
-        CommandError: the API refuses, or knows too little; or a file cannot be written.
+        CommandError: the API refuses, or lacks data; or a file cannot be written.
     """
     from ops.simulator.scenario.live import LiveError, cut_demand, live_scenario, write_demand
 
@@ -52,7 +52,7 @@ def write_live_scenario(context: typer.Context, path: Path, *, hours: int, gpu_t
 
 @cache
 def profiles_by_type() -> dict[str, str]:
-    """The files of the profiles that come with Tidepool, by GPU type."""
+    """The files of the profiles that Tidepool ships, by GPU type."""
     return {load_gpu_profile(path).gpu_type: path.name for path in sorted(PROFILES.glob("*.toml"))}
 
 
@@ -87,7 +87,7 @@ def _fleet(api: Api, gpu_types: Sequence[str]) -> "LiveFleet":
 
 
 def _pooling(api: Api) -> Mapping[str, Any] | None:
-    """How the newest plan that was applied pools, of those that a solver made."""
+    """The pooling settings of the newest applied plan that a solver made."""
     for plan in api.get("/admin/plans", limit=_PLANS_ASKED)["data"]:
         if plan["applied_at"] is not None and plan["status"] != "restored":
             pooling: Mapping[str, Any] | None = api.get(f"/admin/plans/{plan['id']}/inputs")["pools"]
@@ -96,17 +96,17 @@ def _pooling(api: Api) -> Mapping[str, Any] | None:
 
 
 def _kv_bytes(api: Api, nodes: Sequence[Mapping[str, Any]]) -> list[int]:
-    """What instances on some of the nodes tell of the KV memory of their slots, for each of the GPUs."""
-    told = []
+    """KV bytes per GPU, as instances on some of the nodes report them."""
+    reported = []
     for node in nodes[:_NODES_ASKED]:
         gpus = {slot["index"]: slot["gpus"] for slot in node["slots"]}
         live = api.get(f"/admin/nodes/{node['name']}")["live"] or {"instances": []}
-        told += [one["kv_capacity_bytes"] // gpus[one["slot"]] for one in live["instances"] if one["slot"] in gpus]
-    return [kv_bytes for kv_bytes in told if kv_bytes]
+        reported += [one["kv_capacity_bytes"] // gpus[one["slot"]] for one in live["instances"] if one["slot"] in gpus]
+    return [kv_bytes for kv_bytes in reported if kv_bytes]
 
 
 def _demand(api: Api, endpoints: Any, span_s: int) -> Iterator[tuple[int, str, str, float, str]]:
-    """Rows of all endpoints and kinds over the last seconds for which anything is known."""
+    """Rows of all endpoints and kinds over the last `span_s` of known demand."""
     until_s: int | None = None
     for endpoint in endpoints:
         for kind, tier in KINDS.items():

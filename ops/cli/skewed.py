@@ -1,7 +1,6 @@
 """`python -m ops.cli.skewed SECONDS COMMAND`: a process of Tidepool whose clock is wrong.
 
-Only `time.time` is shifted, by which policies and loops are told the time; whatever lasts or ends (leases, deadlines,
-files) goes by Postgres's clock.
+Only `time.time` is shifted, which policies and loops read; leases, deadlines and files follow Postgres's clock.
 """
 
 import sys

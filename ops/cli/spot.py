@@ -1,4 +1,4 @@
-"""`spot`: instances lent out while idle."""
+"""`spot`: idle instances that the fleet donates, and their leases."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -12,13 +12,13 @@ from ops.client.api import connected
 from ops.client.screen import AsJson, Columns, print_answer
 
 InstanceId = Annotated[str, typer.Argument(metavar="INSTANCE", help="Its id, or the first characters of it.")]
-spot = typer.Typer(no_args_is_help=True, help="Spot: instances lent out while idle, and their leases.")
+spot = typer.Typer(no_args_is_help=True, help="Donated instances (spot): idle instances that others may lease.")
 
 
 @spot.command("list")
 @examples("tidepool spot list")
 def list_spot(context: typer.Context, as_json: AsJson = False) -> None:
-    """List spot instances and who leases them."""
+    """List donated instances and the holders of their leases."""
     columns: Columns = {
         "instance": "instance_id",
         "model": "model",
@@ -38,11 +38,11 @@ def list_spot(context: typer.Context, as_json: AsJson = False) -> None:
 def lease_spot(
     context: typer.Context,
     instance_id: InstanceId,
-    holder: Annotated[str, typer.Option(help="Who uses it.")],
-    duration_s: Annotated[float, typer.Option(min=1, help="For how many seconds.")] = 3600.0,
+    holder: Annotated[str, typer.Option(help="User of the instance.")],
+    duration_s: Annotated[float, typer.Option(min=1, help="Duration of the lease in seconds.")] = 3600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Lease a spot instance. The lease may be revoked, with notice, when the fleet needs the GPUs."""
+    """Lease a donated instance. The fleet may revoke the lease, with notice, when it needs the GPUs."""
     with connected(context) as api:
         instance_id = whole_id(api, "inst", instance_id)
         answer = api.post(f"/admin/spot/{instance_id}/lease", {"holder": holder, "duration_s": duration_s})
@@ -54,7 +54,7 @@ def lease_spot(
 @spot.command("return")
 @examples("tidepool spot return inst_0190f3c2a7b57c1e8d2f4b6a8c0e1f23")
 def return_spot(context: typer.Context, instance_id: InstanceId, as_json: AsJson = False) -> None:
-    """Give a leased instance back."""
+    """Return a leased instance to the fleet."""
     with connected(context) as api:
         instance_id = whole_id(api, "inst", instance_id)
         answer = api.delete(f"/admin/spot/{instance_id}/lease")
@@ -66,5 +66,5 @@ def _of_lease(row: Mapping[str, Any], field: str) -> Any:
 
 
 def _until(row: Mapping[str, Any]) -> Any:
-    """When the lease ends; with notice that is sooner than it was agreed."""
+    """When the lease ends, which is earlier than agreed once it is revoked."""
     return _of_lease(row, "reclaim_at") or _of_lease(row, "expires_at")

@@ -6,13 +6,13 @@ import typer
 
 from ops.cli.examples import examples
 from ops.client.api import connected
-from ops.client.health import health_causes, loops_words
-from ops.client.screen import AsJson, Columns, print_fields, print_json, print_table, unplaced_words
+from ops.client.health import health_causes, loops_text
+from ops.client.screen import AsJson, Columns, print_fields, print_json, print_table, unplaced_text
 
 
 @examples("tidepool status")
 def show_status(context: typer.Context, as_json: AsJson = False) -> None:
-    """Show how the fleet is: health, loops, regions, instances, batches, the plan in force."""
+    """Show the fleet: health, loops, regions, instances, batches, the plan in force."""
     with connected(context) as api:
         status = api.get("/admin/status")
     if as_json:
@@ -26,35 +26,35 @@ def show_status(context: typer.Context, as_json: AsJson = False) -> None:
     }
     print_table("Regions", columns, status["regions"])
     if status["unplaced"]:
-        why: Columns = {"model": "model", "region": "region", "not placed": unplaced_words}
+        why: Columns = {"model": "model", "region": "region", "not placed": unplaced_text}
         print_table("Not placed", why, status["unplaced"])
     plan = status["plan"]
     print_fields(
         [
             ("health", status["health"]["status"]),
             ("because of", health_causes(status["health"]) or None),
-            ("last success", loops_words(status["loops"])),
+            ("last success", loops_text(status["loops"])),
             ("models", status["models"]),
             ("nodes draining", status["nodes_draining"]),
             ("instances", f"{_counts(status['instances'])} ({status['instances_pooled']} of them pooled)"),
             ("batches", _counts(status["batches"])),
             ("queue", f"{status['requests_waiting']} waiting, {status['requests_running']} running"),
             ("plan in force", None if plan is None else f"{plan['id']} ({plan['status']})"),
-            ("last planned", _planning_words(status["planning"])),
+            ("last planned", _planning_text(status["planning"])),
             ("fleet index", status["fleet_index"]),
         ]
     )
 
 
-def _planning_words(planning: dict[str, Any] | None) -> str | None:
+def _planning_text(planning: dict[str, Any] | None) -> str | None:
     if planning is None:
         return None
-    words = f"{planning['id']} is {planning['state']}"
+    text = f"{planning['id']} is {planning['state']}"
     if planning["state"] == "failed":
-        return f"{words}, the plan in force stays: {planning['reason']}"
+        return f"{text}, the previous plan stays in force: {planning['reason']}"
     if planning["state"] == "draft":
-        return f"{words} and waits for an operator: {planning['approval_reason']}"
-    return words
+        return f"{text} and waits for an operator's approval: {planning['approval_reason']}"
+    return text
 
 
 def _counts(by_state: dict[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""`tenant`: what a tenant may use."""
+"""`tenant`: tenants and their limits."""
 
 from typing import Annotated, Any
 
@@ -49,7 +49,7 @@ def list_tenants(context: typer.Context, as_json: AsJson = False) -> None:
 @tenants.command("show")
 @examples("tidepool tenant show team-a")
 def show_tenant(context: typer.Context, name: str, as_json: AsJson = False) -> None:
-    """Show what a tenant may use, and the tokens that its batches have queued."""
+    """Show a tenant's limits, and the tokens that its batches have queued."""
     with connected(context) as api:
         answer = api.get(f"/admin/tenants/{name}")
     if as_json:
@@ -70,7 +70,7 @@ def set_tenant(
     queued_batch_tokens_max: Annotated[str | None, _option("Tokens of batch requests that have not ended")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Limit a tenant, across all gateways and within seconds."""
+    """Set a tenant's limits. All gateways apply them within seconds."""
     given = (requests_per_minute, tokens_per_minute, concurrent_max, queued_batch_tokens_max)
     changes = {limit: _limit(text) for limit, text in zip(LIMITS, given, strict=True) if text is not None}
     with connected(context) as api:
@@ -85,7 +85,7 @@ def set_tenant(
 @tenants.command("reset")
 @examples("tidepool tenant reset team-a")
 def reset_tenant(context: typer.Context, name: str, as_json: AsJson = False) -> None:
-    """Let a tenant have the default limits again."""
+    """Reset a tenant to the default limits."""
     with connected(context) as api:
         answer = api.delete(f"/admin/tenants/{name}")
     print_answer(answer, f"tenant {name} has the default limits", as_json=as_json)

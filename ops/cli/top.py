@@ -13,14 +13,14 @@ from ops.client.api import connected
 from ops.client.screen import AsJson, output, print_json
 
 
-@examples("tidepool top", "tidepool top --once", "tidepool top --json      one look, for scripts")
+@examples("tidepool top", "tidepool top --once", "tidepool top --json      once, for scripts")
 def show_top(
     context: typer.Context,
-    every_s: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between two looks.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
+    every_s: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between two updates.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show the state once and exit.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Watch regions, endpoints, queues and objectives until Ctrl-C. What is away is said, and comes back by itself."""
+    """Watch regions, endpoints, queues and objectives until Ctrl-C. Unavailable parts are marked until they return."""
     with connected(context) as api:
         url = api.url
         if as_json:
@@ -31,13 +31,13 @@ def show_top(
             console.print(screen(take_snapshot(api, url), width=console.width))
             return
 
-        def look() -> RenderableType:
+        def draw() -> RenderableType:
             return screen(take_snapshot(api, url), width=console.width, height=console.height)
 
-        with Live(look(), console=console, screen=True, auto_refresh=False) as live:
+        with Live(draw(), console=console, screen=True, auto_refresh=False) as live:
             try:
                 while True:
                     time.sleep(every_s)
-                    live.update(look(), refresh=True)
+                    live.update(draw(), refresh=True)
             except KeyboardInterrupt:
                 return

@@ -1,4 +1,4 @@
-"""The fleet at a glance, live: what `tidepool top` reads from the admin API, and how it looks in a terminal."""
+"""The fleet at a glance, live: what `tidepool top` reads from the admin API, and how it is drawn."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,14 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ops.client.api import Api, CommandError
-from ops.client.health import health_causes, loops_words
-from ops.client.screen import unplaced_words
+from ops.client.health import health_causes, loops_text
+from ops.client.screen import unplaced_text
 
 STATES = ("ready", "loading", "draining", "spot", "failed", "lost")
 BUSY, FULL = 0.5, 0.7
 """Utilization from which an endpoint is shown yellow, and red: where routing prefers other regions."""
 ROWS_MAX = 30
-"""Endpoints shown where nobody scrolls: in a pipe or a log."""
+"""Endpoints shown in a pipe or a log."""
 _ROWS_MIN = 3
 _UNPLACED_MAX = 3
 _DROPPED_FIRST = ("load", "tokens left")
@@ -28,7 +28,7 @@ _STYLES = {"ok": "green", "degraded": "yellow", "unavailable": "red"}
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What the API said at one moment. `away`: which parts it could not tell, and why."""
+    """The API's answers at one moment. `away`: the parts that are unavailable, and why."""
 
     at_s: float
     url: str
@@ -43,7 +43,7 @@ class Snapshot:
 
 
 def take_snapshot(api: Api, url: str) -> Snapshot:
-    """Ask for everything; what cannot be had is None, and `away` says why. A refused key is an error.
+    """Read all parts; an unavailable part is None, and `away` has the reason. A refused key is an error.
 
     Raises:
         CommandError: the key is missing, wrong, or may not read.
@@ -70,13 +70,13 @@ def take_snapshot(api: Api, url: str) -> Snapshot:
 
 
 def screen(snapshot: Snapshot, *, width: int, height: int | None = None) -> RenderableType:
-    """The whole picture in `width` columns; parts that are away say so. `height`: the lines there are; regions,
-    endpoints and queues share what the rest leaves, and say how many more there are. None: as many as it takes.
+    """All parts in `width` columns; unavailable ones are marked. Regions, endpoints and queues share the `height` lines
+    that the other parts leave, and their titles count hidden rows. None: as many lines as needed.
     """
     head = _head(snapshot)
     head += [Text(f"{part}: {why}", style="red") for part, why in snapshot.away.items()]
     if snapshot.live is not None and not snapshot.live["view_fresh"]:
-        head.append(Text("the live view is old: Redis is away; the last copy is shown", style="red"))
+        head.append(Text("the live view is old: Redis is unavailable; the last copy is shown", style="red"))
     if snapshot.status is not None:
         head += [_loops(snapshot.status), *_plan(snapshot.status), *_unplaced(snapshot.status)]
     rows = _rows(snapshot, None if height is None else height - len(head))
@@ -102,8 +102,8 @@ class _Rows:
 
 
 def _rows(snapshot: Snapshot, lines: int | None) -> _Rows:
-    """Share `lines`: a table has a blank line and a header beside its rows; few regions and queues leave theirs to the
-    endpoints.
+    """Share `lines`. A table also takes a blank line and a header; the endpoints get the lines that regions and queues
+    do not use.
     """
     regions = len((snapshot.status or {}).get("regions", ()))
     live = snapshot.live or {}
@@ -126,8 +126,8 @@ def _head(snapshot: Snapshot) -> list[Text]:
     return [*lines, _line(causes, style)] if (causes := health_causes(snapshot.ready)) else lines
 
 
-def _line(words: str, style: str = "") -> Text:
-    return Text(words, style=style, no_wrap=True, overflow="ellipsis")
+def _line(text: str, style: str = "") -> Text:
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _table(texts: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
@@ -142,7 +142,7 @@ def _table(texts: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
 
 def _loops(status: Mapping[str, Any]) -> Text:
     late = any(loop["late"] for loop in status["loops"])
-    return _line(f"last success: {loops_words(status['loops'])}", "red" if late else "")
+    return _line(f"last success: {loops_text(status['loops'])}", "red" if late else "")
 
 
 def _titled(title: str, count: int, shown: int) -> str:
@@ -170,9 +170,9 @@ def _plan(status: Mapping[str, Any]) -> list[Text]:
 
 
 def _unplaced(status: Mapping[str, Any]) -> list[Text]:
-    """A line for what is wanted and has no place, `_UNPLACED_MAX` lines at most."""
+    """A line for each endpoint with unplaced instances, `_UNPLACED_MAX` lines at most."""
     rows = status["unplaced"]
-    words = [f"not placed: {row['model']} in {row['region']}: {unplaced_words(row)}" for row in rows[:_UNPLACED_MAX]]
+    words = [f"not placed: {row['model']} in {row['region']}: {unplaced_text(row)}" for row in rows[:_UNPLACED_MAX]]
     if len(rows) > _UNPLACED_MAX:
         words.append(f"not placed: {len(rows) - _UNPLACED_MAX} more, see tidepool status")
     return [_line(line, "red") for line in words]
@@ -187,7 +187,7 @@ def _objectives(live: Mapping[str, Any]) -> Table:
 
 
 def _endpoints(live: Mapping[str, Any], shown: int, width: int) -> Table:
-    """Those that cannot serve and the busiest first."""
+    """Endpoints that cannot serve first, then the busiest."""
     rows = sorted(live["endpoints"], key=_urgency)
     columns: dict[str, Callable[[Mapping[str, Any]], Text]] = {
         _titled("endpoint", len(rows), shown): lambda row: Text(row["model"]),
@@ -212,7 +212,7 @@ def _states(counts: Mapping[str, int]) -> str:
 
 
 def _urgency(row: Mapping[str, Any]) -> tuple[float, float, str, str]:
-    """What sorts what needs a look before the rest."""
+    """A sort key: unusable endpoints first, then the busiest."""
     utilization = 2.0 if row["utilization"] is None else row["utilization"]
     return -utilization, -(row["remaining_tokens"] or 0), row["model"], row["region"]
 

@@ -1,4 +1,4 @@
-"""Variables that look like settings and are none: a misspelt or removed setting must not be ignored in silence."""
+"""Unknown environment variables with our prefix: a misspelt or removed setting must not be ignored silently."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -16,19 +16,19 @@ OTHER_VARIABLES: Mapping[str, str] = {
     "TIDEPOOL_POSTGRES_USER": "system user that runs the embedded Postgres where `tidepool up` runs as root",
     "TIDEPOOL_DATA": "folder of published traces and latency profiles; tests that need it are skipped without",
 }
-"""What the command line, the embedded servers and the tests read, and what each does."""
+"""Other variables, which the command line, the embedded servers and the tests read."""
 _TESTS_PREFIX = f"{_PREFIX}TEST_"
 
 
 def unknown_settings(names: Iterable[str]) -> list[str]:
-    """One complaint for each of these names of environment variables that begins as ours do and that nobody reads."""
+    """A warning for each environment variable with our prefix that no process reads."""
     known = {*OTHER_VARIABLES} | {_PREFIX + name.upper() for name in Settings.model_fields}
     known |= {f"{_PREFIX}LOG_{name.upper()}" for name in LogSettings.model_fields}
     known |= {_AGENT_PREFIX + name.upper() for name in AgentSettings.model_fields}
-    strangers = {name for name in names if name.startswith(_PREFIX) and not name.startswith(_TESTS_PREFIX)} - known
-    return [_complaint(name, known) for name in sorted(strangers)]
+    unknown = {name for name in names if name.startswith(_PREFIX) and not name.startswith(_TESTS_PREFIX)} - known
+    return [_warning(name, known) for name in sorted(unknown)]
 
 
-def _complaint(name: str, known: Iterable[str]) -> str:
+def _warning(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     return f"{name} is no setting" + (f"; did you mean {close[0]}?" if close else "")

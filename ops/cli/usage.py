@@ -45,7 +45,7 @@ def show_usage(
     limit: Limit = 1000,
     as_json: AsJson = False,
 ) -> None:
-    """Show requests and tokens, the newest first. Gateways tell every 15 seconds; batches count when they end."""
+    """Show requests and tokens, the newest first. Gateways report every 15 seconds; batches count when they end."""
     dimensions = tuple(by or _DEFAULT)
     query: dict[str, Any] = {"by": [each.value for each in dimensions], "tenant": tenant, "model": model}
     query["since"] = parse_since(since).isoformat()

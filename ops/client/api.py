@@ -1,4 +1,4 @@
-"""How commands talk to the API: where it is, with which key, and what its refusals look like to people."""
+"""The HTTP client of commands: the API's address and key, and its errors as one line."""
 
 import json
 import os
@@ -32,15 +32,15 @@ class CommandError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The API to talk to, as the global options say; None: as the environment and the home folder say."""
+    """Address and key of the global options; None: from the environment and the home folder."""
 
     url: str | None
     key: str | None
 
 
 class Api:
-    """A connection to the API. Every call returns decoded JSON or raises CommandError. `key_source`: where the key came
-    from, to be named where it is refused.
+    """A connection to the API. Every call returns decoded JSON or raises CommandError. `key_source`: the origin of the
+    key, which the message of a refusal names.
     """
 
     def __init__(self, client: "httpx.Client", key_source: str | None = None) -> None:
@@ -56,23 +56,21 @@ class Api:
         return self.send("GET", path, params={name: value for name, value in query.items() if value is not None})
 
     def probe(self, path: str) -> Any:
-        """What a probe answers, be it yes or no.
+        """The answer of a probe, whatever its status.
 
         Raises:
-            CommandError: the API is away.
+            CommandError: the API is unavailable.
         """
         with self._translated():
             return self._client.get(path).json()
 
     def put(self, path: str, body: dict[str, Any]) -> Any:
-        """Write something."""
         return self.send("PUT", path, json=body)
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return self.send("POST", path) if body is None else self.send("POST", path, json=body)
 
     def delete(self, path: str) -> Any:
-        """End something."""
         return self.send("DELETE", path)
 
     def pages(self, path: str, **query: Any) -> Any:
@@ -86,11 +84,6 @@ class Api:
             query["after"] = page.get("next", page.get("last_id"))
 
     def send(self, method: str, path: str, **request: Any) -> Any:
-        """Any request.
-
-        Raises:
-            CommandError: the API is away, or refuses.
-        """
         with self._translated():
             answer = self._client.request(method, path, **request)
             self._check(answer)
@@ -108,9 +101,9 @@ class Api:
     def _check(self, answer: "httpx.Response") -> None:
         if not answer.is_error:
             return
-        message = _said(answer)
+        message = _error_text(answer)
         if self._key_source is not None and answer.status_code in _KEY_REFUSED:
-            message += f"; the key came from {self._key_source}: set TIDEPOOL_ADMIN_KEY, or give --key"
+            message += f"; the key is from {self._key_source}: set TIDEPOOL_ADMIN_KEY, or give --key"
         raise CommandError(message, status=answer.status_code)
 
     @contextmanager
@@ -169,8 +162,7 @@ def connected(context: typer.Context, *, as_client: bool = False) -> Iterator[Ap
         yield api
 
 
-def _said(answer: "httpx.Response") -> str:
-    """What an answer says of an error."""
+def _error_text(answer: "httpx.Response") -> str:
     try:
         body = answer.json()
     except ValueError:

@@ -1,4 +1,4 @@
-"""Which API a command talks to, and with which key. Both are found as `tidepool up` and `tidepool api` find theirs."""
+"""The API's address and key of a command, found as `tidepool up` and `tidepool api` find theirs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ _CLIENTS = ("tp-client-", "tp-node-")
 
 
 class CredentialError(Exception):
-    """No address or no key; the message says what to set."""
+    """No address or no key; the message names the setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Credential:
-    """A key, and where it came from."""
+    """A key, and its origin."""
 
     secret: str
     source: str

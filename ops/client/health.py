@@ -1,4 +1,4 @@
-"""The system's health in words, for `status` and `top`: what `/readyz` says, and when each loop last succeeded."""
+"""The system's health as text, for `status` and `top`: causes of `/readyz`, and the last success of each loop."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,21 +7,19 @@ _PARTS = {"missing": "missing", "away": "away", "late": "late loops", "lost": "l
 
 
 def health_causes(health: Mapping[str, Any]) -> str:
-    """What keeps the system from being well: `away: redis; late loops: plan`. Empty: nothing."""
-    return "; ".join(f"{words}: {', '.join(health[part])}" for part, words in _PARTS.items() if health[part])
+    """Causes of degraded health: `away: redis; late loops: plan`. Empty: none."""
+    return "; ".join(f"{title}: {', '.join(health[part])}" for part, title in _PARTS.items() if health[part])
 
 
-def loops_words(loops: Sequence[Mapping[str, Any]]) -> str:
-    """How long ago each loop last succeeded, those that need a look first."""
-    return (
-        "; ".join(map(_loop_words, sorted(loops, key=lambda loop: (not loop["late"], not _fails(loop))))) or "unknown"
-    )
+def loops_text(loops: Sequence[Mapping[str, Any]]) -> str:
+    """The age of each loop's last success, late and failing loops first."""
+    return "; ".join(map(_loop_text, sorted(loops, key=lambda loop: (not loop["late"], not _fails(loop))))) or "unknown"
 
 
-def _loop_words(loop: Mapping[str, Any]) -> str:
-    words = f"{loop['loop']} {'never' if loop['since_success_s'] is None else _age(loop['since_success_s'])}"
-    words += " LATE" if loop["late"] else ""
-    return f"{words} ({loop['last_error']})" if _fails(loop) else words
+def _loop_text(loop: Mapping[str, Any]) -> str:
+    text = f"{loop['loop']} {'never' if loop['since_success_s'] is None else _age(loop['since_success_s'])}"
+    text += " LATE" if loop["late"] else ""
+    return f"{text} ({loop['last_error']})" if _fails(loop) else text
 
 
 def _fails(loop: Mapping[str, Any]) -> bool:

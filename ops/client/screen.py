@@ -1,4 +1,4 @@
-"""What commands show: JSON for scripts on standard output, tables for people, progress on standard error."""
+"""Output of commands: JSON or tables on standard output, progress on standard error."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ Columns = Mapping[str, str | Callable[[Mapping[str, Any]], object]]
 """Header -> the field's name, or what to make of a row."""
 
 PLAIN_WIDTH = 100_000
-"""Columns where nobody looks at a terminal: a log or a pipe, in which nothing is folded."""
+"""Width of a log or a pipe, in which nothing is folded."""
 _PROSE_CHARS = 24
 """A column of longer texts is folded at its spaces, to no less than this; ids, names and numbers are never folded."""
 
@@ -28,14 +28,14 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def output() -> "Console":
-    """Where answers go."""
+    """The console of answers."""
     from rich.console import Console
 
     return Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
 
 
 def notes() -> "Console":
-    """Where progress and remarks go."""
+    """The console of progress and remarks."""
     from rich.console import Console
 
     return Console(stderr=True, highlight=False)
@@ -58,16 +58,16 @@ def print_json(answer: Any) -> None:
     typer.echo(json.dumps(answer, ensure_ascii=False, indent=2))
 
 
-def print_answer(answer: Any, words: str, *, as_json: bool) -> None:
-    """Print an answer as JSON, or what it means in words."""
+def print_answer(answer: Any, text: str, *, as_json: bool) -> None:
+    """Print an answer as JSON, or as a text."""
     if as_json:
         print_json(answer)
     else:
-        typer.echo(words)
+        typer.echo(text)
 
 
 def print_table(title: str, columns: Columns, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Rows by columns, or field by field where the terminal is too narrow; a line that says so where there are none."""
+    """Print a table, or field by field where the terminal is too narrow, or one line for no rows."""
     from rich.cells import cell_len
     from rich.markup import escape
     from rich.table import Table
@@ -122,21 +122,21 @@ def _grid(fields: Iterable[tuple[str, str]]) -> "Table":
 
 
 def bytes_text(count: int) -> str:
-    """A number of bytes as people read it."""
+    """A number of bytes with a binary unit."""
     value, unit = float(count), 0
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
     return f"{value:.4g} {_UNITS[unit]}"
 
 
-def unplaced_words(row: Mapping[str, Any]) -> str:
-    """How many instances have no place, and why."""
+def unplaced_text(row: Mapping[str, Any]) -> str:
+    """How many instances cannot be placed, and why."""
     on = "" if row["gpu_type"] is None else f" on {row['gpu_type']}"
     return f"{row['count']}{on}: {row['reason']}"
 
 
 def time_text(time_s: float | None) -> str:
-    """A Unix time as people read it, in UTC."""
+    """A Unix time in UTC, to the second."""
     return "-" if time_s is None else datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 

@@ -1,4 +1,4 @@
-"""Times and durations as people type them."""
+"""Times and durations on the command line."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -47,5 +47,5 @@ def since(text: str) -> datetime:
 
 
 def utc_text(iso: str | None) -> str:
-    """A time of the API as people read it, in UTC and to the second."""
+    """A time of the API in UTC, to the second."""
     return "-" if iso is None else datetime.fromisoformat(iso).astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")

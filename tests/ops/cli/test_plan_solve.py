@@ -37,6 +37,11 @@ def test_the_example_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer["seconds"] > 0
     assert answer["unserved"] == answer["below_minimum"] == []
     changes = {(each["model"], each["region"], each["gpu"]): each for each in answer["changes"]}
+    assert {name: sorted(answer[name][0]) for name in ("changes", "pools", "pooled")} == {
+        "changes": ["after", "before", "change", "constraint", "cost_if_not", "gpu", "model", "reason", "region"],
+        "pools": ["after", "before", "gpu", "region"],
+        "pooled": ["before", "cost_if_not", "gpu", "model", "occupancy", "reason", "region"],
+    }
     grown = changes["chat-70b", "us-east", "H100"]
     assert (grown["before"], grown["after"], grown["constraint"]) == (2, 3, "home")
     assert grown["cost_if_not"] > 0
@@ -70,7 +75,8 @@ def test_what_cannot_be_served_is_an_answer(tmp_path: Path, capsys: pytest.Captu
     answer = json.loads(out)
     assert (status, answer["status"]) == (0, "optimal")
     assert {each["model"] for each in answer["unserved"]} >= {"chat-70b"}
-    assert answer["below_minimum"]
+    assert sorted(answer["unserved"][0]) == ["model", "reason", "region", "tokens_per_s"]
+    assert sorted(answer["below_minimum"][0]) == ["minimum", "model", "placed", "reason", "region"]
 
 
 @pytest.mark.parametrize(
