@@ -1,9 +1,9 @@
 """The unified KV cache: blocks of several shapes out of common slabs (Aegaeon 5.2). Bookkeeping only; no tensors.
 
 A block holds the keys and values of `block_tokens` consecutive tokens of one sequence, contiguous over all layers. A
-slab serves one shape while any of its blocks is in use, and goes back when none is. Block `b` of a shape is the block
-`b % n` of slab `b // n`, where `n` is `blocks_per_slab(shape)`. New blocks come from the fullest slab that has one, so
-that the emptier ones become empty.
+slab serves one shape while any of its blocks is in use, and is freed afterwards. Block `b` of a shape is the block
+`b % n` of slab `b // n`, where `n` is `blocks_per_slab(shape)`. New blocks are taken from the fullest slab that has a
+free one, so that the emptier slabs become free.
 """
 
 import heapq
@@ -15,7 +15,7 @@ from dataplane.memory.events import PASSED, Event, MoveList
 
 
 class OutOfBlocksError(Exception):
-    """More blocks were asked for than can be had. The caller makes room for `missing_blocks`, or waits."""
+    """An allocation failed: `missing_blocks` are the blocks that the caller must free, or wait for."""
 
     def __init__(self, wanted_blocks: int, missing_blocks: int) -> None:
         super().__init__(f"{wanted_blocks} blocks wanted, {missing_blocks} too many")
@@ -40,10 +40,10 @@ class KvShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeUsage:
-    """What the slabs of one shape are filled with.
+    """Memory of the slabs of one shape.
 
-    `held_bytes`: all of its slabs; `used_bytes`: blocks that cannot be handed out, among them `moving_bytes` of blocks
-    that were given back but that a transfer still touches.
+    `held_bytes`: all of its slabs; `used_bytes`: blocks that cannot be allocated, among them `moving_bytes` of blocks
+    that were freed while a transfer still uses them.
     """
 
     used_bytes: int
@@ -52,24 +52,24 @@ class ShapeUsage:
 
     @property
     def fragmentation(self) -> float:
-        """The share of the slabs that holds nothing; 0 when there are none."""
+        """The unused share of the slabs; 0 without slabs."""
         return 1.0 - self.used_bytes / self.held_bytes if self.held_bytes else 0.0
 
 
 class SlabSource(Protocol):
-    """Where slabs come from: `SlabArena` on the device, `HostSlabs` in host memory."""
+    """An allocator of slabs for KV: `SlabArena` on the device, `HostSlabs` in host memory."""
 
     def take_kv(self) -> int | None:
-        """Hand out a slab; None when there is none."""
+        """Allocate a slab; None if none is free."""
         ...
 
     def free_kv(self, slab: int) -> None:
-        """Take a slab back."""
+        """Free an allocated slab."""
         ...
 
 
 class HostSlabs:
-    """The slabs `0 .. slabs-1` of a buffer that holds nothing but KV."""
+    """The slabs `0 .. slabs-1` of a buffer for KV only."""
 
     def __init__(self, slabs: int) -> None:
         assert slabs >= 0, slabs
@@ -79,16 +79,13 @@ class HostSlabs:
 
     @property
     def free_slabs(self) -> int:
-        """Slabs that can be handed out."""
         return len(self._free)
 
     @property
     def kv_slabs(self) -> int:
-        """Slabs handed out."""
         return len(self._kv)
 
     def take_kv(self) -> int | None:
-        """Hand out a slab; None when there is none."""
         if not self._free:
             return None
         slab = self._free.pop()
@@ -96,16 +93,11 @@ class HostSlabs:
         return slab
 
     def free_kv(self, slab: int) -> None:
-        """Take back a slab that no block is left in.
-
-        Raises:
-            KeyError: it was not handed out.
-        """
+        """Raises KeyError for a slab that is not allocated."""
         self._kv.remove(slab)
         self._free.append(slab)
 
     def check(self) -> None:
-        """Assert that each slab is either free or handed out."""
         assert sorted([*self._free, *self._kv]) == list(range(self.slabs)), "lost or doubled slabs"
 
 
@@ -122,8 +114,8 @@ class _Pool:
         self.free: dict[int, list[int]] = {}  # by slab; every slab of the shape has its entry
         self.free_blocks = 0
         self.held: set[int] = set()
-        # (free blocks, -slab): the fullest first, of those the highest, since weights come from below. An entry whose
-        # number is no longer true is dropped when it comes to the top.
+        # (free blocks, -slab): the fullest first, of those the highest, since weights grow from below. An entry with an
+        # outdated number is dropped when it is popped.
         self._fullest: list[tuple[int, int]] = []
 
     def add_slab(self, slab: int) -> None:
@@ -133,7 +125,7 @@ class _Pool:
         heapq.heappush(self._fullest, (self.blocks_per_slab, -slab))
 
     def take(self, count: int) -> list[int]:
-        """Hand out `count` of the free blocks; there are that many."""
+        """Allocate `count` blocks; the caller has checked that they are free."""
         blocks: list[int] = []
         while len(blocks) < count:
             free_blocks, negative = heapq.heappop(self._fullest)
@@ -150,7 +142,7 @@ class _Pool:
         return blocks
 
     def release(self, blocks: Iterable[int]) -> list[int]:
-        """Make blocks free that nobody holds; the slabs that are empty now, which leave the pool."""
+        """Free blocks. Returns the slabs that are empty now, which the pool gives up."""
         touched: set[int] = set()
         for block in blocks:
             slab = block // self.blocks_per_slab
@@ -171,14 +163,18 @@ class _Pool:
         every = [block for slab in self.free for block in range(slab * n, slab * n + n)]
         assert sorted([*free, *self.held, *moving]) == sorted(every), "lost or doubled blocks"
         assert len(free) == self.free_blocks, f"{len(free)} blocks are free, {self.free_blocks} counted"
-        assert all(block // n == slab for slab, blocks in self.free.items() for block in blocks), "a block strayed"
+        assert all(block // n == slab for slab, blocks in self.free.items() for block in blocks), (
+            "a block is listed under another slab"
+        )
         assert all(len(blocks) < n for blocks in self.free.values()), "an empty slab was kept"
         found = set(self._fullest)
-        assert all((len(blocks), -slab) in found for slab, blocks in self.free.items() if blocks), "a slab is forgotten"
+        assert all((len(blocks), -slab) in found for slab, blocks in self.free.items() if blocks), (
+            "a slab with free blocks is not queued"
+        )
 
 
 class KvCache:
-    """Blocks of any shapes, each free, held once, or moving; slabs come and go with them."""
+    """An allocator of blocks of any shapes: each is free, held once, or moving. It allocates slabs as needed."""
 
     def __init__(self, slabs: SlabSource, slab_bytes: int) -> None:
         self.slab_bytes = slab_bytes
@@ -187,26 +183,22 @@ class KvCache:
         self._moves: MoveList[tuple[KvShape, tuple[int, ...]]] = MoveList()
 
     def blocks_per_slab(self, shape: KvShape) -> int:
-        """How many blocks of the shape one slab has.
-
-        Raises:
-            ValueError: not one.
-        """
+        """How many blocks of the shape fit a slab. Raises ValueError if none does."""
         blocks = self.slab_bytes // shape.block_bytes
         if not blocks:
             raise ValueError(f"a block of {shape.block_bytes} bytes exceeds slab_bytes {self.slab_bytes}: {shape}")
         return blocks
 
     def free_blocks(self, shape: KvShape) -> int:
-        """Blocks that can be handed out without another slab."""
+        """Blocks that can be allocated without another slab."""
         pool = self._pools.get(shape)
         return pool.free_blocks if pool else 0
 
     def allocate(self, shape: KvShape, count: int) -> list[int]:
-        """Hand out `count` blocks, all or none.
+        """Allocate `count` blocks, all or none.
 
         Raises:
-            OutOfBlocksError: so many cannot be had, not even with more slabs.
+            OutOfBlocksError: too few are free, with the free slabs counted in.
             ValueError: a block of this shape exceeds a slab.
         """
         assert count >= 0, count
@@ -228,10 +220,10 @@ class KvCache:
         return pool.take(count)
 
     def free(self, shape: KvShape, blocks: Sequence[int], after: Event = PASSED) -> None:
-        """Take blocks back, all or none. They can be handed out again as soon as `after` is done.
+        """Free blocks, all or none. They can be allocated again as soon as `after` is done.
 
         Raises:
-            ValueError: one of them is not held, or is named twice.
+            ValueError: one of them is not held, or is listed twice.
         """
         pool = self._pools.get(shape)
         if pool is None or len(set(blocks)) != len(blocks) or not pool.held.issuperset(blocks):
@@ -243,12 +235,12 @@ class KvCache:
             self._moves.add((shape, tuple(blocks)), after)
 
     def settle(self) -> None:
-        """Free the blocks whose transfers are over."""
+        """Free the blocks whose transfers are done."""
         for shape, blocks in self._moves.take_done():
             self._release(shape, blocks)
 
     def usage(self) -> dict[KvShape, ShapeUsage]:
-        """What each shape's slabs are filled with, for every shape ever used."""
+        """The memory of each shape ever used."""
         moving = dict.fromkeys(self._pools, 0)
         for shape, blocks in self._moves:
             moving[shape] += len(blocks)
@@ -262,7 +254,7 @@ class KvCache:
         }
 
     def check(self) -> None:
-        """Assert that each block is free, held or moving, and only that, and that no slab serves two shapes."""
+        """Assert that each block is in exactly one state and that no slab serves two shapes."""
         slabs = [slab for pool in self._pools.values() for slab in pool.free]
         assert len(set(slabs)) == len(slabs), "a slab serves two shapes"
         for shape, pool in self._pools.items():

@@ -164,12 +164,12 @@ class ModelCache:
             with _closing(descriptor):
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
 
-    def want_room(self) -> None:
+    def request_space(self) -> None:
         """Ask the other slots of the node to let go of files that they can spare."""
         with self._folder.opened(_WANTED, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as descriptor:
             os.write(descriptor, str(os.getpid()).encode())
 
-    def room_is_wanted(self) -> bool:
+    def space_is_requested(self) -> bool:
         """Whether another slot asked for room a moment ago."""
         with suppress(OSError), self._folder.opened(_WANTED, os.O_RDONLY) as descriptor:
             recent = time.time() - os.fstat(descriptor).st_mtime < _WANTED_S

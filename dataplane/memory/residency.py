@@ -1,7 +1,4 @@
-"""Where the weights of a model go when they must come in, and whose leave for them.
-
-Pure: facts go in, a decision comes out. Least recently used first.
-"""
+"""Where the weights of a model are loaded, and which models are evicted for them: least recently used first. Pure."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -10,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ResidentModel:
-    """A model whose weights lie in the slabs `[start, start + count)`.
+    """A model whose weights are in the slabs `[start, start + count)`.
 
-    `used_s`: when it last ran, on any clock that only grows. `pinned`: it is running, arriving or next, and must stay.
+    `used_s`: when it last ran, by any monotonic clock. `pinned`: it runs, is being loaded, or runs next; never evicted.
     """
 
     model: str
@@ -23,16 +20,15 @@ class ResidentModel:
 
     @property
     def end(self) -> int:
-        """The first slab after its weights."""
         return self.start + self.count
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResidencyFacts:
-    """An arena of `slabs` slabs at one moment, and the model that must come in.
+    """An arena of `slabs` slabs at one moment, and the model to load.
 
-    `home`: where its run last started, if it had one; what was captured with those addresses holds there again.
-    `blocked`: slabs that no eviction frees (of KV, or moving). `weights_slabs`: those that KV never takes.
+    `home`: where its run last started, if it had one; CUDA graphs captured with those addresses are valid there again.
+    `blocked`: slabs that no eviction frees (of KV, or moving). `weights_slabs`: those that KV does not use.
     """
 
     model: str
@@ -46,7 +42,7 @@ class ResidencyFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class RunChoice:
-    """The run starts at slab `start`, once the weights of `evictions` have left."""
+    """The run starts at slab `start`, after the models of `evictions` are evicted."""
 
     start: int
     evictions: tuple[str, ...]
@@ -56,43 +52,43 @@ class RunChoice:
 def choose_run(facts: ResidencyFacts) -> RunChoice | None:
     """The run for the model's weights; None when nothing fits.
 
-    Home if it can be had; else the lowest free gap; else the run whose most recently used model to evict was used
-    longest ago (then the second most recently used, and so on; then the lowest). Never evicts a pinned model.
+    Its home if that is possible; else the lowest free gap; else the run whose most recently used model to evict was
+    used longest ago (then the second most recently used, and so on; then the lowest). Never evicts a pinned model.
     """
     assert all(resident.model != facts.model for resident in facts.residents), f"{facts.model} is resident already"
     assert facts.slabs_needed > 0, facts.slabs_needed
     blocked = sorted(facts.blocked)
     if facts.home is not None:
-        leaving = _leaving(facts, blocked, facts.home)
-        if leaving is not None:
-            return _choice(facts, facts.home, leaving, "home")
-    # A run that fits still fits, for no more evictions, when pushed down to the end of what lies below it.
+        evicted = _evicted(facts, blocked, facts.home)
+        if evicted is not None:
+            return _choice(facts, facts.home, evicted, "home")
+    # A run that fits still fits, for no more evictions, when it is moved down to the end of what is below it.
     ends = {
         0,
         *(resident.end for resident in facts.residents),
         *(slab + 1 for slab in blocked if slab + 1 not in facts.blocked),
     }
-    options = {start: leaving for start in sorted(ends) if (leaving := _leaving(facts, blocked, start)) is not None}
+    options = {start: evicted for start in sorted(ends) if (evicted := _evicted(facts, blocked, start)) is not None}
     if not options:
         return None
     start = min(options, key=lambda start: (sorted((r.used_s for r in options[start]), reverse=True), start))
     return _choice(facts, start, options[start], "longest unused" if options[start] else "free gap")
 
 
-def _leaving(facts: ResidencyFacts, blocked: Sequence[int], start: int) -> tuple[ResidentModel, ...] | None:
-    """Whom a run at `start` displaces; None when it cannot be there. `blocked` is sorted."""
+def _evicted(facts: ResidencyFacts, blocked: Sequence[int], start: int) -> tuple[ResidentModel, ...] | None:
+    """The models that a run at `start` evicts; None if it is impossible there. `blocked` is sorted."""
     end = start + facts.slabs_needed
     first_blocked = bisect_left(blocked, start)
     if start < 0 or end > facts.slabs or (first_blocked < len(blocked) and blocked[first_blocked] < end):
         return None
-    leaving = tuple(resident for resident in facts.residents if resident.start < end and start < resident.end)
-    return None if any(resident.pinned for resident in leaving) else leaving
+    evicted = tuple(resident for resident in facts.residents if resident.start < end and start < resident.end)
+    return None if any(resident.pinned for resident in evicted) else evicted
 
 
-def _choice(facts: ResidencyFacts, start: int, leaving: Sequence[ResidentModel], reason: str) -> RunChoice:
+def _choice(facts: ResidencyFacts, start: int, evicted: Sequence[ResidentModel], reason: str) -> RunChoice:
     above = max(0, start + facts.slabs_needed - max(start, facts.weights_slabs))
     return RunChoice(
         start=start,
-        evictions=tuple(resident.model for resident in leaving),
+        evictions=tuple(resident.model for resident in evicted),
         reason=f"{reason}, {above} slabs above the reserve" if above else reason,
     )

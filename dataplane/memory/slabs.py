@@ -1,14 +1,14 @@
-"""Which slabs of a slot's one buffer hold whose weights, and which hold KV. Bookkeeping only: the buffer is elsewhere.
+"""Which slabs of a GPU group's buffer hold the weights of which model, and which hold KV. Bookkeeping only; no tensors.
 
     0            weights_slabs                          slabs
     |  weights only  |  weights or KV                     |
      runs, lowest gap first -->          <-- KV, highest first
 
-A slab is in exactly one state: free, in the run of a model, handed out for KV, or moving (given back, but a transfer
-still touches it). Freeing weights is forgetting them, for the host keeps a copy (Aegaeon 5.2).
+A slab is in exactly one state: free, in the run of a model, allocated to KV, or moving (freed, but a transfer still
+uses it). Evicted weights are not copied out, since the host keeps a copy (Aegaeon 5.2).
 
-A model may lend slabs of its run to KV, those below `weights_slabs` too (Oneiros 5). They stay its place: no other run
-takes them while it has its own, and it takes them back once KV has left them. KV takes lent slabs last.
+A model may lend slabs of its run to KV, those below `weights_slabs` too (Oneiros 5). They remain part of the run, and
+the model reclaims them once KV has freed them. KV takes lent slabs last.
 """
 
 import heapq
@@ -34,17 +34,15 @@ class Run:
 
     @property
     def end(self) -> int:
-        """The first slab after the run."""
         return self.start + self.count
 
     @property
     def slabs(self) -> range:
-        """The numbers of its slabs."""
         return range(self.start, self.end)
 
 
 class SlabArena:
-    """The slabs `0 .. slabs-1` of one buffer. KV takes one below `weights_slabs` only where a model lends it."""
+    """The slabs `0 .. slabs-1` of one buffer. KV uses a slab below `weights_slabs` only if a model lends it."""
 
     def __init__(self, slabs: int, *, weights_slabs: int) -> None:
         assert 0 <= weights_slabs <= slabs, (weights_slabs, slabs)
@@ -54,60 +52,57 @@ class SlabArena:
         self._free = set(range(slabs))
         self._kv: set[int] = set()
         self._lent: set[int] = set()
-        self._guests: set[int] = set()
+        self._borrowed: set[int] = set()
         self._moves: MoveList[tuple[int, ...]] = MoveList()
-        # Free slabs that KV may take: those that nobody lends first, the highest first. One that a run has taken, or
-        # that is no longer lent, leaves when it comes to the top, so `_queued` says which are in it: none is twice.
+        # Free slabs that KV may take: those not lent first, the highest first. A slab that a run has taken, or that is
+        # no longer lent, is dropped when it is popped; `_queued` keeps a slab from being queued twice.
         self._kv_queue = [(False, -slab) for slab in range(slabs - 1, weights_slabs - 1, -1)]
         self._queued = set(self._kv_queue)
 
     @property
     def runs(self) -> dict[str, Run]:
-        """A copy of which model lies where."""
+        """A copy of the runs by model."""
         return dict(self._runs)
 
     @property
     def free_slabs(self) -> int:
-        """Slabs that can be handed out, for weights at least."""
         return len(self._free)
 
     @property
     def free_kv_slabs(self) -> int:
-        """Slabs that can be handed out for KV."""
         return sum(map(self._may_hold_kv, self._free))
 
     @property
     def kv_slabs(self) -> int:
-        """Slabs handed out for KV."""
         return len(self._kv)
 
     @property
     def moving_slabs(self) -> int:
-        """Slabs given back that a transfer still touches."""
+        """Slabs that were freed while a transfer still uses them."""
         return sum(map(len, self._moves))
 
     @property
-    def lent_moving(self) -> bool:
-        """Whether KV gets a lent slab soon, that a transfer still touches."""
+    def lent_in_transfer(self) -> bool:
+        """Whether a transfer still uses a lent slab, which KV can use afterwards."""
         return any(not self._lent.isdisjoint(slabs) for slabs in self._moves)
 
     @property
-    def stray_kv_slabs(self) -> int:
-        """Slabs handed out for KV that no model has lent."""
+    def unlent_kv_slabs(self) -> int:
+        """Slabs allocated to KV that no model has lent."""
         return len(self._kv - self._lent)
 
     @property
-    def guests(self) -> frozenset[int]:
-        """Slabs below `weights_slabs` that KV has, since a model lent them."""
-        return frozenset(self._guests)
+    def borrowed_slabs(self) -> frozenset[int]:
+        """Slabs below `weights_slabs` that KV borrows from models."""
+        return frozenset(self._borrowed)
 
     @property
     def blocked(self) -> frozenset[int]:
-        """Slabs that no eviction of weights frees: those of KV and those that are moving."""
+        """Slabs that an eviction of weights cannot free: those of KV and those that are moving."""
         return frozenset(self._kv).union(*self._moves)
 
     def take_run(self, owner: str, start: int, count: int) -> None:
-        """Give `owner` the slabs `[start, start + count)`. An owner has at most one run.
+        """Allocate the slabs `[start, start + count)` to `owner`, which has at most one run.
 
         Raises:
             ValueError: the owner has a run, or the slabs are not all free.
@@ -121,8 +116,8 @@ class SlabArena:
         self._runs[owner] = run
 
     def free_run(self, owner: str, after: Event = PASSED) -> None:
-        """Take the owner's run back. Its slabs are free as soon as `after` is done; those that it lent, as soon as KV
-        has left them.
+        """Free the owner's run. Its slabs are free as soon as `after` is done; those that it lent, as soon as KV frees
+        them.
 
         Raises:
             KeyError: it has none.
@@ -132,24 +127,24 @@ class SlabArena:
         lent = self._lent.intersection(run.slabs)
         self._lent -= lent
         self._queue(lent & self._free)
-        self._give_back(own, after)
+        self._free_after(own, after)
 
     def lend(self, owner: str, slabs: Iterable[int], after: Event = PASSED) -> None:
-        """Let KV have slabs of the owner's run, as soon as `after` is done.
+        """Lend slabs of the owner's run to KV, which can use them as soon as `after` is done.
 
         Raises:
             KeyError: it has no run.
-            ValueError: they are not all of its run, or lent already.
+            ValueError: they are not all of its run, or are lent already.
         """
         own = set(self._runs[owner].slabs)
         lent = set(slabs)
         if not lent <= own or not self._lent.isdisjoint(lent):
-            raise ValueError(f"{sorted(lent)} are not all slabs of {owner} that it has itself")
+            raise ValueError(f"{sorted(lent)} are not all slabs of {owner} that are not lent")
         self._lent |= lent
-        self._give_back(lent, after)
+        self._free_after(lent, after)
 
-    def take_back(self, owner: str, slabs: Iterable[int]) -> bool:
-        """End a loan, of all these slabs or none; False while KV or a transfer has one of them.
+    def reclaim(self, owner: str, slabs: Iterable[int]) -> bool:
+        """End the loan of all these slabs or of none; False while KV or a transfer uses one of them.
 
         Raises:
             KeyError: the owner has no run.
@@ -165,7 +160,7 @@ class SlabArena:
         return True
 
     def take_kv(self) -> int | None:
-        """Hand out a free slab that KV may take: the highest that nobody lends, else the highest; None without any."""
+        """Allocate the highest free slab that is not lent, else the highest that is; None without any."""
         while self._kv_queue:
             entry = heapq.heappop(self._kv_queue)
             self._queued.remove(entry)
@@ -174,22 +169,18 @@ class SlabArena:
                 self._free.remove(slab)
                 self._kv.add(slab)
                 if slab < self.weights_slabs:
-                    self._guests.add(slab)
+                    self._borrowed.add(slab)
                 return slab
         return None
 
     def free_kv(self, slab: int) -> None:
-        """Take back a slab that no block is left in.
-
-        Raises:
-            KeyError: KV does not have it.
-        """
+        """Free a slab. Raises KeyError if it is not allocated to KV."""
         self._kv.remove(slab)
-        self._guests.discard(slab)
+        self._borrowed.discard(slab)
         self._release((slab,))
 
     def settle(self) -> None:
-        """Free the runs whose transfers are over."""
+        """Free the slabs whose transfers are done."""
         for slabs in self._moves.take_done():
             self._release(slabs)
 
@@ -201,7 +192,9 @@ class SlabArena:
         assert sorted(slabs) == list(range(self.slabs)), f"lost or doubled slabs: {self._runs}, {moving}"
         assert len(set(of_runs)) == len(of_runs), f"runs overlap: {self._runs}"
         assert self._lent.issubset(of_runs), "a slab is lent by nobody"
-        assert {slab for slab in self._kv if slab < self.weights_slabs} == self._guests, "KV that no model lent room"
+        assert {slab for slab in self._kv if slab < self.weights_slabs} == self._borrowed, (
+            "KV below weights_slabs in a slab that is not lent"
+        )
         assert sorted(self._queued) == sorted(self._kv_queue), "the KV queue and its index differ"
         findable = {self._entry(slab) for slab in self._free if self._may_hold_kv(slab)}
         assert findable <= self._queued, "KV cannot find a free slab"
@@ -212,7 +205,7 @@ class SlabArena:
     def _entry(self, slab: int) -> tuple[bool, int]:
         return slab in self._lent, -slab
 
-    def _give_back(self, slabs: Iterable[int], after: Event) -> None:
+    def _free_after(self, slabs: Iterable[int], after: Event) -> None:
         if after.done():
             self._release(slabs)
         else:

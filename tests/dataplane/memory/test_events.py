@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from dataplane.memory.events import PASSED, Event, FlagEvent, MoveList, Over, Together, TransferError
+from dataplane.memory.events import PASSED, AllOf, Event, FlagEvent, MoveList, Settled, TransferError
 
 
 def finished(error: BaseException | None = None) -> FlagEvent:
@@ -71,7 +71,7 @@ def test_a_move_list_gives_back_what_is_over_in_any_order() -> None:
 
 def test_together_is_over_with_the_last_and_fails_with_the_first_that_failed() -> None:
     events = [FlagEvent(), FlagEvent()]
-    together = Together(events)
+    together = AllOf(events)
     error = OSError("lost")
     events[1].finish(error)
     assert not together.done()
@@ -80,12 +80,12 @@ def test_together_is_over_with_the_last_and_fails_with_the_first_that_failed() -
     assert together.error is error
     with pytest.raises(TransferError, match="lost"):
         together.wait()
-    assert Together([]).done()
+    assert AllOf([]).done()
 
 
 def test_over_says_when_and_not_how() -> None:
     event = FlagEvent()
-    over = Over(event)
+    over = Settled(event)
     assert not over.done()
     event.finish(OSError("lost"))
     over.wait()

@@ -75,13 +75,13 @@ def test_lent_slabs_are_kvs_last_resort_and_come_back_empty_only() -> None:
     assert [arena.take_kv() for _ in range(3)] == [5, 4, None]
     copied.finish()
     arena.settle()
-    assert [arena.take_kv(), arena.guests] == [3, {3}]
-    assert not arena.take_back("a", [2, 3]), "KV has one of them"
-    assert arena.take_back("a", [2])
+    assert [arena.take_kv(), arena.borrowed_slabs] == [3, {3}]
+    assert not arena.reclaim("a", [2, 3]), "KV has one of them"
+    assert arena.reclaim("a", [2])
     assert arena.take_kv() is None
     arena.free_kv(3)
-    assert arena.take_back("a", [3])
-    assert (arena.free_kv_slabs, arena.guests) == (0, frozenset())
+    assert arena.reclaim("a", [3])
+    assert (arena.free_kv_slabs, arena.borrowed_slabs) == (0, frozenset())
     arena.check()
 
 
@@ -93,7 +93,7 @@ def test_what_a_model_lent_is_kvs_until_kv_leaves_it_though_the_model_is_gone() 
     with pytest.raises(ValueError, match="not free"):
         arena.take_run("b", 0, 1)
     arena.free_run("a")
-    assert (arena.free_slabs, arena.free_kv_slabs, arena.guests) == (2, 0, {1})
+    assert (arena.free_slabs, arena.free_kv_slabs, arena.borrowed_slabs) == (2, 0, {1})
     assert arena.take_kv() is None, "slab 0 is for weights again"
     arena.take_run("b", 0, 1)
     arena.free_kv(1)
@@ -108,7 +108,7 @@ def test_wrong_loans_raise_and_change_nothing() -> None:
     for wrong in (
         lambda: arena.lend("a", [0]),
         lambda: arena.lend("a", [1, 2]),
-        lambda: arena.take_back("a", [0, 1]),
+        lambda: arena.reclaim("a", [0, 1]),
     ):
         with pytest.raises(ValueError, match="are not all"):
             wrong()
@@ -196,11 +196,11 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.lent)
     @rule(data=st.data())
-    def take_back(self, data: st.DataObject) -> None:
+    def reclaim(self, data: st.DataObject) -> None:
         slab = data.draw(st.sampled_from(sorted(self.lent)))
         owner = next(owner for owner, slabs in self.runs.items() if slab in slabs)
         is_free = self.state[slab] == "free"
-        assert self.arena.take_back(owner, [slab]) is is_free
+        assert self.arena.reclaim(owner, [slab]) is is_free
         if is_free:
             self.lent.remove(slab)
             self.state[slab] = "weights"

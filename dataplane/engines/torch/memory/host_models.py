@@ -197,7 +197,7 @@ class HostModels:
                 self._room_wanted = False
                 if self._give_back_one(rank_max=1):
                     self._again_s = 0.0
-            if self._cache.room_is_wanted():
+            if self._cache.space_is_requested():
                 while self._give_back_one(rank_max=2):
                     pass
         self._departures.settle()
@@ -271,7 +271,7 @@ class HostModels:
             )
         self._room_wanted = True
         if self._cache is not None:
-            self._cache.want_room()
+            self._cache.request_space()
 
     def _check_wait(self, model: HostModel, error: HostMemoryError) -> None:
         since_s = model.short_since_s

@@ -90,7 +90,7 @@ class KvStore:
     @property
     def leaving(self) -> bool:
         """Whether one of them makes room in the arena, or weights do that lend some."""
-        return self._arena.lent_moving or any(kv.place is Place.LEAVING for kv in self._moving)
+        return self._arena.lent_in_transfer or any(kv.place is Place.LEAVING for kv in self._moving)
 
     @property
     def in_bytes_per_s(self) -> float:

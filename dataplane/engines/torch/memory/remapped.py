@@ -13,8 +13,8 @@ import torch
 from dataplane.engines.core.remapping.circle import Rotation
 from dataplane.engines.torch.copies.open import mark
 from dataplane.engines.torch.model.skeleton import Skeleton
-from dataplane.memory.events import PASSED, Event, Over, TransferError
-from dataplane.memory.layer_places import LayerPlaces, Load
+from dataplane.memory.events import PASSED, Event, Settled, TransferError
+from dataplane.memory.layer_locations import LayerLocations, Load
 from dataplane.memory.slabs import Run, SlabArena
 
 LOAD_TRIES_MAX = 5
@@ -43,7 +43,7 @@ class RemappedLayers:
         self._slabs = tuple(slabs)
         self._buffers = tuple(buffers)
         self._send = send
-        self._places = LayerPlaces(len(self._buffers))
+        self._places = LayerLocations(len(self._buffers))
         self._arrivals: dict[int, Event] = {}  # by place: the last copy into it
         self.loads_total = 0
 
@@ -76,15 +76,15 @@ class RemappedLayers:
         for place, layer in self._places.lend(more) if more else ():
             if layer is not None:
                 self._skeleton.unbind_part(layer + 1)
-            self._arena.lend(self._owner, self._slabs[place].slabs, Over(self._arrivals.pop(place, PASSED)))
+            self._arena.lend(self._owner, self._slabs[place].slabs, Settled(self._arrivals.pop(place, PASSED)))
         self._places.check()
 
     def take_back(self, count: int) -> int:
         """End the loan of at most `count` places, those that KV has left; of how many. `rotate` must follow."""
         taken = 0
         for place in sorted(self._places.lent):
-            if taken < count and self._arena.take_back(self._owner, self._slabs[place].slabs):
-                self._places.take_back(place)
+            if taken < count and self._arena.reclaim(self._owner, self._slabs[place].slabs):
+                self._places.reclaim(place)
                 taken += 1
         return taken
 
@@ -112,27 +112,27 @@ class RemappedLayers:
             self._load(load)
 
     def _await(self, layer: int) -> None:
-        place = self._places.place_of(layer)
+        place = self._places.location_of(layer)
         if place is None:  # the step before broke off, so that the layers are not where a step expects them
             load = self._places.load_now(layer)
             self._load(load)
-            place = load.place
+            place = load.location
         for _ in range(LOAD_TRIES_MAX):
             try:
                 self._arrivals.get(place, PASSED).wait()
             except TransferError:
-                self._load(Load(layer=layer, place=place, instead_of=None))
+                self._load(Load(layer=layer, location=place, replaces=None))
             else:
                 return
         self._arrivals[place].wait()
 
     def _load(self, load: Load) -> None:
         """The place is the layer's from now on: what it held before fails loudly if it runs."""
-        if load.instead_of is not None:
-            self._skeleton.unbind_part(load.instead_of + 1)
+        if load.replaces is not None:
+            self._skeleton.unbind_part(load.replaces + 1)
         part = load.layer + 1
-        target = self._buffers[load.place][: self._skeleton.parts[part].size_bytes]
-        after = (mark(target.device), Over(self._arrivals.get(load.place, PASSED)))
-        self._arrivals[load.place] = self._send(part, target, after)
+        target = self._buffers[load.location][: self._skeleton.parts[part].size_bytes]
+        after = (mark(target.device), Settled(self._arrivals.get(load.location, PASSED)))
+        self._arrivals[load.location] = self._send(part, target, after)
         self._skeleton.bind_part(part, target)
         self.loads_total += 1

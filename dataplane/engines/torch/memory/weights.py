@@ -16,7 +16,7 @@ from dataplane.engines.torch.copies.open import mark
 from dataplane.engines.torch.memory.host_models import HostModel
 from dataplane.engines.torch.memory.remapped import RemappedLayers
 from dataplane.engines.torch.memory.wire_rate import WireRate
-from dataplane.memory.events import Event, Together
+from dataplane.memory.events import AllOf, Event
 from dataplane.memory.residency import ResidencyFacts, ResidentModel, choose_run
 from dataplane.memory.slabs import Run, SlabArena
 
@@ -117,7 +117,7 @@ class WeightStore:
     def fit_together(self, models: Iterable[HostModel]) -> bool:
         """Whether all of them can stay in the arena beside the KV that is there, but for what they lent it."""
         needed = sum(model.skeleton.slabs(self._slab_bytes) for model in models)
-        return needed <= self._arena.slabs - self._arena.stray_kv_slabs
+        return needed <= self._arena.slabs - self._arena.unlent_kv_slabs
 
     def holds(self, model: HostModel) -> bool:
         """Whether the model is there or arriving."""
@@ -200,12 +200,12 @@ class WeightStore:
         the room is evicted, so that no other takes its place. None where something else is in the way.
         """
         facts = self._facts(model, None)
-        choice = choose_run(replace(facts, blocked=facts.blocked - self._arena.guests))
+        choice = choose_run(replace(facts, blocked=facts.blocked - self._arena.borrowed_slabs))
         if self.holds(model) or choice is None:
             return frozenset()
         for name in choice.evictions:
             self.evict(name)
-        return self._arena.guests.intersection(range(choice.start, choice.start + facts.slabs_needed))
+        return self._arena.borrowed_slabs.intersection(range(choice.start, choice.start + facts.slabs_needed))
 
     def ran(self, model: HostModel) -> None:
         """Note that a step of the model came to its end."""
@@ -230,7 +230,7 @@ class WeightStore:
         Raises:
             TransferError: one failed.
         """
-        Together(self._residents[model.name].events).wait()
+        AllOf(self._residents[model.name].events).wait()
 
     def try_again(self, model: HostModel) -> bool:
         """Send failed parts once more; False when they failed too often."""
@@ -252,7 +252,7 @@ class WeightStore:
         if resident is not None:
             resident.model.skeleton.await_part = resident.model.skeleton.passed_part = None
             resident.model.skeleton.unbind()
-            self._arena.free_run(name, Together(resident.flying))
+            self._arena.free_run(name, AllOf(resident.flying))
 
     def evict_idle_above(self, slab: int, *, keep: str | None) -> bool:
         """Evict the model that was used longest ago of those that lie above `slab`; False when there is none."""
