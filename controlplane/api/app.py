@@ -104,7 +104,7 @@ def _state_of_process(settings: Settings, client: AgentClient) -> State:
     demand = DemandCounter(live, gateway=True)
     metrics = Metrics()
     sender = Sender(fleet, client, settings)
-    admission = AdmissionController(fleet, sender, settings)
+    admission = AdmissionController(sender, settings)
     metrics.watch_flex(lambda: admission.waiting)
     return State(
         settings=settings,

@@ -29,35 +29,13 @@ from controlplane.policies.limits import (
     until_full_s,
 )
 from controlplane.serving.background import in_background
-from controlplane.serving.send import Outgoing, Placed, Sent
+from controlplane.serving.in_flight import EventStream, InFlightRequest
 from controlplane.settings import Settings
 from controlplane.store.redis.limits import Charge, LimitStore
-from dataplane.protocol.messages import Finished, StreamEvent, Token
 
 log = structlog.get_logger()
 _AWAY_RETRY_S = 1.0
 _UNITS = {Limit.REQUESTS: "requests per minute", Limit.TOKENS: "tokens per minute", Limit.RUNNING: "requests at once"}
-
-
-@dataclass(kw_only=True)
-class _Used:
-    """What a request took so far: nothing until a node has it."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-    @property
-    def total(self) -> int:
-        """Both."""
-        return self.prompt_tokens + self.completion_tokens
-
-    def note(self, event: Placed | StreamEvent) -> None:
-        if isinstance(event, Token):
-            self.completion_tokens += len(event.token_ids)
-        elif isinstance(event, Placed) and not self.completion_tokens:  # else it goes on elsewhere, with its tokens
-            self.prompt_tokens = event.prompt_tokens
-        elif isinstance(event, Finished):
-            self.prompt_tokens, self.completion_tokens = event.prompt_tokens, event.completion_tokens
 
 
 @dataclass
@@ -74,41 +52,40 @@ class LimitKeeper:
     _away_until_s: float = 0.0
     _is_away: bool = False
 
-    def limited(self, request: Request, outgoing: Outgoing, sent: Sent) -> Sent:
+    def limited(self, request: Request, in_flight: InFlightRequest, stream: EventStream) -> EventStream:
         """The events of a request within its tenant's limits; `x-ratelimit-*` go into the answer's headers.
 
         The first `anext` raises RateLimitError, or InvalidValueError for a request larger than a minute's tokens.
         """
         caller: Caller = request.state.caller
         if not caller.limits.meter_interactive():
-            return sent
-        return self._metered(request, caller, outgoing, sent)
+            return stream
+        return self._metered(request, caller, in_flight, stream)
 
-    async def _metered(self, request: Request, caller: Caller, outgoing: Outgoing, sent: Sent) -> Sent:
-        async with contextlib.aclosing(sent):
+    async def _metered(
+        self, request: Request, caller: Caller, in_flight: InFlightRequest, stream: EventStream
+    ) -> EventStream:
+        async with contextlib.aclosing(stream):
             charge = Charge(
                 tenant=caller.tenant,
                 limits=caller.limits,
-                tokens=outgoing.tokens_guess(),
+                tokens=in_flight.tokens,
                 lease=f"{self._gateway}.{uuid_utils.uuid7().hex}",
             )
             _refuse_too_large(charge)
-            used = _Used()
             limits, admission, shared = await self._admit(charge)
             request.state.answer_headers = _headers(admission.usage, limits)
             if admission.refused is not None:
                 self.metrics.note_limit_refusal(
-                    admission.refused, model=outgoing.model.name, input_tokens=outgoing.input_tokens_guess()
+                    admission.refused, model=in_flight.message.model, input_tokens=in_flight.input_tokens
                 )
                 raise _refusal(charge, limits, admission.refused, admission.usage)
             try:
-                async for events in sent:
-                    for event in events:
-                        used.note(event)
+                async for events in stream:
                     yield events
             finally:
                 with anyio.CancelScope(shield=True):
-                    await self._settle(charge, used.total if shared else charge.tokens)
+                    await self._settle(charge, in_flight.used_tokens if shared else charge.tokens)
 
     async def _admit(self, charge: Charge) -> tuple[TenantLimits, Admission, bool]:
         """The decision, the limits that it was made with, and whether they are the tenant's, counted for all gateways;

@@ -11,7 +11,8 @@ from sqlalchemy.orm import Session
 from controlplane.dispatcher.steps import Step
 from controlplane.errors import InvalidValueError, NotFoundError, TidepoolError, UnavailableError
 from controlplane.policies.lifecycle import BatchState
-from controlplane.serving.openai_requests import AnyRequest, check_context, parse_json
+from controlplane.serving.in_flight import check_context
+from controlplane.serving.openai_requests import AnyRequest, parse_json
 from controlplane.settings import Settings
 from controlplane.store.batch_attempts import Due
 from controlplane.store.batch_tables import Batch
@@ -20,6 +21,7 @@ from controlplane.store.blobs.base import BlobStore
 from controlplane.store.fleet import load_catalog
 from controlplane.store.tables import Model
 from controlplane.store.tenants import batch_tokens_left
+from dataplane.protocol.tiers import Tier
 
 log = structlog.get_logger()
 _ERRORS_SHOWN_MAX = 100
@@ -106,9 +108,17 @@ class LineReader:
         if not body.startswith(b"{"):
             raise LineError("missing_required_parameter", "body must be a JSON object", "body")
         request = self._check_body(body)
-        tokens = len(body) // _BYTES_PER_TOKEN + (request.tokens_max() or _OUTPUT_TOKENS_GUESS)
+        input_tokens = len(body) // _BYTES_PER_TOKEN
+        tokens = input_tokens + (request.tokens_max() or _OUTPUT_TOKENS_GUESS)
         self.tokens += tokens
-        return NewRequest(line=number, custom_id=custom_id, model=request.model, body=body, tokens=tokens)
+        return NewRequest(
+            line=number,
+            custom_id=custom_id,
+            model=request.model,
+            body=msgspec.json.encode(request.message(request_id="", tier=Tier.NIW)),
+            input_tokens=input_tokens,
+            tokens=tokens,
+        )
 
     def _custom_id(self, custom_id: Any, number: int) -> str:
         if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= _CUSTOM_ID_MAX:
@@ -130,7 +140,7 @@ class LineReader:
             model = self._models.get(request.model)
             if model is None:
                 raise NotFoundError(f"the model '{request.model}' does not exist", param="model")
-            check_context(request, model)
+            check_context(request.tokens_max(), model)
         except TidepoolError as error:
             code = "model_not_found" if isinstance(error, NotFoundError) else error.code
             raise LineError(code, error.message, f"body.{error.param}" if error.param else "body") from error

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import anyio.to_thread
+import msgspec
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -18,8 +19,9 @@ from controlplane.policies.facts import Backoff, Endpoint, LotFacts, ReleaseFact
 from controlplane.policies.release import ReleaseSettings, choose_backoff, choose_releases
 from controlplane.serving.demand_counter import DemandCounter
 from controlplane.serving.fleet_cache import FleetCache
+from controlplane.serving.in_flight import InFlightRequest
 from controlplane.serving.openai_answers import AnswerHead, collect, openai_error
-from controlplane.serving.openai_requests import parse_json, served_as, to_outgoing
+from controlplane.serving.openai_requests import queued_message
 from controlplane.serving.send import Sender
 from controlplane.serving.tracing import tracer
 from controlplane.settings import Settings
@@ -30,7 +32,6 @@ from controlplane.store.queue import Claim, Outcome
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from dataplane.protocol.messages import STALE_EPOCH
-from dataplane.protocol.tiers import Tier
 
 log = structlog.get_logger()
 _RETRY_DELAY_S = 1.0
@@ -199,21 +200,16 @@ class Releaser:
             )
 
     async def _answer(self, held: Claim, endpoint: Endpoint) -> Outcome:
-        request = parse_json(held.endpoint, held.body.encode())
-        model = await self._fleet.model(request.model)
-        outgoing = to_outgoing(
-            request,
-            model,
-            request_id=_upstream_id(held),
-            tier=Tier.NIW,
-            origin=endpoint.region,
-            only_region=endpoint.region,
+        message = msgspec.structs.replace(
+            queued_message(held.endpoint, held.body), request_id=_upstream_id(held), fence=held.fence, epoch=held.epoch
         )
-        outgoing = replace(outgoing, fence=held.fence, epoch=held.epoch)
+        model = await self._fleet.model(message.model)
+        region = endpoint.region
+        request = InFlightRequest.of(self._fleet, model, message, origin=region, only_region=region)
         if held.first:
-            self._demand.count(NIW, endpoint, outgoing.input_tokens_guess())
-        head = AnswerHead.of(request, request_id=_upstream_id(held), service_tier=served_as(Tier.NIW))
-        body = await collect(self._sender.send(outgoing), head)
+            self._demand.count(NIW, endpoint, request.input_tokens)
+        head = AnswerHead.of(message, answer_id=_upstream_id(held))
+        body = await collect(self._sender.send(request), head)
         usage: dict[str, int] = body["usage"]
         return Outcome(
             claim=held,

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 
 from controlplane.policies.decisions import Admit, NoRoute, Refuse, Wait
-from controlplane.policies.facts import AdmissionFacts, RoutingFacts
+from controlplane.policies.facts import RoutingFacts
 from controlplane.policies.routing import RoutingSettings, choose_route, predicted_wait_s, takers
 from dataplane.protocol.tiers import Tier
 
@@ -27,17 +27,17 @@ class AdmissionSettings:
     flex_below: float = 0.6
 
 
-def choose_admission(facts: AdmissionFacts, now_s: float, settings: AdmissionSettings) -> Admit | Refuse | Wait:
+def choose_admission(facts: RoutingFacts, now_s: float, settings: AdmissionSettings) -> Admit | Refuse | Wait:
     """Admit, refuse for some seconds, or (flex) let it wait."""
-    if facts.routing.tier == Tier.NIW:
-        route = choose_route(facts.routing, now_s, settings.routing)
+    if facts.tier == Tier.NIW:
+        route = choose_route(facts, now_s, settings.routing)
         full = not isinstance(route, NoRoute) and route.utilization >= settings.flex_below
         return Wait() if full else Admit()
-    wait_s, limit_s = shortest_wait_s(facts.routing, settings.routing), _limit_s(facts, settings)
+    wait_s, limit_s = shortest_wait_s(facts, settings.routing), _limit_s(facts, settings)
     if wait_s is None or limit_s is None or wait_s <= limit_s:
         return Admit()
     return Refuse(
-        reason=f"a request of tier {facts.routing.tier.value} would wait {wait_s:.1f} s before it begins;"
+        reason=f"a request of tier {facts.tier.value} would wait {wait_s:.1f} s before it begins;"
         f" the limit is {limit_s:.1f} s",
         retry_after_s=max(1, min(math.ceil(wait_s - limit_s), _RETRY_MAX_S)),
     )
@@ -52,8 +52,8 @@ def shortest_wait_s(facts: RoutingFacts, settings: RoutingSettings) -> float | N
     return min(known) if known and len(known) == len(waits) else None
 
 
-def _limit_s(facts: AdmissionFacts, settings: AdmissionSettings) -> float | None:
-    if facts.objective is None:
+def _limit_s(facts: RoutingFacts, settings: AdmissionSettings) -> float | None:
+    if facts.ttft_s is None:
         return None
-    margin = settings.iw_f_margin if facts.routing.tier == Tier.IW_F else settings.iw_n_margin
-    return margin * facts.objective.ttft_s
+    margin = settings.iw_f_margin if facts.tier == Tier.IW_F else settings.iw_n_margin
+    return margin * facts.ttft_s

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from dataplane.protocol.tiers import InstanceKind, Objective, Tier
+from dataplane.protocol.tiers import InstanceKind, Tier
 
 
 class Endpoint(Struct, frozen=True, kw_only=True, order=True):
@@ -82,20 +82,11 @@ class RoutingFacts(Struct, frozen=True, kw_only=True):
 
     model: str
     tier: Tier
-    tokens: int
     preference: tuple[str, ...]
     instances: tuple[InstanceFacts, ...]
     excluded: frozenset[str] = frozenset()
     avoided: frozenset[str] = frozenset()
     ttft_s: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdmissionFacts:
-    """A request that wants in. `objective`: what its tier promises of its model."""
-
-    routing: RoutingFacts
-    objective: Objective | None = None
 
 
 class LotFacts(Struct, frozen=True, kw_only=True):

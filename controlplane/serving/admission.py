@@ -7,10 +7,10 @@ from collections import deque
 from controlplane.errors import BusyError, NoSpareCapacityError
 from controlplane.policies.admission import AdmissionSettings, choose_admission
 from controlplane.policies.decisions import Admit, Refuse, Wait
-from controlplane.policies.facts import AdmissionFacts
+from controlplane.policies.facts import RoutingFacts
 from controlplane.policies.routing import RoutingSettings
-from controlplane.serving.fleet_cache import FleetCache
-from controlplane.serving.send import Outgoing, Sender
+from controlplane.serving.in_flight import InFlightRequest
+from controlplane.serving.send import Sender
 from controlplane.settings import Settings
 from dataplane.protocol.tiers import Tier
 
@@ -18,8 +18,7 @@ from dataplane.protocol.tiers import Tier
 class AdmissionController:
     """Admits requests; one for each gateway. Flex requests queue by model, first come, first served."""
 
-    def __init__(self, fleet: FleetCache, sender: Sender, settings: Settings) -> None:
-        self._fleet = fleet
+    def __init__(self, sender: Sender, settings: Settings) -> None:
         self._sender = sender
         self._settings = settings
         self._policy = AdmissionSettings(
@@ -28,69 +27,69 @@ class AdmissionController:
             iw_n_margin=settings.admission_iw_n_margin,
             flex_below=settings.release_below_one,
         )
-        self._lines: dict[str, deque[tuple[Outgoing, asyncio.Future[None]]]] = {}
-        self._callers: dict[str, asyncio.Task[None]] = {}
+        self._queues: dict[str, deque[tuple[InFlightRequest, asyncio.Future[None]]]] = {}
+        self._admitting: dict[str, asyncio.Task[None]] = {}
 
     @property
     def waiting(self) -> int:
-        """Flex requests in line."""
-        return sum(map(len, self._lines.values()))
+        """Flex requests in the queues."""
+        return sum(map(len, self._queues.values()))
 
-    async def enter(self, outgoing: Outgoing) -> None:
-        """Return when the request may go on.
+    async def enter(self, request: InFlightRequest) -> RoutingFacts | None:
+        """Return when the request is admitted: with the facts by which it was, None if it had to wait.
 
         Raises:
             BusyError: no instance would begin an interactive request in time.
-            NoSpareCapacityError: there was no room for a flex request as long as it may wait.
+            NoSpareCapacityError: there was no spare capacity for a flex request for as long as it may wait.
         """
-        line = self._lines.get(outgoing.model.name) if outgoing.tier == Tier.NIW else None
-        decision = Wait() if line else self._decide(outgoing)
-        if isinstance(decision, Refuse):
-            raise BusyError(decision.reason, retry_after_s=decision.retry_after_s)
-        if isinstance(decision, Wait):
-            await self._wait(outgoing)
+        queue = self._queues.get(request.message.model) if request.message.tier == Tier.NIW else None
+        if not queue:
+            facts = self._sender.routing_facts(request)
+            decision = self._decide(facts)
+            if isinstance(decision, Refuse):
+                raise BusyError(decision.reason, retry_after_s=decision.retry_after_s)
+            if isinstance(decision, Admit):
+                return facts
+        await self._wait(request)
+        return None
 
-    def _decide(self, outgoing: Outgoing) -> Admit | Refuse | Wait:
-        facts = AdmissionFacts(
-            routing=self._sender.routing_facts(outgoing),
-            objective=self._fleet.objective(outgoing.model, outgoing.tier),
-        )
+    def _decide(self, facts: RoutingFacts) -> Admit | Refuse | Wait:
         return choose_admission(facts, time.time(), self._policy)
 
-    async def _wait(self, outgoing: Outgoing) -> None:
+    async def _wait(self, request: InFlightRequest) -> None:
         wait_s = self._settings.flex_wait_s
         if self.waiting >= self._settings.flex_waiting_max or wait_s == 0:
-            raise _no_room(0)
-        name = outgoing.model.name
-        line = self._lines.setdefault(name, deque())
-        place = (outgoing, asyncio.get_running_loop().create_future())
-        line.append(place)
-        if name not in self._callers:
-            self._callers[name] = asyncio.create_task(self._call(name))
+            raise _no_capacity(0)
+        model = request.message.model
+        queue = self._queues.setdefault(model, deque())
+        entry = (request, asyncio.get_running_loop().create_future())
+        queue.append(entry)
+        if model not in self._admitting:
+            self._admitting[model] = asyncio.create_task(self._admit_queued(model))
         try:
             async with asyncio.timeout(wait_s):
-                await place[1]
+                await entry[1]
         except TimeoutError:
-            raise _no_room(wait_s) from None
+            raise _no_capacity(wait_s) from None
         finally:
-            if place in line:
-                line.remove(place)
+            if entry in queue:
+                queue.remove(entry)
 
-    async def _call(self, name: str) -> None:
-        """Let the first of a line in whenever there is room, until the line is empty."""
-        line = self._lines[name]
+    async def _admit_queued(self, model: str) -> None:
+        """Admit the first of a queue whenever there is spare capacity, until the queue is empty."""
+        queue = self._queues[model]
         try:
-            while line:
+            while queue:
                 await asyncio.sleep(self._settings.view_refresh_s)
-                if line and isinstance(self._decide(line[0][0]), Admit):
-                    future = line.popleft()[1]
+                if queue and isinstance(self._decide(self._sender.routing_facts(queue[0][0])), Admit):
+                    future = queue.popleft()[1]
                     if not future.done():
                         future.set_result(None)
         finally:
-            del self._lines[name], self._callers[name]
+            del self._queues[model], self._admitting[model]
 
 
-def _no_room(waited_s: float) -> NoSpareCapacityError:
+def _no_capacity(waited_s: float) -> NoSpareCapacityError:
     return NoSpareCapacityError(
         f"no spare capacity for flex requests in {waited_s:g} s; try later, or use the Batch API, which waits a day"
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from controlplane.policies.facts import Endpoint
 from controlplane.serving.demand_counter import DemandCounter
-from controlplane.serving.send import Outgoing
+from controlplane.serving.in_flight import InFlightRequest
 from controlplane.store.demand import IW, NIW
 from dataplane.protocol.tiers import Tier
 
@@ -43,13 +43,13 @@ class OfferedLoad:
         self._unanswered: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
         """By fingerprint, oldest first: how many were counted and got no answer, and until when that is remembered."""
 
-    def count(self, attempt: Attempt, outgoing: Outgoing) -> None:
+    def count(self, attempt: Attempt, request: InFlightRequest) -> None:
         """A request was let in by its tenant's limits. Whether there is room for it makes no difference."""
-        if outgoing.origin is None or (attempt.again and self._was_counted(attempt.fingerprint())):
+        if request.origin is None or (attempt.again and self._was_counted(attempt.fingerprint())):
             return
-        kind = NIW if outgoing.tier == Tier.NIW else IW
-        endpoint = Endpoint(model=outgoing.model.name, region=outgoing.origin)
-        self._demand.count(kind, endpoint, outgoing.input_tokens_guess())
+        kind = NIW if request.message.tier == Tier.NIW else IW
+        endpoint = Endpoint(model=request.message.model, region=request.origin)
+        self._demand.count(kind, endpoint, request.input_tokens)
 
     def note_unanswered(self, attempt: Attempt) -> None:
         """A request that was counted got no answer, so its client may send it again."""

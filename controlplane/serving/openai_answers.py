@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from controlplane.errors import NodeError, TidepoolError
-from controlplane.serving.openai_requests import AnyRequest, ChatRequest
-from controlplane.serving.send import Sent
-from dataplane.protocol.messages import Finished, Token
+from controlplane.serving.in_flight import EventStream
+from controlplane.serving.openai_requests import served_as
+from dataplane.protocol.messages import Finished, Generate, Token
 
 _OPENAI_TYPES = {
     401: "authentication_error",
@@ -32,14 +32,14 @@ class AnswerHead:
     chat: bool
 
     @classmethod
-    def of(cls, request: AnyRequest, *, request_id: str, service_tier: str) -> "AnswerHead":
-        """The head of an answer that begins now."""
-        chat = isinstance(request, ChatRequest)
+    def of(cls, message: Generate, *, answer_id: str) -> "AnswerHead":
+        """The head of the answer to a message; the answer begins now."""
+        chat = message.messages is not None
         return cls(
-            id=f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
-            model=request.model,
+            id=f"{'chatcmpl' if chat else 'cmpl'}-{answer_id}",
+            model=message.model,
             created=int(time.time()),
-            service_tier=service_tier,
+            service_tier=served_as(message.tier),
             chat=chat,
         )
 
@@ -117,7 +117,7 @@ def usage_of(end: Finished) -> dict[str, int]:
     }
 
 
-async def collect(sent: Sent, head: AnswerHead) -> dict[str, Any]:
+async def collect(stream: EventStream, head: AnswerHead) -> dict[str, Any]:
     """The whole answer of a stream.
 
     Raises:
@@ -125,8 +125,8 @@ async def collect(sent: Sent, head: AnswerHead) -> dict[str, Any]:
     """
     text: list[str] = []
     end: Finished | None = None
-    async with aclosing(sent):
-        async for events in sent:
+    async with aclosing(stream):
+        async for events in stream:
             for event in events:
                 if isinstance(event, Token):
                     text.append(event.text)

@@ -1,18 +1,14 @@
-"""OpenAI's request bodies, checked and turned into what the fleet understands, for gateway and dispatcher."""
+"""OpenAI's request bodies: validated, and turned into the messages that nodes take, for gateway and dispatcher."""
 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from controlplane.errors import (
-    ContextLengthError,
-    InvalidValueError,
-    UnknownParameterError,
-    UnsupportedParameterError,
-)
+from controlplane.errors import InvalidValueError, UnknownParameterError, UnsupportedParameterError
 from controlplane.serving.openai_fields import (
     ONE_PROMPT,
     TEXT_PARTS_ONLY,
@@ -25,9 +21,7 @@ from controlplane.serving.openai_fields import (
     Text,
     unsupported,
 )
-from controlplane.serving.send import Outgoing
-from controlplane.store.tables import Model
-from dataplane.protocol.messages import ChatMessage, Sampling
+from dataplane.protocol.messages import ChatMessage, Generate, Sampling
 from dataplane.protocol.tiers import Tier
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -119,7 +113,19 @@ class GenerationRequest(NeutralFields, ABC):
 
     @abstractmethod
     def prompt_fields(self) -> dict[str, Any]:
-        """The prompt, in the field of `Outgoing` that it belongs to."""
+        """The prompt, in the field of `Generate` that it belongs to."""
+
+    def message(self, *, request_id: str, tier: Tier) -> Generate:
+        """The request as nodes take it, for an instance that is still to be chosen."""
+        sampling = self.sampling()
+        return Generate(
+            request_id=request_id,
+            instance_id="",
+            model=self.model,
+            tier=tier,
+            sampling=sampling,
+            **self.prompt_fields(),
+        )
 
     def tier(self) -> Tier:
         """The tier this asks for."""
@@ -180,11 +186,26 @@ class CompletionRequest(NeutralCompletionFields, GenerationRequest):
 
 REQUESTS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}
 AnyRequest = ChatRequest | CompletionRequest
+_MESSAGES = msgspec.json.Decoder(Generate)
 
 
 def served_as(tier: Tier) -> str:
     """The `service_tier` that names a tier on the wire."""
     return _SERVED_AS[tier]
+
+
+def queued_message(endpoint: str, stored: str) -> Generate:
+    """The message of a batch line as the queue stores it. It was validated when it was stored and is only decoded. A
+    line that an older version stored is the client's own body: it has no `request_id`, which no endpoint accepts, so
+    it cannot be taken for a message, and is validated again.
+
+    Raises:
+        InvalidValueError: an older version's line is no request by today's rules.
+    """
+    try:
+        return _MESSAGES.decode(stored)
+    except msgspec.ValidationError:
+        return parse_json(endpoint, stored.encode()).message(request_id="", tier=Tier.NIW)
 
 
 def parse_json(endpoint: str, body: bytes) -> AnyRequest:
@@ -210,40 +231,3 @@ def first_fault(fault: Mapping[str, Any]) -> InvalidValueError:
     message = str(fault["msg"]).removeprefix("Value error, ").encode(errors="replace").decode()
     kind = UnsupportedParameterError if fault["type"] == UNSUPPORTED else InvalidValueError
     return kind(f"{field}: {message}" if field else message, param=field)
-
-
-def check_context(request: AnyRequest, model: Model) -> None:
-    """Let a request pass that may fit the model.
-
-    Raises:
-        ContextLengthError: `max_tokens` alone is beyond the model's context.
-    """
-    tokens_max = request.tokens_max()
-    if tokens_max is not None and tokens_max >= model.context_tokens:
-        raise ContextLengthError(
-            f"max_tokens {tokens_max} leaves no room for a prompt: the context of '{model.name}' is"
-            f" {model.context_tokens} tokens",
-            param="max_tokens",
-        )
-
-
-def to_outgoing(
-    request: AnyRequest,
-    model: Model,
-    *,
-    request_id: str,
-    tier: Tier,
-    origin: str | None,
-    only_region: str | None = None,
-) -> Outgoing:
-    """The request as the fleet understands it; raises as `check_context` does."""
-    check_context(request, model)
-    return Outgoing(
-        request_id=request_id,
-        model=model,
-        tier=tier,
-        origin=origin,
-        sampling=request.sampling(),
-        only_region=only_region,
-        **request.prompt_fields(),
-    )

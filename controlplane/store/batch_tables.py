@@ -7,8 +7,7 @@ primary keys and one statement, and the queue holds what is open and nothing els
 output files of a batch are written, its requests and results are deleted: the files are the archive.
 
 There are no foreign keys between these three: each would lock a row of another table for every row written. Bodies are
-`json`, not `jsonb`: they are kept as they came, and text that people and models write may hold U+0000, which `jsonb`
-refuses.
+`json`, not `jsonb`: text that people and models write may hold U+0000, which `jsonb` refuses.
 """
 
 from datetime import datetime
@@ -96,7 +95,9 @@ class BatchModel(Base):
 
 
 class BatchRequest(Base):
-    """One line of a batch that has not ended: what was asked. It never changes."""
+    """One line of a batch that has not ended. `body`: the validated request as nodes take it (`Generate`); an older
+    version stored the client's body. A row never changes.
+    """
 
     __tablename__ = "batch_requests"
     batch_number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)

@@ -19,7 +19,6 @@ from controlplane.store.batch_tables import Batch, BatchCount, BatchModel, Batch
 from controlplane.store.paging import Page, page
 from controlplane.store.storable import storable
 
-_BYTES_PER_TOKEN = 4
 _MESSAGE_CHARACTERS_MAX, _PARAM_CHARACTERS_MAX = 500, 200
 _COUNTED = ("completed", "failed", "input_tokens", "output_tokens")
 
@@ -52,14 +51,15 @@ class BatchError:
 
 
 class NewRequest(NamedTuple):
-    """A validated line of a batch file. `line` counts from 1; `body` is JSON as it came; `tokens`: a guess of what it
-    takes, prompt and answer.
+    """A validated line of a batch file. `line` counts from 1; `body`: JSON of the message that nodes take (`Generate`);
+    `input_tokens` and `tokens`: estimates of the prompt, and of prompt and answer together.
     """
 
     line: int
     custom_id: str
     model: str
     body: bytes
+    input_tokens: int = 0
     tokens: int = 0
 
 
@@ -261,14 +261,14 @@ def add_requests(session: Session, batch: Batch, requests: Iterable[NewRequest])
         for request in requests:
             copy.write_row((batch_number, request.line, request.custom_id, request.body.decode()))
             queued.append((batch_number, request.line, request.model, request.tokens))
-            number, size_bytes = counts.get(request.model, (0, 0))
-            counts[request.model] = number + 1, size_bytes + len(request.body)
+            number, input_tokens = counts.get(request.model, (0, 0))
+            counts[request.model] = number + 1, input_tokens + request.input_tokens
     with _translated(), cursor.copy("COPY queued_requests (batch_number, line, model, tokens) FROM STDIN") as copy:
         for row in queued:
             copy.write_row(row)
     lots = [
-        {"batch_number": batch_number, "model": model, "requests": number, "tokens": size_bytes // _BYTES_PER_TOKEN}
-        for model, (number, size_bytes) in counts.items()
+        {"batch_number": batch_number, "model": model, "requests": number, "tokens": input_tokens}
+        for model, (number, input_tokens) in counts.items()
     ]
     if lots:
         session.execute(insert(BatchModel), lots)

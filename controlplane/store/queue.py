@@ -29,10 +29,8 @@ _LOST_DELAY_MAX_S = 60
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """A request leased to one dispatcher: who writes for it names `epoch`, and is refused once there is a newer one.
-
-    `body` is JSON as it came. `attempts` counts this claim too. (A Struct, as `Outcome` is: they come by the thousand,
-    and a frozen dataclass takes eight times as long to make.)
+    """A request leased to one dispatcher. Writes for it name `epoch`, and are refused once there is a newer one.
+    `body`: JSON as it was stored. `attempts` counts this claim too.
     """
 
     batch_number: int

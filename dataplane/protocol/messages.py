@@ -28,7 +28,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     content: str
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose tokens. `temperature` 0 is greedy; `seed` makes sampling repeatable, on any instance."""
 
     max_tokens: int | None = None
@@ -39,7 +39,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
 
 
-class Generate(msgspec.Struct, frozen=True, kw_only=True):
+class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request for tokens, addressed to one instance. Exactly one of `messages`, `prompt`, `prompt_tokens` is set.
 
     `objective`: what its tier promises of its model; None, as for deferred requests and from older control planes: the

@@ -37,12 +37,14 @@ from dataplane.protocol.messages import (
     Heartbeat,
     InstanceReport,
     Join,
+    Sampling,
     SlotSpec,
     Started,
     StreamEvent,
     Token,
     encode_line,
 )
+from dataplane.protocol.tiers import Tier
 
 KV_BYTES = 1 << 40
 MODEL = "tide"
@@ -270,7 +272,12 @@ class World:
             return session.get_one(Batch, batch_id)
 
 
-def request_line(number: int) -> NewRequest:
-    """A validated line."""
-    body = {"model": MODEL, "prompt": f"line {number}", "max_tokens": 4}
-    return NewRequest(line=number, custom_id=f"c{number}", model=MODEL, body=msgspec.json.encode(body))
+def request_line(number: int, body: bytes | None = None) -> NewRequest:
+    """A validated line. `body`: as stored; that of a prompt of six bytes, if not given."""
+    sampling = Sampling(max_tokens=4)
+    message = Generate(
+        request_id="", instance_id="", model=MODEL, tier=Tier.NIW, prompt=f"line {number}", sampling=sampling
+    )
+    return NewRequest(
+        line=number, custom_id=f"c{number}", model=MODEL, body=body or msgspec.json.encode(message), input_tokens=2
+    )

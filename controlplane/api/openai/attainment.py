@@ -27,11 +27,6 @@ class AnswerMeasure:
         self._in_time = 0
 
     @property
-    def output_tokens(self) -> int:
-        """How many came so far."""
-        return self._tokens
-
-    @property
     def begun(self) -> bool:
         """Whether a token came."""
         return self._tokens > 0

@@ -4,6 +4,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
 from typing import Annotated, TypeVar
 
 import anyio
@@ -19,7 +20,7 @@ from controlplane.api.openai.openapi import ANSWERS
 from controlplane.api.request_log import CLIENT_GONE, note_failure, note_gone, plain
 from controlplane.api.state import State, state_of
 from controlplane.errors import InvalidValueError, TidepoolError, UnavailableError
-from controlplane.policies.decisions import Route
+from controlplane.serving.in_flight import EventStream, InFlightRequest
 from controlplane.serving.offered_load import ATTEMPT_HEADER, Attempt
 from controlplane.serving.openai_answers import AnswerHead, collect, openai_error, sse
 from controlplane.serving.openai_requests import (
@@ -29,13 +30,10 @@ from controlplane.serving.openai_requests import (
     ChatRequest,
     CompletionRequest,
     StreamOptions,
-    served_as,
-    to_outgoing,
 )
-from controlplane.serving.send import Outgoing, Placed, Sent
 from controlplane.serving.tracing import step
 from controlplane.store.request_log import OK, RequestRecord
-from dataplane.protocol.messages import Finished, StreamEvent, Token
+from dataplane.protocol.messages import Finished, Started, StreamEvent, Token
 
 router = APIRouter(tags=["interactive"])
 T = TypeVar("T")
@@ -67,19 +65,18 @@ async def _answer(body: AnyRequest, request: Request, origin: str | None) -> Res
     arrived_s = time.monotonic()
     model = await state.fleet.model(body.model)
     require_model(request.state.caller, model.name)
-    home = _origin(state, origin)
-    tier = body.tier()
-    outgoing = to_outgoing(body, model, request_id=request.state.request_id, tier=tier, origin=home)
-    head = AnswerHead.of(body, request_id=outgoing.request_id, service_tier=served_as(tier))
-    answering = Answering(state, outgoing, arrived_s, await _attempt(request), record)
-    sent = state.limits.limited(request, outgoing, answering.events())
+    message = body.message(request_id=request.state.request_id, tier=body.tier())
+    in_flight = InFlightRequest.of(state.fleet, model, message, origin=_origin(state, origin))
+    head = AnswerHead.of(message, answer_id=message.request_id)
+    answering = Answering(state, in_flight, arrived_s, await _attempt(request), record)
+    stream = state.limits.limited(request, in_flight, answering.events())
     if not body.stream:
-        whole = await _unless_gone(request, collect(sent, head))
+        whole = await _unless_gone(request, collect(stream, head))
         return JSONResponse(whole, headers=answering.headers())
-    first = await _unless_gone(request, anext(sent))
+    first = await _unless_gone(request, anext(stream))
     options = body.stream_options or StreamOptions()
-    lines = _lines(first, sent, head, include_usage=bool(options.include_usage))
-    return _EventStream(lines, headers=answering.headers() | _warning(options))
+    lines = _lines(first, stream, head, include_usage=bool(options.include_usage))
+    return _EventStreamResponse(lines, headers=answering.headers() | _warning(options))
 
 
 async def _attempt(request: Request) -> Attempt:
@@ -107,46 +104,36 @@ class Answering:
     """One request being answered: passes its events on, measures them and fills its record."""
 
     def __init__(
-        self, state: State, outgoing: Outgoing, arrived_s: float, attempt: Attempt, record: RequestRecord
+        self, state: State, request: InFlightRequest, arrived_s: float, attempt: Attempt, record: RequestRecord
     ) -> None:
         self._state = state
-        self._attempt = attempt
-        self._outgoing = outgoing
-        self._labels = outgoing.model.name, outgoing.tier.value
-        objective = state.fleet.objective(outgoing.model, outgoing.tier)
-        self._measure = AnswerMeasure(state.metrics, self._labels, objective, arrived_s)
+        self._request = request
         self._arrived_s = arrived_s
+        self._attempt = attempt
         self._record = record
-        self._tried: list[Route] = []
+        self._labels = request.message.model, request.message.tier.value
+        self._measure = AnswerMeasure(state.metrics, self._labels, request.message.objective, arrived_s)
         self._region = ""
-        self._input_tokens = 0
 
     def headers(self) -> dict[str, str]:
-        """Where the request was served."""
+        """The region in which the request is served."""
         return {"x-tidepool-region": self._region, "Cache-Control": "no-cache"}
 
-    async def events(self) -> Sent:
-        """`Placed`, then the stream, once the request is let in. It is demand whether or not there is room, and however
-        it ends, it is counted.
+    async def events(self) -> EventStream:
+        """The events of the stream once the request is admitted. The request counts as demand whether or not there is
+        capacity for it, and however it ends, its end is counted.
         """
-        metrics = self._state.metrics
-        self._state.offered.count(self._attempt, self._outgoing)
-        metrics.streams.inc()
-        sending = self._state.sender.send(self._outgoing, self._tried)
+        state, request = self._state, self._request
+        state.offered.count(self._attempt, request)
+        state.metrics.streams.inc()
         try:
             with step("admission"):
-                await self._state.admission.enter(self._outgoing)
-            async for events in sending:
-                for event in events:
-                    if isinstance(event, Token):
-                        self._measure.tokens(len(event.token_ids))
-                    elif isinstance(event, Placed):
-                        self._note_placed(event)
-                    elif isinstance(event, Finished):
-                        self._measure.finished(event)
-                        self._input_tokens = event.prompt_tokens
-                        self._record.outcome = OK
-                yield events
+                facts = await state.admission.enter(request)
+            async with aclosing(state.sender.send(request, facts)) as stream:
+                async for events in stream:
+                    for event in events:
+                        self._measure_event(event)
+                    yield events
         except TidepoolError as error:
             note_failure(self._record, error)
             self._measure.failed(error)
@@ -155,39 +142,48 @@ class Answering:
             note_gone(self._record)
             raise
         finally:
-            await sending.aclose()
-            metrics.streams.dec()
+            state.metrics.streams.dec()
             if self._record.outcome != OK:
-                self._state.offered.note_unanswered(self._attempt)
+                state.offered.note_unanswered(self._attempt)
             self._fill_record()
-            metrics.requests.labels(*self._labels, self._region, self._record.outcome or "internal_error").inc()
-            self._count_usage(failed=self._record.outcome != OK)
+            state.metrics.requests.labels(*self._labels, self._region, self._record.outcome or "internal_error").inc()
+            self._count_usage()
 
-    def _count_usage(self, *, failed: bool) -> None:
-        model, tier = self._outgoing.model.name, self._outgoing.tier
-        made = self._measure.output_tokens
+    def _measure_event(self, event: StreamEvent) -> None:
+        if isinstance(event, Token):
+            self._measure.tokens(len(event.token_ids))
+        elif isinstance(event, Started):
+            self._region = self._request.routes[-1].region
+            if self._record.placed_s is None:
+                self._record.placed_s = time.monotonic() - self._arrived_s
+            if self._measure.begun:
+                self._record.continuations += 1
+                self._state.metrics.continuations.labels(*self._labels).inc()
+        elif isinstance(event, Finished):
+            self._measure.finished(event)
+            self._record.outcome = OK
+
+    def _count_usage(self) -> None:
+        request = self._request
         self._state.usage.count(
-            self._attempt.tenant, model, tier, failed=failed, input_tokens=self._input_tokens, output_tokens=made
+            self._attempt.tenant,
+            request.message.model,
+            request.message.tier,
+            failed=self._record.outcome != OK,
+            input_tokens=0 if request.end is None else request.end.prompt_tokens,
+            output_tokens=len(request.token_ids),
         )
 
-    def _note_placed(self, placed: Placed) -> None:
-        self._region = placed.route.region
-        self._record.prompt_tokens = placed.prompt_tokens
-        if self._record.placed_s is None:
-            self._record.placed_s = time.monotonic() - self._arrived_s
-        if self._measure.begun:
-            self._record.continuations += 1
-            self._state.metrics.continuations.labels(*self._labels).inc()
-
     def _fill_record(self) -> None:
-        record = self._record
-        record.region = self._tried[-1].region if self._tried else None
-        record.nodes = [route.node_id for route in self._tried]
-        record.completion_tokens, record.first_token_s = self._measure.output_tokens, self._measure.first_token_s
+        record, request = self._record, self._request
+        record.region = request.routes[-1].region if request.routes else None
+        record.nodes = [route.node_id for route in request.routes]
+        record.prompt_tokens, record.completion_tokens = request.prompt_tokens, len(request.token_ids)
+        record.first_token_s = self._measure.first_token_s
 
 
 async def _lines(
-    first: list[Placed | StreamEvent], rest: Sent, head: AnswerHead, *, include_usage: bool
+    first: list[StreamEvent], rest: EventStream, head: AnswerHead, *, include_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     """The server-sent events of a stream: one for each piece of text, and one write for what came together. A failure
     in mid-stream is an event too, and the last.
@@ -206,9 +202,7 @@ async def _lines(
         await rest.aclose()
 
 
-def _written(
-    events: list[Placed | StreamEvent], head: AnswerHead, frame: tuple[bytes, bytes], *, include_usage: bool
-) -> bytes:
+def _written(events: list[StreamEvent], head: AnswerHead, frame: tuple[bytes, bytes], *, include_usage: bool) -> bytes:
     before, after = frame
     pieces: list[bytes] = []
     for event in events:
@@ -222,7 +216,7 @@ def _written(
     return b"".join(pieces)
 
 
-class _EventStream(StreamingResponse):
+class _EventStreamResponse(StreamingResponse):
     """A stream whose source is closed at once when the client goes away, so that the node drops the request."""
 
     media_type = "text/event-stream"

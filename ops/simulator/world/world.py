@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from controlplane.policies.admission import AdmissionSettings, choose_admission
 from controlplane.policies.decisions import NoRoute, Refuse
-from controlplane.policies.facts import AdmissionFacts, Endpoint, RoutingFacts
+from controlplane.policies.facts import Endpoint, RoutingFacts
 from controlplane.policies.release import ReleaseSettings
 from controlplane.policies.routing import RoutingSettings, choose_route
 from dataplane.protocol.tiers import Objective, Tier
@@ -165,8 +165,7 @@ class World:
 
     def _admit(self, request: Request, settings: AdmissionSettings, tried: int = 0) -> None:
         """Let an interactive request in, or refuse it, which was refused `tried` times."""
-        facts = AdmissionFacts(routing=self._facts(request), objective=self.settings.targets[request.tier])
-        decision = choose_admission(facts, self.events.now_s, settings)
+        decision = choose_admission(self._facts(request), self.events.now_s, settings)
         if not isinstance(decision, Refuse):
             self._send(request)
         elif tried + 1 < self.settings.tries_max:
@@ -242,7 +241,6 @@ class World:
         return RoutingFacts(
             model=request.model,
             tier=tier,
-            tokens=request.prompt_tokens + request.output_tokens,
             preference=self._network.preference(request.origin) if within is None else (within,),
             instances=instances,
             excluded=tried,

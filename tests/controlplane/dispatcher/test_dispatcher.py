@@ -15,14 +15,15 @@ from structlog.testing import capture_logs
 from controlplane.dispatcher.outcomes import Outcomes
 from controlplane.dispatcher.process import Dispatcher, _forever
 from controlplane.dispatcher.release import Releaser
+from controlplane.policies.lifecycle import BatchState
 from controlplane.settings import Settings
 from controlplane.store import queue
-from controlplane.store.batch_tables import BatchResult, QueuedRequest
-from controlplane.store.batches import cancel_batch
+from controlplane.store.batch_tables import Batch, BatchResult, QueuedRequest
+from controlplane.store.batches import add_requests, cancel_batch, move_batch
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.queue import Claim, expire_leases, expire_requests, waiting_lots
 from tests.controlplane.dispatcher.test_ingest import line, submitted
-from tests.controlplane.world import HANGS_S, NODE_KEY, PATIENCE_S, FakeAgent, World, served
+from tests.controlplane.world import HANGS_S, NODE_KEY, PATIENCE_S, FakeAgent, World, request_line, served
 
 FAST = {
     "heartbeat_stale_s": 600.0,
@@ -133,6 +134,31 @@ def test_who_puts_a_batch_into_the_queue_looks_at_once(
         world.serve("n1", url)
         asyncio.run(run())
     assert len(agent.asked) == 1
+
+
+def test_lines_that_an_older_version_stored_are_validated_again(world: World, blobs: BlobStore) -> None:
+    """It stored the bodies as its clients sent them, by rules that may have been others."""
+    agent = FakeAgent()
+    bodies = (
+        {"model": "tide", "prompt": ["older"], "max_tokens": 4, "request_id": None},
+        {"model": "tide", "prompt": "older", "n": 2},
+    )
+
+    async def run() -> Any:
+        async with dispatchers(world):
+            return await ended(world, batch_id)
+
+    with served(agent.app) as url:
+        world.serve("n1", url)
+        with world.database.transaction() as session:
+            batch = session.get_one(Batch, batch_id := world.add_batch())
+            add_requests(session, batch, (request_line(n, msgspec.json.encode(b)) for n, b in enumerate(bodies, 1)))
+            move_batch(session, batch, BatchState.IN_PROGRESS)
+        batch = asyncio.run(run())
+    [good], [failed] = lines_of(blobs, batch.output_file_id), lines_of(blobs, batch.error_file_id)
+    assert (good["custom_id"], failed["custom_id"]) == ("c1", "c2")
+    assert failed["response"]["body"]["error"]["code"] == "unsupported_parameter"
+    assert [(asked.prompt, asked.sampling.max_tokens) for asked in agent.asked] == [("older", 4)]
 
 
 def test_what_a_node_refuses_is_an_error_line(world: World, blobs: BlobStore) -> None:

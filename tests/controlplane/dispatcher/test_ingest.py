@@ -15,6 +15,7 @@ from controlplane.store import queue
 from controlplane.store.batch_tables import BatchModel, BatchRequest, QueuedRequest
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.blobs.folder import FolderBlobs
+from dataplane.protocol.messages import Generate
 from tests.controlplane.world import World
 
 
@@ -51,19 +52,23 @@ def requests_of(world: World) -> list[BatchRequest]:
 
 def test_good_lines_become_requests(world: World, blobs: BlobStore) -> None:
     odd = {"prompt": "a\0b é \U0001f30a"}
-    batch = ingest(world, blobs, line("a"), b"\n", line("b", body=odd), line("c").rstrip())
+    given = [line("a"), line("b", body=odd), line("c").rstrip()]
+    batch = ingest(world, blobs, given[0], b"\n", *given[1:])
     assert (batch.state, batch.errors) == ("in_progress", None)
     assert batch.in_progress_at is not None
     rows = requests_of(world)
     assert [(r.line, r.custom_id) for r in rows] == [(1, "a"), (3, "b"), (4, "c")]
-    assert rows[1].body == {"model": "tide", "max_tokens": 4, **odd}
+    message = msgspec.convert(rows[1].body, Generate)
+    assert (message.model, message.prompt, message.sampling.max_tokens) == ("tide", odd["prompt"], 4)
+    assert message.tier == "NIW"
     with world.database.transaction() as session:
         [lot] = queue.waiting_lots(session)
         [listed] = session.scalars(select(BatchModel))
         tokens = session.scalars(select(QueuedRequest.tokens).order_by(QueuedRequest.line)).all()
     assert (lot.batch, lot.model, lot.waiting, batch.total) == (batch.number, "tide", 3, 3)
     assert (listed.model, listed.requests) == ("tide", 3)
-    assert tokens == [len(msgspec.json.encode(row.body)) // 4 + 4 for row in rows], "a guess: bytes / 4, and the answer"
+    sizes = [len(msgspec.json.decode(each, type=dict[str, msgspec.Raw])["body"]) for each in given]
+    assert tokens == [size // 4 + 4 for size in sizes], "a guess: bytes / 4, and the answer"
 
 
 BAD = [

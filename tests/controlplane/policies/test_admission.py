@@ -6,12 +6,12 @@ import pytest
 
 from controlplane.policies.admission import AdmissionSettings, choose_admission
 from controlplane.policies.decisions import Admit, Refuse, Route, Wait
-from controlplane.policies.facts import AdmissionFacts, Endpoint, InstanceFacts, RoutingFacts
+from controlplane.policies.facts import Endpoint, InstanceFacts, RoutingFacts
 from controlplane.policies.routing import RoutingSettings, choose_route
-from dataplane.protocol.tiers import InstanceKind, Objective, Tier
+from dataplane.protocol.tiers import InstanceKind, Tier
 
 SETTINGS = AdmissionSettings(routing=RoutingSettings(stale_s=5.0), iw_f_margin=1.2, iw_n_margin=0.8, flex_below=0.6)
-FAST, NORMAL = Objective(ttft_s=1.0, tbt_s=0.1), Objective(ttft_s=60.0, tbt_s=0.1)
+TTFT_S = {Tier.IW_F: 1.0, Tier.IW_N: 60.0}
 
 
 def instance(name: str = "i", *, wait_s: float | None = 0.0, region: str = "east", **changes: Any) -> InstanceFacts:
@@ -33,11 +33,14 @@ def instance(name: str = "i", *, wait_s: float | None = 0.0, region: str = "east
 
 
 def decide(tier: Tier, *instances: InstanceFacts, avoided: frozenset[str] = frozenset()) -> Admit | Refuse | Wait:
-    routing = RoutingFacts(
-        model="tide", tier=tier, tokens=100, preference=("east", "west"), instances=instances, avoided=avoided
+    facts = RoutingFacts(
+        model="tide",
+        tier=tier,
+        preference=("east", "west"),
+        instances=instances,
+        avoided=avoided,
+        ttft_s=TTFT_S.get(tier),
     )
-    objective = {Tier.IW_F: FAST, Tier.IW_N: NORMAL}.get(tier)
-    facts = AdmissionFacts(routing=routing, objective=objective)
     return choose_admission(facts, 0.0, SETTINGS)
 
 
@@ -107,10 +110,10 @@ def test_routing_prefers_an_instance_that_begins_in_time() -> None:
     late, soon = instance("a", wait_s=2.0), instance("b", wait_s=0.1, region="west")
     for ttft_s, chosen in ((None, "a"), (1.0, "b"), (5.0, "a")):
         facts = RoutingFacts(
-            model="tide", tier=Tier.IW_F, tokens=1, preference=("east", "west"), instances=(late, soon), ttft_s=ttft_s
+            model="tide", tier=Tier.IW_F, preference=("east", "west"), instances=(late, soon), ttft_s=ttft_s
         )
         route = choose_route(facts, 0.0, SETTINGS.routing)
         assert isinstance(route, Route)
         assert route.instance_id == chosen
-    alone = RoutingFacts(model="tide", tier=Tier.IW_F, tokens=1, preference=("east",), instances=(late,), ttft_s=1.0)
+    alone = RoutingFacts(model="tide", tier=Tier.IW_F, preference=("east",), instances=(late,), ttft_s=1.0)
     assert isinstance(choose_route(alone, 0.0, SETTINGS.routing), Route)

@@ -34,7 +34,6 @@ def facts(*instances: InstanceFacts, **changes: Any) -> RoutingFacts:
     values: dict[str, Any] = {
         "model": "tide",
         "tier": Tier.IW_F,
-        "tokens": 100,
         "preference": ("east", "central", "west"),
         "instances": instances,
     }

@@ -14,8 +14,9 @@ from controlplane.errors import NodeError
 from controlplane.policies.facts import Endpoint, InstanceFacts
 from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.fleet_cache import FleetCache
+from controlplane.serving.in_flight import InFlightRequest
 from controlplane.serving.in_flight_tokens import Sending
-from controlplane.serving.send import Outgoing, Placed, Sender
+from controlplane.serving.send import Sender
 from controlplane.settings import Settings
 from controlplane.store.tables import Model
 from dataplane.agent.answers import Answer
@@ -24,7 +25,7 @@ from dataplane.agent.requests import InflightRequest
 from dataplane.agent.tokenization import TextStream
 from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.protocol import messages
-from dataplane.protocol.messages import STALE_EPOCH, Failed, Finished, Generate, Sampling, Token, encode_line
+from dataplane.protocol.messages import STALE_EPOCH, Failed, Finished, Generate, Sampling, Started, Token, encode_line
 from dataplane.protocol.tiers import Objective, Tier
 
 BYTES = "tide 🌊 naïve «STO» 海 STOP rest".encode()
@@ -148,19 +149,20 @@ def settings(**changes: Any) -> Settings:
 
 async def ask(nodes: Nodes, *, fleet: Fleet | None = None, **changes: Any) -> tuple[str, list[int], Finished, int]:
     """Text, token ids, end and number of placements of one stream."""
-    sender = Sender(fleet or Fleet(), nodes, settings(**changes))
-    outgoing = Outgoing(
-        request_id="q", model=MODEL, tier=Tier.IW_N, origin=None, sampling=Sampling(stop=("STOP",)), prompt="x"
-    )
+    fleet = fleet or Fleet()
+    sender = Sender(fleet, nodes, settings(**changes))
+    stop = Sampling(stop=("STOP",))
+    message = Generate(request_id="q", instance_id="", model="tide", tier=Tier.IW_N, sampling=stop, prompt="x")
+    request = InFlightRequest.of(fleet, MODEL, message, origin=None)
     text, token_ids, end, placed = "", [], None, 0
     try:
-        async with aclosing(sender.send(outgoing)) as sent:
+        async with aclosing(sender.send(request)) as sent:
             async for events in sent:
                 for event in events:
                     if isinstance(event, Token):
                         text += event.text
                         token_ids += event.token_ids
-                    placed += isinstance(event, Placed)
+                    placed += isinstance(event, Started)
                     end = event if isinstance(event, Finished) else end
     finally:
         await nodes.close()

@@ -1,0 +1,119 @@
+"""A request in flight: what a node is asked for, where it may run, and how far its answer got."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from controlplane.errors import ContextLengthError, NodeError
+from controlplane.policies.decisions import Route
+from controlplane.serving.fleet_cache import FleetCache
+from controlplane.store.tables import Model
+from dataplane.protocol.messages import Finished, Generate, Started, StreamEvent, Token
+
+_BYTES_PER_TOKEN = 4
+_OUTPUT_TOKENS_GUESS = 256
+
+EventStream = AsyncGenerator[list[StreamEvent], None]
+"""The events of a request; those that arrived together are one list."""
+
+
+@dataclass(kw_only=True)
+class InFlightRequest:
+    """One request of a gateway or a dispatcher, from its admission to the end of its stream.
+
+    `message`: the request as nodes take it; every attempt adds its instance and the tokens so far. `input_tokens`: an
+    estimate. `preference`: the regions in the order in which `origin` prefers them. `only_region`: the region that a
+    deferred request was released to. `routes`: every instance that was tried, in order; the last one streams.
+    `excluded`: instances that failed the request, and `failure`: how the last one did. `wait_until_s`: until when the
+    request waits for an instance, by `time.monotonic`.
+    """
+
+    message: Generate
+    input_tokens: int
+    origin: str | None
+    preference: tuple[str, ...]
+    only_region: str | None = None
+    routes: list[Route] = field(default_factory=list)
+    excluded: set[str] = field(default_factory=set)
+    failure: NodeError | None = None
+    wait_until_s: float = 0.0
+    continuations: int = 0
+    prompt_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    sent_chars: int = 0
+    end: Finished | None = None
+
+    @classmethod
+    def of(
+        cls, fleet: FleetCache, model: Model, message: Generate, *, origin: str | None, only_region: str | None = None
+    ) -> "InFlightRequest":
+        """A request that begins now.
+
+        Raises:
+            ContextLengthError: `max_tokens` alone is beyond the model's context.
+        """
+        check_context(message.sampling.max_tokens, model)
+        return cls(
+            message=msgspec.structs.replace(message, objective=fleet.objective(model, message.tier)),
+            input_tokens=min(estimated_input_tokens(message), model.context_tokens),
+            origin=origin,
+            preference=fleet.preference(origin),
+            only_region=only_region,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """An estimate of prompt and completion tokens together, as limits and queues count them."""
+        return self.input_tokens + (self.message.sampling.max_tokens or _OUTPUT_TOKENS_GUESS)
+
+    @property
+    def used_tokens(self) -> int:
+        """Prompt and completion tokens so far; 0 until a node has the request."""
+        if self.end is not None:
+            return self.end.prompt_tokens + self.end.completion_tokens
+        return self.prompt_tokens + len(self.token_ids)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """How many tokens, and how many characters of text, the client has."""
+        return len(self.token_ids), self.sent_chars
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has received a part of the answer."""
+        return self.position != (0, 0)
+
+    def note(self, events: list[StreamEvent]) -> None:
+        """Record the events that a node has just sent."""
+        for event in events:
+            if isinstance(event, Token):
+                self.token_ids += event.token_ids
+                self.sent_chars += len(event.text)
+            elif isinstance(event, Started):
+                self.prompt_tokens = event.prompt_tokens
+                self.continuations += self.begun
+            elif isinstance(event, Finished):
+                self.end = event
+
+
+def estimated_input_tokens(message: Generate) -> int:
+    """Prompt tokens before a node has tokenized the prompt: the token ids' number, or the text's bytes over four."""
+    if message.prompt_tokens is not None:
+        return len(message.prompt_tokens)
+    texts = [message.prompt or ""] if message.messages is None else [each.content for each in message.messages]
+    return sum(len(text.encode()) // _BYTES_PER_TOKEN + 1 for text in texts)
+
+
+def check_context(max_tokens: int | None, model: Model) -> None:
+    """Accept a request that may fit the model.
+
+    Raises:
+        ContextLengthError: `max_tokens` alone is beyond the model's context.
+    """
+    if max_tokens is not None and max_tokens >= model.context_tokens:
+        raise ContextLengthError(
+            f"max_tokens {max_tokens} leaves no room for a prompt: the context of '{model.name}' is"
+            f" {model.context_tokens} tokens",
+            param="max_tokens",
+        )
