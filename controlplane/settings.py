@@ -28,369 +28,257 @@ def psycopg_url(url: str) -> str:
 class Settings(BaseSettings):
     """Settings of the control plane's processes. Limits and timeouts are here and nowhere else."""
 
-    model_config = SettingsConfigDict(env_prefix="TIDEPOOL_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(
+        env_prefix="TIDEPOOL_", frozen=True, extra="ignore", use_attribute_docstrings=True
+    )
 
     database_url: Annotated[SecretStr, AfterValidator(lambda url: SecretStr(psycopg_url(url.get_secret_value())))] = (
-        Field(
-            SecretStr("postgresql+psycopg://postgres@127.0.0.1:5432/tidepool"),
-            description="address of Postgres; postgres:// and postgresql:// are accepted too",
-        )
+        SecretStr("postgresql+psycopg://postgres@127.0.0.1:5432/tidepool")
     )
-    redis_url: SecretStr = Field(SecretStr("redis://127.0.0.1:6379/0"), description="address of Redis or Valkey")
-    home: Path = Field(Path("~/.tidepool"), description="folder for uploaded files, logs and keys.json")
-    files_url: str | None = Field(
-        None,
-        pattern=r"^s3://[^/?#]+(/[^?#]*)?$",
-        description="bucket for uploaded files, s3://BUCKET[/PREFIX]; unset: the folder `files` of `home`",
-    )
-    region: str | None = Field(
-        None, description="region that this gateway runs in; unset: the first region in order of preference"
-    )
-    node_key: SecretStr = Field(SecretStr(""), description="key that gateways and dispatchers present to node agents")
-    host: str = Field("127.0.0.1", description="address that a gateway listens on; 0.0.0.0 for all interfaces")
-    port: int = Field(8080, ge=0, le=65535, description="port that a gateway listens on; 0 for a free one")
-    tls_cert_file: Path | None = Field(None, description="certificate chain of a gateway, PEM; unset: plain HTTP")
-    tls_key_file: Path | None = Field(None, description="private key of `tls_cert_file`, PEM")
-    tls_ca_file: Path | None = Field(
-        None, description="authorities that node certificates are verified against, PEM; unset: the system's"
-    )
-    cors_origins: str = Field(
-        "", max_length=4096, description="origins of web pages that may call the API, separated by commas; *: any"
-    )
+    """address of Postgres; postgres:// and postgresql:// are accepted too"""
+    redis_url: SecretStr = SecretStr("redis://127.0.0.1:6379/0")
+    """address of Redis or Valkey"""
+    home: Path = Path("~/.tidepool")
+    """folder for uploaded files, logs and keys.json"""
+    files_url: str | None = Field(None, pattern=r"^s3://[^/?#]+(/[^?#]*)?$")
+    """bucket for uploaded files, s3://BUCKET[/PREFIX]; unset: the folder `files` of `home`"""
+    region: str | None = None
+    """region that this gateway runs in; unset: the first region in order of preference"""
+    node_key: SecretStr = SecretStr("")
+    """key that gateways and dispatchers present to node agents"""
+    host: str = "127.0.0.1"
+    """address that a gateway listens on; 0.0.0.0 for all interfaces"""
+    port: int = Field(8080, ge=0, le=65535)
+    """port that a gateway listens on; 0 for a free one"""
+    tls_cert_file: Path | None = None
+    """certificate chain of a gateway, PEM; unset: plain HTTP"""
+    tls_key_file: Path | None = None
+    """private key of `tls_cert_file`, PEM"""
+    tls_ca_file: Path | None = None
+    """authorities that node certificates are verified against, PEM; unset: the system's"""
+    cors_origins: str = Field("", max_length=4096)
+    """origins of web pages that may call the API, separated by commas; *: any"""
 
-    database_pool_size: int = Field(
-        10, ge=1, le=200, description="Postgres connections that one process keeps open at most"
-    )
-    database_timeout_s: int = Field(
-        10, ge=1, le=300, description="limit for connecting to Postgres, and for one statement"
-    )
+    database_pool_size: int = Field(10, ge=1, le=200)
+    """Postgres connections that one process keeps open at most"""
+    database_timeout_s: int = Field(10, ge=1, le=300)
+    """limit for connecting to Postgres, and for one statement"""
 
-    node_connections_max: int = Field(
-        2000,
-        ge=1,
-        le=60_000,
-        description="connections to nodes that a gateway or dispatcher may have open; each request takes one",
-    )
-    view_refresh_s: float = Field(
-        0.25, gt=0, le=1, description="interval at which a process reads the live state of instances from Redis"
-    )
-    node_replace_s: float = Field(
-        20.0,
-        gt=0,
-        description="after this long without a heartbeat a node's instances are started elsewhere, if there"
-        " is capacity",
-    )
-    heartbeat_stale_s: float = Field(
-        5.0,
-        gt=1,
-        description="after this long without a heartbeat a node's state is unknown and it receives no requests",
-    )
-    key_cache_s: float = Field(
-        5.0, ge=0, description="how long a verified API key is accepted without asking Postgres again"
-    )
-    key_wait_s: float = Field(
-        1.0,
-        gt=0,
-        description="how long a request waits for Postgres to verify a key before the last known answer is used",
-    )
-    node_keys_unbound: bool = Field(
-        False, description="accept node keys that are bound to no node; for a stack on one machine"
-    )
+    node_connections_max: int = Field(2000, ge=1, le=60_000)
+    """connections to nodes that a gateway or dispatcher may have open; each request takes one"""
+    view_refresh_s: float = Field(0.25, gt=0, le=1)
+    """interval at which a process reads the live state of instances from Redis"""
+    node_replace_s: float = Field(20.0, gt=0)
+    """after this long without a heartbeat a node's instances are started elsewhere, if there is capacity"""
+    heartbeat_stale_s: float = Field(5.0, gt=1)
+    """after this long without a heartbeat a node's state is unknown and it receives no requests"""
+    key_cache_s: float = Field(5.0, ge=0)
+    """how long a verified API key is accepted without asking Postgres again"""
+    key_wait_s: float = Field(1.0, gt=0)
+    """how long a request waits for Postgres to verify a key before the last known answer is used"""
+    node_keys_unbound: bool = False
+    """accept node keys that are bound to no node; for a stack on one machine"""
 
-    tenant_requests_per_minute: int | None = Field(
-        None, ge=1, description="requests per minute of a tenant without a limit of its own; unset: unlimited"
-    )
-    tenant_tokens_per_minute: int | None = Field(
-        None, ge=1, description="tokens per minute of a tenant without a limit of its own; unset: unlimited"
-    )
-    tenant_concurrent_max: int | None = Field(
-        None, ge=1, description="concurrent requests of a tenant without a limit of its own; unset: unlimited"
-    )
-    tenant_queued_batch_tokens_max: int | None = Field(
-        None, ge=0, description="queued batch tokens of a tenant without a limit of its own; unset: unlimited"
-    )
-    limit_lease_s: float = Field(
-        30.0,
-        ge=1,
-        description="after this long the requests of a gateway that was killed no longer count against limits",
-    )
-    limit_timeout_s: float = Field(
-        0.5, gt=0, description="how long Redis may take to count before a gateway counts limits by itself"
-    )
+    tenant_requests_per_minute: int | None = Field(None, ge=1)
+    """requests per minute of a tenant without a limit of its own; unset: unlimited"""
+    tenant_tokens_per_minute: int | None = Field(None, ge=1)
+    """tokens per minute of a tenant without a limit of its own; unset: unlimited"""
+    tenant_concurrent_max: int | None = Field(None, ge=1)
+    """concurrent requests of a tenant without a limit of its own; unset: unlimited"""
+    tenant_queued_batch_tokens_max: int | None = Field(None, ge=0)
+    """queued batch tokens of a tenant without a limit of its own; unset: unlimited"""
+    limit_lease_s: float = Field(30.0, ge=1)
+    """after this long the requests of a gateway that was killed no longer count against limits"""
+    limit_timeout_s: float = Field(0.5, gt=0)
+    """how long Redis may take to count before a gateway counts limits by itself"""
 
-    header_bytes_max: int = Field(32 * 2**10, ge=1024, description="size of a request's line and headers")
-    header_count_max: int = Field(100, ge=10, description="headers of a request")
-    header_timeout_s: float = Field(10.0, gt=0, description="limit for a request's line and headers to arrive")
-    body_idle_timeout_s: float = Field(30.0, gt=0, description="limit between two pieces of a request's body")
-    body_timeout_s: float = Field(900.0, gt=0, description="limit for a whole request body to arrive")
-    client_idle_timeout_s: float = Field(
-        30.0, gt=0, description="a client that reads nothing for this long is disconnected"
-    )
-    request_body_bytes_max: int = Field(
-        4 * 2**20, ge=1024, description="size of a request's body, and of one line of a batch input file"
-    )
-    file_bytes_max: int = Field(200 * 2**20, ge=1024, description="size of a batch input file")
-    file_keep_days: int = Field(30, ge=1, description="uploaded files and batch results are deleted after this long")
-    batch_lines_max: int = Field(50_000, ge=1, description="requests in one batch")
-    batch_attempts_max: int = Field(10, ge=1, description="attempts to validate or to finalize a batch before it fails")
-    request_attempts_max: int = Field(3, ge=1, description="instances tried before an interactive request fails")
-    request_start_wait_s: float = Field(
-        15.0, ge=0, description="how long an interactive request waits for an instance of its model that is starting"
-    )
-    first_token_timeout_s: float = Field(
-        60.0, gt=0, description="limit for an instance to send the first token; then another instance is tried"
-    )
-    stream_idle_timeout_s: float = Field(
-        60.0, gt=0, description="limit between two tokens; then the stream is continued on another instance"
-    )
-    circuit_open_max_s: float = Field(
-        60.0, ge=1, description="longest time that a failing instance receives no requests (circuit breaker)"
-    )
-    stream_continuations_max: int = Field(5, ge=0, description="instances that may continue one broken stream")
-    stream_continue_wait_s: float = Field(
-        30.0, ge=0, description="how long a broken stream waits for an instance that can continue it"
-    )
+    header_bytes_max: int = Field(32 * 2**10, ge=1024)
+    """size of a request's line and headers"""
+    header_count_max: int = Field(100, ge=10)
+    """headers of a request"""
+    header_timeout_s: float = Field(10.0, gt=0)
+    """limit for a request's line and headers to arrive"""
+    body_idle_timeout_s: float = Field(30.0, gt=0)
+    """limit between two pieces of a request's body"""
+    body_timeout_s: float = Field(900.0, gt=0)
+    """limit for a whole request body to arrive"""
+    client_idle_timeout_s: float = Field(30.0, gt=0)
+    """a client that reads nothing for this long is disconnected"""
+    request_body_bytes_max: int = Field(4 * 2**20, ge=1024)
+    """size of a request's body, and of one line of a batch input file"""
+    file_bytes_max: int = Field(200 * 2**20, ge=1024)
+    """size of a batch input file"""
+    file_keep_days: int = Field(30, ge=1)
+    """uploaded files and batch results are deleted after this long"""
+    batch_lines_max: int = Field(50_000, ge=1)
+    """requests in one batch"""
+    batch_attempts_max: int = Field(10, ge=1)
+    """attempts to validate or to finalize a batch before it fails"""
+    request_attempts_max: int = Field(3, ge=1)
+    """instances tried before an interactive request fails"""
+    request_start_wait_s: float = Field(15.0, ge=0)
+    """how long an interactive request waits for an instance of its model that is starting"""
+    first_token_timeout_s: float = Field(60.0, gt=0)
+    """limit for an instance to send the first token; then another instance is tried"""
+    stream_idle_timeout_s: float = Field(60.0, gt=0)
+    """limit between two tokens; then the stream is continued on another instance"""
+    circuit_open_max_s: float = Field(60.0, ge=1)
+    """longest time that a failing instance receives no requests (circuit breaker)"""
+    stream_continuations_max: int = Field(5, ge=0)
+    """instances that may continue one broken stream"""
+    stream_continue_wait_s: float = Field(30.0, ge=0)
+    """how long a broken stream waits for an instance that can continue it"""
 
-    request_log: Literal["all", "errors", "off"] = Field(
-        "all", description="interactive requests that are logged; errors: those that failed or were slow"
-    )
-    request_log_lines: Literal["all", "errors", "off"] = Field(
-        "errors",
-        description="logged requests that are also written to the process log; a line costs as much as the row",
-    )
-    request_log_sample: float = Field(
-        1.0, ge=0, le=1, description="share of the requests without errors that is logged"
-    )
-    request_log_slow_s: float = Field(10.0, ge=0, description="a request whose first token takes longer is slow")
-    request_log_keep_s: float = Field(86_400.0, ge=60, description="how long `tidepool request show` finds a request")
-    request_log_waiting_max: int = Field(
-        10_000,
-        ge=1,
-        description="log records that a gateway buffers while Postgres is unavailable; older ones are dropped",
-    )
+    request_log: Literal["all", "errors", "off"] = "all"
+    """interactive requests that are logged; errors: those that failed or were slow"""
+    request_log_lines: Literal["all", "errors", "off"] = "errors"
+    """logged requests that are also written to the process log; a line costs as much as the row"""
+    request_log_sample: float = Field(1.0, ge=0, le=1)
+    """share of the requests without errors that is logged"""
+    request_log_slow_s: float = Field(10.0, ge=0)
+    """a request whose first token takes longer is slow"""
+    request_log_keep_s: float = Field(86_400.0, ge=60)
+    """how long `tidepool request show` finds a request"""
+    request_log_waiting_max: int = Field(10_000, ge=1)
+    """log records that a gateway buffers while Postgres is unavailable; older ones are dropped"""
 
-    release_below_one: float = Field(
-        0.6, gt=0, lt=1, description="utilization below which an endpoint receives one batch request per signal"
-    )
-    release_below_two: float = Field(
-        0.5, gt=0, lt=1, description="utilization below which an endpoint receives two batch requests per signal"
-    )
-    release_signal_s: float = Field(
-        1.0, gt=0, description="shortest interval between two capacity signals of an endpoint"
-    )
-    release_load_max: float = Field(
-        1.0, gt=0, description="nodes whose busiest worker group has a higher load receive no batch requests"
-    )
-    release_rise_max: float = Field(
-        0.1,
-        gt=0,
-        lt=1,
-        description="endpoints whose utilization rose by more than this between two reports receive no batch requests",
-    )
-    release_pause_max_s: float = Field(
-        60.0, gt=0, description="longest pause of batch requests to an endpoint that was overloaded"
-    )
-    release_turn_s: float = Field(
-        30.0, gt=0, description="interval for which one model of a shared GPU pool receives batch requests, in rotation"
-    )
-    niw_age_priority_s: float = Field(
-        10 * 3600.0, gt=0, description="batch requests older than this are treated as interactive"
-    )
-    niw_left_priority: float = Field(
-        0.25,
-        gt=0,
-        lt=1,
-        description="batch requests with less than this share of their completion window left are treated"
-        " as interactive",
-    )
-    niw_lease_s: int = Field(120, ge=5, description="lease of a batch request that a dispatcher has claimed")
-    niw_attempts_max: int = Field(
-        5,
-        ge=1,
-        description="claims of a batch request in which a node may have run it, or a dispatcher died, before it fails",
-    )
-    dispatcher_concurrency_max: int = Field(256, ge=1, description="batch requests that one dispatcher has in flight")
+    release_below_one: float = Field(0.6, gt=0, lt=1)
+    """utilization below which an endpoint receives one batch request per signal"""
+    release_below_two: float = Field(0.5, gt=0, lt=1)
+    """utilization below which an endpoint receives two batch requests per signal"""
+    release_signal_s: float = Field(1.0, gt=0)
+    """shortest interval between two capacity signals of an endpoint"""
+    release_load_max: float = Field(1.0, gt=0)
+    """nodes whose busiest worker group has a higher load receive no batch requests"""
+    release_rise_max: float = Field(0.1, gt=0, lt=1)
+    """endpoints whose utilization rose by more than this between two reports receive no batch requests"""
+    release_pause_max_s: float = Field(60.0, gt=0)
+    """longest pause of batch requests to an endpoint that was overloaded"""
+    release_turn_s: float = Field(30.0, gt=0)
+    """interval for which one model of a shared GPU pool receives batch requests, in rotation"""
+    niw_age_priority_s: float = Field(10 * 3600.0, gt=0)
+    """batch requests older than this are treated as interactive"""
+    niw_left_priority: float = Field(0.25, gt=0, lt=1)
+    """batch requests with less than this share of their completion window left are treated as interactive"""
+    niw_lease_s: int = Field(120, ge=5)
+    """lease of a batch request that a dispatcher has claimed"""
+    niw_attempts_max: int = Field(5, ge=1)
+    """claims of a batch request in which a node may have run it, or a dispatcher died, before it fails"""
+    dispatcher_concurrency_max: int = Field(256, ge=1)
+    """batch requests that one dispatcher has in flight"""
 
-    slo_iw_f_ttft_s: float = Field(
-        1.0,
-        gt=0,
-        le=OBJECTIVE_TTFT_MAX_S,
-        description="time to first token of tier IW-F, for models without objectives of their own",
-    )
-    slo_iw_f_tbt_s: float = Field(
-        0.1,
-        gt=0,
-        le=OBJECTIVE_TBT_MAX_S,
-        description="time between tokens of tier IW-F, for models without objectives of their own",
-    )
-    slo_iw_n_ttft_s: float = Field(
-        60.0,
-        gt=0,
-        le=OBJECTIVE_TTFT_MAX_S,
-        description="time to first token of tier IW-N, for models without objectives of their own",
-    )
-    slo_iw_n_tbt_s: float = Field(
-        0.1,
-        gt=0,
-        le=OBJECTIVE_TBT_MAX_S,
-        description="time between tokens of tier IW-N, for models without objectives of their own",
-    )
-    admission_iw_f_margin: float = Field(
-        1.2,
-        gt=0,
-        description="IW-F requests are refused if their expected wait exceeds this times their TTFT objective",
-    )
-    admission_iw_n_margin: float = Field(
-        0.8,
-        gt=0,
-        description="IW-N requests are refused if their expected wait exceeds this times their TTFT objective",
-    )
-    flex_wait_s: float = Field(
-        60.0, ge=0, description="how long a flex request waits for capacity before it is refused"
-    )
-    flex_waiting_max: int = Field(1000, ge=0, description="flex requests that may wait in one gateway")
+    slo_iw_f_ttft_s: float = Field(1.0, gt=0, le=OBJECTIVE_TTFT_MAX_S)
+    """time to first token of tier IW-F, for models without objectives of their own"""
+    slo_iw_f_tbt_s: float = Field(0.1, gt=0, le=OBJECTIVE_TBT_MAX_S)
+    """time between tokens of tier IW-F, for models without objectives of their own"""
+    slo_iw_n_ttft_s: float = Field(60.0, gt=0, le=OBJECTIVE_TTFT_MAX_S)
+    """time to first token of tier IW-N, for models without objectives of their own"""
+    slo_iw_n_tbt_s: float = Field(0.1, gt=0, le=OBJECTIVE_TBT_MAX_S)
+    """time between tokens of tier IW-N, for models without objectives of their own"""
+    admission_iw_f_margin: float = Field(1.2, gt=0)
+    """IW-F requests are refused if their expected wait exceeds this times their TTFT objective"""
+    admission_iw_n_margin: float = Field(0.8, gt=0)
+    """IW-N requests are refused if their expected wait exceeds this times their TTFT objective"""
+    flex_wait_s: float = Field(60.0, ge=0)
+    """how long a flex request waits for capacity before it is refused"""
+    flex_waiting_max: int = Field(1000, ge=0)
+    """flex requests that may wait in one gateway"""
 
-    route_utilization_max: float = Field(
-        0.7, gt=0, lt=1, description="effective memory utilization above which the next preferred region is tried"
-    )
-    scale_out_above: float = Field(
-        0.7, gt=0, lt=1, description="utilization above which an endpoint gets another instance"
-    )
-    scale_in_below: float = Field(
-        0.3, gt=0, lt=1, description="utilization below which an endpoint gives up an instance"
-    )
-    scale_cooldown_s: float = Field(
-        15.0, ge=0, description="shortest interval between two changes of an endpoint's instance count"
-    )
-    scale_strategy: str = Field(
-        "lt-i",
-        pattern="^(lt-i|lt-u|lt-ua|lt-d|reactive|siloed|chiron)$",
-        description="policy that chooses the instance counts of endpoints",
-    )
-    scale_room_out: float = Field(
-        1.1, ge=1, description="strategy lt-d: scale out to capacity for this times the arriving load"
-    )
-    scale_room_in: float = Field(
-        1.4,
-        gt=1,
-        description="strategy lt-d: scale in above capacity for this times the load; must exceed `scale_room_out`",
-    )
-    scale_start_patience_s: float = Field(
-        900.0, gt=0, description="an instance that is not ready after this long is replaced"
-    )
-    scale_failed_patience_s: float = Field(
-        10.0, ge=0, description="a failed instance is replaced after this long; its worker may recover before"
-    )
-    scale_retry_s: float = Field(
-        600.0, gt=0, description="an instance is replaced again after this long if its replacement failed too"
-    )
-    instance_keep_days: int = Field(
-        7, ge=1, description="stopped instances and ended leases are deleted after this long"
-    )
-    spot_enabled: bool = Field(
-        True, description="lend out instances that are scaled in as spot instances instead of stopping them"
-    )
-    spot_max_age_s: float | None = Field(
-        6 * 3600.0, gt=0, description="a spot instance that is not leased is stopped after this long; unset: never"
-    )
-    spot_notice_s: float = Field(
-        30.0, ge=0, le=45, description="notice before a spot lease ends because its GPUs are needed"
-    )
-    spot_lease_min_s: float = Field(60.0, gt=0, description="shortest lease of a spot instance")
-    spot_lease_max_s: float = Field(86_400.0, gt=0, description="longest lease of a spot instance")
-    engine_retry_s: float = Field(
-        600.0, gt=0, description="an engine on which a model failed is tried again for it after this long"
-    )
-    engine_retry_max_s: float = Field(86_400.0, gt=0, description="longest such delay; it doubles with each failure")
-    scale_every_s: float = Field(15.0, gt=0, description="interval of the scaling loop")
-    expire_every_s: float = Field(
-        30.0, gt=0, description="interval of the loop that expires leases, lost nodes and retained data"
-    )
-    pulse_every_s: float = Field(
-        15.0, gt=0, description="interval at which workers, beat and dispatchers record that they are alive"
-    )
+    route_utilization_max: float = Field(0.7, gt=0, lt=1)
+    """effective memory utilization above which the next preferred region is tried"""
+    scale_out_above: float = Field(0.7, gt=0, lt=1)
+    """utilization above which an endpoint gets another instance"""
+    scale_in_below: float = Field(0.3, gt=0, lt=1)
+    """utilization below which an endpoint gives up an instance"""
+    scale_cooldown_s: float = Field(15.0, ge=0)
+    """shortest interval between two changes of an endpoint's instance count"""
+    scale_strategy: str = Field("lt-i", pattern="^(lt-i|lt-u|lt-ua|lt-d|reactive|siloed|chiron)$")
+    """policy that chooses the instance counts of endpoints"""
+    scale_room_out: float = Field(1.1, ge=1)
+    """strategy lt-d: scale out to capacity for this times the arriving load"""
+    scale_room_in: float = Field(1.4, gt=1)
+    """strategy lt-d: scale in above capacity for this times the load; must exceed `scale_room_out`"""
+    scale_start_patience_s: float = Field(900.0, gt=0)
+    """an instance that is not ready after this long is replaced"""
+    scale_failed_patience_s: float = Field(10.0, ge=0)
+    """a failed instance is replaced after this long; its worker may recover before"""
+    scale_retry_s: float = Field(600.0, gt=0)
+    """an instance is replaced again after this long if its replacement failed too"""
+    instance_keep_days: int = Field(7, ge=1)
+    """stopped instances and ended leases are deleted after this long"""
+    spot_enabled: bool = True
+    """lend out instances that are scaled in as spot instances instead of stopping them"""
+    spot_max_age_s: float | None = Field(6 * 3600.0, gt=0)
+    """a spot instance that is not leased is stopped after this long; unset: never"""
+    spot_notice_s: float = Field(30.0, ge=0, le=45)
+    """notice before a spot lease ends because its GPUs are needed"""
+    spot_lease_min_s: float = Field(60.0, gt=0)
+    """shortest lease of a spot instance"""
+    spot_lease_max_s: float = Field(86_400.0, gt=0)
+    """longest lease of a spot instance"""
+    engine_retry_s: float = Field(600.0, gt=0)
+    """an engine on which a model failed is tried again for it after this long"""
+    engine_retry_max_s: float = Field(86_400.0, gt=0)
+    """longest such delay; it doubles with each failure"""
+    scale_every_s: float = Field(15.0, gt=0)
+    """interval of the scaling loop"""
+    expire_every_s: float = Field(30.0, gt=0)
+    """interval of the loop that expires leases, lost nodes and retained data"""
+    pulse_every_s: float = Field(15.0, gt=0)
+    """interval at which workers, beat and dispatchers record that they are alive"""
 
-    forecast_history_s: int = Field(7 * 86_400, ge=3600, description="demand history that forecasts read")
-    demand_keep_days: int = Field(
-        90,
-        ge=8,
-        le=36_500,
-        description="demand is deleted after this long, imported demand counted from its import; covers"
-        " `forecast_history_s`",
-    )
-    forecast_keep_days: int = Field(90, ge=8, description="forecasts are deleted after this long")
-    forecast_origins_max: int = Field(
-        12, ge=1, le=168, description="past hours that are replayed for a series without earlier forecasts"
-    )
-    forecast_quantile: float = Field(
-        0.9, gt=0.5, lt=1, description="quantile of the peak demand that plans provide capacity for"
-    )
-    niw_demand_share: float = Field(
-        0.1,
-        ge=0,
-        le=1,
-        description="share of the last hour's batch demand that is added to the interactive forecast (beta"
-        " of SageServe 6.3)",
-    )
-    placement_epsilon: float = Field(
-        0.8, ge=0, le=1, description="share of a region's demand that must be served in that region"
-    )
-    placement_time_limit_s: float = Field(
-        30.0, gt=0, description="time limit of a placement; the exact integer program takes at most half of it"
-    )
-    placement_gap: float = Field(
-        0.001, ge=0, lt=1, description="relative optimality gap at which the integer program stops"
-    )
-    pools_enabled: bool = Field(
-        True, description="let plans put endpoints whose latency and host memory are known into shared GPU pools"
-    )
-    pool_fill: float = Field(0.8, gt=0, le=1, description="share of a shared pool's GPUs that a plan may fill")
-    pool_prompt_tokens: float = Field(
-        512.0, gt=0, description="mean prompt length of a pooled model before it is measured"
-    )
-    pool_output_tokens: float = Field(
-        256.0, gt=0, description="mean output length of a pooled model before it is measured"
-    )
-    pool_tbt_s: float = Field(0.1, gt=0, description="objective for the time between tokens in a shared pool")
-    pool_round_s: float = Field(
-        12.0, gt=0, description="interval at which a busy model of a shared pool is scheduled again"
-    )
-    plan_approval: str = Field(
-        "automatic",
-        pattern="^(automatic|limits|always)$",
-        description="automatic: hourly plans apply by themselves; limits: unless they exceed a limit below;"
-        " always: approve each",
-    )
-    plan_gpus_moved_max: int | None = Field(
-        None, ge=0, description="GPUs whose contents a plan may change without approval; unset: no such limit"
-    )
-    plan_share_moved_max: float | None = Field(
-        0.25,
-        ge=0,
-        le=1,
-        description="share of the fleet's GPUs whose contents a plan may change without approval; unset: no such limit",
-    )
-    plan_cost_change_max: float | None = Field(
-        None,
-        ge=0,
-        description="change of the hourly cost, up or down, that a plan may make without approval; unset:"
-        " no such limit",
-    )
-    plan_forecasts_s: float = Field(
-        120.0, gt=0, description="time that a plan may spend on computing overdue forecasts itself"
-    )
-    plan_forecasts_max: int = Field(
-        50, ge=0, description="overdue series that a plan forecasts itself, the busiest first"
-    )
-    forecast_task_series_max: int = Field(
-        50, ge=1, description="series that one forecast task processes, one after another"
-    )
-    event_keep_days: int = Field(
-        14, ge=1, description="events of instances, nodes and plans are deleted after this long"
-    )
-    usage_keep_days: int = Field(400, ge=2, description="usage records of tenants are deleted after this long")
-    plan_keep_days: int = Field(90, ge=2, description="plans that have ended are deleted after this long")
-    pin_days_max: int = Field(90, ge=1, le=3650, description="longest duration of a pinned instance count")
+    forecast_history_s: int = Field(7 * 86_400, ge=3600)
+    """demand history that forecasts read"""
+    demand_keep_days: int = Field(90, ge=8, le=36_500)
+    """demand is deleted after this long, imported demand counted from its import; covers `forecast_history_s`"""
+    forecast_keep_days: int = Field(90, ge=8)
+    """forecasts are deleted after this long"""
+    forecast_origins_max: int = Field(12, ge=1, le=168)
+    """past hours that are replayed for a series without earlier forecasts"""
+    forecast_quantile: float = Field(0.9, gt=0.5, lt=1)
+    """quantile of the peak demand that plans provide capacity for"""
+    niw_demand_share: float = Field(0.1, ge=0, le=1)
+    """share of the last hour's batch demand that is added to the interactive forecast (beta of SageServe 6.3)"""
+    placement_epsilon: float = Field(0.8, ge=0, le=1)
+    """share of a region's demand that must be served in that region"""
+    placement_time_limit_s: float = Field(30.0, gt=0)
+    """time limit of a placement; the exact integer program takes at most half of it"""
+    placement_gap: float = Field(0.001, ge=0, lt=1)
+    """relative optimality gap at which the integer program stops"""
+    pools_enabled: bool = True
+    """let plans put endpoints whose latency and host memory are known into shared GPU pools"""
+    pool_fill: float = Field(0.8, gt=0, le=1)
+    """share of a shared pool's GPUs that a plan may fill"""
+    pool_prompt_tokens: float = Field(512.0, gt=0)
+    """mean prompt length of a pooled model before it is measured"""
+    pool_output_tokens: float = Field(256.0, gt=0)
+    """mean output length of a pooled model before it is measured"""
+    pool_tbt_s: float = Field(0.1, gt=0)
+    """objective for the time between tokens in a shared pool"""
+    pool_round_s: float = Field(12.0, gt=0)
+    """interval at which a busy model of a shared pool is scheduled again"""
+    plan_approval: str = Field("automatic", pattern="^(automatic|limits|always)$")
+    """automatic: hourly plans apply by themselves; limits: unless they exceed a limit below; always: approve each"""
+    plan_gpus_moved_max: int | None = Field(None, ge=0)
+    """GPUs whose contents a plan may change without approval; unset: no such limit"""
+    plan_share_moved_max: float | None = Field(0.25, ge=0, le=1)
+    """share of the fleet's GPUs whose contents a plan may change without approval; unset: no such limit"""
+    plan_cost_change_max: float | None = Field(None, ge=0)
+    """change of the hourly cost, up or down, that a plan may make without approval; unset: no such limit"""
+    plan_forecasts_s: float = Field(120.0, gt=0)
+    """time that a plan may spend on computing overdue forecasts itself"""
+    plan_forecasts_max: int = Field(50, ge=0)
+    """overdue series that a plan forecasts itself, the busiest first"""
+    forecast_task_series_max: int = Field(50, ge=1)
+    """series that one forecast task processes, one after another"""
+    event_keep_days: int = Field(14, ge=1)
+    """events of instances, nodes and plans are deleted after this long"""
+    usage_keep_days: int = Field(400, ge=2)
+    """usage records of tenants are deleted after this long"""
+    plan_keep_days: int = Field(90, ge=2)
+    """plans that have ended are deleted after this long"""
+    pin_days_max: int = Field(90, ge=1, le=3650)
+    """longest duration of a pinned instance count"""
 
     @field_validator("cors_origins")
     @classmethod
