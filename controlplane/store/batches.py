@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from controlplane.errors import ConflictError, NotFoundError
 from controlplane.policies.lifecycle import BATCH, BatchRequestState, BatchState, can_move, is_terminal, require_move
 from controlplane.store.batch_tables import Batch, BatchCount, BatchModel, BatchRequest, BatchResult
-from controlplane.store.paging import Page, page
+from controlplane.store.rows import Page, page
 from controlplane.store.storable import storable
 
 _MESSAGE_CHARACTERS_MAX, _PARAM_CHARACTERS_MAX = 500, 200
@@ -128,7 +128,7 @@ def get_batch(session: Session, batch_id: str, *, tenant: str) -> Batch:
 def list_batches(session: Session, *, tenant: str, after: str | None, limit: int) -> Page[Batch]:
     """One page of a tenant's batches, the newest first."""
     query = select(Batch).where(Batch.tenant == tenant)
-    return page(session, query, Batch.id, after=after, limit=limit, newest_first=True)
+    return page(session, query, after=after, limit=limit, newest_first=True)
 
 
 def counts_of(session: Session, batches: Sequence[Batch]) -> dict[str, BatchCounts]:

@@ -7,8 +7,8 @@ from sqlalchemy import func, insert, literal, select
 from sqlalchemy.orm import Session
 
 from controlplane.store.event_tables import Event
-from controlplane.store.paging import Page, page
 from controlplane.store.retention import delete_some
+from controlplane.store.rows import Page, matching, page
 from controlplane.store.tables import Node
 
 
@@ -16,10 +16,10 @@ def list_events(
     session: Session, *, which: Mapping[str, str | None], since: datetime | None, after: int | None, limit: int
 ) -> Page[Event]:
     """One page of events, the newest first. `which`: values by column; None: any."""
-    query = select(Event).where(*(getattr(Event, name) == value for name, value in which.items() if value is not None))
+    query = select(Event).where(*matching(Event, which))
     if since is not None:
         query = query.where(Event.at >= since)
-    return page(session, query, Event.id, after=after, limit=limit, newest_first=True)
+    return page(session, query, after=after, limit=limit, newest_first=True)
 
 
 def note_lost(session: Session, nodes: Collection[str]) -> int:

@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from controlplane.errors import NotFoundError
 from controlplane.store.batch_tables import File
-from controlplane.store.paging import Page, page
+from controlplane.store.rows import Page, page
 
 _THERE = (File.deleted_at.is_(None), or_(File.expires_at.is_(None), File.expires_at > func.now()))
 
@@ -49,7 +49,7 @@ def list_files(
     query = select(File).where(File.tenant == tenant, *_THERE)
     if purpose is not None:
         query = query.where(File.purpose == purpose)
-    return page(session, query, File.id, after=after, limit=limit, newest_first=newest_first)
+    return page(session, query, after=after, limit=limit, newest_first=newest_first)
 
 
 def delete_file(session: Session, file_id: str, *, tenant: str) -> None:

@@ -2,16 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from sqlalchemy import ColumnElement, delete, false, func, select, tuple_, update
+from sqlalchemy import ColumnElement, delete, false, func, select, update
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, InvalidValueError, NotFoundError
-from controlplane.store.latencies import all_latencies
-from controlplane.store.paging import Page, page
+from controlplane.store.rows import Row, require
 from controlplane.store.tables import (
-    Base,
     Desired,
     EndpointRow,
     EngineFailureRow,
@@ -22,13 +19,11 @@ from controlplane.store.tables import (
     Node,
     Profile,
     Region,
+    RegionLatency,
     Slot,
 )
 
 _ONE_GPU = "vLLM runs a model on one GPU here, and an instance of it takes"
-
-Row = TypeVar("Row", bound=Base)
-NamedRow = TypeVar("NamedRow", Region, GpuType, Model, Node)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,24 +85,6 @@ def _raised(session: Session, **values: ColumnElement[int]) -> int:
     return int(index)
 
 
-def find(session: Session, table: type[Row], key: str | tuple[str, str]) -> Row | None:
-    """The row of that key, if there is one."""
-    return session.get(table, key)
-
-
-def require(session: Session, table: type[Row], key: str | tuple[str, str], *, param: str) -> Row:
-    """The row of that key.
-
-    Raises:
-        NotFoundError: there is none; it names `param`.
-    """
-    row = session.get(table, key)
-    if row is None:
-        name = key if isinstance(key, str) else " in ".join(key)
-        raise NotFoundError(f"{param} '{name}' is not registered", param=param)
-    return row
-
-
 def put_region(session: Session, *, name: str, position: int | None) -> Region:
     """Register a region, or move it in the order of preference. Without a position it goes last."""
     fleet_index(session, lock=True)
@@ -118,6 +95,26 @@ def put_region(session: Session, *, name: str, position: int | None) -> Region:
     row = _put(session, Region(name=name, position=position))
     session.flush()
     return row
+
+
+def put_latency(session: Session, *, origin: str, destination: str, ms: float) -> RegionLatency:
+    """Say how far a region is from another. Plans do not depend on it, so the fleet's index stays.
+
+    Raises:
+        InvalidValueError: it is one region.
+        NotFoundError: a region is not registered.
+    """
+    if origin == destination:
+        raise InvalidValueError(f"destination: '{destination}' is the origin itself", param="destination")
+    require(session, Region, origin, param="origin")
+    require(session, Region, destination, param="destination")
+    return session.merge(RegionLatency(origin=origin, destination=destination, ms=ms))
+
+
+def all_latencies(session: Session) -> dict[tuple[str, str], float]:
+    """Milliseconds by origin and destination."""
+    rows = session.execute(select(RegionLatency.origin, RegionLatency.destination, RegionLatency.ms))
+    return {(origin, destination): ms for origin, destination, ms in rows}
 
 
 def put_gpu_type(session: Session, *, name: str, memory_bytes: int, cost_per_hour: float) -> GpuType:
@@ -181,21 +178,6 @@ def set_node_draining(session: Session, name: str, *, draining: bool) -> Node:
         bump_index(session)
         node.draining = draining
     return node
-
-
-def list_page(session: Session, table: type[NamedRow], *, after: str | None, limit: int) -> Page[NamedRow]:
-    """One page of rows by name."""
-    return page(session, select(table), table.name, after=after, limit=limit)
-
-
-def list_profiles(session: Session, *, after: tuple[str, str] | None, limit: int) -> Page[Profile]:
-    """One page of profiles by (model, GPU type)."""
-    return page(session, select(Profile), tuple_(Profile.model, Profile.gpu_type), after=after, limit=limit)
-
-
-def list_endpoints(session: Session, *, after: tuple[str, str] | None, limit: int) -> Page[EndpointRow]:
-    """One page of endpoints by (model, region)."""
-    return page(session, select(EndpointRow), tuple_(EndpointRow.model, EndpointRow.region), after=after, limit=limit)
 
 
 def slots_of(session: Session, nodes: Sequence[str]) -> dict[str, list[Slot]]:

@@ -16,8 +16,8 @@ from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import INSTANCE, InstanceState, can_move
 from controlplane.store.demand import IW, mean_demand
 from controlplane.store.fleet import fleet_index
-from controlplane.store.paging import Page, page
 from controlplane.store.retention import delete_some
+from controlplane.store.rows import Page, page
 from controlplane.store.spot import active_leases, end_leases
 from controlplane.store.storable import storable
 from controlplane.store.tables import Desired, Instance, LeaseEnd, Model, Node
@@ -50,7 +50,7 @@ def running_instances(session: Session, *, observed: InstanceState | None = None
 def list_instances(session: Session, *, after: str | None, limit: int, live_only: bool) -> Page[Instance]:
     """One page of instances by id, which is their order of creation."""
     query = select(Instance)
-    return page(session, query.where(LIVE) if live_only else query, Instance.id, after=after, limit=limit)
+    return page(session, query.where(LIVE) if live_only else query, after=after, limit=limit)
 
 
 def instances_of(session: Session, node: str) -> list[Instance]:

@@ -7,8 +7,9 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError
-from controlplane.store.fleet import bump_index, require
+from controlplane.store.fleet import bump_index
 from controlplane.store.instances import instances_of, set_desired, touch_generations
+from controlplane.store.rows import require
 from controlplane.store.spot import end_leases
 from controlplane.store.tables import Desired, GpuType, Instance, LeaseEnd, Node, Region, Slot
 from dataplane.protocol.messages import Join, SlotSpec

@@ -12,10 +12,10 @@ from sqlalchemy import ColumnElement, func, inspect, or_, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from controlplane.errors import ConflictError, NotFoundError
+from controlplane.errors import ConflictError
 from controlplane.store.key_tables import ApiKey, AuditEvent, IdempotencyKey, KeyScope, Tenant
-from controlplane.store.paging import Page, page
 from controlplane.store.retention import delete_some
+from controlplane.store.rows import Page, matching, page, require
 from controlplane.store.tables import Base, Json, Role
 
 _PREFIX_CHARS = 14
@@ -131,21 +131,9 @@ def _good() -> tuple[ColumnElement[bool], ...]:
     return ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.now())
 
 
-def list_keys(session: Session, *, after: str | None, limit: int) -> Page[ApiKey]:
-    """One page of keys by id, revoked ones too."""
-    return page(session, select(ApiKey), ApiKey.id, after=after, limit=limit)
-
-
 def get_key(session: Session, key_id: str) -> ApiKey:
-    """A key by its id.
-
-    Raises:
-        NotFoundError: there is none.
-    """
-    row = session.get(ApiKey, key_id)
-    if row is None:
-        raise NotFoundError(f"key '{key_id}' does not exist", param="key_id")
-    return row
+    """A key by its id; NotFoundError where there is none."""
+    return require(session, ApiKey, key_id, param="key_id")
 
 
 def revoke_key(session: Session, key_id: str) -> ApiKey:
@@ -193,16 +181,12 @@ def list_audit(
     """One page of audit events, the newest first: by an actor, of a kind (what the action begins with, up to its dot),
     of a subject, from a time on.
     """
-    query = select(AuditEvent)
-    if actor is not None:
-        query = query.where(AuditEvent.actor == actor)
+    query = select(AuditEvent).where(*matching(AuditEvent, {"actor": actor, "subject": subject}))
     if kind is not None:
         query = query.where(func.split_part(AuditEvent.action, ".", 1) == kind)
-    if subject is not None:
-        query = query.where(AuditEvent.subject == subject)
     if since is not None:
         query = query.where(AuditEvent.at >= since)
-    return page(session, query, AuditEvent.id, after=after, limit=limit, newest_first=True)
+    return page(session, query, after=after, limit=limit, newest_first=True)
 
 
 def claim_idempotency(session: Session, *, api_key_id: str, key: str, request_hash: str) -> StoredAnswer | None:

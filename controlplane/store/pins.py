@@ -7,11 +7,11 @@ import uuid_utils
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
-from controlplane.errors import ConflictError, NotFoundError
+from controlplane.errors import ConflictError
 from controlplane.policies.facts import Endpoint
-from controlplane.store.fleet import bump_index, fleet_index, require
-from controlplane.store.paging import Page, page
+from controlplane.store.fleet import bump_index, fleet_index
 from controlplane.store.plan_tables import Pin
+from controlplane.store.rows import Page, page, require
 from controlplane.store.tables import EndpointRow
 
 
@@ -74,15 +74,8 @@ def remove_pin(session: Session, pin_id: str) -> Pin:
 
 
 def get_pin(session: Session, pin_id: str) -> Pin:
-    """A pin by its id.
-
-    Raises:
-        NotFoundError: there is none.
-    """
-    pin = session.get(Pin, pin_id)
-    if pin is None:
-        raise NotFoundError(f"pin '{pin_id}' does not exist", param="pin_id")
-    return pin
+    """A pin by its id; NotFoundError where there is none."""
+    return require(session, Pin, pin_id, param="pin_id")
 
 
 def list_pins(session: Session, *, after: str | None, limit: int, live_only: bool) -> Page[Pin]:
@@ -90,7 +83,7 @@ def list_pins(session: Session, *, after: str | None, limit: int, live_only: boo
     query = select(Pin)
     if live_only:
         query = query.where(Pin.removed_at.is_(None), Pin.until > func.now())
-    return page(session, query, Pin.id, after=after, limit=limit)
+    return page(session, query, after=after, limit=limit)
 
 
 def _close_ended(session: Session) -> None:

@@ -10,11 +10,11 @@ from sqlalchemy import func, or_, select, text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from controlplane.errors import ConflictError, NotFoundError, StaleIndexError
+from controlplane.errors import ConflictError, StaleIndexError
 from controlplane.policies.lifecycle import PLAN, PlanState, can_move, require_move
 from controlplane.store.fleet import bump_index, fleet_index
-from controlplane.store.paging import Page, page
 from controlplane.store.plan_tables import Plan, PlanEntry
+from controlplane.store.rows import require
 from controlplane.store.tables import Json
 
 AUTOMATIC = "automatic"
@@ -62,15 +62,8 @@ def is_planned(session: Session, window_start_s: int) -> bool:
 
 
 def get_plan(session: Session, plan_id: str) -> Plan:
-    """A plan by its id.
-
-    Raises:
-        NotFoundError: there is none.
-    """
-    plan = session.get(Plan, plan_id)
-    if plan is None:
-        raise NotFoundError(f"plan '{plan_id}' does not exist", param="plan_id")
-    return plan
+    """A plan by its id; NotFoundError where there is none."""
+    return require(session, Plan, plan_id, param="plan_id")
 
 
 def inputs_of(session: Session, plan_id: str) -> Json | None:
@@ -87,11 +80,6 @@ def entries_of(session: Session, plan_id: str) -> list[PlanEntry]:
     """The cells of a plan, by model, region, GPU type."""
     query = select(PlanEntry).where(PlanEntry.plan_id == plan_id)
     return list(session.scalars(query.order_by(PlanEntry.model, PlanEntry.region, PlanEntry.gpu_type)))
-
-
-def list_plans(session: Session, *, after: str | None, limit: int) -> Page[Plan]:
-    """One page of plans, the newest first."""
-    return page(session, select(Plan), Plan.id, after=after, limit=limit, newest_first=True)
 
 
 def plan_in_force(session: Session) -> Plan | None:

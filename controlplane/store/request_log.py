@@ -10,8 +10,8 @@ from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
-from controlplane.store.paging import Page, page
 from controlplane.store.retention import delete_some
+from controlplane.store.rows import Page, matching, page
 from controlplane.store.tables import Base
 
 OK, CANCELLED = "ok", "cancelled"
@@ -106,22 +106,18 @@ def list_requests(
     model: str | None,
     tenant: str | None,
     since_s: float | None,
-    after: int | None,
+    after: str | None,
     limit: int,
 ) -> Page[LoggedRequest]:
     """Requests, the newest first. `outcome` `failed` is every one but `ok` and `cancelled`; `since_s`: a Unix time."""
-    query = select(LoggedRequest)
+    query = select(LoggedRequest).where(*matching(LoggedRequest, {"model": model, "tenant": tenant}))
     if outcome == "failed":
         query = query.where(LoggedRequest.outcome.not_in((OK, CANCELLED)))
     elif outcome is not None:
         query = query.where(LoggedRequest.outcome == outcome)
-    if model is not None:
-        query = query.where(LoggedRequest.model == model)
-    if tenant is not None:
-        query = query.where(LoggedRequest.tenant == tenant)
     if since_s is not None:
         query = query.where(LoggedRequest.ended_at >= func.to_timestamp(since_s))
-    return page(session, query, LoggedRequest.number, after=after, limit=limit, newest_first=True)
+    return page(session, query, after=after, limit=limit, newest_first=True)
 
 
 def forget_requests(session: Session, *, keep_s: float, count_max: int) -> int:

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from controlplane.errors import ConflictError, NotFoundError
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.store.fleet import fleet_index
-from controlplane.store.paging import Page, page
+from controlplane.store.rows import Page, page, require
 from controlplane.store.tables import Desired, Instance, LeaseEnd, Node, SpotLease
 
 ACTIVE = SpotLease.ended_at.is_(None)
@@ -32,7 +32,7 @@ class Ended:
 def list_spot(session: Session, *, after: str | None, limit: int) -> Page[Instance]:
     """One page of spot instances by id."""
     query = select(Instance).where(Instance.desired == Desired.SPOT)
-    return page(session, query, Instance.id, after=after, limit=limit)
+    return page(session, query, after=after, limit=limit)
 
 
 def get_spot(session: Session, instance_id: str) -> Instance:
@@ -42,9 +42,7 @@ def get_spot(session: Session, instance_id: str) -> Instance:
         NotFoundError: no such instance.
         ConflictError: it is not spot, or not any more.
     """
-    instance = session.get(Instance, instance_id)
-    if instance is None:
-        raise NotFoundError(f"instance '{instance_id}' does not exist", param="instance_id")
+    instance = require(session, Instance, instance_id, param="instance_id")
     if instance.desired != Desired.SPOT:
         raise ConflictError(f"instance '{instance_id}' is {instance.desired}, not spot", param="instance_id")
     return instance
@@ -106,8 +104,7 @@ def return_spot(session: Session, instance_id: str) -> SpotLease:
         NotFoundError: no such instance, or nobody leases it.
     """
     fleet_index(session, lock=True)
-    if session.get(Instance, instance_id) is None:
-        raise NotFoundError(f"instance '{instance_id}' does not exist", param="instance_id")
+    require(session, Instance, instance_id, param="instance_id")
     lease = session.scalar(select(SpotLease).where(ACTIVE, SpotLease.instance_id == instance_id))
     if lease is None:
         raise NotFoundError(f"nobody leases instance '{instance_id}'", param="instance_id")

@@ -3,6 +3,7 @@ refunded by having ended.
 """
 
 from collections.abc import Collection
+from dataclasses import fields
 
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
@@ -11,24 +12,12 @@ from controlplane.policies.limits import TenantLimits
 from controlplane.settings import Settings
 from controlplane.store.batch_tables import Batch, QueuedRequest
 from controlplane.store.key_tables import Tenant
-from controlplane.store.paging import Page, page
 
 
 def limits_of(row: Tenant | None, settings: Settings) -> TenantLimits:
     """A tenant's limits: its row's, or where it has none the defaults."""
-    if row is None:
-        return TenantLimits(
-            requests_per_minute=settings.tenant_requests_per_minute,
-            tokens_per_minute=settings.tenant_tokens_per_minute,
-            concurrent_max=settings.tenant_concurrent_max,
-            queued_batch_tokens_max=settings.tenant_queued_batch_tokens_max,
-        )
-    return TenantLimits(
-        requests_per_minute=row.requests_per_minute,
-        tokens_per_minute=row.tokens_per_minute,
-        concurrent_max=row.concurrent_max,
-        queued_batch_tokens_max=row.queued_batch_tokens_max,
-    )
+    source, prefix = (settings, "tenant_") if row is None else (row, "")
+    return TenantLimits(**{field.name: getattr(source, prefix + field.name) for field in fields(TenantLimits)})
 
 
 def find_tenant(session: Session, name: str) -> Tenant | None:
@@ -76,8 +65,3 @@ def batch_tokens_left(session: Session, tenant: str, settings: Settings) -> int 
     session.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(f"tidepool:tenant:{tenant}", 0))))
     since = _queued_tokens(session, tenant, besides=before)
     return most - sum(before.values()) - sum(since.values())
-
-
-def list_tenants(session: Session, *, after: str | None, limit: int) -> Page[Tenant]:
-    """One page of the tenants with limits of their own, by name."""
-    return page(session, select(Tenant), Tenant.name, after=after, limit=limit)

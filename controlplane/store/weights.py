@@ -7,7 +7,7 @@ from sqlalchemy.orm import Session
 
 from controlplane.errors import InvalidValueError
 from controlplane.policies.fit import ModelSize, WeightsRoom, why_unfit
-from controlplane.store.fleet import require
+from controlplane.store.rows import require
 from controlplane.store.tables import Model, Node, Profile, Slot
 
 

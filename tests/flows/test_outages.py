@@ -18,9 +18,9 @@ import pytest
 import migrations
 from controlplane.policies.readiness import Loop
 from controlplane.settings import Settings
-from controlplane.store.fleet import require
 from controlplane.store.keys import make_key
 from controlplane.store.loop_runs import read_loop_runs
+from controlplane.store.rows import require
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Node, Role
 from ops.client.api import open_api

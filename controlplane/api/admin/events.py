@@ -45,4 +45,4 @@ def list_events(
     """The newest first. They are kept for TIDEPOOL_EVENT_KEEP_DAYS."""
     which = {"kind": kind, "what": what, "subject": subject, "model": model, "region": region, "node": node}
     page = events.list_events(session, which=which, since=since, after=after, limit=limit)
-    return page_of(Event, page, lambda row: str(row.id))
+    return page_of(Event, page)

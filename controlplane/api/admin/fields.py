@@ -1,14 +1,12 @@
 """Types of names, numbers and pages that the admin API takes. Every one has its limit."""
 
 import re
-from collections.abc import Callable
 from typing import Annotated, Generic, TypeVar
 
 from fastapi import Path, Query
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from controlplane.errors import InvalidValueError
-from controlplane.store.paging import PAGE_MAX, Page
+from controlplane.store.rows import PAGE_MAX, Page
 from controlplane.store.tables import Base
 from dataplane.protocol.model_sources import SOURCE_CHARACTERS_MAX, check_source
 
@@ -87,21 +85,6 @@ class PageOf(BaseModel, Generic[Data]):
     next: str | None
 
 
-def page_of(kind: type[Data], page: Page[Row], cursor: Callable[[Row], str]) -> PageOf[Data]:
+def page_of(kind: type[Data], page: Page[Row]) -> PageOf[Data]:
     """A page of rows as the API answers it."""
-    data = [kind.model_validate(row) for row in page.rows]
-    return PageOf(data=data, has_more=page.has_more, next=cursor(page.rows[-1]) if page.has_more else None)
-
-
-def pair_of(cursor: str | None) -> tuple[str, str] | None:
-    """The two names of a cursor `first|second`.
-
-    Raises:
-        InvalidValueError: it is none.
-    """
-    if cursor is None:
-        return None
-    first, bar, second = cursor.partition("|")
-    if not bar:
-        raise InvalidValueError(f"after: '{cursor}' is no cursor of this list", param="after")
-    return first, second
+    return PageOf(data=[kind.model_validate(row) for row in page.rows], has_more=page.has_more, next=page.next)

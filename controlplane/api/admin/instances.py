@@ -63,4 +63,4 @@ def list_instances(
     """Instances, the oldest first."""
     page = read_instances(session, after=after, limit=limit, live_only=live_only)
     data = instances_shown(session, page.rows, alive_s=state.settings.heartbeat_stale_s)
-    return PageOf(data=data, has_more=page.has_more, next=page.rows[-1].id if page.has_more else None)
+    return PageOf(data=data, has_more=page.has_more, next=page.next)

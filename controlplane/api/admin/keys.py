@@ -8,6 +8,7 @@ from fastapi import APIRouter, BackgroundTasks, Query
 from fastapi import Body as BodyParam
 from pydantic import AwareDatetime, Field
 
+from controlplane.api.admin.changes import audited
 from controlplane.api.admin.fields import (
     After,
     AfterId,
@@ -29,6 +30,7 @@ from controlplane.api.state import SessionDep, State, StateDep
 from controlplane.errors import InvalidValueError, UnavailableError
 from controlplane.store import keys
 from controlplane.store.key_tables import ApiKey, KeyScope
+from controlplane.store.rows import list_rows
 from controlplane.store.tables import Role
 
 EXPIRES_DAYS_MAX = 3650
@@ -112,7 +114,7 @@ class AuditEvent(Answer):
 @router.get("/keys", summary="List keys")
 def list_keys(session: SessionDep, _: Admin, limit: Limit = 20, after: After = None) -> PageOf[Key]:
     """Keys by age, revoked ones too."""
-    return page_of(Key, keys.list_keys(session, after=after, limit=limit), lambda row: row.id)
+    return page_of(Key, list_rows(session, ApiKey, after=after, limit=limit))
 
 
 @router.post("/keys", summary="Make a key", status_code=201)
@@ -140,12 +142,8 @@ def revoke_key(
     key_id: KeyPath, session: SessionDep, state: StateDep, caller: Admin, after_commit: BackgroundTasks
 ) -> Key:
     """The key stops working within seconds, everywhere. The last admin key cannot be revoked (409)."""
-    present = keys.get_key(session, key_id)
-    before = keys.snapshot(present)
-    row = keys.revoke_key(session, key_id)
-    if before["revoked_at"] is None:
-        after = keys.snapshot(row)
-        keys.record(session, actor=caller.name, action="key.revoke", subject=key_id, before=before, after=after)
+    with audited(session, caller, "key.revoke", ApiKey, key_id):
+        row = keys.revoke_key(session, key_id)
     after_commit.add_task(tell_gateways, state, hashes_of(row))
     return Key.model_validate(row)
 
@@ -162,14 +160,12 @@ def rotate_key(
     """The key keeps its id and rights. The present secret works for `overlap_s` more; one that a rotation before left
     working ends now. 409 where the key is revoked or has expired.
     """
-    present = keys.get_key(session, key_id)
-    before, known = keys.snapshot(present), hashes_of(present)
-    made = keys.rotate_key(session, key_id, overlap_s=rotation.overlap_s)
-    after = keys.snapshot(made.row)
-    keys.record(session, actor=caller.name, action="key.rotate", subject=key_id, before=before, after=after)
+    known = hashes_of(keys.get_key(session, key_id))
+    with audited(session, caller, "key.rotate", ApiKey, key_id):
+        made = keys.rotate_key(session, key_id, overlap_s=rotation.overlap_s)
     still_good = hashes_of(made.row) if rotation.overlap_s else {made.row.secret_hash}
     after_commit.add_task(tell_gateways, state, known - still_good)
-    return MadeKey(**after, secret=made.secret)
+    return MadeKey(**keys.snapshot(made.row), secret=made.secret)
 
 
 def hashes_of(row: ApiKey) -> set[str]:
@@ -198,4 +194,4 @@ def list_audit(
 ) -> PageOf[AuditEvent]:
     """Every change, the newest first; `kind` is what an action begins with, up to its dot."""
     page = keys.list_audit(session, actor=actor, kind=kind, subject=subject, since=since, after=after, limit=limit)
-    return page_of(AuditEvent, page, lambda row: str(row.id))
+    return page_of(AuditEvent, page)

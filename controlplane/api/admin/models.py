@@ -6,7 +6,7 @@ from typing import Literal
 from fastapi import APIRouter, BackgroundTasks
 from pydantic import Field
 
-from controlplane.api.admin.changes import put_row
+from controlplane.api.admin.changes import fleet_change
 from controlplane.api.admin.fields import (
     After,
     Answer,
@@ -25,13 +25,13 @@ from controlplane.api.admin.fields import (
     RegionName,
     Seconds,
     page_of,
-    pair_of,
 )
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep
 from controlplane.planner.schedule import enqueue
 from controlplane.store import fleet, tables
+from controlplane.store.rows import list_rows, require
 from controlplane.store.weights import require_fit
 from dataplane.protocol.messages import EngineChoice
 from dataplane.protocol.tiers import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S
@@ -152,52 +152,35 @@ class Endpoint(Answer):
 @router.put("/models/{name:path}", summary="Register a model")
 def put_model(name: ModelPath, change: ModelChange, session: SessionDep, caller: Operator) -> Model:
     """Another checkpoint under a name whose instances are alive is refused (409)."""
-    values = change.model_dump()
-    row = put_row(
-        session,
-        caller,
-        table=tables.Model,
-        key=name,
-        action="model.put",
-        values=values,
-        write=lambda: fleet.put_model(session, tables.Model(name=name, **values)),
-    )
+    with fleet_change(session, caller, "model.put", tables.Model, name):
+        row = fleet.put_model(session, tables.Model(name=name, **change.model_dump()))
     return Model.model_validate(row)
 
 
 @router.get("/models", summary="List models")
 def list_models(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[Model]:
     """Models by name."""
-    return page_of(Model, fleet.list_page(session, tables.Model, after=after, limit=limit), lambda row: row.name)
+    return page_of(Model, list_rows(session, tables.Model, after=after, limit=limit))
 
 
 @router.get("/models/{name:path}", summary="One model")
 def get_model(name: ModelPath, session: SessionDep, _: Viewer) -> Model:
     """A model."""
-    return Model.model_validate(fleet.require(session, tables.Model, name, param="model"))
+    return Model.model_validate(require(session, tables.Model, name, param="model"))
 
 
 @router.put("/profiles", summary="Say what a model does on a GPU type")
 def put_profile(profile: Profile, session: SessionDep, caller: Operator) -> Profile:
     """Placement counts on these numbers; measure them at the SLO."""
-    values = profile.model_dump()
-    row = put_row(
-        session,
-        caller,
-        table=tables.Profile,
-        key=(profile.model, profile.gpu_type),
-        action="profile.put",
-        values=values,
-        write=lambda: fleet.put_profile(session, tables.Profile(**values)),
-    )
+    with fleet_change(session, caller, "profile.put", tables.Profile, (profile.model, profile.gpu_type)):
+        row = fleet.put_profile(session, tables.Profile(**profile.model_dump()))
     return Profile.model_validate(row)
 
 
 @router.get("/profiles", summary="List profiles")
 def list_profiles(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[Profile]:
     """Profiles by model and GPU type."""
-    page = fleet.list_profiles(session, after=pair_of(after), limit=limit)
-    return page_of(Profile, page, lambda row: f"{row.model}|{row.gpu_type}")
+    return page_of(Profile, list_rows(session, tables.Profile, after=after, limit=limit))
 
 
 @router.put("/endpoints", summary="Offer a model in a region")
@@ -209,21 +192,9 @@ def put_endpoint(
     """
     if change.instances_max:
         require_fit(session, model=change.model, region=change.region)
-    row = put_row(
-        session,
-        caller,
-        table=tables.EndpointRow,
-        key=(change.model, change.region),
-        action="endpoint.put",
-        values=change.model_dump(),
-        write=lambda: fleet.put_endpoint(
-            session,
-            model=change.model,
-            region=change.region,
-            minimum=change.instances_min,
-            maximum=change.instances_max,
-        ),
-    )
+    model, region, least, most = change.model, change.region, change.instances_min, change.instances_max
+    with fleet_change(session, caller, "endpoint.put", tables.EndpointRow, (model, region)):
+        row = fleet.put_endpoint(session, model=model, region=region, minimum=least, maximum=most)
     after_commit.add_task(enqueue, "scale")
     return Endpoint.model_validate(row)
 
@@ -231,5 +202,4 @@ def put_endpoint(
 @router.get("/endpoints", summary="List endpoints")
 def list_endpoints(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[Endpoint]:
     """Endpoints by model and region."""
-    page = fleet.list_endpoints(session, after=pair_of(after), limit=limit)
-    return page_of(Endpoint, page, lambda row: f"{row.model}|{row.region}")
+    return page_of(Endpoint, list_rows(session, tables.EndpointRow, after=after, limit=limit))

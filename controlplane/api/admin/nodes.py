@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from pydantic import Field
 from sqlalchemy.orm import Session
 
+from controlplane.api.admin.changes import fleet_change
 from controlplane.api.admin.fields import After, Answer, Limit, NodePath, PageOf
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.admin.instances import Instance, instances_shown
@@ -16,7 +17,8 @@ from controlplane.api.state import SessionDep, State, StateDep
 from controlplane.errors import UnavailableError
 from controlplane.store import fleet, tables
 from controlplane.store.instances import instances_of
-from controlplane.store.keys import record, snapshot
+from controlplane.store.keys import snapshot
+from controlplane.store.rows import list_rows, require
 
 router = APIRouter(tags=["admin: fleet"], route_class=IdempotentRoute)
 
@@ -86,15 +88,14 @@ class NodeDetail(Node):
 @router.get("/nodes", summary="List nodes")
 def list_nodes(session: SessionDep, state: StateDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[Node]:
     """Nodes by name."""
-    page = fleet.list_page(session, tables.Node, after=after, limit=limit)
-    last = page.rows[-1].name if page.has_more else None
-    return PageOf(data=_nodes(session, state, page.rows), has_more=page.has_more, next=last)
+    page = list_rows(session, tables.Node, after=after, limit=limit)
+    return PageOf(data=_nodes(session, state, page.rows), has_more=page.has_more, next=page.next)
 
 
 @router.get("/nodes/{name}", summary="One node, with its instances and its last heartbeat")
 def get_node(name: NodePath, session: SessionDep, state: StateDep, _: Viewer) -> NodeDetail:
     """What the control plane wants of the node (`instances`), and what the node says (`live`)."""
-    row = fleet.require(session, tables.Node, name, param="node")
+    row = require(session, tables.Node, name, param="node")
     wanted = instances_shown(session, instances_of(session, name), alive_s=state.settings.heartbeat_stale_s)
     live, error = _live(state, name)
     node = _nodes(session, state, [row])[0]
@@ -116,13 +117,9 @@ def undrain_node(name: NodePath, session: SessionDep, state: StateDep, caller: O
 
 
 def _set_draining(session: Session, state: State, caller: Caller, name: str, *, draining: bool) -> Node:
-    fleet.fleet_index(session, lock=True)
-    row = fleet.require(session, tables.Node, name, param="node")
-    if row.draining != draining:
-        before = snapshot(row)
-        fleet.set_node_draining(session, name, draining=draining)
-        action = "node.drain" if draining else "node.undrain"
-        record(session, actor=caller.name, action=action, subject=name, before=before, after=snapshot(row))
+    action = "node.drain" if draining else "node.undrain"
+    with fleet_change(session, caller, action, tables.Node, name):
+        row = fleet.set_node_draining(session, name, draining=draining)
     return _nodes(session, state, [row])[0]
 
 

@@ -88,7 +88,7 @@ def list_pins(
     after: After = None,
 ) -> PageOf[Pin]:
     """Pins, the oldest first."""
-    return page_of(Pin, pins.list_pins(session, after=after, limit=limit, live_only=live_only), lambda row: row.id)
+    return page_of(Pin, pins.list_pins(session, after=after, limit=limit, live_only=live_only))
 
 
 @router.get("/pins/{pin_id}", summary="A pin")

@@ -21,6 +21,7 @@ from controlplane.store import plans
 from controlplane.store.demand import latest_demand_s
 from controlplane.store.keys import record
 from controlplane.store.plan_tables import Plan, PlanEntry
+from controlplane.store.rows import list_rows
 
 router = APIRouter(tags=["admin: plans"], route_class=IdempotentRoute)
 
@@ -163,7 +164,7 @@ def create_plan(body: NewPlan, state: StateDep, session: SessionDep, caller: Ope
 @router.get("/plans", summary="List plans")
 def list_plans(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[PlanView]:
     """The newest first."""
-    return page_of(PlanView, plans.list_plans(session, after=after, limit=limit), lambda row: row.id)
+    return page_of(PlanView, list_rows(session, Plan, after=after, limit=limit, newest_first=True))
 
 
 @router.get("/plans/{plan_id}", summary="A plan")

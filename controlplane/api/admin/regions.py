@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from fastapi import Body as BodyParam
 from pydantic import Field
 
-from controlplane.api.admin.changes import put_row
+from controlplane.api.admin.changes import fleet_change
 from controlplane.api.admin.fields import (
     After,
     Answer,
@@ -21,12 +21,12 @@ from controlplane.api.admin.fields import (
     RegionName,
     RegionPath,
     page_of,
-    pair_of,
 )
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep
-from controlplane.store import fleet, latencies, tables
+from controlplane.store import fleet, tables
+from controlplane.store.rows import list_rows, require
 
 router = APIRouter(tags=["admin: fleet"], route_class=IdempotentRoute)
 
@@ -77,76 +77,53 @@ def put_region(
     change: Annotated[RegionChange, BodyParam(default_factory=RegionChange)],
 ) -> Region:
     """Traffic that cannot stay in its own region tries the others by rising `position`."""
-    row = put_row(
-        session,
-        caller,
-        table=tables.Region,
-        key=name,
-        action="region.put",
-        values={} if change.position is None else {"position": change.position},
-        write=lambda: fleet.put_region(session, name=name, position=change.position),
-    )
+    with fleet_change(session, caller, "region.put", tables.Region, name):
+        row = fleet.put_region(session, name=name, position=change.position)
     return Region.model_validate(row)
 
 
 @router.get("/regions", summary="List regions")
 def list_regions(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[Region]:
     """Regions by name."""
-    return page_of(Region, fleet.list_page(session, tables.Region, after=after, limit=limit), lambda row: row.name)
+    return page_of(Region, list_rows(session, tables.Region, after=after, limit=limit))
 
 
 @router.get("/regions/{name}", summary="One region")
 def get_region(name: RegionPath, session: SessionDep, _: Viewer) -> Region:
     """A region."""
-    return Region.model_validate(fleet.require(session, tables.Region, name, param="region"))
+    return Region.model_validate(require(session, tables.Region, name, param="region"))
 
 
 @router.put("/region-latencies", summary="Say how far a region is from another")
 def put_latency(latency: RegionLatency, session: SessionDep, caller: Operator) -> RegionLatency:
     """Traffic that cannot stay in its own region tries the nearest other first; one of unknown latency comes last."""
-    values = latency.model_dump()
-    row = put_row(
-        session,
-        caller,
-        table=tables.RegionLatency,
-        key=(latency.origin, latency.destination),
-        action="region_latency.put",
-        values=values,
-        write=lambda: latencies.put_latency(session, **values),
-    )
+    key = (latency.origin, latency.destination)
+    with fleet_change(session, caller, "region_latency.put", tables.RegionLatency, key):
+        row = fleet.put_latency(session, **latency.model_dump())
     return RegionLatency.model_validate(row)
 
 
 @router.get("/region-latencies", summary="List latencies between regions")
 def list_latencies(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[RegionLatency]:
     """Latencies by origin and destination."""
-    page = latencies.list_latencies(session, after=pair_of(after), limit=limit)
-    return page_of(RegionLatency, page, lambda row: f"{row.origin}|{row.destination}")
+    return page_of(RegionLatency, list_rows(session, tables.RegionLatency, after=after, limit=limit))
 
 
 @router.put("/gpu-types/{name}", summary="Register a GPU type, or change what it costs")
 def put_gpu_type(name: GpuTypePath, change: GpuTypeChange, session: SessionDep, caller: Operator) -> GpuType:
     """A GPU type; nodes name it when they join."""
-    values = change.model_dump()
-    row = put_row(
-        session,
-        caller,
-        table=tables.GpuType,
-        key=name,
-        action="gpu_type.put",
-        values=values,
-        write=lambda: fleet.put_gpu_type(session, name=name, **values),
-    )
+    with fleet_change(session, caller, "gpu_type.put", tables.GpuType, name):
+        row = fleet.put_gpu_type(session, name=name, **change.model_dump())
     return GpuType.model_validate(row)
 
 
 @router.get("/gpu-types", summary="List GPU types")
 def list_gpu_types(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[GpuType]:
     """GPU types by name."""
-    return page_of(GpuType, fleet.list_page(session, tables.GpuType, after=after, limit=limit), lambda row: row.name)
+    return page_of(GpuType, list_rows(session, tables.GpuType, after=after, limit=limit))
 
 
 @router.get("/gpu-types/{name}", summary="One GPU type")
 def get_gpu_type(name: GpuTypePath, session: SessionDep, _: Viewer) -> GpuType:
     """A GPU type."""
-    return GpuType.model_validate(fleet.require(session, tables.GpuType, name, param="gpu_type"))
+    return GpuType.model_validate(require(session, tables.GpuType, name, param="gpu_type"))

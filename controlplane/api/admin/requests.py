@@ -7,7 +7,6 @@ from fastapi import APIRouter, Query
 from pydantic import Field
 
 from controlplane.api.admin.fields import (
-    INT64_MAX,
     TIME_S_MAX,
     After,
     Answer,
@@ -20,7 +19,7 @@ from controlplane.api.admin.fields import (
 )
 from controlplane.api.auth import Admin
 from controlplane.api.state import SessionDep, StateDep
-from controlplane.errors import InvalidValueError, NotFoundError
+from controlplane.errors import NotFoundError
 from controlplane.store.request_log import find_requests
 from controlplane.store.request_log import list_requests as read_requests
 
@@ -89,9 +88,9 @@ def list_requests(
 ) -> PageOf[LoggedRequest]:
     """Requests of the last day, the newest first."""
     page = read_requests(
-        session, outcome=outcome, model=model, tenant=tenant, since_s=since_s, after=_number(after), limit=limit
+        session, outcome=outcome, model=model, tenant=tenant, since_s=since_s, after=after, limit=limit
     )
-    return page_of(LoggedRequest, page, lambda row: str(row.number))
+    return page_of(LoggedRequest, page)
 
 
 @router.get("/requests/{request_id}", summary="How a request went")
@@ -101,11 +100,3 @@ def get_request(request_id: RequestPath, session: SessionDep, state: StateDep, _
     if not rows:
         raise nothing_found(request_id, state.settings.request_log_keep_s)
     return LoggedRequests(data=[LoggedRequest.model_validate(row) for row in rows])
-
-
-def _number(cursor: str | None) -> int | None:
-    if cursor is None:
-        return None
-    if not (cursor.isascii() and cursor.isdigit() and int(cursor) <= INT64_MAX):
-        raise InvalidValueError(f"after: '{cursor}' is no cursor of this list", param="after")
-    return int(cursor)

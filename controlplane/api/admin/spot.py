@@ -70,8 +70,7 @@ def list_spot(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = 
     """Donated instances by id, with their leases."""
     page = spot.list_spot(session, after=after, limit=limit)
     leases = spot.active_leases(session)
-    last = page.rows[-1].id if page.has_more else None
-    return PageOf(data=[_shown(row, leases) for row in page.rows], has_more=page.has_more, next=last)
+    return PageOf(data=[_shown(row, leases) for row in page.rows], has_more=page.has_more, next=page.next)
 
 
 @router.post("/spot/{instance_id}/lease", summary="Lease a spot instance", status_code=201)

@@ -1,5 +1,6 @@
 """Tenants and what they may use."""
 
+from dataclasses import asdict
 from datetime import datetime
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Admin, Viewer
 from controlplane.api.state import SessionDep, StateDep
 from controlplane.store import key_tables, tenants
+from controlplane.store.rows import list_rows
 
 router = APIRouter(tags=["admin: keys"], route_class=IdempotentRoute)
 TenantPath = Annotated[Tenant, Path(description="the tenant's name")]
@@ -59,7 +61,7 @@ class TenantDetail(TenantLimits):
 @router.get("/tenants", summary="List tenants with limits of their own")
 def list_tenants(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[OwnLimits]:
     """Tenants by name; all others have the limits of the settings."""
-    return page_of(OwnLimits, tenants.list_tenants(session, after=after, limit=limit), lambda row: row.name)
+    return page_of(OwnLimits, list_rows(session, key_tables.Tenant, after=after, limit=limit))
 
 
 @router.get("/tenants/{name}", summary="What a tenant may use")
@@ -69,10 +71,7 @@ def get_tenant(name: TenantPath, session: SessionDep, state: StateDep, _: Viewer
     limits = tenants.limits_of(row, state.settings)
     return TenantDetail(
         name=name,
-        requests_per_minute=limits.requests_per_minute,
-        tokens_per_minute=limits.tokens_per_minute,
-        concurrent_max=limits.concurrent_max,
-        queued_batch_tokens_max=limits.queued_batch_tokens_max,
+        **asdict(limits),
         is_default=row is None,
         queued_batch_tokens=tenants.queued_batch_tokens(session, name),
     )
@@ -81,17 +80,16 @@ def get_tenant(name: TenantPath, session: SessionDep, state: StateDep, _: Viewer
 @router.put("/tenants/{name}", summary="Limit a tenant")
 def put_tenant(name: TenantPath, change: TenantChange, session: SessionDep, caller: Admin) -> OwnLimits:
     """Counts across all gateways, within seconds. What runs goes on; what is queued already stays."""
-    row = key_tables.Tenant(name=name, **change.model_dump())
-    with audited(session, caller, action="tenant.put", subject=name, find=lambda: tenants.find_tenant(session, name)):
-        kept = tenants.put_tenant(session, row)
-    return OwnLimits.model_validate(kept)
+    tenants.find_tenant(session, name)
+    with audited(session, caller, "tenant.put", key_tables.Tenant, name):
+        row = tenants.put_tenant(session, key_tables.Tenant(name=name, **change.model_dump()))
+    return OwnLimits.model_validate(row)
 
 
 @router.delete("/tenants/{name}", summary="Let a tenant have the default limits again")
 def delete_tenant(name: TenantPath, session: SessionDep, state: StateDep, caller: Admin) -> TenantDetail:
     """Saying it again changes nothing."""
-    with audited(
-        session, caller, action="tenant.delete", subject=name, find=lambda: tenants.find_tenant(session, name)
-    ):
+    tenants.find_tenant(session, name)
+    with audited(session, caller, "tenant.delete", key_tables.Tenant, name):
         tenants.delete_tenant(session, name)
     return get_tenant(name, session, state, caller)

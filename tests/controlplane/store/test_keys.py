@@ -6,7 +6,9 @@ import pytest
 from sqlalchemy import text
 
 from controlplane.errors import ConflictError, NotFoundError
-from controlplane.store.keys import find_key, hash_secret, list_keys, make_key, revoke_key, snapshot
+from controlplane.store.key_tables import ApiKey
+from controlplane.store.keys import find_key, hash_secret, make_key, revoke_key, snapshot
+from controlplane.store.rows import list_rows
 from controlplane.store.session import Database
 from controlplane.store.tables import Role
 
@@ -36,7 +38,7 @@ def test_only_good_keys_are_found(database: Database) -> None:
         assert find_key(session, made["later"].secret) is None
         assert find_key(session, made["none"].row.secret_hash) is None, "the hash is not the secret"
         assert find_key(session, "") is None
-        assert len(list_keys(session, after=None, limit=10).rows) == 3, "revoked keys stay for the audit"
+        assert len(list_rows(session, ApiKey, after=None, limit=10).rows) == 3, "revoked keys stay for the audit"
         with pytest.raises(NotFoundError):
             revoke_key(session, "key_unknown")
 

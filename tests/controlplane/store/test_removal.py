@@ -15,7 +15,7 @@ from controlplane.settings import Settings
 from controlplane.store import removal
 from controlplane.store.batch_tables import Batch, BatchModel, File
 from controlplane.store.demand import IW, DemandRow, put_demand, read_demand
-from controlplane.store.fleet import find, fleet_index
+from controlplane.store.fleet import fleet_index
 from controlplane.store.instances import desired_of, set_desired
 from controlplane.store.keys import make_key, revoke_key
 from controlplane.store.pins import add_pin, remove_pin
@@ -86,8 +86,8 @@ def test_a_model_is_refused_while_endpoints_batches_or_keys_of_its_own_use_it(wo
         removal.delete_model(session, MODEL)
         assert fleet_index(session) > index, "plans made with it are stale"
     with world.database.transaction() as session:
-        assert find(session, Model, MODEL) is None
-        assert find(session, Profile, (MODEL, "H800")) is None
+        assert session.get(Model, MODEL) is None
+        assert session.get(Profile, (MODEL, "H800")) is None
         assert read_demand(session, kind=IW, since_s=0, until_s=999, only=HERE)[HERE], "history stays"
         with pytest.raises(NotFoundError, match="is not registered"):
             removal.delete_model(session, MODEL)
@@ -140,9 +140,9 @@ def test_regions_gpu_types_and_nodes(world: World) -> None:
         removal.delete_region(session, "us-east")
         removal.delete_gpu_type(session, "H800")
     with world.database.transaction() as session:
-        assert (find(session, Region, "us-east"), find(session, GpuType, "H800")) == (None, None)
-        assert find(session, Profile, (MODEL, "H800")) is None
-        assert find(session, Model, MODEL) is not None
+        assert (session.get(Region, "us-east"), session.get(GpuType, "H800")) == (None, None)
+        assert session.get(Profile, (MODEL, "H800")) is None
+        assert session.get(Model, MODEL) is not None
 
 
 def is_anyone_waiting(world: World) -> bool:

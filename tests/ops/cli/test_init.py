@@ -13,7 +13,9 @@ import structlog
 from sqlalchemy import text
 
 from controlplane.settings import Settings
-from controlplane.store.keys import find_key, list_keys, rotate_key
+from controlplane.store.key_tables import ApiKey
+from controlplane.store.keys import find_key, rotate_key
+from controlplane.store.rows import list_rows
 from controlplane.store.session import Database
 from ops.local.bootstrap import FirstKeys, keep_secrets, make_secrets, store_keys
 from tests.ops.cli.test_main import Run, database, run, served
@@ -47,7 +49,7 @@ def test_the_first_keys_without_up(init: Run, database: Database, tmp_path: Path
     assert "tidepool key create n1 --role node --node n1" in again.err
     assert json.loads((tmp_path / "keys.json").read_text()) == kept
     with database.transaction() as session:
-        assert len(list_keys(session, after=None, limit=20).rows) == 3
+        assert len(list_rows(session, ApiKey, after=None, limit=20).rows) == 3
 
 
 def test_for_a_secrets_manager(init: Run, database: Database, tmp_path: Path) -> None:

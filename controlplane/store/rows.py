@@ -1,0 +1,88 @@
+"""Rows of any table: one by its key, or a page of them in the order of their keys."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from sqlalchemy import Column, ColumnElement, Integer, Select, inspect, select, tuple_
+from sqlalchemy.orm import Session
+
+from controlplane.errors import InvalidValueError, NotFoundError
+from controlplane.store.tables import Base
+
+PAGE_MAX = 100
+_INT64_MAX = 2**63 - 1
+Row = TypeVar("Row", bound=Base)
+Key = str | tuple[str, str]
+
+
+def require(session: Session, table: type[Row], key: Key, *, param: str) -> Row:
+    """The row of that key.
+
+    Raises:
+        NotFoundError: there is none; it names `param`.
+    """
+    row = session.get(table, key)
+    if row is None:
+        name = key if isinstance(key, str) else " in ".join(key)
+        missing = "does not exist" if param.endswith("_id") else "is not registered"
+        raise NotFoundError(f"{param.removesuffix('_id')} '{name}' {missing}", param=param)
+    return row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page(Generic[Row]):
+    """Some rows, and the cursor of the page that follows; None: there is none."""
+
+    rows: list[Row]
+    next: str | None
+
+    @property
+    def has_more(self) -> bool:
+        return self.next is not None
+
+
+def page(
+    session: Session, query: Select[Row], *, after: str | int | None, limit: int, newest_first: bool = False
+) -> Page[Row]:
+    """The rows of `query` in the order of their primary key that follow the cursor `after`: a key, or the names of a
+    key of two with a bar between them.
+
+    Raises:
+        InvalidValueError: `after` is no such cursor.
+    """
+    assert 1 <= limit <= PAGE_MAX
+    columns = inspect(query.column_descriptions[0]["entity"]).primary_key
+    key: ColumnElement[Any] = columns[0] if len(columns) == 1 else tuple_(*columns)
+    if after is not None:
+        start = _start(after, columns)
+        query = query.where(key < start if newest_first else key > start)
+    rows = list(session.scalars(query.order_by(key.desc() if newest_first else key).limit(limit + 1)))
+    last = [str(getattr(rows[limit - 1], column.key)) for column in columns] if len(rows) > limit else None
+    return Page(rows=rows[:limit], next=None if last is None else "|".join(last))
+
+
+def list_rows(
+    session: Session, table: type[Row], *, after: str | None, limit: int, newest_first: bool = False
+) -> Page[Row]:
+    """One page of all rows of a table."""
+    return page(session, select(table), after=after, limit=limit, newest_first=newest_first)
+
+
+def matching(table: type[Row], values: Mapping[str, Any]) -> list[ColumnElement[bool]]:
+    """Conditions that columns have these values; None: any."""
+    return [getattr(table, name) == value for name, value in values.items() if value is not None]
+
+
+def _start(cursor: str | int, columns: Sequence[Column[Any]]) -> Any:
+    """The key that a cursor names, in the type of its columns."""
+    if isinstance(cursor, int):
+        return cursor
+    names = cursor.split("|", 1) if len(columns) > 1 else [cursor]
+    is_number = isinstance(columns[0].type, Integer)
+    known = len(names) == len(columns)
+    if is_number:
+        known = cursor.isascii() and cursor.isdigit() and int(cursor) <= _INT64_MAX
+    if not known:
+        raise InvalidValueError(f"after: '{cursor}' is no cursor of this list", param="after")
+    return int(cursor) if is_number else names[0] if len(names) == 1 else tuple(names)
