@@ -6,23 +6,27 @@ from sqlalchemy import create_engine, pool
 from controlplane.settings import Settings, psycopg_url
 from controlplane.store import (
     batch_tables,
-    demand_tables,
-    event_tables,
-    key_tables,
-    plan_tables,
+    demand,
+    events,
+    keys,
+    pins,
+    plans,
     request_log,
     tables,
-    usage_tables,
+    tenants,
+    usage,
 )
 
 for module, table in (
     (batch_tables, "batches"),
-    (demand_tables, "forecasts"),
-    (event_tables, "events"),
-    (key_tables, "api_keys"),
-    (plan_tables, "plans"),
+    (demand, "forecasts"),
+    (events, "events"),
+    (keys, "api_keys"),
+    (pins, "pins"),
+    (plans, "plans"),
     (request_log, "request_log"),
-    (usage_tables, "usage_hours"),
+    (tenants, "tenants"),
+    (usage, "usage_hours"),
 ):
     assert table in tables.Base.metadata.tables, f"{module.__name__} adds its tables to the same metadata"
 target = tables.Base.metadata

@@ -32,7 +32,7 @@ from controlplane.serving.send import Sender
 from controlplane.serving.usage import UsageCounter
 from controlplane.settings import Settings
 from controlplane.store.blobs.open import open_blobs
-from controlplane.store.key_tables import KeyScope
+from controlplane.store.keys import KeyScope
 from controlplane.store.redis.limits import LimitStore
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database, make_engine

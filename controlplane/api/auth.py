@@ -9,7 +9,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from controlplane.api.credentials import Caller
 from controlplane.api.state import state_of
 from controlplane.errors import AuthenticationError, PermissionDeniedError, UnknownModelError
-from controlplane.store.key_tables import KeyScope
+from controlplane.store.keys import KeyScope
 from controlplane.store.tables import Role
 
 NO_KEY = "You didn't provide an API key. Send it as 'Authorization: Bearer KEY'."

@@ -15,8 +15,7 @@ from controlplane.errors import AuthenticationError, UnavailableError
 from controlplane.policies.limits import TenantLimits
 from controlplane.serving.background import in_background
 from controlplane.settings import Settings
-from controlplane.store.key_tables import KeyScope
-from controlplane.store.keys import find_with_tenant, hash_secret
+from controlplane.store.keys import KeyScope, find_with_tenant, hash_secret
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from controlplane.store.tables import Role

@@ -19,8 +19,7 @@ from controlplane.policies.plan_approval import (
     choose_approval,
 )
 from controlplane.settings import Settings
-from controlplane.store.plan_tables import Plan, PlanEntry
-from controlplane.store.plans import new_plan_id
+from controlplane.store.plans import Plan, PlanEntry, new_plan_id
 
 
 @dataclass(frozen=True, kw_only=True)

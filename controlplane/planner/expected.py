@@ -17,8 +17,7 @@ from controlplane.planner.forecast import forecast_one, make_forecast, series_to
 from controlplane.policies.demand import demand_to_plan
 from controlplane.policies.facts import Endpoint
 from controlplane.settings import Settings
-from controlplane.store.demand import IW, NIW, last_forecasts, mean_demand, peak_demand, read_forecasts
-from controlplane.store.demand_tables import Forecast
+from controlplane.store.demand import IW, NIW, Forecast, last_forecasts, mean_demand, peak_demand, read_forecasts
 from controlplane.store.session import Database
 from controlplane.store.tables import Json
 

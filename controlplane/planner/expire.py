@@ -10,15 +10,17 @@ from sqlalchemy.orm import Session
 from controlplane.planner.runs import JobsRun, run_jobs
 from controlplane.settings import Settings
 from controlplane.store.blobs.base import BlobStore
-from controlplane.store.events import forget_events, note_lost
+from controlplane.store.demand import forget_demand, forget_forecasts, forget_measured_minutes
+from controlplane.store.events import Event, note_lost
 from controlplane.store.files import expire_files, known_files
 from controlplane.store.instances import forget_stopped, lose_silent_nodes
-from controlplane.store.keys import forget_answers
+from controlplane.store.keys import IdempotencyKey
+from controlplane.store.plans import forget_plans
 from controlplane.store.queue import expire_leases, expire_requests
-from controlplane.store.request_log import forget_requests
-from controlplane.store.retention import forget_demand, forget_forecasts, forget_measured_minutes, forget_plans
+from controlplane.store.request_log import LoggedRequest
+from controlplane.store.rows import delete_older
 from controlplane.store.session import Database
-from controlplane.store.usage import add_up_usage, forget_usage
+from controlplane.store.usage import UsageHour, add_up_usage
 
 _DAY_S = 86_400
 _ORPHAN_S = 86_400.0
@@ -43,7 +45,7 @@ def expire(database: Database, blobs: BlobStore, settings: Settings) -> JobsRun:
             "request_log": partial(
                 _in_pieces,
                 database,
-                partial(forget_requests, keep_s=settings.request_log_keep_s),
+                partial(delete_older, column=LoggedRequest.ended_at, keep_s=settings.request_log_keep_s),
                 _PIECES_EXPIRED_MAX,
             ),
         }
@@ -58,10 +60,10 @@ def sweep(database: Database, blobs: BlobStore, settings: Settings, *, now_s: fl
         "demand": partial(forget_demand, before_s=at_s - settings.demand_keep_days * _DAY_S),
         "forecasts": partial(forget_forecasts, before_s=at_s - settings.forecast_keep_days * _DAY_S),
         "plans": partial(forget_plans, keep_s=settings.plan_keep_days * _DAY_S),
-        "events": partial(forget_events, keep_s=settings.event_keep_days * _DAY_S),
+        "events": partial(delete_older, column=Event.at, keep_s=settings.event_keep_days * _DAY_S),
         "stopped_instances": partial(forget_stopped, keep_s=settings.instance_keep_days * _DAY_S),
-        "idempotency_keys": partial(forget_answers, keep_s=_DAY_S),
-        "usage": partial(forget_usage, keep_s=settings.usage_keep_days * _DAY_S),
+        "idempotency_keys": partial(delete_older, column=IdempotencyKey.created_at, keep_s=_DAY_S),
+        "usage": partial(delete_older, column=UsageHour.hour, keep_s=settings.usage_keep_days * _DAY_S),
     }
     jobs = {name: partial(_in_pieces, database, forget, _PIECES_SWEPT_MAX) for name, forget in old.items()}
     return run_jobs(

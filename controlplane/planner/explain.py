@@ -8,8 +8,7 @@ from sqlalchemy.orm import Session
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.plan_explanations import CellTold, ForecastRecord, PlanTold, PoolTold, SeriesTold, tell_plan
 from controlplane.store.demand import read_record
-from controlplane.store.plan_tables import Plan
-from controlplane.store.plans import entries_of, get_plan, inputs_of
+from controlplane.store.plans import Plan, entries_of, get_plan, inputs_of
 
 _DAY_S = 86_400
 _ENDPOINTS_MAX = 50

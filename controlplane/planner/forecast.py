@@ -8,13 +8,13 @@ from controlplane.policies.facts import Endpoint
 from controlplane.settings import Settings
 from controlplane.store.demand import (
     IW,
+    Forecast,
     drop_forecast_states,
     endpoints_with_demand,
     put_forecasts,
     read_demand,
     read_forecast_state,
 )
-from controlplane.store.demand_tables import Forecast
 from forecasts.selection.select import forecast_peak
 from forecasts.series import DemandSeries
 from forecasts.settings import ForecastSettings

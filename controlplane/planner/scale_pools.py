@@ -9,7 +9,7 @@ from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.store.fleet import FleetInventory
 from controlplane.store.instances import dedicated_copy
-from controlplane.store.plan_tables import Plan
+from controlplane.store.plans import Plan
 from controlplane.store.tables import Desired, Instance
 
 

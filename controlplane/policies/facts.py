@@ -29,6 +29,18 @@ class EndpointGpu(Struct, frozen=True, kw_only=True, order=True):
     region: str
     gpu_type: str
 
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(model=self.model, region=self.region)
+
+    @property
+    def place(self) -> "RegionGpu":
+        return RegionGpu(region=self.region, gpu_type=self.gpu_type)
+
+    @property
+    def pair(self) -> "ModelGpu":
+        return ModelGpu(model=self.model, gpu_type=self.gpu_type)
+
 
 class RegionGpu(Struct, frozen=True, kw_only=True, order=True):
     """A GPU type in a region."""

@@ -2,19 +2,97 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Subquery, exists, func, literal, or_, select, text, tuple_, union_all, update
-from sqlalchemy.dialects.postgresql import distinct_on, insert
-from sqlalchemy.orm import Session, undefer
+from sqlalchemy import (
+    CheckConstraint,
+    Index,
+    Subquery,
+    exists,
+    func,
+    literal,
+    or_,
+    select,
+    text,
+    tuple_,
+    union_all,
+    update,
+)
+from sqlalchemy.dialects.postgresql import JSONB, distinct_on, insert
+from sqlalchemy.orm import Mapped, Session, mapped_column, undefer
 
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.plan_explanations import ForecastRecord
-from controlplane.store.demand_tables import DemandBucket, DemandMinute, DemandSpan, Forecast
+from controlplane.store.rows import delete_some
+from controlplane.store.tables import Base, Json
 
 IW, NIW = "IW", "NIW"
 _WRITERS_TURN = 7303015
 _HOUR_S, _WINDOW_S, _MINUTE_S = 3600, 300, 60
+
+
+class DemandBucket(Base):
+    """Input tokens per second of one minute. `kind`: IW (both interactive tiers) or NIW. No row of kind IW is zero
+    where minute and endpoint were measured (`DemandMinute`, `DemandSpan`); any other minute without a row is a gap.
+    `imported_at`: when it was imported; None: it was measured.
+    """
+
+    __tablename__ = "demand_buckets"
+    __table_args__ = (
+        CheckConstraint("kind IN ('IW', 'NIW')", name="kind_known"),
+        CheckConstraint("mod(start_s, 60) = 0", name="minute"),
+        CheckConstraint("tokens_per_s >= 0", name="positive"),
+        Index("ix_demand_buckets_start_s", "start_s"),
+    )
+    model: Mapped[str] = mapped_column(primary_key=True)
+    region: Mapped[str] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    start_s: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    tokens_per_s: Mapped[float]
+    imported_at: Mapped[datetime | None]
+
+
+class DemandMinute(Base):
+    """A minute that was measured: some gateway was counting in it."""
+
+    __tablename__ = "demand_minutes"
+    __table_args__ = (CheckConstraint("mod(start_s, 60) = 0", name="minute"),)
+    start_s: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+
+
+class DemandSpan(Base):
+    """An endpoint is measured from the minute `since_s` until before `until_s`; None: it is still."""
+
+    __tablename__ = "demand_spans"
+    __table_args__ = (
+        CheckConstraint("until_s > since_s", name="order"),
+        Index("uq_demand_spans_open", "model", "region", unique=True, postgresql_where=text("until_s IS NULL")),
+    )
+    model: Mapped[str] = mapped_column(primary_key=True)
+    region: Mapped[str] = mapped_column(primary_key=True)
+    since_s: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    until_s: Mapped[int | None]
+
+
+class Forecast(Base):
+    """What one series was expected to reach in the hour after `origin_s`, and who said so. `candidates` and `state`
+    take kilobytes each and are read only where they are asked for.
+    """
+
+    __tablename__ = "forecasts"
+    model: Mapped[str] = mapped_column(primary_key=True)
+    region: Mapped[str] = mapped_column(primary_key=True)
+    origin_s: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    forecaster: Mapped[str]
+    peak_q50: Mapped[float]
+    peak_upper: Mapped[float]
+    quantile: Mapped[float]
+    path: Mapped[list[Any]]
+    candidates: Mapped[Json] = mapped_column(deferred=True)
+    state: Mapped[Json | None] = mapped_column(JSONB(none_as_null=True), deferred=True)
+    reason: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,3 +363,29 @@ def read_record(session: Session, endpoints: Sequence[Endpoint], *, since_s: int
         )
     ).one()
     return ForecastRecord(hours=hours, covered=covered, error_sum=error_sum, actual_sum=actual_sum)
+
+
+def forget_forecasts(session: Session, *, before_s: int, count_max: int) -> int:
+    """Delete at most `count_max` forecasts with an origin before the Unix time `before_s`; returns how many."""
+    return delete_some(session, Forecast, Forecast.origin_s < before_s, order=Forecast.origin_s, count_max=count_max)
+
+
+def forget_demand(session: Session, *, before_s: int, count_max: int) -> int:
+    """Delete at most `count_max` minutes of demand from before the Unix time `before_s`; returns how many. A trace that
+    was imported may be older: it stays until its import is as long ago.
+    """
+    imported_at = DemandBucket.imported_at
+    old = (DemandBucket.start_s < before_s, or_(imported_at.is_(None), imported_at < func.to_timestamp(before_s)))
+    return delete_some(session, DemandBucket, *old, order=DemandBucket.start_s, count_max=count_max)
+
+
+def forget_measured_minutes(session: Session, *, before_s: int, count_max: int) -> int:
+    """Delete at most `count_max` records of measured minutes before the Unix time `before_s`, and as many of endpoints
+    that were measured until then; returns the larger count.
+    """
+    spans = DemandSpan.until_s < before_s
+    minutes = DemandMinute.start_s < before_s
+    return max(
+        delete_some(session, DemandSpan, spans, order=DemandSpan.until_s, count_max=count_max),
+        delete_some(session, DemandMinute, minutes, order=DemandMinute.start_s, count_max=count_max),
+    )

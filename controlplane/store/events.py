@@ -1,15 +1,35 @@
 """Events: reading them, forgetting old ones, and the one kind that no change of a row tells of: a node that is lost."""
 
 from collections.abc import Collection, Mapping
-from datetime import datetime, timedelta
+from datetime import datetime
 
-from sqlalchemy import func, insert, literal, select
-from sqlalchemy.orm import Session
+from sqlalchemy import CheckConstraint, Identity, Index, func, insert, literal, select
+from sqlalchemy.orm import Mapped, Session, mapped_column
 
-from controlplane.store.event_tables import Event
-from controlplane.store.retention import delete_some
 from controlplane.store.rows import Page, matching, page
-from controlplane.store.tables import Node
+from controlplane.store.tables import Base, Node
+
+
+class Event(Base):
+    """What the system did, one change of an instance, a node or a plan a row. Triggers of those tables write it, in the
+    transaction of the change, whoever makes it (migration 0022). What people do is in the audit.
+    """
+
+    __tablename__ = "events"
+    __table_args__ = (
+        CheckConstraint("kind IN ('instance', 'node', 'plan')", name="kind_known"),
+        Index("ix_events_at", "at"),
+        Index("ix_events_subject", "subject", "id"),
+    )
+    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
+    at: Mapped[datetime] = mapped_column(server_default=func.now())
+    kind: Mapped[str]
+    what: Mapped[str]
+    subject: Mapped[str]
+    model: Mapped[str | None]
+    region: Mapped[str | None]
+    node: Mapped[str | None]
+    message: Mapped[str | None]
 
 
 def list_events(
@@ -33,9 +53,3 @@ def note_lost(session: Session, nodes: Collection[str]) -> int:
     ).where(Node.name.in_(nodes), ~noted.where(Event.at > Node.last_seen_at).exists())
     noted_now = insert(Event).from_select(["kind", "what", "subject", "region", "node", "message"], lost)
     return len(session.execute(noted_now.returning(Event.id)).all())
-
-
-def forget_events(session: Session, *, keep_s: float, count_max: int) -> int:
-    """Delete at most `count_max` events that are older than `keep_s` seconds; returns how many."""
-    old = Event.at < func.now() - timedelta(seconds=keep_s)
-    return delete_some(session, Event, old, order=Event.at, count_max=count_max)

@@ -16,8 +16,7 @@ from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import INSTANCE, InstanceState, can_move
 from controlplane.store.demand import IW, mean_demand
 from controlplane.store.fleet import fleet_index
-from controlplane.store.retention import delete_some
-from controlplane.store.rows import Page, page
+from controlplane.store.rows import Page, delete_some, page
 from controlplane.store.spot import active_leases, end_leases
 from controlplane.store.storable import storable
 from controlplane.store.tables import Desired, Instance, LeaseEnd, Model, Node

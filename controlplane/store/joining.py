@@ -1,14 +1,17 @@
 """Nodes that join: what they offer, and what becomes of the instances they held before."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError
 from controlplane.store.fleet import bump_index
 from controlplane.store.instances import instances_of, set_desired, touch_generations
+from controlplane.store.keys import snapshot
 from controlplane.store.rows import require
 from controlplane.store.spot import end_leases
 from controlplane.store.tables import Desired, GpuType, Instance, LeaseEnd, Node, Region, Slot
@@ -35,23 +38,14 @@ def join_node(session: Session, join: Join) -> Joined:
     require(session, Region, join.region, param="region")
     require(session, GpuType, join.gpu_type, param="gpu_type")
     present = session.get(Node, join.node)
-    slots = [_row(join.node, index, spec) for index, spec in enumerate(join.slots)]
-    if present is not None and _says(present) == _said(join) and _slots_equal(session, present.name, slots):
+    slots = [Slot(node=join.node, index=index, **msgspec.structs.asdict(spec)) for index, spec in enumerate(join.slots)]
+    offered = {name: getattr(join, name) for name in ("region", "gpu_type", "url", "engine", "host_bytes", "dtype")}
+    if present is not None and _is_as_before(session, present, offered, slots):
         present.leaving = False
         return Joined(node=present)
     bump_index(session)
     lost = () if present is None else _give_up(session, present, join)
-    node = session.merge(
-        Node(
-            name=join.node,
-            region=join.region,
-            gpu_type=join.gpu_type,
-            url=join.url,
-            engine=join.engine,
-            host_bytes=join.host_bytes,
-            dtype=join.dtype,
-        )
-    )
+    node = session.merge(Node(name=join.node, **offered))
     session.flush()
     session.execute(delete(Instance).where(Instance.node == join.node, Instance.slot >= len(slots)))
     session.execute(delete(Slot).where(Slot.node == join.node, Slot.index >= len(slots)))
@@ -91,28 +85,8 @@ def _misfits(live: Sequence[Instance], slots: Sequence[SlotSpec]) -> tuple[str, 
     return tuple(lost)
 
 
-def _row(node: str, index: int, spec: SlotSpec) -> Slot:
-    return Slot(
-        node=node,
-        index=index,
-        gpus=spec.gpus,
-        workers=spec.workers,
-        memory_bytes=spec.memory_bytes,
-        weights_bytes=spec.weights_bytes,
-    )
-
-
-def _says(node: Node) -> tuple[object, ...]:
-    return (node.region, node.gpu_type, node.url, node.engine, node.host_bytes, node.dtype)
-
-
-def _said(join: Join) -> tuple[object, ...]:
-    return (join.region, join.gpu_type, join.url, join.engine, join.host_bytes, join.dtype)
-
-
-def _slots_equal(session: Session, node: str, slots: Sequence[Slot]) -> bool:
-    def said(slot: Slot) -> tuple[object, ...]:
-        return (slot.index, slot.gpus, slot.workers, slot.memory_bytes, slot.weights_bytes)
-
-    rows = session.scalars(select(Slot).where(Slot.node == node).order_by(Slot.index))
-    return [said(row) for row in rows] == [said(slot) for slot in slots]
+def _is_as_before(session: Session, node: Node, offered: Mapping[str, Any], slots: Sequence[Slot]) -> bool:
+    if any(getattr(node, name) != value for name, value in offered.items()):
+        return False
+    rows = session.scalars(select(Slot).where(Slot.node == node.name).order_by(Slot.index))
+    return [snapshot(row) for row in rows] == [snapshot(slot) for slot in slots]

@@ -6,19 +6,81 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any
 
 import uuid_utils
-from sqlalchemy import ColumnElement, func, inspect, or_, select
-from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.orm import Session
+from sqlalchemy import CheckConstraint, ColumnElement, ForeignKey, Identity, func, inspect, or_, select
+from sqlalchemy.dialects.postgresql import JSONB, insert
+from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from controlplane.errors import ConflictError
-from controlplane.store.key_tables import ApiKey, AuditEvent, IdempotencyKey, KeyScope, Tenant
-from controlplane.store.retention import delete_some
 from controlplane.store.rows import Page, matching, page, require
-from controlplane.store.tables import Base, Json, Role
+from controlplane.store.tables import Base, Json, Role, one_of
+from controlplane.store.tenants import Tenant
 
 _PREFIX_CHARS = 14
+
+
+class KeyScope(StrEnum):
+    """A part of `/v1`."""
+
+    CHAT = "chat"
+    FILES = "files"
+    BATCH = "batch"
+    MODELS = "models"
+
+
+class ApiKey(Base):
+    """A key, by the SHA-256 of its secret. Revoked keys stay for the audit. `scopes` and `models`: null is all of them;
+    `node`: the only one it may act for; `old_secret_hash`: of the secret before a rotation, good until `old_until`.
+    """
+
+    __tablename__ = "api_keys"
+    __table_args__ = (
+        one_of("role", Role),
+        CheckConstraint("node IS NULL OR role = 'node'", name="node_of_node_keys"),
+        CheckConstraint("(old_secret_hash IS NULL) = (old_until IS NULL)", name="old_until_then"),
+    )
+    id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    tenant: Mapped[str]
+    role: Mapped[str]
+    secret_hash: Mapped[str] = mapped_column(unique=True)
+    prefix: Mapped[str]
+    scopes: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
+    models: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
+    node: Mapped[str | None]
+    old_secret_hash: Mapped[str | None] = mapped_column(unique=True)
+    old_until: Mapped[datetime | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    expires_at: Mapped[datetime | None]
+    revoked_at: Mapped[datetime | None]
+
+
+class AuditEvent(Base):
+    """Who changed what, with the row before and after."""
+
+    __tablename__ = "audit_events"
+    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
+    at: Mapped[datetime] = mapped_column(server_default=func.now())
+    actor: Mapped[str]
+    action: Mapped[str]
+    subject: Mapped[str]
+    before: Mapped[Json | None]
+    after: Mapped[Json | None]
+
+
+class IdempotencyKey(Base):
+    """The answer already given to a POST with this key, so that a retry changes nothing."""
+
+    __tablename__ = "idempotency_keys"
+    api_key_id: Mapped[str] = mapped_column(ForeignKey("api_keys.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    request_hash: Mapped[str]
+    status: Mapped[int | None]
+    body: Mapped[str | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,14 +277,6 @@ def keep_answer(session: Session, *, api_key_id: str, key: str, status: int, bod
     row = session.get(IdempotencyKey, (api_key_id, key))
     assert row is not None, "claimed in this transaction"
     row.status, row.body = status, body
-
-
-def forget_answers(session: Session, *, keep_s: int, count_max: int) -> int:
-    """Delete at most `count_max` idempotency keys older than `keep_s` seconds; returns how many. A retry comes within
-    minutes.
-    """
-    old = func.extract("epoch", func.now() - IdempotencyKey.created_at) > keep_s
-    return delete_some(session, IdempotencyKey, old, order=IdempotencyKey.created_at, count_max=count_max)
 
 
 def has_key_named(session: Session, name: str) -> bool:

@@ -4,15 +4,34 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 import uuid_utils
-from sqlalchemy import func, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy import CheckConstraint, ForeignKeyConstraint, Index, func, select, text, update
+from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from controlplane.errors import ConflictError
 from controlplane.policies.facts import Endpoint
 from controlplane.store.fleet import bump_index, fleet_index
-from controlplane.store.plan_tables import Pin
 from controlplane.store.rows import Page, page, require
-from controlplane.store.tables import EndpointRow
+from controlplane.store.tables import Base, EndpointRow
+
+
+class Pin(Base):
+    """An operator's word: this endpoint has just so many instances until then. One live pin for each endpoint."""
+
+    __tablename__ = "pins"
+    __table_args__ = (
+        CheckConstraint("instances >= 0", name="positive"),
+        ForeignKeyConstraint(["model", "region"], ["endpoints.model", "endpoints.region"], ondelete="CASCADE"),
+        Index("uq_pins_live", "model", "region", unique=True, postgresql_where=text("removed_at IS NULL")),
+    )
+    id: Mapped[str] = mapped_column(primary_key=True)
+    model: Mapped[str]
+    region: Mapped[str]
+    instances: Mapped[int]
+    until: Mapped[datetime]
+    note: Mapped[str]
+    created_by: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    removed_at: Mapped[datetime | None]
 
 
 def pins_in_force(session: Session, now_s: float) -> Mapping[Endpoint, int]:

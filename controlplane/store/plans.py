@@ -3,27 +3,88 @@ changes under the fleet's lock.
 """
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 import uuid_utils
-from sqlalchemy import func, or_, select, text
-from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.orm import Session
+from sqlalchemy import CheckConstraint, ForeignKey, Index, delete, func, or_, select, text, update
+from sqlalchemy.dialects.postgresql import JSONB, insert
+from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from controlplane.errors import ConflictError, StaleIndexError
 from controlplane.policies.lifecycle import PLAN, PlanState, can_move, require_move
 from controlplane.store.fleet import bump_index, fleet_index
-from controlplane.store.plan_tables import Plan, PlanEntry
 from controlplane.store.rows import require
-from controlplane.store.tables import Json
+from controlplane.store.tables import Base, Json, one_of
 
 AUTOMATIC = "automatic"
 """`approved_by` of a plan that the policy let pass."""
 RESTORED = "restored"
 """`status` of a plan that no solver made: a rollback."""
 SCHEDULE = "schedule"
+_ENDED = (PlanState.SUPERSEDED, PlanState.FAILED, PlanState.ROLLED_BACK, PlanState.REJECTED)
 
 _HOUR_S = 3600
+
+
+class Plan(Base):
+    """One hour's placement. The schedule makes at most one per window, failed attempts aside; at most one plan is in
+    force. `approval_reason`: why it waits, or waited, for an operator. `inputs`: what the solver was told.
+    """
+
+    __tablename__ = "plans"
+    __table_args__ = (
+        one_of("state", PlanState),
+        CheckConstraint("origin IN ('schedule', 'operator')", name="origin_known"),
+        Index(
+            "uq_plans_schedule_window",
+            "window_start_s",
+            unique=True,
+            postgresql_where=text("origin = 'schedule' AND state <> 'failed'"),
+        ),
+        Index("uq_plans_in_force", "state", unique=True, postgresql_where=text("state IN ('applying', 'applied')")),
+    )
+    id: Mapped[str] = mapped_column(primary_key=True)
+    state: Mapped[str]
+    origin: Mapped[str]
+    window_start_s: Mapped[int]
+    fleet_index: Mapped[int]
+    solver: Mapped[str]
+    status: Mapped[str]
+    objective_per_hour: Mapped[float | None]
+    bound_per_hour: Mapped[float | None]
+    gap: Mapped[float | None]
+    solve_time_s: Mapped[float]
+    unserved: Mapped[list[Any]]
+    pools: Mapped[list[Any]] = mapped_column(server_default=text("'[]'"))
+    reason: Mapped[str]
+    inputs: Mapped[Json | None] = mapped_column(JSONB(none_as_null=True), deferred=True)
+    previous_plan_id: Mapped[str | None] = mapped_column(ForeignKey("plans.id"))
+    approval_reason: Mapped[str | None]
+    approved_by: Mapped[str | None]
+    approved_at: Mapped[datetime | None]
+    created_by: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    applied_at: Mapped[datetime | None]
+
+
+class PlanEntry(Base):
+    """One cell of a plan: instances before and after, why, what makes it necessary, and the cost per hour of leaving it
+    as it was.
+    """
+
+    __tablename__ = "plan_entries"
+    plan_id: Mapped[str] = mapped_column(ForeignKey("plans.id", ondelete="CASCADE"), primary_key=True)
+    model: Mapped[str] = mapped_column(primary_key=True)
+    region: Mapped[str] = mapped_column(primary_key=True)
+    gpu_type: Mapped[str] = mapped_column(primary_key=True)
+    before: Mapped[int]
+    after: Mapped[int]
+    reason: Mapped[str]
+    constraint: Mapped[str] = mapped_column(server_default=text("'none'"))
+    cost_if_not: Mapped[float] = mapped_column(server_default=text("0"))
+
+
 _ENTRY_COLUMNS = [column.name for column in PlanEntry.__table__.columns]
 _COLUMNS = [column.name for column in Plan.__table__.columns if column.name not in {"created_at", "applied_at"}]
 
@@ -279,3 +340,23 @@ def _move(session: Session, plan: Plan, state: PlanState) -> None:
     require_move(PLAN, PlanState(plan.state), state)
     plan.state = state
     session.flush()
+
+
+def forget_plans(session: Session, *, keep_s: int, count_max: int) -> int:
+    """Delete at most `count_max` plans that ended and were made more than `keep_s` seconds ago; returns how many. The
+    plan before the one in force stays, whatever its age.
+    """
+    in_force = Plan.state.in_((PlanState.APPLYING, PlanState.APPLIED))
+    restorable = select(Plan.previous_plan_id).where(in_force, Plan.previous_plan_id.is_not(None))
+    made_before = func.now() - func.make_interval(0, 0, 0, 0, 0, 0, keep_s)
+    old = list(
+        session.scalars(
+            select(Plan.id)
+            .where(Plan.state.in_(_ENDED), Plan.created_at < made_before, Plan.id.not_in(restorable.scalar_subquery()))
+            .order_by(Plan.created_at)
+            .limit(count_max)
+        )
+    )
+    session.execute(update(Plan).where(Plan.previous_plan_id.in_(old)).values(previous_plan_id=None))
+    session.execute(delete(Plan).where(Plan.id.in_(old)))
+    return len(old)

@@ -15,8 +15,8 @@ from controlplane.errors import ConflictError, InUseError, Use
 from controlplane.store.batch_tables import Batch, BatchModel
 from controlplane.store.fleet import alive_nodes, bump_index, fleet_index
 from controlplane.store.instances import LIVE, touch_generations
-from controlplane.store.key_tables import ApiKey
-from controlplane.store.plan_tables import Pin
+from controlplane.store.keys import ApiKey
+from controlplane.store.pins import Pin
 from controlplane.store.rows import require
 from controlplane.store.spot import ACTIVE
 from controlplane.store.tables import (

@@ -10,7 +10,6 @@ from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
-from controlplane.store.retention import delete_some
 from controlplane.store.rows import Page, matching, page
 from controlplane.store.tables import Base
 
@@ -118,9 +117,3 @@ def list_requests(
     if since_s is not None:
         query = query.where(LoggedRequest.ended_at >= func.to_timestamp(since_s))
     return page(session, query, after=after, limit=limit, newest_first=True)
-
-
-def forget_requests(session: Session, *, keep_s: float, count_max: int) -> int:
-    """Delete at most `count_max` rows that are older than `keep_s` seconds; returns how many."""
-    old = LoggedRequest.ended_at < func.now() - func.make_interval(0, 0, 0, 0, 0, 0, keep_s)
-    return delete_some(session, LoggedRequest, old, order=LoggedRequest.ended_at, count_max=count_max)

@@ -1,11 +1,24 @@
-"""Rows of any table: one by its key, or a page of them in the order of their keys."""
+"""Rows of any table: one by its key, a page of them in the order of their keys, and deleting old ones."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from datetime import datetime, timedelta
+from typing import Any, Generic, TypeVar, cast
 
-from sqlalchemy import Column, ColumnElement, Integer, Select, inspect, select, tuple_
-from sqlalchemy.orm import Session
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Integer,
+    Select,
+    any_,
+    delete,
+    func,
+    inspect,
+    literal_column,
+    select,
+    tuple_,
+)
+from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from controlplane.errors import InvalidValueError, NotFoundError
 from controlplane.store.tables import Base
@@ -67,6 +80,26 @@ def list_rows(
 ) -> Page[Row]:
     """One page of all rows of a table."""
     return page(session, select(table), after=after, limit=limit, newest_first=newest_first)
+
+
+def delete_some(
+    session: Session, table: type[Base], *old: ColumnElement[bool], order: InstrumentedAttribute[Any], count_max: int
+) -> int:
+    """Delete at most `count_max` rows of those that are `old`, the first by `order`; returns how many. Rows that
+    somebody else has locked wait for the next time.
+    """
+    place: ColumnElement[str] = literal_column(f"{table.__tablename__}.ctid")
+    rows = select(place).select_from(table).where(*old).order_by(order)
+    some = rows.limit(count_max).with_for_update(skip_locked=True).scalar_subquery()
+    # as an array: Postgres goes to these rows one by one, and never compares the whole table with them
+    deleted = delete(table).where(place == any_(func.array(some))).returning(place)
+    return len(session.execute(deleted, execution_options={"synchronize_session": False}).all())
+
+
+def delete_older(session: Session, *, column: InstrumentedAttribute[datetime], keep_s: float, count_max: int) -> int:
+    """`delete_some` of the rows whose time in `column` is more than `keep_s` seconds ago."""
+    old = column < func.now() - timedelta(seconds=keep_s)
+    return delete_some(session, cast("type[Base]", column.class_), old, order=column, count_max=count_max)
 
 
 def matching(table: type[Row], values: Mapping[str, Any]) -> list[ColumnElement[bool]]:

@@ -10,8 +10,7 @@ from sqlalchemy.orm import Session
 from controlplane.policies.lifecycle import InstanceState, PlanState, shown_state
 from controlplane.store.batch_tables import Batch, QueuedRequest
 from controlplane.store.fleet import heard_of
-from controlplane.store.plan_tables import Plan
-from controlplane.store.plans import newest_scheduled
+from controlplane.store.plans import Plan, newest_scheduled
 from controlplane.store.tables import Desired, Instance, Model, Node, Region, Slot
 
 

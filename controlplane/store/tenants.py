@@ -4,14 +4,31 @@ refunded by having ended.
 
 from collections.abc import Collection
 from dataclasses import fields
+from datetime import datetime
 
-from sqlalchemy import delete, func, select
-from sqlalchemy.orm import Session
+from sqlalchemy import CheckConstraint, delete, func, select
+from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from controlplane.policies.limits import TenantLimits
 from controlplane.settings import Settings
 from controlplane.store.batch_tables import Batch, QueuedRequest
-from controlplane.store.key_tables import Tenant
+from controlplane.store.tables import Base
+
+
+class Tenant(Base):
+    """What a tenant may use; null: without limit. A tenant without a row has the limits of the settings."""
+
+    __tablename__ = "tenants"
+    __table_args__ = (
+        CheckConstraint("requests_per_minute > 0 AND tokens_per_minute > 0 AND concurrent_max > 0", name="positive"),
+        CheckConstraint("queued_batch_tokens_max >= 0", name="queued_positive"),
+    )
+    name: Mapped[str] = mapped_column(primary_key=True)
+    requests_per_minute: Mapped[int | None]
+    tokens_per_minute: Mapped[int | None]
+    concurrent_max: Mapped[int | None]
+    queued_batch_tokens_max: Mapped[int | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 def limits_of(row: Tenant | None, settings: Settings) -> TenantLimits:

@@ -7,16 +7,39 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, delete, func, select
+from sqlalchemy import CheckConstraint, ColumnElement, Index, delete, func, select
 from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Mapped, Session, mapped_column
 
-from controlplane.store.retention import delete_some
-from controlplane.store.usage_tables import UsageHour
+from controlplane.store.tables import Base
 
 _BATCHES = "batches"
 _COUNTED = ("requests", "failed", "input_tokens", "output_tokens")
 DIMENSIONS = ("hour", "day", "month", "tenant", "model", "tier")
+
+
+class UsageHour(Base):
+    """What one process (`writer`) counted of a tenant, a model and a tier in an hour. It writes its whole count again
+    and again, so writing it twice changes nothing. `failed`: those of `requests` that did not end well. Rows of old
+    hours are added up, under no writer.
+    """
+
+    __tablename__ = "usage_hours"
+    __table_args__ = (
+        CheckConstraint(
+            "requests >= failed AND failed >= 0 AND input_tokens >= 0 AND output_tokens >= 0", name="positive"
+        ),
+        Index("ix_usage_hours_tenant", "tenant", "hour"),
+    )
+    hour: Mapped[datetime] = mapped_column(primary_key=True)
+    tenant: Mapped[str] = mapped_column(primary_key=True)
+    model: Mapped[str] = mapped_column(primary_key=True)
+    tier: Mapped[str] = mapped_column(primary_key=True)
+    writer: Mapped[str] = mapped_column(primary_key=True)
+    requests: Mapped[int]
+    failed: Mapped[int]
+    input_tokens: Mapped[int]
+    output_tokens: Mapped[int]
 
 
 class UsageKey(NamedTuple):
@@ -83,12 +106,6 @@ def read_usage(
     order = [column.desc() if column.name in {"hour", "day", "month"} else column for column in columns]
     rows = session.execute(query.order_by(*order).offset(after).limit(limit)).mappings()
     return [{name: int(value) if name in _COUNTED else value for name, value in row.items()} for row in rows]
-
-
-def forget_usage(session: Session, *, keep_s: float, count_max: int) -> int:
-    """Delete at most `count_max` rows of hours that are older than `keep_s` seconds; returns how many."""
-    old = UsageHour.hour < func.now() - timedelta(seconds=keep_s)
-    return delete_some(session, UsageHour, old, order=UsageHour.hour, count_max=count_max)
 
 
 def add_up_usage(session: Session, *, older_s: float) -> int:

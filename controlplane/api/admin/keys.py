@@ -29,7 +29,7 @@ from controlplane.api.auth import MAY, Admin, Viewer
 from controlplane.api.state import SessionDep, State, StateDep
 from controlplane.errors import InvalidValueError, UnavailableError
 from controlplane.store import keys
-from controlplane.store.key_tables import ApiKey, KeyScope
+from controlplane.store.keys import ApiKey, KeyScope
 from controlplane.store.rows import list_rows
 from controlplane.store.tables import Role
 

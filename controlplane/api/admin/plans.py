@@ -20,7 +20,7 @@ from controlplane.planner.schedule import enqueue
 from controlplane.store import plans
 from controlplane.store.demand import latest_demand_s
 from controlplane.store.keys import record
-from controlplane.store.plan_tables import Plan, PlanEntry
+from controlplane.store.plans import Plan, PlanEntry
 from controlplane.store.rows import list_rows
 
 router = APIRouter(tags=["admin: plans"], route_class=IdempotentRoute)

@@ -12,7 +12,7 @@ from controlplane.api.admin.fields import INT64_MAX, After, Answer, Body, Limit,
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Admin, Viewer
 from controlplane.api.state import SessionDep, StateDep
-from controlplane.store import key_tables, tenants
+from controlplane.store import tenants
 from controlplane.store.rows import list_rows
 
 router = APIRouter(tags=["admin: keys"], route_class=IdempotentRoute)
@@ -61,7 +61,7 @@ class TenantDetail(TenantLimits):
 @router.get("/tenants", summary="List tenants with limits of their own")
 def list_tenants(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[OwnLimits]:
     """Tenants by name; all others have the limits of the settings."""
-    return page_of(OwnLimits, list_rows(session, key_tables.Tenant, after=after, limit=limit))
+    return page_of(OwnLimits, list_rows(session, tenants.Tenant, after=after, limit=limit))
 
 
 @router.get("/tenants/{name}", summary="What a tenant may use")
@@ -81,8 +81,8 @@ def get_tenant(name: TenantPath, session: SessionDep, state: StateDep, _: Viewer
 def put_tenant(name: TenantPath, change: TenantChange, session: SessionDep, caller: Admin) -> OwnLimits:
     """Counts across all gateways, within seconds. What runs goes on; what is queued already stays."""
     tenants.find_tenant(session, name)
-    with audited(session, caller, "tenant.put", key_tables.Tenant, name):
-        row = tenants.put_tenant(session, key_tables.Tenant(name=name, **change.model_dump()))
+    with audited(session, caller, "tenant.put", tenants.Tenant, name):
+        row = tenants.put_tenant(session, tenants.Tenant(name=name, **change.model_dump()))
     return OwnLimits.model_validate(row)
 
 
@@ -90,6 +90,6 @@ def put_tenant(name: TenantPath, change: TenantChange, session: SessionDep, call
 def delete_tenant(name: TenantPath, session: SessionDep, state: StateDep, caller: Admin) -> TenantDetail:
     """Saying it again changes nothing."""
     tenants.find_tenant(session, name)
-    with audited(session, caller, "tenant.delete", key_tables.Tenant, name):
+    with audited(session, caller, "tenant.delete", tenants.Tenant, name):
         tenants.delete_tenant(session, name)
     return get_tenant(name, session, state, caller)

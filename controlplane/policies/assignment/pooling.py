@@ -33,7 +33,7 @@ class PlanPools:
     @cached_property
     def endpoints(self) -> frozenset[Endpoint]:
         """The pooled endpoints."""
-        return frozenset(Endpoint(model=key.model, region=key.region) for key in self.occupancy)
+        return frozenset(key.endpoint for key in self.occupancy)
 
 
 def pool_slot_facts(
@@ -82,7 +82,7 @@ def planned_beside(
     """The endpoints that are scaled, those that are not pooled, with what is planned of their own; None: nothing is. A
     `stranded` endpoint, whose pool does not serve it, is planned with one instance of its own.
     """
-    alone = {Endpoint(model=key.model, region=key.region): {key.gpu_type: 1} for key in stranded}
+    alone = {key.endpoint: {key.gpu_type: 1} for key in stranded}
     return {
         endpoint: alone.get(endpoint, None if planned is None else planned.get(endpoint))
         for endpoint in endpoints

@@ -182,7 +182,7 @@ class _Filling:
                 unfit = self._why_unfit(key, open_slots.values())
                 what = f"slot of {place.gpu_type} in {place.region} for the pool"
                 reason = unfit or (f"no {what} but leased ones" if slots else f"no free {what}")
-                endpoint = Endpoint(model=key.model, region=key.region)
+                endpoint = key.endpoint
                 self.unplaced.append(Unplaced(endpoint=endpoint, gpu_type=key.gpu_type, count=1, reason=reason))
 
     def _holds_weights(self, key: EndpointGpu, room: SlotRoom) -> bool:
@@ -197,7 +197,7 @@ class _Filling:
     def dedicates(self) -> Iterator[InstanceChange]:
         """Pooled instances that are alone on a slot which leaves the pool, and may have it for themselves."""
         fresh = {slot.place for slots in self._usable.values() for slot in slots}
-        pooled = {Endpoint(model=key.model, region=key.region) for key in self._facts.occupancy}
+        pooled = {key.endpoint for key in self._facts.occupancy}
         for place, instances in sorted(self._pooled_on.items()):
             running = [each for each in instances if not each.draining]
             if place in self.chosen or place not in fresh or len(running) != 1 or self._dedicated_on[place]:
@@ -210,7 +210,7 @@ class _Filling:
         """Who need not stay: once its replacement is ready, or at once where it is not ready itself. Where none of an
         endpoint's comes up, all stay: their nodes try again.
         """
-        pooled = {Endpoint(model=key.model, region=key.region) for key in self._facts.occupancy}
+        pooled = {key.endpoint for key in self._facts.occupancy}
         kept_endpoints = {each.endpoint for each in self.kept.values()}
         ready = {each.endpoint for each in self.kept.values() if each.ready and not each.draining}
         for each in sorted(self._facts.instances, key=lambda each: each.instance_id):
@@ -280,7 +280,7 @@ class _Filling:
         """The slot that is emptiest with it and does not hold it yet, on a node where it did not fail if there is one;
         among equals, one where it runs without a pool, since its weights are there.
         """
-        endpoint = Endpoint(model=key.model, region=key.region)
+        endpoint = key.endpoint
         share = self._facts.occupancy[key]
         taken = {each.place for each in self._pooled_of[key]}
         failed_on = {each.node_id for each in self._pooled_of[key] if each.stuck}
@@ -313,4 +313,4 @@ def _key_of(each: PlacedInstance) -> EndpointGpu:
 
 
 def _place_of(key: EndpointGpu) -> RegionGpu:
-    return RegionGpu(region=key.region, gpu_type=key.gpu_type)
+    return key.place

@@ -5,11 +5,9 @@ integer program, a large one by prices. It never fails for want of GPUs: what ca
 answers, the present instances stay.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from controlplane.policies.facts import Endpoint, ModelGpu
 from controlplane.policies.placement.cost import fleet_cost, gap_of, grid_cost, violations_of
 from controlplane.policies.placement.decision import (
     Placement,
@@ -18,7 +16,7 @@ from controlplane.policies.placement.decision import (
     PooledEndpoint,
     PoolSize,
 )
-from controlplane.policies.placement.exact.program import Answer, build_program
+from controlplane.policies.placement.exact.program import build_program
 from controlplane.policies.placement.exact.solvers import (
     SOLVERS,
     NothingFoundError,
@@ -28,7 +26,7 @@ from controlplane.policies.placement.exact.solvers import (
     solve_first,
 )
 from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
-from controlplane.policies.placement.grid import Grid, grid_of
+from controlplane.policies.placement.grid import Answer, Grid, grid_of
 from controlplane.policies.placement.marginal import Marginals
 from controlplane.policies.placement.priced.decomposition import PriceSettings, solve_grid
 from controlplane.policies.placement.reasons import Explanation
@@ -56,21 +54,15 @@ def choose_placement(
     """
     grid = grid_of(facts, settings)
     if not grid.cells and not grid.options:
-        return _described(facts, now_s, settings, grid, Answer(counts={}), _nothing_to_place(grid))
+        nothing = Answer(counts={})
+        bound, said = grid_cost(grid, nothing), "no instances, and nothing that could be placed"
+        solved = Solved(status=PlacementStatus.OPTIMAL, solver="none", bound=bound, said=said)
+        return _described(facts, now_s, settings, grid, nothing, solved)
     try:
         answer, solved = _solve(grid, settings, solvers, should_stop)
     except SolverError as error:
-        return _unchanged(facts, now_s, str(error))
+        return _unchanged(facts, now_s, grid, str(error))
     return _described(facts, now_s, settings, grid, answer, solved)
-
-
-def _nothing_to_place(grid: Grid) -> Solved:
-    return Solved(
-        status=PlacementStatus.OPTIMAL,
-        solver="none",
-        bound=grid_cost(grid, {}, frozenset(), {}),
-        said="no instances, and nothing that could be placed",
-    )
 
 
 def _solve(
@@ -94,7 +86,7 @@ def _solve(
     other, priced = _by_prices(grid, settings, should_stop)
     bound = max(each.bound for each in (solved, priced) if each.bound is not None)
     cut_off = solved.status
-    if _objective(grid, other) < _objective(grid, answer):
+    if grid_cost(grid, other) < grid_cost(grid, answer):
         answer, solved = other, replace(priced, said=f"{solved.said}; better by prices: {priced.said}")
     return answer, replace(solved, bound=bound, status=_status(grid, settings, answer, bound, cut_off))
 
@@ -107,37 +99,30 @@ def _exactly(grid: Grid, settings: PlacementSettings, solvers: tuple[Solve, ...]
 
 def _by_prices(grid: Grid, settings: PlacementSettings, should_stop: Callable[[], bool]) -> tuple[Answer, Solved]:
     priced = solve_grid(grid, settings.gap, PriceSettings(), should_stop)
-    answer = _fitting(
-        grid, Answer(counts=priced.counts, pooled=priced.pooled, pool_gpus=priced.pool_gpus), solver="prices"
-    )
+    answer = _fitting(grid, priced, "prices")
     otherwise = PlacementStatus.TIME_LIMIT if should_stop() else PlacementStatus.BOUNDED
     status = _status(grid, settings, answer, priced.bound, otherwise)
     return answer, Solved(status=status, solver="prices", bound=priced.bound, said=priced.reason)
 
 
 def _fitting(grid: Grid, answer: Answer, solver: str) -> Answer:
-    violations = violations_of(grid, answer.counts, answer.pooled, answer.pool_gpus)
-    if violations:
+    if violations := violations_of(grid, answer):
         raise SolverError(f"{solver} answered what does not fit: {'; '.join(violations)}")
     return answer
-
-
-def _objective(grid: Grid, answer: Answer) -> float:
-    return grid_cost(grid, answer.counts, answer.pooled, answer.pool_gpus)
 
 
 def _status(
     grid: Grid, settings: PlacementSettings, answer: Answer, bound: float, otherwise: PlacementStatus
 ) -> PlacementStatus:
-    gap = gap_of(_objective(grid, answer), bound, fleet_cost(grid, answer.counts, answer.pool_gpus))
+    gap = gap_of(grid_cost(grid, answer), bound, fleet_cost(grid, answer))
     return PlacementStatus.OPTIMAL if gap <= settings.gap else otherwise
 
 
 def _described(
     facts: PlacementFacts, now_s: float, settings: PlacementSettings, grid: Grid, answer: Answer, solved: Solved
 ) -> Placement:
-    objective = _objective(grid, answer)
-    gpu_cost = fleet_cost(grid, answer.counts, answer.pool_gpus)
+    objective = grid_cost(grid, answer)
+    gpu_cost = fleet_cost(grid, answer)
     bound = None if solved.bound is None else min(solved.bound, objective)
     gap = None if bound is None else gap_of(objective, bound, gpu_cost)
     proven = "" if gap is None else f", proven within {100 * gap:.3f} % of the fleet's cost"
@@ -204,17 +189,15 @@ def _pooled(grid: Grid, answer: Answer, explanation: Explanation, marginals: Mar
     )
 
 
-def _unchanged(facts: PlacementFacts, now_s: float, complaint: str) -> Placement:
+def _unchanged(facts: PlacementFacts, now_s: float, grid: Grid, error: str) -> Placement:
     """The present, as it is: instances, pools and pooled endpoints."""
     why = "no change: no solver answered, the present placement stays"
-    pool = facts.pool
-    profiles, prices = facts.profiles, facts.gpu_cost_per_hour
-    present = sorted((key, count) for key, count in facts.present.items() if count)
-    pools = sorted((place, gpus) for place, gpus in pool.present.items() if gpus) if pool is not None else []
-    instances = (
-        count * profiles[ModelGpu(model=key.model, gpu_type=key.gpu_type)].gpus * prices[key.gpu_type]
-        for key, count in present
+    answer = Answer(
+        counts={cell.key: cell.present for cell in grid.cells},
+        pooled=frozenset() if facts.pool is None else facts.pool.pooled,
+        pool_gpus={row.place: row.pool_before for row in grid.places},
     )
+    shares = {} if facts.pool is None else facts.pool.occupancy
     return Placement(
         at_s=now_s,
         status=PlacementStatus.FAILED,
@@ -222,33 +205,30 @@ def _unchanged(facts: PlacementFacts, now_s: float, complaint: str) -> Placement
         objective_per_hour=None,
         bound_per_hour=None,
         gap=None,
-        gpu_cost_per_hour=math.fsum((*instances, *(gpus * prices[place.gpu_type] for place, gpus in pools))),
+        gpu_cost_per_hour=fleet_cost(grid, answer),
         entries=tuple(
             PlacementEntry(
-                endpoint=Endpoint(model=key.model, region=key.region),
-                gpu_type=key.gpu_type,
-                before=count,
-                after=count,
+                endpoint=cell.endpoint,
+                gpu_type=cell.key.gpu_type,
+                before=cell.present,
+                after=cell.present,
                 reason=why,
             )
-            for key, count in present
+            for cell in grid.cells
+            if cell.present
         ),
         unserved=(),
         below_minimum=(),
-        reason=complaint,
-        pools=tuple(
-            PoolSize(region=place.region, gpu_type=place.gpu_type, before=gpus, after=gpus) for place, gpus in pools
-        ),
+        reason=error,
+        pools=_pools(grid, answer),
         pooled=tuple(
             PooledEndpoint(
-                endpoint=Endpoint(model=key.model, region=key.region),
+                endpoint=key.endpoint,
                 gpu_type=key.gpu_type,
-                occupancy=pool.occupancy.get(key, 0.0),
+                occupancy=shares.get(key, 0.0),
                 before=True,
                 reason=why,
             )
-            for key in sorted(pool.pooled)
-        )
-        if pool is not None
-        else (),
+            for key in sorted(answer.pooled)
+        ),
     )

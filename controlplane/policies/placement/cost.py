@@ -12,41 +12,18 @@ spot GPUs in part, and saves in proportion. A pooled endpoint serves all its own
 import math
 from collections.abc import Mapping, Set
 
-from controlplane.policies.facts import EndpointGpu, RegionGpu
-from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
-from controlplane.policies.placement.grid import Cell, EndpointRow, Grid, ModelRow, PlaceRow, grid_of
+from controlplane.policies.facts import EndpointGpu
+from controlplane.policies.placement.grid import Answer, Cell, EndpointRow, Grid, ModelRow, PlaceRow
 
 ROUNDING = 1e-6
 
 
-def cost_of(
-    facts: PlacementFacts,
-    settings: PlacementSettings,
-    counts: Mapping[EndpointGpu, int],
-    pooled: Set[EndpointGpu] = frozenset(),
-    pool_gpus: Mapping[RegionGpu, int] | None = None,
-) -> float:
-    """Cost per hour of any placement, also of one that does not fit (`violations_of` says so).
-
-    Args:
-        facts: the fleet and the demand.
-        settings: epsilon and the prices of falling short.
-        counts: instances; a missing cell has none.
-        pooled: endpoints pooled, and on which GPU type.
-        pool_gpus: GPUs given to pools; a missing place has none.
-
-    Returns:
-        The objective, in the unit of `gpu_cost_per_hour`.
+def grid_cost(grid: Grid, answer: Answer) -> float:
+    """Cost per hour of any placement, also of one that does not fit (`violations_of` says so), in the unit of
+    `gpu_cost_per_hour`.
     """
-    return grid_cost(grid_of(facts, settings), counts, pooled, pool_gpus or {})
-
-
-def grid_cost(
-    grid: Grid, counts: Mapping[EndpointGpu, int], pooled: Set[EndpointGpu], pool_gpus: Mapping[RegionGpu, int]
-) -> float:
-    """The same for a grid that is laid out already."""
-    by_model = (model_cost(grid, row, counts, pooled) for row in grid.models)
-    by_place = (place_cost(grid, row, counts, pool_gpus.get(row.place, 0)) for row in grid.places)
+    by_model = (model_cost(grid, row, answer.counts, answer.pooled) for row in grid.models)
+    by_place = (place_cost(grid, row, answer.counts, answer.pool_gpus.get(row.place, 0)) for row in grid.places)
     return math.fsum((*by_model, *by_place))
 
 
@@ -127,10 +104,10 @@ def pool_gpus_needed(grid: Grid, row: PlaceRow, pooled: Set[EndpointGpu]) -> int
     return -(-max(1, by_share, by_memory) // row.pool_step) * row.pool_step
 
 
-def fleet_cost(grid: Grid, counts: Mapping[EndpointGpu, int], pool_gpus: Mapping[RegionGpu, int]) -> float:
+def fleet_cost(grid: Grid, answer: Answer) -> float:
     """Price per hour of the instances and pool GPUs alone: what gaps are relative to."""
-    instances = (cell.price_per_hour * counts.get(cell.key, 0) for cell in grid.cells)
-    pools = (row.gpu_price * pool_gpus.get(row.place, 0) for row in grid.places)
+    instances = (cell.price_per_hour * answer.counts.get(cell.key, 0) for cell in grid.cells)
+    pools = (row.gpu_price * answer.pool_gpus.get(row.place, 0) for row in grid.places)
     return math.fsum((*instances, *pools))
 
 
@@ -143,10 +120,9 @@ def gap_of(objective: float, bound: float, fleet_cost_per_hour: float) -> float:
     return above / reference if reference else 0.0
 
 
-def violations_of(
-    grid: Grid, counts: Mapping[EndpointGpu, int], pooled: Set[EndpointGpu], pool_gpus: Mapping[RegionGpu, int]
-) -> tuple[str, ...]:
+def violations_of(grid: Grid, answer: Answer) -> tuple[str, ...]:
     """What a placement breaks that nothing may break: capacity, maximum or pin, and what pools can hold."""
+    counts, pooled, pool_gpus = answer.counts, answer.pooled, answer.pool_gpus
     placed = {key for key, count in counts.items() if count}
     found = [f"{key}: instances where none can stand" for key in sorted(placed - {cell.key for cell in grid.cells})]
     found += [f"{key}: cannot be pooled" for key in sorted(pooled - {option.key for option in grid.options})]

@@ -150,7 +150,7 @@ def _gpus_of_places(gpus: Mapping[RegionGpu, int]) -> list[schema.PoolGpus]:
 def _facts(problem: Problem) -> PlacementFacts:
     present = {_cell(each): each.count for each in problem.present}
     spot = {_cell(each): each.count for each in problem.spot}
-    here = {Endpoint(model=key.model, region=key.region) for key, n in [*present.items(), *spot.items()] if n}
+    here = {key.endpoint for key, n in [*present.items(), *spot.items()] if n}
     return PlacementFacts(
         regions=tuple(problem.regions),
         models=tuple(

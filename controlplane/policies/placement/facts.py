@@ -186,7 +186,7 @@ class PlacementFacts:
                     _require_known(f"{name} {words[part]}", getattr(at, part), known[part])
         for name, counts in (("present", self.present), ("spot", self.spot)):
             for cell, count in counts.items():
-                if count and ModelGpu(model=cell.model, gpu_type=cell.gpu_type) not in self.profiles:
+                if count and cell.pair not in self.profiles:
                     raise ValueError(f"{name}: {cell.model} on {cell.gpu_type} has no profile")
 
     def _check_fleet(self) -> None:

@@ -5,7 +5,7 @@ Everything is in sorted order: the same facts give the same grid, in whatever or
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.policies.placement.facts import PlacementFacts, PlacementModel, PlacementSettings, Profile
@@ -39,12 +39,12 @@ class Cell:
     @property
     def endpoint(self) -> Endpoint:
         """The endpoint it belongs to."""
-        return Endpoint(model=self.key.model, region=self.key.region)
+        return self.key.endpoint
 
     @property
     def place(self) -> RegionGpu:
         """Whose capacity it takes."""
-        return RegionGpu(region=self.key.region, gpu_type=self.key.gpu_type)
+        return self.key.place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +115,15 @@ class Grid:
     options: tuple[PoolOption, ...]
     move_price: float
     fill: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Instances of every cell, endpoints pooled, and GPUs of every pool. What is 0 may be missing."""
+
+    counts: Mapping[EndpointGpu, int]
+    pooled: frozenset[EndpointGpu] = frozenset()
+    pool_gpus: Mapping[RegionGpu, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,10 +261,10 @@ def _places(facts: PlacementFacts, cells: Iterable[Cell], options: Iterable[Pool
     for cell in cells:
         cells_at.setdefault(cell.place, []).append(cell)
     for option in options:
-        options_at.setdefault(RegionGpu(region=option.key.region, gpu_type=option.key.gpu_type), []).append(option)
+        options_at.setdefault(option.key.place, []).append(option)
     for key, count in facts.spot.items():
-        place = RegionGpu(region=key.region, gpu_type=key.gpu_type)
-        gpus = facts.profiles[ModelGpu(model=key.model, gpu_type=key.gpu_type)].gpus if count else 0
+        place = key.place
+        gpus = facts.profiles[key.pair].gpus if count else 0
         spot_gpus[place] = spot_gpus.get(place, 0) + gpus * count
     pool_before: Mapping[RegionGpu, int] = facts.pool.present if facts.pool is not None else {}
     pool_step: Mapping[RegionGpu, int] = facts.pool.slot_gpus if facts.pool is not None else {}

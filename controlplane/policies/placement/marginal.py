@@ -11,22 +11,10 @@ change is then no choice. Within the solver's gap, and where changes only make s
 """
 
 from collections import ChainMap
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
 from controlplane.policies.placement.cost import endpoint_cost, place_cost, pool_gpus_needed, unserved_cost
-from controlplane.policies.placement.exact.program import Answer
-from controlplane.policies.placement.grid import Cell, EndpointRow, Grid, ModelRow, PlaceRow
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Trial:
-    """The answer with some cells, endpoints or pools changed."""
-
-    counts: dict[EndpointGpu, int]
-    pooled: frozenset[EndpointGpu]
-    pool_gpus: Mapping[RegionGpu, int]
+from controlplane.policies.placement.grid import Answer, Cell, EndpointRow, Grid, ModelRow, PlaceRow
 
 
 class Marginals:
@@ -61,7 +49,7 @@ class Marginals:
         option = next(each for each in endpoint.options if each.key in self._answer.pooled)
         if option.before:
             return 0.0
-        place = RegionGpu(region=option.key.region, gpu_type=option.key.gpu_type)
+        place = option.key.place
         pooled = self._answer.pooled - {option.key}
         before = self._answer.pool_gpus.get(place, 0)
         gpus = min(before, pool_gpus_needed(self._grid, self._places[place], pooled))
@@ -72,9 +60,9 @@ class Marginals:
             fits = min(cell.present, cell.most, free // cell.profile.gpus)
             counts[cell.key] = fits if left is None else min(fits, left)
             left = None if left is None else left - counts[cell.key]
-        return self._rise(endpoint, _Trial(counts=counts, pooled=pooled, pool_gpus={place: gpus}))
+        return self._rise(endpoint, Answer(counts=counts, pooled=pooled, pool_gpus={place: gpus}))
 
-    def _taken_back(self, cell: Cell, endpoint: EndpointRow) -> _Trial:
+    def _taken_back(self, cell: Cell, endpoint: EndpointRow) -> Answer:
         count = self._count(cell)
         target = cell.present
         if target > count:
@@ -82,12 +70,12 @@ class Marginals:
             if endpoint.most is not None:
                 target = min(target, count + endpoint.most - sum(self._count(each) for each in endpoint.cells))
         changed = {cell.key: max(target, count) if cell.present > count else target}
-        return _Trial(counts=changed, pooled=self._answer.pooled, pool_gpus={})
+        return Answer(counts=changed, pooled=self._answer.pooled)
 
-    def _rise(self, endpoint: EndpointRow, trial: _Trial) -> float:
+    def _rise(self, endpoint: EndpointRow, trial: Answer) -> float:
         """The objective of a trial less the answer's; only what can differ is added up."""
         row, served = self._models[endpoint.endpoint.model], self._served[endpoint.endpoint.model]
-        counts = ChainMap(trial.counts, self._counts)
+        counts = ChainMap(dict(trial.counts), self._counts)
         before, served_before = endpoint_cost(self._grid, endpoint, self._counts, self._answer.pooled)
         after, served_after = endpoint_cost(self._grid, endpoint, counts, trial.pooled)
         rise = after - before + unserved_cost(row, served - served_before + served_after) - unserved_cost(row, served)

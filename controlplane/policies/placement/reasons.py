@@ -4,9 +4,8 @@ from msgspec import structs
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
 from controlplane.policies.placement.decision import BelowMinimum, Constraint, Unserved
-from controlplane.policies.placement.exact.program import Answer
 from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
-from controlplane.policies.placement.grid import Cell, EndpointRow, Grid, ModelRow, PoolOption
+from controlplane.policies.placement.grid import Answer, Cell, EndpointRow, Grid, ModelRow, PoolOption
 
 # Shortages below this share of what was asked are the solver's rounding.
 ROUNDING = 1e-6
@@ -63,7 +62,7 @@ class Explanation:
     def of_pooled(self, row: EndpointRow) -> str:
         """Why an endpoint is pooled."""
         option = self._pool_of[row.endpoint]
-        place = RegionGpu(region=option.key.region, gpu_type=option.key.gpu_type)
+        place = option.key.place
         gpu_price = self._facts.gpu_cost_per_hour[place.gpu_type]
         words = (
             f"takes {option.occupancy:.3g} of a pool GPU, {gpu_price * option.occupancy / self._grid.fill:.2f} an hour"

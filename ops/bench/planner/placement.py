@@ -24,7 +24,7 @@ from controlplane.policies.placement.cost import fleet_cost, gap_of, grid_cost, 
 from controlplane.policies.placement.exact.program import build_program
 from controlplane.policies.placement.exact.solvers import solve_highs
 from controlplane.policies.placement.facts import PlacementSettings
-from controlplane.policies.placement.grid import Grid, grid_of
+from controlplane.policies.placement.grid import Answer, Grid, grid_of
 from controlplane.policies.placement.priced.decomposition import PricedSolution, PriceSettings, solve_grid
 from ops.bench.planner.placement_problems import ProblemShape, demand_shares, make_problem
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
@@ -167,13 +167,13 @@ def _ours(grid: Grid, shape: ProblemShape, seed: int, gap: float, limit_s: float
         program = build_program(grid)
         solved = solve_highs(program.problem, settings, gap * program.least_cost_per_hour)
         answer, bound, solver = program.answer(), solved.bound, "ours, exact"
-        cost = grid_cost(grid, answer.counts, answer.pooled, answer.pool_gpus)
-        fleet = fleet_cost(grid, answer.counts, answer.pool_gpus)
+        cost = grid_cost(grid, answer)
+        fleet = fleet_cost(grid, answer)
         reached = None if bound is None else gap_of(cost, bound, fleet)
     else:
         found = solve_grid(grid, gap, PriceSettings(), lambda: watch.read()["cpu_s"] > limit_s)
-        assert not violations_of(grid, found.counts, found.pooled, found.pool_gpus)
-        fleet, reached, solver = fleet_cost(grid, found.counts, found.pool_gpus), found.gap, "ours, by prices"
+        assert not violations_of(grid, found)
+        fleet, reached, solver = fleet_cost(grid, found), found.gap, "ours, by prices"
     row = Solving(solver=solver, shape=_named(shape), seed=seed, wanted_gap=gap, gap=reached, **watch.read())
     return row, fleet
 
@@ -199,7 +199,7 @@ def _by_highs(grid: Grid, shape: ProblemShape, seed: int, gap: float, limit_s: f
     read = watch.read()
     info = program.problem.solverModel.getInfo()
     counts = {key: round(variable.varValue or 0.0) for key, variable in program.counts.items()}
-    cost = fleet_cost(grid, counts, {})
+    cost = fleet_cost(grid, Answer(counts=counts))
     above = max(0.0, float(info.objective_function_value) - float(info.mip_dual_bound))
     proven = above / cost if cost and above < math.inf else None
     return Solving(solver="plain, HiGHS", shape=_named(shape), seed=seed, wanted_gap=gap, gap=proven, **read)
@@ -235,9 +235,9 @@ def _large(shape: ProblemShape) -> LargeFleet:
     watch = _Watch()
     grid = grid_of(facts, PlacementSettings())
     layout_s = watch.read()["cpu_s"]
-    found = solve_grid(grid, 0.01, PriceSettings(), lambda: False)
+    found = solve_grid(grid, 0.01)
     read = watch.read()
-    assert not violations_of(grid, found.counts, found.pooled, found.pool_gpus)
+    assert not violations_of(grid, found)
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return LargeFleet(
         shape=_named(shape),
@@ -269,8 +269,8 @@ def measure_pools(shape: ProblemShape) -> PoolSaving:
 
 
 def _placed(grid: Grid) -> tuple[PricedSolution, int]:
-    found = solve_grid(grid, 0.005, PriceSettings(), lambda: False)
-    assert not violations_of(grid, found.counts, found.pooled, found.pool_gpus)
+    found = solve_grid(grid, 0.005)
+    assert not violations_of(grid, found)
     gpus = {cell.key: cell.profile.gpus for cell in grid.cells}
     instances = sum(count * gpus[key] for key, count in found.counts.items())
     return found, instances + sum(found.pool_gpus.values())

@@ -21,8 +21,7 @@ from controlplane.planner.plan import draft_plan
 from controlplane.policies.placement.pools import PoolLoad, occupancy_of
 from controlplane.settings import Settings
 from controlplane.store import fleet
-from controlplane.store.demand import put_forecasts
-from controlplane.store.demand_tables import Forecast
+from controlplane.store.demand import Forecast, put_forecasts
 from controlplane.store.joining import join_node
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Model, Profile

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from controlplane.settings import Settings
-from controlplane.store.demand_tables import DemandBucket
+from controlplane.store.demand import DemandBucket
 from controlplane.store.session import Database
 from tests.controlplane.api.conftest import Ask
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from controlplane.settings import Settings
-from controlplane.store.key_tables import IdempotencyKey
+from controlplane.store.keys import IdempotencyKey
 from controlplane.store.session import Database
 from tests.controlplane.api.conftest import Ask
 

@@ -11,8 +11,7 @@ from controlplane.errors import UnavailableError
 from controlplane.policies.lifecycle import PlanState
 from controlplane.store.fleet import fleet_index
 from controlplane.store.keys import list_audit
-from controlplane.store.plan_tables import Plan, PlanEntry
-from controlplane.store.plans import add_plan
+from controlplane.store.plans import Plan, PlanEntry, add_plan
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from tests.controlplane.api.conftest import Ask

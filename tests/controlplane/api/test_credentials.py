@@ -15,8 +15,7 @@ from sqlalchemy.exc import OperationalError
 from controlplane.api.credentials import KeyCache
 from controlplane.errors import AuthenticationError
 from controlplane.settings import Settings
-from controlplane.store.key_tables import ApiKey
-from controlplane.store.keys import make_key, revoke_key
+from controlplane.store.keys import ApiKey, make_key, revoke_key
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from controlplane.store.tables import Role

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from controlplane.store.key_tables import Tenant
-from controlplane.store.tenants import put_tenant
+from controlplane.store.tenants import Tenant, put_tenant
 from tests.controlplane.api.gateway import Gateway, running_gateway
 from tests.controlplane.redis_clock import RedisClock
 from tests.controlplane.world import FakeAgent, World

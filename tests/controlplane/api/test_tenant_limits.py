@@ -13,9 +13,8 @@ from controlplane.api.metrics import Metrics
 from controlplane.api.tenant_limits import LimitKeeper
 from controlplane.errors import UnavailableError
 from controlplane.policies.limits import TenantLimits
-from controlplane.store.key_tables import Tenant
 from controlplane.store.redis.limits import Charge, LimitStore
-from controlplane.store.tenants import put_tenant
+from controlplane.store.tenants import Tenant, put_tenant
 from ops.local.ports import free_port
 from tests.controlplane.api.conftest import Ask
 from tests.controlplane.api.gateway import Gateway, assert_error, running_gateway

@@ -14,7 +14,7 @@ from controlplane.store.batches import cancel_batch, end_batch_requests, result_
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.files import get_file
 from controlplane.store.queue import Outcome, claim, finish, give_back, waiting_lots
-from controlplane.store.usage_tables import UsageHour
+from controlplane.store.usage import UsageHour
 from tests.controlplane.world import MODEL, World
 
 

@@ -6,8 +6,7 @@ from typing import Any
 from sqlalchemy import select
 
 from controlplane.store import fleet
-from controlplane.store.demand import put_forecasts
-from controlplane.store.demand_tables import Forecast
+from controlplane.store.demand import Forecast, put_forecasts
 from controlplane.store.joining import join_node
 from controlplane.store.tables import Instance, Profile
 from dataplane.protocol.messages import Join, SlotSpec

@@ -14,7 +14,7 @@ from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.instances import desired_of, observe
 from controlplane.store.joining import join_node
-from controlplane.store.key_tables import AuditEvent
+from controlplane.store.keys import AuditEvent
 from controlplane.store.tables import Instance, Model
 from dataplane.agent import hosted_instances as held
 from dataplane.agent import workers as slots

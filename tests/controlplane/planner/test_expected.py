@@ -11,8 +11,7 @@ from controlplane.planner.expected import Expected, expected_demand
 from controlplane.planner.forecast import forecast_one
 from controlplane.policies.facts import Endpoint
 from controlplane.settings import Settings
-from controlplane.store.demand import IW, DemandRow, put_demand, put_forecasts, read_forecasts
-from controlplane.store.demand_tables import Forecast
+from controlplane.store.demand import IW, DemandRow, Forecast, put_demand, put_forecasts, read_forecasts
 from tests.controlplane.world import World
 
 NOW_S = 1_000_000_800

@@ -7,8 +7,7 @@ from sqlalchemy import select
 from controlplane.planner.forecast import forecast_one
 from controlplane.policies.facts import Endpoint
 from controlplane.settings import Settings
-from controlplane.store.demand import IW, DemandRow, put_demand, read_forecast_state
-from controlplane.store.demand_tables import Forecast
+from controlplane.store.demand import IW, DemandRow, Forecast, put_demand, read_forecast_state
 from tests.controlplane.world import World
 
 EAST, WEST = Endpoint(model="tide", region="us-east"), Endpoint(model="tide", region="us-west")

@@ -12,7 +12,11 @@ from controlplane.store import fleet
 from controlplane.store.demand import (
     IW,
     NIW,
+    DemandBucket,
+    DemandMinute,
     DemandRow,
+    DemandSpan,
+    Forecast,
     endpoints_with_demand,
     latest_demand_s,
     mean_demand,
@@ -22,7 +26,6 @@ from controlplane.store.demand import (
     read_demand,
     read_record,
 )
-from controlplane.store.demand_tables import DemandBucket, DemandMinute, DemandSpan, Forecast
 from controlplane.store.tables import EndpointRow
 from tests.controlplane.world import World
 

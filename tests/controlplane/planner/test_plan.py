@@ -18,12 +18,12 @@ from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.decision import Placement, PlacementStatus
 from controlplane.policies.placement.document import parse
 from controlplane.settings import Settings
-from controlplane.store.demand import IW, NIW, DemandRow, put_demand, put_forecasts, read_forecasts
-from controlplane.store.demand_tables import Forecast
+from controlplane.store.demand import IW, NIW, DemandRow, Forecast, put_demand, put_forecasts, read_forecasts
 from controlplane.store.fleet import read_inventory
 from controlplane.store.pins import add_pin
-from controlplane.store.plan_tables import Plan, PlanEntry
 from controlplane.store.plans import (
+    Plan,
+    PlanEntry,
     add_plan,
     apply_plan,
     approve_plan,

@@ -24,8 +24,7 @@ from controlplane.store.endpoint_summary import read_unplaced
 from controlplane.store.fleet import read_inventory
 from controlplane.store.instances import desired_of
 from controlplane.store.joining import join_node
-from controlplane.store.plan_tables import PlanEntry
-from controlplane.store.plans import add_plan, apply_plan
+from controlplane.store.plans import PlanEntry, add_plan, apply_plan
 from controlplane.store.redis.live import FleetView, LiveStore
 from controlplane.store.tables import Desired, EndpointRow, Instance, Model, Profile
 from dataplane.protocol.messages import Join, SlotSpec

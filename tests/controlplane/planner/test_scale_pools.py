@@ -15,8 +15,7 @@ from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.instances import desired_of, observe
 from controlplane.store.pins import add_pin
-from controlplane.store.plan_tables import PlanEntry
-from controlplane.store.plans import add_plan, apply_plan
+from controlplane.store.plans import PlanEntry, add_plan, apply_plan
 from controlplane.store.spot import lease_spot
 from controlplane.store.tables import Profile, SpotLease
 from dataplane.protocol.messages import Heartbeat, InstanceReport, InstanceState

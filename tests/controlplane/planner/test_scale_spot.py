@@ -13,10 +13,9 @@ from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
 from controlplane.store import fleet
-from controlplane.store.demand import DemandRow, put_demand, put_forecasts
-from controlplane.store.demand_tables import Forecast
+from controlplane.store.demand import DemandRow, Forecast, put_demand, put_forecasts
 from controlplane.store.instances import desired_of, lose_silent_nodes, observe
-from controlplane.store.key_tables import AuditEvent
+from controlplane.store.keys import AuditEvent
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.spot import lease_spot
 from controlplane.store.tables import Desired, Instance, Node, SpotLease

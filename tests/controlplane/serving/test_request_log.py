@@ -10,7 +10,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from controlplane.serving.request_log import RequestLog
 from controlplane.settings import Settings
-from controlplane.store.request_log import LoggedRequest, RequestRecord, find_requests, forget_requests
+from controlplane.store.request_log import LoggedRequest, RequestRecord, find_requests
+from controlplane.store.rows import delete_older
 from controlplane.store.session import Database
 
 Open = Callable[..., RequestLog]
@@ -103,7 +104,7 @@ def test_old_rows_are_forgotten_in_pieces(open_log: Open, database: Database) ->
     log.add(record("new"))
     log.write()
     with database.transaction() as session:
-        assert forget_requests(session, keep_s=3600.0, count_max=7) == 7
-        assert forget_requests(session, keep_s=3600.0, count_max=7) == 3
-        assert forget_requests(session, keep_s=3600.0, count_max=7) == 0
+        assert delete_older(session, column=LoggedRequest.ended_at, keep_s=3600.0, count_max=7) == 7
+        assert delete_older(session, column=LoggedRequest.ended_at, keep_s=3600.0, count_max=7) == 3
+        assert delete_older(session, column=LoggedRequest.ended_at, keep_s=3600.0, count_max=7) == 0
         assert session.scalar(select(func.count()).select_from(LoggedRequest)) == 1

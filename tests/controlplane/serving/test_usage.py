@@ -10,9 +10,9 @@ from sqlalchemy import func, select, update
 from sqlalchemy.exc import OperationalError
 
 from controlplane.serving.usage import UsageCounter
+from controlplane.store.rows import delete_older
 from controlplane.store.session import Database
-from controlplane.store.usage import Usage, UsageKey, add_batch_usage, add_up_usage, forget_usage, read_usage
-from controlplane.store.usage_tables import UsageHour
+from controlplane.store.usage import Usage, UsageHour, UsageKey, add_batch_usage, add_up_usage, read_usage
 from dataplane.protocol.tiers import Tier
 
 LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
@@ -89,5 +89,5 @@ def test_processes_add_up_and_so_do_their_hours_later(database: Database) -> Non
     with database.transaction() as session:
         assert set(session.scalars(select(UsageHour.writer))) == {""}
     with database.transaction() as session:
-        assert forget_usage(session, keep_s=3600, count_max=100) > 0
+        assert delete_older(session, column=UsageHour.hour, keep_s=3600, count_max=100) > 0
     assert totals(database, "tenant") == []

@@ -12,8 +12,11 @@ from controlplane.policies.facts import Endpoint
 from controlplane.store.demand import (
     IW,
     NIW,
+    DemandBucket,
     DemandRow,
+    Forecast,
     endpoints_with_demand,
+    forget_demand,
     latest_demand_s,
     mean_demand,
     put_demand,
@@ -21,8 +24,6 @@ from controlplane.store.demand import (
     read_demand,
     read_forecasts,
 )
-from controlplane.store.demand_tables import DemandBucket, Forecast
-from controlplane.store.retention import forget_demand
 from controlplane.store.session import Database, make_engine
 from tests.controlplane.world import World
 

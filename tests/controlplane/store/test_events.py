@@ -10,8 +10,7 @@ from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.blobs.base import BlobStore
-from controlplane.store.event_tables import Event
-from controlplane.store.events import list_events
+from controlplane.store.events import Event, list_events
 from controlplane.store.instances import set_desired, set_engine
 from controlplane.store.plans import add_plan, apply_plan, reject_plan
 from controlplane.store.removal import delete_node

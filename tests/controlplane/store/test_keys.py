@@ -6,8 +6,7 @@ import pytest
 from sqlalchemy import text
 
 from controlplane.errors import ConflictError, NotFoundError
-from controlplane.store.key_tables import ApiKey
-from controlplane.store.keys import find_key, hash_secret, make_key, revoke_key, snapshot
+from controlplane.store.keys import ApiKey, find_key, hash_secret, make_key, revoke_key, snapshot
 from controlplane.store.rows import list_rows
 from controlplane.store.session import Database
 from controlplane.store.tables import Role

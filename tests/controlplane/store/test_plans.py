@@ -11,8 +11,9 @@ from sqlalchemy.exc import IntegrityError
 from controlplane.errors import ConflictError, NotFoundError, StaleIndexError
 from controlplane.policies.lifecycle import PlanState
 from controlplane.store import fleet
-from controlplane.store.plan_tables import Plan, PlanEntry
 from controlplane.store.plans import (
+    Plan,
+    PlanEntry,
     add_plan,
     apply_plan,
     approve_plan,

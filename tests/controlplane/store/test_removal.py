@@ -19,8 +19,7 @@ from controlplane.store.fleet import fleet_index
 from controlplane.store.instances import desired_of, set_desired
 from controlplane.store.keys import make_key, revoke_key
 from controlplane.store.pins import add_pin, remove_pin
-from controlplane.store.plan_tables import PlanEntry
-from controlplane.store.plans import add_plan, apply_plan
+from controlplane.store.plans import PlanEntry, add_plan, apply_plan
 from controlplane.store.spot import lease_spot, return_spot
 from controlplane.store.tables import Desired, EndpointRow, GpuType, Instance, Model, Node, Profile, Region, Role
 from tests.controlplane.store.test_plans import a_plan

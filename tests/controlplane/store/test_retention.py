@@ -4,11 +4,20 @@ from sqlalchemy import select, text
 
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import PlanState
-from controlplane.store.demand import IW, DemandRow, note_measured, put_demand, put_forecasts, read_demand
-from controlplane.store.demand_tables import DemandBucket, Forecast
-from controlplane.store.plan_tables import Plan, PlanEntry
-from controlplane.store.plans import add_plan
-from controlplane.store.retention import forget_demand, forget_forecasts, forget_measured_minutes, forget_plans
+from controlplane.store.demand import (
+    IW,
+    DemandBucket,
+    DemandRow,
+    Forecast,
+    forget_demand,
+    forget_forecasts,
+    forget_measured_minutes,
+    note_measured,
+    put_demand,
+    put_forecasts,
+    read_demand,
+)
+from controlplane.store.plans import Plan, PlanEntry, add_plan, forget_plans
 from tests.controlplane.store.test_plans import a_plan, index_of
 from tests.controlplane.world import World
 

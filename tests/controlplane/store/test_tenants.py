@@ -13,8 +13,7 @@ from controlplane.store import tenants
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import cancel_batch, end_requests
 from controlplane.store.blobs.base import BlobStore
-from controlplane.store.key_tables import Tenant
-from controlplane.store.tenants import find_tenant, limits_of, put_tenant, queued_batch_tokens
+from controlplane.store.tenants import Tenant, find_tenant, limits_of, put_tenant, queued_batch_tokens
 from tests.controlplane.world import World
 
 ANSWER_TOKENS = 100

@@ -13,8 +13,7 @@ import structlog
 from sqlalchemy import text
 
 from controlplane.settings import Settings
-from controlplane.store.key_tables import ApiKey
-from controlplane.store.keys import find_key, rotate_key
+from controlplane.store.keys import ApiKey, find_key, rotate_key
 from controlplane.store.rows import list_rows
 from controlplane.store.session import Database
 from ops.local.bootstrap import FirstKeys, keep_secrets, make_secrets, store_keys

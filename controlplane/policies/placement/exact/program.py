@@ -23,22 +23,13 @@ instance. Rows are divided by what an instance does there: their numbers count i
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pulp
 
 from controlplane.policies.facts import EndpointGpu, RegionGpu
-from controlplane.policies.placement.grid import Cell, EndpointRow, Grid, ModelRow, PlaceRow, PoolOption
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """Instances of every cell, endpoints pooled, and GPUs of every pool. What is 0 may be missing."""
-
-    counts: Mapping[EndpointGpu, int]
-    pooled: frozenset[EndpointGpu] = frozenset()
-    pool_gpus: Mapping[RegionGpu, int] = field(default_factory=dict)
+from controlplane.policies.placement.grid import Answer, Cell, EndpointRow, Grid, ModelRow, PlaceRow, PoolOption
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -202,9 +193,6 @@ def _least_cost(grid: Grid) -> float:
         cells = [cell for endpoint in model.endpoints for cell in endpoint.cells]
         rate = min((cell.price_per_hour / cell.profile.tokens_per_s for cell in cells), default=0.0)
         for endpoint in model.endpoints:
-            pools = [
-                gpu_prices[RegionGpu(region=option.key.region, gpu_type=option.key.gpu_type)] * option.occupancy
-                for option in endpoint.options
-            ]
+            pools = [gpu_prices[option.key.place] * option.occupancy for option in endpoint.options]
             total += min([rate * endpoint.busiest, *(price / grid.fill for price in pools)])
     return min(total, math.fsum(row.gpu_price * row.capacity for row in grid.places))

@@ -13,15 +13,13 @@ above its bound, its own integer program raises the bound.
     dual.py     prices, and what they prove        regions.py        a better bound for one region, by HiGHS
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from controlplane.policies.facts import EndpointGpu, RegionGpu
 from controlplane.policies.placement.cost import fleet_cost, gap_of, grid_cost
-from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
-from controlplane.policies.placement.grid import Grid, grid_of
+from controlplane.policies.placement.grid import Answer, Grid
 from controlplane.policies.placement.priced.choice import Chooser, Effort
 from controlplane.policies.placement.priced.columns import Columns
 from controlplane.policies.placement.priced.dual import Dual, climb, first_dual, priced_out, soft_choice
@@ -74,23 +72,17 @@ class PriceSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PricedSolution:
+class PricedSolution(Answer):
     """A placement found by prices.
 
     Attributes:
-        counts: instances; cells without any are left out.
-        pooled: endpoints pooled, and where.
-        pool_gpus: GPUs given to pools.
-        objective: cost per hour, as `cost_of` says.
+        objective: cost per hour, as `grid_cost` says.
         bound: no placement costs less.
         gap: (objective - bound) as a share of the fleet's cost.
         iterations: rounds in which the bound was raised.
         reason: how it ended, in plain words.
     """
 
-    counts: Mapping[EndpointGpu, int]
-    pooled: frozenset[EndpointGpu]
-    pool_gpus: Mapping[RegionGpu, int]
     objective: float
     bound: float
     gap: float
@@ -98,42 +90,21 @@ class PricedSolution:
     reason: str
 
 
-def solve_by_prices(
-    facts: PlacementFacts,
-    settings: PlacementSettings,
-    *,
-    limits: PriceSettings | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
+def solve_grid(
+    grid: Grid, gap: float, limits: PriceSettings | None = None, should_stop: Callable[[], bool] = lambda: False
 ) -> PricedSolution:
-    """Place by prices.
+    """Place by prices: a placement that fits, and its proven distance to the best.
 
     Args:
-        facts: the fleet and the demand; their order does not matter.
-        settings: epsilon, prices of falling short, and the gap that will do.
+        grid: the problem.
+        gap: proven distance to the optimum that will do, as a share of the fleet's cost.
         limits: of the search.
         should_stop: asked between rounds and by HiGHS; True ends the search with what there is.
-
-    Returns:
-        A placement that fits, and its proven distance to the best.
     """
-    return solve_grid(grid_of(facts, settings), settings.gap, limits or PriceSettings(), should_stop)
-
-
-def solve_grid(grid: Grid, gap: float, limits: PriceSettings, should_stop: Callable[[], bool]) -> PricedSolution:
-    """The same for a grid that is laid out already."""
     if not grid.cells and not grid.options:
-        cost = grid_cost(grid, {}, frozenset(), {})
-        return PricedSolution(
-            counts={},
-            pooled=frozenset(),
-            pool_gpus={},
-            objective=cost,
-            bound=cost,
-            gap=0.0,
-            iterations=0,
-            reason="nothing can stand anywhere",
-        )
-    return _Search(grid, build_tables(grid), gap, limits, should_stop).run()
+        cost, reason = grid_cost(grid, Answer(counts={})), "nothing can stand anywhere"
+        return PricedSolution(counts={}, objective=cost, bound=cost, gap=0.0, iterations=0, reason=reason)
+    return _Search(grid, build_tables(grid), gap, limits or PriceSettings(), should_stop).run()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -158,7 +129,7 @@ class _Search:
         best = self._solution(dual.rounds, dual.bound, incumbent, "rounded from the prices")
         if best.gap <= self._gap or self._should_stop():
             return best
-        fleet = fleet_cost(self._grid, best.counts, best.pool_gpus)
+        fleet = fleet_cost(self._grid, best)
         size = len(tables.home)
         each_max = min(
             max(limits.neighbourhood_max // size, limits.neighbourhood_each_least), limits.neighbourhood_each_most
@@ -203,24 +174,19 @@ class _Search:
 
     def _solution(self, rounds: int, bound: float, incumbent: Incumbent, how: str) -> PricedSolution:
         tables = self._tables
-        counts, pooled = tables.counts_by_key(incumbent.counts), tables.pooled_keys(incumbent.pooled)
-        gpus = tables.pool_gpus_by_key(pool_gpus(tables, np.arange(len(tables.home)), incumbent.pooled))
-        found = PricedSolution(
-            counts=counts,
-            pooled=pooled,
-            pool_gpus=gpus,
-            objective=grid_cost(self._grid, counts, pooled, gpus),
-            bound=bound,
-            gap=0.0,
-            iterations=rounds,
-            reason=how,
+        answer = Answer(
+            counts=tables.counts_by_key(incumbent.counts),
+            pooled=tables.pooled_keys(incumbent.pooled),
+            pool_gpus=tables.pool_gpus_by_key(pool_gpus(tables, np.arange(len(tables.home)), incumbent.pooled)),
         )
+        cost = grid_cost(self._grid, answer)
+        found = PricedSolution(**vars(answer), objective=cost, bound=bound, gap=0.0, iterations=rounds, reason=how)
         return self._bounded(found, bound)
 
     def _bounded(self, found: PricedSolution, bound: float) -> PricedSolution:
         """The same placement with another bound."""
         bound = float(min(bound, found.objective))
-        gap = gap_of(found.objective, bound, fleet_cost(self._grid, found.counts, found.pool_gpus))
+        gap = gap_of(found.objective, bound, fleet_cost(self._grid, found))
         return replace(found, bound=bound, gap=gap)
 
 

@@ -186,7 +186,7 @@ def _pools(grid: Grid, type_at: Mapping[str, int], region_at: Mapping[str, int])
     for number, endpoint in enumerate(endpoints):
         for option in endpoint.options:
             kind = type_at[option.key.gpu_type]
-            brings = host[RegionGpu(region=option.key.region, gpu_type=option.key.gpu_type)]
+            brings = host[option.key.place]
             if option.weights_bytes and not brings:
                 continue
             occupancy[number, kind] = option.occupancy

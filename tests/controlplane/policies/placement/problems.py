@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.policies.placement.choose import choose_placement
-from controlplane.policies.placement.decision import Placement
+from controlplane.policies.placement.decision import Placement, PlacementEntry, PooledEndpoint
 from controlplane.policies.placement.facts import (
     PlacementFacts,
     PlacementModel,
@@ -16,6 +16,7 @@ from controlplane.policies.placement.facts import (
     Profile,
     StartTimes,
 )
+from controlplane.policies.placement.grid import Answer
 from dataplane.protocol.tiers import Tier
 
 CAPACITY_MAX = 3
@@ -23,34 +24,38 @@ STARTS = (StartTimes.of_load(0.0), StartTimes(), StartTimes(spot_other_s=200.0))
 
 
 @st.composite
-def small_facts(draw: st.DrawFn, *, pools: bool = False) -> PlacementFacts:
-    """At most four cells of at most three GPUs: few enough to try every placement."""
-    models, regions, gpu_types = draw(
-        st.sampled_from([("a", "rs", "H"), ("ab", "rs", "H"), ("a", "rs", "HL"), ("ab", "r", "HL")])
-    )
+def small_facts(draw: st.DrawFn, *, pools: bool | None = False, wide: bool = False) -> PlacementFacts:
+    """At most four cells of at most three GPUs: few enough to try every placement. `wide`: up to 18 cells, some without
+    a profile or limits. `pools` None: either way.
+    """
+    shapes = [("a", "rs", "H"), ("ab", "rs", "H"), ("a", "rs", "HL"), ("ab", "r", "HL")]
+    if wide:
+        shapes = [("abc"[:models], "rst"[:regions], "HL") for models in (1, 2, 3) for regions in (1, 2, 3)]
+    models, regions, gpu_types = draw(st.sampled_from(shapes))
     endpoints = [Endpoint(model=model, region=region) for model in models for region in regions]
     places = [RegionGpu(region=region, gpu_type=gpu_type) for region in regions for gpu_type in gpu_types]
+    pairs = [ModelGpu(model=model, gpu_type=gpu_type) for model in models for gpu_type in gpu_types]
+    pairs = [pair for pair in pairs if not wide or draw(st.integers(0, 4))]
     cells = [
-        EndpointGpu(model=e.model, region=e.region, gpu_type=gpu_type) for e in endpoints for gpu_type in gpu_types
+        EndpointGpu(model=pair.model, region=region, gpu_type=pair.gpu_type) for region in regions for pair in pairs
     ]
     windows = draw(st.integers(1, 2))
     amounts = st.sampled_from([0.0, 0.3, 40.0]) | st.integers(0, 50).map(lambda hundreds: 100.0 * hundreds)
     limits = {}
-    for endpoint in endpoints:
+    for endpoint in [each for each in endpoints if not wide or draw(st.booleans())]:
         fewest = draw(st.integers(0, 2))
         limits[endpoint] = (fewest, draw(st.integers(fewest, 4)))
     facts = PlacementFacts(
         regions=tuple(regions),
         models=tuple(PlacementModel(name=name, tier=draw(st.sampled_from(list(Tier)))) for name in models),
-        capacity={place: draw(st.integers(0, CAPACITY_MAX)) for place in places},
+        capacity={place: draw(st.integers(0, 6 if wide else CAPACITY_MAX)) for place in places},
         profiles={
-            ModelGpu(model=model, gpu_type=gpu_type): Profile(
+            pair: Profile(
                 tokens_per_s=draw(st.sampled_from([700.0, 1300.0, 1900.0])),
                 gpus=draw(st.integers(1, 2)),
                 start=draw(st.sampled_from(STARTS)),
             )
-            for model in models
-            for gpu_type in gpu_types
+            for pair in pairs
         },
         present={cell: draw(st.integers(0, 2)) for cell in cells},
         demand={endpoint: tuple(draw(amounts) for _ in range(windows)) for endpoint in endpoints},
@@ -61,7 +66,7 @@ def small_facts(draw: st.DrawFn, *, pools: bool = False) -> PlacementFacts:
         pins={endpoint: draw(st.integers(0, 4)) for endpoint in endpoints if draw(st.integers(0, 3)) == 0},
         unfit={cell: "too large" for cell in cells if draw(st.integers(0, 7)) == 0},
     )
-    if not pools:
+    if not (draw(st.booleans()) if pools is None else pools):
         return facts
     shares = st.sampled_from([0.02, 0.3, 0.79, 1.2])
     pool = PoolFacts(
@@ -104,6 +109,30 @@ def fleet(**changes: Any) -> PlacementFacts:
 
 def place(facts: PlacementFacts, how: PlacementSettings = EXACT) -> Placement:
     return choose_placement(facts, 7.0, how)
+
+
+def answer_of(placement: Placement) -> Answer:
+    """What a placement decides, as the cost function takes it."""
+
+    def key(each: PlacementEntry | PooledEndpoint) -> EndpointGpu:
+        return EndpointGpu(model=each.endpoint.model, region=each.endpoint.region, gpu_type=each.gpu_type)
+
+    return Answer(
+        counts={key(entry): entry.after for entry in placement.entries},
+        pooled=frozenset(key(each) for each in placement.pooled),
+        pool_gpus={RegionGpu(region=pool.region, gpu_type=pool.gpu_type): pool.after for pool in placement.pools},
+    )
+
+
+def turned(facts: PlacementFacts) -> PlacementFacts:
+    """The same facts in the opposite order."""
+    values = {
+        name: dict(reversed(value.items())) if isinstance(value, dict) else value[::-1]
+        for name, value in vars(facts).items()
+        if isinstance(value, dict | tuple)
+    }
+    pool = facts.pool and replace(facts.pool, occupancy=dict(reversed(list(facts.pool.occupancy.items()))))
+    return replace(facts, **values, pool=pool)
 
 
 def after(placement: Placement) -> dict[tuple[str, str, str], int]:

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from controlplane.policies.facts import EndpointGpu, RegionGpu
-from controlplane.policies.placement.choose import choose_placement
-from controlplane.policies.placement.cost import cost_of, violations_of
+from controlplane.policies.facts import RegionGpu
+from controlplane.policies.placement.cost import grid_cost, violations_of
 from controlplane.policies.placement.decision import Constraint, PlacementEntry
 from controlplane.policies.placement.facts import PlacementFacts
 from controlplane.policies.placement.grid import grid_of
-from tests.controlplane.policies.placement.problems import EAST, EXACT, WEST, cell, fleet, place, small_facts
+from tests.controlplane.policies.placement.problems import EAST, EXACT, WEST, answer_of, cell, fleet, place, small_facts
 
 TOKEN = (2 + 2 / 6) / 1900
 """The dearest token of `fleet`: an instance and its start, by its tokens/s."""
@@ -75,21 +74,13 @@ def test_a_pin_that_is_not_kept_costs_more_than_its_demand() -> None:
 @given(facts=small_facts(pools=True))
 def test_it_is_the_rise_of_the_objective(facts: PlacementFacts) -> None:
     """Where the count of before fits, everything else as planned: the cost function says the same."""
-    placement = choose_placement(facts, 0.0, EXACT)
-
-    def key(entry: PlacementEntry) -> EndpointGpu:
-        return EndpointGpu(model=entry.endpoint.model, region=entry.endpoint.region, gpu_type=entry.gpu_type)
-
-    counts = {key(entry): entry.after for entry in placement.entries}
-    pool_gpus = {RegionGpu(region=pool.region, gpu_type=pool.gpu_type): pool.after for pool in placement.pools}
-    pooled = {
-        EndpointGpu(model=each.endpoint.model, region=each.endpoint.region, gpu_type=each.gpu_type)
-        for each in placement.pooled
-    }
+    placement, grid = place(facts), grid_of(facts, EXACT)
+    answer = answer_of(placement)
     for entry in placement.entries:
         if any(each.endpoint == entry.endpoint for each in placement.pooled):
             continue
-        without = counts | {key(entry): entry.before}
-        if not violations_of(grid_of(facts, EXACT), without, pooled, pool_gpus):
-            rise = cost_of(facts, EXACT, without, pooled, pool_gpus) - cost_of(facts, EXACT, counts, pooled, pool_gpus)
+        key = cell(entry.endpoint.model, entry.endpoint.region, entry.gpu_type)
+        without = replace(answer, counts={**answer.counts, key: entry.before})
+        if not violations_of(grid, without):
+            rise = grid_cost(grid, without) - grid_cost(grid, answer)
             assert entry.cost_if_not == pytest.approx(rise, rel=1e-6, abs=1e-6)

@@ -10,18 +10,17 @@ from hypothesis import strategies as st
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.policies.placement.choose import choose_placement
-from controlplane.policies.placement.cost import cost_of, violations_of
+from controlplane.policies.placement.cost import grid_cost, violations_of
 from controlplane.policies.placement.facts import (
     PlacementFacts,
     PlacementModel,
     PlacementSettings,
     PoolFacts,
     Profile,
-    StartTimes,
 )
-from controlplane.policies.placement.grid import grid_of
+from controlplane.policies.placement.grid import Answer, grid_of
 from controlplane.policies.placement.priced.choice import Chooser, Effort
-from controlplane.policies.placement.priced.decomposition import PricedSolution, PriceSettings, solve_by_prices
+from controlplane.policies.placement.priced.decomposition import PricedSolution, PriceSettings, solve_grid
 from controlplane.policies.placement.priced.dual import climb, first_dual
 from controlplane.policies.placement.priced.neighbourhood import neighbourhood_columns
 from controlplane.policies.placement.priced.regions import region_bound
@@ -29,82 +28,34 @@ from controlplane.policies.placement.priced.relax import Cells
 from controlplane.policies.placement.priced.repair import incumbent_of, pool_gpus
 from controlplane.policies.placement.priced.search import search
 from controlplane.policies.placement.priced.tables import build_tables
-from dataplane.protocol.tiers import Tier
 from ops.bench.planner.placement_problems import ProblemShape, make_problem
+from tests.controlplane.policies.placement.problems import EXACT, small_facts, turned
 
-EXACT = PlacementSettings(gap=0.0)
 AT_HOME = PlacementSettings(gap=0.0, epsilon=1.0)
 """All demand served at home: then nothing is shared between regions, and the bound is exact."""
 QUICK = PriceSettings(climb_rounds=4, exact_rounds=4, choices=((500, 1.0),))
 SMALL = settings(max_examples=25)
 
 
-@st.composite
-def small_facts(draw: st.DrawFn, *, pools: bool | None = None) -> PlacementFacts:
-    """Up to three models, three regions and two GPU types, a few GPUs each; everything that facts can hold."""
-    models, regions, types = "abc"[: draw(st.integers(1, 3))], "rst"[: draw(st.integers(1, 3))], "GH"
-    endpoints = [Endpoint(model=model, region=region) for model in models for region in regions]
-    places = [RegionGpu(region=region, gpu_type=kind) for region in regions for kind in types]
-    profiles = {
-        ModelGpu(model=model, gpu_type=kind): Profile(
-            tokens_per_s=draw(st.sampled_from([700.0, 1300.0, 1900.0])),
-            gpus=draw(st.integers(1, 2)),
-            start=StartTimes(spot_other_s=draw(st.sampled_from([120.0, 600.0]))),
-        )
-        for model in models
-        for kind in types
-        if draw(st.integers(0, 4))
-    }
-    cells = [
-        EndpointGpu(model=at.model, region=at.region, gpu_type=kind)
-        for at in endpoints
-        for kind in types
-        if ModelGpu(model=at.model, gpu_type=kind) in profiles
-    ]
-    limits = {}
-    for at in endpoints:
-        if draw(st.booleans()):
-            fewest = draw(st.integers(0, 2))
-            limits[at] = (fewest, fewest + draw(st.integers(0, 3)))
-    pool = None
-    if draw(st.booleans()) if pools is None else pools:
-        pool = PoolFacts(
-            occupancy={key: draw(st.sampled_from([0.05, 0.2, 0.7, 1.3])) for key in cells if draw(st.booleans())},
-            weights_bytes={model: draw(st.integers(1, 30)) for model in models},
-            host_bytes_per_gpu={"G": 40, "H": draw(st.sampled_from([0, 50]))},
-            present={place: draw(st.integers(0, 2)) for place in places},
-            pooled=frozenset(key for key in cells if key.gpu_type == "G" and draw(st.booleans())),
-        )
-    return PlacementFacts(
-        regions=tuple(regions),
-        models=tuple(PlacementModel(name=name, tier=draw(st.sampled_from(list(Tier)))) for name in models),
-        capacity={place: draw(st.integers(0, 6)) for place in places},
-        profiles=profiles,
-        present={key: draw(st.integers(0, 2)) for key in cells},
-        demand={at: tuple(100.0 * draw(st.integers(0, 60)) for _ in range(2)) for at in endpoints},
-        limits=limits,
-        gpu_cost_per_hour={"G": 2.0, "H": draw(st.sampled_from([1.0, 3.5]))},
-        weights_present=frozenset(at for at in endpoints if draw(st.booleans())),
-        spot={key: draw(st.integers(0, 1)) for key in cells},
-        pins={at: draw(st.integers(0, 2)) for at in endpoints if not draw(st.integers(0, 5))},
-        pool=pool,
-    )
+def _solved(
+    facts: PlacementFacts, how: PlacementSettings = EXACT, limits: PriceSettings | None = None
+) -> PricedSolution:
+    return solve_grid(grid_of(facts, how), how.gap, limits)
 
 
 def _fits(facts: PlacementFacts, found: PricedSolution) -> None:
     grid = grid_of(facts, EXACT)
-    assert violations_of(grid, found.counts, found.pooled, found.pool_gpus) == ()
-    cost = cost_of(facts, EXACT, found.counts, found.pooled, found.pool_gpus)
-    assert found.objective == pytest.approx(cost, rel=1e-9, abs=1e-9)
+    assert violations_of(grid, found) == ()
+    assert found.objective == pytest.approx(grid_cost(grid, found), rel=1e-9, abs=1e-9)
     assert found.bound <= found.objective
     assert found.gap >= 0
 
 
 @pytest.mark.slow
 @SMALL
-@given(facts=small_facts())
+@given(facts=small_facts(pools=None, wide=True))
 def test_the_bound_is_below_the_best_and_the_best_below_the_answer(facts: PlacementFacts) -> None:
-    found = solve_by_prices(facts, EXACT)
+    found = _solved(facts)
     _fits(facts, found)
     exact = choose_placement(facts, 0.0, EXACT)
     assert exact.objective_per_hour is not None
@@ -114,15 +65,15 @@ def test_the_bound_is_below_the_best_and_the_best_below_the_answer(facts: Placem
 
 
 @SMALL
-@given(facts=small_facts(), seed=st.integers(0, 9))
+@given(facts=small_facts(pools=None, wide=True), seed=st.integers(0, 9))
 def test_whatever_limits_cut_it_off_the_answer_fits(facts: PlacementFacts, seed: int) -> None:
     stops = itertools.count()
     limits = PriceSettings(climb_rounds=1 + seed % 3, exact_rounds=seed % 2, choices=((10, 1.0), (20, 0.5))[: seed % 3])
-    _fits(facts, solve_by_prices(facts, EXACT, limits=limits, should_stop=lambda: next(stops) >= seed))
+    _fits(facts, solve_grid(grid_of(facts, EXACT), EXACT.gap, limits, lambda: next(stops) >= seed))
 
 
 @settings(max_examples=15)
-@given(facts=small_facts(), share=st.sampled_from([0.0, 0.4, 1.0]))
+@given(facts=small_facts(pools=None, wide=True), share=st.sampled_from([0.0, 0.4, 1.0]))
 def test_the_bounds_of_regions_add_up_to_a_bound_at_any_price_of_demand(facts: PlacementFacts, share: float) -> None:
     grid = grid_of(facts, EXACT)
     if not grid.cells:
@@ -141,7 +92,7 @@ def test_the_bounds_of_regions_add_up_to_a_bound_at_any_price_of_demand(facts: P
 
 
 @settings(max_examples=15)
-@given(facts=small_facts())
+@given(facts=small_facts(pools=None, wide=True))
 def test_a_choice_among_columns_fits_and_is_never_worse(facts: PlacementFacts) -> None:
     grid = grid_of(facts, EXACT)
     if not grid.cells:
@@ -155,30 +106,21 @@ def test_a_choice_among_columns_fits_and_is_never_worse(facts: PlacementFacts) -
     choice = chooser.better(near.choice, np.ones(len(near.columns), bool), effort)
     assert chooser.cost(choice) <= chooser.cost(near.choice)
     found = incumbent_of(near.columns, choice)
-    counts, pooled = tables.counts_by_key(found.counts), tables.pooled_keys(found.pooled)
     gpus = tables.pool_gpus_by_key(pool_gpus(tables, np.arange(len(tables.home)), found.pooled))
-    assert violations_of(grid, counts, pooled, gpus) == ()
+    answer = Answer(counts=tables.counts_by_key(found.counts), pooled=tables.pooled_keys(found.pooled), pool_gpus=gpus)
+    assert violations_of(grid, answer) == ()
     if not any(facts.spot.values()):
         moves_of_pools = sum(abs(gpus.get(row.place, 0) - row.pool_before) for row in grid.places) * tables.move_price
-        cost = cost_of(facts, EXACT, counts, pooled, gpus)
-        assert chooser.cost(choice) == pytest.approx(cost - moves_of_pools, rel=1e-9, abs=1e-6)
+        cost = grid_cost(grid, answer) - moves_of_pools
+        assert chooser.cost(choice) == pytest.approx(cost, rel=1e-9, abs=1e-6)
     closed = chooser.better(choice, np.zeros(len(near.columns), bool), effort)
     assert np.array_equal(closed, choice), "with every other column closed all stays"
 
 
-def _turned(facts: PlacementFacts) -> PlacementFacts:
-    turned = {
-        name: type(value)(reversed(list(value.items()))) if isinstance(value, dict) else value[::-1]
-        for name, value in vars(facts).items()
-        if isinstance(value, dict | tuple)
-    }
-    return replace(facts, **turned)
-
-
 @settings(max_examples=10)
-@given(facts=small_facts())
+@given(facts=small_facts(pools=None, wide=True))
 def test_the_same_facts_give_the_same_answer_in_any_order(facts: PlacementFacts) -> None:
-    assert solve_by_prices(facts, EXACT, limits=QUICK) == solve_by_prices(_turned(facts), EXACT, limits=QUICK)
+    assert _solved(facts, limits=QUICK) == _solved(turned(facts), limits=QUICK)
 
 
 def _one(**changes: object) -> PlacementFacts:
@@ -214,7 +156,7 @@ HERE = Endpoint(model="a", region="r")
     ids=["demand", "no demand", "minimum", "pin", "maximum of none"],
 )
 def test_one_endpoint_to_the_last_cent(changes: dict[str, object], count: int, objective: float) -> None:
-    found = solve_by_prices(_one(**changes), AT_HOME)
+    found = _solved(_one(**changes), AT_HOME)
     assert found.counts.get(KEY, 0) == count
     assert found.objective == pytest.approx(objective)
     assert found.bound == pytest.approx(objective)
@@ -222,16 +164,16 @@ def test_one_endpoint_to_the_last_cent(changes: dict[str, object], count: int, o
 
 def test_without_capacity_all_is_unserved_at_the_price_of_the_program() -> None:
     facts = _one(capacity={}, present={})
-    found = solve_by_prices(facts, EXACT)
+    found = _solved(facts)
     assert (found.counts, found.pooled, found.pool_gpus) == ({}, frozenset(), {})
-    assert found.objective == pytest.approx(cost_of(facts, EXACT, {}))
+    assert found.objective == pytest.approx(grid_cost(grid_of(facts, EXACT), Answer(counts={})))
     assert found.bound == pytest.approx(found.objective)
     assert found.objective > 1000
 
 
 def test_too_little_capacity_serves_what_it_can() -> None:
     facts = _one(capacity={RegionGpu(region="r", gpu_type="G"): 2})
-    found = solve_by_prices(facts, AT_HOME)
+    found = _solved(facts, AT_HOME)
     assert found.counts == {KEY: 2}
     assert found.bound == pytest.approx(found.objective)
 
@@ -257,7 +199,7 @@ def test_a_pool_is_shared_by_the_tail(slot_gpus: int) -> None:
             slot_gpus={RegionGpu(region="r", gpu_type="G"): slot_gpus},
         ),
     )
-    found = solve_by_prices(facts, EXACT)
+    found = _solved(facts)
     assert found.counts == {}
     assert found.pooled == frozenset(keys)
     assert found.pool_gpus == {RegionGpu(region="r", gpu_type="G"): slot_gpus}
@@ -267,8 +209,8 @@ def test_a_pool_is_shared_by_the_tail(slot_gpus: int) -> None:
 def test_a_fleet_of_some_size_is_placed_within_the_gap_asked_for(pools: bool) -> None:
     facts = make_problem(ProblemShape(models=12, regions=6, gpu_types=3, seed=5, skew=3.6, pools=pools))
     how = PlacementSettings(gap=0.02)
-    found = solve_by_prices(facts, how)
-    assert violations_of(grid_of(facts, how), found.counts, found.pooled, found.pool_gpus) == ()
+    found = _solved(facts, how)
+    assert violations_of(grid_of(facts, how), found) == ()
     assert found.gap <= how.gap
     assert bool(found.pooled) is pools
 

@@ -2,41 +2,21 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
-from controlplane.policies.placement.cost import cost_of, violations_of
+from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
+from controlplane.policies.placement.cost import grid_cost, violations_of
 from controlplane.policies.placement.decision import Placement, PlacementStatus
-from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings, Profile
-from controlplane.policies.placement.grid import grid_of
-from tests.controlplane.policies.placement.problems import CAPACITY_MAX, EXACT, place, small_facts
+from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
+from controlplane.policies.placement.grid import Answer, grid_of
+from tests.controlplane.policies.placement.problems import CAPACITY_MAX, EXACT, answer_of, place, small_facts, turned
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A placement as the tests try it."""
-
-    counts: Mapping[EndpointGpu, int]
-    pooled: frozenset[EndpointGpu] = frozenset()
-    pool_gpus: Mapping[RegionGpu, int]
-
-
-def chosen(placement: Placement) -> Choice:
-    def key(each: Endpoint, gpu_type: str) -> EndpointGpu:
-        return EndpointGpu(model=each.model, region=each.region, gpu_type=gpu_type)
-
-    return Choice(
-        counts={key(entry.endpoint, entry.gpu_type): entry.after for entry in placement.entries},
-        pooled=frozenset(key(each.endpoint, each.gpu_type) for each in placement.pooled),
-        pool_gpus={RegionGpu(region=pool.region, gpu_type=pool.gpu_type): pool.after for pool in placement.pools},
-    )
-
-
-def choices_of(facts: PlacementFacts) -> Iterator[Choice]:
+def choices_of(facts: PlacementFacts) -> Iterator[Answer]:
     """Every placement that keeps to capacity, maximum and pin, with the fewest pool slots that hold what is pooled."""
     cells = list(facts.present)
     endpoints = list(facts.demand)
@@ -44,20 +24,20 @@ def choices_of(facts: PlacementFacts) -> Iterator[Choice]:
     for endpoint in endpoints:
         open_to_pools = endpoint not in facts.pins and facts.limits[endpoint][1]
         keys = facts.pool.occupancy if facts.pool is not None and open_to_pools else {}
-        homes.append([None, *(key for key in keys if (key.model, key.region) == (endpoint.model, endpoint.region))])
+        homes.append([None, *(key for key in keys if key.endpoint == endpoint)])
     for pooling in itertools.product(*homes):
         pooled = frozenset(key for key in pooling if key is not None)
         pool_gpus = {at: _pool_gpus(facts, at, pooled) for at in facts.capacity}
-        away = {(key.model, key.region) for key in pooled}
-        ranges = [range(1 if (c.model, c.region) in away or c in facts.unfit else CAPACITY_MAX + 1) for c in cells]
+        away = {key.endpoint for key in pooled}
+        ranges = [range(1 if c.endpoint in away or c in facts.unfit else CAPACITY_MAX + 1) for c in cells]
         for counts in itertools.product(*ranges):
-            choice = Choice(counts=dict(zip(cells, counts, strict=True)), pooled=pooled, pool_gpus=pool_gpus)
+            choice = Answer(counts=dict(zip(cells, counts, strict=True)), pooled=pooled, pool_gpus=pool_gpus)
             if _fits(facts, choice):
                 yield choice
 
 
 def _pool_gpus(facts: PlacementFacts, place: RegionGpu, pooled: frozenset[EndpointGpu]) -> int:
-    here = [key for key in pooled if (key.region, key.gpu_type) == (place.region, place.gpu_type)]
+    here = [key for key in pooled if key.place == place]
     if not here or facts.pool is None:
         return 0
     pool = facts.pool
@@ -72,22 +52,16 @@ def _pool_gpus(facts: PlacementFacts, place: RegionGpu, pooled: frozenset[Endpoi
     return 99
 
 
-def _profile(facts: PlacementFacts, cell: EndpointGpu) -> Profile:
-    return facts.profiles[ModelGpu(model=cell.model, gpu_type=cell.gpu_type)]
-
-
-def _fits(facts: PlacementFacts, choice: Choice) -> bool:
+def _fits(facts: PlacementFacts, choice: Answer) -> bool:
     for at, capacity in facts.capacity.items():
         used = choice.pool_gpus[at]
         for cell, count in choice.counts.items():
-            if (cell.region, cell.gpu_type) == (at.region, at.gpu_type):
-                used += _profile(facts, cell).gpus * count
+            if cell.place == at:
+                used += facts.profiles[cell.pair].gpus * count
         if used > capacity:
             return False
     for endpoint in facts.demand:
-        here = sum(
-            n for cell, n in choice.counts.items() if (cell.model, cell.region) == (endpoint.model, endpoint.region)
-        )
+        here = sum(n for cell, n in choice.counts.items() if cell.endpoint == endpoint)
         if here > facts.pins.get(endpoint, facts.limits[endpoint][1]):
             return False
     return True
@@ -99,9 +73,9 @@ class Oracle:
     def __init__(self, facts: PlacementFacts, how: PlacementSettings = EXACT) -> None:
         self.facts, self.how = facts, how
         cells = self.cells = list(facts.present)
-        self.price = {c: _profile(facts, c).gpus * facts.gpu_cost_per_hour[c.gpu_type] for c in cells}
-        near = {c: Endpoint(model=c.model, region=c.region) in facts.weights_present for c in cells}
-        start = {c: _profile(facts, c).start for c in cells}
+        self.price = {c: facts.profiles[c.pair].gpus * facts.gpu_cost_per_hour[c.gpu_type] for c in cells}
+        near = {c: c.endpoint in facts.weights_present for c in cells}
+        start = {c: facts.profiles[c.pair].start for c in cells}
         fresh = {c: start[c].local_s if near[c] else start[c].remote_s for c in cells}
         other = {c: min(fresh[c], start[c].spot_other_s if near[c] else start[c].remote_s) for c in cells}
         self.fresh = {c: self.price[c] * fresh[c] / 3600 for c in cells}
@@ -109,12 +83,12 @@ class Oracle:
         self.same = {c: self.price[c] * min(other[c], start[c].spot_same_s) / 3600 for c in cells}
         live = [c for c in cells if facts.present[c] or (self._wanted(c.model) and self._room(c))]
         whole = {c: self.price[c] + self.fresh[c] for c in live}
-        speed = {c: _profile(facts, c).tokens_per_s for c in live}
+        speed = {c: facts.profiles[c.pair].tokens_per_s for c in live}
         self.token = max((whole[c] / speed[c] for c in live), default=1.0)
         self.instance = max(whole.values(), default=1.0)
         self.move = how.move_ratio * min((self.price[c] for c in live), default=1.0)
         self.tier = {model.name: how.unserved_ratios[model.tier] for model in facts.models}
-        worth = [self.tier[c.model] * self.token * speed[c] / _profile(facts, c).gpus for c in live]
+        worth = [self.tier[c.model] * self.token * speed[c] / facts.profiles[c.pair].gpus for c in live]
         self.pin_per_gpu = how.pin_ratio * max(worth, default=1.0)
         self.live = live
 
@@ -130,36 +104,34 @@ class Oracle:
     def _room(self, cell: EndpointGpu) -> int:
         if cell in self.facts.unfit:
             return 0
-        capacity = self.facts.capacity[RegionGpu(region=cell.region, gpu_type=cell.gpu_type)]
-        return min(
-            capacity // _profile(self.facts, cell).gpus, self._most(Endpoint(model=cell.model, region=cell.region))
-        )
+        capacity = self.facts.capacity[cell.place]
+        return min(capacity // self.facts.profiles[cell.pair].gpus, self._most(cell.endpoint))
 
-    def cost(self, choice: Choice) -> float:
+    def cost(self, choice: Answer) -> float:
         total = sum(self._model(model.name, choice) for model in self.facts.models)
         total += sum(self._place(at, choice) for at in self.facts.capacity)
         return total
 
-    def _model(self, model: str, choice: Choice) -> float:
+    def _model(self, model: str, choice: Answer) -> float:
         facts, counts = self.facts, choice.counts
         endpoints = [e for e in facts.demand if e.model == model]
         totals = [sum(window) for window in zip(*(facts.demand[e] for e in endpoints), strict=True)]
         peak, busiest = max(totals), totals.index(max(totals))
-        pooled = {e: any((k.model, k.region) == (model, e.region) for k in choice.pooled) for e in endpoints}
+        pooled = {e: any(k.endpoint == e for k in choice.pooled) for e in endpoints}
         cost, served = 0.0, 0.0
         for e in endpoints:
-            mine = [c for c in self.cells if (c.model, c.region) == (model, e.region)]
+            mine = [c for c in self.cells if c.endpoint == e]
             for c in mine:
                 cost += self.price[c] * counts[c] + self.fresh[c] * max(0, counts[c] - facts.present[c])
                 cost += self.move * abs(counts[c] - facts.present[c])
             if pooled[e]:
                 served += facts.demand[e][busiest]
                 continue
-            here = sum(_profile(facts, c).tokens_per_s * counts[c] for c in mine)
+            here = sum(facts.profiles[c.pair].tokens_per_s * counts[c] for c in mine)
             served += here
             home = self.how.epsilon * max(facts.demand[e])
             cost += self._price(model, home) / 2 * max(0.0, home - here)
-            gpus = max((_profile(facts, c).gpus for c in self.live if c.model == model), default=1)
+            gpus = max((facts.profiles[c.pair].gpus for c in self.live if c.model == model), default=1)
             few = self.pin_per_gpu * gpus if e in facts.pins else self.how.minimum_ratio * self.instance
             cost += few * max(0, self._fewest(e) - sum(counts[c] for c in mine))
         return cost + self._price(model, peak) * max(0.0, peak - served)
@@ -168,49 +140,47 @@ class Oracle:
         floor = self.tier[model] / 50 * self.instance / wanted if wanted else 0.0
         return max(self.tier[model] * self.token, floor)
 
-    def _place(self, place: RegionGpu, choice: Choice) -> float:
+    def _place(self, place: RegionGpu, choice: Answer) -> float:
         """Pool GPUs, less what spot saves: GPU by GPU, to whichever start saves most by it."""
         facts = self.facts
-        here = [c for c in self.cells if (c.region, c.gpu_type) == (place.region, place.gpu_type)]
+        here = [c for c in self.cells if c.place == place]
         savings = []
         for c in here:
             started = max(0, choice.counts[c] - facts.present[c])
-            gpus = _profile(facts, c).gpus
+            gpus = facts.profiles[c.pair].gpus
             for nth in range(started):
                 price = self.same[c] if nth < facts.spot.get(c, 0) else self.other[c]
                 savings += [(self.fresh[c] - price) / gpus] * gpus
-        spot_gpus = sum(_profile(facts, c).gpus * facts.spot.get(c, 0) for c in here)
+        spot_gpus = sum(facts.profiles[c.pair].gpus * facts.spot.get(c, 0) for c in here)
         cost = choice.pool_gpus[place] * facts.gpu_cost_per_hour[place.gpu_type]
         cost -= sum(sorted(savings, reverse=True)[:spot_gpus])
         if facts.pool is None:
             return cost
-        able = [k for k in facts.pool.occupancy if (k.region, k.gpu_type) == (place.region, place.gpu_type)]
+        able = [k for k in facts.pool.occupancy if k.place == place]
         able = [k for k in able if self._can_be_pooled(k)]
         cost += self.move * abs(choice.pool_gpus[place] - facts.pool.present.get(place, 0))
         return cost + self.move * sum((k in choice.pooled) != (k in facts.pool.pooled) for k in able)
 
     def _can_be_pooled(self, key: EndpointGpu) -> bool:
-        endpoint = Endpoint(model=key.model, region=key.region)
-        place = RegionGpu(region=key.region, gpu_type=key.gpu_type)
-        fits = _pool_gpus(self.facts, place, frozenset({key})) <= self.facts.capacity[place]
-        return fits and endpoint not in self.facts.pins and self._most(endpoint) > 0
+        fits = _pool_gpus(self.facts, key.place, frozenset({key})) <= self.facts.capacity[key.place]
+        return fits and key.endpoint not in self.facts.pins and self._most(key.endpoint) > 0
 
 
 def check(facts: PlacementFacts) -> None:
     """No placement is cheaper; it breaks nothing; what it does not do is listed; its cost is the cost function's."""
     placement = place(facts)
     assert placement.status == PlacementStatus.OPTIMAL, placement.reason
-    choice, oracle = chosen(placement), Oracle(facts)
+    choice, oracle = answer_of(placement), Oracle(facts)
     full = replace(
         choice,
         counts={cell: choice.counts.get(cell, 0) for cell in facts.present},
         pool_gpus={at: choice.pool_gpus.get(at, 0) for at in facts.capacity},
     )
     assert _fits(facts, full), "over capacity, maximum or pin"
-    assert violations_of(grid_of(facts, EXACT), full.counts, full.pooled, full.pool_gpus) == ()
+    assert violations_of(grid_of(facts, EXACT), full) == ()
     best = min(oracle.cost(each) for each in choices_of(facts))
     assert oracle.cost(full) == pytest.approx(best, rel=1e-6, abs=1e-6)
-    assert cost_of(facts, EXACT, full.counts, full.pooled, full.pool_gpus) == pytest.approx(best, rel=1e-6, abs=1e-6)
+    assert grid_cost(grid_of(facts, EXACT), full) == pytest.approx(best, rel=1e-6, abs=1e-6)
     assert placement.objective_per_hour == pytest.approx(best, rel=1e-6, abs=1e-6)
     assert placement.bound_per_hour is not None
     assert placement.bound_per_hour <= best * (1 + 1e-6) + 1e-6
@@ -220,20 +190,20 @@ def check(facts: PlacementFacts) -> None:
     _check_lists(facts, placement, full)
 
 
-def _check_lists(facts: PlacementFacts, placement: Placement, choice: Choice) -> None:
+def _check_lists(facts: PlacementFacts, placement: Placement, choice: Answer) -> None:
     """What is pinned is kept or listed, and so is what is not served."""
     below = {each.endpoint: each for each in placement.below_minimum}
     for endpoint, pin in facts.pins.items():
-        here = sum(n for c, n in choice.counts.items() if (c.model, c.region) == (endpoint.model, endpoint.region))
+        here = sum(n for c, n in choice.counts.items() if c.endpoint == endpoint)
         assert here == pin or (here < pin and below[endpoint].placed == here)
-        assert all((key.model, key.region) != (endpoint.model, endpoint.region) for key in choice.pooled)
+        assert all(key.endpoint != endpoint for key in choice.pooled)
     nowhere = {each.model for each in placement.unserved if each.region is None}
     if choice.pooled:
         return
     for model in facts.models:
         windows = [facts.demand[e] for e in facts.demand if e.model == model.name]
         peak = max(map(sum, zip(*windows, strict=True)))
-        served = sum(_profile(facts, c).tokens_per_s * n for c, n in choice.counts.items() if c.model == model.name)
+        served = sum(facts.profiles[c.pair].tokens_per_s * n for c, n in choice.counts.items() if c.model == model.name)
         assert (served < peak * (1 - 1e-6)) == (model.name in nowhere)
 
 
@@ -249,26 +219,6 @@ def test_no_placement_with_pools_is_cheaper(facts: PlacementFacts) -> None:
     check(facts)
 
 
-def turned(facts: PlacementFacts) -> PlacementFacts:
-    """The same facts in the opposite order."""
-    pool = facts.pool
-    return PlacementFacts(
-        regions=facts.regions[::-1],
-        models=facts.models[::-1],
-        capacity=dict(reversed(list(facts.capacity.items()))),
-        profiles=dict(reversed(list(facts.profiles.items()))),
-        present=dict(reversed(list(facts.present.items()))),
-        demand=dict(reversed(list(facts.demand.items()))),
-        limits=dict(reversed(list(facts.limits.items()))),
-        gpu_cost_per_hour=dict(reversed(list(facts.gpu_cost_per_hour.items()))),
-        weights_present=facts.weights_present,
-        spot=dict(reversed(list(facts.spot.items()))),
-        pins=dict(reversed(list(facts.pins.items()))),
-        unfit=dict(reversed(list(facts.unfit.items()))),
-        pool=pool and replace(pool, occupancy=dict(reversed(list(pool.occupancy.items())))),
-    )
-
-
 @settings(max_examples=25)
 @given(facts=small_facts(pools=True))
 def test_the_same_facts_give_the_same_plan_in_any_order(facts: PlacementFacts) -> None:
@@ -279,7 +229,7 @@ def test_the_same_facts_give_the_same_plan_in_any_order(facts: PlacementFacts) -
 @given(facts=small_facts(pools=True))
 def test_a_plan_that_is_in_force_stays(facts: PlacementFacts) -> None:
     """Once the fleet is as planned and no spot is left, the same demand asks for no move."""
-    choice = chosen(place(facts))
+    choice = answer_of(place(facts))
     assert facts.pool is not None
     pool = replace(facts.pool, present=dict(choice.pool_gpus), pooled=choice.pooled)
     present = {cell: choice.counts.get(cell, 0) for cell in facts.present}
