@@ -15,7 +15,7 @@ from pathlib import Path
 import structlog
 
 from dataplane.agent.settings import AgentSettings
-from dataplane.memory.model_cache import HostMemoryError, default_cache_folder, room_bytes
+from dataplane.memory.model_cache import HostMemoryError, available_bytes, default_cache_folder
 from dataplane.runtime.private_folder import NotPrivateError, PrivateFolder
 
 log = structlog.get_logger()
@@ -78,7 +78,7 @@ class HostFiles:
     def _fitting_cache_bytes(self, root: Path) -> int:
         wanted_bytes = self._settings.cache_bytes
         kv_bytes = _shared_kv_bytes(self._settings)
-        free_bytes = room_bytes(root, self.models) - kv_bytes
+        free_bytes = available_bytes(root, self.models) - kv_bytes
         if free_bytes < 1:
             raise HostMemoryError(
                 f"{root} has no room for models: {free_bytes + kv_bytes} bytes are free, and host_kv_bytes of the"

@@ -1,13 +1,13 @@
-"""The node's model cache: one file per model in run-time layout, mapped by every slot (Aegaeon 5.2, "Model Cache").
+"""The node's model cache: one file per model in run-time layout, mapped by every worker (Aegaeon 5.2, "Model Cache").
 
-The kernel's locks are the bookkeeping, so a process that dies leaves none behind:
+The state is in kernel file locks, which are released when a process dies:
 
-    FOLDER/lock                 held (exclusive) while files are opened, renamed, removed: never while bytes move
-    FOLDER/NAME.HASH-SIZE.model     complete; whoever maps it holds a shared lock, whoever evicts it an exclusive one
-    FOLDER/NAME.HASH-SIZE.filling   incomplete; its filler holds an exclusive lock. Without that lock it is stale
+    FOLDER/lock                     exclusive while files are opened, renamed, removed: not while bytes are copied
+    FOLDER/NAME.HASH-SIZE.model     complete; mapped under a shared lock, evicted under an exclusive one
+    FOLDER/NAME.HASH-SIZE.filling   incomplete; filled under an exclusive lock, and stale if there is none
 
-Two limits hold: `capacity_bytes`, and what the file system has. Against either, files that nobody holds make way. A
-mapping keeps its own descriptor, hence its lock, until the last tensor over it is gone.
+There are two limits: `capacity_bytes`, and the free space of the file system. At either, files that no process holds
+are evicted. A mapping keeps its own descriptor, hence its lock, until the last tensor over it is freed.
 """
 
 import errno
@@ -28,15 +28,15 @@ from dataplane.runtime.private_folder import PrivateFolder, find_folder, make_fo
 
 _COMPLETE = ".model"
 _FILLING = ".filling"
-_WANTED = "room-wanted"
-_WANTED_S = 1.0
+_REQUEST = "room-wanted"
+_REQUEST_S = 1.0
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the one place where files are shared memory
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _NAME_CHARACTERS_MAX = 64
 
 
 class HostMemoryError(DataplaneError):
-    """The node's host memory has no room for a model: `lack_bytes` lack, `held` are the models in the way, by name."""
+    """The node's host memory cannot hold a model: `lack_bytes` are missing, `held` are the models in use, by name."""
 
     status = 503
     code = "host_memory_full"
@@ -49,7 +49,7 @@ class HostMemoryError(DataplaneError):
 
 @dataclass(frozen=True, kw_only=True)
 class CachedFile:
-    """A file of the cache. `held`: some process maps or fills it. `used_s` orders files by their last use."""
+    """A file of the cache. `held`: some process maps or fills it. `used_s`: Unix time of the last use."""
 
     name: str
     size_bytes: int
@@ -58,14 +58,14 @@ class CachedFile:
 
     @property
     def model(self) -> str:
-        """What is in it: the readable part of its key."""
+        """The readable part of its key."""
         return self.name.partition(".")[0]
 
 
 def choose_cache_evictions(
     files: Iterable[CachedFile], needed_bytes: int, capacity_bytes: int
 ) -> tuple[str, ...] | None:
-    """Files to remove, least recently used first, so that `needed_bytes` more fit; None: held ones leave no room."""
+    """Files to evict, least recently used first, for `needed_bytes` more bytes; None if the held ones are too large."""
     files = tuple(files)
     excess_bytes = sum(file.size_bytes for file in files) + needed_bytes - capacity_bytes
     chosen = []
@@ -83,14 +83,14 @@ def default_cache_folder(capacity_bytes: int) -> PrivateFolder:
     if os.path.ismount(_SHARED_MEMORY):
         name = f"tidepool-models-{os.geteuid()}"
         ours = find_folder(_SHARED_MEMORY, name)
-        if room_bytes(_SHARED_MEMORY, None if ours is None else ours.path) >= capacity_bytes:
+        if available_bytes(_SHARED_MEMORY, None if ours is None else ours.path) >= capacity_bytes:
             return ours or make_folder(_SHARED_MEMORY, name)
     parent, name = Path(tempfile.gettempdir()), f"tidepool-{os.geteuid()}"
     return find_folder(parent, name) or make_folder(parent, name)
 
 
-def room_bytes(present: Path, folder: Path | None) -> int:
-    """Bytes that `folder` could hold now: what it holds, and what is free in its file system, that of `present`."""
+def available_bytes(present: Path, folder: Path | None) -> int:
+    """Bytes that `folder` can hold: what it holds, and what is free in its file system, which is that of `present`."""
     held_bytes = 0
     for path, _, names in () if folder is None else os.walk(folder):
         for name in names:
@@ -100,7 +100,7 @@ def room_bytes(present: Path, folder: Path | None) -> int:
 
 
 class CachedModel:
-    """A complete model file, mapped. Nobody evicts it until it is released and no tensor lies over it any more."""
+    """A complete model file, mapped. It is not evicted until it is released and no tensor uses the mapping."""
 
     def __init__(self, folder: PrivateFolder, file: str, mapping: mmap.mmap) -> None:
         self._folder = folder
@@ -109,15 +109,15 @@ class CachedModel:
 
     @property
     def view(self) -> memoryview:
-        """All bytes of the file, the same memory for all slots of the node: to be read only.
+        """All bytes of the file, in memory that all workers of the node share. Callers must not write.
 
-        (The mapping is writable since CUDA pins, and torch wraps, no other kind without complaint.)
+        (The mapping is writable, since CUDA cannot pin a read-only one and torch warns about it.)
         """
         assert self._view is not None, "released"
         return self._view
 
     def release(self) -> None:
-        """Give the file back. Twice does no harm."""
+        """Let the file be evicted. May be called twice."""
         if self._view is not None:
             self._view = None
             with suppress(FileNotFoundError), self._folder.opened(self._file, os.O_RDWR) as descriptor:
@@ -128,26 +128,22 @@ class ModelCache:
     """Files of one folder, at most `capacity_bytes` together, shared by the processes and threads of a node."""
 
     def __init__(self, folder: Path, capacity_bytes: int) -> None:
-        """Open the folder, made if it is missing.
-
-        Raises:
-            NotPrivateError: it is not this user's alone.
-        """
+        """Open the folder, and create it if it is missing. Raises NotPrivateError if other users can write to it."""
         self.capacity_bytes = capacity_bytes
         self._folder = PrivateFolder(folder)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all files, those being filled included."""
+        """Bytes of all files, incomplete ones included."""
         return sum(size_bytes for _, size_bytes, _ in self._list())
 
     def acquire(self, key: str, size_bytes: int, fill: Callable[[memoryview], None]) -> CachedModel:
-        """Map the file of `key`, a name for exactly these `size_bytes` bytes; `fill` writes them when nobody has yet.
+        """Map the file of `key`, a name for exactly these `size_bytes` bytes; `fill` writes them if it does not exist.
 
-        Blocks while another process or thread fills it. What `fill` raises is raised here, and nothing is kept.
+        Blocks while another process or thread fills it. Exceptions of `fill` pass through, and its file is removed.
 
         Raises:
-            HostMemoryError: no room, even without the files that nobody holds.
+            HostMemoryError: it does not fit, even without the files that no process holds.
             OSError: the file system fails in another way.
         """
         assert size_bytes > 0, f"{key} has no bytes"
@@ -165,14 +161,14 @@ class ModelCache:
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
 
     def request_space(self) -> None:
-        """Ask the other slots of the node to let go of files that they can spare."""
-        with self._folder.opened(_WANTED, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as descriptor:
+        """Ask the other workers of the node to release files that they do not need."""
+        with self._folder.opened(_REQUEST, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as descriptor:
             os.write(descriptor, str(os.getpid()).encode())
 
     def space_is_requested(self) -> bool:
-        """Whether another slot asked for room a moment ago."""
-        with suppress(OSError), self._folder.opened(_WANTED, os.O_RDONLY) as descriptor:
-            recent = time.time() - os.fstat(descriptor).st_mtime < _WANTED_S
+        """Whether another worker requested space within the last second."""
+        with suppress(OSError), self._folder.opened(_REQUEST, os.O_RDONLY) as descriptor:
+            recent = time.time() - os.fstat(descriptor).st_mtime < _REQUEST_S
             return recent and os.read(descriptor, 32) != str(os.getpid()).encode()
         return False
 
@@ -183,10 +179,10 @@ class ModelCache:
             return CachedModel(self._folder, file, mmap.mmap(descriptor, 0))
 
     def _begin(self, key: str, size_bytes: int, partial: str) -> int:
-        """Make room, and a file of that size that this descriptor has locked."""
+        """Evict files, and create one of that size, which the returned descriptor locks."""
         with suppress(FileNotFoundError):
             self._folder.remove(partial)
-        self._make_room(key, size_bytes)
+        self._make_space(key, size_bytes)
         descriptor = self._folder.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.ftruncate(descriptor, size_bytes)
@@ -211,7 +207,7 @@ class ModelCache:
             return CachedModel(self._folder, complete, mapping)
 
     def _reserve(self, key: str, descriptor: int, partial: str) -> mmap.mmap:
-        """Map the file once it has all its pages: writing to a page that cannot be had would kill the process."""
+        """Map the file after all its pages are allocated: writing to a page that cannot be would kill the process."""
         size_bytes = os.fstat(descriptor).st_size
         while not _allocated(descriptor, size_bytes):
             with self._locked():
@@ -219,18 +215,18 @@ class ModelCache:
                 spare = [file for file in files if not file.held]
                 lack_bytes = size_bytes - os.fstat(descriptor).st_blocks * 512 - _free_bytes(self._folder.path)
                 if not spare or lack_bytes > sum(file.size_bytes for file in spare):
-                    raise _no_room(key, size_bytes, f"on the file system of {self._folder.path}", lack_bytes, files)
+                    raise _too_large(key, size_bytes, f"on the file system of {self._folder.path}", lack_bytes, files)
                 self._folder.remove(min(spare, key=_last_use).name)
         return mmap.mmap(descriptor, size_bytes)
 
-    def _make_room(self, key: str, size_bytes: int) -> None:
+    def _make_space(self, key: str, size_bytes: int) -> None:
         self._remove_stale()
         files = self._files()
         evictions = choose_cache_evictions(files, size_bytes, self.capacity_bytes)
         if evictions is None:
             held_bytes = sum(file.size_bytes for file in files if file.held)
             where = f"in the model cache {self._folder.path} of {self.capacity_bytes} bytes"
-            raise _no_room(key, size_bytes, where, held_bytes + size_bytes - self.capacity_bytes, files)
+            raise _too_large(key, size_bytes, where, held_bytes + size_bytes - self.capacity_bytes, files)
         for name in evictions:
             self._folder.remove(name)
 
@@ -246,7 +242,7 @@ class ModelCache:
         ]
 
     def _list(self) -> Iterator[tuple[str, int, float]]:
-        """Files with size in bytes and time of last use; files that vanish meanwhile are left out."""
+        """Name, size in bytes and Unix time of last use; files that are removed meanwhile are left out."""
         for name in self._folder.names():
             if name.endswith((_COMPLETE, _FILLING)):
                 with suppress(FileNotFoundError):
@@ -265,7 +261,7 @@ class ModelCache:
 
 
 def _stem(key: str) -> str:
-    """A file name without its size and kind: readable, without a dot, and then unlike that of any other key."""
+    """A file name without size and suffix: a readable part without a dot, and a hash of the key."""
     readable = re.sub(r"[^A-Za-z0-9_-]+", "-", key)[:_NAME_CHARACTERS_MAX]
     return f"{readable}.{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
@@ -274,7 +270,7 @@ def _last_use(file: CachedFile) -> tuple[float, str]:
     return file.used_s, file.name
 
 
-def _no_room(key: str, size_bytes: int, where: str, lack_bytes: int, files: Iterable[CachedFile]) -> HostMemoryError:
+def _too_large(key: str, size_bytes: int, where: str, lack_bytes: int, files: Iterable[CachedFile]) -> HostMemoryError:
     held = [file for file in files if file.held]
     named = ", ".join(f"{file.model} ({file.size_bytes} bytes)" for file in held) or "none"
     message = f"{key}: {size_bytes} bytes do not fit {where}: {lack_bytes} bytes lack; models in use: {named}"
@@ -287,7 +283,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _allocated(descriptor: int, size_bytes: int) -> bool:
-    """Whether the file system had room for all pages of a file; they are the file's then."""
+    """Allocate all pages of a file; False if the file system is full."""
     try:
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:

@@ -1,8 +1,7 @@
-"""The logs of every process, of the control plane's and of the node's: on standard error, without secrets, as lines for
-people or as JSON.
+"""Logs of all processes, of the control plane and of nodes: on standard error, with secrets masked, as text or JSON.
 
-`TIDEPOOL_LOG_LEVEL` and `TIDEPOOL_LOG_FORMAT` are read by all of them, agents and their workers included, so that one
-machine has one rule. Libraries log from `warning` on; at `debug`, from `info` on.
+All processes read `TIDEPOOL_LOG_LEVEL` and `TIDEPOOL_LOG_FORMAT`. Libraries log from `warning` on; at `debug`, from
+`info` on.
 """
 
 import io
@@ -23,7 +22,7 @@ from dataplane.runtime.masked import MaskedStream
 
 
 class LogSettings(BaseSettings):
-    """How a process logs. Every name can be set as `TIDEPOOL_LOG_<NAME>` in the environment."""
+    """Settings of logs. Every name can be set as `TIDEPOOL_LOG_<NAME>` in the environment."""
 
     model_config = SettingsConfigDict(env_prefix="TIDEPOOL_LOG_", frozen=True, extra="ignore")
 
@@ -35,12 +34,12 @@ class LogSettings(BaseSettings):
 
 @contextmanager
 def logging_to_stderr(settings: LogSettings) -> Iterator[None]:
-    """Around a process: structlog, `logging`, warnings and uncaught errors all write to standard error in the same
-    form, and secrets are masked. As JSON, so is each line that a library prints there by itself.
+    """For the run of a process: structlog, `logging`, warnings and uncaught errors write to standard error in one
+    format with secrets masked. With `json`, lines that a library prints there become JSON too.
     """
     masked = MaskedStream(sys.stderr)
     _configure(settings, masked)
-    # Kept after the end of the block: an error that nobody caught is reported when all blocks are left.
+    # The hooks remain after the block: Python reports an uncaught error when all blocks have ended.
     sys.excepthook, threading.excepthook = _log_uncaught, _log_uncaught_of_thread
     if settings.format == "console":
         with redirect_stderr(cast("Any", masked)):
@@ -77,8 +76,8 @@ def _configure(settings: LogSettings, stream: MaskedStream) -> None:
 
 
 def _rendering(settings: LogSettings) -> list[Processor]:
-    """The last steps. Tracebacks are plain: drawn with every local variable they would block an event loop for minutes,
-    and hold secrets.
+    """The last processors. Tracebacks are plain: with all local variables, rendering one blocks an event loop for
+    minutes and shows secrets.
     """
     if settings.format == "json":
         return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
@@ -86,32 +85,31 @@ def _rendering(settings: LogSettings) -> list[Processor]:
 
 
 class PrintedLines(io.TextIOBase):
-    """A text stream in place of standard error: each line printed there becomes a warning of the log."""
+    """A text stream that replaces standard error and logs each line as a warning."""
 
     def __init__(self) -> None:
-        self._begun = ""
+        self._partial_line = ""
         self._lock = threading.RLock()
 
     def writable(self) -> bool:
-        """Yes."""
         return True
 
     def write(self, text: str) -> int:
-        """Log the lines that are whole now, and keep the rest."""
+        """Log the complete lines and keep the rest."""
         with self._lock:
-            *lines, self._begun = (self._begun + text).split("\n")
+            *lines, self._partial_line = (self._partial_line + text).split("\n")
         for line in filter(str.strip, lines):
             structlog.get_logger().warning(line, logger="stderr")
         return len(text)
 
     def close(self) -> None:
-        """Log a line that was begun and not ended."""
-        if self._begun:
+        """Log a last line without an end."""
+        if self._partial_line:
             self.write("\n")
         super().close()
 
     def fileno(self) -> int:
-        """The real standard error's, for what writes below Python."""
+        """The descriptor of the real standard error, for native code and child processes."""
         return sys.__stderr__.fileno() if sys.__stderr__ is not None else 2
 
 

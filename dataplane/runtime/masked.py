@@ -1,4 +1,4 @@
-"""No secret in logs: what a process writes to its standard error goes through here."""
+"""Masks secrets in what a process writes to standard error."""
 
 import re
 from typing import IO, Any
@@ -11,25 +11,24 @@ _MASKS = (
 
 
 def mask(text: str) -> str:
-    """The text without API keys, bearer tokens and passwords of addresses."""
+    """The text with `***` for API keys, bearer tokens and passwords in URLs."""
     for secret, masked in _MASKS:
         text = secret.sub(masked, text)
     return text
 
 
 class MaskedStream:
-    """A text stream that masks what is written to it; all else it hands on. Logs are written a line, or a traceback, at
-    a time, so no secret is cut in two.
+    """A text stream that masks what is written to it. Logs are written a line or a traceback at a time, so that no
+    secret is split between two writes.
     """
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write what may be seen; returns the length of what came."""
+        """Returns the length of `text`, as callers expect."""
         self._stream.write(mask(text))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
-        """Everything but writing."""
         return getattr(self._stream, name)

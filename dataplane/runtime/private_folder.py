@@ -1,9 +1,9 @@
-"""Folders that are this user's alone, in places where others may write too, and the files in them.
+"""Folders that only this user can write to, in parents that all users can write to, and the files in them.
 
-Names under /dev/shm and /tmp can be guessed, so another user may have made one first, with symbolic links in it that
-lead to our files. A folder is therefore opened once, must then be a directory of ours that nobody else may change, and
-everything in it is reached through its descriptor, never over a link. A name that somebody else has taken is left to
-them: a folder with a random end of the name is as good, and is found again by the next process.
+Names under /dev/shm and /tmp can be guessed, so another user may have created one first, with symbolic links in it to
+our files. A folder is therefore opened once, must be a directory that this user owns and no other may change, and its
+files are opened relative to its descriptor without following links. If another user owns the name, a folder with a
+random suffix is created, which later processes find again.
 """
 
 import os
@@ -25,19 +25,19 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class NotPrivateError(DataplaneError):
-    """A folder or file that is not this user's alone. The message names it, and whose it is."""
+    """A folder or file that other users own or may change. The message names it and its owner."""
 
     code = "not_private"
 
 
 class PrivateFolder:
-    """An open folder of this user's, made if it is missing. `readable`: others may look into it, not write."""
+    """An open folder of this user, created if it is missing. `readable`: other users may read it, but not write."""
 
     def __init__(self, path: Path, *, readable: bool = False, within: "PrivateFolder | None" = None) -> None:
-        """Make it, and open it; `within` another one, its descriptor leads there.
+        """Create and open it; with `within`, relative to the descriptor of that folder.
 
         Raises:
-            NotPrivateError: it is a link, no directory, somebody else's, or open to others.
+            NotPrivateError: it is a link, no directory, another user's, or open to others.
         """
         at: dict[str, Any] = {"path": path} if within is None else {"path": path.name, "dir_fd": within.descriptor}
         if within is None:
@@ -53,10 +53,10 @@ class PrivateFolder:
         _check_folder(path, os.fstat(self.descriptor), 0o022 if readable else 0o077)
 
     def open(self, name: str, flags: int) -> int:
-        """A descriptor of a file in it, which is made with mode 0600 where `flags` say so.
+        """A descriptor of a file in it; `O_CREAT` creates it with mode 0600.
 
         Raises:
-            NotPrivateError: it is a link, no plain file, somebody else's, or has another name too.
+            NotPrivateError: it is a link, no regular file, another user's, or has a second hard link.
             FileNotFoundError, FileExistsError: as `os.open` does.
         """
         path = self.path / name
@@ -77,7 +77,7 @@ class PrivateFolder:
 
     @contextmanager
     def opened(self, name: str, flags: int) -> Iterator[int]:
-        """The same, closed at the end of the block."""
+        """`open`, with the descriptor closed at the end of the block."""
         descriptor = self.open(name, flags)
         try:
             yield descriptor
@@ -85,19 +85,17 @@ class PrivateFolder:
             os.close(descriptor)
 
     def inner(self, name: str) -> "PrivateFolder":
-        """A folder in it, with the same promises; made if it is missing."""
+        """A folder in it with the same guarantees, created if it is missing."""
         return PrivateFolder(self.path / name, within=self)
 
     def names(self) -> list[str]:
-        """What is in it."""
         return os.listdir(self.descriptor)
 
     def stat(self, name: str) -> os.stat_result:
-        """Of what has that name, be it a link."""
+        """Links are not followed."""
         return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
 
     def has(self, name: str) -> bool:
-        """Whether something has that name."""
         try:
             self.stat(name)
         except FileNotFoundError:
@@ -105,20 +103,18 @@ class PrivateFolder:
         return True
 
     def remove(self, name: str) -> None:
-        """Unlink a file."""
         os.unlink(name, dir_fd=self.descriptor)
 
     def rename(self, name: str, to: str) -> None:
-        """Give a file another name in the same folder."""
         os.rename(name, to, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def remove_tree(self, name: str) -> None:
-        """Remove a folder in it with all that it holds, as far as that goes; links are not followed."""
+        """Remove a folder in it with its content; errors are ignored, links are not followed."""
         shutil.rmtree(name, ignore_errors=True, dir_fd=self.descriptor)
 
 
 def find_folder(parent: Path, name: str) -> PrivateFolder | None:
-    """This user's folder of that name in a place that all may write to, or the one made instead of it; None: none."""
+    """This user's folder of that name in a parent that all can write to, or its replacement; None if neither exists."""
     for path in (parent / name, *sorted(parent.glob(f"{name}-*"))):
         if path.is_dir():
             with suppress(NotPrivateError):
@@ -127,7 +123,7 @@ def find_folder(parent: Path, name: str) -> PrivateFolder | None:
 
 
 def make_folder(parent: Path, name: str) -> PrivateFolder:
-    """A folder of that name in a place that all may write to, or, where somebody else has taken it, of a like name."""
+    """Create a folder of that name in a parent that all can write to; with a suffix if another user owns the name."""
     try:
         return PrivateFolder(parent / name)
     except NotPrivateError as error:

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans of a node: one for each request in the agent, and one in the worker that runs it.
+"""OpenTelemetry spans of a node: one per request in the agent, and one in the worker that runs it.
 
-Only OpenTelemetry's API is used, which does nothing until `start_tracing` has found an exporter's address in the
-environment (OTEL_EXPORTER_OTLP_ENDPOINT). Nothing is done per token.
+OpenTelemetry's API does nothing until `start_tracing` finds the address of an exporter in the environment
+(OTEL_EXPORTER_OTLP_ENDPOINT). No work is done per token.
 """
 
 import os
@@ -15,19 +15,19 @@ from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.protocol.messages import Generate
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-"""The standard variables of which one turns traces on."""
+"""Either variable enables traces."""
 
 _HEADER = "traceparent"
 _tracer = trace.get_tracer("tidepool.node")
 
 
 class TracingError(Exception):
-    """Traces were asked for and cannot be made."""
+    """Traces are enabled but cannot be exported."""
 
 
 def start_tracing(service: str) -> bool:
-    """Export this process's spans under the name `service` (OTEL_SERVICE_NAME wins), if an address to send them to is
-    set; whether it is. The process's end sends what is left.
+    """Export this process's spans as service `service` (or OTEL_SERVICE_NAME) if an address is set. Returns whether it
+    is. Spans still buffered are sent when the process exits.
 
     Raises:
         TracingError: an address is set, but the extra `traces` is not installed.
@@ -52,8 +52,8 @@ def start_tracing(service: str) -> bool:
 
 @contextmanager
 def admitting(headers: Mapping[str, str], generate: Generate) -> Iterator[None]:
-    """Around a request's admission: its span, a child of the gateway's, is the current one. It goes on after that,
-    until the request's measure ends it; a refusal ends it here.
+    """For the admission of a request: its span, a child of the gateway's, is the current one. The span ends here only
+    if the request is refused; otherwise the request's metrics end it.
     """
     span = _tracer.start_span("generate", context=propagate.extract(headers), kind=SpanKind.SERVER)
     if span.is_recording():
@@ -76,7 +76,7 @@ def admitting(headers: Mapping[str, str], generate: Generate) -> Iterator[None]:
 
 
 def current_parent() -> str | None:
-    """What a worker must know to add to the current span: its `traceparent`; None while nothing is traced."""
+    """The `traceparent` of the current span for a worker; None without tracing."""
     if not trace.get_current_span().is_recording():
         return None
     carrier: dict[str, str] = {}
@@ -85,20 +85,18 @@ def current_parent() -> str | None:
 
 
 class RequestSpans:
-    """The spans of the requests that a worker runs. Requests without a parent have none."""
+    """Spans of the requests that a worker runs. Requests without a parent span have none."""
 
     def __init__(self) -> None:
         self._spans: dict[str, Span] = {}
         self._begun: set[str] = set()
 
     def begin(self, request: EngineRequest) -> None:
-        """The engine takes a request."""
         if request.trace is not None:
             context = propagate.extract({_HEADER: request.trace})
             self._spans[request.request_id] = _tracer.start_span("engine", context=context)
 
-    def hear(self, outputs: Iterable[EngineOutput]) -> None:
-        """The engine made tokens."""
+    def record(self, outputs: Iterable[EngineOutput]) -> None:
         for output in outputs if self._spans else ():
             span = self._spans.get(output.request_id)
             if span is None:
@@ -112,7 +110,6 @@ class RequestSpans:
                 self.end(output.request_id)
 
     def end(self, request_id: str) -> None:
-        """A request is over, or was dropped."""
         self._begun.discard(request_id)
         if (span := self._spans.pop(request_id, None)) is not None:
             span.end()

@@ -131,7 +131,7 @@ class Worker:
         outputs = self._engine.step()
         if outputs:
             self._send(Outputs(outputs=tuple(outputs)))
-            self._spans.hear(outputs)
+            self._spans.record(outputs)
 
     def _obey(self, command: Command | Prepared) -> None:
         match command:

@@ -67,7 +67,7 @@ def test_the_next_agent_removes_what_a_killed_one_left_and_nothing_else(tmp_path
 def test_a_cache_larger_than_its_file_system_is_made_smaller_and_that_is_said(
     free_bytes: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_files, "room_bytes", lambda present, folder: free_bytes)
+    monkeypatch.setattr(host_files, "available_bytes", lambda present, folder: free_bytes)
     ours = files(tmp_path)
     with capture_logs() as logs:
         ours.open()
@@ -81,11 +81,11 @@ def test_the_kv_of_prefill_slots_lies_beside_the_models(tmp_path: Path, monkeypa
     kv_bytes = 2**19
     pair: Any = (SlotSettings(gpus=1, memory_bytes=2**22),) * 2
     split = settings(cache_dir=tmp_path, split=True, slots=pair, host_kv_bytes=kv_bytes)
-    monkeypatch.setattr(host_files, "room_bytes", lambda present, folder: 2**20)
+    monkeypatch.setattr(host_files, "available_bytes", lambda present, folder: 2**20)
     ours = HostFiles(split, "boot")
     ours.open()
     assert ours.cache_bytes == 2**20 - kv_bytes
     ours.close()
-    monkeypatch.setattr(host_files, "room_bytes", lambda present, folder: kv_bytes)
+    monkeypatch.setattr(host_files, "available_bytes", lambda present, folder: kv_bytes)
     with pytest.raises(HostMemoryError, match=f"no room for models: {kv_bytes} bytes are free, and host_kv_bytes"):
         HostFiles(split, "next").open()

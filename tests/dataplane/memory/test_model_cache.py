@@ -1,4 +1,4 @@
-"""The model cache: filled once per node, shared, evicted by last use, never from under somebody, safe from kills."""
+"""The model cache: filled once per node, shared, evicted by last use but never while mapped, consistent after kills."""
 
 import errno
 import multiprocessing
@@ -9,19 +9,19 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.memory import model_cache
 from dataplane.memory.model_cache import (
     CachedFile,
     HostMemoryError,
     ModelCache,
+    available_bytes,
     choose_cache_evictions,
     default_cache_folder,
-    room_bytes,
 )
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -61,7 +61,7 @@ def test_a_model_is_filled_once_and_shared(tmp_path: Path) -> None:
     assert one.used_bytes == 40
 
 
-def test_what_was_used_longest_ago_goes_first_and_nobody_loses_what_is_mapped(tmp_path: Path) -> None:
+def test_the_least_recently_used_file_is_evicted_and_never_a_mapped_one(tmp_path: Path) -> None:
     cache = ModelCache(tmp_path, 100)
     held = cache.acquire("held", 40, filler(1))
     for name in ("a", "b"):
@@ -71,7 +71,7 @@ def test_what_was_used_longest_ago_goes_first_and_nobody_loses_what_is_mapped(tm
     assert models(tmp_path) == {"held", "a", "c"}
     with pytest.raises(HostMemoryError, match=r"big: 61 bytes do not fit .* of 100 bytes: 1 bytes lack; .* held "):
         cache.acquire("big", 61, never)
-    assert models(tmp_path) == {"held", "a", "c"}, "nothing goes for nothing"
+    assert models(tmp_path) == {"held", "a", "c"}, "nothing is evicted in vain"
     cache.acquire("big", 60, filler(4))
     assert bytes(held.view) == bytes([1]) * 40
     assert "a" not in models(tmp_path)
@@ -91,12 +91,12 @@ def test_a_tensor_over_the_view_holds_the_file_after_its_release(tmp_path: Path)
     torch = pytest.importorskip("torch")
     cache = ModelCache(tmp_path, 100)
     model = cache.acquire("a", 80, filler(5))
-    part = torch.frombuffer(model.view, dtype=torch.uint8)[10:20]
+    tensor = torch.frombuffer(model.view, dtype=torch.uint8)[10:20]
     model.release()
     with pytest.raises(HostMemoryError):
         cache.acquire("b", 80, filler(6))
-    assert part.tolist() == [5] * 10
-    del part
+    assert tensor.tolist() == [5] * 10
+    del tensor
     cache.acquire("b", 80, filler(6))
     assert models(tmp_path) == {"b"}
 
@@ -137,7 +137,7 @@ def test_threads_wait_for_the_one_that_fills(tmp_path: Path) -> None:
     assert len(fills) == 2
 
 
-def test_room_is_counted_for_what_is_being_filled(tmp_path: Path) -> None:
+def test_a_file_that_is_being_filled_counts(tmp_path: Path) -> None:
     cache = ModelCache(tmp_path, 100)
     begun, go_on = threading.Event(), threading.Event()
 
@@ -167,7 +167,7 @@ def _fill_and_hang(folder: Path, begun: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["a", "b"])
-def test_a_killed_filler_leaves_nothing_that_is_trusted_or_counted(tmp_path: Path, key: str) -> None:
+def test_the_file_of_a_killed_filler_is_neither_used_nor_counted(tmp_path: Path, key: str) -> None:
     cache = ModelCache(tmp_path / "cache", 100)
     process = SPAWN.Process(target=_fill_and_hang, args=(tmp_path / "cache", tmp_path / "begun"))
     process.start()
@@ -189,8 +189,8 @@ def test_a_killed_filler_leaves_nothing_that_is_trusted_or_counted(tmp_path: Pat
 
 def _acquire_many(folder: Path, seed: int) -> None:
     cache = ModelCache(folder, 100)
-    for turn in range(60):
-        byte = (turn * 7 + seed * 3) % 5
+    for step in range(60):
+        byte = (step * 7 + seed * 3) % 5
         try:
             model = cache.acquire(f"model-{byte}", 30, filler(byte))
         except HostMemoryError:
@@ -212,7 +212,7 @@ def test_processes_share_a_cache_that_holds_three_of_five_models(tmp_path: Path)
     assert files(tmp_path) == [".model"] * 3
 
 
-def test_what_a_dead_filler_left_goes_before_any_model(tmp_path: Path) -> None:
+def test_a_stale_file_is_removed_before_any_model(tmp_path: Path) -> None:
     cache = ModelCache(tmp_path, 100)
     cache.acquire("a", 50, filler(1)).release()
     (tmp_path / "dead-50.filling").write_bytes(bytes(50))
@@ -229,10 +229,13 @@ class SmallDisk:
         self.size_bytes = size_bytes
         self.allocate = os.posix_fallocate
         monkeypatch.setattr(os, "posix_fallocate", self.fallocate)
-        monkeypatch.setattr(model_cache, "_free_bytes", lambda folder: self.size_bytes - self.used_bytes(".model"))
+        monkeypatch.setattr(os, "statvfs", self.statvfs)
 
     def used_bytes(self, *suffixes: str) -> int:
         return sum(file.stat().st_size for file in self.folder.iterdir() if file.suffix in suffixes)
+
+    def statvfs(self, folder: Path) -> SimpleNamespace:
+        return SimpleNamespace(f_bavail=self.size_bytes - self.used_bytes(".model"), f_frsize=1)
 
     def fallocate(self, descriptor: int, offset: int, length: int) -> None:
         if self.used_bytes(".model", ".filling") > self.size_bytes:
@@ -240,7 +243,7 @@ class SmallDisk:
         self.allocate(descriptor, offset, length)
 
 
-def test_on_a_full_file_system_what_nobody_holds_makes_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_file_system_evicts_files_that_are_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = ModelCache(tmp_path, 1000)
     SmallDisk(tmp_path, 100, monkeypatch)
     held = cache.acquire("held", 40, filler(1))
@@ -261,7 +264,7 @@ def test_a_full_file_system_is_an_error_and_not_a_crash(tmp_path: Path, monkeypa
     ):
         cache.acquire("a", 70, never)
     held.release()
-    assert models(tmp_path) == {"spare", "held"}, "nothing goes for nothing"
+    assert models(tmp_path) == {"spare", "held"}, "nothing is evicted in vain"
     assert bytes(cache.acquire("a", 70, filler(2)).view) == bytes([2]) * 70
     assert models(tmp_path) == {"a"}
 
@@ -276,14 +279,14 @@ def test_another_fault_of_the_file_system_is_no_lack_of_memory(tmp_path: Path, m
     assert files(tmp_path) == []
 
 
-def test_room_is_what_is_free_and_what_is_ours(tmp_path: Path) -> None:
+def test_free_space_and_our_own_files_are_available(tmp_path: Path) -> None:
     ours = tmp_path / "ours"
     ours.mkdir()
     (ours / "a").write_bytes(bytes(2**20))
-    assert room_bytes(tmp_path, ours) - room_bytes(tmp_path, tmp_path / "none") >= 2**19
+    assert available_bytes(tmp_path, ours) - available_bytes(tmp_path, tmp_path / "none") >= 2**19
 
 
-def test_shared_memory_is_the_default_where_it_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_is_the_default_if_it_is_large_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert default_cache_folder(2**60).path == tmp_path / f"tidepool-{os.geteuid()}"
     shared = Path("/dev/shm") / f"tidepool-models-{os.geteuid()}"
@@ -296,12 +299,12 @@ def test_shared_memory_is_the_default_where_it_has_room(tmp_path: Path, monkeypa
     st.integers(1, 20),
     st.integers(0, 40),
 )
-def test_evictions_make_room_by_last_use_and_no_more_than_needed(
+def test_evictions_are_by_last_use_and_no_more_than_needed(
     rows: list[tuple[int, int, bool]], needed: int, capacity: int
 ) -> None:
     present = [
-        CachedFile(name=str(place), size_bytes=size, used_s=float(used), held=held)
-        for place, (size, used, held) in enumerate(rows)
+        CachedFile(name=str(number), size_bytes=size, used_s=float(used), held=held)
+        for number, (size, used, held) in enumerate(rows)
     ]
     chosen = choose_cache_evictions(present, needed, capacity)
     if chosen is None:
@@ -314,5 +317,5 @@ def test_evictions_make_room_by_last_use_and_no_more_than_needed(
     assert used <= capacity
     if gone:
         latest = max(gone, key=lambda file: (file.used_s, file.name))
-        assert used + latest.size_bytes > capacity, "the last one had to go"
+        assert used + latest.size_bytes > capacity, "the last one had to be evicted"
         assert all((file.used_s, file.name) > (latest.used_s, latest.name) for file in left if not file.held)

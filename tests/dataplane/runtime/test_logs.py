@@ -1,4 +1,4 @@
-"""Every process logs in one form, at one level, and no secret."""
+"""All processes log in one format, at one level, and without secrets."""
 
 import json
 import subprocess
@@ -80,9 +80,9 @@ def test_each_line_is_json() -> None:
 def test_the_level_is_kept(level: str, written: list[str]) -> None:
     _, text = logged(LOGS, level=level)
     assert SECRET not in text
-    said = [line for line in text.splitlines() if "ours " in line or "theirs " in line]
-    assert len(said) == len(written) + 2, "and the errors"
-    assert all(what in line for what, line in zip(written, said, strict=False))
+    ours = [line for line in text.splitlines() if "ours " in line or "theirs " in line]
+    assert len(ours) == len(written) + 2, "and the errors"
+    assert all(what in line for what, line in zip(written, ours, strict=False))
 
 
 def test_an_unknown_level_is_refused() -> None:

@@ -32,7 +32,7 @@ def test_other_words_stay() -> None:
         assert mask(text) == text
 
 
-def test_a_stream_hands_on_all_else() -> None:
+def test_a_stream_forwards_all_else() -> None:
     kept = io.StringIO()
     stream = MaskedStream(kept)
     assert stream.write(f"a {SECRET}\n") == len(SECRET) + 3

@@ -1,4 +1,4 @@
-"""Folders under names that others can guess: nothing of ours is reached over what they made first."""
+"""Folders under names that others can guess: links that other users create first are not followed."""
 
 import os
 import subprocess
@@ -10,7 +10,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from dataplane.agent.host_files import HostFiles
-from dataplane.memory import model_cache
 from dataplane.memory.model_cache import ModelCache
 from dataplane.runtime.private_folder import NotPrivateError, PrivateFolder, find_folder, make_folder
 from tests.dataplane.replay_node import settings
@@ -31,13 +30,13 @@ def victim(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A place that all may write to: where temporary files go, and there is no shared memory."""
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files, which all users can write to. There is no shared memory."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     folder.chmod(0o1777)
     monkeypatch.setattr("tempfile.tempdir", str(folder))
-    monkeypatch.setattr(model_cache, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("os.path.ismount", lambda _: False)
     return folder
 
 
@@ -62,17 +61,17 @@ def file(path: Path, ours: Path) -> None:
 
 
 @pytest.mark.parametrize("made", [link, loose, pytest.param(foreign, marks=as_root), file])
-def test_a_name_that_somebody_took_first_is_left_to_them(place: Path, victim: Path, made: Made) -> None:
+def test_a_name_that_another_user_owns_is_not_used(parent: Path, victim: Path, made: Made) -> None:
     """The agent starts all the same, in a folder that the next one finds again."""
-    taken = place / f"tidepool-{os.geteuid()}"
+    taken = parent / f"tidepool-{os.geteuid()}"
     made(taken, victim.parent)
     ours = HostFiles(settings(cache_dir=None), "one")
     with capture_logs() as logs:
         ours.open()
     assert victim.read_text() == "precious"
-    assert sorted(path.name for path in victim.parent.iterdir()) == ["precious"], "nothing was made over the link"
+    assert sorted(path.name for path in victim.parent.iterdir()) == ["precious"], "nothing was created through the link"
     root = ours.models.parent.parent
-    assert (root.parent, root.stat().st_mode & 0o777) == (place, 0o700)
+    assert (root.parent, root.stat().st_mode & 0o777) == (parent, 0o700)
     assert root != taken
     assert [str(taken) in line["reason"] for line in logs if line["event"] == "another folder is used"] == [True]
     left = root / "agent-killed"
@@ -80,7 +79,7 @@ def test_a_name_that_somebody_took_first_is_left_to_them(place: Path, victim: Pa
     following = HostFiles(settings(cache_dir=None), "two")
     following.open()
     assert following.models.parent.parent == root
-    assert not left.exists(), "what a dead agent left goes there too"
+    assert not left.exists(), "the folder of a dead agent is removed there too"
     ours.close()
     following.close()
 
@@ -165,7 +164,7 @@ def test_files_are_plain_and_have_one_name(tmp_path: Path, victim: Path, kind: s
     assert victim.read_text() == "precious"
 
 
-def test_a_link_in_the_place_of_an_agents_folder_is_left_alone(tmp_path: Path, victim: Path) -> None:
+def test_a_link_with_the_name_of_an_agents_folder_is_left_alone(tmp_path: Path, victim: Path) -> None:
     root = tmp_path / "cache"
     root.mkdir(mode=0o700)
     (root / "agent-link").symlink_to(victim.parent)

@@ -58,9 +58,9 @@ def test_an_address_without_the_extra_is_an_error(monkeypatch: pytest.MonkeyPatc
 def test_a_span_begins_with_its_request_and_ends_with_its_last_output(exporter: InMemorySpanExporter) -> None:
     spans = RequestSpans()
     spans.begin(_request("r1"))
-    spans.hear([EngineOutput(request_id="r1", token_ids=(1,)), EngineOutput(request_id="r1", token_ids=(2,))])
+    spans.record([EngineOutput(request_id="r1", token_ids=(1,)), EngineOutput(request_id="r1", token_ids=(2,))])
     assert _names(exporter) == []
-    spans.hear([EngineOutput(request_id="r1", token_ids=(3,), finish_reason="length")])
+    spans.record([EngineOutput(request_id="r1", token_ids=(3,), finish_reason="length")])
     assert _names(exporter) == [["prefilled"]]
 
 
@@ -78,7 +78,7 @@ def test_a_span_begins_with_its_request_and_ends_with_its_last_output(exporter: 
 def test_a_failure_and_a_handover_end_it_too(exporter: InMemorySpanExporter, last: EngineOutput) -> None:
     spans = RequestSpans()
     spans.begin(_request("r1"))
-    spans.hear([last])
+    spans.record([last])
     (span,) = exporter.get_finished_spans()
     assert span.status.is_ok == (last.error is None)
 
@@ -88,14 +88,14 @@ def test_a_dropped_request_ends_its_span_once(exporter: InMemorySpanExporter) ->
     spans.begin(_request("r1"))
     spans.end("r1")
     spans.end("r1")
-    spans.hear([EngineOutput(request_id="r1", token_ids=(1,))])
+    spans.record([EngineOutput(request_id="r1", token_ids=(1,))])
     assert _names(exporter) == [[]]
 
 
 def test_requests_without_a_parent_have_no_span(exporter: InMemorySpanExporter) -> None:
     spans = RequestSpans()
     spans.begin(_request("r1", trace=None))
-    spans.hear([EngineOutput(request_id="r1", token_ids=(1,), finish_reason="stop")])
+    spans.record([EngineOutput(request_id="r1", token_ids=(1,), finish_reason="stop")])
     assert _names(exporter) == []
 
 
