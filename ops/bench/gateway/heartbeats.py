@@ -1,48 +1,39 @@
-"""What heartbeats cost: of the gateway that receives them, of Postgres and Valkey, and the live view that is built of
-them, all in shares of one core at 1,000 nodes that beat once a second.
+"""CPU cost of heartbeats for the gateway, Postgres and Valkey, and of the gateway's live view of the fleet.
 
-A real gateway with servers of its own gets beats of all nodes in turn, at a rate it can keep up with; CPU seconds are
-read from the kernel, and shares are of 1,000 beats a second: so many cores' worth of gateways receive them. The view's
-share is what the gateway takes without any beat and request once it knows all nodes, less what it took before.
+A real gateway with its own servers receives heartbeats of all nodes in turn, at a rate it can keep up with. CPU seconds
+come from the kernel; shares are of one core at 1,000 heartbeats a second. The share of the live view is what the idle
+gateway uses once it knows all nodes, less what it used before.
 """
 
 import asyncio
 import contextlib
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from controlplane.settings import Settings
-from controlplane.store import fleet
-from controlplane.store.instances import add_instance
-from controlplane.store.joining import join_node
-from controlplane.store.keys import make_key
-from controlplane.store.session import Database, make_engine
-from controlplane.store.tables import Model, Role
-from dataplane.protocol.messages import Heartbeat, InstanceReport, Join, SlotSpec
-from ops.bench.gateway.run import cpu_s
-from ops.bench.gateway.stack import GatewayProcess, gateway_process
+from ops.bench.gateway.stack import Fleet, GatewayProcess, fill_fleet, gateway_process
+from ops.bench.shared import cpu_s, work_folder
 from ops.client.screen import AsJson, notes, print_fields, print_json
-from ops.faults.wrecker import children_of
 
 BEATS_PER_S = 1000.0
 CONNECTIONS = 8
 _END = b"\r\n\r\n"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Beats:
-    """`key`: what the nodes show; `bodies`: a beat of each node."""
-
-    key: str
-    bodies: Sequence[bytes]
+REPORTED: dict[str, Any] = {
+    "kv_used_bytes": 1 << 30,
+    "kv_capacity_bytes": 1 << 34,
+    "remaining_tokens": 12_345,
+    "running": 17,
+    "prefill_wait_s": 0.25,
+    "prefill_urgent_wait_s": 0.125,
+    "prefill_token_s": 1e-4,
+}
+"""What each instance reports of itself in a heartbeat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,51 +62,8 @@ class Figures:
     view_share: float
 
 
-def fill_fleet(settings: Settings, *, nodes: int, instances: int) -> Beats:
-    """Nodes with so many instances each, in a database that has none; and their beats."""
-    database = Database(make_engine(settings))
-    bodies = []
-    with database.transaction() as session:
-        fleet.put_region(session, name="here", position=None)
-        fleet.put_gpu_type(session, name="H800", memory_bytes=80 << 30, cost_per_hour=2.0)
-        for model in range(instances):
-            row = Model(
-                name=f"tide-{model}", path="/x", architecture="Llama", weights_bytes=1, kv_bytes_per_token=512,
-                context_tokens=4096,
-            )  # fmt: skip
-            fleet.put_model(session, row)
-            fleet.put_endpoint(session, model=row.name, region="here", minimum=0, maximum=nodes)
-        slots = (SlotSpec(gpus=instances, memory_bytes=80 << 30),)
-        for number in range(nodes):
-            name = f"n{number:05}"
-            url = f"http://10.0.{number // 250}.{number % 250 + 1}:8000"
-            join = Join(node=name, region="here", gpu_type="H800", url=url, slots=slots, engine="replay")
-            join_node(session, join)
-            held = [
-                add_instance(session, model=f"tide-{model}", region="here", gpu_type="H800", node=name, slot=0, gpus=1)
-                for model in range(instances)
-            ]
-            session.flush()
-            bodies.append(_beat(name, [(each.id, each.model) for each in held]))
-        key = make_key(session, name="nodes", role=Role.NODE, tenant="bench").secret
-    database.close()
-    return Beats(key=key, bodies=bodies)
-
-
-def _beat(node: str, held: Sequence[tuple[str, str]]) -> bytes:
-    reports = tuple(
-        InstanceReport(
-            instance_id=instance_id, model=model, slot=0, state="ready", kv_used_bytes=1 << 30,
-            kv_capacity_bytes=1 << 34, remaining_tokens=12_345, running=17, prefill_wait_s=0.25,
-            prefill_urgent_wait_s=0.125, prefill_token_s=1e-4,
-        )
-        for instance_id, model in held
-    )  # fmt: skip
-    return msgspec.json.encode(Heartbeat(node=node, boot_id="b", generation=0, instances=reports, load=0.5))
-
-
-async def beat(port: int, beats: Beats, *, count: int, per_s: float) -> None:
-    """Send so many, of all nodes in turn, evenly spread over time as far as they are answered.
+async def beat(port: int, key: str, bodies: Sequence[bytes], *, count: int, per_s: float) -> None:
+    """Send `count` heartbeats to a gateway, of all nodes in turn, `per_s` a second as far as they are answered.
 
     Raises:
         RuntimeError: one was refused.
@@ -127,10 +75,10 @@ async def beat(port: int, beats: Beats, *, count: int, per_s: float) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             for number in range(count):
-                node = number % len(beats.bodies)
+                node = number % len(bodies)
                 if node % CONNECTIONS == own:  # a node's beats go one after the other
                     await asyncio.sleep(started_s + number / per_s - loop.time())
-                    await _exchange(reader, writer, beats.key, beats.bodies[node])
+                    await _exchange(reader, writer, key, bodies[node])
         finally:
             writer.close()
             with contextlib.suppress(OSError):
@@ -149,21 +97,22 @@ async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
     writer.write(head.encode() + body)
     answer = await reader.readuntil(_END)
     length = int(answer.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
-    said = await reader.readexactly(length)
+    content = await reader.readexactly(length)
     if not answer.startswith(b"HTTP/1.1 200"):
-        raise RuntimeError(f"a heartbeat was refused: {answer.splitlines()[0]!r} {said!r}")
+        raise RuntimeError(f"a heartbeat was refused: {answer.splitlines()[0]!r} {content!r}")
 
 
 class _Bench:
-    def __init__(self, gateway: GatewayProcess[Beats], per_s: float, seconds: float) -> None:
+    def __init__(self, gateway: GatewayProcess[Fleet], per_s: float, seconds: float) -> None:
         self._gateway = gateway
+        self._bodies = list(map(msgspec.json.encode, gateway.filled.heartbeats))
         self._per_s = per_s
         self._seconds = seconds
 
     async def measure(self, rounds: int) -> tuple[Used, list[Used], list[Used]]:
-        """Idle before any beat; then rounds of beats, and of idling with all nodes in view."""
+        """CPU seconds while idle before any heartbeat, then of rounds of heartbeats and of idle rounds between them."""
         before = await self._used(0)
-        await beat(self._gateway.port, self._gateway.filled, count=len(self._gateway.filled.bodies), per_s=self._per_s)
+        await self._beat(len(self._bodies))
         beating, idling = [], []
         for number in range(rounds):
             beating.append(await self._used(int(self._per_s * self._seconds)))
@@ -175,20 +124,19 @@ class _Bench:
             )
         return before, beating, idling
 
+    async def _beat(self, count: int) -> None:
+        await beat(self._gateway.port, self._gateway.filled.node_key, self._bodies, count=count, per_s=self._per_s)
+
     async def _used(self, beats: int) -> Used:
         loop = asyncio.get_running_loop()
         before_s, started_s = self._cpu_s(), loop.time()
-        if beats:
-            await beat(self._gateway.port, self._gateway.filled, count=beats, per_s=self._per_s)
-        else:
-            await asyncio.sleep(self._seconds)
+        await (self._beat(beats) if beats else asyncio.sleep(self._seconds))
         wall_s = loop.time() - started_s
         after_s = self._cpu_s()
         return Used(wall_s=wall_s, beats=beats, cpu_s={name: after_s[name] - before_s[name] for name in before_s})
 
     def _cpu_s(self) -> dict[str, float]:
-        pids = {"gateway": self._gateway.pid, **self._gateway.servers}
-        return {name: sum(cpu_s(each) for each in (pid, *children_of(pid))) for name, pid in pids.items()}
+        return {name: cpu_s(pid) for name, pid in {"gateway": self._gateway.pid, **self._gateway.servers}.items()}
 
 
 def figures(nodes: int, instances: int, before: Used, beating: Sequence[Used], idling: Sequence[Used]) -> Figures:
@@ -227,12 +175,8 @@ def main(
       python -m ops.bench.gateway.heartbeats --nodes 1000 --instances 16 --per-s 100 --json
     """
     notes().print(f"starting a gateway that knows {nodes} nodes")
-    with (
-        tempfile.TemporaryDirectory(prefix="tidepool-bench-") as home,
-        gateway_process(
-            Path(home), lambda settings: fill_fleet(settings, nodes=nodes, instances=instances), core=0
-        ) as gateway,
-    ):
+    fill = partial(fill_fleet, nodes=nodes, instances=instances, **REPORTED)
+    with work_folder() as home, gateway_process(home, fill, core=0) as gateway:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
         measured = asyncio.run(_Bench(gateway, per_s, seconds).measure(rounds))
     found = figures(nodes, instances, *measured)

@@ -1,10 +1,10 @@
-"""What the gateway costs: against a bare ASGI hop in the same language, and against the LiteLLM proxy if it is given.
+"""Cost of the gateway, against a bare ASGI hop in the same language, and against the LiteLLM proxy if it is given.
 
-All stand before the same upstream, a process that streams tokens as a node does; each hop has a core of its own, as far
-as the machine has two. Two loads: paced streams, a token every `--every-ms` on each of `--streams` connections, give
-the CPU seconds of a token and its added time; short requests, one after the other, give requests a second. What a core
-could pass on is 1 / (CPU seconds a token): it is measured below saturation, so that nobody gains by reading several
-tokens at once. The hops take turns, round by round; medians count.
+All forward to the same upstream, a process that streams tokens as a node does; each hop has a core of its own if the
+machine has two. Two loads: paced streams, with a token every `--every-ms` on each of `--streams` connections, measure
+CPU seconds and added latency of a token; short requests, one after another, measure requests a second. Tokens a second
+of a core are 1 / (CPU seconds of a token), measured below saturation, so that no hop gains by reading several tokens at
+once. Rounds alternate between the hops; figures are medians.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ import re
 import secrets
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -27,13 +26,15 @@ import msgspec
 import typer
 
 from ops.bench.gateway.stack import fill_one_node, gateway_process, served_by
+from ops.bench.shared import cpu_s, work_folder
 from ops.client.screen import AsJson, Columns, print_json, print_table
 from ops.faults.percentiles import percentile
 from ops.local.ports import free_port
 
+MODEL = "tide-0"
 _STAMP = re.compile(rb'[":]"?(\d{9,}) "')
 _END = b"0\r\n\r\n"
-_TICKS = os.sysconf("SC_CLK_TCK")
+_PEERS = (sys.executable, "-m", "ops.bench.gateway.peers")
 
 
 @dataclass(kw_only=True)
@@ -53,19 +54,13 @@ class Seen:
 def request_bytes(path: str, key: str, *, stream: bool) -> bytes:
     """A chat request as it goes over the wire."""
     body = msgspec.json.encode(
-        {"model": "tide", "messages": [{"role": "user", "content": "hi"}], "stream": stream, "max_tokens": 512}
+        {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": stream, "max_tokens": 512}
     )
     head = (
         f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
-
-
-def cpu_s(pid: int) -> float:
-    """CPU seconds that a process has used, its threads included."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 async def load(port: int, request: bytes, *, streams: int, each: int, pid: int | None) -> Seen:
@@ -186,17 +181,15 @@ def hops(paced_tokens: int, every_ms: float, litellm: Path | None) -> Iterator[d
     """All processes, each hop twice: before the paced upstream and before the short one."""
     found: dict[str, list[Hop]] = {}
     with contextlib.ExitStack() as stack:
-        home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        home = stack.enter_context(work_folder())
         for kind, tokens, every_s in (("paced", paced_tokens, every_ms / 1e3), ("short", _SHORT_TOKENS, 0.0)):
             upstream = free_port()
-            command = [sys.executable, "-m", "ops.bench.gateway.upstream", str(upstream), str(tokens), str(every_s)]
-            stack.enter_context(served_by(command, upstream, core=1))
+            answers = ["upstream", str(upstream), str(tokens), str(every_s)]
+            stack.enter_context(served_by([*_PEERS, *answers], upstream, core=1))
             found.setdefault("direct", []).append(Hop(name="direct", port=upstream, path=_CHAT, key="x", pid=None))
             url = f"http://127.0.0.1:{upstream}"
             port = free_port()
-            bare = stack.enter_context(
-                served_by([sys.executable, "-m", "ops.bench.gateway.hop", str(port), url], port, core=0)
-            )
+            bare = stack.enter_context(served_by([*_PEERS, "hop", str(port), url], port, core=0))
             found.setdefault("bare hop", []).append(Hop(name="bare hop", port=port, path=_CHAT, key="x", pid=bare))
             ours = stack.enter_context(gateway_process(home / kind, partial(fill_one_node, upstream=url), core=0))
             hop = Hop(name="tidepool", port=ours.port, path=_CHAT, key=ours.filled, pid=ours.pid)
@@ -212,7 +205,7 @@ def hops(paced_tokens: int, every_ms: float, litellm: Path | None) -> Iterator[d
 @contextlib.contextmanager
 def _litellm(python: Path, config: Path, port: int, upstream: str, key: str) -> Iterator[int]:
     config.write_text(
-        "model_list:\n- model_name: tide\n  litellm_params:\n    model: openai/tide\n"
+        f"model_list:\n- model_name: {MODEL}\n  litellm_params:\n    model: openai/{MODEL}\n"
         f"    api_base: {upstream}/v1\n    api_key: x\n",
         encoding="utf-8",
     )

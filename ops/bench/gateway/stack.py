@@ -1,4 +1,4 @@
-"""The processes that `ops.bench.gateway.run` measures, each started, waited for and ended."""
+"""The processes that the benchmarks of the gateway measure, and the fleets that they know."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import SecretStr
 
@@ -31,6 +31,7 @@ from ops.local.supervisor import Supervisor
 _START_TIMEOUT_S = 240.0
 _STOP_TIMEOUT_S = 30.0
 _STALE_S = 86_400.0
+REGION, GPU_TYPE = "here", "H800"
 T = TypeVar("T")
 
 
@@ -38,7 +39,7 @@ T = TypeVar("T")
 def served_by(
     command: Sequence[str], port: int, *, core: int, environment: Mapping[str, str] | None = None
 ) -> Iterator[int]:
-    """A process on a core of its own, once it listens; its id."""
+    """Start a process on one core, and wait until it listens; its id."""
     cores = sorted(os.sched_getaffinity(0))
     process = subprocess.Popen(
         ["taskset", "-c", str(cores[min(core, len(cores) - 1)]), *command],
@@ -81,7 +82,7 @@ class GatewayProcess(Generic[T]):
 
 @contextlib.contextmanager
 def gateway_process(home: Path, fill: Callable[[Settings], T], *, core: int) -> Iterator[GatewayProcess[T]]:
-    """A whole `tidepool api` with Postgres and Valkey of its own, whose database `fill` has filled."""
+    """A `tidepool api` with its own Postgres and Valkey; `fill` writes to the database before it starts."""
     postgres = EmbeddedPostgres(home / "postgres", free_port(), fsync=False)
     valkey = EmbeddedValkey(home / "valkey", free_port())
     for server in (postgres, valkey):
@@ -92,11 +93,11 @@ def gateway_process(home: Path, fill: Callable[[Settings], T], *, core: int) -> 
             database_url=SecretStr(postgres.url()), redis_url=SecretStr(valkey.url()), home=home, port=port,
             heartbeat_stale_s=_STALE_S, key_cache_s=3600.0,
         )  # fmt: skip
-        migrations.upgrade(settings.database_url.get_secret_value())
+        migrations.upgrade(postgres.url())
         filled = fill(settings)
         environment = {
-            "TIDEPOOL_DATABASE_URL": settings.database_url.get_secret_value(),
-            "TIDEPOOL_REDIS_URL": settings.redis_url.get_secret_value(),
+            "TIDEPOOL_DATABASE_URL": postgres.url(),
+            "TIDEPOOL_REDIS_URL": valkey.url(),
             "TIDEPOOL_HOME": str(home),
             "TIDEPOOL_PORT": str(port),
             "TIDEPOOL_HEARTBEAT_STALE_S": str(_STALE_S),
@@ -108,26 +109,65 @@ def gateway_process(home: Path, fill: Callable[[Settings], T], *, core: int) -> 
             yield GatewayProcess(port=port, pid=pid, servers=servers.pids(), filled=filled)
 
 
-def fill_one_node(settings: Settings, upstream: str) -> str:
-    """One model on one node, at `upstream`; a client's key."""
-    database, live = Database(make_engine(settings)), LiveStore(settings)
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """What `fill_fleet` wrote: the keys of nodes and of a client, and a heartbeat of each node."""
+
+    node_key: str
+    client_key: str
+    heartbeats: Sequence[Heartbeat]
+
+
+def fill_fleet(settings: Settings, *, nodes: int, instances: int, url: str | None = None, **reported: Any) -> Fleet:
+    """Write nodes with so many instances each, of models tide-0, tide-1 and so on, to an empty database.
+
+    Args:
+        settings: with the database's address.
+        nodes: how many.
+        instances: of each node.
+        url: of all nodes; None: an address that nobody asks.
+        reported: what the heartbeats report of each instance: fields of `InstanceReport`.
+    """
+    database = Database(make_engine(settings))
+    heartbeats = []
     with database.transaction() as session:
-        fleet.put_region(session, name="here", position=None)
-        fleet.put_gpu_type(session, name="H800", memory_bytes=80 << 30, cost_per_hour=2.0)
-        model = Model(
-            name="tide", path="/x", architecture="Llama", weights_bytes=1, kv_bytes_per_token=512, context_tokens=4096
+        fleet.put_region(session, name=REGION, position=None)
+        fleet.put_gpu_type(session, name=GPU_TYPE, memory_bytes=80 << 30, cost_per_hour=2.0)
+        for number in range(instances):
+            name = f"tide-{number}"
+            model = Model(
+                name=name, path="/x", architecture="Llama", weights_bytes=1, kv_bytes_per_token=512, context_tokens=4096
+            )
+            fleet.put_model(session, model)
+            fleet.put_endpoint(session, model=name, region=REGION, minimum=0, maximum=nodes)
+        slots = (SlotSpec(gpus=instances, memory_bytes=80 << 30),)
+        for number in range(nodes):
+            node, own = f"n{number:05}", f"http://10.0.{number // 250}.{number % 250 + 1}:8000"
+            join = Join(node=node, region=REGION, gpu_type=GPU_TYPE, url=url or own, slots=slots, engine="replay")
+            join_node(session, join)
+            held = [
+                add_instance(
+                    session, model=f"tide-{model}", region=REGION, gpu_type=GPU_TYPE, node=node, slot=0, gpus=1
+                )
+                for model in range(instances)
+            ]
+            session.flush()
+            reports = tuple(
+                InstanceReport(instance_id=each.id, model=each.model, slot=0, state="ready", **reported)
+                for each in held
+            )
+            heartbeats.append(Heartbeat(node=node, boot_id="b", generation=0, instances=reports, load=0.5))
+        node_key, client_key = (
+            make_key(session, name=role, role=role, tenant="bench").secret for role in (Role.NODE, Role.CLIENT)
         )
-        fleet.put_model(session, model)
-        fleet.put_endpoint(session, model="tide", region="here", minimum=0, maximum=1)
-        slots = (SlotSpec(gpus=1, memory_bytes=80 << 30),)
-        join = Join(node="n", region="here", gpu_type="H800", url=upstream, slots=slots, engine="replay")
-        join_node(session, join)
-        held = add_instance(session, model="tide", region="here", gpu_type="H800", node="n", slot=0, gpus=1)
-        session.flush()
-        key = make_key(session, name="bench", role=Role.CLIENT, tenant="bench").secret
-        report = InstanceReport(instance_id=held.id, model="tide", slot=0, state="ready", kv_capacity_bytes=1 << 50)
-    beat = Heartbeat(node="n", boot_id="b", generation=0, instances=(report,))
-    live.write_heartbeat(beat, region="here", gpu_type="H800", url=upstream)
-    live.close()
     database.close()
-    return key
+    return Fleet(node_key=node_key, client_key=client_key, heartbeats=heartbeats)
+
+
+def fill_one_node(settings: Settings, upstream: str) -> str:
+    """Write one model on one node, at `upstream`, which has sent its heartbeat; a client's key."""
+    written = fill_fleet(settings, nodes=1, instances=1, url=upstream, kv_capacity_bytes=1 << 50)
+    live = LiveStore(settings)
+    live.write_heartbeat(written.heartbeats[0], region=REGION, gpu_type=GPU_TYPE, url=upstream)
+    live.close()
+    return written.client_key

@@ -1,28 +1,31 @@
-"""The heartbeats' bench: beats that a real gateway takes, and shares that add up."""
+"""The benchmark of heartbeats: a real gateway accepts them, and its shares add up."""
 
 import asyncio
 from functools import partial
 
+import msgspec
 import pytest
 
 from controlplane.api.app import make_app
 from controlplane.settings import Settings
 from controlplane.store.redis.live import LiveStore
-from ops.bench.gateway.heartbeats import Used, beat, figures, fill_fleet
+from ops.bench.gateway.heartbeats import Used, beat, figures
+from ops.bench.gateway.stack import fill_fleet
 from tests.controlplane.world import served
 
 
 def test_its_beats_are_taken_and_seen(settings: Settings) -> None:
-    beats = fill_fleet(settings, nodes=3, instances=2)
+    fleet = fill_fleet(settings, nodes=3, instances=2)
+    bodies = [msgspec.json.encode(one) for one in fleet.heartbeats]
     with served(make_app(settings.model_copy(update={"node_keys_unbound": True}))) as url:
         port = int(url.rsplit(":", 1)[1])
-        asyncio.run(beat(port, beats, count=4, per_s=1000.0))
+        asyncio.run(beat(port, fleet.node_key, bodies, count=4, per_s=1000.0))
         live = LiveStore(settings)
         seen = live.read_view().nodes
         live.close()
         assert {name: len(node.heartbeat.instances) for name, node in seen.items()} == {f"n{n:05}": 2 for n in range(3)}
         with pytest.raises(ExceptionGroup, match="unhandled errors"):
-            asyncio.run(beat(port, type(beats)(key="tp-node-wrong", bodies=beats.bodies), count=1, per_s=1.0))
+            asyncio.run(beat(port, "tp-node-wrong", bodies, count=1, per_s=1.0))
 
 
 def test_idling_is_no_part_of_a_beat() -> None:

@@ -2,9 +2,8 @@
 
 import asyncio
 
-from ops.bench.gateway.hop import make_app
+from ops.bench.gateway.peers import Upstream, make_hop
 from ops.bench.gateway.run import Seen, load, request_bytes
-from ops.bench.gateway.upstream import Upstream
 from ops.local.ports import free_port
 from tests.controlplane.world import served
 
@@ -37,7 +36,7 @@ def test_tokens_are_counted_whoever_speaks() -> None:
 
 def test_the_bare_hop_passes_everything_on() -> None:
     port = free_port()
-    with served(make_app(f"http://127.0.0.1:{port}")) as url:
+    with served(make_hop(f"http://127.0.0.1:{port}")) as url:
         seen = asyncio.run(_asked("/v1/chat/completions", port, int(url.rsplit(":", 1)[1])))
     assert (seen.requests, seen.tokens, seen.failures) == (6, 30, 0)
 

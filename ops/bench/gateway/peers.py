@@ -1,12 +1,22 @@
-"""A stand-in for a node agent (`/generate`) and for any OpenAI server (`/v1/...`), as thin as Python allows, so that
-what stands before it is measured and not itself. Each piece of text holds the moment it was written, in nanoseconds.
+"""The processes beside the gateway in its benchmark, as thin as Python allows.
 
-    python -m ops.bench.gateway.upstream PORT TOKENS_PER_STREAM SECONDS_BETWEEN_TOKENS
+`upstream PORT TOKENS SECONDS` answers as a node agent (`/generate`) and as an OpenAI server (`/v1/...`): so many tokens
+with so many seconds between them, whose text is the time of writing in nanoseconds. `hop PORT UPSTREAM_URL` is the
+gateway's baseline: Starlette and aiohttp that forward bytes unread.
 """
 
 import asyncio
+import contextlib
 import sys
 import time
+from collections.abc import AsyncGenerator, AsyncIterator
+
+import aiohttp
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
 
 from dataplane.protocol.messages import Finished, Started, Token, encode_line
 
@@ -29,7 +39,7 @@ def chunk(data: bytes) -> bytes:
 
 
 class Upstream(asyncio.Protocol):
-    """One connection: whatever is posted, the same stream comes back."""
+    """One connection: every POST gets the same stream."""
 
     def __init__(self, tokens: int, every_s: float) -> None:
         self._tokens = tokens
@@ -40,7 +50,6 @@ class Upstream(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client came."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
@@ -84,6 +93,30 @@ class Upstream(asyncio.Protocol):
         write(chunk(_OPENAI_END % (self._tokens, self._tokens + 3)) + b"0\r\n\r\n")
 
 
+def make_hop(upstream: str) -> Starlette:
+    """Forwards any POST to `upstream`/generate, and streams the answer back."""
+    clients: list[aiohttp.ClientSession] = []
+
+    async def forward(request: Request) -> StreamingResponse:
+        answer = await clients[0].post(f"{upstream}/generate", data=await request.body())
+
+        async def body() -> AsyncGenerator[bytes, None]:
+            async with answer:
+                async for data in answer.content.iter_any():
+                    yield data
+
+        return StreamingResponse(body(), media_type=answer.headers["content-type"])
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=60, sock_read=60)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=2000), timeout=timeout) as client:
+            clients.append(client)
+            yield
+
+    return Starlette(routes=[Route("/{path:path}", forward, methods=["POST"])], lifespan=lifespan)
+
+
 async def serve(port: int, tokens: int, every_s: float) -> None:
     """Answer until cancelled."""
     server = await asyncio.get_running_loop().create_server(lambda: Upstream(tokens, every_s), "127.0.0.1", port)
@@ -91,4 +124,8 @@ async def serve(port: int, tokens: int, every_s: float) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))
+    kind, port, *rest = sys.argv[1:]
+    if kind == "hop":
+        uvicorn.run(make_hop(rest[0]), host="127.0.0.1", port=int(port), log_level="warning", access_log=False)
+    else:
+        asyncio.run(serve(int(port), int(rest[0]), float(rest[1])))

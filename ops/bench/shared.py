@@ -1,0 +1,88 @@
+"""What benchmarks share: names given to options, a folder to work in, CPU seconds, and an engine in simulated time."""
+
+import os
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import typer
+
+from dataplane.engines.interface import Engine, EngineOutput, EngineRequest
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+NameT = TypeVar("NameT", bound=str)
+
+
+def chosen(names: Sequence[str] | None, known: Iterable[NameT], option: str) -> list[NameT]:
+    """The names given to an option, or all known ones if none was given.
+
+    Raises:
+        typer.BadParameter: one is not known.
+    """
+    by_name: dict[str, NameT] = {name: name for name in known}
+    for name in names or ():
+        if name not in by_name:
+            raise typer.BadParameter(f"{name} is none of {', '.join(by_name)}", param_hint=option)
+    return [by_name[name] for name in names or by_name]
+
+
+@contextmanager
+def work_folder(kept: Path | None = None) -> Iterator[Path]:
+    """A temporary folder, or the one to be kept."""
+    if kept is not None:
+        yield kept.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="tidepool-bench-") as folder:
+        yield Path(folder).resolve()
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds that a process, its threads and its children have used so far, ended children included."""
+    children = [child for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+    ticks = sum(_ticks(pid)) + sum(sum(_ticks(child)[:2]) for child in children)
+    return ticks / _TICKS_PER_S
+
+
+def _ticks(pid: str | int) -> list[int]:
+    """User and system time of a process, and both of its ended children; nothing if it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+    except FileNotFoundError:
+        return []
+    return [int(field) for field in stat.rpartition(")")[2].split()[11:15]]
+
+
+class SimulatedClock:
+    """A clock that only sleeping moves. Called, it returns the time in seconds."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, time_s: float) -> None:
+        """Move the clock."""
+        self.now_s += time_s
+
+
+def serve(
+    engine: Engine, clock: SimulatedClock, requests: Iterable[tuple[float, EngineRequest]]
+) -> Iterator[tuple[float, Sequence[EngineOutput]]]:
+    """Serve requests, each with its time of arrival and ordered by it, until all have ended.
+
+    Yields:
+        For each step the time at which it began, and its outputs.
+    """
+    coming = deque(requests)
+    while coming or engine.has_work():
+        if not engine.has_work():
+            clock.now_s = max(clock.now_s, coming[0][0])
+        while coming and coming[0][0] <= clock.now_s:
+            engine.add(coming.popleft()[1])
+        began_s = clock.now_s
+        yield began_s, engine.step()
