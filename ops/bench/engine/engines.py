@@ -1,20 +1,18 @@
 """The torch engine against vLLM on one machine: tokens per second at several loads, and switches between two models.
 
-Run it where both engines are, such as the environment that `make test-vllm` makes. Both see the same checkpoints,
-prompts, dtype and threads, and take turns. A switch is what the first token of a request costs more when its model has
-to come and another to leave than when it is there: weights from host memory, and for vLLM nothing else, since the
-other model has no requests.
+Run it where both engines are installed, such as the environment of `make test-vllm`. Both get the same checkpoints,
+prompts, dtype and threads; runs alternate between them. A switch is the additional TTFT of a request whose model must
+be loaded in the place of another, against one whose model is resident: weights from host memory, and for vLLM nothing
+else, since the other model has no requests.
 """
 
 import random
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -27,19 +25,19 @@ from dataplane.engines.vllm.interfaces import prepare_process
 from dataplane.engines.vllm.version import check_version, installed_version
 from dataplane.protocol.errors import ModelLoadError
 from dataplane.protocol.tiers import Tier
-from ops.client.screen import Columns, notes, print_json, print_table
+from ops.bench.shared import work_folder
+from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.profiling.checkpoints import VOCABULARY, BenchModel, DtypeName, build_checkpoints, parameters_of, shape_of
 from ops.profiling.decode import PROMPT_TOKENS, STEP_TOKENS_MAX, TOKENS, engine_run
 from ops.profiling.figures import interleaved, medians
 
 SWITCH_PROMPT_TOKENS = 16
-Tell = Callable[[str], None]
 Runs = Mapping[str, Callable[[], float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFigure:
-    """A median for each engine. `name` says of what."""
+    """The median of a quantity for each engine."""
 
     name: str
     unit: str
@@ -49,21 +47,21 @@ class EngineFigure:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What both engines run on, and how often each figure is taken. `tell` hears of each run as it ends."""
+    """What both engines run on, and how often each figure is measured. `report` is called after each run."""
 
     device: str
     dtype: DtypeName
     rounds: int
-    tell: Tell
+    report: Callable[[str], None]
 
     @contextmanager
     def engines(self, models: Sequence[BenchModel], *, batch_max: int) -> Iterator[dict[str, Engine]]:
-        """Both engines with the same models, memory for one of them at a time, and the same limits."""
+        """Open both engines with the same models, memory for one model at a time, and the same limits."""
         from dataplane.engines.vllm.engine import VllmEngine  # noqa: PLC0415
         from dataplane.engines.vllm.settings import VllmEngineSettings  # noqa: PLC0415
 
         largest_bytes = max(model.weights_bytes for model in models)
-        alike: dict[str, Any] = {
+        same: dict[str, Any] = {
             "device": self.device,
             "dtype": self.dtype,
             "weights_bytes": largest_bytes + largest_bytes // 8,
@@ -71,30 +69,32 @@ class Setup:
             "batch_max": batch_max,
             "prefill_tokens_per_step_max": STEP_TOKENS_MAX,
         }
-        ours = TorchEngine(TorchEngineSettings(**alike), time.monotonic)
-        theirs = VllmEngine(VllmEngineSettings(**alike, models_max=len(models)), time.monotonic)
+        ours = TorchEngine(TorchEngineSettings(**same), time.monotonic)
+        theirs = VllmEngine(VllmEngineSettings(**same, models_max=len(models)), time.monotonic)
         with closing(ours), closing(theirs):
             engines: dict[str, Engine] = {"torch": ours, "vllm": theirs}
             for name, engine in engines.items():
                 for model in models:
                     began_s = time.perf_counter()
                     engine.load(model.name, model.spec)
-                    self.tell(f"{name}: {model.name} loaded in {time.perf_counter() - began_s:.1f} s")
+                    self.report(f"{name}: {model.name} loaded in {time.perf_counter() - began_s:.1f} s")
             yield engines
 
     def medians_of(self, about: str, unit: str, runs: Runs) -> dict[str, float]:
-        """The median of each engine's runs, which take turns."""
+        """The median of each engine's runs, which alternate."""
 
-        def told(engine: str, run: Callable[[], float]) -> float:
+        def reported(engine: str, run: Callable[[], float]) -> float:
             value = run()
-            self.tell(f"{about}, {engine}: {value:.4g} {unit}")
+            self.report(f"{about}, {engine}: {value:.4g} {unit}")
             return value
 
-        return medians(interleaved({name: partial(told, name, run) for name, run in runs.items()}, rounds=self.rounds))
+        return medians(
+            interleaved({name: partial(reported, name, run) for name, run in runs.items()}, rounds=self.rounds)
+        )
 
 
 def measure_rates(setup: Setup, model: BenchModel, loads: Sequence[int]) -> list[EngineFigure]:
-    """Tokens per second when so many requests come at once: from the first token to the last, prefills between them."""
+    """Tokens per second of each number of simultaneous requests, from the first token to the last, prefills included."""
     chance = random.Random(0)
     figures = []
     with setup.engines([model], batch_max=max(loads)) as engines:
@@ -107,7 +107,7 @@ def measure_rates(setup: Setup, model: BenchModel, loads: Sequence[int]) -> list
 
 
 def measure_switch(setup: Setup, models: Sequence[BenchModel]) -> list[EngineFigure]:
-    """Seconds to the first token of a model that is there, and what it takes longer when another was there."""
+    """TTFT of a resident model, and the additional TTFT when another model was resident."""
     numbers = count()
     with setup.engines(models, batch_max=1) as engines:
 
@@ -115,11 +115,11 @@ def measure_switch(setup: Setup, models: Sequence[BenchModel]) -> list[EngineFig
             runs = {name: partial(_first_token_s, engine, asked, numbers) for name, engine in engines.items()}
             return setup.medians_of(about, "s", runs)
 
-        stays = first_token_s("first token, model there", [models[0], models[0]])
-        comes = first_token_s("first token, model away", models)
-    switch = {name: comes[name] - stays[name] for name in stays}
+        resident = first_token_s("first token, model there", [models[0], models[0]])
+        away = first_token_s("first token, model away", models)
+    switch = {name: away[name] - resident[name] for name in resident}
     return [
-        EngineFigure(name="first token, model there", unit="s", **stays),
+        EngineFigure(name="first token, model there", unit="s", **resident),
         EngineFigure(name="switch", unit="s", **switch),
     ]
 
@@ -133,7 +133,7 @@ def _rate(run: Callable[[], list[list[float]]]) -> Callable[[], float]:
 
 
 def _first_token_s(engine: Engine, models: Sequence[BenchModel], numbers: "count[int]") -> float:
-    """How long a request for one token of the last model takes, after one of each model before it."""
+    """Seconds of a request for one token of the last model, after one request of each model before it."""
     took_s = 0.0
     for model in models:
         prompt = tuple(range(3, 3 + SWITCH_PROMPT_TOKENS))
@@ -149,9 +149,9 @@ def _first_token_s(engine: Engine, models: Sequence[BenchModel], numbers: "count
 
 
 def measure_engines(setup: Setup, parameters: int, loads: Sequence[int]) -> list[EngineFigure]:
-    """All figures, of models of about so many parameters."""
-    with tempfile.TemporaryDirectory(prefix="tidepool-bench-") as folder:
-        models = build_checkpoints(Path(folder), [shape_of(parameters)] * 2, setup.dtype)
+    """All figures, of models with about so many parameters."""
+    with work_folder() as folder:
+        models = build_checkpoints(folder, [shape_of(parameters)] * 2, setup.dtype)
         return measure_rates(setup, models[0], loads) + measure_switch(setup, models)
 
 
@@ -160,9 +160,9 @@ def main(
     load: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once. May be repeated.")] = None,
     device: Annotated[str, typer.Option(metavar="cpu|cuda")] = "cpu",
     dtype: Annotated[str, typer.Option(metavar="float32|bfloat16")] = "float32",
-    rounds: Annotated[int, typer.Option(min=1, help="That count; their median is told.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds, of which the median is shown.")] = 3,
     threads: Annotated[int, typer.Option(min=1, help="Of a CPU.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure the torch engine and vLLM side by side: tokens/s at 1, 16 and 64 sequences, and a switch.
 
@@ -185,7 +185,7 @@ def main(
         device=device,
         dtype="float32" if dtype == "float32" else "bfloat16",
         rounds=rounds,
-        tell=lambda text: notes().print(f"{time.perf_counter() - began_s:4.0f} s  {text}", markup=False),
+        report=lambda text: notes().print(f"{time.perf_counter() - began_s:4.0f} s  {text}", markup=False),
     )
     figures = [asdict(figure) for figure in measure_engines(setup, size, load or [1, 16, 64])]
     about = f"{parameters} parameters, {dtype} on {device}, prompts of {PROMPT_TOKENS}, answers of {TOKENS} tokens"

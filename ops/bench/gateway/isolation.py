@@ -1,10 +1,10 @@
-"""Whether batch work keeps out of the way: interactive first tokens without a batch, with one that is let go by
-measured room, and with one that is let go at once.
+"""Isolation of interactive requests from batches: TTFT without a batch, with one released by measured capacity (gated),
+and with one released at once (ungated).
 
-A real stack (gateway, dispatcher, Postgres, Valkey, one replayed node) gets the same interactive requests at the same
-times in each arm; arms take turns, in another order each round. A batch is handed in as an arm begins and meets its
-window if all its lines have ended when the arm does. Replayed GPUs are slowed down (`--replay-speed`), so that their
-times, and not this machine's, make up most of a first token.
+A real stack (gateway, dispatcher, Postgres, Valkey, one node on the replay engine) gets the same interactive requests
+at the same times in each arm; rounds alternate between the arms, in another order each. A batch is submitted when an
+arm begins, and meets its window if all its lines have ended when the arm does. Replayed GPUs are slowed down
+(`--replay-speed`), so that their times, and not this machine's, make up most of a TTFT.
 """
 
 import asyncio
@@ -13,16 +13,16 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import httpx2 as httpx
 import typer
 
+from ops.bench.shared import work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.faults.load import Reading
 from ops.faults.percentiles import percentile
@@ -37,7 +37,7 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A request that comes `at_s` after the start. Its prompt is `words` words long; its `number` makes it its own."""
+    """A request `at_s` after the start, with a prompt of `words` words, unique by its `number`."""
 
     at_s: float
     number: int
@@ -83,7 +83,7 @@ def body(model: str, number: int, words: int, tokens: int) -> dict[str, Any]:
 
 
 class IsolationLoad:
-    """A client of one gateway. Nothing is tried again: what is refused is counted."""
+    """A client of one gateway. It retries nothing; refusals are counted."""
 
     def __init__(self, url: str, key: str, model: str, tokens: int) -> None:
         self._model = model
@@ -124,8 +124,8 @@ class IsolationLoad:
         ttft_s = None if reading.first_s is None else reading.first_s - sent_s
         return Answer(arrival=arrival, ttft_s=ttft_s, reason=reading.reason)
 
-    async def hand_in(self, lines: int, seed: int) -> str:
-        """Hand in a batch of requests like the interactive ones; its id."""
+    async def submit_batch(self, lines: int, seed: int) -> str:
+        """Submit a batch of requests like the interactive ones; its id."""
         source = random.Random(seed)
         content = "\n".join(
             json.dumps({"custom_id": f"r{n}", "method": "POST", "url": "/v1/chat/completions", "body": asked})
@@ -138,19 +138,18 @@ class IsolationLoad:
         return str((await self._call("POST", "/v1/batches", json=about))["id"])
 
     async def batch(self, batch_id: str) -> dict[str, Any]:
-        """What the API says of a batch."""
         return await self._call("GET", f"/v1/batches/{batch_id}")
 
     async def cancel(self, batch_id: str) -> None:
-        """Give up a batch, unless it ends just now."""
+        """Cancel a batch, unless it has just ended."""
         with suppress(httpx.HTTPStatusError):
             await self._call("POST", f"/v1/batches/{batch_id}/cancel")
 
     async def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         answer = await self._http.request(method, path, **request)
         answer.raise_for_status()
-        said: dict[str, Any] = answer.json()
-        return said
+        content: dict[str, Any] = answer.json()
+        return content
 
 
 Arm = Literal["no batch", "gated", "ungated"]
@@ -158,7 +157,6 @@ ARMS: tuple[Arm, ...] = ("no batch", "gated", "ungated")
 MOVES_MAX = 0.10
 IDLE_TIMEOUT_S = 120.0
 WARM_UP_S = 5.0
-_ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +197,7 @@ class Row:
 
 
 def rows(rounds: Sequence[Round]) -> list[Row]:
-    """The arms side by side."""
+    """One row for each arm."""
     bare_s = {each.number: each.ttft_p95_s for each in rounds if each.arm == "no batch"}
     found = []
     for arm in ARMS:
@@ -230,15 +228,15 @@ class _Bench:
         self._client = IsolationLoad(local.url, local.keys["client"], model, load.tokens)
 
     async def run(self, rounds: int, seed: int) -> list[Round]:
-        """All rounds, after a short time of load that nobody counts."""
+        """All rounds, after a short load that warms up and is not counted."""
         await self._stack.register()
         await self._stack.wait_ready()
         await self._client.interactive(drawn(seed - 1, per_s=self._load.per_s, seconds=WARM_UP_S))
         found = []
         for number in range(rounds):
             arrivals = drawn(seed + number, per_s=self._load.per_s, seconds=self._load.seconds)
-            turn = number % len(ARMS)
-            for arm in (*ARMS[turn:], *ARMS[:turn]):
+            first = number % len(ARMS)
+            for arm in (*ARMS[first:], *ARMS[:first]):
                 found.append(await self._arm(arm, number, arrivals))
                 notes().print(_line(found[-1]), soft_wrap=True)
         await self._client.close()
@@ -247,7 +245,7 @@ class _Bench:
     async def _arm(self, arm: Arm, number: int, arrivals: Sequence[Arrival]) -> Round:
         if arm == "ungated":
             self._flag.touch()
-        batch_id = None if arm == "no batch" else await self._client.hand_in(self._load.lines, number)
+        batch_id = None if arm == "no batch" else await self._client.submit_batch(self._load.lines, number)
         sending = asyncio.create_task(self._client.interactive(arrivals))
         done, took_s = await self._watch(batch_id, self._load.seconds)
         answers = await sending
@@ -344,8 +342,8 @@ def main(
     """
     fleet = Fleet(regions=1, nodes=1, models=1, instances_max=1, kv_tokens=kv_tokens, replay_speed=replay_speed)
     load = Load(per_s=per_s, seconds=seconds, lines=lines, tokens=tokens)
-    with nullcontext(home) if home else TemporaryDirectory(prefix="tidepool-bench-") as folder:
-        rounds_found = asyncio.run(_measure(Path(folder).resolve(), fleet, load, rounds, seed))
+    with work_folder(home) as folder:
+        rounds_found = asyncio.run(_measure(folder, fleet, load, rounds, seed))
     found = rows(rounds_found)
     if as_json:
         print_json({"load": asdict(load), "rows": list(map(asdict, found)), "rounds": list(map(asdict, rounds_found))})

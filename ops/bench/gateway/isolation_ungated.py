@@ -1,5 +1,5 @@
-"""`python -m ops.bench.gateway.isolation_ungated FLAG COMMAND`: a process of Tidepool whose dispatcher releases
-all that waits while the file FLAG is there, however full the endpoints are. Without the file nothing differs.
+"""`python -m ops.bench.gateway.isolation_ungated FLAG COMMAND`: a `tidepool` command whose dispatcher releases all
+queued requests while the file FLAG exists, however full the endpoints are. Without the file it behaves as usual.
 """
 
 import sys
@@ -16,7 +16,7 @@ Policy = Callable[[ReleaseFacts, float, ReleaseSettings], tuple[Release, ...]]
 
 
 def ungated(facts: ReleaseFacts) -> tuple[Release, ...]:
-    """Everything, spread evenly over each model's endpoints, full or not."""
+    """Release everything, evenly over the endpoints of each model, whatever their load."""
     endpoints: dict[str, set[Endpoint]] = {}
     for instance in facts.instances:
         endpoints.setdefault(instance.endpoint.model, set()).add(instance.endpoint)
@@ -29,7 +29,7 @@ def ungated(facts: ReleaseFacts) -> tuple[Release, ...]:
 
 
 def switched(gated: Policy, flag: Path) -> Policy:
-    """The policy, but for the time that the flag is there."""
+    """`gated`, or `ungated` while the flag exists."""
     return lambda facts, now_s, settings: ungated(facts) if flag.exists() else gated(facts, now_s, settings)
 
 

@@ -8,10 +8,8 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import httpx2 as httpx
@@ -19,6 +17,7 @@ import numpy as np
 import tomlkit
 import typer
 
+from ops.bench.shared import work_folder
 from ops.client.api import Api, open_api
 from ops.client.screen import AsJson, Columns, print_json, print_table
 from ops.local.ports import free_port
@@ -310,8 +309,7 @@ def main(
     Example:
       python -m ops.bench.papers.live_vs_simulated --seconds 220 --rate-per-s 0.25 --speed 0.5 --json
     """
-    with nullcontext(home) if home else TemporaryDirectory(prefix="tidepool-bench-") as name:
-        folder = Path(name).resolve()
+    with work_folder(home) as folder:
 
         def slower(factor: float) -> Scenario:
             return scenario(seconds, rate_per_s, seed, slowed_profile(folder, factor))

@@ -4,17 +4,22 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 import typer
 
-from ops.bench.engine.remapping import choose_cases, medians
-from ops.bench.engine.remapping_run import (
+from dataplane.engines.torch.copies.base import Copy
+from ops.bench.engine.remapping import (
     BETWEEN,
     GROUPS,
     WIRES,
     Layer,
     Load,
+    VirtualTime,
+    VirtualWire,
     asked_of,
     block_slab_bytes,
+    choose_cases,
+    medians,
     request_kv_bytes,
     serve_case,
 )
@@ -46,9 +51,9 @@ def test_wires_between_the_papers_and_pcie_5_are_ordered_by_their_ratio() -> Non
 
 def test_who_is_asked_what() -> None:
     assert Counter(each.model for each in asked_of(LOAD, "spatial")) == {0: 3, 1: 3}
-    later = [(each.model, each.part, each.after_tokens) for each in asked_of(LOAD, "in turn") if each.after_tokens]
+    later = [(each.model, each.phase, each.after_tokens) for each in asked_of(LOAD, "in turn") if each.after_tokens]
     assert later == [(1, "other", 30), (2, "other", 45)]
-    singles = [each.after_tokens for each in asked_of(LOAD, "off peak") if each.part == "off peak"]
+    singles = [each.after_tokens for each in asked_of(LOAD, "off peak") if each.phase == "off peak"]
     assert singles == [60, 70], "the next one is asked when the one before has all its tokens"
 
 
@@ -83,3 +88,17 @@ def test_kv_of_a_request_is_whole_slabs_of_one_block_each() -> None:
     """Of a block of 4 tokens 3,072 bytes; 16 and 10 tokens are seven blocks."""
     assert block_slab_bytes(TINY) == 2**12
     assert request_kv_bytes(TINY, LOAD) == 7 * 2**12
+
+
+def test_copies_take_the_time_of_the_wire_one_after_another() -> None:
+    time = VirtualTime()
+    wire = VirtualWire(time, 1000.0)
+    source, target = torch.arange(250, dtype=torch.uint8), torch.zeros(250, dtype=torch.uint8)
+    began_s = time.now_s()
+    events = [wire.submit([Copy(source=source, target=target)]) for _ in range(2)]
+    assert target.equal(source)
+    assert not events[0].done()
+    for event, due_s in ((events[0], 0.25), (events[1], 0.5), (events[0], 0.5)):
+        event.wait()
+        assert event.done()
+        assert time.now_s() - began_s == pytest.approx(due_s, abs=0.1)
