@@ -94,7 +94,7 @@ class Setup:
 
 
 def measure_rates(setup: Setup, model: BenchModel, loads: Sequence[int]) -> list[EngineFigure]:
-    """Tokens per second of each number of simultaneous requests, from the first token to the last, prefills included."""
+    """Tokens per second of so many simultaneous requests, from the first token to the last, prefills included."""
     chance = random.Random(0)
     figures = []
     with setup.engines([model], batch_max=max(loads)) as engines:

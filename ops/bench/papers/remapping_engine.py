@@ -1,17 +1,16 @@
-"""A slot whose models share its memory, when KV runs short: the replay engine in simulated time, several ways out.
+"""A worker whose models share its memory, when KV runs out: the replay engine in simulated time, with one action each.
 
-    recompute  the last request of the batch is dropped, and prefilled again once there is room (vLLM)
-    swap       its KV goes to host memory and comes back, request by request
-    pie        KV beyond the slot's memory is in host memory, out and in again in every step, as much of it as the step
-               hides (Pie); beyond that, recompute
-    remap      layers are given up (Oneiros); beyond that, recompute
-    auto       of remap, swap, recompute and keeping a prompt waiting what costs least
+    recompute  preempt the last request of the batch, and prefill it again once KV memory is free (vLLM)
+    swap       swap its KV to host memory and back, request by request
+    pie        KV beyond the worker's memory is in host memory, transferred out and in again in every step, as much as
+               the step hides (Pie); beyond that, recompute
+    remap      offload weight layers (Oneiros); beyond that, recompute
+    auto       the cheapest of remap, swap, recompute and keeping a prompt waiting
 
-Turns, victims, layers and all ways but Pie's are the engine's own. Temporal sharing: models take turns as on a live
-node. Spatial sharing: all decode at once, as nearly as a slot can that runs one step at a time: step by step.
+Time slices, victims, layers and all actions but Pie's are the engine's own. Temporal sharing: models have time slices
+as on a live node. Spatial sharing: all models decode at once, approximated by time slices of one step.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -32,6 +31,7 @@ from dataplane.scheduling.prefill import PrefillSettings
 from dataplane.scheduling.profile import GpuProfile, ModelProfile
 from dataplane.scheduling.schedule import Turn, TurnSettings
 from ops.bench.papers.remapping_load import CONTEXT_TOKENS, Ask, SharedModel, Wire
+from ops.bench.shared import SimulatedClock, serve
 from ops.faults.percentiles import percentile
 
 Way = Literal["recompute", "swap", "pie", "remap", "auto"]
@@ -48,7 +48,7 @@ _PRESSURE: dict[Way, KvPressure] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSettings:
-    """`shared_kv`: one KV memory for all models, else each has its own; whoever gives up layers shares.
+    """`shared_kv`: one KV memory for all models, else one each; with remapping it is always shared.
     `prefill_tokens_max`: tokens that a step prefills at most.
     """
 
@@ -61,15 +61,14 @@ class SharedSettings:
     remap: RemapSettings = field(default_factory=RemapSettings)
 
     @property
-    def gives_up_layers(self) -> bool:
-        """Whether models may."""
+    def remaps(self) -> bool:
         return self.way in {"remap", "auto"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What was done. Layers given up and got back, and allocations that they could not cover; requests dropped or sent
-    out; the most bytes given up.
+    """Layers offloaded and reclaimed, allocations that offloading could not cover, requests preempted for recomputing
+    and swapped out, and the most bytes of weights offloaded at a time.
     """
 
     deepened: int
@@ -82,11 +81,15 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedFigures:
-    """`tokens_per_s`: answers' tokens, from time 0 to the last one. `tbt_*`: of all times between two tokens;
-    `tpot_*`: of each request's mean time between its tokens, in which a request that was driven out weighs as one.
-    `step_p99_s`: of the decode steps, each as often as it made tokens: what `tbt_p99_s` has more is prefills, turns of
-    other models and the time without KV. `batch_mean`: over the time of decode steps. `counts`: what was done for want
-    of memory.
+    """Figures of a run.
+
+    Attributes:
+        tokens_per_s: output tokens, from time 0 to the last one.
+        tbt_p50_s, tbt_p99_s: inter-token latency of all tokens.
+        step_p99_s: duration of decode steps, weighted by their tokens; the rest of `tbt_p99_s` is prefills, time slices
+            of other models and time without KV.
+        tpot_p50_s, tpot_p99_s: each request's mean inter-token latency.
+        batch_mean: mean batch over the time of decode steps.
     """
 
     tokens_per_s: float
@@ -103,11 +106,11 @@ class SharedFigures:
 
 
 class SharedEngine(ReplayEngine):
-    """The replay engine with models that are all there, whose KV may be limited to shares, and Pie's way out.
-    `decoded`: whether its last step decoded; `shares`: those, by model.
+    """The replay engine with all models resident, whose KV may be limited to `shares` by model, and with Pie's action.
+    `decoded`: whether its last step decoded.
     """
 
-    def __init__(self, models: Sequence[SharedModel], settings: SharedSettings, clock: "Clock") -> None:
+    def __init__(self, models: Sequence[SharedModel], settings: SharedSettings, clock: SimulatedClock) -> None:
         self.decoded = False
         self.given_bytes_max = 0
         self._served = {model.name: model for model in models}
@@ -115,7 +118,7 @@ class SharedEngine(ReplayEngine):
         self.shares = _shares_of(models, settings)
         self._share_bytes = {name: share.capacity_bytes for name, share in self.shares.items()}
         self._pass_time = clock.sleep
-        super().__init__(_replay_settings(models, settings), clock.read, clock.sleep)
+        super().__init__(_replay_settings(models, settings), clock, clock.sleep)
         before_s = -2 * sum(model.layers_bytes for model in models) / settings.wire.bytes_per_s
         for model in models:
             self.load(model.name, _spec_of(model))
@@ -128,7 +131,7 @@ class SharedEngine(ReplayEngine):
         return model
 
     def _relieve(self, shortage: Shortage) -> Relief | None:
-        """Where KV of another share would leave, which would make no room here, one of the model's own is dropped."""
+        """Preempt a sequence of the same share where the engine would choose another share's, which frees nothing."""
         asking = shortage.sequence
         if shortage.victim is None or shortage.victim.kv.share is asking.kv.share:
             return super()._relieve(shortage)
@@ -157,7 +160,6 @@ class SharedEngine(ReplayEngine):
 
     @property
     def counts(self) -> Counts:
-        """What was done for want of KV memory."""
         return Counts(
             deepened=self._relief.layers["lent"],
             reverted=self._relief.layers["taken back"],
@@ -168,71 +170,43 @@ class SharedEngine(ReplayEngine):
         )
 
 
-class Clock:
-    """Simulated time. `read` and `sleep` are what an engine asks."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def read(self) -> float:
-        """Seconds since the first moment."""
-        return self.now_s
-
-    def sleep(self, time_s: float) -> None:
-        """Let time pass."""
-        self.now_s += time_s
-
-
 class SharedSlot:
-    """Serves to the end. `gaps_s`: the times between two tokens of a request. `steps_s`: how long each decode step
-    took, with its waits, and how many tokens it made.
-    """
+    """`gaps_s`: all inter-token latencies. `steps_s`: duration, waits included, and tokens of each decode step."""
 
     def __init__(self, models: Sequence[SharedModel], settings: SharedSettings) -> None:
-        self._clock = Clock()
+        self._clock = SimulatedClock()
         self.engine = SharedEngine(models, settings, self._clock)
         self.gaps_s: list[float] = []
         self.steps_s: list[tuple[float, int]] = []
 
     @property
     def now_s(self) -> float:
-        """The present moment."""
         return self._clock.now_s
 
     def serve(self, asks: Sequence[Ask]) -> None:
-        """Serve requests, in the order in which they come, until the last token of the last one."""
-        coming, clock = deque(asks), self._clock
-        here: dict[str, Ask] = {}
-        while coming or self.engine.has_work():
-            if not self.engine.has_work():
-                clock.now_s = max(clock.now_s, coming[0].arrived_s)
-            while coming and coming[0].arrived_s <= clock.now_s:
-                ask = coming.popleft()
-                here[str(ask.number)] = ask
-                self.engine.add(_request_of(ask))
-            self._step(here)
-
-    def _step(self, here: dict[str, Ask]) -> None:
-        began_s = self.now_s
-        made = 0
-        for output in self.engine.step():
-            assert output.error is None, output.error
-            ask = here[output.request_id]
-            made += len(output.token_ids)
-            if output.token_ids and ask.made:
-                self.gaps_s.append(self.now_s - ask.last_s)
-            elif output.token_ids:
-                ask.first_s = self.now_s
-            ask.made += len(output.token_ids)
-            ask.last_s = self.now_s
-        if made and self.engine.decoded:
-            self.steps_s.append((self.now_s - began_s, made))
+        """Serve requests, ordered by arrival, until all have ended."""
+        arrived = {str(ask.number): ask for ask in asks}
+        clock = self._clock
+        for began_s, outputs in serve(self.engine, clock, ((ask.arrived_s, _request_of(ask)) for ask in asks)):
+            made = 0
+            for output in outputs:
+                assert output.error is None, output.error
+                ask = arrived[output.request_id]
+                made += len(output.token_ids)
+                if output.token_ids and ask.made:
+                    self.gaps_s.append(clock.now_s - ask.last_s)
+                elif output.token_ids:
+                    ask.first_s = clock.now_s
+                ask.made += len(output.token_ids)
+                ask.last_s = clock.now_s
+            if made and self.engine.decoded:
+                self.steps_s.append((clock.now_s - began_s, made))
 
 
 def measure(
     models: Sequence[SharedModel], asks: Sequence[Ask], settings: SharedSettings, *, skip: int = 0
 ) -> SharedFigures:
-    """Serve requests, which are used up, to the end. Of the first `skip` no TPOT and TTFT are counted."""
+    """Serve requests to the end, which changes them. TPOT and TTFT leave out the first `skip`."""
     slot = SharedSlot(models, settings)
     slot.serve(asks)
     counted = asks[skip:]
@@ -256,13 +230,13 @@ def measure(
 
 
 def _percentile(times_s: Sequence[float], share: float) -> float:
-    """0 where there are none: every answer had one token."""
+    """A percentile; 0 without values, where every answer has one token."""
     return percentile(times_s, share) if times_s else 0.0
 
 
 def _shares_of(models: Sequence[SharedModel], settings: SharedSettings) -> dict[str, KvShare]:
-    """What each model's KV is limited to: one part each, or, for Pie, which needs a limit to go beyond, one for all."""
-    if settings.gives_up_layers or (settings.shared_kv and settings.way != "pie"):
+    """The KV limit of each model: one each, or one for all with Pie, which needs a limit to exceed."""
+    if settings.remaps or (settings.shared_kv and settings.way != "pie"):
         return {}
     if settings.shared_kv:
         return dict.fromkeys((model.name for model in models), KvShare(capacity_bytes=_kv_bytes(models)))
@@ -274,7 +248,7 @@ def _kv_bytes(models: Sequence[SharedModel]) -> int:
 
 
 def _replay_settings(models: Sequence[SharedModel], settings: SharedSettings) -> ReplaySettings:
-    """Of a slot that has all the weights. Who drops KV has no host memory for it; Pie's is limited by its shares."""
+    """Settings of a worker with memory for all weights; it has host memory for KV only where it swaps."""
     outside_bytes = round(settings.wire.both_bytes_per_s) if settings.way == "pie" else 0
     return ReplaySettings(
         profile=GpuProfile(

@@ -1,13 +1,13 @@
-"""What the comparison of remapping with its rivals runs: the paper's models and GPU, its wires, its arrivals.
+"""The load of the comparison of remapping with its rivals: the paper's models, GPU, interconnects and arrivals.
 
 The step times of the paper's GH200 are not published. Llama-2-13b's are those measured on an H100 (Aegaeon's artifact,
 `llama2_13b_chat/H100`); another model's grow with its weights, and its term per context token with its KV. The time of
 a layer that follows for OPT-13b, 0.46 ms with 40 requests, agrees with the paper's remark that m = alpha + 2 takes over
 at alpha = 9 of 40, which puts it between 0.41 and 0.47 ms at 450 GB/s.
 
-The recording is Azure's of coding requests, whose bursts stay: only its clock is made faster or slower. ShareGPT's
-lengths are those of the workloads of Aegaeon's artifact, drawn at random. Of Alpaca the public mean lengths are known
-(19 tokens in, 58 out: Kwon et al., SOSP'23, figure 11); they are drawn from lognormal distributions around them.
+Arrivals are those of Azure's coding trace on a faster or slower clock, so that its bursts remain. ShareGPT's lengths
+are drawn from the workloads of Aegaeon's artifact. Of Alpaca only mean lengths are published (19 tokens in, 58 out:
+Kwon et al., SOSP'23, figure 11); lengths are drawn from lognormal distributions with these means.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from ops.simulator.traffic.traces import LISTINGS, read_listing
 GPU_BYTES = 97_871 * 2**20
 """GH200's 96 GB as its driver counts them."""
 ACTIVATIONS_BYTES = 10**9
-"""An assumption: what an engine of the paper's takes beside weights and KV."""
+"""An assumption: memory of the paper's engine in addition to weights and KV."""
 
 H100_13B = LatencyModel(
     prefill_base_s=7.5250e-03,
@@ -43,7 +43,7 @@ _KV_13B_BYTES = 2 * 2 * 40 * 5120
 
 @dataclass(frozen=True, kw_only=True)
 class SharedModel:
-    """A model on a slot that others share. `layers_bytes`: of all its layers; `kv_bytes`: reserved for its KV."""
+    """A model on a shared worker. `layers_bytes`: of all its layers; `kv_bytes`: reserved for its KV."""
 
     name: str
     latency: LatencyModel
@@ -59,7 +59,7 @@ class SharedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """Between host and GPU. `bytes_per_s` one way; `both_bytes_per_s`: both ways together, half each."""
+    """The interconnect of host and GPU. `bytes_per_s`: one direction; `both_bytes_per_s`: the sum of both."""
 
     name: str
     bytes_per_s: float
@@ -67,10 +67,10 @@ class Wire:
 
 
 GRACE_HOPPER = Wire(name="Grace Hopper", bytes_per_s=427e9, both_bytes_per_s=366e9)
-"""As the paper measured: of the 450 GB/s, 427 come through; both ways the host's memory is the limit."""
+"""As the paper measured: 427 of the 450 GB/s; in both directions the host's memory is the limit."""
 PCIE_5 = Wire(name="PCIe 5", bytes_per_s=55.6e9, both_bytes_per_s=100e9)
 PCIE_4 = Wire(name="PCIe 4", bytes_per_s=25e9, both_bytes_per_s=45e9)
-"""What both ways reach together on PCIe, nine tenths of twice one way, is an assumption."""
+"""The sum of both directions on PCIe, nine tenths of twice one direction, is an assumption."""
 WIRES = (GRACE_HOPPER, PCIE_5, PCIE_4)
 
 
@@ -131,7 +131,7 @@ CONTEXT_TOKENS = 2048
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Ask:
-    """A request. `made`: its tokens so far, the first at `first_s`, the last at `last_s`."""
+    """A request. `made`: its output tokens so far, the first at `first_s`, the last at `last_s`."""
 
     number: int
     arrived_s: float
@@ -145,7 +145,7 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedLoad:
-    """`rates`: requests a second of each model, on average. `requests`: of all together."""
+    """`rates`: mean requests per second of each model. `requests`: of all models."""
 
     rates: Sequence[float]
     lengths: Sequence[Lengths]
@@ -153,21 +153,21 @@ class SharedLoad:
     seed: int = 0
 
     def follow_up(self, rate: float) -> "SharedLoad":
-        """As many requests of the same kinds at `rate` in all."""
+        """As many requests of the same lengths, at `rate` of all models."""
         factor = rate / sum(self.rates)
         return replace(self, rates=[each * factor for each in self.rates], seed=self.seed + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recordings:
-    """Where the recordings lie. `workload`: of the Aegaeon artifact's, whose lengths are taken."""
+    """Paths of the recordings. `workload`: the one of Aegaeon's artifact that lengths are drawn from."""
 
     azure: Path
     aegaeon: Path
     workload: str = "synth-40-0.7-1.0-1.0"
 
     def arrivals_s(self, count: int) -> npt.NDArray[np.float64]:
-        """The first arrivals, from 0.
+        """The first arrivals [count], from 0 s.
 
         Raises:
             forecasts.importers.lines.DemandFileError: the file cannot be read.
@@ -183,7 +183,7 @@ class Recordings:
 def draw_asks(
     models: Sequence[SharedModel], load: SharedLoad, recordings: Recordings, *, after: Ask | None = None
 ) -> list[Ask]:
-    """Requests in the order in which they come, `after` another if given. Equal seeds give equal requests."""
+    """Requests ordered by arrival, which begin `after` another if given. Equal seeds give equal requests."""
     rng = np.random.default_rng(load.seed)
     arrivals_s = recordings.arrivals_s(load.requests)
     arrivals_s *= len(arrivals_s) / sum(load.rates) / max(arrivals_s[-1], 1e-9)

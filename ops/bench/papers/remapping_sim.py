@@ -1,9 +1,8 @@
-"""Remapping against KV swapping and recomputing, simulated: the paper's comparisons, its figures beside ours.
+"""Remapping against KV swapping and recomputing, simulated: the paper's comparisons, with its figures and ours.
 
-The slot is the replay engine's in simulated time (`ops.bench.papers.remapping_engine`): turns, who gives up which
-layers, and which way out is cheapest are decided by the code of the live node. The rates of the paper's figures are
-not in its text but for OPT-13b's, 1 and 10 a second; here they are those at which the least of the rivals begins to
-lack memory, and twice that.
+The worker is the replay engine in simulated time (`ops.bench.papers.remapping_engine`): the code of the live node
+decides on time slices, victims, layers and the cheapest action. The paper's text gives the rates of OPT-13b only, 1 and
+10 a second; the rates here are those at which the first of the rivals runs out of memory, and twice that.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,17 +25,18 @@ from ops.bench.papers.remapping_load import (
     Wire,
     draw_asks,
 )
+from ops.bench.shared import chosen
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 
 VLLM, PIE, ONEIROS, TIDEPOOL = "vLLM", "Pie", "Oneiros", "Tidepool"
 SWEEP_BYTES_PER_S = (10e9, 25e9, 55.6e9, 100e9, 200e9, 427e9, 900e9)
 BOTH_WAYS = 1.8
-"""Both ways together, of one way: an assumption."""
+"""The sum of both directions over one direction: an assumption."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run. `rival`: who serves. `off_peak_rate`: as many requests again follow, at this rate; these are counted."""
+    """One run. `rival`: who serves. `off_peak_rate`: the rate of as many further requests, which alone are counted."""
 
     group: str
     combination: str
@@ -47,7 +47,6 @@ class Case:
 
     @property
     def title(self) -> str:
-        """The load, in a word."""
         rates = self.load.rates
         rate = f"{sum(rates):g}" if len(set(rates)) == 1 else "+".join(f"{rate:g}" for rate in rates)
         return f"{self.combination} {'/'.join(dict.fromkeys(self.load.lengths))} {rate}/s"
@@ -55,13 +54,13 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """How much to run: requests of each run, and the seed of their lengths."""
+    """The size of each run: its requests, and the seed of their lengths."""
 
     requests: int = 200
     seed: int = 0
 
     def load(self, combination: str, rates: Sequence[float], lengths: Sequence[Lengths]) -> SharedLoad:
-        """For a combination of models: one rate is that of all together, one kind of lengths is every model's."""
+        """A load of a combination of models. A single rate is the sum of all; single lengths are for all."""
         models = len(COMBINATIONS[combination])
         return SharedLoad(
             rates=rates if len(rates) == models else [rates[0] / models] * models,
@@ -72,7 +71,7 @@ class Asked:
 
 
 def rivals(wire: Wire, sharing: Sharing) -> dict[str, SharedSettings]:
-    """Who serves: the three of the paper; and this project's, which has one KV memory for all models in any case."""
+    """Who serves: the three of the paper, and this project's, which always has one KV memory for all models."""
 
     def settings(way: Way, *, shared: bool) -> SharedSettings:
         return SharedSettings(way=way, wire=wire, sharing=sharing, shared_kv=shared)
@@ -88,10 +87,10 @@ def rivals(wire: Wire, sharing: Sharing) -> dict[str, SharedSettings]:
     }
 
 
-def beside_rivals(
+def against_rivals(
     group: str, combination: str, load: SharedLoad, *, sharing: Sharing = "temporal", wire: Wire = GRACE_HOPPER
 ) -> Iterator[Case]:
-    """All that serve, with one load."""
+    """All rivals, with one load."""
     for rival, settings in rivals(wire, sharing).items():
         yield Case(group=group, combination=combination, load=load, rival=rival, settings=settings)
 
@@ -120,41 +119,41 @@ def with_settings(
 def temporal(asked: Asked) -> Iterator[Case]:
     """Section 7.2, figure 8. Alpaca's short requests never fill the KV of C1, whatever their rate."""
     for rate in (3.0, 6.0):
-        yield from beside_rivals("temporal", "C1", asked.load("C1", [rate], ["sharegpt"]))
+        yield from against_rivals("temporal", "C1", asked.load("C1", [rate], ["sharegpt"]))
     for rate in (8.0, 16.0):
-        yield from beside_rivals("temporal", "C2", asked.load("C2", [rate], ["alpaca"]))
+        yield from against_rivals("temporal", "C2", asked.load("C2", [rate], ["alpaca"]))
     for rate in (1.0, 2.0):
-        yield from beside_rivals("temporal", "C2", asked.load("C2", [rate], ["sharegpt"]))
+        yield from against_rivals("temporal", "C2", asked.load("C2", [rate], ["sharegpt"]))
 
 
 def uneven(asked: Asked) -> Iterator[Case]:
     """Section 7.2, figure 9: different rates."""
     for rates in ((0.5, 1.5), (1.5, 0.5)):
-        yield from beside_rivals("uneven", "C2", asked.load("C2", rates, ["sharegpt"]))
+        yield from against_rivals("uneven", "C2", asked.load("C2", rates, ["sharegpt"]))
 
 
 def inputs(asked: Asked) -> Iterator[Case]:
     """Section 7.2, figure 10: long requests for one model, short ones for the other."""
     both: tuple[tuple[Lengths, Lengths], ...] = (("long", "short"), ("short", "long"))
     for lengths in both:
-        yield from beside_rivals("inputs", "C2", asked.load("C2", [1.0], lengths))
+        yield from against_rivals("inputs", "C2", asked.load("C2", [1.0], lengths))
 
 
 def spatial(asked: Asked) -> Iterator[Case]:
     """Section 7.3, figure 12."""
     for rate in (2.0, 4.0):
-        yield from beside_rivals("spatial", "C1", asked.load("C1", [rate], ["sharegpt"]), sharing="spatial")
+        yield from against_rivals("spatial", "C1", asked.load("C1", [rate], ["sharegpt"]), sharing="spatial")
 
 
 def single(asked: Asked) -> Iterator[Case]:
     """Section 7.4, figure 14: one model, against Pie; and 7.3's strict isolation, which is one model, too."""
     for rate in (10.0, 60.0):
-        yield from beside_rivals("single", "OPT-13b", asked.load("OPT-13b", [rate], ["alpaca"]))
-    yield from beside_rivals("single", "OPT-13b", asked.load("OPT-13b", [2.0], ["sharegpt"]))
+        yield from against_rivals("single", "OPT-13b", asked.load("OPT-13b", [rate], ["alpaca"]))
+    yield from against_rivals("single", "OPT-13b", asked.load("OPT-13b", [2.0], ["sharegpt"]))
 
 
 def victims(asked: Asked) -> Iterator[Case]:
-    """Section 7.2, figure 11: whose layers go first. Without caps a model that lost many is waited for."""
+    """Section 7.2, figure 11: whose layers are offloaded first. Without caps a model with many waits."""
     choices = {
         "mru": RemapSettings(victims="mru"),
         "lru": RemapSettings(victims="lru"),
@@ -189,34 +188,31 @@ def reversion(asked: Asked) -> Iterator[Case]:
         "reverts, alpha to 20": half,
         "never reverts, alpha to 20": replace(half, reverts=False),
     }
-    alpaca, sharegpt = (
-        asked.load("OPT-13b", [60.0], ["alpaca"]),
-        asked.load("OPT-13b", [4.0], ["sharegpt"]),
-    )
+    alpaca, sharegpt = asked.load("OPT-13b", [60.0], ["alpaca"]), asked.load("OPT-13b", [4.0], ["sharegpt"])
     yield from with_settings("reversion", "OPT-13b", alpaca, choices, off_peak_rate=1.0)
     yield from with_settings("reversion", "OPT-13b", sharegpt, choices, off_peak_rate=0.1)
 
 
 def caps(asked: Asked) -> Iterator[Case]:
-    """Section 7.6.2, figure 17: whether what is not hidden is given up, too."""
+    """Section 7.6.2, figure 17: whether layers whose loads are not hidden are offloaded, too."""
     choices = {"capped": RemapSettings(), "not capped": RemapSettings(capped=False)}
     for rate in (1.0, 2.0):
         yield from with_settings("caps", "OPT-13b", asked.load("OPT-13b", [rate], ["sharegpt"]), choices)
 
 
 def wires(asked: Asked) -> Iterator[Case]:
-    """The paper's wire, PCIe 5 and PCIe 4."""
+    """The paper's interconnect, PCIe 5 and PCIe 4."""
     for wire in WIRES:
-        yield from beside_rivals("wires", "C1", asked.load("C1", [6.0], ["sharegpt"]), wire=wire)
-        yield from beside_rivals("wires", "OPT-13b", asked.load("OPT-13b", [2.0], ["sharegpt"]), wire=wire)
+        yield from against_rivals("wires", "C1", asked.load("C1", [6.0], ["sharegpt"]), wire=wire)
+        yield from against_rivals("wires", "OPT-13b", asked.load("OPT-13b", [2.0], ["sharegpt"]), wire=wire)
 
 
 def crossover(asked: Asked) -> Iterator[Case]:
-    """One model on wires from slow to fast."""
+    """One model on interconnects from slow to fast."""
     for bytes_per_s in SWEEP_BYTES_PER_S:
         both_bytes_per_s = BOTH_WAYS * bytes_per_s
         wire = Wire(name=f"{bytes_per_s / 1e9:g} GB/s", bytes_per_s=bytes_per_s, both_bytes_per_s=both_bytes_per_s)
-        yield from beside_rivals("crossover", "OPT-13b", asked.load("OPT-13b", [2.0], ["sharegpt"]), wire=wire)
+        yield from against_rivals("crossover", "OPT-13b", asked.load("OPT-13b", [2.0], ["sharegpt"]), wire=wire)
 
 
 GROUPS = {
@@ -231,7 +227,7 @@ ARRIVALS = "azure/AzureLLMInferenceTrace_code_2023.csv.gz"
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A figure of the paper: how much lower (latency) or higher (throughput) `rival` is than `than`, in percent."""
+    """A figure of the paper: by how many percent `rival` is lower (latency) or higher (throughput) than `than`."""
 
     group: str
     rival: str
@@ -242,7 +238,7 @@ class Published:
 
 
 def _against(than: str, group: str, where: str, *, tokens: float, tbt: float, ttft: float) -> list[Published]:
-    """Oneiros against another: throughput, P99 TBT and P99 TTFT. What P99 TBT is taken over the paper does not say."""
+    """Oneiros against another: throughput, P99 TBT and P99 TTFT. The paper does not define its P99 TBT."""
     percents = {"tokens_per_s": tokens, "tbt_p99_s": tbt, "tpot_p99_s": tbt, "ttft_p99_s": ttft}
     return [
         Published(group=group, rival=ONEIROS, than=than, figure=figure, percent=percent, where=where)
@@ -285,7 +281,7 @@ def main(
     ] = 2048,
     as_json: AsJson = False,
 ) -> None:
-    """Compare ways out of a lack of KV memory.
+    """Compare actions when KV memory runs out.
 
     \b
     Examples:
@@ -293,23 +289,20 @@ def main(
       python -m ops.bench.papers.remapping_sim --data ../data --group wires --group crossover --json
       python -m ops.bench.papers.remapping_sim --data ../data --group temporal --chunk-tokens 512
     """
-    names = group or list(GROUPS)
-    unknown = [name for name in names if name not in GROUPS]
-    if unknown:
-        raise typer.BadParameter(f"{unknown[0]} is none of {', '.join(GROUPS)}", param_hint="--group")
+    names = chosen(group, GROUPS, "--group")
     recordings = Recordings(azure=data / ARRIVALS, aegaeon=data / WORKLOADS)
     asked = Asked(requests=requests, seed=seed)
     rows = []
     for name in names:
         notes().print(name)
         rows += [_row(case, run_case(case, recordings, chunk_tokens)) for case in GROUPS[name](asked)]
-    published = [row for name in names for row in beside_published(name, rows)]
+    published = [row for name in names for row in against_published(name, rows)]
     if as_json:
         print_json({"runs": rows, "published": published})
         return
     for name in names:
         print_table(name, RUN_COLUMNS, [row for row in rows if row["group"] == name])
-    print_table("Beside the paper, mean over the loads that lacked memory", PUBLISHED_COLUMNS, published)
+    print_table("Against the paper, mean over the loads that ran out of memory", PUBLISHED_COLUMNS, published)
 
 
 def run_case(case: Case, recordings: Recordings, chunk_tokens: int = 2048) -> SharedFigures:
@@ -323,8 +316,8 @@ def run_case(case: Case, recordings: Recordings, chunk_tokens: int = 2048) -> Sh
     return measure(models, asks, replace(case.settings, prefill_tokens_max=chunk_tokens), skip=skip)
 
 
-def beside_published(group: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The paper's figures of a group with ours: the change in percent, mean over its loads that lacked memory."""
+def against_published(group: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The paper's figures of a group with ours: the change in percent, mean over its loads that ran out of memory."""
     own_rows = [row for row in rows if row["group"] == group]
     lacking = dict.fromkeys(row["load"] for row in own_rows if row["counts"]["recomputed"] or row["counts"]["deepened"])
     found = []
@@ -342,8 +335,8 @@ def beside_published(group: str, rows: Sequence[Mapping[str, Any]]) -> list[dict
 
 
 def _row(case: Case, figures: SharedFigures) -> dict[str, Any]:
-    place = {"group": case.group, "load": case.title, "wire": case.settings.wire.name, "rival": case.rival}
-    return place | asdict(figures)
+    named = {"group": case.group, "load": case.title, "wire": case.settings.wire.name, "rival": case.rival}
+    return named | asdict(figures)
 
 
 RUN_COLUMNS: Columns = {

@@ -1,10 +1,9 @@
-"""How well one slot serves many models, against what its turns predict: `python -m ops.bench.planner.pool --help`.
+"""Attainment of many models on one worker, against its prediction: `python -m ops.bench.planner.pool --help`.
 
-A replay in simulated time. Requests arrive for each model by a Poisson process of its own. The slot decodes only
-(requests come with their KV, as from a prefill slot), or prefills as well.
+The replay engine in simulated time, with Poisson arrivals for each model. The worker only decodes (requests arrive with
+their KV, as from a prefill worker), or prefills as well.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from dataplane.scheduling.attainment import ServedRequest, service_attainment, t
 from dataplane.scheduling.profile import GpuProfile, load_gpu_profile
 from dataplane.scheduling.schedule import TurnSettings
 from dataplane.scheduling.tiers import TIER_OBJECTIVES
+from ops.bench.shared import SimulatedClock, serve
 from ops.client.screen import AsJson, Columns, print_json, print_table
 
 PROFILE = Path(__file__).parents[2] / "profiles" / "h800.toml"
@@ -46,7 +46,7 @@ Tbt = Annotated[float, typer.Option(min=0.001, max=3600, help="Promised between 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolLoad:
-    """What is asked of the slot. `rate_per_s` is that of each model. Lengths are lognormal around their medians."""
+    """The requests. `rate_per_s`: of each model. Lengths are lognormal around their medians."""
 
     rate_per_s: float
     seed: int
@@ -61,13 +61,14 @@ class PoolLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolFigures:
-    """What came of a load.
+    """Figures of a load.
 
-    `alpha` is the load that the engine reports, on average. `predicted` is min(1, 1 / alpha) over the time of each
-    request from its first token here to its last, and `kept` the share of that time in which no token was overdue (a
-    late one puts off those after it).
-    Alpha speaks of batches in the round: what a request waits until it is in one is `wait_s`. `service` and `token`
-    are the attainment of the whole request, that wait included.
+    Attributes:
+        alpha: the mean load that the engine reports, which is of the batches in its scheduling round.
+        predicted: the mean of min(1, 1 / alpha) from the first token of each request here to its last.
+        kept: the share of that time in which no token was overdue; a late token delays the deadlines after it.
+        wait_s: mean time from arrival to the first token here.
+        service, token: attainment of whole requests, that wait included.
     """
 
     load: PoolLoad
@@ -82,22 +83,9 @@ class PoolFigures:
     switches: int
 
 
-class _Time:
-    """A clock that only sleeping moves."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def sleep(self, time_s: float) -> None:
-        self.now_s += time_s
-
-
 @dataclass(kw_only=True)
 class _Inflight:
-    """A request on its way. `promises_s`: the integral of the predicted attainment when its tokens came."""
+    """A request in flight. `promises_s`: the integral of the predicted attainment at the time of each token."""
 
     request: EngineRequest
     arrived_s: float
@@ -116,7 +104,6 @@ class _Inflight:
 
     @property
     def predicted(self) -> float:
-        """The predicted attainment from its first token to its last."""
         time_s = self.token_times_s[-1] - self.token_times_s[0]
         return (self.promises_s[-1] - self.promises_s[0]) / time_s if time_s else 1.0
 
@@ -124,8 +111,8 @@ class _Inflight:
 def measure_pool(
     load: PoolLoad, *, profile: GpuProfile, turns: TurnSettings | None = None, prefetch: bool = True
 ) -> PoolFigures:
-    """Serve a load to its end, in simulated time."""
-    time = _Time()
+    """Serve a load to its end in simulated time."""
+    clock = SimulatedClock()
     settings = ReplaySettings(
         profile=profile,
         weights_bytes=WEIGHTS_BYTES,
@@ -133,28 +120,19 @@ def measure_pool(
         prefetch=prefetch,
         turns=turns or TurnSettings(),
     )
-    engine = ReplayEngine(settings, time, time.sleep)
+    engine = ReplayEngine(settings, clock, clock.sleep)
     for index, model in enumerate(_models(load.models)):
         engine.load(f"instance-{index}", model)
-    arrivals = deque(_arrivals(load))
-    in_flight: dict[str, _Inflight] = {}
+    in_flight = {one.request.request_id: one for one in _arrivals(load)}
     promise_s = alpha_s = busy_s = 0.0
-    while arrivals or engine.has_work():
-        if not engine.has_work():
-            time.now_s = max(time.now_s, arrivals[0].arrived_s)
-        while arrivals and arrivals[0].arrived_s <= time.now_s:
-            inflight = arrivals.popleft()
-            in_flight[inflight.request.request_id] = inflight
-            engine.add(inflight.request)
-        began_s = time.now_s
-        outputs = engine.step()
-        took_s = time.now_s - began_s
+    for began_s, outputs in serve(engine, clock, ((one.arrived_s, one.request) for one in in_flight.values())):
+        took_s = clock.now_s - began_s
         promise_s += took_s / max(1.0, engine.load_alpha)
         alpha_s += took_s * engine.load_alpha
         busy_s += took_s
         for output in outputs:
             inflight = in_flight[output.request_id]
-            inflight.token_times_s += [time.now_s] * len(output.token_ids)
+            inflight.token_times_s += [clock.now_s] * len(output.token_ids)
             inflight.promises_s += [promise_s] * len(output.token_ids)
     return _figures(load, engine.stats(), list(in_flight.values()), alpha_s / busy_s)
 
@@ -176,7 +154,7 @@ def _figures(load: PoolLoad, stats: EngineStats, in_flight: list[_Inflight], alp
 
 
 def _models(count: int) -> list[ModelSpec]:
-    """Models of sizes from the smallest to the largest, evenly spaced."""
+    """Models with evenly spaced sizes."""
     return [
         ModelSpec(
             name=f"model-{index}",
@@ -224,7 +202,7 @@ def table(
     duration_s: Annotated[float, typer.Option(min=1, help="How long requests come, in simulated seconds.")] = 100.0,
     as_json: AsJson = False,
 ) -> None:
-    """20 models on one slot that decodes, and on one that prefills as well."""
+    """20 models on one worker that decodes, and on one that prefills as well."""
     profile = load_gpu_profile(PROFILE)
     rows = []
     for decode_only in (True, False):

@@ -16,7 +16,7 @@ from ops.bench.papers.remapping_sim import (
     VLLM,
     WORKLOADS,
     Asked,
-    beside_published,
+    against_published,
     main,
 )
 
@@ -89,6 +89,6 @@ def test_a_change_is_the_mean_over_the_loads_that_lacked_memory() -> None:
             ("calm", "not capped", 1.0),
         )
     ]
-    found = beside_published("caps", rows)
+    found = against_published("caps", rows)
     assert [round(row["ours_percent"], 1) for row in found] == [-37.5, 0.0]
     assert (found[0]["least"], found[0]["most"]) == (-50.0, -25.0)
