@@ -14,8 +14,6 @@ from ops.bench.engine.remapping import (
     WIRES,
     Layer,
     Load,
-    VirtualTime,
-    VirtualWire,
     asked_of,
     block_slab_bytes,
     choose_cases,
@@ -23,6 +21,7 @@ from ops.bench.engine.remapping import (
     request_kv_bytes,
     serve_case,
 )
+from ops.bench.engine.virtual_wire import VirtualTime, VirtualWire
 from ops.profiling.checkpoints import BenchModel, Shape, build_checkpoints
 
 LOAD = Load(requests=6, tokens=10, kv_requests=2)
