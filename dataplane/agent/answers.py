@@ -4,8 +4,8 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 
 from dataplane.agent.measures import RequestMeasure
-from dataplane.agent.requests import InflightRequest
 from dataplane.agent.tokenization import TextStream
+from dataplane.dispatch.requests import InflightRequest
 from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.protocol.errors import BadRequestError, ContextLengthError, DataplaneError
 from dataplane.protocol.messages import Failed, Finished, FinishReason, Generate, ModelSpec, Started, StreamEvent, Token

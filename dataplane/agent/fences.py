@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import ref
 
-from dataplane.agent.requests import InflightRequest
+from dataplane.dispatch.requests import InflightRequest
 from dataplane.protocol.errors import StaleEpochError
 
 

@@ -39,16 +39,16 @@ def join_message(agent: Agent, url: str) -> Join:
 
 
 def slot_specs(settings: AgentSettings) -> tuple[SlotSpec, ...]:
-    """The slots of a node as the control plane knows them: one for each pool, in the pools' order."""
-    pools = ([settings.slots[index] for index in indices] for indices in settings.pools())
+    """The slots of a node as the control plane knows them: one for each worker group, in order."""
+    groups = ([settings.slots[index] for index in indices] for indices in settings.groups())
     return tuple(
         SlotSpec(
-            gpus=sum(slot.gpus for slot in pool),
-            memory_bytes=sum(slot.memory_bytes for slot in pool),
-            workers=len(pool),
-            weights_bytes=max(1, min(settings.weights_bytes(slot) for slot in pool)),
+            gpus=sum(worker.gpus for worker in group),
+            memory_bytes=sum(worker.memory_bytes for worker in group),
+            workers=len(group),
+            weights_bytes=max(1, min(settings.weights_bytes(worker) for worker in group)),
         )
-        for pool in pools
+        for group in groups
     )
 
 

@@ -1,4 +1,4 @@
-"""The files of one agent in host memory: its slots' KV, and the model cache where no folder is given for one.
+"""The files of one agent in host memory: its workers' KV, and the model cache where no folder is given for one.
 
 Each agent has a folder of its own and holds a lock in it, so that the next agent can remove what one that was killed
 left behind.

@@ -70,7 +70,7 @@ class HostedInstances:
     """Follows the desired instances of one slot. `send` reaches the worker; it is None while there is none.
 
     `in_use` says whether requests of an instance are in flight, `on_change` is called after its state changed. `texts`
-    are the tokenizers in use on the node, by path. `slot_gpus`: a pooled instance runs on all of them. Remote
+    are the tokenizers in use on the node, by path. `worker_gpus`: a pooled instance runs on all of them. Remote
     checkpoints are fetched as `sources` say; a replay, which invents its tokens, needs no weights. `refusal` says why
     the slot cannot hold an instance, None if it can.
     """
@@ -80,7 +80,7 @@ class HostedInstances:
         engine: EngineKind,
         texts: WeakValueDictionary[str, Text],
         *,
-        slot_gpus: int,
+        worker_gpus: int,
         sources: Sources,
         load_retry_s: float,
         refusal: Callable[[DesiredInstance], str | None],
@@ -89,7 +89,7 @@ class HostedInstances:
     ) -> None:
         self._engine = engine
         self._texts = texts
-        self._slot_gpus = slot_gpus
+        self._worker_gpus = worker_gpus
         self._sources = sources
         self._load_retry_s = load_retry_s
         self._refusal = refusal
@@ -305,7 +305,7 @@ class HostedInstances:
         self._serial += 1
         hosted.asked = self._serial
         model = msgspec.structs.replace(hosted.desired.model, path=hosted.folder)
-        gpus = hosted.desired.gpus or self._slot_gpus
+        gpus = hosted.desired.gpus or self._worker_gpus
         self._send(Load(instance_id=hosted.instance_id, serial=self._serial, model=model, gpus=gpus))
 
     def _fail(self, hosted: HostedInstance, error: str, *, orphaned: bool = False) -> None:

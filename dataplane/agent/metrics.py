@@ -1,6 +1,6 @@
-"""The agent's metrics. Those that vLLM has too bear its names, which dashboards know; the others start by `tidepool_`.
+"""The agent's metrics. Those that vLLM also has keep its names, for dashboards; the others start with `tidepool_`.
 
-What is counted by request is in `dataplane.agent.measures`; the rest is read from the agent at each scrape.
+Requests are counted in `dataplane.agent.measures`; the metrics here are read from the agent at each scrape.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +17,8 @@ from dataplane.protocol.messages import InstanceReport
 
 @dataclass(frozen=True, kw_only=True)
 class _Family:
-    """A metric of KV pressure. `values`: of a slot's statistics, by the value of `label`; `label_values`: other words
-    for some of these.
+    """A metric of KV pressure. `values`: from a worker's statistics, by the value of `label`; `label_values`: other
+    names for some of these.
     """
 
     make: type[GaugeMetricFamily] | type[CounterMetricFamily]
@@ -77,10 +77,9 @@ class AgentCollector(Collector):
         self._agent = agent
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
         yield from self._by_model()
         yield from self._by_node()
-        yield from self._by_slot()
+        yield from self._by_worker()
         yield from self._memory()
         yield from self._pressure()
 
@@ -100,66 +99,67 @@ class AgentCollector(Collector):
         yield from (running, waiting, usage)
 
     def _by_node(self) -> Iterator[Metric]:
-        slots = self._agent.slots
+        workers = self._agent.workers
         counts = (
-            ("vllm:num_preemptions", "Requests preempted", sum(slot.preemptions_total for slot in slots)),
+            ("vllm:num_preemptions", "Requests preempted", sum(w.preemptions_total for w in workers)),
             ("tidepool_switches", "Model switches", self._agent.switches_total),
-            ("tidepool_load_seconds", "Requests held up by another model's load", sum(slot.load_s for slot in slots)),
-            ("tidepool_worker_restarts", "Worker processes replaced", sum(slot.restarts_total for slot in slots)),
+            ("tidepool_load_seconds", "Requests paused by another model's load", sum(w.load_s for w in workers)),
+            ("tidepool_worker_restarts", "Worker processes restarted", sum(w.restarts_total for w in workers)),
             (
                 "tidepool_handovers",
-                "Requests handed from a prefill slot to a decode slot",
-                sum(pool.dispatcher.handovers_total for pool in self._agent.pools),
+                "Requests whose KV moved from a prefill worker to a decode worker",
+                sum(group.dispatcher.handovers_total for group in self._agent.groups),
             ),
         )
         for name, about, value in counts:
             yield CounterMetricFamily(name, about, value=value)
-        cached = max((slot.stats.pool.host_cache_bytes for slot in slots if slot.stats.pool is not None), default=0)
+        pools = [worker.stats.pool for worker in workers if worker.stats.pool is not None]
+        cached = max((pool.host_cache_bytes for pool in pools), default=0)
         yield GaugeMetricFamily("tidepool_host_cache_bytes", "Models in host memory", value=cached)
 
-    def _by_slot(self) -> Iterator[Metric]:
+    def _by_worker(self) -> Iterator[Metric]:
         labels = ["slot", "kind"]
-        load = GaugeMetricFamily("tidepool_slot_load", "alpha; above 1 a slot cannot keep up", labels=labels)
-        flying = GaugeMetricFamily("tidepool_requests_in_flight", "Requests on a slot", labels=labels)
+        load = GaugeMetricFamily("tidepool_slot_load", "alpha; above 1 a worker cannot keep up", labels=labels)
+        in_flight = GaugeMetricFamily("tidepool_requests_in_flight", "Requests on a worker", labels=labels)
         prefills = GaugeMetricFamily("tidepool_prefills_waiting", "Requests without a first token", labels=labels)
         start = GaugeMetricFamily(
             "tidepool_worker_start_seconds", "From the latest start of a worker until it could load", labels=labels
         )
         residents = GaugeMetricFamily("tidepool_resident_models", "Models with weights in the arena", labels=labels)
-        unread = GaugeMetricFamily("tidepool_worker_unread_bytes", "Commands a worker has not read", labels=labels)
-        for pool in self._agent.pools:
-            for slot in pool.slots:
-                values = [str(slot.index), slot.kind]
-                load.add_metric(values, slot.load)
-                flying.add_metric(values, pool.dispatcher.count(slot.index))
-                prefills.add_metric(values, 0 if slot.stats.pool is None else slot.stats.pool.prefills_waiting)
-                residents.add_metric(values, len(slot.stats.resident_models))
-                start.add_metric(values, slot.worker_start_s)
-                unread.add_metric(values, slot.unread_bytes)
-        yield from (load, flying, prefills, residents, start, unread)
+        unread = GaugeMetricFamily("tidepool_worker_unread_bytes", "Commands that a worker has not read", labels=labels)
+        for group in self._agent.groups:
+            for worker in group.workers:
+                values = [str(worker.index), worker.kind]
+                load.add_metric(values, worker.load)
+                in_flight.add_metric(values, group.dispatcher.count(worker.index))
+                prefills.add_metric(values, 0 if worker.stats.pool is None else worker.stats.pool.prefills_waiting)
+                residents.add_metric(values, len(worker.stats.resident_models))
+                start.add_metric(values, worker.worker_start_s)
+                unread.add_metric(values, worker.unread_bytes)
+        yield from (load, in_flight, prefills, residents, start, unread)
 
     def _memory(self) -> Iterator[Metric]:
         slabs = GaugeMetricFamily("tidepool_slabs", "Slabs of an arena, by what they hold", labels=["slot", "state"])
         kv = GaugeMetricFamily("tidepool_kv_bytes", "KV memory by shape", labels=["slot", "memory", "shape", "state"])
-        for slot in self._agent.slots:
-            if slot.stats.pool is None:
+        for worker in self._agent.workers:
+            if worker.stats.pool is None:
                 continue
-            for state, count in sorted(slot.stats.pool.slabs.items()):
-                slabs.add_metric([str(slot.index), state], count)
-            for memory, shapes in (("device", slot.stats.pool.kv), ("host", slot.stats.pool.host_kv)):
+            for state, count in sorted(worker.stats.pool.slabs.items()):
+                slabs.add_metric([str(worker.index), state], count)
+            for memory, shapes in (("device", worker.stats.pool.kv), ("host", worker.stats.pool.host_kv)):
                 for shape in shapes:
                     for state, value in _shape_bytes(shape):
-                        kv.add_metric([str(slot.index), memory, shape.shape, state], value)
+                        kv.add_metric([str(worker.index), memory, shape.shape, state], value)
         yield from (slabs, kv)
 
     def _pressure(self) -> Iterator[Metric]:
         for new, old in _PRESSURE:
             for family in (new, old):
                 made = family.make(family.name, family.about, labels=["slot", family.label])
-                for slot in self._agent.slots:
-                    values = {} if slot.stats.pool is None else new.values(slot.stats.pool)
+                for worker in self._agent.workers:
+                    values = {} if worker.stats.pool is None else new.values(worker.stats.pool)
                     for key, value in sorted(values.items()):
-                        made.add_metric([str(slot.index), family.label_values.get(key, key)], value)
+                        made.add_metric([str(worker.index), family.label_values.get(key, key)], value)
                 yield made
 
 
@@ -168,6 +168,6 @@ def _shape_bytes(shape: KvShapeStats) -> tuple[tuple[str, int], ...]:
 
 
 def agent_registry(agent: Agent) -> CollectorRegistry:
-    """The agent's registry, with its present state in it. To be called once."""
+    """The agent's registry with a collector of its present state. To be called once."""
     agent.registry.register(AgentCollector(agent))
     return agent.registry

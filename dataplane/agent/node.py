@@ -1,6 +1,6 @@
 """A node: follows its desired instances, and admits requests to them.
 
-What the control plane calls a slot of the node is one of its pools: the place of an instance is a pool's number.
+A slot of the node, as the control plane numbers them, is one of its worker groups.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ from dataplane.agent.answers import Answer, check_sampling, engine_request
 from dataplane.agent.fences import Fences
 from dataplane.agent.host_files import HostFiles
 from dataplane.agent.measures import RequestMeasure, RequestMeasures
-from dataplane.agent.requests import InflightRequest
 from dataplane.agent.settings import AgentSettings
 from dataplane.agent.tokenization import Text, TextStream
 from dataplane.agent.tokenizing import Tokenizing
-from dataplane.agent.worker_groups import Pool
+from dataplane.agent.worker_groups import WorkerGroup
+from dataplane.dispatch.requests import InflightRequest
 from dataplane.protocol.errors import (
     BadRequestError,
     StaleEpochError,
@@ -28,11 +28,11 @@ from dataplane.protocol.errors import (
 )
 from dataplane.protocol.messages import DesiredInstance, DesiredInstances, Generate, Heartbeat, InstanceReport
 
-_LOOK_AGAIN_S = 0.05
+_POLL_S = 0.05
 
 
 class Agent:
-    """One node. Everything happens on one event loop; `changed` is set when the control plane should hear of it."""
+    """One node, on one event loop. `changed` is set when its state has changed, for the next heartbeat."""
 
     def __init__(self, settings: AgentSettings, boot_id: str) -> None:
         self.settings = settings
@@ -48,32 +48,33 @@ class Agent:
         self._desired: dict[str, DesiredInstance] = {}
         self._files = HostFiles(settings, boot_id)
         texts: WeakValueDictionary[str, Text] = WeakValueDictionary()
-        self.pools = tuple(
-            Pool(indices, settings, self._files, texts, on_change=self.changed.set) for indices in settings.pools()
+        self.groups = tuple(
+            WorkerGroup(indices, settings, self._files, texts, on_change=self.changed.set)
+            for indices in settings.groups()
         )
-        slots = (slot for pool in self.pools for slot in pool.slots)
-        self.slots = tuple(sorted(slots, key=lambda slot: slot.index))
+        workers = (worker for group in self.groups for worker in group.workers)
+        self.workers = tuple(sorted(workers, key=lambda worker: worker.index))
 
     @property
     def generation(self) -> int:
-        """The desired state this node follows; 0 before it heard of any."""
+        """The desired state that this node follows; 0 before it received one."""
         return self._generation
 
     @property
     def host_bytes(self) -> int:
-        """Host memory for models: what the settings give, or less where the file system is smaller."""
+        """Host memory for models: `cache_bytes`, or less where the file system is smaller."""
         return self._files.cache_bytes
 
     async def run(self) -> None:
-        """Keep every slot's worker running until cancelled; then end them."""
+        """Keep every worker running until cancelled; then end them."""
         self._files.open()
         try:
-            async with asyncio.TaskGroup() as group:
-                for slot in self.slots:
-                    group.create_task(slot.run())
+            async with asyncio.TaskGroup() as tasks:
+                for worker in self.workers:
+                    tasks.create_task(worker.run())
         finally:
-            for pool in self.pools:
-                pool.end_all(WorkerLostError("the agent is shutting down"))
+            for group in self.groups:
+                group.dispatcher.end_all(WorkerLostError("the agent is shutting down"))
             self._files.close()
 
     def apply(self, desired: DesiredInstances) -> None:
@@ -90,14 +91,14 @@ class Agent:
         self._generation = desired.generation
         self._handing_over = desired.handing_over
         self._desired = {instance.instance_id: instance for instance in desired.instances}
-        for number, pool in enumerate(self.pools):
-            pool.follow(instance for instance in desired.instances if instance.slot == number)
-        self._misplaced = tuple(i for i in desired.instances if not 0 <= i.slot < len(self.pools))
+        for number, group in enumerate(self.groups):
+            group.follow(instance for instance in desired.instances if instance.slot == number)
+        self._misplaced = tuple(i for i in desired.instances if not 0 <= i.slot < len(self.groups))
 
     async def hand_over(self, *, decided_s: float, max_s: float) -> None:
         """Ask for successors of all instances on other nodes, and serve until they have taken over.
 
-        Returns when nothing is held here any more, when the control plane has started no successor within `decided_s`
+        Returns when no instance is left here, when the control plane has started no successor within `decided_s`
         seconds, or after `max_s` seconds. From then on every instance is reported as draining.
         """
         self._leaving = True
@@ -106,55 +107,53 @@ class Agent:
         while self._desired and (waited_s := time.monotonic() - started_s) < max_s:
             if waited_s >= decided_s and not self._handing_over:
                 break
-            await asyncio.sleep(_LOOK_AGAIN_S)
+            await asyncio.sleep(_POLL_S)
         self._closing = True
         self.changed.set()
 
     def forget_generation(self) -> None:
-        """Take any generation next: the control plane does not know this node, so its count starts anew."""
+        """Accept any generation next: the control plane does not know this node and counts from the start again."""
         self._generation = 0
 
     def reports(self) -> tuple[InstanceReport, ...]:
-        """All instances of the node."""
         misplaced = [
             InstanceReport(
                 instance_id=instance.instance_id,
                 model=instance.model.name,
                 slot=instance.slot,
                 state="failed",
-                error=f"slot {instance.slot} does not exist; this node has {len(self.pools)}",
+                error=f"slot {instance.slot} does not exist; this node has {len(self.groups)}",
             )
             for instance in self._misplaced
         ]
-        return (*(self._marked(pool, report) for pool in self.pools for report in pool.reports()), *misplaced)
+        return (*(self._with_lease(group, one) for group in self.groups for one in group.reports()), *misplaced)
 
-    def _marked(self, pool: Pool, report: InstanceReport) -> InstanceReport:
-        """A pool's report with what only the desired state knows. To its pool a spot instance is a ready one."""
+    def _with_lease(self, group: WorkerGroup, report: InstanceReport) -> InstanceReport:
+        """A group's report with the states that follow from leases and shutdown; for its group both are ready."""
         desired = self._desired[report.instance_id]
         state = report.state
         if desired.spot and state == "ready":
-            left = desired.lease_id is None and pool.in_use(report.instance_id)
+            left = desired.lease_id is None and group.in_use(report.instance_id)
             state = "draining" if left else "spot"
         if self._closing and state == "ready":
             state = "draining"
         return msgspec.structs.replace(report, state=state, kind=desired.kind)
 
     def heartbeat(self) -> Heartbeat:
-        """What the control plane is told each second."""
         return Heartbeat(
             node=self.settings.node,
             boot_id=self.boot_id,
             generation=self._generation,
             instances=self.reports(),
             switches_total=self.switches_total,
-            load=max((slot.load for slot in self.slots if slot.kind != "prefill"), default=0.0),
+            load=max((worker.load for worker in self.workers if worker.kind != "prefill"), default=0.0),
             leaving=self._leaving,
         )
 
     @property
     def switches_total(self) -> int:
-        """Model switches on all slots since the agent started."""
-        return sum(slot.switches_total for slot in self.slots)
+        """Model switches on all workers since the agent started."""
+        return sum(worker.switches_total for worker in self.workers)
 
     async def admit(self, generate: Generate) -> Answer:
         """Check and tokenize a request, and send it to its instance.
@@ -165,30 +164,30 @@ class Agent:
         check_sampling(generate, stop_strings_max=self.settings.stop_strings_max)
         self._check_lease(generate)
         self._fences.enter(generate.fence, generate.epoch)
-        pool = self._pool_of(generate.instance_id)
-        hosted = pool.ready_instance(generate.instance_id)
+        group = self._group_of(generate.instance_id)
+        hosted = group.ready_instance(generate.instance_id)
         model = hosted.desired.model
         if generate.model != model.name:
             raise BadRequestError(
                 f"instance {generate.instance_id} runs {model.name}, not {generate.model}", param="model"
             )
-        pool.check_queue()
+        group.check_queue()
         assert hosted.text is not None, "an instance is ready only with its tokenizer"
-        tokens_max = min(model.context_tokens, pool.kv_tokens_max(generate.instance_id))
+        tokens_max = min(model.context_tokens, group.kv_tokens_max(generate.instance_id))
         prompt = await self._tokenizing.tokenize(generate, hosted.text, tokens_max=tokens_max)
         text = TextStream(hosted.text, generate.sampling.stop, sent_chars=generate.sent_chars)
         resumed = await asyncio.to_thread(text.resume, generate.generated) if generate.generated else ""
-        pool.check_queue()
+        group.check_queue()
         request = engine_request(generate, prompt, model, tokens_max=tokens_max)
-        inflight = self._fenced(generate, pool, pool.submit(request))
+        inflight = self._fenced(generate, group, group.submit(request))
         measure = RequestMeasure(self._measures, model.name, len(prompt), time.monotonic)
-        return Answer(inflight, text, cancel=pool.cancel, measure=measure, resumed=resumed)
+        return Answer(inflight, text, cancel=group.cancel, measure=measure, resumed=resumed)
 
-    def _fenced(self, generate: Generate, pool: Pool, inflight: InflightRequest) -> InflightRequest:
-        """The request in flight, unless a newer claim of its request came while it was tokenized."""
+    def _fenced(self, generate: Generate, group: WorkerGroup, inflight: InflightRequest) -> InflightRequest:
+        """The request in flight, unless a newer claim of it arrived while it was tokenized."""
 
         def cancel(inflight: InflightRequest) -> None:
-            pool.cancel(inflight.request)
+            group.cancel(inflight.request)
 
         try:
             self._fences.run(generate.fence, generate.epoch, inflight, cancel)
@@ -198,7 +197,7 @@ class Agent:
         return inflight
 
     def _check_lease(self, generate: Generate) -> None:
-        """A spot instance is its lessee's alone, and only as long as the lease lasts."""
+        """Only its lessee may use a spot instance, and only as long as the lease lasts."""
         desired = self._desired.get(generate.instance_id)
         if desired is None or (generate.lease_id is None and not desired.spot):
             return
@@ -209,8 +208,8 @@ class Agent:
                 f"the lease of instance {generate.instance_id} has ended or is another's", param="lease_id"
             )
 
-    def _pool_of(self, instance_id: str) -> Pool:
-        for pool in self.pools:
-            if pool.has(instance_id):
-                return pool
+    def _group_of(self, instance_id: str) -> WorkerGroup:
+        for group in self.groups:
+            if group.has(instance_id):
+                return group
         raise UnknownInstanceError(f"instance {instance_id} is not on this node", param="instance_id")

@@ -64,13 +64,13 @@ async def serve_agent(settings: AgentSettings) -> None:
         )
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    slots = asyncio.create_task(agent.run())  # first: the link tells how much host memory it found
+    workers = asyncio.create_task(agent.run())  # first, since the node joins with the host memory that it found
     linked = asyncio.create_task(ControlLink(agent, url).run())
-    log.info("agent started", node=settings.node, url=url, slots=len(settings.slots), engine=settings.engine)
+    log.info("agent started", node=settings.node, url=url, workers=len(settings.slots), engine=settings.engine)
     stop = asyncio.create_task(stopping.wait())
     handed_over = asyncio.create_task(_hand_over(agent, leaving))
     try:
-        done, _ = await asyncio.wait({serving, linked, slots, stop, handed_over}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({serving, linked, workers, stop, handed_over}, return_when=asyncio.FIRST_COMPLETED)
         for task in done - {stop}:
             task.result()
     finally:
@@ -78,9 +78,9 @@ async def serve_agent(settings: AgentSettings) -> None:
         server.should_exit = True
         linked.cancel()
         await asyncio.wait({serving, linked})
-        for task in (slots, stop, handed_over):
+        for task in (workers, stop, handed_over):
             task.cancel()
-        await asyncio.gather(slots, linked, stop, handed_over, return_exceptions=True)
+        await asyncio.gather(workers, linked, stop, handed_over, return_exceptions=True)
         listener.close()
 
 

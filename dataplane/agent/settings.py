@@ -9,6 +9,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dataplane.checkpoints.local import Sources
 from dataplane.checkpoints.sources import FetchRules
+from dataplane.dispatch.worker import WorkerKind
 from dataplane.engines.core.devices import visible_gpus
 from dataplane.engines.core.pressure import KvPressure, vllm_refusal
 from dataplane.engines.vllm.version import TESTED, check_version, installed_version
@@ -19,12 +20,9 @@ from dataplane.scheduling.decode import DecodeSettings
 from dataplane.scheduling.prefill import PrefillSettings
 from dataplane.scheduling.schedule import TurnSettings
 
-SlotKind = Literal["both", "prefill", "decode"]
-"""What a slot runs. A prefill slot hands its requests over after their first token."""
 
-
-class SlotSettings(BaseModel):
-    """One slot: the GPUs that one worker process drives, and their memory together."""
+class WorkerSettings(BaseModel):
+    """One worker: its GPUs, and their memory together."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -36,7 +34,7 @@ class SlotSettings(BaseModel):
         " number on a CPU",
     )
     memory_bytes: int = Field(ge=2**20, description="memory of the worker group's GPUs together")
-    kind: Literal["auto", SlotKind] = Field(
+    kind: Literal["auto", WorkerKind] = Field(
         "auto", description="requests it runs; auto: chosen from `split` and `prefill_ratio`"
     )
 
@@ -63,7 +61,7 @@ class AgentSettings(BaseSettings):
     gpu_type: str = Field(
         min_length=1, max_length=200, description="name of this node's GPU type, as `tidepool gpu list` shows it"
     )
-    slots: tuple[SlotSettings, ...] = Field(
+    slots: tuple[WorkerSettings, ...] = Field(
         min_length=1,
         max_length=64,
         description="worker groups of this node, a JSON list; their fields are listed below",
@@ -263,7 +261,7 @@ class AgentSettings(BaseSettings):
     @model_validator(mode="after")
     def _pools_have_both_kinds(self) -> Self:
         kinds = self.kinds()
-        for indices in self.pools():
+        for indices in self.groups():
             present = {kinds[index] for index in indices}
             missing = set() if present == {"both"} else {"prefill", "decode"} - present
             if missing:
@@ -303,9 +301,9 @@ class AgentSettings(BaseSettings):
             prefill_share=self.prefill_share,
         )
 
-    def kinds(self) -> tuple[SlotKind, ...]:
+    def kinds(self) -> tuple[WorkerKind, ...]:
         """What each slot runs. Where a TP size is split, `prefill_ratio` of its slots prefill, never none or all."""
-        kinds: list[SlotKind] = ["both" if slot.kind == "auto" else slot.kind for slot in self.slots]
+        kinds: list[WorkerKind] = ["both" if slot.kind == "auto" else slot.kind for slot in self.slots]
         for gpus in {slot.gpus for slot in self.slots} if self.split else ():
             members = [index for index, slot in enumerate(self.slots) if slot.gpus == gpus and slot.kind != "both"]
             wanted = min(len(members) - 1, max(1, round(self.prefill_ratio * len(members))))
@@ -315,7 +313,7 @@ class AgentSettings(BaseSettings):
                 kinds[index] = "prefill" if place < wanted else "decode"
         return tuple(kinds)
 
-    def pools(self) -> tuple[tuple[int, ...], ...]:
+    def groups(self) -> tuple[tuple[int, ...], ...]:
         """The slots, by index, that serve together: the prefill and decode slots of a TP size; those that do both, if
         the settings say so. Each other is by itself.
         """
@@ -339,14 +337,14 @@ class AgentSettings(BaseSettings):
         """What callers of this node must show."""
         return (self.fleet_key or self.node_key).get_secret_value()
 
-    def weights_bytes(self, slot: SlotSettings) -> int:
+    def weights_bytes(self, slot: WorkerSettings) -> int:
         """Room for weights on a slot."""
         return int(slot.memory_bytes * (1 - self.kv_share))
 
-    def kv_bytes(self, slot: SlotSettings) -> int:
+    def kv_bytes(self, slot: WorkerSettings) -> int:
         """Room for KV on a slot, shared by its instances."""
         return int(slot.memory_bytes * self.kv_share)
 
-    def host_kv_bytes_of(self, slot: SlotSettings) -> int:
+    def host_kv_bytes_of(self, slot: WorkerSettings) -> int:
         """Room for KV in host memory."""
         return self.kv_bytes(slot) if self.host_kv_bytes is None else self.host_kv_bytes

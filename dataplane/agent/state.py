@@ -1,77 +1,76 @@
-"""What `/state` shows: a node's pools, slots, queues and memory, and the turns of each slot as a timeline."""
+"""The document of `/state`: a node's worker groups, workers, queues and memory, and each worker's time slices."""
 
 from typing import Any
 
 import msgspec
 
 from dataplane.agent.node import Agent
-from dataplane.agent.worker_groups import Pool
-from dataplane.agent.workers import Slot
+from dataplane.agent.worker_groups import WorkerGroup
+from dataplane.agent.workers import WorkerSupervisor
 from dataplane.engines.interface import KvShapeStats, PoolStats
 
 
 def node_state(agent: Agent, now_s: float) -> dict[str, Any]:
-    """The document, ready to be encoded. `now_s` is by `time.monotonic`; ages are in seconds before it. Pools are in
-    the order in which the control plane numbers them, as slots; `slots` are the agent's own, of one worker each.
+    """The document, ready to be encoded. `now_s` is by `time.monotonic`; ages are in seconds before it. `pools` are the
+    worker groups, in the order in which the control plane numbers them as slots; `slots` are the workers.
     """
-    slots = [_slot_state(slot, pool, now_s) for pool in agent.pools for slot in pool.slots]
+    workers = [_worker_state(worker, group, now_s) for group in agent.groups for worker in group.workers]
     return {
         "heartbeat": agent.heartbeat(),
-        "pools": [_pool_state(pool) for pool in agent.pools],
-        "slots": sorted(slots, key=lambda slot: int(slot["slot"])),
+        "pools": [_group_state(group) for group in agent.groups],
+        "slots": sorted(workers, key=lambda worker: int(worker["slot"])),
     }
 
 
-def _pool_state(pool: Pool) -> dict[str, Any]:
+def _group_state(group: WorkerGroup) -> dict[str, Any]:
     return {
-        "slots": [slot.index for slot in pool.slots],
-        "in_flight": len(pool.dispatcher),
-        "waiting_for_a_slot": pool.dispatcher.count(None),
-        "handovers_total": pool.dispatcher.handovers_total,
+        "slots": [worker.index for worker in group.workers],
+        "in_flight": len(group.dispatcher),
+        "waiting_for_a_slot": group.dispatcher.count(None),
+        "handovers_total": group.dispatcher.handovers_total,
     }
 
 
-def _slot_state(slot: Slot, pool: Pool, now_s: float) -> dict[str, Any]:
-    groups = pool.dispatcher.queue(slot.index).groups
-    stats = slot.stats
+def _worker_state(worker: WorkerSupervisor, group: WorkerGroup, now_s: float) -> dict[str, Any]:
+    stats = worker.stats
     return {
-        "slot": slot.index,
-        "kind": slot.kind,
-        "engine": slot.engine,
-        "gpus": slot.gpus,
-        "pid": slot.pid,
-        "restarts_total": slot.restarts_total,
-        "in_flight": pool.dispatcher.count(slot.index),
-        "load": slot.load,
+        "slot": worker.index,
+        "kind": worker.kind,
+        "engine": worker.engine,
+        "gpus": worker.gpus,
+        "pid": worker.pid,
+        "restarts_total": worker.restarts_total,
+        "in_flight": group.dispatcher.count(worker.index),
+        "load": worker.load,
         "resident_models": stats.resident_models,
         "steps_total": stats.steps_total,
         "tokens_total": stats.tokens_total,
-        "switches_total": slot.switches_total,
-        "preemptions_total": slot.preemptions_total,
+        "switches_total": worker.switches_total,
+        "preemptions_total": worker.preemptions_total,
         "instances": stats.instances,
         "fetches": {
             instance_id: {"done_bytes": fetch.done_bytes, "total_bytes": fetch.total_bytes}
-            for instance_id, fetch in slot.fetches().items()
+            for instance_id, fetch in worker.hosted.fetches().items()
         },
         "prefill_groups": [
             {
-                "model": group.model,
-                "admitted": group.admitted,
-                "waiting": [request.request_id for request in group.waiting],
+                "model": prefills.model,
+                "admitted": prefills.admitted,
+                "waiting": [request.request_id for request in prefills.waiting],
             }
-            for group in groups
+            for prefills in group.dispatcher.queue(worker.index).groups
         ],
-        "pool": None if stats.pool is None else _switching_state(stats.pool, now_s - slot.stats_heard_s),
+        "pool": None if stats.pool is None else _pool_state(stats.pool, now_s - worker.stats_s),
     }
 
 
-def _switching_state(pool: PoolStats, heard_age_s: float) -> dict[str, Any]:
-    """What runs, what comes, what is where. `heard_age_s` ago it was so."""
+def _pool_state(pool: PoolStats, age_s: float) -> dict[str, Any]:
+    """The models and memory of a worker, as it reported them `age_s` ago."""
     document: dict[str, Any] = msgspec.to_builtins(pool)
     del document["now_s"]
-    engine_now_s = pool.now_s + heard_age_s
+    engine_now_s = pool.now_s + age_s
     return document | {
-        "age_s": heard_age_s,
+        "age_s": age_s,
         "kv": [_shape_state(shape) for shape in pool.kv],
         "host_kv": [_shape_state(shape) for shape in pool.host_kv],
         "turns": [

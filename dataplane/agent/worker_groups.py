@@ -1,13 +1,13 @@
-"""A pool: the slots of a node that serve instances together. A slot that does both kinds of work is a pool of one,
-unless the settings put such slots `together`.
+"""A worker group: the workers of a node that serve the same instances. A worker of the kind "both" is its own group,
+unless the setting `together` joins those of one size.
 
-In a pool an instance stands on every slot: it is ready when one of each kind has it. The control plane knows a pool as
-one slot, which several workers share.
+An instance is on every worker of its group; it is ready when one worker of each kind has loaded it. The control plane
+knows a group as one slot with several workers.
 
-A request whose worker is lost waits for the next one, however many die before they can load its instance, as long as
-its client may: `worker_wait_max_s`. That is less than the control plane's own limits for a first and a next token, so
-that the client is told why. Only a request that runs on a worker when it dies counts a loss (`worker_losses_max`): it
-may be the cause.
+A request whose worker is lost waits for the next worker process for at most `worker_wait_max_s`, however many processes
+die before one can load its instance. That is less than the control plane's own limits for a first and a next token, so
+that the client gets the reason. Only a request that runs on a worker when its process dies counts a loss
+(`worker_losses_max`), since it may be the cause.
 """
 
 import asyncio
@@ -18,26 +18,26 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from dataplane.agent.dispatch import Dispatcher
 from dataplane.agent.host_files import HostFiles
 from dataplane.agent.hosted_instances import HostedInstance
-from dataplane.agent.requests import InflightRequest
 from dataplane.agent.settings import AgentSettings
 from dataplane.agent.tokenization import Text
-from dataplane.agent.workers import Slot
-from dataplane.engines.interface import EngineOutput, EngineRequest
+from dataplane.agent.workers import WorkerSupervisor
+from dataplane.dispatch.dispatcher import Dispatcher
+from dataplane.dispatch.requests import InflightRequest
+from dataplane.engines.interface import EngineOutput, EngineRequest, InstanceStats
 from dataplane.protocol.errors import DataplaneError, OverloadedError, UnknownInstanceError, WorkerLostError
 from dataplane.protocol.messages import DesiredInstance, InstanceReport, InstanceState
 from dataplane.protocol.tiers import Tier
 
 _RANKS: dict[InstanceState, int] = {"failed": 0, "loading": 1, "draining": 2, "ready": 3}
-"""How good a state is. A kind of slots is as good as its best one, a pool as its worst kind."""
+"""The workers of one kind have the best of their states, a group the worst of its kinds'."""
 
 _SUMMED = ("kv_used_bytes", "kv_capacity_bytes", "remaining_tokens", "running", "waiting")
 
 
-class Pool:
-    """Slots and the requests on them; their `SlotOwner`. `on_change`: the control plane should hear of a change."""
+class WorkerGroup:
+    """Workers and the requests on them; their `WorkerOwner`. `on_change` is called when a state has changed."""
 
     def __init__(
         self,
@@ -50,17 +50,17 @@ class Pool:
     ) -> None:
         self._desired: dict[str, DesiredInstance] = {}
         self._on_change = on_change
-        self.slots = tuple(Slot(index, settings, files, texts, self) for index in indices)
-        self.dispatcher = Dispatcher(self.slots, settings.turns.prefill, losses_max=settings.worker_losses_max)
-        self._in_flight_max = settings.queue_max * len(self.slots)
+        self.workers = tuple(WorkerSupervisor(index, settings, files, texts, self) for index in indices)
+        losses_max, clock = settings.worker_losses_max, time.monotonic
+        self.dispatcher = Dispatcher(self.workers, settings.turns.prefill, losses_max=losses_max, clock=clock)
+        self._in_flight_max = settings.queue_max * len(self.workers)
         self._unread_bytes_max = settings.unread_bytes_max
         self._worker_wait_max_s = settings.worker_wait_max_s
-
         self._wait_ends: asyncio.TimerHandle | None = None
 
     def follow(self, desired: Iterable[DesiredInstance]) -> None:
-        """Make the pool hold these instances and no others. One whose model changed is loaded anew; where another
-        engine takes over, requests go on from their tokens.
+        """Host these instances and no others. One whose model changed is loaded again; where only the engine changed,
+        its requests continue from their tokens.
         """
         wanted = {instance.instance_id: instance for instance in desired}
         for instance_id, before in self._desired.items():
@@ -68,21 +68,21 @@ class Pool:
                 gone = UnknownInstanceError(f"instance {instance_id} was taken off this node", param="instance_id")
                 self.dispatcher.end_instance(instance_id, gone)
         self._desired = wanted
-        for slot in self.slots:
-            slot.follow(wanted.values())
+        for worker in self.workers:
+            worker.follow(wanted.values())
 
     def has(self, instance_id: str) -> bool:
-        """Whether the instance is in this pool."""
-        return any(slot.hosted(instance_id) is not None for slot in self.slots)
+        """Whether a worker hosts the instance."""
+        return bool(self._hosted(instance_id))
 
     def ready_instance(self, instance_id: str) -> HostedInstance:
-        """An instance that takes requests, as one of its slots holds it.
+        """An instance that takes requests, as one of its workers hosts it.
 
         Raises:
             UnknownInstanceError: it is not here, or loading, draining or failed.
-            WorkerLostError: a worker was lost and its successor is loading.
+            WorkerLostError: a worker process was lost and the next one is loading.
         """
-        hosted = [hosted for slot in self.slots if (hosted := slot.hosted(instance_id)) is not None]
+        hosted = [one for _, one in self._hosted(instance_id)]
         state = self._state(instance_id)
         if state is None:
             raise UnknownInstanceError(f"instance {instance_id} is not on this node", param="instance_id")
@@ -93,27 +93,27 @@ class Pool:
         return next(one for one in hosted if one.state == "ready")
 
     def check_queue(self) -> None:
-        """Refuse what is too much.
+        """Refuse a request beyond the limits.
 
         Raises:
-            OverloadedError: too many requests are in flight, or no worker reads what it was sent.
+            OverloadedError: too many requests are in flight, or no worker reads its commands.
         """
         in_flight = len(self.dispatcher)
         if in_flight >= self._in_flight_max:
-            indices = ", ".join(str(slot.index) for slot in self.slots)
-            raise OverloadedError(f"slot {indices} has {in_flight} requests in flight, its limit")
-        unread_bytes = min(slot.unread_bytes for slot in self.slots if slot.kind != "decode")
+            indices = ", ".join(str(worker.index) for worker in self.workers)
+            raise OverloadedError(f"worker {indices} has {in_flight} requests in flight, its limit")
+        unread_bytes = min(worker.unread_bytes for worker in self.workers if worker.kind != "decode")
         if unread_bytes >= self._unread_bytes_max:
             limit = f"unread_bytes_max={self._unread_bytes_max}"
             raise OverloadedError(f"the worker has not read {unread_bytes} bytes of its commands; {limit}")
 
     def kv_tokens_max(self, instance_id: str) -> int:
-        """The tokens that a request of a ready instance may have: it must fit on every slot.
+        """The tokens that a request of a ready instance may have: its KV must fit on every worker.
 
         Raises:
-            WorkerLostError: no worker holds it any more.
+            WorkerLostError: no worker hosts it any more.
         """
-        known = [tokens for slot in self.slots if (tokens := slot.kv_tokens_max(instance_id)) is not None]
+        known = [stats.kv_tokens_max for _, stats in self._stats(instance_id)]
         if not known:
             raise WorkerLostError(f"the worker of instance {instance_id} was lost just now")
         return min(known)
@@ -128,12 +128,8 @@ class Pool:
         self.dispatcher.cancel(request.request_id)
         self._settle()
 
-    def end_all(self, error: DataplaneError) -> None:
-        """End all requests."""
-        self.dispatcher.end_all(error)
-
     def reports(self) -> list[InstanceReport]:
-        """What the control plane hears of this pool's instances. Drained ones are gone from it."""
+        """The reports of this group's instances for the control plane, without those that are drained."""
         states = [(instance, self._state(instance.instance_id)) for instance in self._desired.values()]
         serving = Counter(instance.model.name for instance, state in states if state == "ready" and _is_own(instance))
         return [self._report(instance, state, serving) for instance, state in states if state is not None]
@@ -142,38 +138,35 @@ class Pool:
         """Whether requests of an instance are in flight."""
         return self.dispatcher.has(instance_id)
 
-    def changed(self, instance_id: str) -> None:
-        """An instance came, went, or changed its state on a slot: requests may go on, or never will."""
+    def instance_changed(self, instance_id: str) -> None:
+        """End the requests of an instance that failed; send those that waited for a worker with it."""
         if self._state(instance_id) == "failed" and not self._orphaned(instance_id):
             error = WorkerLostError(f"instance {instance_id} failed: {self._error(instance_id)}")
             self.dispatcher.end_instance(instance_id, error)
-        self.dispatcher.place_waiting(instance_id)
+        self.dispatcher.assign_waiting(instance_id)
         self._limit_waiting()
         self._settle()
         self._on_change()
 
-    def heard(self, slot: Slot, outputs: tuple[EngineOutput, ...]) -> None:
-        """A worker made tokens."""
+    def outputs_received(self, worker: WorkerSupervisor, outputs: tuple[EngineOutput, ...]) -> None:
         for output in outputs:
-            self.dispatcher.hear(slot, output)
-        if any(output.kv is not None for output in outputs):  # handed over: perhaps to nobody
+            self.dispatcher.receive(worker, output)
+        if any(output.kv is not None for output in outputs):  # prefilled: perhaps no decode worker is ready
             self._limit_waiting()
         self._settle()
 
-    def refused(self, request_id: str, error: DataplaneError) -> None:
-        """A worker did not take a request."""
+    def request_refused(self, request_id: str, error: DataplaneError) -> None:
         self.dispatcher.end(request_id, error)
         self._settle()
 
-    def lost(self, slot: Slot, *, died: bool) -> None:
-        """A worker is gone, with all it had."""
-        self.dispatcher.lose(slot, died=died)
+    def worker_lost(self, worker: WorkerSupervisor, *, died: bool) -> None:
+        self.dispatcher.worker_lost(worker, died=died)
         self._limit_waiting()
         self._settle()
         self._on_change()
 
     def _limit_waiting(self) -> None:
-        """See to it that no request waits for a worker for ever."""
+        """Start the timer that ends the requests that wait too long for a worker."""
         since_s = self.dispatcher.waits_since_s
         if since_s is not None and self._wait_ends is None:
             left_s = since_s + self._worker_wait_max_s - time.monotonic()
@@ -190,35 +183,40 @@ class Pool:
     def _settle(self) -> None:
         for instance in self._desired.values():
             if instance.draining:
-                for slot in self.slots:
-                    slot.settle(instance.instance_id)
+                for worker in self.workers:
+                    worker.hosted.settle(instance.instance_id)
+
+    def _hosted(self, instance_id: str) -> list[tuple[WorkerSupervisor, HostedInstance]]:
+        hosted = ((worker, worker.hosted.get(instance_id)) for worker in self.workers)
+        return [(worker, one) for worker, one in hosted if one is not None]
+
+    def _stats(self, instance_id: str) -> list[tuple[WorkerSupervisor, InstanceStats]]:
+        stats = ((worker, worker.instance_stats(instance_id)) for worker in self.workers)
+        return [(worker, one) for worker, one in stats if one is not None]
 
     def _state(self, instance_id: str) -> InstanceState | None:
-        """The state of an instance over all slots; None when it is on none."""
+        """The state of an instance over all workers; None when none hosts it."""
         kinds: dict[str, list[InstanceState]] = {}
-        for slot in self.slots:
-            hosted = slot.hosted(instance_id)
-            if hosted is not None:
-                kinds.setdefault(slot.kind, []).append(hosted.state)
+        for worker, hosted in self._hosted(instance_id):
+            kinds.setdefault(worker.kind, []).append(hosted.state)
         best = (max(states, key=_RANKS.__getitem__) for states in kinds.values())
         return min(best, key=_RANKS.__getitem__, default=None)
 
     def _orphaned(self, instance_id: str) -> bool:
-        """Whether a failed instance may yet come back, since it was workers that died."""
-        hosted = (slot.hosted(instance_id) for slot in self.slots)
-        return any(one.orphaned for one in hosted if one is not None)
+        """Whether an instance failed because worker processes died: the next process may load it."""
+        return any(hosted.orphaned for _, hosted in self._hosted(instance_id))
 
     def _error(self, instance_id: str) -> str | None:
-        hosted = (slot.hosted(instance_id) for slot in self.slots)
-        return next((one.error for one in hosted if one is not None and one.error is not None), None)
+        return next((hosted.error for _, hosted in self._hosted(instance_id) if hosted.error is not None), None)
 
     def _waits_for(self, instance_id: str) -> str | None:
-        """What the first of its slots that does not serve it waits for."""
-        return next((words for slot in self.slots if (words := slot.waits_for(instance_id)) is not None), None)
+        """What the first of its workers that does not serve it waits for."""
+        waits = (worker.hosted.waits_for(instance_id) for worker in self.workers)
+        return next((text for text in waits if text is not None), None)
 
     def _report(self, instance: DesiredInstance, state: InstanceState, serving: Counter[str]) -> InstanceReport:
-        """`serving`: how many ready instances with GPUs of their own each model has here. They share the KV that is
-        free, so that it counts once for their endpoint.
+        """`serving`: how many ready instances with GPUs of their own each model has here. They share the free KV
+        memory, so that it counts once for their endpoint.
         """
         report = InstanceReport(
             instance_id=instance.instance_id,
@@ -228,17 +226,17 @@ class Pool:
             error=self._error(instance.instance_id) if state == "failed" else None,
             waits_for=self._waits_for(instance.instance_id) if state == "loading" else None,
         )
-        stats = {slot: stats for slot in self.slots if (stats := slot.instance_stats(instance.instance_id)) is not None}
-        sums = {name: sum(getattr(one, name) for one in stats.values()) for name in _SUMMED}
+        stats = self._stats(instance.instance_id)
+        sums = {name: sum(getattr(one, name) for _, one in stats) for name in _SUMMED}
         free_bytes = sums["kv_capacity_bytes"] - sums["kv_used_bytes"]
         if _is_own(instance):
             free_bytes //= max(1, serving[instance.model.name])
         elif not instance.gpus:
-            sums["kv_used_bytes"] += sum(slot.kv_used_beside_bytes(instance.instance_id) for slot in stats)
+            sums["kv_used_bytes"] = sum(one.kv_used_bytes for worker, _ in stats for one in worker.stats.instances)
         sums["kv_capacity_bytes"] = sums["kv_used_bytes"] + free_bytes
         wait_s, token_s = self.dispatcher.prefill_outlook(instance.instance_id, Tier.IW_N) or (None, None)
         urgent_wait_s, _ = self.dispatcher.prefill_outlook(instance.instance_id, Tier.IW_F) or (None, None)
-        fits = [one.kv_tokens_max for one in stats.values()]
+        fits = [one.kv_tokens_max for _, one in stats]
         return msgspec.structs.replace(
             report,
             **sums,

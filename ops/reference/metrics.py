@@ -10,7 +10,7 @@ from controlplane.api.metrics import Metrics
 from dataplane.agent.measures import RequestMeasures
 from dataplane.agent.metrics import AgentCollector
 from dataplane.agent.node import Agent
-from dataplane.agent.settings import AgentSettings, SlotSettings
+from dataplane.agent.settings import AgentSettings, WorkerSettings
 from ops.reference.markdown import code, page, plain, table
 
 _INTRODUCTION = """\
@@ -31,8 +31,8 @@ def metrics_page() -> str:
         "At the address of the API.",
         table(_HEAD, _rows(gateway_metrics())),
         "## Node agents",
-        "At the agent's own port. Names that begin with `vllm:` mean what they mean in vLLM. A slot is a worker group,"
-        " by its number on the node.",
+        "At the agent's own port. Names that begin with `vllm:` mean what they mean in vLLM. A slot is a worker,"
+        " by its place in `TIDEPOOL_AGENT_SLOTS`.",
         table(_HEAD, _rows(agent_metrics())),
     )
 
@@ -49,7 +49,7 @@ def agent_metrics() -> Iterator[tuple[Metric, tuple[str, ...]]]:
         node="node",
         region="region",
         gpu_type="cpu",
-        slots=(SlotSettings(memory_bytes=2**30, gpus=1, kind="auto"),),
+        slots=(WorkerSettings(memory_bytes=2**30, gpus=1, kind="auto"),),
         engine="torch",
         node_key="no secret",
     )

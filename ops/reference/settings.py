@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from controlplane.settings import Settings
-from dataplane.agent.settings import AgentSettings, SlotSettings
+from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.runtime.logs import LogSettings
 from ops.cli.unknown_settings import OTHER_VARIABLES
 from ops.reference.markdown import code, page, plain, table
@@ -57,7 +57,7 @@ def settings_page() -> str:
         _class_table(AgentSettings),
         "### Fields of a worker group",
         "Each item of `TIDEPOOL_AGENT_SLOTS` is a JSON object with these fields.",
-        table(_HEAD, _rows(SlotSettings.model_fields, SlotSettings.model_json_schema(), "")),
+        table(_HEAD, _rows(WorkerSettings.model_fields, WorkerSettings.model_json_schema(), "")),
         "## Logs",
         "Every process reads these, workers of agents included.",
         _class_table(LogSettings),

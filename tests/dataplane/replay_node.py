@@ -13,7 +13,7 @@ import uvicorn
 
 from dataplane.agent.http import make_app
 from dataplane.agent.node import Agent
-from dataplane.agent.settings import AgentSettings, SlotSettings
+from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.protocol.messages import DesiredInstance, DesiredInstances, Generate, ModelSpec, Sampling
 
 PROFILE = Path(__file__).parents[2] / "ops" / "profiles" / "h800.toml"
@@ -27,7 +27,7 @@ def settings(**changes: Any) -> AgentSettings:
         "node": "n1",
         "region": "us-east",
         "gpu_type": "H800",
-        "slots": (SlotSettings(gpus=1, memory_bytes=2 * 2**20),),
+        "slots": (WorkerSettings(gpus=1, memory_bytes=2 * 2**20),),
         "engine": "replay",
         "profile": PROFILE,
         "replay_speed": 20.0,
@@ -93,7 +93,7 @@ class Node:
     def idle(self) -> bool:
         """Whether nothing is in flight, and the workers say that nothing runs, waits or holds KV in any memory."""
         reports = self.agent.reports()
-        pools = [slot.stats.pool for slot in self.agent.slots if slot.stats.pool is not None]
+        pools = [worker.stats.pool for worker in self.agent.workers if worker.stats.pool is not None]
         shapes = [shape for pool in pools for shape in (*pool.kv, *pool.host_kv)]
         return (
             self.in_flight() == 0
@@ -103,7 +103,7 @@ class Node:
 
     def in_flight(self) -> int:
         """Requests admitted and not ended."""
-        return sum(len(pool.dispatcher) for pool in self.agent.pools)
+        return sum(len(group.dispatcher) for group in self.agent.groups)
 
     async def post(self, body: Generate) -> httpx.Response:
         return await self.client.post("/generate", content=msgspec.json.encode(body))

@@ -19,10 +19,10 @@ def kill(node: Node, kind: str, *, at_work: bool = True) -> bool:
 
     One that dies while it starts or loads, time and again, is another story: its instances fail for a while.
     """
-    for slot in node.agent.slots:
-        ready = not at_work or all(slot.is_ready(report.instance_id) for report in node.agent.reports())
-        if slot.kind == kind and slot.pid is not None and ready:
-            os.kill(slot.pid, signal.SIGKILL)
+    for worker in node.agent.workers:
+        ready = not at_work or all(worker.is_ready(report.instance_id) for report in node.agent.reports())
+        if worker.kind == kind and worker.pid is not None and ready:
+            os.kill(worker.pid, signal.SIGKILL)
             return True
     return False
 

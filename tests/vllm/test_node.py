@@ -41,21 +41,21 @@ def test_a_model_moves_between_engines_in_the_midst_of_its_requests(tmp_path: Pa
 
     async def scenario() -> None:
         async with running_node(torch_settings(1, worker_losses_max=0)) as node:
-            (slot,), (pool,) = node.agent.slots, node.agent.pools
+            (worker,), (group,) = node.agent.workers, node.agent.groups
             await node.hold(1, on("torch"))
             calm = await tokens(node, "calm")
             moves: tuple[EngineChoice, ...] = ("vllm", "torch")
             for generation, engine in enumerate(moves, start=2):
-                heard = slot.stats.tokens_total
+                tokens_before = worker.stats.tokens_total
                 moving = asyncio.create_task(tokens(node, f"to-{engine}"))
-                await node.until(lambda: slot.stats.tokens_total > heard)  # noqa: B023  (ends within the round)
+                await node.until(lambda: worker.stats.tokens_total > tokens_before)  # noqa: B023  (ends within the round)
                 node.agent.apply(desired(generation, on(engine)))
-                await node.until(lambda: pool.dispatcher.count(None) == len(TEMPERATURES))
+                await node.until(lambda: group.dispatcher.count(None) == len(TEMPERATURES))
                 (refused,) = await read(node, asked("meanwhile", 0.0))
                 assert isinstance(refused, Failed)
                 assert refused.retryable, "another instance may take it"
                 assert await moving == calm
-                assert slot.engine == engine
+                assert worker.engine == engine
                 assert await tokens(node, f"on-{engine}") == calm
             await node.until(node.idle)
 

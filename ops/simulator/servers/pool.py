@@ -4,18 +4,15 @@ slot is the live engine (`fast_forward_engine`).
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import cast
 
 from controlplane.policies.facts import Endpoint, InstanceFacts
-from dataplane.agent.dispatch import Dispatcher
-from dataplane.agent.requests import InflightRequest
-from dataplane.agent.settings import SlotKind
-from dataplane.agent.workers import Slot
+from dataplane.dispatch.dispatcher import Dispatcher
+from dataplane.dispatch.requests import InflightRequest
+from dataplane.dispatch.worker import WorkerKind
 from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.engines.replay.engine import ReplaySettings
 from dataplane.protocol.messages import ModelSpec
 from dataplane.protocol.tiers import Tier
-from dataplane.worker.frames import Unload
 from ops.simulator.kernel.events import Events
 from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.kernel.requests import Request, Served
@@ -29,7 +26,7 @@ class PoolServer:
         self,
         name: str,
         region: str,
-        kinds: Sequence[SlotKind],
+        kinds: Sequence[WorkerKind],
         models: Iterable[ModelSpec],
         settings: ReplaySettings,
         *,
@@ -55,8 +52,7 @@ class PoolServer:
             )
             for index, kind in enumerate(kinds)
         ]
-        self._slots = cast("Sequence[Slot]", self._processes)
-        self._dispatcher = Dispatcher(self._slots, settings.turns.prefill, losses_max=0, clock=lambda: events.now_s)
+        self._dispatcher = Dispatcher(self._processes, settings.turns.prefill, losses_max=0, clock=lambda: events.now_s)
         self._in_flight: dict[str, tuple[Served, InflightRequest]] = {}
         self._left_tokens: dict[str, int] = {}
         for model in models:
@@ -94,7 +90,7 @@ class PoolServer:
         assert not self.inside(model)
         del self._models[model], self._left_tokens[model]
         for process in self._processes:
-            process.send(Unload(instance_id=model))
+            process.unload(model)
 
     def has(self, model: str) -> bool:
         """Whether a model is here."""
@@ -177,8 +173,8 @@ class PoolServer:
             if output.token_ids and served.left:  # a rider's tokens are written down already
                 self._count(served, fast_forward, slot.now_s)
             ends = output.finish_reason is not None
-            if ends or output.kv is not None or inflight.holder is not None or inflight.queued_at is not None:
-                self._dispatcher.hear(self._slots[slot.index], output)
+            if ends or output.kv is not None or inflight.kv_at is not None or inflight.queued_at is not None:
+                self._dispatcher.receive(slot, output)
             if ends:
                 del self._in_flight[output.request_id]
                 self._ended(served)

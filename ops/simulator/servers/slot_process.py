@@ -5,14 +5,14 @@ and comes back when the time has passed.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from greenlet import greenlet  # type: ignore[import-untyped]
 
-from dataplane.agent.settings import SlotKind
-from dataplane.engines.interface import EngineOutput, EngineStats
+from dataplane.dispatch.worker import WorkerKind
+from dataplane.engines.interface import EngineOutput, EngineRequest, EngineStats
 from dataplane.engines.replay.engine import ReplaySettings
 from dataplane.protocol.messages import ModelSpec
-from dataplane.worker.frames import Add, Command, Load, Release, Unload
 from ops.simulator.kernel.events import END, Events
 from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.servers.fast_forward_engine import FastForwardEngine
@@ -26,12 +26,12 @@ Heard = Callable[["SlotProcess", list[EngineOutput], FastForward | None], None]
 
 
 class SlotProcess:
-    """One slot. To the live dispatcher it looks like `dataplane.agent.workers.Slot`."""
+    """One slot; a `dataplane.dispatch.worker.Worker` for the live dispatcher."""
 
     def __init__(
         self,
         index: int,
-        kind: SlotKind,
+        kind: WorkerKind,
         settings: ReplaySettings,
         events: Events,
         heard: Heard,
@@ -50,7 +50,7 @@ class SlotProcess:
         self._gpus = gpus
         self._events = events
         self._heard = heard
-        self._inbox: list[Add | Load | Unload] = []
+        self._inbox: list[Callable[[], None]] = []
         self._stats = EngineStats()
         self._stats_s = float("-inf")
         self._fast_forward: FastForward | None = None
@@ -59,9 +59,12 @@ class SlotProcess:
         self._greenlet = greenlet(self._live)
 
     def load(self, models: Iterable[ModelSpec]) -> None:
-        """Take models in, each under its name."""
+        """Load models, each under its name."""
         for model in models:
-            self.send(Load(instance_id=model.name, serial=0, model=model, gpus=self._gpus))
+            self._change_models(partial(self.engine.load, model.name, model, gpus=self._gpus))
+
+    def unload(self, model: str) -> None:
+        self._change_models(partial(self.engine.unload, model))
 
     @property
     def now_s(self) -> float:
@@ -79,40 +82,46 @@ class SlotProcess:
             self._stats, self._stats_s = self.engine.turns_stats, self._events.now_s
         return self._stats
 
-    def send(self, command: Command) -> None:
-        """Give it a command, to be read between two steps. A fast-forward ends for who may change its turn."""
-        if isinstance(command, Release):
-            self.engine.release(command.request_id)
-            return
-        if isinstance(command, Load | Unload) and self._parked:
-            self._obey(command)
-            return
-        assert isinstance(command, Add | Load | Unload), command
-        self._inbox.append(command)
+    def add(self, request: EngineRequest) -> None:
+        """Add a request before the next step. It ends a fast-forward whose batch or turn it may change."""
+        self._inbox.append(partial(self.engine.add, request))
         if self._parked:
             self._parked = False
             self._sleep_number += 1
             self._events.at(self._events.now_s, END, self._wake, self._sleep_number)
-        elif isinstance(command, Add) and self._fast_forward and self._concerned(command):
+        elif self._fast_forward and self._concerned(request):
             fast_forward = self._fast_forward
             steps = fast_forward.pace.steps_to(self._events.now_s - fast_forward.started_s)
             if steps < fast_forward.steps:
                 self._begin_fast_forward(FastForward(fast_forward.started_s, fast_forward.pace, steps))
+
+    def cancel(self, request_id: str) -> None:
+        raise AssertionError("simulated clients do not cancel")
+
+    def release(self, request_id: str) -> None:
+        self.engine.release(request_id)
 
     def stop(self) -> None:
         """Take no further step, and wake up no more."""
         self._sleep_number += 1
         self._parked, self._fast_forward = False, None
 
-    def _concerned(self, add: Add) -> bool:
+    def _change_models(self, change: Callable[[], None]) -> None:
+        """Load or unload before the next step; at once where none runs."""
+        if self._parked:
+            change()
+        else:
+            self._inbox.append(change)
+
+    def _concerned(self, request: EngineRequest) -> bool:
         """Whether a request may change what runs: it would join the batch, be prefilled, or end a lone turn."""
-        own = add.request.instance_id == self.engine.present_model
-        return own or add.request.kv is None or self.engine.lone_model is not None
+        own = request.instance_id == self.engine.present_model
+        return own or request.kv is None or self.engine.lone_model is not None
 
     def _live(self) -> None:
         while True:
             for command in self._inbox:
-                self._obey(command)
+                command()
             self._inbox.clear()
             if self.engine.has_work():
                 began_s = self._events.now_s
@@ -123,14 +132,6 @@ class SlotProcess:
             else:
                 self._parked = True
                 self._greenlet.parent.switch()
-
-    def _obey(self, command: Add | Load | Unload) -> None:
-        if isinstance(command, Add):
-            self.engine.add(command.request)
-        elif isinstance(command, Load):
-            self.engine.load(command.instance_id, command.model, gpus=command.gpus)
-        else:
-            self.engine.unload(command.instance_id)
 
     def _sleep(self, time_s: float) -> None:
         self._sleep_number += 1

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from dataplane.agent.settings import SlotKind
+from dataplane.dispatch.worker import WorkerKind
 from dataplane.engines.replay.engine import ReplaySettings
 from dataplane.protocol.messages import ModelSpec
 from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
@@ -54,7 +54,7 @@ def fixed_servers(scenario: Scenario, models: Mapping[str, ModelPart], means: Me
                     ended=world.ended,
                 )
                 continue
-            kinds: list[SlotKind] = ["prefill"] * fleet.prefill_slots
+            kinds: list[WorkerKind] = ["prefill"] * fleet.prefill_slots
             kinds += ["decode"] * fleet.decode_slots
             kinds += ["both"] * fleet.both_slots
             yield PoolServer(

@@ -143,8 +143,8 @@ def test_a_stream_outlives_its_nodes(world: World) -> None:
                     elif loss == "drained":
                         busy.agent.apply(desired(10 * generation, instance(mine, draining=True)))
                     else:
-                        for pool in busy.agent.pools:
-                            pool.end_all(WorkerLostError("the agent is shutting down"))
+                        for group in busy.agent.groups:
+                            group.dispatcher.end_all(WorkerLostError("the agent is shutting down"))
                     assert await running == undisturbed, loss
                     await busy.until(busy.idle)
                     await busy.hold(10 * generation + 1, instance(mine))

@@ -36,7 +36,7 @@ from controlplane.store.blobs.base import BlobStore
 from controlplane.store.queue import Claim, Outcome
 from controlplane.store.session import Database, make_engine
 from dataplane.agent.fences import Fences
-from dataplane.agent.requests import InflightRequest
+from dataplane.dispatch.requests import InflightRequest
 from dataplane.engines.interface import EngineRequest
 from dataplane.protocol.errors import StaleEpochError
 from tests.controlplane.world import World
@@ -93,7 +93,7 @@ class Node:
         request = EngineRequest(
             request_id=f"{claim.fence}@{claim.epoch}", instance_id="i", tier="NIW", prompt=(1,), max_tokens=1
         )
-        flight = InflightRequest(request=request, model="m")
+        flight = InflightRequest(request=request, model="m", arrived_s=0.0)
         try:
             self.fences.enter(claim.fence, claim.epoch)
             self.fences.run(claim.fence, claim.epoch, flight, self._cancel)

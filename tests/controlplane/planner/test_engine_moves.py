@@ -93,10 +93,10 @@ class Fleet:
         return moved
 
     def settled(self) -> bool:
-        """Whether the node has done all that it was told."""
-        (slot,) = self.agent.slots
+        """Whether the node follows its desired state."""
+        (worker,) = self.agent.workers
         states = {report.state for report in self.agent.reports()}
-        return slot.pid is not None and not slot._makes_way and states <= {"ready", "failed"}
+        return worker.pid is not None and not worker.replaced and states <= {"ready", "failed"}
 
     def instance(self) -> tuple[str, str, str]:
         """State, engine and reason of the one instance."""

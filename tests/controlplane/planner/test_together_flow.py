@@ -13,7 +13,7 @@ from controlplane.policies.facts import Endpoint
 from controlplane.policies.routing import utilization_of
 from controlplane.settings import Settings
 from controlplane.store.redis.live import instance_facts
-from dataplane.agent.settings import SlotSettings
+from dataplane.agent.settings import WorkerSettings
 from tests.controlplane.api.gateway import running_gateway
 from tests.controlplane.planner.pool_fleet import add_models, live_rows
 from tests.controlplane.planner.test_pools_flow import MODELS, TIMEOUT_S, Fleet, ask, plan, running_fleet
@@ -32,7 +32,7 @@ def settings(settings: Settings) -> Settings:
 
 def test_a_together_node_is_one_slot_of_the_pool(world: World, settings: Settings) -> None:
     add_models(world, *MODELS)
-    slots = tuple(SlotSettings(gpus=1, memory_bytes=2 * 2**20) for _ in range(WORKERS))
+    slots = tuple(WorkerSettings(gpus=1, memory_bytes=2 * 2**20) for _ in range(WORKERS))
     agent = agent_settings(node="n1", slots=slots, together=True)
 
     async def run() -> None:
@@ -59,19 +59,19 @@ def test_a_together_node_is_one_slot_of_the_pool(world: World, settings: Setting
 def stands_everywhere(node: Node) -> bool:
     """Whether each instance is on every worker, and the workers said so."""
     held = [report.instance_id for report in node.agent.reports()]
-    return all(slot.instance_stats(each) is not None for slot in node.agent.slots for each in held)
+    return all(worker.instance_stats(each) is not None for worker in node.agent.workers for each in held)
 
 
 def workers_of(node: Node, model: str) -> set[int]:
     """Workers that had turns of a model."""
-    pools = {slot.index: slot.stats.pool for slot in node.agent.slots}
+    pools = {worker.index: worker.stats.pool for worker in node.agent.workers}
     return {index for index, pool in pools.items() if pool is not None and model in {turn.model for turn in pool.turns}}
 
 
 def check_views(fleet: Fleet) -> None:
     """Each endpoint sees the KV of the whole pool, and sees it once."""
     fleet.beat()
-    workers = fleet.nodes["n1"].agent.slots
+    workers = fleet.nodes["n1"].agent.workers
     whole_bytes = sum(max(each.kv_capacity_bytes for each in slot.stats.instances) for slot in workers)
     facts = instance_facts(fleet.world.live.read_view())
     assert {each.endpoint.model: each.kv_capacity_bytes for each in facts} == dict.fromkeys(MODELS, whole_bytes)

@@ -21,8 +21,8 @@ from controlplane.settings import Settings
 from controlplane.store.tables import Model
 from dataplane.agent.answers import Answer
 from dataplane.agent.measures import RequestMeasure, RequestMeasures
-from dataplane.agent.requests import InflightRequest
 from dataplane.agent.tokenization import TextStream
+from dataplane.dispatch.requests import InflightRequest
 from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.protocol import messages
 from dataplane.protocol.messages import STALE_EPOCH, Failed, Finished, Generate, Sampling, Started, Token, encode_line
@@ -87,7 +87,7 @@ class Nodes(AgentClient):
         request = EngineRequest(
             request_id="r", instance_id="i", tier="IW-N", prompt=(1,), generated=generate.generated, max_tokens=99
         )
-        flight = InflightRequest(request=request, model="tide")
+        flight = InflightRequest(request=request, model="tide", arrived_s=0.0)
         for token_id in BYTES[len(generate.generated) :][:-1]:
             flight.outputs.put(EngineOutput(request_id="r", token_ids=(token_id,)))
         last = BYTES[-1:] if len(generate.generated) < len(BYTES) else b""

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from dataplane.agent.settings import SlotSettings
+from dataplane.agent.settings import WorkerSettings
 from dataplane.checkpoints import local as checkpoints
 from dataplane.checkpoints.local import PROGRESS_EVERY_S, ProgressLog, Sources, in_own_thread, local_checkpoint
 from dataplane.checkpoints.sources import FetchError, FetchRules, Progress
@@ -92,7 +92,7 @@ def test_a_remote_checkpoint_serves_the_tokens_of_its_folder(tmp_path: Path) -> 
             assert await tokens_of(node) == expected
             fetches = len(registry.requests)
             await node.hold(4, *instances([remote]))
-            held = node.agent.slots[0].hosted("i-tide")
+            held = node.agent.workers[0].hosted.get("i-tide")
             assert held is not None
             assert held.desired.model == remote
             assert Path(held.folder).parent == tmp_path / "here"
@@ -119,14 +119,14 @@ def test_a_failed_fetch_is_shown_and_tried_again(registry: Registry, tmp_path: P
 
 
 def test_slots_that_want_the_same_fetch_it_once(registry: Registry, tmp_path: Path) -> None:
-    slots = (SlotSettings(gpus=1, memory_bytes=2 * 2**20),) * 2
+    slots = (WorkerSettings(gpus=1, memory_bytes=2 * 2**20),) * 2
 
     async def scenario() -> None:
         async with running_node(
             settings(slots=slots, checkpoints_dir=tmp_path / "here", private_hosts=("127.0.0.1",))
         ) as node:
             await node.hold(1, instance("i1", path=registry.url), instance("i2", slot=1, path=registry.url))
-            held = [node.agent.slots[index].hosted(f"i{index + 1}") for index in range(2)]
+            held = [node.agent.workers[index].hosted.get(f"i{index + 1}") for index in range(2)]
             assert len({one.folder for one in held if one}) == 1
 
     asyncio.run(scenario())

@@ -11,7 +11,7 @@ from dataplane.agent import settings as settings_module
 from dataplane.agent import workers as slots
 from dataplane.agent.host_files import HostFiles
 from dataplane.agent.node import Agent
-from dataplane.agent.settings import AgentSettings, SlotSettings
+from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.agent.workers import configure, engine_of
 from dataplane.engines.interface import EngineRequest
 from dataplane.engines.vllm import interfaces, version
@@ -114,7 +114,7 @@ def test_a_slot_runs_one_engine_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_slots_that_serve_together_run_no_vllm() -> None:
-    two = tuple(SlotSettings(gpus=1, memory_bytes=2 * 2**20) for _ in range(2))
+    two = tuple(WorkerSettings(gpus=1, memory_bytes=2 * 2**20) for _ in range(2))
     said = errors_of(asking("vllm"), together=True, slots=two)
     assert said["i1"] == "slot 0 serves together with others; vLLM needs one of its own"
     assert said != errors_of(asking("vllm"), together=True), "there are no others"
@@ -126,7 +126,7 @@ def test_an_instance_follows_its_engine_where_the_slot_can(monkeypatch: pytest.M
 
     async def scenario() -> None:
         agent = Agent(settings(engine="torch", profile=None), boot_id="boot")
-        (slot,) = agent.slots
+        (slot,) = agent.workers
 
         async def errors(generation: int, first: EngineChoice, second: EngineChoice) -> list[str]:
             agent.apply(desired(generation, asking(first), asking(second, "i2")))

@@ -3,7 +3,7 @@
 import pytest
 
 from dataplane.agent.fences import Fences
-from dataplane.agent.requests import InflightRequest
+from dataplane.dispatch.requests import InflightRequest
 from dataplane.engines.interface import EngineRequest
 from dataplane.protocol.errors import StaleEpochError
 
@@ -21,7 +21,7 @@ def inflight(name: str) -> InflightRequest:
         seed=0,
         ignore_eos=False,
     )
-    return InflightRequest(request=request, model="m")
+    return InflightRequest(request=request, model="m", arrived_s=0.0)
 
 
 def test_a_newer_claim_ends_the_older_run_and_an_older_one_is_refused() -> None:

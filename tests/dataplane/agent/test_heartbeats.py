@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from dataplane.agent.heartbeats import ControlLink, slot_specs
 from dataplane.agent.node import Agent
-from dataplane.agent.settings import SlotSettings
+from dataplane.agent.settings import WorkerSettings
 from dataplane.protocol.messages import DesiredInstances, Heartbeat, Join, SlotSpec
 from tests.dataplane.replay_node import KEY, desired, instance, settings
 
@@ -68,8 +68,8 @@ def run_link(
             link.cancel()
             done, _ = await asyncio.wait({link}, timeout=30)
             assert done, "the link ends when it is cancelled"
-            for pool in agent.pools:
-                pool.follow(())
+            for group in agent.groups:
+                group.follow(())
 
     asyncio.run(scenario())
 
@@ -112,13 +112,13 @@ def test_joins_heartbeats_and_follows() -> None:
     ],
 )
 def test_what_serves_together_joins_as_one_slot(changes: dict[str, Any], slots: Any) -> None:
-    given = tuple(SlotSettings(gpus=gpus, memory_bytes=units * 2**20) for gpus, units in ((1, 10), (2, 20), (1, 30)))
+    given = tuple(WorkerSettings(gpus=gpus, memory_bytes=units * 2**20) for gpus, units in ((1, 10), (2, 20), (1, 30)))
     specs = slot_specs(settings(slots=given, **changes))
     assert [(spec.gpus, spec.memory_bytes // 2**20, spec.workers) for spec in specs] == list(slots)
 
 
 def test_a_slot_says_what_each_worker_has_for_weights() -> None:
-    given = tuple(SlotSettings(memory_bytes=units * 2**20) for units in (10, 20))
+    given = tuple(WorkerSettings(memory_bytes=units * 2**20) for units in (10, 20))
     alone = slot_specs(settings(slots=given, kv_share=0.25))
     assert [spec.weights_bytes for spec in alone] == [7.5 * 2**20, 15 * 2**20]
     [together] = slot_specs(settings(slots=given, kv_share=0.25, together=True))

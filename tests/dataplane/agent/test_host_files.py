@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from dataplane.agent import host_files
 from dataplane.agent.host_files import HostFiles
-from dataplane.agent.settings import SlotSettings
+from dataplane.agent.settings import WorkerSettings
 from dataplane.memory.model_cache import HostMemoryError
 from tests.dataplane.replay_node import settings
 
@@ -79,7 +79,7 @@ def test_a_cache_larger_than_its_file_system_is_made_smaller_and_that_is_said(
 
 def test_the_kv_of_prefill_slots_lies_beside_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kv_bytes = 2**19
-    pair: Any = (SlotSettings(gpus=1, memory_bytes=2**22),) * 2
+    pair: Any = (WorkerSettings(gpus=1, memory_bytes=2**22),) * 2
     split = settings(cache_dir=tmp_path, split=True, slots=pair, host_kv_bytes=kv_bytes)
     monkeypatch.setattr(host_files, "available_bytes", lambda present, folder: 2**20)
     ours = HostFiles(split, "boot")

@@ -154,7 +154,7 @@ def test_a_killed_worker_is_replaced_and_its_streams_go_on() -> None:
             undisturbed = token_ids(read(await node.post(generate("calm", sampling=sampled))))
             events: list[StreamEvent] = []
             await node.until(lambda: node.agent.switches_total == 1)
-            killed = node.agent.slots[0].pid
+            killed = node.agent.workers[0].pid
             assert killed is not None
             async for event in stream(node, generate("storm", sampling=sampled)):
                 events.append(event)
@@ -162,8 +162,8 @@ def test_a_killed_worker_is_replaced_and_its_streams_go_on() -> None:
                     os.kill(killed, signal.SIGKILL)
             assert token_ids(events) == undisturbed
             assert events[-1] == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=300)
-            assert node.agent.slots[0].pid not in (None, killed)
-            assert node.agent.slots[0].restarts_total == 1
+            assert node.agent.workers[0].pid not in (None, killed)
+            assert node.agent.workers[0].restarts_total == 1
             await node.until(lambda: node.states() == {"i1": "ready", "i2": "ready"})
             await node.until(lambda: node.agent.switches_total == 2)  # those of the lost worker still count
 
@@ -177,7 +177,7 @@ def test_a_request_that_loses_too_many_workers_fails() -> None:
             events: list[StreamEvent] = []
             async for event in stream(node, generate("doomed", max_tokens=2000)):
                 events.append(event)
-                pid = node.agent.slots[0].pid
+                pid = node.agent.workers[0].pid
                 if len(events) == 3 and pid is not None:
                     os.kill(pid, signal.SIGKILL)
             last = events[-1]

@@ -1,13 +1,11 @@
 """The agent's metrics of KV pressure: each value under its name, and under its former name for one release."""
 
-from types import SimpleNamespace
-from typing import Any, cast
+from prometheus_client import generate_latest
 
-from prometheus_client import CollectorRegistry, generate_latest
-
-from dataplane.agent.metrics import AgentCollector
+from dataplane.agent.metrics import agent_registry
 from dataplane.agent.node import Agent
-from dataplane.engines.interface import PoolStats
+from dataplane.engines.interface import EngineStats, PoolStats
+from tests.dataplane.replay_node import settings
 
 
 def test_kv_pressure_has_its_new_names_and_its_former_ones() -> None:
@@ -18,24 +16,9 @@ def test_kv_pressure_has_its_new_names_and_its_former_ones() -> None:
         not_remapped={"switching": 5},
         layers_moved={"lent": 7, "taken back": 4},
     )
-    engine: Any = SimpleNamespace(pool=pool, resident_models=())
-    slot: Any = SimpleNamespace(
-        index=0,
-        kind="mixed",
-        stats=engine,
-        preemptions_total=0,
-        load_s=0.0,
-        restarts_total=0,
-        load=0.0,
-        worker_start_s=0.0,
-        unread_bytes=0,
-    )
-    dispatcher: Any = SimpleNamespace(handovers_total=0, count=lambda index: 0)
-    group: Any = SimpleNamespace(dispatcher=dispatcher, slots=[slot])
-    agent = cast("Agent", SimpleNamespace(slots=[slot], pools=[group], switches_total=0, reports=list))
-    registry = CollectorRegistry()
-    registry.register(AgentCollector(agent))
-    lines = set(generate_latest(registry).decode().splitlines())
+    agent = Agent(settings(), boot_id="boot")
+    agent.workers[0].stats = EngineStats(pool=pool)
+    lines = set(generate_latest(agent_registry(agent)).decode().splitlines())
     assert lines >= {
         'tidepool_offloaded_weight_layers{model_name="m",slot="0"} 3.0',
         'tidepool_kv_pressure_events_total{action="swap",slot="0"} 2.0',

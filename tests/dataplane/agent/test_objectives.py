@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from dataplane.agent.answers import engine_request
-from dataplane.agent.dispatch import Dispatcher
+from dataplane.dispatch.dispatcher import Dispatcher
 from dataplane.engines.interface import EngineRequest
 from dataplane.protocol.messages import Generate
 from dataplane.protocol.tiers import Objective, Tier
@@ -83,8 +83,8 @@ def test_the_load_of_a_slot_is_by_its_models_own_objectives() -> None:
     assert loads[1] == loads[2] == pytest.approx(2 * loads[0])
 
 
-class Slot:
-    """A slot that reads nothing."""
+class Worker:
+    """A worker that drops its requests."""
 
     index, kind = 0, "both"
     stats = engine_with()[0].stats()
@@ -92,14 +92,14 @@ class Slot:
     def is_ready(self, instance_id: str) -> bool:
         return True
 
-    def send(self, command: Any) -> None:
+    def add(self, request: EngineRequest) -> None:
         pass
 
 
 def test_the_wait_that_a_node_reports_is_that_of_requests_promised_so() -> None:
     """A model with a tight objective overtakes; the next request of its own will too."""
-    slots: Any = [Slot()]
-    dispatcher = Dispatcher(slots, PrefillSettings(), losses_max=0, clock=lambda: 0.0)
+    workers: Any = [Worker()]
+    dispatcher = Dispatcher(workers, PrefillSettings(), losses_max=0, clock=lambda: 0.0)
     dispatcher.submit(promised("default", "a", None), "a")
     before = dispatcher.prefill_outlook("b", "IW-F")
     dispatcher.submit(promised("tight", "b", OWN), "b")

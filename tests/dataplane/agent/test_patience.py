@@ -42,7 +42,7 @@ class Starts:
 
 
 def kill(node: Node) -> None:
-    pid = node.agent.slots[0].pid
+    pid = node.agent.workers[0].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
 
@@ -50,7 +50,7 @@ def kill(node: Node) -> None:
 async def in_the_middle(node: Node, request_id: str) -> "asyncio.Task[Any]":
     """A long stream that has begun."""
     stream = asyncio.create_task(read(node, generate(request_id, sampling=LONG)))
-    slot = node.agent.slots[0]
+    slot = node.agent.workers[0]
     before = slot.stats.tokens_total
     await node.until(lambda: before + 5 < slot.stats.tokens_total)
     assert node.in_flight() == 1
@@ -103,11 +103,11 @@ def test_a_load_that_kills_workers_ends_no_request_before_it_was_tried_again() -
             await node.hold(1, instance())
             calm = await read(node, generate("calm", sampling=LONG))
             storm = await in_the_middle(node, "storm")
-            hosted = node.agent.slots[0].hosted("i1")
+            hosted = node.agent.workers[0].hosted.get("i1")
             assert hosted is not None
             kill(node)
             while hosted.state != "failed":  # die in the midst of the load, time and again
-                if hosted.asked is not None and node.agent.slots[0].pid is not None:
+                if hosted.asked is not None and node.agent.workers[0].pid is not None:
                     kill(node)
                 await asyncio.sleep(0)
             assert "2 worker processes ended while they loaded this model" in str(hosted.error)
@@ -123,13 +123,13 @@ def test_a_model_that_a_living_worker_cannot_load_keeps_nobody_waiting(monkeypat
         async with running_node(slow()) as node:
             await node.hold(1, instance())
             storm = await in_the_middle(node, "storm")
-            hosted = node.agent.slots[0].hosted("i1")
+            hosted = node.agent.workers[0].hosted.get("i1")
             assert hosted is not None
-            monkeypatch.setattr(node.agent.slots[0]._hosted, "loaded", lambda *_: None)  # its answer is lost
+            monkeypatch.setattr(node.agent.workers[0].hosted, "loaded", lambda *_: None)  # its answer is lost
             kill(node)
             await node.until(lambda: hosted.asked is not None)
             assert hosted.asked is not None
-            node.agent.slots[0]._hosted.load_failed("i1", hosted.asked, "no such checkpoint")  # this one counts
+            node.agent.workers[0].hosted.load_failed("i1", hosted.asked, "no such checkpoint")  # this one counts
             failed = (await storm)[-1]
             assert isinstance(failed, Failed)
             assert failed.message == "instance i1 failed: no such checkpoint"

@@ -119,7 +119,7 @@ def test_nothing_is_lost_and_nothing_leaks(tmp_path: Path) -> None:
             assert storm.seen["finished"] > 0, storm.seen
             await node.until(lambda: set(node.states().values()) == {"ready"})
             await node.until(node.idle)
-            restarts = sum(slot.restarts_total for slot in node.agent.slots)
+            restarts = sum(worker.restarts_total for worker in node.agent.workers)
             log.info("soak over", took_s=SOAK_S, restarts=restarts, switches=node.agent.switches_total, **storm.seen)
 
     asyncio.run(scenario())

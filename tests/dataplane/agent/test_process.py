@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from dataplane.agent.settings import AgentSettings, SlotSettings
+from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.protocol.messages import Finished, Heartbeat, Join, decode_line
 from tests.dataplane.replay_node import KEY, PROFILE, desired, generate, instance, settings
 
@@ -202,7 +202,7 @@ def test_an_agent_never_imports_torch() -> None:
 
 def test_memory_is_shared_out() -> None:
     ours: AgentSettings = settings(kv_share=0.25)
-    slot = SlotSettings(gpus=4, memory_bytes=4 * 2**30)
+    slot = WorkerSettings(gpus=4, memory_bytes=4 * 2**30)
     assert ours.weights_bytes(slot) == 3 * 2**30
     assert ours.kv_bytes(slot) == ours.host_kv_bytes_of(slot) == 2**30
     assert settings(host_kv_bytes=5).host_kv_bytes_of(slot) == 5
@@ -214,7 +214,7 @@ def kinds_and_pools(*slots: tuple[int, str], **changes: Any) -> tuple[str, tuple
     """The first letters of the slots' kinds, and the pools."""
     made = tuple({"gpus": gpus, "memory_bytes": 2**30, "kind": kind} for gpus, kind in slots)
     ours = settings(slots=made, **changes)
-    return "".join(kind[0] for kind in ours.kinds()), ours.pools()
+    return "".join(kind[0] for kind in ours.kinds()), ours.groups()
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_slots_become_pools(slots: Any, changes: dict[str, Any], kinds: str, poo
 
 
 def test_each_slot_has_its_own_gpu() -> None:
-    slots = tuple(SlotSettings(gpus=gpus, memory_bytes=2**22) for gpus in (1, 2, 1))
+    slots = tuple(WorkerSettings(gpus=gpus, memory_bytes=2**22) for gpus in (1, 2, 1))
     given = settings(slots=slots, device="cuda")
     assert [list(given.gpus_of(slot)) for slot in range(3)] == [[0], [1, 2], [3]]
     assert given.worker_device == "cuda:0", "of those that the worker sees"
@@ -250,7 +250,7 @@ def test_each_slot_has_its_own_gpu() -> None:
 
 def test_a_slot_beyond_the_visible_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7")
-    slots = tuple(SlotSettings(gpus=1, memory_bytes=2**22) for _ in range(3))
+    slots = tuple(WorkerSettings(gpus=1, memory_bytes=2**22) for _ in range(3))
     assert settings(slots=slots[:2], device="cuda", engine="torch").slots == slots[:2]
     with pytest.raises(ValueError, match=r"slots\.2: device cuda:2 is not among CUDA_VISIBLE_DEVICES=4,GPU-7"):
         settings(slots=slots, device="cuda", engine="torch")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dataplane.agent.settings import AgentSettings, SlotSettings
+from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.protocol.messages import DesiredInstance, Failed, Finished, Generate, Sampling
 from tests.dataplane.replay_node import Node, desired, generate, instance, running_node, settings
 from tests.dataplane.streams import kill, read, token_ids
@@ -18,7 +18,7 @@ SOAK_S = 6.0
 
 
 def split(slots: int, **changes: Any) -> AgentSettings:
-    given = tuple(SlotSettings(gpus=1, memory_bytes=2 * 2**20) for _ in range(slots))
+    given = tuple(WorkerSettings(gpus=1, memory_bytes=2 * 2**20) for _ in range(slots))
     return settings(slots=given, split=True, worker_losses_max=1000, worker_backoff_max_s=0.2, **changes)
 
 
@@ -50,7 +50,7 @@ def test_streams_equal_those_of_one_slot() -> None:
     async def scenario() -> None:
         calm = await calm_answers(5)
         async with running_node(split(3, prefill_ratio=0.3)) as node:
-            assert [slot.kind for slot in node.agent.slots] == ["prefill", "decode", "decode"]
+            assert [worker.kind for worker in node.agent.workers] == ["prefill", "decode", "decode"]
             await hold_on_every_slot(node)
             assert [report.slot for report in node.agent.reports()] == [0, 0], "one report for each instance"
             wanted = bodies(5)
@@ -70,9 +70,9 @@ def test_slots_that_do_both_serve_together() -> None:
 
     async def scenario() -> None:
         calm = await calm_answers(5)
-        given = tuple(SlotSettings(gpus=1, memory_bytes=2 * 2**20) for _ in range(2))
+        given = tuple(WorkerSettings(gpus=1, memory_bytes=2 * 2**20) for _ in range(2))
         async with running_node(settings(slots=given, together=True)) as node:
-            assert [slot.kind for slot in node.agent.slots] == ["both", "both"]
+            assert [worker.kind for worker in node.agent.workers] == ["both", "both"]
             await hold_on_every_slot(node)
             assert [report.slot for report in node.agent.reports()] == [0, 0], "one report for each instance"
             wanted = bodies(5)
@@ -90,7 +90,7 @@ def test_slots_that_do_both_serve_together() -> None:
 async def hold_on_every_slot(node: Node) -> None:
     """Ready on one of its slots an instance takes requests; wait for the others, that they may have some."""
     await node.hold(1, *INSTANCES)
-    await node.until(lambda: all(slot.is_ready(one) for slot in node.agent.slots for one in MODELS))
+    await node.until(lambda: all(worker.is_ready(one) for worker in node.agent.workers for one in MODELS))
 
 
 async def state_with_turns(node: Node) -> dict[str, Any]:
@@ -107,7 +107,7 @@ async def check_views(node: Node, handovers: int) -> None:
     state = await state_with_turns(node)
     assert state["pools"] == [
         {
-            "slots": [slot.index for slot in node.agent.slots],
+            "slots": [worker.index for worker in node.agent.workers],
             "in_flight": 0,
             "waiting_for_a_slot": 0,
             "handovers_total": handovers,
@@ -150,7 +150,7 @@ def test_a_killed_worker_loses_nothing(kind: str) -> None:
 
 
 def _restarts(node: Node) -> int:
-    return sum(slot.restarts_total for slot in node.agent.slots)
+    return sum(worker.restarts_total for worker in node.agent.workers)
 
 
 def test_a_client_that_leaves_frees_both_sides() -> None:

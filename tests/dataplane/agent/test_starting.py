@@ -23,13 +23,13 @@ def test_it_says_what_it_waits_for_and_how_long_the_worker_took() -> None:
             assert waits(node) == {"i1": "the worker process is starting"}
             await node.until(lambda: node.states() == {"i1": "ready"})
             assert waits(node) == {"i1": None}
-            assert node.agent.slots[0].worker_start_s > 0
+            assert node.agent.workers[0].worker_start_s > 0
             line = next(
                 line
                 for line in generate_latest(agent_registry(node.agent)).decode().splitlines()
                 if line.startswith("tidepool_worker_start_seconds{")
             )
-            assert float(line.rsplit(" ", 1)[1]) == node.agent.slots[0].worker_start_s
+            assert float(line.rsplit(" ", 1)[1]) == node.agent.workers[0].worker_start_s
 
     asyncio.run(run())
 
@@ -42,13 +42,13 @@ def test_instances_are_loaded_in_the_order_given() -> None:
         async with running_node() as node:
             node.agent.apply(desired(1, *(instance(name, name=f"m-{name}") for name in order)))
             loaded: list[str] = []
-            loaded_before = node.agent.slots[0]._hosted.loaded
+            loaded_before = node.agent.workers[0].hosted.loaded
 
             def note(instance_id: str, serial: int) -> None:
                 loaded.append(instance_id)
                 loaded_before(instance_id, serial)
 
-            node.agent.slots[0]._hosted.loaded = note  # type: ignore[method-assign]
+            node.agent.workers[0].hosted.loaded = note  # type: ignore[method-assign]
             await node.until(lambda: set(node.states().values()) == {"ready"})
             assert loaded == order
 

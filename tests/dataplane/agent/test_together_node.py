@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 
-from dataplane.agent.settings import AgentSettings, SlotSettings
+from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.protocol.messages import DesiredInstance, InstanceReport
 from tests.dataplane.replay_node import Node, desired, generate, instance, running_node, settings
 from tests.dataplane.streams import read
@@ -12,7 +12,7 @@ from tests.dataplane.streams import read
 
 def together() -> AgentSettings:
     """Two slots of one GPU, which serve together, and one of two between them."""
-    given = tuple(SlotSettings(gpus=gpus, memory_bytes=2 * 2**20) for gpus in (1, 2, 1))
+    given = tuple(WorkerSettings(gpus=gpus, memory_bytes=2 * 2**20) for gpus in (1, 2, 1))
     return settings(slots=given, together=True)
 
 
@@ -29,9 +29,9 @@ async def hold_everywhere(node: Node, generation: int, *instances: DesiredInstan
     await node.hold(generation, *instances)
     await node.until(
         lambda: all(
-            slot.is_ready(one.instance_id) and slot.instance_stats(one.instance_id) is not None
+            worker.is_ready(one.instance_id) and worker.instance_stats(one.instance_id) is not None
             for one in instances
-            for slot in node.agent.pools[one.slot].slots
+            for worker in node.agent.groups[one.slot].workers
         )
     )
 
@@ -40,7 +40,7 @@ def test_instances_stand_where_their_pool_is() -> None:
     async def scenario() -> None:
         async with running_node(together()) as node:
             await hold_everywhere(node, 1, instance("i1", name="tide"), instance("i2", slot=1, name="ebb"))
-            held = [[slot.hosted(name) is not None for slot in node.agent.slots] for name in ("i1", "i2")]
+            held = [[worker.hosted.get(name) is not None for worker in node.agent.workers] for name in ("i1", "i2")]
             assert held == [[True, False, True], [False, True, False]]
             assert {name: report.slot for name, report in reports(node).items()} == {"i1": 0, "i2": 1}
             for name, model in (("i1", "tide"), ("i2", "ebb")):
@@ -58,7 +58,7 @@ def test_kv_of_a_pool_counts_once() -> None:
         async with running_node(together()) as node:
             await hold_everywhere(node, 1, instance("i1"))
             whole_bytes = reports(node)["i1"].kv_capacity_bytes
-            assert whole_bytes == sum(slot.stats.instances[0].kv_capacity_bytes for slot in node.agent.pools[0].slots)
+            assert whole_bytes == sum(w.stats.instances[0].kv_capacity_bytes for w in node.agent.groups[0].workers)
             await hold_everywhere(node, 2, instance("i1"), instance("i2"), pooled("ebb"))
             kv_bytes = {name: report.kv_capacity_bytes for name, report in reports(node).items()}
             assert kv_bytes == {"i1": whole_bytes // 2, "i2": whole_bytes // 2, "ebb": whole_bytes}

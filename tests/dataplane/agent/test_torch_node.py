@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dataplane.agent.answers import engine_request
-from dataplane.agent.settings import AgentSettings, SlotSettings
+from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.agent.tokenization import load_text
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
@@ -37,7 +37,7 @@ def checkpoint(folder: Path, name: str = "tide", **changes: Any) -> ModelSpec:
 
 
 def torch_settings(slots: int, **changes: Any) -> AgentSettings:
-    given = tuple(SlotSettings(gpus=1, memory_bytes=8 * 2**20) for _ in range(slots))
+    given = tuple(WorkerSettings(gpus=1, memory_bytes=8 * 2**20) for _ in range(slots))
     patient = {"worker_losses_max": 100, "worker_wait_max_s": 3600.0}  # a start takes long where others work too
     return settings(engine="torch", profile=None, slots=given, cache_bytes=2**26, **patient | changes)
 
@@ -60,7 +60,7 @@ def test_a_killed_torch_worker_changes_no_token(tmp_path: Path) -> None:
             assert calm[-1] == Finished(finish_reason="length", prompt_tokens=14, completion_tokens=79)
             storm = await read(node, body("storm", 139), kill_at=5)
             assert token_ids(storm) == token_ids(calm)
-            assert node.agent.slots[0].restarts_total == 1
+            assert node.agent.workers[0].restarts_total == 1
 
     asyncio.run(scenario())
 

@@ -9,11 +9,11 @@ import pytest
 
 from dataplane.agent import worker_link
 from dataplane.agent.host_files import HostFiles
-from dataplane.agent.settings import SlotSettings
+from dataplane.agent.settings import WorkerSettings
 from dataplane.agent.workers import configure, worker_environment
 from tests.dataplane.replay_node import running_node, settings
 
-SLOTS = (SlotSettings(gpus=1, memory_bytes=2**22), SlotSettings(gpus=1, memory_bytes=2**22))
+SLOTS = (WorkerSettings(gpus=1, memory_bytes=2**22), WorkerSettings(gpus=1, memory_bytes=2**22))
 
 
 def test_each_worker_is_started_with_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

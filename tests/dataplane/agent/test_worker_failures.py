@@ -11,14 +11,14 @@ import pytest
 from structlog.testing import capture_logs
 
 from dataplane.agent import worker_link
-from dataplane.agent.settings import SlotSettings
+from dataplane.agent.settings import WorkerSettings
 from dataplane.agent.workers import BACKOFF_MIN_S
 from dataplane.protocol.messages import Finished, Sampling
 from dataplane.worker.frames import LENGTH, Cancel
 from tests.dataplane.replay_node import Node, generate, instance, running_node, settings
 from tests.dataplane.streams import read, token_ids
 
-SLOT = SlotSettings(gpus=1, memory_bytes=2 * 2**20)
+SLOT = WorkerSettings(gpus=1, memory_bytes=2 * 2**20)
 TOKENS = 400
 
 
@@ -34,8 +34,8 @@ def suspend(pid: int) -> None:
 
 async def stream_beside(node: Node, break_slot: Callable[[], None], broken: Callable[[], bool]) -> None:
     """Break slot 0 while a stream runs on slot 1; that one's tokens come before, during and after."""
-    made = lambda: node.agent.slots[1].stats.tokens_total  # noqa: E731
-    pid = node.agent.slots[1].pid
+    made = lambda: node.agent.workers[1].stats.tokens_total  # noqa: E731
+    pid = node.agent.workers[1].pid
     sampling = Sampling(max_tokens=TOKENS, temperature=0.0)
     stream = asyncio.create_task(read(node, generate("long", sampling=sampling, instance_id="i2", model="other")))
     await node.until(lambda: made() > 5)
@@ -47,7 +47,7 @@ async def stream_beside(node: Node, break_slot: Callable[[], None], broken: Call
     events = await stream
     assert isinstance(events[-1], Finished), events[-1]
     assert len(token_ids(events)) == TOKENS
-    assert node.agent.slots[1].pid == pid, "its worker is the one it had"
+    assert node.agent.workers[1].pid == pid, "its worker is the one it had"
 
 
 def test_a_worker_that_cannot_be_started_is_tried_again_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_a_worker_that_cannot_be_started_is_tried_again_and_reported(monkeypatch
         nonlocal may_start
         async with running_node(two_slots(load_retry_s=3600.0)) as node:
             await node.hold(1, instance(), instance("i2", slot=1, name="other"))
-            may_start, pid = False, node.agent.slots[0].pid
+            may_start, pid = False, node.agent.workers[0].pid
             assert pid is not None
             await stream_beside(node, lambda: os.kill(pid, SIGKILL), lambda: node.states()["i1"] == "failed")
             failed = next(report for report in node.agent.heartbeat().instances if report.instance_id == "i1")
@@ -90,7 +90,7 @@ def test_a_worker_whose_report_cannot_be_read_is_replaced(frame: bytes) -> None:
     async def scenario() -> None:
         async with running_node(two_slots()) as node:
             await node.hold(1, instance(), instance("i2", slot=1, name="other"))
-            slot = node.agent.slots[0]
+            slot = node.agent.workers[0]
             link, pid = slot._link, slot.pid
             assert link is not None
             assert pid is not None
@@ -112,7 +112,7 @@ def test_a_worker_that_does_not_read_gets_no_new_requests_and_is_replaced_in_the
     async def scenario() -> None:
         async with running_node(settings(unread_bytes_max=2**16)) as node:
             await node.hold(1, instance())
-            slot, pid = node.agent.slots[0], node.agent.slots[0].pid
+            slot, pid = node.agent.workers[0], node.agent.workers[0].pid
             assert pid is not None
             suspend(pid)
             while slot.unread_bytes < 2**16:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dataplane.agent.settings import AgentSettings, SlotSettings
+from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.engines.torch.model.skeleton import build_skeleton
 from ops.local.sample_fleet import (
     GPUS_OF_POOL,
@@ -25,7 +25,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[TinyModel]:
 
 def test_the_pool_holds_two_models_whichever_they_are(models: list[TinyModel]) -> None:
     node = next(node for node in make_nodes(models) if node.name == POOL_NODE)
-    slot = SlotSettings(gpus=node.gpus, memory_bytes=node.memory_bytes)
+    slot = WorkerSettings(gpus=node.gpus, memory_bytes=node.memory_bytes)
     names = {"node": node.name, "region": node.region, "gpu_type": node.gpu_type, "node_key": "no matter"}
     agent = AgentSettings.model_validate({**names, "slots": (slot,), **node.settings})
     needed = sorted(

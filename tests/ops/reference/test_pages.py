@@ -4,7 +4,7 @@ import pytest
 
 from controlplane.api.metrics import Metrics
 from controlplane.settings import Settings
-from dataplane.agent.settings import AgentSettings, SlotSettings
+from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.runtime.logs import LogSettings
 from ops.reference.markdown import code, plain, table
 from ops.reference.metrics import gateway_metrics
@@ -31,7 +31,7 @@ def test_only_pages_that_differ_are_written(tmp_path) -> None:
     assert [path.name for path in write_pages(tmp_path)] == ["metrics.md"]
 
 
-@pytest.mark.parametrize("settings", [Settings, AgentSettings, SlotSettings, LogSettings])
+@pytest.mark.parametrize("settings", [Settings, AgentSettings, WorkerSettings, LogSettings])
 def test_every_setting_says_what_it_does(settings) -> None:
     silent = [name for name, field in settings.model_fields.items() if not field.description]
     assert not silent, f"{settings.__name__}: give these a description: {silent}"

@@ -193,7 +193,7 @@ def test_no_policy_is_written_twice() -> None:
         ("pooling", "ops.simulator.world.loops.choose_pool_slots"),
         ("pooled", "ops.simulator.world.world.choose_route"),
         ("pooled", "dataplane.engines.core.slot_engine.choose_turn"),
-        ("pooled", "dataplane.agent.dispatch.choose_prefill_slot"),
+        ("pooled", "dataplane.dispatch.dispatcher.choose_prefill_slot"),
     ],
 )
 def test_the_policies_decide(serving: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:

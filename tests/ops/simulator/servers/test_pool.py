@@ -7,7 +7,6 @@ from dataplane.engines.core.pressure import KvPressure
 from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.replay.engine import ReplaySettings
 from dataplane.protocol.tiers import Objective
-from dataplane.worker.frames import Add
 from ops.simulator.kernel.events import Events, Kind
 from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.kernel.requests import Request, Served
@@ -84,7 +83,7 @@ def test_a_slot_makes_the_tokens_of_the_live_engine_when_it_does(
 
     def come(request: Request) -> None:
         made[request.number] = Served(request=request, target=TARGET, made=int(prefilled))
-        slot.send(Add(request=engine_request(request, prefilled=prefilled)))
+        slot.add(engine_request(request, prefilled=prefilled))
 
     for request in requests:
         events.at(request.arrived_s, Kind.ARRIVAL, lambda request=request: come(request))

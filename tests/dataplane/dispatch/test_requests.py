@@ -2,7 +2,7 @@
 
 import asyncio
 
-from dataplane.agent.requests import Outputs
+from dataplane.dispatch.requests import Outputs
 from dataplane.engines.interface import EngineOutput
 
 
