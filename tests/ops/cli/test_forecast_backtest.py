@@ -1,10 +1,9 @@
 """`tidepool forecast backtest`, and what it rests on: hours, scores, and that nothing sees what comes after it."""
 
 import csv
-import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,26 +14,16 @@ from forecasts.backtests import CHAMPION, Cost, Prediction, hours_of, scores_of,
 from forecasts.importers.series_file import read_series
 from forecasts.series import DemandSeries
 from forecasts.settings import ForecastSettings
-from ops.cli.main import main
+from tests.ops.cli.running import Run
 
 DATA = Path(os.environ.get("TIDEPOOL_DATA", Path(__file__).parents[4] / "shared" / "data"))
 START_S = 1_731_283_200
 QUICK = ("--forecaster", "yesterday's shape")
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """`run(file, ...)`: status, standard output and standard error."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["forecast", "backtest", *map(str, arguments)])
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return run
+def backtest(run: Run) -> Run:
+    return lambda *arguments: run("forecast", "backtest", *arguments)
 
 
 def days(hours: int, model: str = "m", seed: int = 0, bucket_s: int = 600) -> Iterator[str]:
@@ -98,13 +87,13 @@ def test_scores_of_nothing_and_of_silence_are_unknown() -> None:
     assert (silence.hours, silence.error, silence.coverage) == (1, None, 1.0)
 
 
-def test_what_is_printed_and_written(run: Run, tmp_path: Path) -> None:
+def test_what_is_printed_and_written(backtest: Run, tmp_path: Path) -> None:
     file = save(tmp_path / "demand.csv", *days(26), *days(26, "n", seed=1))
     out, picture = tmp_path / "p.csv", tmp_path / "p.png"
-    status, shown, _ = run(file, *QUICK, "--origins", 3, "--quantile", 0.8, "--predictions", out, "--plot", picture)
-    assert status == 0
+    outcome = backtest(file, *QUICK, "--origins", 3, "--quantile", 0.8, "--predictions", out, "--plot", picture)
+    assert outcome.status == 0
     for words in ("m in us", "n in us", "champion", "last hour's maximum", "All 2 series, for the 80 % quantile"):
-        assert words in shown, words
+        assert words in outcome.out, words
     rows = table(out)
     assert list(rows[0]) == ["origin_s", "region", "model", "forecaster", "peak_q50", "peak_q80", "actual_peak"]
     origins = {row["origin_s"] for row in rows}
@@ -120,11 +109,11 @@ def test_what_is_printed_and_written(run: Run, tmp_path: Path) -> None:
             assert 0 <= float(row["peak_q50"]) <= float(row["peak_q80"])
 
 
-def test_json_says_the_same_and_nothing_else(run: Run, tmp_path: Path) -> None:
+def test_json_says_the_same_and_nothing_else(backtest: Run, tmp_path: Path) -> None:
     file = save(tmp_path / "demand.csv", *days(12), *(f"{START_S + 60 * i},us,short,1" for i in range(60)))
-    status, shown, _ = run(file, *QUICK, "--json")
-    answer = json.loads(shown)
-    assert (status, answer["quantile"], answer["interrupted"]) == (0, 0.9, False)
+    outcome = backtest(file, *QUICK, "--json")
+    answer = outcome.json
+    assert (outcome.status, answer["quantile"], answer["interrupted"]) == (0, 0.9, False)
     whole, short = answer["series"]
     assert (whole["model"], whole["bucket_s"], whole["reason"], whole["scores"][0]["hours"]) == ("m", 600, None, 6)
     assert sum(whole["chosen"].values()) == 6
@@ -137,7 +126,7 @@ def test_json_says_the_same_and_nothing_else(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tail", ["other values", "gaps", "cut off"])
-def test_no_prediction_changes_when_what_comes_after_it_does(run: Run, tmp_path: Path, tail: str) -> None:
+def test_no_prediction_changes_when_what_comes_after_it_does(backtest: Run, tmp_path: Path, tail: str) -> None:
     """What is known at hour 13 stays; from there on the file is another, or ends some time later."""
     lines, cut = list(days(16)), 13 * 6
     ends = {
@@ -146,8 +135,11 @@ def test_no_prediction_changes_when_what_comes_after_it_does(run: Run, tmp_path:
         "cut off": lines[cut : cut + 7],
     }
     first, second = tmp_path / "first.csv", tmp_path / "second.csv"
-    assert run(save(tmp_path / "a.csv", *lines), "--origins", 12, "--predictions", first)[0] == 0
-    assert run(save(tmp_path / "b.csv", *lines[:cut], *ends[tail]), "--origins", 12, "--predictions", second)[0] == 0
+    assert backtest(save(tmp_path / "a.csv", *lines), "--origins", 12, "--predictions", first).status == 0
+    assert (
+        backtest(save(tmp_path / "b.csv", *lines[:cut], *ends[tail]), "--origins", 12, "--predictions", second).status
+        == 0
+    )
     known = [
         {(row["origin_s"], row["forecaster"]): (row["peak_q50"], row["peak_q90"]) for row in table(path)}
         for path in (first, second)
@@ -159,7 +151,7 @@ def test_no_prediction_changes_when_what_comes_after_it_does(run: Run, tmp_path:
         assert any(known[0][key] != known[1][key] for key in known[0] if int(key[0]) > START_S + 14 * 3600)
 
 
-def test_ctrl_c_shows_what_is_done(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_shows_what_is_done(backtest: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rolled = forecasts.backtests.rolling_origins
 
     def interrupted(series: DemandSeries, settings: ForecastSettings, hours: list[float]) -> Iterator[object]:
@@ -170,9 +162,9 @@ def test_ctrl_c_shows_what_is_done(run: Run, tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(forecasts.backtests, "rolling_origins", interrupted)
     file = save(tmp_path / "demand.csv", *days(12), *days(12, "n"))
-    status, shown, _ = run(file, *QUICK, "--json", "--predictions", tmp_path / "p.csv")
-    answer = json.loads(shown)
-    assert (status, answer["interrupted"]) == (130, True)
+    outcome = backtest(file, *QUICK, "--json", "--predictions", tmp_path / "p.csv")
+    answer = outcome.json
+    assert (outcome.status, answer["interrupted"]) == (130, True)
     (only,) = answer["series"]
     assert (only["reason"], only["scores"][0]["hours"]) == ("interrupted", 4)
     assert len([row for row in table(tmp_path / "p.csv") if row["forecaster"] == CHAMPION]) == 4
@@ -190,15 +182,15 @@ def test_ctrl_c_shows_what_is_done(run: Run, tmp_path: Path, monkeypatch: pytest
     ],
 )
 def test_a_file_that_cannot_be_backtested_says_why(
-    run: Run, tmp_path: Path, lines: tuple[str, ...], message: str
+    backtest: Run, tmp_path: Path, lines: tuple[str, ...], message: str
 ) -> None:
-    status, _, err = run(save(tmp_path / "demand.csv", *lines))
-    assert status == 1
-    assert message in err
-    assert "Traceback" not in err
+    outcome = backtest(save(tmp_path / "demand.csv", *lines))
+    assert outcome.status == 1
+    assert message in outcome.err
+    assert "Traceback" not in outcome.err
 
 
-def test_what_cannot_be_written_is_said_before_the_work(run: Run, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_said_before_the_work(backtest: Run, tmp_path: Path) -> None:
     file = save(tmp_path / "demand.csv", *days(12))
     for arguments, message in (
         (("--plot", tmp_path / "x.gif"), "must end in one of .png"),
@@ -209,30 +201,27 @@ def test_what_cannot_be_written_is_said_before_the_work(run: Run, tmp_path: Path
         (("--forecaster", "oracle"), "--forecaster: 'oracle' is none of: "),
         (("--quantile", "nan"), "quantile must be above 0.5 and below 1"),
     ):
-        status, shown, err = run(file, *arguments)
-        assert (status, shown) == (1, ""), arguments
-        assert message in err, arguments
-    assert run(file, "--origins", 0)[0] == 2
-    assert run(tmp_path / "none.csv")[0] == 2
+        outcome = backtest(file, *arguments)
+        assert (outcome.status, outcome.out) == (1, ""), arguments
+        assert message in outcome.err, arguments
+    assert backtest(file, "--origins", 0).status == 2
+    assert backtest(tmp_path / "none.csv").status == 2
 
 
 @pytest.mark.parametrize("rates", [["5"] * 72, ["0"] * 72, [""] * 71 + ["3"], ["1e300"] * 72])
-def test_odd_demand_is_answered(run: Run, tmp_path: Path, rates: list[str]) -> None:
+def test_odd_demand_is_answered(backtest: Run, tmp_path: Path, rates: list[str]) -> None:
     lines = [f"{START_S + 600 * i},us,m,{rate}" for i, rate in enumerate(rates)]
-    status, _, err = run(save(tmp_path / "demand.csv", *lines), "--plot", tmp_path / "x.png")
-    assert "Traceback" not in err
-    assert status == 0 or "no series has an hour to forecast" in err
+    outcome = backtest(save(tmp_path / "demand.csv", *lines), "--plot", tmp_path / "x.png")
+    assert "Traceback" not in outcome.err
+    assert outcome.status == 0 or "no series has an hour to forecast" in outcome.err
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (DATA / "sageserve").is_dir(), reason=f"no recorded demand in {DATA}")
 def test_a_recorded_week_is_imported_and_backtested(run: Run, tmp_path: Path) -> None:
     source, week = DATA / "sageserve" / "nov2024_week_prompt_tokens_per_min.csv.gz", tmp_path / "week.csv"
-    with pytest.raises(SystemExit):
-        main(["forecast", "import", "sageserve", str(source), "--out", str(week)])
+    assert run("forecast", "import", "sageserve", source, "--out", week).status == 0
     lines = [line for line in week.read_text().splitlines() if ",C," in line][: 30 * 60]
-    status, shown, _ = run(save(week, *lines), "--origins", 6, "--json")
-    assert status == 0
-    champion = json.loads(shown[shown.index("{") :])["overall"][0]
+    champion = run("forecast", "backtest", save(week, *lines), "--origins", 6, "--json").json["overall"][0]
     assert champion["hours"] == 6
     assert 0 < champion["error"] < 0.5

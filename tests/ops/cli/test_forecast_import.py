@@ -8,10 +8,7 @@ import pytest
 
 from forecasts.importers.formats import FORMATS
 from ops.cli.forecast_import import Format
-from tests.ops.cli.test_main import Run, database, run, served
-from tests.ops.local.test_checkpoints import write_checkpoint
-
-__all__ = ["database", "run", "served"]
+from tests.ops.cli.running import Run
 
 DATA = Path(os.environ.get("TIDEPOOL_DATA", Path(__file__).parents[4] / "shared" / "data"))
 BURSTGPT = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
@@ -64,19 +61,16 @@ def test_what_was_written_is_read_again_as_it_is_gaps_included(run: Run, tmp_pat
     assert "600,all,m,\n" in second.read_text()
 
 
-def test_the_api_gets_minutes(served: Run, tmp_path: Path) -> None:
-    served("region", "add", "us")
-    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
-    served("model", "add", "m", "--path", write_checkpoint(tmp_path / "tiny"), "--tokens-per-s", "H800=1200")
+def test_the_api_gets_minutes(fleet: Run, tmp_path: Path) -> None:
     source = tmp_path / "rates.csv"
     source.write_text(SERVEGEN + "m,0,4,1,100\nm,600,0,0,0\nm,1200,2,1,100\n")
-    sent = served("forecast", "import", "servegen", source, "--start", "0", "--region", "us", "--kind", "NIW")
+    sent = fleet("forecast", "import", "servegen", source, "--start", "0", "--region", "us-east", "--kind", "NIW")
     assert "20 minutes of 1 endpoints are imported" in sent.out
-    shown = served("demand", "show", "m", "us", "--kind", "NIW", "--json").json["data"]
+    shown = fleet("demand", "show", "m", "us-east", "--kind", "NIW", "--json").json["data"]
     assert [point["start_s"] for point in shown] == [*range(0, 600, 60), *range(1200, 1800, 60)]
     assert {point["tokens_per_s"] for point in shown} == {400.0, 200.0}
     source.write_text(SERVEGEN + "m,0,4,1,100\nm,600,x,0,0\n")
-    refused = served("forecast", "import", "servegen", source, "--region", "us")
+    refused = fleet("forecast", "import", "servegen", source, "--region", "us-east")
     assert refused.err.endswith("line 3: column rps_all_clients is no number: 'x'\n")
 
 

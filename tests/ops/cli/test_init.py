@@ -17,9 +17,7 @@ from controlplane.store.keys import ApiKey, find_key, rotate_key
 from controlplane.store.rows import list_rows
 from controlplane.store.session import Database
 from ops.local.bootstrap import FirstKeys, keep_secrets, make_secrets, store_keys
-from tests.ops.cli.test_main import Run, database, run, served
-
-__all__ = ["database", "run", "served"]
+from tests.ops.cli.running import Run
 
 
 @pytest.fixture
@@ -127,5 +125,5 @@ def test_a_clients_key_does_not_break_status(served: Run, settings: Settings, mo
     monkeypatch.setenv("TIDEPOOL_HOME", "/nonexistent")
     refused = served("region", "list")
     assert refused.status == 1
-    assert "the key's role is 'client' (403); the key came from TIDEPOOL_KEY: set TIDEPOOL_ADMIN_KEY" in refused.err
+    assert "the key's role is 'client' (403); the key is from TIDEPOOL_KEY: set TIDEPOOL_ADMIN_KEY" in refused.err
     assert "no key 'client': run `tidepool init`" in served("key", "secret", "client").err

@@ -1,6 +1,5 @@
 """`tidepool node check`: what it says of good models, and that it notices bad ones."""
 
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +9,10 @@ import pytest
 import torch
 
 from dataplane.engines.torch.model import attention
-from ops.cli.main import main
 from ops.profiling import interleaving
 from ops.profiling.reference import router_margins
 from tests.dataplane.engines.torch.tiny import save_tiny
+from tests.ops.cli.running import Run
 
 QUICK = ("--prompts", "2", "--tokens", "5", "--switches", "6")
 
@@ -24,24 +23,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(save_tiny(architecture, root / architecture)) for architecture in ("mistral", "qwen3_moe")]
 
 
-def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["node", "check", *arguments])
-    captured = capsys.readouterr()
-    return int(ended.value.code or 0), captured.out, captured.err
-
-
-def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
-    status, out, _ = check(capsys, *arguments, "--json")
-    return status, json.loads(out)
+@pytest.fixture
+def check(run: Run) -> Run:
+    return lambda *arguments: run("node", "check", *arguments)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_good_models_pass_and_everything_was_tried(
-    dtype: str, folders: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, said = report(capsys, *folders, *QUICK, "--dtype", dtype)
-    assert (status, said["failed"]) == (0, [])
+def test_good_models_pass_and_everything_was_tried(dtype: str, folders: list[str], check: Run) -> None:
+    outcome = check(*folders, *QUICK, "--dtype", dtype, "--json")
+    said = outcome.json
+    assert (outcome.status, said["failed"]) == (0, [])
     assert [model["architecture"] for model in said["models"]] == ["mistral", "qwen3_moe"]
     assert all(model["tokens"] >= 5 for model in said["models"])
     assert said["models"][0]["prompt_tokens_max"] > said["models"][0]["window_tokens"]
@@ -49,22 +40,20 @@ def test_good_models_pass_and_everything_was_tried(
     assert said["swapped_out"] == said["swapped_in"] > 0
 
 
-def test_the_table_names_the_architectures(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = check(capsys, folders[0], *QUICK)
-    assert status == 0
-    assert "mistral" in out
-    assert "yes" in out
+def test_the_table_names_the_architectures(folders: list[str], check: Run) -> None:
+    outcome = check(folders[0], *QUICK)
+    assert outcome.status == 0
+    assert "mistral" in outcome.out
+    assert "yes" in outcome.out
 
 
-def test_a_wrong_token_fails_the_check(
-    folders: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_token_fails_the_check(folders: list[str], check: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention.KvStep, "mask", _mask_without_window)
-    status, out, err = check(capsys, *folders, "--prompts", "2", "--tokens", "8", "--json")
-    said = json.loads(out)
-    assert (status, said["failed"]) == (1, ["mistral"])
+    outcome = check(*folders, "--prompts", "2", "--tokens", "8", "--json")
+    said = outcome.json
+    assert (outcome.status, said["failed"]) == (1, ["mistral"])
     assert any("instead of" in mismatch for mismatch in said["models"][0]["mismatches"])
-    assert "not the tokens and logits of transformers: mistral" in err
+    assert "not the tokens and logits of transformers: mistral" in outcome.err
 
 
 def _mask_without_window(self: attention.KvStep, index: int, window: int | None, groups: int) -> torch.Tensor:
@@ -75,18 +64,19 @@ _MASK = attention.KvStep.mask
 
 
 def test_nearly_tied_tokens_are_counted_and_what_follows_is_compared(
-    folders: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folders: list[str], check: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, strict = report(capsys, folders[0], *QUICK)
-    assert status == 0
+    strict = check(folders[0], *QUICK, "--json")
+    assert strict.status == 0
     second_best(monkeypatch)
     monkeypatch.setitem(interleaving.TOLERANCES, "float32", 10.0)
-    status, lax = report(capsys, folders[0], *QUICK)
-    assert status == 0
-    assert lax["models"][0]["ties"] == lax["models"][0]["tokens"] >= strict["models"][0]["tokens"]
+    lax = check(folders[0], *QUICK, "--json")
+    assert lax.status == 0
+    model = lax.json["models"][0]
+    assert model["ties"] == model["tokens"] >= strict.json["models"][0]["tokens"]
     monkeypatch.setitem(interleaving.TOLERANCES, "float32", 1e-4)
-    status, refused = report(capsys, folders[0], *QUICK)
-    assert (status, refused["failed"]) == (1, ["mistral"])
+    refused = check(folders[0], *QUICK, "--json")
+    assert (refused.status, refused.json["failed"]) == (1, ["mistral"])
 
 
 def second_best(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,23 +85,23 @@ def second_best(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_experts_tie_another_token_is_no_mismatch(
-    folders: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folders: list[str], check: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second_best(monkeypatch)
     monkeypatch.setitem(interleaving.ROUTER_TOLERANCES, "float32", 1.0)
-    status, said = report(capsys, *folders, *QUICK)
-    dense, experts = said["models"]
-    assert (status, said["failed"]) == (1, ["mistral"]), "without experts nothing ties"
+    outcome = check(*folders, *QUICK, "--json")
+    dense, experts = outcome.json["models"]
+    assert (outcome.status, outcome.json["failed"]) == (1, ["mistral"]), "without experts nothing ties"
     assert (dense["router_ties"], experts["mismatches"]) == (0, [])
     assert experts["router_ties"] == experts["tokens"] > 0
     monkeypatch.setitem(interleaving.ROUTER_TOLERANCES, "float32", 0.0)
-    status, said = report(capsys, folders[1], *QUICK)
-    assert (status, said["models"][0]["router_ties"]) == (1, 0)
+    outcome = check(folders[1], *QUICK, "--json")
+    assert (outcome.status, outcome.json["models"][0]["router_ties"]) == (1, 0)
 
 
 @pytest.mark.parametrize("share", ["first", "all"])
 def test_logits_may_be_off_at_a_token_where_experts_tie_but_not_at_most(
-    share: str, folders: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    share: str, folders: list[str], check: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = interleaving.Interleaving._watch
     seen: set[str] = set()
@@ -124,11 +114,11 @@ def test_logits_may_be_off_at_a_token_where_experts_tie_but_not_at_most(
 
     monkeypatch.setattr(interleaving.Interleaving, "_watch", off)
     monkeypatch.setitem(interleaving.ROUTER_TOLERANCES, "float32", 1.0)
-    status, said = report(capsys, *folders, *QUICK)
-    dense, experts = said["models"]
-    assert status == 1
+    outcome = check(*folders, *QUICK, "--json")
+    dense, experts = outcome.json["models"]
+    assert outcome.status == 1
     assert "a logit differs by 0.3 of the largest where no router nearly ties" in dense["mismatches"]
-    assert all(model["logits"]["most"] == pytest.approx(0.3, rel=0.01) for model in said["models"])
+    assert all(model["logits"]["most"] == pytest.approx(0.3, rel=0.01) for model in (dense, experts))
     if share == "first":
         assert experts["mismatches"] == []
         assert experts["logits"]["median"] < 1e-4
@@ -148,15 +138,14 @@ def test_the_margin_of_a_token_is_that_of_its_least_certain_router() -> None:
     assert router_margins(dense, SimpleNamespace()) == [math.inf] * 2
 
 
-def test_what_cannot_be_checked_is_said_in_one_line(
-    folders: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    status, _, err = check(capsys, str(tmp_path), *QUICK)
-    assert status == 1
-    assert "config.json does not exist" in err.splitlines()[-1]
-    status, _, err = check(capsys, folders[0], "--tokens", "5000")
-    assert status == 1
-    assert "a context of 256 tokens" in err.splitlines()[-1]
+def test_what_cannot_be_checked_is_said_in_one_line(folders: list[str], check: Run, tmp_path: Path) -> None:
+    refusals = {
+        (tmp_path, *QUICK): "config.json does not exist",
+        (folders[0], "--tokens", 5000): "a context of 256 tokens",
+    }
     if not torch.cuda.is_available():
-        status, _, err = check(capsys, folders[0], "--device", "cuda")
-        assert (status, err.splitlines()[-1]) == (1, "error: no CUDA device can be used here")
+        refusals[folders[0], "--device", "cuda"] = "error: no CUDA device can be used here"
+    for arguments, message in refusals.items():
+        refused = check(*arguments)
+        assert refused.status == 1
+        assert message in refused.err.splitlines()[-1]

@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ import pytest
 
 from dataplane.scheduling.costs import LatencyModel
 from dataplane.scheduling.profile import load_gpu_profile
-from ops.cli.main import main
 from ops.profiling.checkpoints import BenchModel, Shape, build_checkpoints
 from ops.profiling.published_points import COLUMNS, read_points
 from ops.profiling.step_times import BATCHES, StepTimesSettings, grid, measure_step_times
+from tests.ops.cli.running import Run
 
 DATA = Path(os.environ.get("TIDEPOOL_DATA", Path(__file__).parents[4] / "shared" / "data")) / "aegaeon"
 KNOWN = LatencyModel(
@@ -54,10 +53,9 @@ def save(path: Path, points: list[Row]) -> Path:
     return path
 
 
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["node", "profile", *map(str, arguments)])
-    return int(ended.value.code or 0)
+@pytest.fixture
+def profile(run: Run) -> Run:
+    return lambda *arguments: run("node", "profile", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +64,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> BenchModel:
 
 
 @pytest.mark.parametrize("name", ["points.csv", "points.csv.gz"])
-def test_known_coefficients_are_written(tmp_path: Path, name: str) -> None:
+def test_known_coefficients_are_written(profile: Run, tmp_path: Path, name: str) -> None:
     file = save(tmp_path / name, rows(gpus=2))
     out = tmp_path / "out.toml"
-    assert run("--from", file, "--memory-gib", 80, "--pcie-gb-per-s", 26, "--cost-per-hour", 2.5, "--out", out) == 0
-    profile = load_gpu_profile(out)
-    assert (profile.gpu_type, profile.memory_bytes, profile.cost_per_hour) == ("H800", 80 * 2**30, 2.5)
-    assert (profile.pcie_bytes_per_s, profile.transfer_efficiency) == (26e9, 0.625)
-    [found] = profile.models
+    assert (
+        profile("--from", file, "--memory-gib", 80, "--pcie-gb-per-s", 26, "--cost-per-hour", 2.5, "--out", out).status
+        == 0
+    )
+    written = load_gpu_profile(out)
+    assert (written.gpu_type, written.memory_bytes, written.cost_per_hour) == ("H800", 80 * 2**30, 2.5)
+    assert (written.pcie_bytes_per_s, written.transfer_efficiency) == (26e9, 0.625)
+    [found] = written.models
     assert (found.name, found.source, found.gpus) == ("some-7b", "test/some-7b/H800/2", 2)
     assert found.weights_bytes == 14e9
     for key in LatencyModel.__dataclass_fields__:
@@ -115,19 +116,18 @@ def test_published_points_are_dropped_as_in_the_published_fits() -> None:
     assert {one.source: len(one.prefill) for one in sets} == used
 
 
-def test_one_of_several_devices_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_of_several_devices_is_chosen(tmp_path: Path, profile: Run) -> None:
     file = save(tmp_path / "points.csv", [*rows(), *rows(device="A10"), *rows("moe-7b", device="A10")])
-    assert run("--from", file) == 1
-    assert "has points of A10, H800: say which GPU type" in capsys.readouterr().err
-    assert run("--from", file, "--gpu-type", "L4") == 1
-    assert "has no points of L4; it has A10, H800" in capsys.readouterr().err
-    assert run("--from", file, "--gpu-type", "a10", "--json") == 0
-    captured = capsys.readouterr()
-    answer = json.loads(captured.out)
+    refused = profile("--from", file)
+    assert (refused.status, "has points of A10, H800: say which GPU type" in refused.err) == (1, True), refused.err
+    refused = profile("--from", file, "--gpu-type", "L4")
+    assert (refused.status, "has no points of L4; it has A10, H800" in refused.err) == (1, True), refused.err
+    outcome = profile("--from", file, "--gpu-type", "a10", "--json")
+    answer = outcome.json
     assert answer["gpu"]["gpu_type"] == "A10"
     assert [found["source"] for found in answer["models"]] == ["test/some-7b/A10/1"]
     assert answer["models"][0]["fit"]["prefill_r2"] == pytest.approx(1.0)
-    assert "left out test/moe-7b/A10/1" in captured.err
+    assert "left out test/moe-7b/A10/1" in outcome.err
 
 
 def _without(name: str) -> list[Row]:
@@ -144,20 +144,18 @@ def _without(name: str) -> list[Row]:
         (rows()[:2], "2 prefill points; at least 3 are needed"),
     ],
 )
-def test_files_that_cannot_be_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], points: list[Row], message: str
-) -> None:
+def test_files_that_cannot_be_used(tmp_path: Path, profile: Run, points: list[Row], message: str) -> None:
     file, out = save(tmp_path / "points.csv", points), tmp_path / "out.toml"
-    assert run("--from", file, "--memory-gib", 80, "--out", out) == 1
-    assert message in capsys.readouterr().err
+    refused = profile("--from", file, "--memory-gib", 80, "--out", out)
+    assert (refused.status, message in refused.err) == (1, True), refused.err
     assert not out.exists()
 
 
-def test_a_file_that_is_not_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_what_it_says(tmp_path: Path, profile: Run) -> None:
     file = tmp_path / "points.csv.gz"
     file.write_text(",".join(COLUMNS))
-    assert run("--from", file) == 1
-    assert "cannot be read" in capsys.readouterr().err
+    refused = profile("--from", file)
+    assert (refused.status, "cannot be read" in refused.err) == (1, True), refused.err
 
 
 @pytest.mark.parametrize(
@@ -172,38 +170,38 @@ def test_a_file_that_is_not_what_it_says(tmp_path: Path, capsys: pytest.CaptureF
 )
 def test_options_that_do_not_go_together(
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    profile: Run,
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     places = {"FILE": str(save(tmp_path / "points.csv", rows())), "FOLDER": str(tmp_path)}
-    assert run(*(places.get(argument, argument) for argument in arguments)) == 1
-    assert message in capsys.readouterr().err
+    refused = profile(*(places.get(argument, argument) for argument in arguments))
+    assert (refused.status, message in refused.err) == (1, True), refused.err
 
 
-def test_models_are_appended_to_a_profile_of_the_same_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_are_appended_to_a_profile_of_the_same_gpu(tmp_path: Path, profile: Run) -> None:
     out = tmp_path / "out.toml"
     first = save(tmp_path / "first.csv", rows())
-    assert run("--from", first, "--memory-gib", 80, "--out", out) == 0
+    assert profile("--from", first, "--memory-gib", 80, "--out", out).status == 0
     before = out.read_text()
-    assert run("--from", save(tmp_path / "more.csv", rows("more-13b")), "--out", out, "--append") == 0
+    assert profile("--from", save(tmp_path / "more.csv", rows("more-13b")), "--out", out, "--append").status == 0
     assert out.read_text().startswith(before)
     assert [model.name for model in load_gpu_profile(out).models] == ["some-7b", "more-13b"]
-    assert run("--from", save(tmp_path / "other.csv", rows(device="A10")), "--out", out, "--append") == 1
-    assert "is of H800, not of A10" in capsys.readouterr().err
+    refused = profile("--from", save(tmp_path / "other.csv", rows(device="A10")), "--out", out, "--append")
+    assert (refused.status, "is of H800, not of A10" in refused.err) == (1, True), refused.err
 
 
-def test_a_model_is_measured_and_written(tmp_path: Path, model: BenchModel) -> None:
+def test_a_model_is_measured_and_written(profile: Run, tmp_path: Path, model: BenchModel) -> None:
     out = tmp_path / "here.toml"
     arguments = ["--tokens-max", 128, "--seconds", 0, "--gpu-type", "this", "--out", out]
-    assert run(model.folder, *arguments) == 0
-    profile = load_gpu_profile(out)
-    assert profile.gpu_type == "this"
-    assert profile.memory_bytes > 2**28
-    assert profile.pcie_bytes_per_s > 1e6
-    [found] = profile.models
+    assert profile(model.folder, *arguments).status == 0
+    written = load_gpu_profile(out)
+    assert written.gpu_type == "this"
+    assert written.memory_bytes > 2**28
+    assert written.pcie_bytes_per_s > 1e6
+    [found] = written.models
     assert found.name == model.folder.name
     assert found.weights_bytes >= model.weights_bytes
     assert found.latency.prefill_s(64, 64**2) > 0

@@ -8,18 +8,8 @@ from typing import Any
 
 import pytest
 
-from ops.cli.main import main
 from ops.cli.plan_solve import EXAMPLE
-
-
-def solve(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    status = 0
-    try:
-        main(["plan", *arguments])
-    except SystemExit as stop:
-        status = stop.code if isinstance(stop.code, int) else 0
-    said = capsys.readouterr()
-    return status, said.out, said.err
+from tests.ops.cli.running import Run
 
 
 def problem(tmp_path: Path, **changes: Any) -> str:
@@ -28,10 +18,10 @@ def problem(tmp_path: Path, **changes: Any) -> str:
     return str(path)
 
 
-def test_the_example_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = solve(capsys, "solve", str(EXAMPLE), "--json", "--gap", "0")
-    answer = json.loads(out)
-    assert (status, answer["status"], answer["solver"]) == (0, "optimal", "highs"), err
+def test_the_example_for_scripts(run: Run) -> None:
+    outcome = run("plan", "solve", EXAMPLE, "--json", "--gap", 0)
+    answer = outcome.json
+    assert (outcome.status, answer["status"], answer["solver"]) == (0, "optimal", "highs"), outcome.err
     assert answer["objective"] == pytest.approx(answer["bound"])
     assert answer["gap"] == pytest.approx(0, abs=1e-6)
     assert answer["seconds"] > 0
@@ -52,28 +42,28 @@ def test_the_example_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"model": "code-7b", "region": "us-west", "gpu": "L40S", "count": 2} in answer["placement"], "the pin"
 
 
-def test_the_answer_is_the_next_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_answer_is_the_next_problem(tmp_path: Path, run: Run) -> None:
     """With the placement as its present, the same problem asks for no change."""
     off = problem(tmp_path, pool=None, spot=[])
-    first = json.loads(solve(capsys, "solve", off, "--json")[1])
+    first = run("plan", "solve", off, "--json").json
     again = problem(tmp_path, pool=None, spot=[], present=first["placement"])
-    assert json.loads(solve(capsys, "solve", again, "--json")[1])["changes"] == []
+    assert run("plan", "solve", again, "--json").json["changes"] == []
 
 
-def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = solve(capsys, "solve", str(EXAMPLE))
-    assert status == 0
+def test_for_people(run: Run) -> None:
+    outcome = run("plan", "solve", EXAMPLE)
+    assert outcome.status == 0
     for words in ("optimal", "objective per hour", "bound", "gap", "seconds", "Changes", "Pool GPUs", "Pooled", "home"):
-        assert words in out
-    assert "Not served: none" in out
+        assert words in outcome.out
+    assert "Not served: none" in outcome.out
 
 
-def test_what_cannot_be_served_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_served_is_an_answer(tmp_path: Path, run: Run) -> None:
     gpus = json.loads(EXAMPLE.read_text())["gpus"]
     few = [gpu | {"gpus_per_region": {"us-east": 3, "us-west": 3}} for gpu in gpus]
-    status, out, _ = solve(capsys, "solve", problem(tmp_path, gpus=few), "--json")
-    answer = json.loads(out)
-    assert (status, answer["status"]) == (0, "optimal")
+    outcome = run("plan", "solve", problem(tmp_path, gpus=few), "--json")
+    answer = outcome.json
+    assert (outcome.status, answer["status"]) == (0, "optimal")
     assert {each["model"] for each in answer["unserved"]} >= {"chat-70b"}
     assert sorted(answer["unserved"][0]) == ["model", "reason", "region", "tokens_per_s"]
     assert sorted(answer["below_minimum"][0]) == ["minimum", "model", "placed", "reason", "region"]
@@ -87,33 +77,28 @@ def test_what_cannot_be_served_is_an_answer(tmp_path: Path, capsys: pytest.Captu
         ({"pins": [{"model": "x", "region": "us-east", "count": 1}]}, "$.pins[0].model: 'x' is unknown"),
     ],
 )
-def test_refused_input_names_the_field(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
-) -> None:
-    status, out, err = solve(capsys, "solve", problem(tmp_path, **changes), "--json")
-    assert (status, out) == (1, "")
-    assert message in err
+def test_refused_input_names_the_field(tmp_path: Path, run: Run, changes: dict[str, Any], message: str) -> None:
+    outcome = run("plan", "solve", problem(tmp_path, **changes), "--json")
+    assert (outcome.status, outcome.out) == (1, "")
+    assert message in outcome.err
 
 
-def test_settings_on_the_command_line_are_checked_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_on_the_command_line_are_checked_too(run: Run) -> None:
     for arguments in (("--gap", "1"), ("--time-limit", "0")):
-        status, _, err = solve(capsys, "solve", str(EXAMPLE), *arguments)
-        assert status == 1
-        assert arguments[0].strip("-").split("-")[0] in err
-    assert solve(capsys, "solve", "no-such-file.json")[0] == 1
+        outcome = run("plan", "solve", EXAMPLE, *arguments)
+        assert outcome.status == 1
+        assert arguments[0].strip("-").split("-")[0] in outcome.err
+    assert run("plan", "solve", "no-such-file.json").status == 1
 
 
-def test_standard_input_and_an_lp(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_standard_input_and_an_lp(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     lp = tmp_path / "placement.lp"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(EXAMPLE.read_bytes())))
-    status, out, _ = solve(capsys, "solve", "-", "--json", "--lp", str(lp))
-    assert (status, json.loads(out)["status"]) == (0, "optimal")
+    assert run("plan", "solve", "-", "--json", "--lp", lp).json["status"] == "optimal"
     assert lp.read_text().lower().count("minimize") == 1
 
 
-def test_schema_and_example(capsys: pytest.CaptureFixture[str]) -> None:
-    schema = json.loads(solve(capsys, "schema")[1])
+def test_schema_and_example(run: Run) -> None:
+    schema = json.loads(run("plan", "schema").out)
     assert set(schema["$defs"]["Problem"]["properties"]) >= {"regions", "gpus", "models", "instance", "pool", "epsilon"}
-    assert json.loads(solve(capsys, "schema", "--example")[1]) == json.loads(EXAMPLE.read_text())
+    assert json.loads(run("plan", "schema", "--example").out) == json.loads(EXAMPLE.read_text())

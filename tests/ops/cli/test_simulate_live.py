@@ -10,19 +10,15 @@ from sqlalchemy import select
 from controlplane.settings import Settings
 from controlplane.store.fleet import touch_node
 from controlplane.store.instances import add_instance
-from controlplane.store.joining import join_node
 from controlplane.store.session import Database
 from controlplane.store.tables import Node
-from dataplane.protocol.messages import Join, SlotSpec
+from dataplane.protocol.messages import SlotSpec
 from ops.cli.simulate_live import profiles_by_type
 from ops.simulator.scenario.live import LiveError, cut_demand
-from tests.ops.cli.test_main import Run, database, run, served
+from tests.ops.cli.running import GIB, Run, join
 from tests.ops.local.test_checkpoints import write_checkpoint
 
-__all__ = ["database", "run", "served"]
-
 HOUR_S = 3600
-GIB = 1 << 30
 
 
 @pytest.fixture
@@ -43,19 +39,10 @@ def fleet(served: Run, database: Database, tmp_path: Path) -> Run:
         added = served("model", "add", name, "--path", checkpoint, "--tokens-per-s", "H800=2500", "--region", "east")
         assert added.status == 0, added.err
     served("endpoint", "set", "org/m", "west", "--min", 1, "--max", 3)
+    for region in ("east", "west"):
+        join(database, f"{region}-1", *[SlotSpec(gpus=1, memory_bytes=80 * GIB)] * 4, region=region)
     with database.transaction() as session:
         for region in ("east", "west"):
-            join_node(
-                session,
-                Join(
-                    node=f"{region}-1",
-                    region=region,
-                    gpu_type="H800",
-                    url="http://10.0.0.1:1",
-                    slots=tuple(SlotSpec(gpus=1, memory_bytes=80 * GIB) for _ in range(4)),
-                    engine="replay",
-                ),
-            )
             touch_node(session, f"{region}-1")
             add_instance(session, model="org/m", region=region, gpu_type="H800", node=f"{region}-1", slot=0, gpus=1)
     rows = [f"{start_s},{region},org/m,{rate}\n" for region, rate in (("east", 900), ("west", 300))
@@ -95,14 +82,10 @@ def test_a_fleet_of_two_gpu_types_becomes_a_scenario_of_two(fleet: Run, database
     fleet("gpu", "add", "H20", "--memory-gib", 96, "--cost-per-hour", 0.5)
     changed = fleet("model", "profile", "org/m", "--tokens-per-s", "H20=1400", "--load-time-s", 90)
     assert changed.status == 0, changed.err
+    for name in ("west-2", "west-3"):
+        join(database, name, *[SlotSpec(gpus=1, memory_bytes=96 * GIB)] * 2, region="west", gpu_type="H20")
     with database.transaction() as session:
-        for number in (2, 3):
-            slots = tuple(SlotSpec(gpus=1, memory_bytes=96 * GIB) for _ in range(2))
-            name = f"west-{number}"
-            join_node(
-                session,
-                Join(node=name, region="west", gpu_type="H20", url="http://10.0.0.1:1", slots=slots, engine="replay"),
-            )
+        for name in ("west-2", "west-3"):
             touch_node(session, name)
         add_instance(session, model="org/m", region="west", gpu_type="H20", node="west-2", slot=0, gpus=1)
     saved, out = tmp_path / "live.toml", tmp_path / "out.json"

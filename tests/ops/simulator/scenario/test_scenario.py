@@ -139,7 +139,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
         (["--report", "nowhere/out.html"], "nowhere/out.html: cannot be written"),
         (["--save", "saved.toml"], "need --from-live"),
         (["--hours", "2"], "need --from-live"),
-        (["--set", "planning.learn_s=3600"], "no request came"),
+        (["--set", "planning.learn_s=3600"], "no request arrived"),
         (["--trace", "aegaeon:trace.csv", "--set", "traffic.workload=w"], "models of aegaeon need fleet.serving"),
     ],
 )

@@ -1,0 +1,79 @@
+"""`tidepool model`."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.dataplane.registry import Registry
+from tests.ops.cli.running import Run
+from tests.ops.local.test_checkpoints import write_checkpoint
+
+PROFILES = Path(__file__).parents[3] / "ops" / "profiles"
+
+
+def test_latency_comes_from_gpu_profiles(served: Run, tmp_path: Path) -> None:
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
+    folder, rate = write_checkpoint(tmp_path / "m"), ("--tokens-per-s", "H800=1200")
+    made = served("model", "add", "m", "--path", folder, *rate, "--latency", PROFILES / "h800.toml", "--json").json
+    [profile] = made["profiles"]
+    assert profile["latency"]["source"].startswith("7B on 1 H800: profiles/")
+    assert profile["latency"]["decode_base_s"] == pytest.approx(8.4524e-03)
+    assert profile["latency"]["switch_s"] == pytest.approx(96 / (55.6e9 * 0.625)), "its own 96 bytes, not the 7B's"
+    assert "7B on 1 H800" in served("model", "show", "m").out
+    assert served("model", "profile", "m", *rate, "--json").json[0]["latency"] is None
+    assert "never pooled" in served("model", "show", "m").out
+    refused = served("model", "profile", "m", *rate, "--latency", PROFILES / "h20.toml")
+    assert (refused.status, "is of H20" in refused.err) == (2, True)
+    (tmp_path / "bad.toml").write_text((PROFILES / "h800.toml").read_text().replace("8.4524e-03", "-1.0"))
+    broken = served("model", "profile", "m", *rate, "--latency", tmp_path / "bad.toml")
+    assert broken.status == 1
+    assert "models[0]: decode_base_s must be at least 0" in broken.err
+
+
+def test_engine_rates_are_kept_with_the_profile(served: Run, tmp_path: Path) -> None:
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
+    folder, rate = write_checkpoint(tmp_path / "m"), ("--tokens-per-s", "H800=1200")
+    assert served("model", "add", "m", "--path", folder, *rate, "--engine-rates", "H800=9000,15000").status == 0
+    assert "torch 9000, vLLM 15000 tokens/s" in served("model", "show", "m").out
+    assert "engines: not measured" in served("model", "profile", "m", *rate).out
+    for wrong in ("H800", "H800=1", "H800=1,2,3", "H800=1,0", "H20=1,2"):
+        refused = served("model", "profile", "m", *rate, "--engine-rates", wrong)
+        assert (refused.status, "--engine-rates" in refused.err) == (2, True), wrong
+
+
+def test_refusals_name_the_field_and_make_nothing(served: Run, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "tiny")
+    outcome = served("model", "add", "m", "--path", folder, "--region", "mars")
+    assert outcome.status == 1
+    assert outcome.err == "error: region 'mars' is not registered (404)\n"
+    assert outcome.out == ""
+    assert served("model", "list", "--json").json["data"] == []
+    outcome = served("model", "add", "m", "--path", tmp_path / "none")
+    assert (outcome.status, "is no folder" in outcome.err) == (1, True)
+    assert "name:" in served("region", "add", "US").err
+    assert "(401)" in served("--key", "wrong", "region", "list").err
+
+
+def test_a_model_is_added_with_a_rate_or_has_a_profile_already(served: Run, tmp_path: Path) -> None:
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
+    folder = write_checkpoint(tmp_path / "tiny")
+    outcome = served("model", "add", "m", "--path", folder)
+    assert outcome.status == 1
+    assert "--tokens-per-s GPU=NUMBER is missing, and m has no profile yet" in outcome.err
+    assert "tidepool node profile" in outcome.err
+    assert served("model", "list", "--json").json["data"] == []
+    served("model", "add", "m", "--path", folder, "--tokens-per-s", "H800=1200")
+    again = served("model", "add", "m", "--path", folder, "--slo", "IW-F=0.5,0.05")
+    assert (again.status, "profiles: H800" in again.out) == (0, True)
+
+
+def test_a_model_may_lie_in_a_registry(served: Run, tmp_path: Path) -> None:
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
+    registry = Registry.of(write_checkpoint(tmp_path / "tiny"))
+    given = ("--path", registry.url, "--tokens-per-s", "H800=1200", "--private-host", "127.0.0.1")
+    made = served("model", "add", "m", *given, "--json").json
+    assert (made["model"]["path"], made["model"]["weights_bytes"]) == (registry.url, 96)
+    registry.answers = [404]
+    outcome = served("model", "add", "m", *given)
+    assert (outcome.status, outcome.err) == (1, f"error: {registry.url}manifest.json answers 404\n")
+    registry.close()
