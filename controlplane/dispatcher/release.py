@@ -1,4 +1,4 @@
-"""The batch flow: endpoints signal room, requests are claimed for them, sent, and their results written once."""
+"""The batch flow: requests are claimed for endpoints that have capacity, sent, and their results written once."""
 
 import asyncio
 import functools
@@ -15,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from controlplane.dispatcher.results import ResultWriter
 from controlplane.errors import CapacityError, NodeError, TidepoolError, UnknownModelError
 from controlplane.policies.decisions import Release
-from controlplane.policies.facts import Backoff, Endpoint, LotFacts, ReleaseFacts
+from controlplane.policies.facts import Backoff, Endpoint, GroupFacts, ReleaseFacts
 from controlplane.policies.release import ReleaseSettings, choose_backoff, choose_releases
 from controlplane.serving.demand_counter import DemandCounter
 from controlplane.serving.fleet_cache import FleetCache
@@ -36,11 +36,11 @@ from dataplane.protocol.messages import STALE_EPOCH
 log = structlog.get_logger()
 _RETRY_DELAY_S = 1.0
 _RETRY_DELAY_MAX_S = 60.0
-_NOBODY_TRIED = frozenset({"overloaded", "instance_not_ready", "gateway_busy", STALE_EPOCH})
+_NOT_TRIED = frozenset({"overloaded", "instance_not_ready", "gateway_busy", STALE_EPOCH})
 
 
 class Releaser:
-    """Claims requests when there is room and sees each through to its result."""
+    """Claims requests for endpoints that have capacity, and runs each until it has a result or waits again."""
 
     def __init__(
         self,
@@ -61,30 +61,29 @@ class Releaser:
         self._writer = ResultWriter(database)
         self._running: dict[asyncio.Task[None], Claim] = {}
         self._claiming: asyncio.Task[list[tuple[Endpoint, Claim]]] | None = None
-        self._turns: dict[str, str] = {}
+        self._last_tenants: dict[str, str] = {}
         self._backoffs: dict[Endpoint, Backoff] = {}
         self._refused: set[Endpoint] = set()
 
     async def release(self) -> bool:
-        """One look: gather what waits and instances, decide, claim and start what was decided. Nothing goes out while
-        nobody knows how the fleet does. A claim is not broken off, so that `stop` knows what it took. False: nothing
-        waits.
+        """Gather what waits and the instances, decide, claim and start what was decided. Nothing is released while the
+        live view is stale. A claim is not cancelled, so that `stop` knows what it leased. False: nothing waits.
         """
-        room = self._settings.dispatcher_concurrency_max - len(self._running)
-        if room <= 0 or not self._fleet.is_fresh():
+        free = self._settings.dispatcher_concurrency_max - len(self._running)
+        if free <= 0 or not self._fleet.is_fresh():
             return True
-        lots = await anyio.to_thread.run_sync(self._lots)
-        if not lots:
+        groups = await anyio.to_thread.run_sync(self._batch_groups)
+        if not groups:
             return False
-        heard = await anyio.to_thread.run_sync(self._heard)
+        reporting = await anyio.to_thread.run_sync(self._reporting_nodes)
         facts = ReleaseFacts(
-            lots=lots,
-            instances=tuple(instance for instance in self._fleet.instances() if instance.node_id in heard),
-            turns=self._turns,
+            groups=groups,
+            instances=tuple(instance for instance in self._fleet.instances() if instance.node_id in reporting),
+            last_tenants=self._last_tenants,
         )
         facts = replace(facts, backoffs=await self._back_off(facts))
         releases = choose_releases(facts, time.time(), self._policy)
-        self._claiming = asyncio.create_task(anyio.to_thread.run_sync(self._claim, releases, room))
+        self._claiming = asyncio.create_task(anyio.to_thread.run_sync(self._claim, releases, free))
         placed = await asyncio.shield(self._claiming)
         self._claiming = None
         for endpoint, held in placed:
@@ -94,7 +93,7 @@ class Releaser:
         return True
 
     async def renew(self) -> None:
-        """Keep the leases of what is running; stop what is no longer ours."""
+        """Renew the leases of what is running; cancel what another dispatcher holds."""
         held = dict(self._running)
         if not held:
             return
@@ -104,7 +103,7 @@ class Releaser:
                 task.cancel()
 
     async def stop(self) -> None:
-        """Break off what runs and give it back, so that another dispatcher takes it at once."""
+        """Cancel what runs and return it to the queue, so that another dispatcher claims it at once."""
         held = dict(self._running)
         for task in held:
             task.cancel()
@@ -113,17 +112,17 @@ class Releaser:
             try:
                 await self._give_back(claim, "its dispatcher was stopped", tried=False, delay_s=0)
             except SQLAlchemyError:
-                return  # the leases run out by themselves
+                return  # the leases expire
 
     async def _not_started(self) -> list[Claim]:
-        """What the last look claimed, if it was broken off there."""
+        """The claims of a `release` that was cancelled while it claimed."""
         if self._claiming is None:
             return []
         [placed] = await asyncio.gather(self._claiming, return_exceptions=True)
         return [] if isinstance(placed, BaseException) else [held for _, held in placed]
 
     async def _back_off(self, facts: ReleaseFacts) -> dict[Endpoint, Backoff]:
-        """Note signs of trouble; what a node refused to this dispatcher holds for the others too."""
+        """Update the backoffs; one after a refusal holds for all dispatchers."""
         refused, self._refused = frozenset(self._refused), set()
         facts = replace(facts, backoffs=self._backoffs)
         self._backoffs = dict(choose_backoff(facts, refused, time.time(), self._policy))
@@ -132,29 +131,29 @@ class Releaser:
             await anyio.to_thread.run_sync(functools.partial(self._live.hold_signal, endpoint, for_s=pause_s))
         return self._backoffs
 
-    def _lots(self) -> tuple[LotFacts, ...]:
+    def _batch_groups(self) -> tuple[GroupFacts, ...]:
         with self._database.statement() as session:
-            return queue.waiting_lots(session)
+            return queue.batch_groups(session)
 
-    def _heard(self) -> frozenset[str]:
-        """Nodes that beat lately, as Redis itself says: one that comes back does not vouch for those that have not."""
+    def _reporting_nodes(self) -> frozenset[str]:
+        """Nodes with a recent heartbeat in Redis; the cached view may hold older ones after a restart of Redis."""
         view = self._live.read_view()
         oldest_s = view.read_s - self._settings.heartbeat_stale_s
         return frozenset(name for name, node in view.nodes.items() if node.received_s >= oldest_s)
 
-    def _claim(self, releases: Sequence[Release], room: int) -> list[tuple[Endpoint, Claim]]:
-        """Lease what was decided, in one transaction for all endpoints and slots that may signal now."""
+    def _claim(self, releases: Sequence[Release], free: int) -> list[tuple[Endpoint, Claim]]:
+        """Lease what was decided, `free` requests at most, for all endpoints and slots that may signal now."""
         signals = functools.cache(functools.partial(self._live.take_signal, every_s=self._settings.release_signal_s))
         granted = [r for r in releases if signals(r.endpoint) and (r.slot is None or signals(r.slot))]
         wanted: Counter[tuple[int, str]] = Counter()
         for release in granted:
-            count = min(release.count, room - wanted.total())
+            count = min(release.count, free - wanted.total())
             wanted[release.batch, release.endpoint.model] += count
         if not (wanted := +wanted):
             return []
         with self._database.statement() as session:
             claims = queue.claim(session, wanted, lease_s=self._settings.niw_lease_s)
-        self._turns |= {release.endpoint.model: release.tenant for release in granted}
+        self._last_tenants |= {release.endpoint.model: release.tenant for release in granted}
         return _placed(granted, claims)
 
     def _renew(self, held: list[Claim]) -> set[tuple[int, int]]:
@@ -162,21 +161,21 @@ class Releaser:
             return queue.renew(session, held, lease_s=self._settings.niw_lease_s)
 
     async def _run(self, held: Claim, endpoint: Endpoint) -> None:
-        """See one request through: an answer or a final error is its result, anything else sends it back."""
+        """Run one request: an answer or a final error is its result, after anything else it waits again."""
         structlog.contextvars.bind_contextvars(request_id=_upstream_id(held))  # of this task alone
         try:
             with tracer.start_as_current_span("batch request"):
                 outcome = await self._outcome(held, endpoint)
             if outcome is not None and not await self._writer.write(outcome):
-                log.info("a result came too late and was dropped", request=held.fence)
+                log.info("a result of a claim that is no longer the newest was dropped", request=held.fence)
         except SQLAlchemyError as error:
-            log.warning("a request waits for its lease to end", request=held.fence, error=str(error).splitlines()[0])
+            log.warning("a request waits until its lease expires", request=held.fence, error=str(error).splitlines()[0])
         except Exception:
             log.exception("a defect in the dispatcher", request=held.fence)
             await self._give_back(held, "internal error", tried=True, delay_s=_RETRY_DELAY_MAX_S)
 
     async def _outcome(self, held: Claim, endpoint: Endpoint) -> Outcome | None:
-        """How the request ended; None: it did not, and waits again."""
+        """The result of the request; None: it waits again."""
         try:
             return await self._answer(held, endpoint)
         except CapacityError as error:
@@ -185,7 +184,7 @@ class Releaser:
         except TidepoolError as error:
             if error.code == "overloaded":
                 self._refused.add(endpoint)
-            tried = error.code not in _NOBODY_TRIED
+            tried = error.code not in _NOT_TRIED
             lost = isinstance(error, NodeError) and error.retryable
             last = held.attempts >= self._settings.niw_attempts_max
             if (lost or isinstance(error, UnknownModelError)) and not (tried and last):
@@ -229,7 +228,7 @@ class Releaser:
 
 
 def release_policy(settings: Settings) -> ReleaseSettings:
-    """The policy's settings."""
+    """The settings of the release policy."""
     return ReleaseSettings(
         below_one=settings.release_below_one,
         below_two=settings.release_below_two,
@@ -241,20 +240,20 @@ def release_policy(settings: Settings) -> ReleaseSettings:
         rise_max=settings.release_rise_max,
         pause_min_s=settings.release_signal_s,
         pause_max_s=settings.release_pause_max_s,
-        turn_s=settings.release_turn_s,
+        time_slice_s=settings.release_turn_s,
     )
 
 
 def _placed(releases: Sequence[Release], claims: Sequence[Claim]) -> list[tuple[Endpoint, Claim]]:
-    """Each claim with the endpoint it was made for."""
+    """The claims, each with the endpoint that it was made for."""
     waiting: dict[tuple[int, str], list[Claim]] = {}
     for claim in claims:
         waiting.setdefault((claim.batch_number, claim.model), []).append(claim)
     placed = []
     for release in releases:
-        lot = waiting.get((release.batch, release.endpoint.model), [])
-        placed += [(release.endpoint, claim) for claim in lot[: release.count]]
-        del lot[: release.count]
+        group = waiting.get((release.batch, release.endpoint.model), [])
+        placed += [(release.endpoint, claim) for claim in group[: release.count]]
+        del group[: release.count]
     return placed
 
 

@@ -101,8 +101,10 @@ class RoutingFacts(Struct, frozen=True, kw_only=True):
     ttft_s: float | None = None
 
 
-class LotFacts(Struct, frozen=True, kw_only=True):
-    """The waiting requests of one model in one batch: they share its tenant, age and deadline (`left_s` to go)."""
+class GroupFacts(Struct, frozen=True, kw_only=True):
+    """A batch-model group: the waiting requests of one model in one batch. They share its tenant, its age and its
+    deadline, `left_s` from now.
+    """
 
     batch: int
     tenant: str
@@ -113,8 +115,8 @@ class LotFacts(Struct, frozen=True, kw_only=True):
 
 
 class Backoff(Struct, frozen=True, kw_only=True):
-    """How long an endpoint gets no deferred requests after a sign of trouble: `pause_s`, over at `until_s`.
-    `utilization`: what it was at the last look.
+    """How long an endpoint gets no deferred requests after an overload: `pause_s`, until `until_s`. `utilization`: its
+    utilization at the last release.
     """
 
     pause_s: float = 0.0
@@ -124,9 +126,9 @@ class Backoff(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseFacts:
-    """What waits and all instances at one moment. `turns`: the tenant served last, by model."""
+    """What waits and all instances at one moment. `last_tenants`: the tenant released last, by model."""
 
-    lots: tuple[LotFacts, ...]
+    groups: tuple[GroupFacts, ...]
     instances: tuple[InstanceFacts, ...]
-    turns: Mapping[str, str] = field(default_factory=dict)
+    last_tenants: Mapping[str, str] = field(default_factory=dict)
     backoffs: Mapping[Endpoint, Backoff] = field(default_factory=dict)

@@ -266,12 +266,12 @@ def add_requests(session: Session, batch: Batch, requests: Iterable[NewRequest])
     with _translated(), cursor.copy("COPY queued_requests (batch_number, line, model, tokens) FROM STDIN") as copy:
         for row in queued:
             copy.write_row(row)
-    lots = [
+    groups = [
         {"batch_number": batch_number, "model": model, "requests": number, "tokens": input_tokens}
         for model, (number, input_tokens) in counts.items()
     ]
-    if lots:
-        session.execute(insert(BatchModel), lots)
+    if groups:
+        session.execute(insert(BatchModel), groups)
     batch.total = len(queued)
 
 

@@ -1,11 +1,11 @@
 """The NIW queue: claims with SKIP LOCKED, leases in database time, and results written once, by the newest claim alone.
 
-A claim is fenced by its epoch (see `QueuedRequest`). Requests come and go many to a transaction: a dispatcher claims
-for all endpoints with room at once, and writes the results that came together together.
+A claim is fenced by its epoch (see `QueuedRequest`). One transaction claims for all endpoints with capacity, and one
+writes all results that are ready.
 
-A statement reaches rows by one path, whatever Postgres thinks of the table, for what is leased changes too fast for
-statistics: a claim goes on from the rows that it locked (`ctid`), one that is over differs by its epoch, not by the
-lease, and results come to their rows out of something `MATERIALIZED`, of unknown length, so that they never scan.
+Each statement forces one query plan, since leases change faster than Postgres's statistics: a claim continues from the
+rows that it locked (`ctid`), an ended claim is recognized by its epoch, not by its lease, and results find their rows
+from a `MATERIALIZED` query of unknown length, so that they never scan the table.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,16 +15,16 @@ import msgspec
 from sqlalchemy import func, select, text, tuple_, update
 from sqlalchemy.orm import Session
 
-from controlplane.policies.facts import LotFacts
+from controlplane.policies.facts import GroupFacts
 from controlplane.policies.lifecycle import BatchRequestState, BatchState
 from controlplane.store.batch_tables import Batch, QueuedRequest
 from controlplane.store.batches import COUNT_WRITTEN, end_batch_requests, end_requests
 from controlplane.store.storable import storable
 
 _JSON = msgspec.json.Encoder()
-_LOOK_MAX = 16
-LOTS_MAX = 1000
-"""A dispatcher claims a few hundred requests at a look, of so many lots at most."""
+_COUNT_MAX = 16
+GROUPS_MAX = 1000
+"""A dispatcher claims a few hundred requests at once, of so many batch-model groups at most."""
 _LOST_DELAY_MAX_S = 60
 
 
@@ -76,10 +76,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return BatchRequestState.COMPLETED if good else BatchRequestState.FAILED
 
 
-def waiting_lots(session: Session, *, lots_max: int = LOTS_MAX) -> tuple[LotFacts, ...]:
-    """What waits, by batch and model, the nearest deadline first; counted up to sixteen, which is more than a release
-    looks at. At most `lots_max` of them: of each model and tenant the nearest deadline, then the one after it, and so
-    on, so that however many batches one has, the others are seen.
+def batch_groups(session: Session, *, groups_max: int = GROUPS_MAX) -> tuple[GroupFacts, ...]:
+    """What waits, by batch and model, the nearest deadline first; counted up to sixteen, more than a release takes. Of
+    more than `groups_max` groups, each model and tenant has its nearest deadlines among them, so that no tenant's
+    batches hide another's.
     """
     rows = session.execute(
         text(
@@ -89,10 +89,10 @@ def waiting_lots(session: Session, *, lots_max: int = LOTS_MAX) -> tuple[LotFact
                    CAST(extract(epoch FROM open.deadline_at - now()) AS float8) AS left_s, first.waiting
             FROM (
                 SELECT batches.number, tenant, model, created_at, deadline_at,
-                       row_number() OVER (PARTITION BY model, tenant ORDER BY deadline_at, batches.number) AS turn
+                       row_number() OVER (PARTITION BY model, tenant ORDER BY deadline_at, batches.number) AS rank
                 FROM batches JOIN batch_models AS models ON models.batch_number = batches.number
                 WHERE state = 'in_progress' AND ended_at IS NULL AND deadline_at > now()
-                ORDER BY turn, deadline_at, batches.number
+                ORDER BY rank, deadline_at, batches.number
             ) AS open
             CROSS JOIN LATERAL (
                 SELECT count(*) AS waiting FROM (
@@ -103,13 +103,13 @@ def waiting_lots(session: Session, *, lots_max: int = LOTS_MAX) -> tuple[LotFact
                 ) AS due
             ) AS first
             WHERE first.waiting > 0
-            LIMIT :lots_max
-            """  # the queue is looked into in the order of `open`, and not further than the limit
+            LIMIT :groups_max
+            """  # the queue is read in the order of `open`, no further than the limit
         ),
-        {"most": _LOOK_MAX, "lots_max": lots_max},
+        {"most": _COUNT_MAX, "groups_max": groups_max},
     )
     return tuple(
-        LotFacts(batch=batch, tenant=tenant, model=model, age_s=age, left_s=left, waiting=waiting)
+        GroupFacts(batch=batch, tenant=tenant, model=model, age_s=age, left_s=left, waiting=waiting)
         for batch, tenant, model, age, left, waiting in sorted(rows, key=lambda row: (row.left_s, row.number))
     )
 
@@ -140,13 +140,13 @@ _CLAIM = text(
 
 def claim(session: Session, wanted: Mapping[tuple[int, str], int], *, lease_s: int) -> list[Claim]:
     """Lease waiting requests: of each (batch number, model) up to so many, in the order of their lines."""
-    lots = sorted(wanted)
+    groups = sorted(wanted)
     rows = session.execute(
         _CLAIM,
         {
-            "batches": _array([batch for batch, _ in lots]),
-            "models": "\n".join([model for _, model in lots]),
-            "counts": _array([wanted[lot] for lot in lots]),
+            "batches": _array([batch for batch, _ in groups]),
+            "models": "\n".join([model for _, model in groups]),
+            "counts": _array([wanted[group] for group in groups]),
             "lease_s": lease_s,
         },
     )
@@ -167,8 +167,8 @@ def claim(session: Session, wanted: Mapping[tuple[int, str], int], *, lease_s: i
 
 
 def renew(session: Session, held: Sequence[Claim], *, lease_s: int) -> set[tuple[int, int]]:
-    """Extend leases; returns the keys of the requests that are still ours. Rows that somebody is at work on wait for
-    nobody: they are ours until that one has committed.
+    """Extend leases; returns the keys of the requests whose newest claim is among `held`. A row that another
+    transaction has locked is skipped and counts as held.
     """
     ours = (
         select(QueuedRequest.batch_number, QueuedRequest.line)
@@ -216,9 +216,9 @@ _FINISH = text(
 
 
 def finish(session: Session, outcomes: Sequence[Outcome]) -> set[tuple[int, int]]:
-    """Write the one result of each request; returns the keys of those written. The others' claims are no longer ours,
-    and nothing is written for them. It is one statement: first it keeps out who ends whole batches (`shared`), so that
-    no two transactions wait for each other's rows; what such a one has ended meanwhile is not there to delete.
+    """Write the one result of each request; returns the keys of those written. For others a newer claim exists, and
+    nothing is written. The statement first takes the lock (`shared`) that excludes transactions that end whole batches,
+    so that no two wait for each other's rows; the rows that they have ended are not there to delete.
     """
     done = sorted(outcomes, key=lambda outcome: outcome.claim.key)
     rows = session.execute(
@@ -242,7 +242,7 @@ def finish(session: Session, outcomes: Sequence[Outcome]) -> set[tuple[int, int]
 
 def give_back(session: Session, held: Claim, *, delay_s: float, error: str, tried: bool) -> bool:
     """Let a request wait again, for at least `delay_s`. `tried`: a node had it, so the attempt counts. False, and
-    nothing written, if the claim is no longer ours.
+    nothing written, if the claim is no longer the newest.
     """
     ours = session.scalar(
         update(QueuedRequest)
@@ -260,8 +260,8 @@ def give_back(session: Session, held: Claim, *, delay_s: float, error: str, trie
 
 
 def expire_leases(session: Session, *, attempts_max: int) -> int:
-    """Let requests wait again whose dispatcher is gone; those that lost their last attempt end as failed. They wait for
-    a random while, longer each time: if one of them is what ends dispatchers, it does not meet the same others again.
+    """Let requests with an expired lease wait again; those without attempts left end as failed. Each waits for a random
+    time that grows: a request that crashes dispatchers is then not claimed together with the same others again.
     """
     over = (
         select(QueuedRequest.batch_number, QueuedRequest.line, QueuedRequest.attempts, QueuedRequest.last_error)
@@ -288,7 +288,7 @@ def expire_leases(session: Session, *, attempts_max: int) -> int:
 
 
 def expire_requests(session: Session) -> int:
-    """End the open requests of batches past their deadline, with the line that says so."""
+    """End the open requests of batches past their deadline as expired."""
     running = (Batch.state == BatchState.IN_PROGRESS, Batch.ended_at.is_(None))
     over = select(Batch.number).where(*running, Batch.deadline_at < func.now())
     return sum(
@@ -303,10 +303,10 @@ def _claimed_as(held: Sequence[Claim]) -> Any:
 
 
 def _array(values: Sequence[int | None]) -> str:
-    """Numbers as Postgres writes an array of them: many times quicker than a list that the driver looks through."""
+    """Numbers as a Postgres array literal: many times faster than a list, which the driver inspects."""
     return "{" + msgspec.json.encode(values).decode()[1:-1] + "}"
 
 
 def _json_lines(values: Sequence[dict[str, Any] | None]) -> str:
-    """JSON holds no bare line break, so lines are quicker than an array, whose every quote is escaped."""
+    """Values as lines of JSON, which has no bare line break: faster than an array, which escapes every quote."""
     return _JSON.encode_lines(values).decode().removesuffix("\n")

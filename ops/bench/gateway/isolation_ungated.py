@@ -21,10 +21,10 @@ def ungated(facts: ReleaseFacts) -> tuple[Release, ...]:
     for instance in facts.instances:
         endpoints.setdefault(instance.endpoint.model, set()).add(instance.endpoint)
     return tuple(
-        Release(endpoint=endpoint, batch=lot.batch, tenant=lot.tenant, count=1)
-        for lot in facts.lots
-        if lot.model in endpoints
-        for endpoint, _ in zip(cycle(sorted(endpoints[lot.model])), range(lot.waiting), strict=False)
+        Release(endpoint=endpoint, batch=group.batch, tenant=group.tenant, count=1)
+        for group in facts.groups
+        if group.model in endpoints
+        for endpoint, _ in zip(cycle(sorted(endpoints[group.model])), range(group.waiting), strict=False)
     )
 
 

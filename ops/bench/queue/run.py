@@ -1,7 +1,7 @@
 """The batch queue: claims and results a second by its length, against two other Postgres queues; and ingest of a batch.
 
 Each queue has an embedded Postgres of its own (fsync on) and four processes. This project's do what a dispatcher does:
-`waiting_lots`, one `claim` for all that endpoints may take, and concurrently the writer of results. The others run
+`batch_groups`, one `claim` for all that endpoints may take, and concurrently the writer of results. The others run
 their own workers with an empty task, and only if they can be imported; neither is a dependency. Load on the machine
 changes requests a second, but hardly the CPU time of a request (`cpu_us`).
 """
@@ -36,7 +36,7 @@ import migrations
 from controlplane.dispatcher.ingest import VALIDATE
 from controlplane.dispatcher.results import ResultWriter
 from controlplane.dispatcher.steps import Stepper
-from controlplane.policies.facts import LotFacts
+from controlplane.policies.facts import GroupFacts
 from controlplane.policies.lifecycle import BatchRequestState, BatchState
 from controlplane.settings import Settings
 from controlplane.store import fleet, queue
@@ -194,7 +194,7 @@ def _drain(url: str, start: Any, seconds: float, results: Any) -> None:
             if len(running) <= IN_FLIGHT_MAX // 2:
                 half_free.set()
 
-        await anyio.to_thread.run_sync(_lots, database)
+        await anyio.to_thread.run_sync(_groups, database)
         start.wait()
         begin, began_cpu_s = time.time(), time.process_time()
         last = begin
@@ -216,18 +216,18 @@ def _drain(url: str, start: Any, seconds: float, results: Any) -> None:
     uvloop.run(run())
 
 
-def _lots(database: Database) -> tuple[LotFacts, ...]:
+def _groups(database: Database) -> tuple[GroupFacts, ...]:
     with database.statement() as session:
-        return queue.waiting_lots(session)
+        return queue.batch_groups(session)
 
 
 def _claim(database: Database, count: int, offset: int) -> list[Claim]:
     """Claim up to `count` requests, evenly over all models and of one batch of each, as a release does. Another
     `offset` chooses other batches.
     """
-    lots = deque((lot.model, lot.batch) for lot in _lots(database))
-    lots.rotate(-offset)
-    chosen = [(batch, model) for model, batch in dict(lots).items()]
+    groups = deque((group.model, group.batch) for group in _groups(database))
+    groups.rotate(-offset)
+    chosen = [(batch, model) for model, batch in dict(groups).items()]
     with database.statement() as session:
         return queue.claim(session, Counter(islice(cycle(chosen), count)), lease_s=120)
 

@@ -7,7 +7,7 @@ window is over before it was let go expires.
 from collections import deque
 from collections.abc import Iterator, Mapping
 
-from controlplane.policies.facts import Backoff, Endpoint, InstanceFacts, LotFacts, ReleaseFacts
+from controlplane.policies.facts import Backoff, Endpoint, GroupFacts, InstanceFacts, ReleaseFacts
 from controlplane.policies.release import ReleaseSettings, choose_backoff, choose_releases
 from ops.simulator.kernel.requests import Request
 
@@ -56,13 +56,13 @@ class Deferred:
     def release(self, instances: tuple[InstanceFacts, ...], now_s: float) -> Iterator[tuple[Request, str, bool]]:
         """Requests to send now, each with its region and whether it was never released before."""
         models = list(self._queues)
-        found = (self._lot(batch, model, now_s) for batch, model in enumerate(models))
-        lots = tuple(lot for lot in found if lot is not None)
-        if not lots:
+        found = (self._group(batch, model, now_s) for batch, model in enumerate(models))
+        groups = tuple(group for group in found if group is not None)
+        if not groups:
             return
-        before = ReleaseFacts(lots=lots, instances=instances, backoffs=self._backoffs)
+        before = ReleaseFacts(groups=groups, instances=instances, backoffs=self._backoffs)
         self._backoffs = choose_backoff(before, frozenset(), now_s, self._settings)
-        facts = ReleaseFacts(lots=lots, instances=instances, backoffs=self._backoffs)
+        facts = ReleaseFacts(groups=groups, instances=instances, backoffs=self._backoffs)
         for release in choose_releases(facts, now_s, self._settings):
             for _ in range(release.count):
                 self.released += 1
@@ -76,11 +76,11 @@ class Deferred:
         self._tokens[request.model] -= request.prompt_tokens
         return request
 
-    def _lot(self, batch: int, model: str, now_s: float) -> LotFacts | None:
+    def _group(self, batch: int, model: str, now_s: float) -> GroupFacts | None:
         queue = self._queues[model]
         if not queue:
             return None
         age_s = now_s - queue[0].arrived_s
-        return LotFacts(
+        return GroupFacts(
             batch=batch, tenant=TENANT, model=model, waiting=len(queue), age_s=age_s, left_s=self._window_s - age_s
         )

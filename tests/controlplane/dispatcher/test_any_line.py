@@ -109,7 +109,9 @@ def test_its_batch_ends(world: World, blobs: BlobStore, written: list[bytes]) ->
         return
     assert batch.state == "in_progress", "one look is enough"
     with world.database.transaction() as session:
-        held = queue.claim(session, {(lot.batch, lot.model): 9 for lot in queue.waiting_lots(session)}, lease_s=60)
+        held = queue.claim(
+            session, {(group.batch, group.model): 9 for group in queue.batch_groups(session)}, lease_s=60
+        )
         assert len(held) == batch.total > 0
         outcomes = [Outcome(claim=each, status_code=200, body={"echo": str(decode(each.body))}) for each in held]
         assert len(queue.finish(session, outcomes)) == batch.total

@@ -161,7 +161,7 @@ class CrashPoints(RuleBasedStateMachine):
     @rule(target=held, who=who, count=st.integers(1, LINES), death=death)
     def claim_and_send(self, who: int, count: int, death: Death = None) -> tuple[int, list[Claim]]:
         def step(session: Session) -> list[Claim]:
-            wanted = {(lot.batch, lot.model): count for lot in queue.waiting_lots(session)}
+            wanted = {(group.batch, group.model): count for group in queue.batch_groups(session)}
             return queue.claim(session, wanted, lease_s=600) if wanted else []
 
         claims = self._do(who, step, death, alone=True) or []

@@ -21,7 +21,7 @@ from controlplane.store import queue
 from controlplane.store.batch_tables import Batch, BatchResult, QueuedRequest
 from controlplane.store.batches import add_requests, cancel_batch, move_batch
 from controlplane.store.blobs.base import BlobStore
-from controlplane.store.queue import Claim, expire_leases, expire_requests, waiting_lots
+from controlplane.store.queue import Claim, batch_groups, expire_leases, expire_requests
 from tests.controlplane.dispatcher.test_ingest import line, submitted
 from tests.controlplane.world import HANGS_S, NODE_KEY, PATIENCE_S, FakeAgent, World, request_line, served
 
@@ -117,10 +117,10 @@ def test_who_puts_a_batch_into_the_queue_looks_at_once(
     looks: list[object] = []
 
     def look(session: Any) -> Any:
-        looks.append(waiting_lots(session))
+        looks.append(batch_groups(session))
         return looks[-1]
 
-    monkeypatch.setattr("controlplane.dispatcher.release.queue.waiting_lots", look)
+    monkeypatch.setattr("controlplane.dispatcher.release.queue.batch_groups", look)
 
     async def run() -> None:
         async with dispatchers(world):

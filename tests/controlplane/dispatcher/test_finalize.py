@@ -13,7 +13,7 @@ from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import cancel_batch, end_batch_requests, result_lines
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.files import get_file
-from controlplane.store.queue import Outcome, claim, finish, give_back, waiting_lots
+from controlplane.store.queue import Outcome, batch_groups, claim, finish, give_back
 from controlplane.store.usage import UsageHour
 from tests.controlplane.world import MODEL, World
 
@@ -35,7 +35,7 @@ def step(world: World, blobs: BlobStore, *, crash: bool = False) -> str | None:
 
 def answer_all(world: World) -> None:
     with world.database.transaction() as session:
-        wanted = {(lot.batch, lot.model): 10 for lot in waiting_lots(session)}
+        wanted = {(group.batch, group.model): 10 for group in batch_groups(session)}
         held = claim(session, wanted, lease_s=60)
         outcomes = [
             Outcome(claim=each, status_code=200, body={"n": each.line}, input_tokens=7, output_tokens=3)

@@ -62,10 +62,10 @@ def test_good_lines_become_requests(world: World, blobs: BlobStore) -> None:
     assert (message.model, message.prompt, message.sampling.max_tokens) == ("tide", odd["prompt"], 4)
     assert message.tier == "NIW"
     with world.database.transaction() as session:
-        [lot] = queue.waiting_lots(session)
+        [group] = queue.batch_groups(session)
         [listed] = session.scalars(select(BatchModel))
         tokens = session.scalars(select(QueuedRequest.tokens).order_by(QueuedRequest.line)).all()
-    assert (lot.batch, lot.model, lot.waiting, batch.total) == (batch.number, "tide", 3, 3)
+    assert (group.batch, group.model, group.waiting, batch.total) == (batch.number, "tide", 3, 3)
     assert (listed.model, listed.requests) == ("tide", 3)
     sizes = [len(msgspec.json.decode(each, type=dict[str, msgspec.Raw])["body"]) for each in given]
     assert tokens == [size // 4 + 4 for size in sizes], "a guess: bytes / 4, and the answer"

@@ -13,7 +13,7 @@ from controlplane.planner.expire import expire, sweep
 from controlplane.settings import Settings
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.fleet import fleet_index
-from controlplane.store.queue import claim, expire_leases, waiting_lots
+from controlplane.store.queue import batch_groups, claim, expire_leases
 from controlplane.store.request_log import RequestRecord, find_requests, write_requests
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Desired, Instance, SpotLease
@@ -22,7 +22,7 @@ from tests.controlplane.world import World
 
 def lease_all(session: Session, count: int) -> None:
     """Up to `count` requests of each batch."""
-    claim(session, {(lot.batch, lot.model): count for lot in waiting_lots(session)}, lease_s=60)
+    claim(session, {(group.batch, group.model): count for group in batch_groups(session)}, lease_s=60)
 
 
 def test_everything_that_is_over(world: World, blobs: BlobStore) -> None:

@@ -36,7 +36,7 @@ PATHS = {
 
 
 def claim(session: Session, count: int) -> list[Claim]:
-    wanted = {(lot.batch, lot.model): count for lot in queue.waiting_lots(session)}
+    wanted = {(group.batch, group.model): count for group in queue.batch_groups(session)}
     return queue.claim(session, wanted, lease_s=60)
 
 

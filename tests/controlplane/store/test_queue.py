@@ -23,7 +23,7 @@ from tests.controlplane.world import MODEL, World, until
 def claim(world: World, count: int = 1, lease_s: int = 60) -> list[Claim]:
     """Up to `count` requests of each batch."""
     with world.database.transaction() as session:
-        wanted = {(lot.batch, lot.model): count for lot in queue.waiting_lots(session)}
+        wanted = {(group.batch, group.model): count for group in queue.batch_groups(session)}
         return queue.claim(session, wanted, lease_s=lease_s)
 
 
@@ -91,25 +91,25 @@ def test_threads_never_share_a_request(world: World) -> None:
 def test_a_row_that_another_is_about_to_take_is_skipped_not_waited_for(world: World) -> None:
     world.add_batch(lines=2)
     with world.database.transaction() as session:
-        [lot] = queue.waiting_lots(session)
-        [mine] = queue.claim(session, {(lot.batch, lot.model): 1}, lease_s=60)
+        [group] = queue.batch_groups(session)
+        [mine] = queue.claim(session, {(group.batch, group.model): 1}, lease_s=60)
         [theirs] = claim(world, count=5)
     assert (mine.line, theirs.line) == (1, 2)
 
 
-def test_lots_are_what_waits_by_batch_and_model_the_nearest_deadline_first(world: World) -> None:
+def test_groups_are_what_waits_by_batch_and_model_the_nearest_deadline_first(world: World) -> None:
     late = world.add_batch(lines=3, window_s=7200, tenant="b")
     soon = world.add_batch(lines=1, window_s=60, tenant="a")
     world.add_batch()  # not validated
     with world.database.transaction() as session:
-        first, second = queue.waiting_lots(session)
+        first, second = queue.batch_groups(session)
     assert (first.batch, first.tenant, first.model, first.waiting) == (world.batch(soon).number, "a", MODEL, 1)
     assert (second.batch, second.tenant, second.waiting) == (world.batch(late).number, "b", 3)
     assert 0 < first.left_s <= 60 < second.left_s <= 7200
     assert first.age_s >= 0
     claim(world, count=2)
     with world.database.transaction() as session:
-        [left] = queue.waiting_lots(session)
+        [left] = queue.batch_groups(session)
     assert (left.batch, left.waiting) == (second.batch, 1)
 
 
@@ -119,11 +119,11 @@ def test_a_look_has_a_limit_and_one_tenants_many_batches_hide_no_other(world: Wo
     late = world.add_batch(lines=1, window_s=7200, tenant="b")
     numbers = {batch_id: world.batch(batch_id).number for batch_id in (*many, late)}
     with world.database.transaction() as session:
-        lots = queue.waiting_lots(session, lots_max=2)
-        assert [lot.batch for lot in lots] == [numbers[many[0]], numbers[late]]
+        groups = queue.batch_groups(session, groups_max=2)
+        assert [group.batch for group in groups] == [numbers[many[0]], numbers[late]]
         queue.claim(session, {(numbers[batch_id], MODEL): 1 for batch_id in many[:2]}, lease_s=60)
-        lots = queue.waiting_lots(session, lots_max=3)
-    assert [lot.batch for lot in lots] == [numbers[many[2]], numbers[many[3]], numbers[late]]
+        groups = queue.batch_groups(session, groups_max=3)
+    assert [group.batch for group in groups] == [numbers[many[2]], numbers[many[3]], numbers[late]]
 
 
 @pytest.mark.parametrize("loss", ["expired", "taken by another", "finished", "cancelled"])
@@ -215,7 +215,7 @@ def test_giving_back_waits_and_counts_only_real_attempts(world: World) -> None:
     assert open_rows(world) == [(1, False, 4, 1)]
     assert claim(world) == []
     with world.database.transaction() as session:
-        assert queue.waiting_lots(session) == ()
+        assert queue.batch_groups(session) == ()
     run(world, "UPDATE queued_requests SET not_before = now() - interval '1 ms'")
     assert claim(world)[0].attempts == 2
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from controlplane.policies.facts import Endpoint, InstanceFacts, LotFacts, ReleaseFacts
+from controlplane.policies.facts import Endpoint, GroupFacts, InstanceFacts, ReleaseFacts
 from controlplane.policies.release import ReleaseSettings, choose_releases
 from ops.bench.gateway.isolation import Round, drawn, rows
 from ops.bench.gateway.isolation_ungated import switched
@@ -22,7 +22,7 @@ FULL = InstanceFacts(
     remaining_tokens=10,
     sent_tokens=0,
 )
-LOT = LotFacts(batch=1, tenant="acme", model="tide", age_s=10.0, left_s=80_000.0, waiting=7)
+GROUP = GroupFacts(batch=1, tenant="acme", model="tide", age_s=10.0, left_s=80_000.0, waiting=7)
 
 
 def test_arrivals_are_drawn_once_for_all_arms() -> None:
@@ -35,7 +35,7 @@ def test_arrivals_are_drawn_once_for_all_arms() -> None:
 def test_a_full_endpoint_gets_everything_while_the_flag_is_there(tmp_path: Path) -> None:
     flag = tmp_path / "ungated"
     policy = switched(choose_releases, flag)
-    facts = ReleaseFacts(lots=(LOT, msgspec.structs.replace(LOT, batch=2, model="ebb")), instances=(FULL,))
+    facts = ReleaseFacts(groups=(GROUP, msgspec.structs.replace(GROUP, batch=2, model="ebb")), instances=(FULL,))
     assert policy(facts, 0.0, ReleaseSettings()) == ()
     flag.touch()
     released = policy(facts, 0.0, ReleaseSettings())
