@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo run test test-slow test-all test-vllm test-clients check lint format reference docs lock lock-vllm lock-docs lock-clients audit clean
+.PHONY: help install demo run test test-quick test-slow test-all test-vllm test-clients check lint format reference docs lock lock-vllm lock-docs lock-clients audit clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -48,7 +48,9 @@ run: $(READY) ## start the same stack and keep it up (TIDEPOOL_HOME, TIDEPOOL_PO
 install: $(READY) $(VLLM_READY) ## make both environments, Tidepool's and vLLM's (with -j2 at the same time)
 
 test: $(READY) ## lint, type-check, the quick tests and one pass of each flow; says how many tests it left out
-	$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory -j2 lint test-quick
+
+test-quick: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ARGS)
 
 test-slow: $(READY) ## the tests that `make test` leaves out
