@@ -138,18 +138,18 @@ def choose_turn(
     return None, SlotState()
 
 
-def hold_prefills(held: int, kind: Kind, *, ran: bool, made_tokens: bool, leaving: bool, batches: int) -> int:
-    """For how many more decode turns prefills are held back after a step, `held` before it.
+def hold_prefills(held: int, kind: Kind, *, ran: bool, made_tokens: bool, freeing: bool, batches: int) -> int:
+    """For how many more decode turns prefills are held back after a step; `held`: before it.
 
-    A prefill that finds no room for its KV waits for a decode turn, unless KV is `leaving` that makes room: a decode in
-    between would bring that back. Where a decode finds no room either, each of the other `batches` has its turn first:
-    only one of them may be able to go on, and to free what both wait for.
+    A prefill that found no memory for its KV waits for a decode turn, unless a transfer is `freeing` memory: a decode
+    in between would swap that KV back in. If that decode finds no memory either, each of the other `batches` gets its
+    turn first, because perhaps only one of them can run and free the memory that all wait for.
     """
     if kind == "prefill":
-        return 0 if ran or leaving else max(1, batches)
+        return 0 if ran or freeing else max(1, batches)
     if not ran:
         return max(0, held - 1)
-    return 0 if made_tokens else held  # its weights may have taken this step to come
+    return 0 if made_tokens else held  # the step may only have loaded weights
 
 
 def _settled(state: SlotState, round_: RoundState, settings: TurnSettings, *, prefill: bool, decode: bool) -> SlotState:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from dataplane.engines.core.kv import Place
+from dataplane.engines.core.kv import KvLocation
 from dataplane.engines.core.sampler import Draw, choose_tokens
 from dataplane.engines.interface import EngineRequest
 from dataplane.engines.torch.memory.host_models import HostModels
@@ -149,7 +149,7 @@ class _Bench:
             model="bench",
             order=number,
             added_s=0.0,
-            kv=SequenceKv(shape=self._shape, place=Place.HERE, blocks=list(blocks)),
+            kv=SequenceKv(shape=self._shape, location=KvLocation.DEVICE, blocks=list(blocks)),
             cached=length if cached else 0,
         )
 

@@ -1,4 +1,4 @@
-"""The KV of sequences as every engine sees it: where it is, and what can be asked of the memory that keeps it."""
+"""The KV cache of sequences as every engine sees it: its location, and the operations of the memory that keeps it."""
 
 from enum import Enum
 from typing import Protocol, TypeVar
@@ -6,26 +6,25 @@ from typing import Protocol, TypeVar
 from dataplane.engines.interface import KvHandle
 
 
-class Place(Enum):
-    """Where the KV of a sequence is. LEAVING and ARRIVING take room on both sides."""
+class KvLocation(Enum):
+    """Where the KV of a sequence is. During a swap it takes memory on both sides."""
 
-    NOWHERE = "nowhere"
-    HERE = "here"
-    LEAVING = "leaving"
-    AWAY = "away"
-    ARRIVING = "arriving"
+    NONE = "none"
+    DEVICE = "device"
+    SWAPPING_OUT = "swapping out"
+    HOST = "host"
+    SWAPPING_IN = "swapping in"
 
 
 class Kv(Protocol):
     """The KV of one sequence."""
 
     @property
-    def place(self) -> Place:
-        """Where it is."""
+    def location(self) -> KvLocation: ...
 
     @property
     def size_bytes(self) -> int:
-        """What it takes, on the side where it takes more."""
+        """Its memory, on the side where it takes more."""
 
 
 KvT = TypeVar("KvT", bound=Kv)
@@ -33,37 +32,37 @@ KvT_contra = TypeVar("KvT_contra", bound=Kv, contravariant=True)
 
 
 class KvMemory(Protocol[KvT_contra]):
-    """KV of a slot and of its host memory, and the transfers between them."""
+    """The KV memory of a slot and of its host, and the transfers between them. Totals count from the start."""
 
     @property
-    def leaving(self) -> bool:
-        """Whether something is on its way out, so that there is more room soon."""
+    def freeing(self) -> bool:
+        """Whether a transfer is under way that will free device memory."""
 
     @property
-    def swapped_out_total(self) -> int:
-        """Transfers to host memory since the start."""
+    def swapped_out_total(self) -> int: ...
 
     @property
-    def swapped_in_total(self) -> int:
-        """Transfers from host memory since the start."""
+    def swapped_in_total(self) -> int: ...
 
     def grow(self, kv: KvT_contra, tokens: int) -> bool:
-        """Room for `tokens` tokens of KV that is HERE or NOWHERE; it is HERE then. False when there is too little."""
+        """Allocate memory for `tokens` tokens of KV whose location is DEVICE or NONE, which becomes DEVICE; False if
+        free memory is too small.
+        """
 
     def fits(self, kv: KvT_contra, *, spare: int) -> bool:
-        """Whether KV that is AWAY has room on the slot beside `spare` more of its blocks."""
+        """Whether the device has memory for KV that is on the HOST, and for `spare` more of its blocks."""
 
     def swap_out(self, kv: KvT_contra, tokens: int) -> bool:
-        """Send the KV of the first `tokens` tokens, which is HERE, to host memory; False when that is full."""
+        """Transfer the KV of the first `tokens` tokens from the DEVICE to host memory; False if that is full."""
 
     def swap_in(self, kv: KvT_contra) -> bool:
-        """Send for KV that is AWAY; False when there is no room."""
+        """Transfer KV from the HOST to the device; False if free memory is too small."""
 
     def drop(self, kv: KvT_contra) -> None:
-        """Forget KV, wherever it is; it is NOWHERE then."""
+        """Free KV at any location; its location is NONE then."""
 
     def adopt(self, kv: KvT_contra, handle: KvHandle) -> bool:
-        """Take the KV that another slot left; it is AWAY then. False when it cannot be read."""
+        """Take over KV in the host memory of another slot; its location is HOST then. False if it cannot be read."""
 
     def handle(self, kv: KvT_contra, tokens: int) -> KvHandle:
-        """Where another slot finds the first `tokens` tokens of KV that is AWAY."""
+        """How another slot reads the first `tokens` tokens of KV that is on the HOST."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Generic, Protocol, TypeVar
 
-from dataplane.engines.core.kv import KvT_contra, Place
+from dataplane.engines.core.kv import KvLocation, KvT_contra
 from dataplane.engines.core.pressure import KvPressure, Shortage
 from dataplane.engines.core.remapping.caps import ModelFacts, rotation_of, wait_s
 from dataplane.engines.core.remapping.circle import Rotation
@@ -57,11 +57,11 @@ class ShortKv(Protocol[KvT_contra]):
     """KV memory that tells by how much it is too small, and what else could be done."""
 
     @property
-    def leaving_s(self) -> float:
+    def swap_out_wait_s(self) -> float:
         """Estimated seconds until what is on its way to host memory is there."""
 
     def lacks_bytes(self, kv: KvT_contra, tokens: int) -> int:
-        """By what KV memory is too small for the KV of so many tokens, or for what is AWAY; 0 if it is not."""
+        """Bytes that device memory lacks for the KV of so many tokens, or for KV on the HOST; 0 if it is free."""
 
     def host_fits(self, kv: KvT_contra, tokens: int) -> bool:
         """Whether host memory has room for the KV of so many tokens."""
@@ -236,13 +236,13 @@ class KvRelief(Generic[ModelT, KvT_contra]):
         return ReliefFacts(
             remap_wait_s=wait_s,
             victim=None if shortage.victim is None else self._victim(shortage.victim),
-            can_wait=kv.place is Place.NOWHERE and bool(ends) and self._may_refuse(shortage),
+            can_wait=kv.location is KvLocation.NONE and bool(ends) and self._may_refuse(shortage),
             running=len(batch),
             step_s=step_s,
             room_s=min(ends) * step_s if ends else inf,
             out_bytes_per_s=self._memory.out_bytes_per_s(kv),
             in_bytes_per_s=self._memory.in_bytes_per_s(kv),
-            wire_wait_s=self._kv.leaving_s,
+            wire_wait_s=self._kv.swap_out_wait_s,
         )
 
     def _may_refuse(self, shortage: Shortage) -> bool:

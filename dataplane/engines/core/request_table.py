@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Generic
 
-from dataplane.engines.core.kv import KvMemory, KvT, Place
+from dataplane.engines.core.kv import KvLocation, KvMemory, KvT
 from dataplane.engines.core.sequences import TokenSequence
 from dataplane.engines.core.served_models import ServedModel
 from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.protocol.errors import BadRequestError, ContextLengthError
 from dataplane.scheduling.prefill import PrefillQueue, PrefillSettings
 
-_PLACE = attrgetter("place")
+_LOAD_ORDER = attrgetter("load_order")
 
 
 class RequestTable(Generic[KvT]):
@@ -64,7 +64,7 @@ class RequestTable(Generic[KvT]):
         """Models of requests that wait for their prefill or have KV, in the order of loading."""
         if self._busy_prefills is not self.prefills:
             busy = self._begun | {group.model: self._models[group.model] for group in self.prefills.groups}
-            self._busy = sorted(busy.values(), key=_PLACE)
+            self._busy = sorted(busy.values(), key=_LOAD_ORDER)
             self._busy_prefills = self.prefills
         return self._busy
 
@@ -139,7 +139,7 @@ class RequestTable(Generic[KvT]):
     def queue_lost(self) -> None:
         """Queue again what lost its KV because its transfer failed too often."""
         begun = (sequence for model in self._begun.values() for sequence in model.begun)
-        for sequence in [sequence for sequence in begun if sequence.kv.place is Place.NOWHERE]:
+        for sequence in [sequence for sequence in begun if sequence.kv.location is KvLocation.NONE]:
             self.queue(sequence)
 
     def take(self, sequence: TokenSequence[KvT], token: int | None) -> EngineOutput:
@@ -161,9 +161,9 @@ class RequestTable(Generic[KvT]):
         """Send the KV of requests past their prefill to host memory, and let those go whose KV is there."""
         for model in self.busy_models:
             for sequence in model.decoding:
-                if sequence.kv.place is Place.HERE:
+                if sequence.kv.location is KvLocation.DEVICE:
                     self._kv.swap_out(sequence.kv, sequence.cached)
-                elif sequence.kv.place is Place.AWAY:
+                elif sequence.kv.location is KvLocation.HOST:
                     self._let_go(sequence)
 
     def _let_go(self, sequence: TokenSequence[KvT]) -> None:

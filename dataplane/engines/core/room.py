@@ -15,7 +15,7 @@ finds no room waits; one that holds some, and that nobody makes way for, leaves 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from dataplane.engines.core.kv import KvMemory, KvT, Place
+from dataplane.engines.core.kv import KvLocation, KvMemory, KvT
 from dataplane.engines.core.pressure import Relieve, Shortage, always_swap
 from dataplane.engines.core.remapping.relief import Way
 from dataplane.engines.core.request_table import RequestTable
@@ -86,12 +86,12 @@ class Room(Generic[KvT]):
         if made:
             self._requests.begin(sequence)
             return True
-        if sequence.prefilled and sequence.kv.place is Place.HERE and not self._kv.leaving:
+        if sequence.prefilled and sequence.kv.location is KvLocation.DEVICE and not self._kv.freeing:
             self._yield(sequence, way)  # nobody comes after it: it is the one to wait
         return False
 
     def bring(self, sequence: TokenSequence[KvT], keep: Sequence[TokenSequence[KvT]]) -> bool:
-        """Send for KV that is AWAY. False: there is no room now."""
+        """Send for KV in host memory. False: there is no room now."""
         made, _ = self._make(lambda: self._kv.swap_in(sequence.kv), sequence, sequence.cached, keep)
         if made:
             sequence.came_back_at = len(sequence.tokens)
@@ -100,7 +100,7 @@ class Room(Generic[KvT]):
     def clear(self, in_the_way: Callable[[KvT], bool]) -> None:
         """Have KV make way for weights. What is on its way already goes on."""
         for model in self._models.values():
-            for sequence in [s for s in model.begun if s.kv.place is Place.HERE and in_the_way(s.kv)]:
+            for sequence in [s for s in model.begun if s.kv.location is KvLocation.DEVICE and in_the_way(s.kv)]:
                 if sequence.prefilled:
                     self._yield(sequence, None)
                 else:
@@ -118,13 +118,13 @@ class Room(Generic[KvT]):
             decoding = [s for model in self._models.values() for s in model.decoding_here]
             victim = choose_victim([s for s in decoding if not s.just_came_back], sequence, keep)
             way = None
-            if not self._kv.leaving:
-                leaves_itself = sequence.prefilled and sequence.kv.place is Place.HERE
+            if not self._kv.freeing:
+                leaves_itself = sequence.prefilled and sequence.kv.location is KvLocation.DEVICE
                 who = sequence if victim is None and leaves_itself else victim
                 way = self._relieve(Shortage(sequence=sequence, tokens=tokens, victim=who))
             if way == "remap" or self._take_back(sequence.model):
                 continue
-            if self._kv.leaving or way == "refuse":
+            if self._kv.freeing or way == "refuse":
                 return False, way
             if victim is not None:
                 if not self._yield(victim, way):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic
 
-from dataplane.engines.core.kv import KvT, Place
+from dataplane.engines.core.kv import KvLocation, KvT
 from dataplane.engines.core.sequences import TokenSequence
 from dataplane.scheduling.costs import CostEstimate
 from dataplane.scheduling.decode import BatchFacts
@@ -18,7 +18,7 @@ _KEY = attrgetter("key")
 class ServedModel(ABC, Generic[KvT]):
     """One model. `instances`: those of the control plane that share it here. `begun`: its sequences that have KV
     somewhere, in the order of service. `vocabulary` None takes any token. `prefill_s`: how long its last prefill steps
-    took; None before the first. `place`: in the order of loading.
+    took; None before the first. `load_order`: its position in the order of loading.
     """
 
     name: str
@@ -28,7 +28,7 @@ class ServedModel(ABC, Generic[KvT]):
     instances: set[str] = field(default_factory=set)
     begun: list[TokenSequence[KvT]] = field(default_factory=list)
     prefill_s: float | None = None
-    place: int = 0
+    load_order: int = 0
     _decoding: list[TokenSequence[KvT]] | None = field(default=None, init=False)
 
     @property
@@ -50,12 +50,12 @@ class ServedModel(ABC, Generic[KvT]):
     @property
     def decoding_here(self) -> list[TokenSequence[KvT]]:
         """Of those, the ones whose KV is on the slot and still: they can be asked to leave."""
-        return [s for s in self.begun if s.prefilled and s.kv.place is Place.HERE]
+        return [s for s in self.begun if s.prefilled and s.kv.location is KvLocation.DEVICE]
 
     @property
     def half_prefilled(self) -> list[TokenSequence[KvT]]:
         """Those in the midst of their prefill, in the order of service. Each holds room for all of its prompt."""
-        return [s for s in self.begun if not s.prefilled and s.kv.place is Place.HERE]
+        return [s for s in self.begun if not s.prefilled and s.kv.location is KvLocation.DEVICE]
 
     def begin(self, sequence: TokenSequence[KvT]) -> None:
         """Take a sequence in that has KV now."""

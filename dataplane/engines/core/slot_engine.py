@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from dataplane.engines.core.kv import KvMemory, KvT, Place
+from dataplane.engines.core.kv import KvLocation, KvMemory, KvT
 from dataplane.engines.core.pressure import Relieve, always_swap
 from dataplane.engines.core.request_table import RequestTable
 from dataplane.engines.core.room import Room
@@ -156,7 +156,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         self.prepare(model)
         if model.name not in self._models:
             self._models[model.name] = self._new_model(model, gpus)
-            self._models[model.name].place = self._loads = self._loads + 1
+            self._models[model.name].load_order = self._loads = self._loads + 1
         loaded = self._model_of[instance_id] = self._models[model.name]
         loaded.instances.add(instance_id)
 
@@ -225,7 +225,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             turn.kind,
             ran=made is not None,
             made_tokens=self._log.tokens_total > tokens_before,
-            leaving=self._memory.leaving,
+            freeing=self._memory.freeing,
             batches=len(facts.batches),
         )
         took_s = self._clock() - now_s
@@ -240,8 +240,8 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
     def _is_awaited(self, name: str) -> bool:
         """Whether KV is on its way that lets a model go on."""
         model = self._models.get(name)  # it is gone where it failed
-        arriving = model is not None and any(sequence.kv.place is Place.ARRIVING for sequence in model.begun)
-        return arriving or self._memory.leaving
+        arriving = model is not None and any(sequence.kv.location is KvLocation.SWAPPING_IN for sequence in model.begun)
+        return arriving or self._memory.freeing
 
     def _facts(self, now_s: float) -> SlotFacts:
         """What the turn policy must know. After a prefill that found no room for its KV, prefills are held back."""

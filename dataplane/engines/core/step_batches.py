@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Generic
 
-from dataplane.engines.core.kv import KvMemory, KvT, Place
+from dataplane.engines.core.kv import KvLocation, KvMemory, KvT
 from dataplane.engines.core.room import Room
 from dataplane.engines.core.sequences import Chunk, TokenSequence
 from dataplane.engines.core.served_models import ServedModel
@@ -43,10 +43,10 @@ class StepBatches(Generic[KvT]):
         ready: list[TokenSequence[KvT]] = []
         before, blocked = 0, False
         for sequence in model.decoding[: self._batch_max]:
-            if sequence.kv.place is Place.AWAY and not blocked:
+            if sequence.kv.location is KvLocation.HOST and not blocked:
                 fits = before == 0 or self._kv.fits(sequence.kv, spare=before)
                 blocked = not (fits and self._room.bring(sequence, ready))
-            if sequence.kv.place is Place.HERE and self._room.grow(sequence, len(sequence.tokens), ready):
+            if sequence.kv.location is KvLocation.DEVICE and self._room.grow(sequence, len(sequence.tokens), ready):
                 ready.append(sequence)
-            before += sequence.kv.place in (Place.HERE, Place.ARRIVING)
+            before += sequence.kv.location in (KvLocation.DEVICE, KvLocation.SWAPPING_IN)
         return [Chunk(sequence=sequence, count=1) for sequence in ready]

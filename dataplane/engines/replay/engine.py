@@ -6,7 +6,7 @@ forward pass and the copying of bytes are replaced by waiting.
 
 from collections.abc import Callable, Iterable
 
-from dataplane.engines.core.kv import Place
+from dataplane.engines.core.kv import KvLocation
 from dataplane.engines.core.pressure import Shortage
 from dataplane.engines.core.relief import KvRelief
 from dataplane.engines.core.remapping.relief import Way
@@ -98,9 +98,9 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
 
     def _clear(self, size_bytes: int) -> None:
         """Have so much KV leave, of who comes last in the order of service; nothing while some is leaving."""
-        if self._kv.leaving:
+        if self._kv.freeing:
             return
-        here = [s for model in self._models.values() for s in model.begun if s.kv.place is Place.HERE]
+        here = [s for model in self._models.values() for s in model.begun if s.kv.location is KvLocation.DEVICE]
         going = set()
         for sequence in sorted(here, key=lambda sequence: sequence.key, reverse=True):
             if size_bytes <= 0:

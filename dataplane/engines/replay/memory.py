@@ -7,13 +7,13 @@ full rate. KV lies in its own memory first; what has no room there lies in layer
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dataplane.engines.core.kv import Place
+from dataplane.engines.core.kv import KvLocation
 from dataplane.engines.interface import KvHandle
 from dataplane.engines.replay.weights import WeightsMemory, Wire
 
 REPLAY_KV_FILE = ""
 """The file of a handle to replayed KV. It can always be read: there is nothing in it."""
-_MOVING = (Place.LEAVING, Place.ARRIVING)
+_MOVING = (KvLocation.SWAPPING_OUT, KvLocation.SWAPPING_IN)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -34,7 +34,7 @@ class SequenceKv:
     bytes_per_token: int
     bytes_per_s: float
     share: KvShare | None = None
-    place: Place = Place.NOWHERE
+    location: KvLocation = KvLocation.NONE
     here_bytes: int = 0
     host_bytes: int = 0
     moved_tokens: int = 0
@@ -92,14 +92,14 @@ class ReplayKvMemory:
         return max(self.used_bytes - self._capacity_bytes, 0)
 
     @property
-    def leaving_s(self) -> float:
+    def swap_out_wait_s(self) -> float:
         """How long KV sent out now would wait for what is on its way out."""
         return self._out.waits_s(self._clock())
 
     @property
-    def leaving(self) -> bool:
+    def freeing(self) -> bool:
         """Whether something is on its way out, so that there is more room soon."""
-        return Place.LEAVING in [kv.place for kv in self._moving]
+        return KvLocation.SWAPPING_OUT in [kv.location for kv in self._moving]
 
     @property
     def next_move_s(self) -> float | None:
@@ -107,8 +107,8 @@ class ReplayKvMemory:
         return min([kv.moved_s for kv in self._moving]) if self._moving else None
 
     def lacks_bytes(self, kv: SequenceKv, tokens: int) -> int:
-        """By what there is too little room for the KV of so many tokens, or for what is AWAY."""
-        wanted_bytes = kv.moved_bytes if kv.place is Place.AWAY else tokens * kv.bytes_per_token
+        """By what there is too little room for the KV of so many tokens, or for what is in host memory."""
+        wanted_bytes = kv.moved_bytes if kv.location is KvLocation.HOST else tokens * kv.bytes_per_token
         return max(wanted_bytes - kv.here_bytes - self._spare_bytes_of(kv), 0)
 
     def host_fits(self, kv: SequenceKv, tokens: int) -> bool:
@@ -116,17 +116,17 @@ class ReplayKvMemory:
         return tokens * kv.bytes_per_token <= self._host_capacity_bytes - self.host_used_bytes
 
     def fits(self, kv: SequenceKv, *, spare: int) -> bool:
-        """Whether KV that is AWAY has room on the slot beside `spare` more of its tokens."""
+        """Whether KV in host memory has room on the slot beside `spare` more of its tokens."""
         return kv.moved_bytes + spare * kv.bytes_per_token <= self._spare_bytes_of(kv)
 
     def grow(self, kv: SequenceKv, tokens: int) -> bool:
-        """Room for `tokens` tokens of KV that is HERE or NOWHERE; False when there is too little."""
+        """Room for `tokens` tokens of KV that is on the device or nowhere yet; False when there is too little."""
         more_bytes = tokens * kv.bytes_per_token - kv.here_bytes
         if more_bytes > 0:
             if more_bytes > self._spare_bytes_of(kv):
                 return False
             self._take(kv, more_bytes)
-        kv.place = Place.HERE
+        kv.location = KvLocation.DEVICE
         return True
 
     def grow_unseen(self, size_bytes: int) -> None:
@@ -136,7 +136,7 @@ class ReplayKvMemory:
 
     def swap_out(self, kv: SequenceKv, tokens: int) -> bool:
         """Send the KV of `tokens` tokens to host memory; False when that is full."""
-        assert kv.place is Place.HERE
+        assert kv.location is KvLocation.DEVICE
         if not self.host_fits(kv, tokens):
             return False
         size_bytes = tokens * kv.bytes_per_token
@@ -144,43 +144,43 @@ class ReplayKvMemory:
         self.host_used_bytes += size_bytes
         kv.host_bytes = size_bytes
         kv.moved_tokens = tokens
-        self._move(kv, Place.LEAVING, self._out)
+        self._move(kv, KvLocation.SWAPPING_OUT, self._out)
         self.swapped_out_total += 1
         return True
 
     def swap_in(self, kv: SequenceKv) -> bool:
-        """Send for KV that is AWAY; False when there is no room."""
-        assert kv.place is Place.AWAY
+        """Send for KV in host memory; False when there is no room."""
+        assert kv.location is KvLocation.HOST
         size_bytes = kv.moved_bytes
         if size_bytes > self._spare_bytes_of(kv):
             return False
         self._take(kv, size_bytes)
-        self._move(kv, Place.ARRIVING, self._in)
+        self._move(kv, KvLocation.SWAPPING_IN, self._in)
         self.swapped_in_total += 1
         return True
 
     def adopt(self, kv: SequenceKv, handle: KvHandle) -> bool:
         """Take note of KV that another slot keeps in its host memory; False when that cannot be read."""
-        assert kv.place is Place.NOWHERE
+        assert kv.location is KvLocation.NONE
         if handle.file != REPLAY_KV_FILE:
             return False
-        kv.place, kv.moved_tokens = Place.AWAY, handle.tokens
+        kv.location, kv.moved_tokens = KvLocation.HOST, handle.tokens
         return True
 
     def handle(self, kv: SequenceKv, tokens: int) -> KvHandle:
-        """Where another slot finds KV that is AWAY."""
-        assert kv.place is Place.AWAY
+        """Where another slot finds KV in host memory."""
+        assert kv.location is KvLocation.HOST
         return KvHandle(file=REPLAY_KV_FILE, slab_bytes=0, shape=(0, 0, 0, 0, 0), blocks=(), tokens=tokens)
 
     def drop(self, kv: SequenceKv) -> None:
         """Forget KV, wherever it is."""
-        if kv.place is Place.NOWHERE:
+        if kv.location is KvLocation.NONE:
             return
-        if kv.place in _MOVING:
+        if kv.location in _MOVING:
             self._moving.remove(kv)
         self._leave(kv)
         self._leave_host(kv)
-        kv.place = Place.NOWHERE
+        kv.location = KvLocation.NONE
 
     def settle(self) -> None:
         """Take note of the transfers that are over."""
@@ -189,15 +189,15 @@ class ReplayKvMemory:
         now_s = self._clock()
         for kv in [kv for kv in self._moving if kv.moved_s <= now_s]:
             self._moving.remove(kv)
-            if kv.place is Place.LEAVING:
+            if kv.location is KvLocation.SWAPPING_OUT:
                 self._leave(kv)
-                kv.place = Place.AWAY
+                kv.location = KvLocation.HOST
             else:
                 self._leave_host(kv)
-                kv.place = Place.HERE
+                kv.location = KvLocation.DEVICE
 
-    def _move(self, kv: SequenceKv, place: Place, wire: Wire) -> None:
-        kv.place = place
+    def _move(self, kv: SequenceKv, location: KvLocation, wire: Wire) -> None:
+        kv.location = location
         kv.moved_s = wire.send(kv.moved_bytes / kv.bytes_per_s, self._clock())
         self._moving.append(kv)
 

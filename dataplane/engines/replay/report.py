@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from dataplane.engines.core.kv import Place
+from dataplane.engines.core.kv import KvLocation
 from dataplane.engines.core.relief import KvRelief
 from dataplane.engines.core.request_table import RequestTable
 from dataplane.engines.core.turn_log import TurnLog
@@ -26,7 +26,7 @@ def pool_stats(
 ) -> PoolStats:
     """The state of the pool right now. A replay has no slabs: `slabs` are bytes."""
     all_kv = requests.all_kv
-    moving = [one for one in all_kv if one.place in (Place.LEAVING, Place.ARRIVING)]
+    moving = [one for one in all_kv if one.location in (KvLocation.SWAPPING_OUT, KvLocation.SWAPPING_IN)]
     return PoolStats(
         now_s=now_s,
         running_model=turn.model if turn else None,

@@ -131,7 +131,7 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
         self._kv.settle()
         self._host.yield_room()
         waiting = self._relief.revert()
-        if waiting and not self._kv.leaving:
+        if waiting and not self._kv.freeing:
             held = [sequence.kv for model in self._models.values() for sequence in model.begun]
             crowded = [self._slot_memory.least_used_place(self._models[name], held) for name in waiting]
             self._room.clear(lambda kv: any(self._kv.lies_in(kv, place.slabs) for place in crowded))

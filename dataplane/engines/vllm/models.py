@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dataplane.engines.core.kv import Place
+from dataplane.engines.core.kv import KvLocation
 from dataplane.engines.core.sequences import Chunk, TokenSequence
 from dataplane.engines.core.served_models import ServedModel
 from dataplane.engines.interface import KvHandle
@@ -19,9 +19,9 @@ class VllmKv:
     vllm_id: str | None = None
 
     @property
-    def place(self) -> Place:
-        """Where it is. What vLLM preempted comes back by itself, so it counts as HERE."""
-        return Place.NOWHERE if self.vllm_id is None else Place.HERE
+    def location(self) -> KvLocation:
+        """Where it is. What vLLM preempted comes back by itself, so it counts as on the device."""
+        return KvLocation.NONE if self.vllm_id is None else KvLocation.DEVICE
 
     @property
     def tokens(self) -> int:
@@ -37,7 +37,7 @@ class VllmKv:
 class VllmKvMemory:
     """Meets `dataplane.engines.core.kv.KvMemory`. vLLM itself makes room, so that only dropping is asked of it."""
 
-    leaving = False
+    freeing = False
     swapped_out_total = 0
     swapped_in_total = 0
 

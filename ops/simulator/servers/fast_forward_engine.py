@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from dataplane.engines.core.kv import Place
+from dataplane.engines.core.kv import KvLocation
 from dataplane.engines.core.slot_engine import Made
 from dataplane.engines.interface import EngineStats, PoolStats
 from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings
@@ -161,11 +161,11 @@ class FastForwardEngine(ReplayEngine):
         standing, model.standing = model.standing, []
         for sequence in standing:
             kv = sequence.kv
-            if kv.place is Place.HERE:
+            if kv.location is KvLocation.DEVICE:
                 self._kv.grow(kv, len(sequence.tokens))
                 model.get_on(sequence, self._served(sequence.request.request_id))
                 continue
-            if kv.place is Place.AWAY:
+            if kv.location is KvLocation.HOST:
                 self._kv.swap_in(kv)
             model.standing.append(sequence)
         if model.riders:

@@ -8,7 +8,7 @@ sum over all riders is always right. Nobody else may look at a rider's books: wh
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dataplane.engines.core.kv import Place
+from dataplane.engines.core.kv import KvLocation
 from dataplane.engines.replay.models import ReplayModel, ReplaySequence
 from dataplane.scheduling.decode import BatchFacts
 from ops.simulator.kernel.fast_forwards import FastForward
@@ -85,7 +85,7 @@ class FastForwardModel(ReplayModel):
         """Room for the next step: all that is away comes, and each sequence grows by a token."""
         tokens = len(self._known)
         if self.standing:
-            tokens += sum([one.kv.moved_tokens for one in self.standing if one.kv.place is Place.AWAY])
+            tokens += sum([one.kv.moved_tokens for one in self.standing if one.kv.location is KvLocation.HOST])
         return tokens * self.kv_bytes_per_token
 
     def steps_max(self) -> int:

@@ -196,7 +196,7 @@ def test_where_a_model_finds_no_room_for_its_prefill_nor_for_its_decode_the_othe
         if turn.model == "b":
             return
         now_s += 0.006
-        held = hold_prefills(held, turn.kind, ran=False, made_tokens=False, leaving=False, batches=2)
+        held = hold_prefills(held, turn.kind, ran=False, made_tokens=False, freeing=False, batches=2)
         state = state.spent(turn.kind, 0.005, ran=False)
         if turn.kind == "decode":
             state = state.cut_short(now_s)

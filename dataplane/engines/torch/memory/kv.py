@@ -1,8 +1,8 @@
 """KV of a slot: blocks in the arena, blocks in host memory, and the transfers between them.
 
-Three rules (Aegaeon 5.3), each kept in one place. A step reads a sequence's KV only when it is HERE: what is on its
-way has an event that must pass first (`settle`). The next transfer of a sequence begins when its last one has passed.
-Blocks that a transfer reads or writes are not handed out: they are freed when it has passed, or with its event.
+Three rules (Aegaeon 5.3), each enforced at one point. A step reads a sequence's KV only when it is on the DEVICE: KV
+that is being transferred has an event that must pass first (`settle`). The next transfer of a sequence begins when its
+last one has passed. Blocks that a transfer reads or writes are not allocated again until its event has passed.
 """
 
 import time
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from dataplane.engines.core.kv import Place
+from dataplane.engines.core.kv import KvLocation
 from dataplane.engines.interface import KvHandle
 from dataplane.engines.torch.copies.base import Copy, CopyStream
 from dataplane.engines.torch.copies.open import mark, pinned
@@ -33,7 +33,7 @@ class SequenceKv:
     """The KV of one sequence. `blocks` in the arena, `host` in host memory, or in `file` of another slot."""
 
     shape: KvShape
-    place: Place = Place.NOWHERE
+    location: KvLocation = KvLocation.NONE
     blocks: list[int] = field(default_factory=list)
     host: list[int] = field(default_factory=list)
     file: KvFile | None = None
@@ -88,9 +88,9 @@ class KvStore:
         return bool(self._moving)
 
     @property
-    def leaving(self) -> bool:
+    def freeing(self) -> bool:
         """Whether one of them makes room in the arena, or weights do that lend some."""
-        return self._arena.lent_in_transfer or any(kv.place is Place.LEAVING for kv in self._moving)
+        return self._arena.lent_in_transfer or any(kv.location is KvLocation.SWAPPING_OUT for kv in self._moving)
 
     @property
     def in_bytes_per_s(self) -> float:
@@ -103,13 +103,13 @@ class KvStore:
         return self._rates.kv_out.bytes_per_s
 
     @property
-    def leaving_s(self) -> float:
+    def swap_out_wait_s(self) -> float:
         """Estimated seconds until what is on its way to host memory is there."""
-        leaving_bytes = sum(kv.size_bytes for kv in self._moving if kv.place is Place.LEAVING)
+        leaving_bytes = sum(kv.size_bytes for kv in self._moving if kv.location is KvLocation.SWAPPING_OUT)
         return leaving_bytes / self.out_bytes_per_s
 
     def fits(self, kv: SequenceKv, *, spare: int) -> bool:
-        """Whether KV that is AWAY has room in the arena, and so many blocks more."""
+        """Whether KV in host memory has room in the arena, and so many blocks more."""
         return self.free_blocks(kv.shape) >= len(kv.host) + spare
 
     def free_blocks(self, shape: KvShape) -> int:
@@ -117,8 +117,8 @@ class KvStore:
         return self.here.free_blocks(shape) + self._arena.free_kv_slabs * self.here.blocks_per_slab(shape)
 
     def lacks_bytes(self, kv: SequenceKv, tokens: int) -> int:
-        """Of how many bytes in whole slabs the arena is short for the KV of so many tokens, or for what is AWAY."""
-        wanted = len(kv.host) if kv.place is Place.AWAY else blocks_for(tokens, kv.shape.block_tokens)
+        """Bytes in whole slabs that the arena lacks for the KV of so many tokens, or for KV on the HOST."""
+        wanted = len(kv.host) if kv.location is KvLocation.HOST else blocks_for(tokens, kv.shape.block_tokens)
         missing_blocks = wanted - len(kv.blocks) - self.here.free_blocks(kv.shape)
         missing_slabs = -(-missing_blocks // self.here.blocks_per_slab(kv.shape)) - self._arena.free_kv_slabs
         return max(missing_slabs, 0) * self._device.slab_bytes
@@ -173,19 +173,19 @@ class KvStore:
             assert used_bytes == known_bytes, f"{used_bytes} bytes of {blocks} are in use, {known_bytes} are known of"
 
     def grow(self, kv: SequenceKv, tokens: int) -> bool:
-        """Give a sequence that is HERE or NOWHERE blocks for so many tokens; False when there are too few."""
+        """Allocate blocks for so many tokens of KV whose location is DEVICE or NONE; False if there are too few."""
         missing = blocks_for(tokens, kv.shape.block_tokens) - len(kv.blocks)
         if missing > 0:
             try:
                 kv.blocks += self.here.allocate(kv.shape, missing)
             except OutOfBlocksError:
                 return False
-        kv.place = Place.HERE
+        kv.location = KvLocation.DEVICE
         return True
 
     def swap_out(self, kv: SequenceKv, tokens: int) -> bool:
         """Send the KV of the first `tokens` tokens to host memory; False when that is full."""
-        assert kv.place is Place.HERE
+        assert kv.location is KvLocation.DEVICE
         needed = blocks_for(tokens, kv.shape.block_tokens)
         try:
             kv.host = self.away.allocate(kv.shape, needed)
@@ -193,18 +193,18 @@ class KvStore:
             return False
         self.here.free(kv.shape, kv.blocks[needed:])
         kv.blocks = kv.blocks[:needed]
-        kv.place, kv.tries = Place.LEAVING, 0
+        kv.location, kv.tries = KvLocation.SWAPPING_OUT, 0
         self._send(kv)
         return True
 
     def swap_in(self, kv: SequenceKv) -> bool:
         """Bring the KV back; False when the arena has too few blocks."""
-        assert kv.place is Place.AWAY
+        assert kv.location is KvLocation.HOST
         try:
             kv.blocks = self.here.allocate(kv.shape, len(kv.host))
         except OutOfBlocksError:
             return False
-        kv.place, kv.tries = Place.ARRIVING, 0
+        kv.location, kv.tries = KvLocation.SWAPPING_IN, 0
         self._send(kv)
         return True
 
@@ -237,11 +237,11 @@ class KvStore:
         if kv.host and kv.file is None:
             self.away.free(kv.shape, kv.host, after=kv.event)
         kv.blocks, kv.host, kv.file = [], [], None
-        kv.place, kv.event = Place.NOWHERE, PASSED
+        kv.location, kv.event = KvLocation.NONE, PASSED
 
     def handle(self, kv: SequenceKv, tokens: int) -> KvHandle:
-        """Where another slot finds the KV of a sequence that is AWAY."""
-        assert kv.place is Place.AWAY
+        """Where another slot finds the KV of a sequence that is in host memory."""
+        assert kv.location is KvLocation.HOST
         assert self._host_file is not None, "the settings ask for a file where requests are handed over"
         shape = kv.shape
         return KvHandle(
@@ -264,7 +264,7 @@ class KvStore:
             return False
         if not all(0 <= block < slabs * (file.slab_bytes // shape.block_bytes) for block in handle.blocks):
             return False
-        kv.file, kv.host, kv.place = file, list(handle.blocks), Place.AWAY
+        kv.file, kv.host, kv.location = file, list(handle.blocks), KvLocation.HOST
         return True
 
     def _send(self, kv: SequenceKv) -> None:
@@ -275,7 +275,7 @@ class KvStore:
         ]
         after = [mark(self._device.bytes.device)]  # what was computed on these blocks until now
         kv.sent_s = time.monotonic()
-        if kv.place is Place.LEAVING:
+        if kv.location is KvLocation.SWAPPING_OUT:
             kv.event = self._out.submit([Copy(source=here, target=away) for here, away in pairs], after)
             self.swapped_out_total += 1
         else:
@@ -284,15 +284,15 @@ class KvStore:
         self._moving.append(kv)
 
     def _moved(self, kv: SequenceKv) -> None:
-        rate = self._rates.kv_out if kv.place is Place.LEAVING else self._rates.kv_in
+        rate = self._rates.kv_out if kv.location is KvLocation.SWAPPING_OUT else self._rates.kv_in
         rate.learn(kv.size_bytes, kv.sent_s, [kv.event])
-        if kv.place is Place.LEAVING:
+        if kv.location is KvLocation.SWAPPING_OUT:
             self.here.free(kv.shape, kv.blocks)
-            kv.blocks, kv.place = [], Place.AWAY
+            kv.blocks, kv.location = [], KvLocation.HOST
         else:
             if kv.file is None:
                 self.away.free(kv.shape, kv.host)
-            kv.host, kv.file, kv.place = [], None, Place.HERE
+            kv.host, kv.file, kv.location = [], None, KvLocation.DEVICE
         kv.event = PASSED
 
     def _open(self, handle: KvHandle) -> KvFile | None:

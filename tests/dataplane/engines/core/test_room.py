@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from dataplane.engines.core.kv import Place
+from dataplane.engines.core.kv import KvLocation
 from dataplane.engines.core.pressure import Shortage
 from dataplane.engines.core.remapping.relief import Way
 from dataplane.engines.core.request_table import RequestTable
@@ -73,7 +73,7 @@ def test_what_decodes_makes_way_before_what_is_half_prefilled(tier: Tier) -> Non
     decoding, half = slot.decoding("decoding", "a", "IW-F"), slot.half_prefilled("half", "a", "NIW")
     wanted = slot.waiting("wanted", "b", tier)
     assert not slot.room.grow(wanted, 41), "not before it has left"
-    assert (decoding.kv.place, half.kv.place) == (Place.LEAVING, Place.HERE)
+    assert (decoding.kv.location, half.kv.location) == (KvLocation.SWAPPING_OUT, KvLocation.DEVICE)
     assert (slot.room.preemptions_total, slot.room.recomputed_total) == (1, 0)
 
 
@@ -84,10 +84,10 @@ def test_who_came_back_makes_a_token_before_it_leaves_again() -> None:
     back.came_back_at = len(back.tokens)
     wanted = slot.waiting("wanted", "b", "IW-F")
     assert not slot.room.grow(wanted, 90), "not now"
-    assert back.kv.place is Place.HERE
+    assert back.kv.location is KvLocation.DEVICE
     slot.requests.take(back, 7)
     assert not slot.room.grow(wanted, 90), "not before it has left"
-    assert back.kv.place is Place.LEAVING
+    assert back.kv.location is KvLocation.SWAPPING_OUT
 
 
 def test_half_prefilled_ones_make_way_for_those_before_them_and_begin_again() -> None:
@@ -95,7 +95,7 @@ def test_half_prefilled_ones_make_way_for_those_before_them_and_begin_again() ->
     first, last = slot.half_prefilled("first", "a", "NIW"), slot.half_prefilled("last", "a", "NIW")
     wanted = slot.waiting("wanted", "a", "IW-F")
     assert slot.room.grow(wanted, 41)
-    assert (first.kv.place, last.kv.place, last.cached) == (Place.HERE, Place.NOWHERE, 0)
+    assert (first.kv.location, last.kv.location, last.cached) == (KvLocation.DEVICE, KvLocation.NONE, 0)
     assert slot.models["a"].begun == [wanted, first]
     assert [one.request_id for group in slot.requests.prefills.groups for one in group.waiting].count("last") == 1
     assert (slot.room.preemptions_total, slot.room.recomputed_total) == (0, 1)
@@ -106,7 +106,7 @@ def test_one_that_decodes_waits_for_a_half_prefilled_one_before_it() -> None:
     late = slot.decoding("late", "b", "NIW")
     half = slot.half_prefilled("half", "a", "IW-F")
     assert not slot.room.grow(late, 61), "it leaves itself"
-    assert (late.kv.place, half.kv.place) == (Place.LEAVING, Place.HERE)
+    assert (late.kv.location, half.kv.location) == (KvLocation.SWAPPING_OUT, KvLocation.DEVICE)
 
 
 @pytest.mark.parametrize(("decoding", "makes_way"), [(False, True), (True, False)])
@@ -117,16 +117,19 @@ def test_where_nothing_decodes_the_prefill_whose_turn_it_is_goes_first(decoding:
     other = slot.decoding("other", "b", "IW-F") if decoding else slot.half_prefilled("other", "a", "IW-F")
     wanted = slot.waiting("wanted", "b", "IW-N")
     assert slot.room.grow(wanted, 41) is makes_way
-    assert (half.kv.place, other.kv.place) == (Place.HERE, Place.NOWHERE if makes_way else Place.HERE)
+    assert (half.kv.location, other.kv.location) == (
+        KvLocation.DEVICE,
+        KvLocation.NONE if makes_way else KvLocation.DEVICE,
+    )
 
 
-@pytest.mark.parametrize(("hands_over", "place"), [(False, Place.NOWHERE), (True, Place.HERE)])
-def test_what_is_to_be_handed_over_is_not_computed_anew(hands_over: bool, place: Place) -> None:
+@pytest.mark.parametrize(("hands_over", "location"), [(False, KvLocation.NONE), (True, KvLocation.DEVICE)])
+def test_what_is_to_be_handed_over_is_not_computed_anew(hands_over: bool, location: KvLocation) -> None:
     slot = Slot(host_bytes=0, hands_over=hands_over)
     held = [slot.decoding(name, "a", "NIW") for name in ("one", "two")]
     wanted = slot.waiting("wanted", "b", "IW-F")
     assert slot.room.grow(wanted, 41) is not hands_over
-    assert [sequence.kv.place for sequence in held] == [Place.HERE, place]
+    assert [sequence.kv.location for sequence in held] == [KvLocation.DEVICE, location]
 
 
 def test_weights_give_back_what_they_borrowed_before_anyone_makes_way_and_the_models_own_at_last() -> None:
@@ -139,15 +142,19 @@ def test_weights_give_back_what_they_borrowed_before_anyone_makes_way_and_the_mo
 
 
 @pytest.mark.parametrize(
-    ("way", "has_room", "place"),
-    [("swap", False, Place.LEAVING), ("recompute", True, Place.NOWHERE), ("refuse", False, Place.HERE)],
+    ("way", "has_room", "location"),
+    [
+        ("swap", False, KvLocation.SWAPPING_OUT),
+        ("recompute", True, KvLocation.NONE),
+        ("refuse", False, KvLocation.DEVICE),
+    ],
 )
-def test_the_policy_says_how_room_is_made(way: Way, has_room: bool, place: Place) -> None:
+def test_the_policy_says_how_room_is_made(way: Way, has_room: bool, location: KvLocation) -> None:
     slot = Slot(way=way)
     held = [slot.decoding(name, "a", "NIW") for name in ("one", "two")]
     wanted = slot.waiting("wanted", "b", "IW-F")
     assert slot.room.grow(wanted, 41) is has_room
-    assert [sequence.kv.place for sequence in held] == [Place.HERE, place]
+    assert [sequence.kv.location for sequence in held] == [KvLocation.DEVICE, location]
     (shortage,) = slot.shortages
     assert (shortage.sequence, shortage.tokens, shortage.victim) == (wanted, 41, held[1])
 
@@ -162,16 +169,16 @@ def test_nobody_makes_way_where_the_policy_found_room_elsewhere() -> None:
 
     slot.room._relieve = lend
     assert slot.room.grow(slot.waiting("wanted", "b", "IW-F"), 41)
-    assert [sequence.kv.place for sequence in held] == [Place.HERE, Place.HERE]
+    assert [sequence.kv.location for sequence in held] == [KvLocation.DEVICE, KvLocation.DEVICE]
     assert slot.taken_back == []
 
 
-@pytest.mark.parametrize(("way", "place"), [("swap", Place.LEAVING), ("recompute", Place.NOWHERE)])
-def test_the_last_in_order_makes_way_itself_as_the_policy_says(way: Way, place: Place) -> None:
+@pytest.mark.parametrize(("way", "location"), [("swap", KvLocation.SWAPPING_OUT), ("recompute", KvLocation.NONE)])
+def test_the_last_in_order_makes_way_itself_as_the_policy_says(way: Way, location: KvLocation) -> None:
     slot = Slot(way=way)
     first, last = slot.decoding("first", "a", "IW-F"), slot.decoding("last", "a", "NIW")
     assert not slot.room.grow(last, 61)
-    assert (first.kv.place, last.kv.place) == (Place.HERE, place)
+    assert (first.kv.location, last.kv.location) == (KvLocation.DEVICE, location)
     assert slot.shortages[0].victim is last
 
 
@@ -179,7 +186,7 @@ def test_kv_that_is_in_the_way_leaves_whatever_it_is_doing() -> None:
     slot = Slot()
     decoding, half = slot.decoding("decoding", "a", "IW-F"), slot.half_prefilled("half", "b", "IW-F")
     slot.room.clear(lambda kv: kv is decoding.kv)
-    assert (decoding.kv.place, half.kv.place) == (Place.LEAVING, Place.HERE)
+    assert (decoding.kv.location, half.kv.location) == (KvLocation.SWAPPING_OUT, KvLocation.DEVICE)
     slot.room.clear(lambda kv: True)
-    assert (decoding.kv.place, half.kv.place, half.cached) == (Place.LEAVING, Place.NOWHERE, 0)
+    assert (decoding.kv.location, half.kv.location, half.cached) == (KvLocation.SWAPPING_OUT, KvLocation.NONE, 0)
     assert slot.room.recomputed_total == 1

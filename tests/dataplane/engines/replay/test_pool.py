@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from dataplane.engines.core.kv import Place
+from dataplane.engines.core.kv import KvLocation
 from dataplane.engines.core.room import choose_victim
 from dataplane.engines.interface import EngineOutput, PoolStats
 from dataplane.engines.replay.engine import ReplayEngine
@@ -61,10 +61,10 @@ def test_kv_takes_room_on_both_sides_while_it_moves() -> None:
     assert memory.swap_out(one, 30)
     time.sleep(2.9)
     memory.settle()
-    assert (one.place, memory.free_bytes, memory.host_used_bytes) == (Place.LEAVING, 0, 300)
+    assert (one.location, memory.free_bytes, memory.host_used_bytes) == (KvLocation.SWAPPING_OUT, 0, 300)
     time.sleep(0.125)
     memory.settle()
-    assert (one.place, memory.free_bytes, memory.host_used_bytes) == (Place.AWAY, 300, 300)
+    assert (one.location, memory.free_bytes, memory.host_used_bytes) == (KvLocation.HOST, 300, 300)
     assert [memory.fits(one, spare=spare) for spare in (0, 1)] == [True, False]
     assert memory.swap_in(one)
     memory.drop(one)

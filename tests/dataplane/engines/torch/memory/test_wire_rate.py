@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dataplane.engines.core.kv import Place
+from dataplane.engines.core.kv import KvLocation
 from dataplane.engines.torch.memory import wire_rate
 from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
 from dataplane.engines.torch.memory.wire_rate import RATE_SHARE, WireRate, WireRates, measured_rates, wire_rates
@@ -43,10 +43,10 @@ def test_kv_out_and_kv_in_are_learned_apart(now_s: list[float]) -> None:
     assert store.grow(kv, tokens=8)
     size_bytes = kv.size_bytes
     assert store.swap_out(kv, tokens=8)
-    assert store.leaving_s == pytest.approx(size_bytes / 100.0)
+    assert store.swap_out_wait_s == pytest.approx(size_bytes / 100.0)
     stream.arrivals[0].ended_s = now_s[0] + size_bytes / 50.0
     store.settle()
-    assert kv.place is Place.AWAY
+    assert kv.location is KvLocation.HOST
     expected_bytes_per_s = 1 / (0.01 + RATE_SHARE * (0.02 - 0.01))
     assert store.out_bytes_per_s == pytest.approx(expected_bytes_per_s)
     assert store.in_bytes_per_s == pytest.approx(100.0)
