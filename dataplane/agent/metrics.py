@@ -28,9 +28,9 @@ class _Family:
     values: Callable[[PoolStats], Mapping[str, int]]
     label_values: Mapping[str, str] = field(default_factory=dict)
 
-    def former(self, name: str, label: str) -> "_Family":
+    def former(self, name: str, label: str, label_values: Mapping[str, str] | None = None) -> "_Family":
         """The same family under its former name, which the next release no longer has."""
-        return replace(self, name=name, label=label, about=f"Deprecated: {self.name}", label_values={})
+        return replace(self, name=name, label=label, about=f"Deprecated: {self.name}", label_values=label_values or {})
 
 
 _OFFLOADED = _Family(
@@ -38,21 +38,21 @@ _OFFLOADED = _Family(
     name="tidepool_offloaded_weight_layers",
     about="Weight layers evicted to make room for KV cache",
     label="model_name",
-    values=lambda pool: pool.given_up,
+    values=lambda pool: pool.offloaded_layers,
 )
 _EVENTS = _Family(
     make=CounterMetricFamily,
     name="tidepool_kv_pressure_events",
     about="Times that KV blocks ran out, by the action taken",
     label="action",
-    values=lambda pool: pool.relief,
+    values=lambda pool: pool.pressure_actions,
 )
 _DECLINED = _Family(
     make=CounterMetricFamily,
     name="tidepool_weight_offloads_declined",
     about="Times that KV blocks ran out and no weight layer was offloaded, by reason",
     label="reason",
-    values=lambda pool: pool.not_remapped,
+    values=lambda pool: pool.offloads_declined,
 )
 _MOVED = _Family(
     make=CounterMetricFamily,
@@ -60,13 +60,12 @@ _MOVED = _Family(
     about="Weight layers offloaded for KV cache and reclaimed from it",
     label="direction",
     values=lambda pool: pool.layers_moved,
-    label_values={"lent": "offloaded", "taken back": "reclaimed"},
 )
 _PRESSURE = (
     (_OFFLOADED, _OFFLOADED.former("tidepool_given_up_layers", "model_name")),
     (_EVENTS, _EVENTS.former("tidepool_kv_relief", "way")),
     (_DECLINED, _DECLINED.former("tidepool_not_remapped", "reason")),
-    (_MOVED, _MOVED.former("tidepool_moved_layers", "way")),
+    (_MOVED, _MOVED.former("tidepool_moved_layers", "way", {"offloaded": "lent", "reclaimed": "taken back"})),
 )
 
 

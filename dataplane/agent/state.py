@@ -83,7 +83,7 @@ def _pool_state(pool: PoolStats, age_s: float) -> dict[str, Any]:
                 "prompt_tokens": turn.prompt_tokens,
                 "switched": turn.switched,
             }
-            for turn in pool.turns
+            for turn in pool.time_slices
         ],
     }
 

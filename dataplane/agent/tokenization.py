@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from zlib import crc32
 
 from dataplane.agent.token_bounds import TokenBound
-from dataplane.engines.replay.words import WORDS
+from dataplane.engines.replay.vocabulary import WORDS
 from dataplane.protocol.errors import BadRequestError, ContextLengthError, ModelLoadError
 from dataplane.protocol.messages import ChatMessage, EngineKind
 

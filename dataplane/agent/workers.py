@@ -337,7 +337,7 @@ def configure(
         host_wait_max_s=settings.host_wait_max_s,
         kv_pressure=settings.kv_pressure,
         batch_max=settings.batch_max,
-        hands_over=settings.kinds()[index] == "prefill",
+        prefill_only=settings.kinds()[index] == "prefill",
         prefetch=settings.prefetch,
         turns=settings.turns,
         profile=None if settings.profile is None else str(settings.profile),

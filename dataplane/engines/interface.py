@@ -1,8 +1,8 @@
-"""The Protocol every engine meets, and the records that cross it. One conformance suite tests them all.
+"""The Protocol that every engine meets, and the records that cross it. One conformance suite tests all engines.
 
-An engine drives one slot. It is single-threaded but for `prepare`, and knows no sockets: the worker process feeds it
+An engine drives one slot. It is single-threaded except for `prepare`, and knows no sockets: the worker process gives it
 commands between steps. One `step` is at most one forward pass (or one span of replayed time) of the model whose turn it
-is; the engine asks the pure policies in `dataplane.scheduling` which one that is.
+is; the pure policies in `dataplane.scheduling` choose which one that is.
 """
 
 from typing import Literal, Protocol
@@ -16,7 +16,7 @@ from dataplane.scheduling.tiers import TIER_OBJECTIVES
 
 
 class KvHandle(Struct, frozen=True, kw_only=True):
-    """Where the KV of a prefilled request lies: `blocks` of one shape in the host KV file of the slot that made it.
+    """The KV of a prefilled request: `blocks` of one shape in the host KV file of the slot that computed it.
 
     `shape` is (layers, kv_heads, head_dim, block_tokens, itemsize); the first `tokens` tokens have keys and values.
     """
@@ -29,11 +29,10 @@ class KvHandle(Struct, frozen=True, kw_only=True):
 
 
 class EngineRequest(Struct, frozen=True, kw_only=True):
-    """A tokenized request. `generated` are tokens made before (elsewhere, or before a worker was lost): the engine
-    continues after them, and `max_tokens` counts them. Sampling at position p depends on (seed, p) alone, so a
-    request continued anywhere gives the same tokens. `objective`: what it is promised, if not what its tier is. `kv`
-    spares their prefill where it can still be read. `trace`: the
-    traceparent of the agent's span, where requests are traced.
+    """A tokenized request. `generated`: tokens made before, elsewhere or by a lost worker; the engine continues after
+    them, and `max_tokens` counts them. Sampling at position p depends on (seed, p) alone, so that a request continued
+    anywhere gives the same tokens. `objective`: its own latency objective, if not that of its tier. `kv`: KV to read
+    instead of a prefill, where possible. `trace`: the traceparent of the agent's span, if the request is traced.
     """
 
     request_id: str
@@ -52,14 +51,13 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def promise(self) -> Objective:
-        """When its tokens are due."""
         return self.objective or TIER_OBJECTIVES[self.tier]
 
 
 class EngineOutput(Struct, frozen=True, kw_only=True):
-    """New tokens of one request. A last output has `finish_reason` or `error`; nothing follows it.
-    The end-of-sequence token itself is never in `token_ids`. With `kv` the request is handed over: it left this engine
-    to go on elsewhere, and its KV stays until `Engine.release`.
+    """New tokens of one request. The last output has `finish_reason` or `error`. The end-of-sequence token itself is
+    never in `token_ids`. With `kv` the request has left this engine to continue on another slot, which reads its KV
+    here until `Engine.release`.
     """
 
     request_id: str
@@ -70,8 +68,8 @@ class EngineOutput(Struct, frozen=True, kw_only=True):
 
 
 class InstanceStats(Struct, frozen=True, kw_only=True):
-    """Load of one instance; the meanings are those of `messages.InstanceReport`. The capacity is what it uses and what
-    it could take now; `kv_tokens_max` is what one request alone on the slot could fill.
+    """Load of one instance; the fields are those of `messages.InstanceReport`. The capacity is the KV memory it uses
+    and could allocate now; `kv_tokens_max` is what one request alone on the slot could fill.
     """
 
     instance_id: str
@@ -83,9 +81,9 @@ class InstanceStats(Struct, frozen=True, kw_only=True):
     waiting: int
 
 
-class TurnRecord(Struct, frozen=True, kw_only=True):
-    """A turn that ended: what ran, from when to when (engine clock), and whether it began by a switch. `tokens`: made
-    in it, one for each prompt that a prefill ended; `prompt_tokens`: of those prompts.
+class TimeSlice(Struct, frozen=True, kw_only=True):
+    """A time slice that ended: what ran, from when to when (engine clock), and whether it began with a switch.
+    `tokens`: made in it, one for each prompt whose prefill it completed; `prompt_tokens`: of those prompts.
     """
 
     kind: Literal["prefill", "decode"]
@@ -98,7 +96,7 @@ class TurnRecord(Struct, frozen=True, kw_only=True):
 
 
 class KvShapeStats(Struct, frozen=True, kw_only=True):
-    """KV of one shape in one memory. `held_bytes`: of the slabs it holds; `moving_bytes`: waiting for a transfer."""
+    """KV of one shape in one memory. `held_bytes`: of its slabs; `moving_bytes`: being transferred."""
 
     shape: str
     used_bytes: int
@@ -107,13 +105,12 @@ class KvShapeStats(Struct, frozen=True, kw_only=True):
 
 
 class PoolStats(Struct, frozen=True, kw_only=True):
-    """A slot that switches. `load` is alpha, the reciprocal of the estimated attainment (Aegaeon eq. 3): above 1 the
-    slot cannot keep up. `turns` are the last ones, oldest first, and `prefill_pace` is what they show; all times are on
-    the engine's clock, now `now_s`.
-    `weights_bytes_per_s`: how fast weights come in, by which switches are priced, where that is measured; `unpinned`:
-    how much host memory CUDA refused to pin, and why, if it did. `given_up`: layers whose memory KV has, by model.
-    Since the start: `relief`: what was done when KV had no room; `not_remapped`: why no layers were given up then;
-    `layers_moved`: lent and taken back.
+    """A slot whose models share its memory. `load` is alpha, the reciprocal of the estimated attainment (Aegaeon eq.
+    3): above 1 the slot cannot keep up. `time_slices` are the last ones, oldest first, and `prefill_pace` is measured
+    from them; all times are on the engine's clock, now `now_s`. `weights_bytes_per_s`: the measured rate of weight
+    transfers, from which switch costs are estimated; `unpinned`: how much host memory CUDA refused to pin, and why.
+    `offloaded_layers`: weight layers evicted for KV, by model. Since the start: `pressure_actions`: how KV pressure was
+    handled; `offloads_declined`: why no layers were offloaded then; `layers_moved`: offloaded and reclaimed.
     """
 
     now_s: float
@@ -128,17 +125,17 @@ class PoolStats(Struct, frozen=True, kw_only=True):
     host_cache_bytes: int = 0
     weights_bytes_per_s: float | None = None
     unpinned: str | None = None
-    given_up: dict[str, int] = field(default_factory=dict)
-    relief: dict[str, int] = field(default_factory=dict)
-    not_remapped: dict[str, int] = field(default_factory=dict)
+    offloaded_layers: dict[str, int] = field(default_factory=dict)
+    pressure_actions: dict[str, int] = field(default_factory=dict)
+    offloads_declined: dict[str, int] = field(default_factory=dict)
     layers_moved: dict[str, int] = field(default_factory=dict)
-    turns: tuple[TurnRecord, ...] = ()
+    time_slices: tuple[TimeSlice, ...] = ()
     prefill_pace: PrefillPace = PrefillPace()
 
 
 class EngineStats(Struct, frozen=True, kw_only=True):
-    """Load of a slot. `resident_models`: whose weights are on it, whole. Totals are since start; so are those in
-    `extra`: `preemptions`, `recomputed` (of KV that had no room), `swapped_out`, `swapped_in` (of one request's KV).
+    """Load of a slot. `resident_models`: those whose weights are whole on it. Totals are since the start; so are those
+    in `extra`: `preemptions`, `recomputed` (dropped KV), `swapped_out`, `swapped_in` (transfers of one request's KV).
     """
 
     instances: tuple[InstanceStats, ...] = ()
@@ -151,60 +148,57 @@ class EngineStats(Struct, frozen=True, kw_only=True):
 
 
 class Engine(Protocol):
-    """What a worker drives. Its owner calls one method at a time; `prepare` alone may run beside them."""
+    """What a worker drives. Its owner calls one method at a time; only `prepare` may run concurrently."""
 
     def prepare(self, model: ModelSpec) -> None:
-        """Do the slow part of a `load`: read the model's weights to host memory. May run on another thread while the
-        owner goes on stepping; harmless when done twice. What is prepared and never loaded stays, until host memory is
-        short.
+        """Do the slow part of a `load`: read the model's weights into host memory. May run on another thread while the
+        owner continues to step; idempotent. A prepared model that is never loaded stays until host memory is short.
 
         Raises:
             ModelLoadError: the checkpoint cannot be used, or can never fit; nothing is kept of it.
-            dataplane.memory.model_cache.HostMemoryError: on another thread than the owner's: host memory has no room
-                for it now; a later try may find some.
+            dataplane.memory.model_cache.HostMemoryError: on another thread than the owner's: host memory is full now;
+                a later try may succeed.
         """
 
     def load(self, instance_id: str, model: ModelSpec, *, gpus: int = 1) -> None:
-        """Take an instance in. Quick after `prepare`; without it, that is done first, and where host memory has no room
-        now, the weights are read before the model's first turn. All instances of a slot share its KV memory, and those
-        of one model its weights.
+        """Load an instance. Quick after `prepare`; without it, that is done first, and if host memory is full now, the
+        weights are read before the model's first turn. All instances of a slot share its KV memory, and those of one
+        model its weights.
 
         Raises:
-            ModelLoadError: the id is taken, or the checkpoint cannot be used or can never fit; nothing
-                is kept of it.
+            ModelLoadError: the id is in use, or the checkpoint cannot be used or can never fit; nothing is kept of it.
         """
 
     def unload(self, instance_id: str) -> None:
-        """Forget an instance, and with the last one of its model its weights. Its requests end with an `error` output
-        at the next step; the KV of those handed over stays until `release`. Unknown ids are ignored.
+        """Unload an instance, and with the last one of its model its weights. Its requests end with an `error` output
+        at the next step; exported KV stays until `release`. Unknown ids are ignored.
         """
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request; where its `kv` can be read, it goes on from there without a prefill.
+        """Queue a request; if its `kv` can be read, it continues from there without a prefill.
 
         Raises:
             UnknownInstanceError: the instance is not loaded.
-            ContextLengthError: prompt + max_tokens exceed the context, or what one request alone on
-                the slot could fill (`InstanceStats.kv_tokens_max`).
-            BadRequestError: an id in use, an empty prompt, no token wanted, or a token that the model
-                does not know.
+            ContextLengthError: prompt + max_tokens exceed the context, or what one request alone on the slot could fill
+                (`InstanceStats.kv_tokens_max`).
+            BadRequestError: an id in use, an empty prompt, max_tokens below 1, or a token outside of the vocabulary.
         """
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request, handed over or not, and free what it holds, now. Nothing more is heard of it. Unknown ids are
-        ignored: it may just have ended.
+        """Drop a request, exported or not, and free its memory now. It has no further outputs. Unknown ids are ignored:
+        it may just have ended.
         """
 
     def release(self, request_id: str) -> None:
-        """Free the KV of a request that was handed over. Unknown ids are ignored."""
+        """Free the KV of a request that was exported. Unknown ids are ignored."""
 
     def step(self) -> list[EngineOutput]:
-        """Run one step, and say what came of it: often nothing, while prompts are long, or weights or KV on their way.
-        Nothing here blocks for longer than one forward pass or one transfer. Harmless without work.
+        """Run one step and return its outputs: often none, while prompts are long or weights or KV are transferred. It
+        never blocks for longer than one forward pass or one transfer. Harmless without work.
         """
 
     def has_work(self) -> bool:
-        """Whether a request is running or waiting, or the end of one is still to be told by `step`."""
+        """Whether a request is running or waiting, or a last output is still to be returned by `step`."""
 
     def stats(self) -> EngineStats:
-        """The load right now."""
+        """The present load."""

@@ -31,7 +31,7 @@ def make_engine(configure: Configure) -> Engine:
                 host_wait_max_s=configure.host_wait_max_s,
                 batch_max=configure.batch_max,
                 prefetch=configure.prefetch,
-                hands_over=configure.hands_over,
+                prefill_only=configure.prefill_only,
                 kv_pressure=configure.kv_pressure,
                 turns=configure.turns,
             ),
@@ -50,7 +50,7 @@ def make_engine(configure: Configure) -> Engine:
         host_kv_bytes=configure.host_kv_bytes,
         batch_max=configure.batch_max,
         prefetch=configure.prefetch,
-        hands_over=configure.hands_over,
+        prefill_only=configure.prefill_only,
         kv_pressure=configure.kv_pressure,
         speed=configure.replay_speed,
         mean_tokens=configure.replay_mean_tokens,
@@ -67,7 +67,7 @@ def make_vllm_engine(configure: Configure) -> Engine:
     from dataplane.engines.vllm.engine import VllmEngine  # noqa: PLC0415
     from dataplane.engines.vllm.settings import VllmEngineSettings  # noqa: PLC0415
 
-    assert not configure.hands_over, "the slot saw to that"
+    assert not configure.prefill_only, "the slot saw to that"
     settings = VllmEngineSettings(
         device=configure.device,
         dtype=configure.dtype,

@@ -25,7 +25,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     """First command of a worker: which engine, with what memory. `profile` is the GPU profile's path, for a replay.
 
     All instances of the slot share `kv_bytes`. The worker makes `host_kv_file`, where other slots shall read its KV;
-    with `hands_over` it is a prefill slot. The slots of a node share the models of `cache_folder`; one that finds no
+    with `prefill_only` it is a prefill slot. The slots of a node share the models of `cache_folder`; one that finds no
     room there for `host_wait_max_s` fails.
     """
 
@@ -41,7 +41,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     cache_bytes: int
     host_wait_max_s: float
     batch_max: int
-    hands_over: bool
+    prefill_only: bool
     prefetch: bool
     kv_pressure: KvPressure
     turns: TurnSettings

@@ -17,8 +17,8 @@ from dataplane.engines.core.sampler import Draw, choose_tokens
 from dataplane.engines.interface import EngineRequest
 from dataplane.engines.torch.memory.host_models import HostModels
 from dataplane.engines.torch.memory.kv import SequenceKv
-from dataplane.engines.torch.memory.pooled import kv_shape
-from dataplane.engines.torch.memory.wire_rate import RATE_SAMPLE_BYTES, measured_rates
+from dataplane.engines.torch.memory.models import kv_shape
+from dataplane.engines.torch.memory.transfer_rates import RATE_SAMPLE_BYTES, measured_rates
 from dataplane.engines.torch.model.runner import run_chunks
 from dataplane.engines.torch.sequences import Chunk, TokenSequence
 from dataplane.memory.kv_cache import blocks_for
@@ -103,7 +103,7 @@ class _Bench:
         weights = model.host.to(device)
         models.close()
         self.skeleton = model.skeleton
-        self.skeleton.bind([part.of(weights) for part in self.skeleton.parts])
+        self.skeleton.bind([shard.of(weights) for shard in self.skeleton.shards])
         geometry = self.skeleton.geometry
         self._shape = kv_shape(geometry, BLOCK_TOKENS, dtype)
         blocks = blocks_for(settings.tokens_max, BLOCK_TOKENS) + 2 * max(BATCHES)

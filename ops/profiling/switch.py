@@ -15,8 +15,8 @@ import torch
 from dataplane.engines.torch.copies.base import Copy, CopyStream
 from dataplane.engines.torch.copies.open import make_stream
 from dataplane.engines.torch.memory.host_models import HostModel, HostModels
+from dataplane.engines.torch.memory.transfer_rates import transfer_rates
 from dataplane.engines.torch.memory.weights import WeightStore
-from dataplane.engines.torch.memory.wire_rate import wire_rates
 from dataplane.memory.events import PASSED, Event
 from dataplane.memory.slabs import SlabArena
 from ops.profiling.checkpoints import BenchModel, DtypeName
@@ -56,7 +56,7 @@ class BenchSlot:
         self._bring(model, keep=keep.name)
 
     def _bring(self, model: HostModel, *, keep: str | None) -> None:
-        brought = self.weights.bring(model, 0.0, keep=keep)
+        brought = self.weights.load(model, 0.0, keep=keep)
         assert brought, f"the arena has no room for {model.name}"
 
 
@@ -74,7 +74,7 @@ def open_slot(
         slabs = residents * max(model.skeleton.slabs(SLAB_BYTES) for model in known)
         buffer = torch.zeros(slabs * SLAB_BYTES, dtype=torch.uint8, device=place)
         arena = SlabArena(slabs, weights_slabs=slabs)
-        weights = WeightStore(arena, buffer, SLAB_BYTES, stream, wire_rates(buffer).weights)
+        weights = WeightStore(arena, buffer, SLAB_BYTES, stream, transfer_rates(buffer).weights)
         yield BenchSlot(device=place, buffer=buffer, weights=weights, models=known)
     finally:
         stream.close()
@@ -103,7 +103,7 @@ def measure_control(models: list[BenchModel], *, device: str, dtype: DtypeName, 
             details={
                 "layers": slot.models[0].skeleton.geometry.layers,
                 "best_ms": 1e3 * min(times_s["switch"]),
-                "parts": len(slot.models[0].skeleton.parts),
+                "parts": len(slot.models[0].skeleton.shards),
             },
         )
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from dataplane.engines.replay.words import WORDS
+from dataplane.engines.replay.vocabulary import WORDS
 from ops.local.sample_fleet import POOL_REGION, TOKENS_PER_S
 from ops.local.stack import LocalStack
 from tests.flows.conftest import REPLAY_NODES, admin_of, client_of, register, replay_stack, wait_ready

@@ -84,7 +84,7 @@ def torch_subject(folder: Path, *, host_kv_tokens: int = KV_TOKENS) -> Subject:
         prefill_tokens_per_step_max=PREFILL_TOKENS_PER_STEP_MAX,
         batch_max=4,
     )
-    handing_over = replace(settings, hands_over=True, host_kv_file=folder / f"kv-{next(_kv_files)}")
+    handing_over = replace(settings, prefill_only=True, host_kv_file=folder / f"kv-{next(_kv_files)}")
     engine, prefiller = TorchEngine(settings, time.monotonic), TorchEngine(handing_over, time.monotonic)
 
     def close() -> None:
@@ -113,7 +113,7 @@ def replay_subject(_: Path, *, host_kv_tokens: int = KV_TOKENS) -> Subject:
     )
     return Subject(
         engine=ReplayEngine(settings, clock, clock.sleep),
-        prefiller=ReplayEngine(replace(settings, hands_over=True), clock, clock.sleep),
+        prefiller=ReplayEngine(replace(settings, prefill_only=True), clock, clock.sleep),
         models=(spec("seven", 14 * 10**9), spec("thirteen", 26 * 10**9)),
         oversized=spec("seventy", 140 * 10**9),
     )

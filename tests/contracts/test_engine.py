@@ -345,8 +345,10 @@ def test_the_pool_reports_its_turns(engine: Engine, subject: Subject) -> None:
     pool = engine.stats().pool
     assert pool is not None
     assert (pool.running_model, pool.prefills_waiting, pool.load) == (None, 0, 0.0)
-    assert all(turn.started_s <= turn.ended_s <= pool.now_s for turn in pool.turns)
-    assert all(before.ended_s <= after.started_s for before, after in zip(pool.turns, pool.turns[1:], strict=False))
-    assert sum(turn.tokens for turn in pool.turns) == 4 * 25
-    assert {turn.model for turn in pool.turns} == {model.name for model in subject.models}
-    assert {turn.kind for turn in pool.turns} == {"prefill", "decode"}
+    assert all(turn.started_s <= turn.ended_s <= pool.now_s for turn in pool.time_slices)
+    assert all(
+        before.ended_s <= after.started_s for before, after in zip(pool.time_slices, pool.time_slices[1:], strict=False)
+    )
+    assert sum(turn.tokens for turn in pool.time_slices) == 4 * 25
+    assert {turn.model for turn in pool.time_slices} == {model.name for model in subject.models}
+    assert {turn.kind for turn in pool.time_slices} == {"prefill", "decode"}

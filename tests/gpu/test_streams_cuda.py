@@ -9,7 +9,7 @@ import torch
 from dataplane.engines.torch.copies import open as opening
 from dataplane.engines.torch.copies.base import Copy, CopyStream
 from dataplane.engines.torch.copies.cuda import pin, unpin
-from dataplane.engines.torch.copies.open import make_stream, mark
+from dataplane.engines.torch.copies.open import make_stream, record_event
 from dataplane.memory.events import FlagEvent, TransferError
 
 pytestmark = [
@@ -40,7 +40,7 @@ def test_bytes_go_there_and_back(stream: CopyStream, pinned: bool) -> None:
     if pinned:
         sources, back = [host.pin_memory() for host in sources], [host.pin_memory() for host in back]
     device = [torch.zeros(size, dtype=torch.int64, device=CUDA) for size in sizes]
-    ready = mark(CUDA)
+    ready = record_event(CUDA)
     there = stream.submit([Copy(s, d) for s, d in zip(sources, device, strict=True)], after=[ready])
     doubled = stream.submit([Copy(d, b) for d, b in zip(device, back, strict=True)], after=[there])
     doubled.wait()
@@ -53,10 +53,10 @@ def test_what_is_computed_next_waits_for_a_copy_and_a_copy_for_what_was_computed
     host, back = numbers(), torch.zeros(COUNT, dtype=torch.int64)
     device = torch.zeros(COUNT, dtype=torch.int64, device=CUDA)
     for turn in range(5):
-        stream.submit([Copy(host, device)], after=[mark(CUDA)]).wait()
+        stream.submit([Copy(host, device)], after=[record_event(CUDA)]).wait()
         for _ in range(20):
             device += 1
-        stream.submit([Copy(device, back)], after=[mark(CUDA)]).wait()
+        stream.submit([Copy(device, back)], after=[record_event(CUDA)]).wait()
         torch.cuda.synchronize()
         assert back.equal(host + 20), turn
 
@@ -66,7 +66,7 @@ def test_within_the_device_and_from_registered_memory(stream: CopyStream) -> Non
     pin(host)
     assert host.is_pinned()
     one, two = (torch.zeros(COUNT, dtype=torch.int64, device=CUDA) for _ in range(2))
-    there = stream.submit([Copy(host, one)], after=[mark(CUDA)])
+    there = stream.submit([Copy(host, one)], after=[record_event(CUDA)])
     stream.submit([Copy(one, two)], after=[there]).wait()
     assert two.cpu().equal(host)
     unpin(host)
@@ -83,7 +83,7 @@ def test_a_copy_may_cross_the_pieces_in_which_memory_was_pinned(
     opening.pinned(host, CUDA)
     assert opening.PINS.refused is None
     device = torch.zeros(COUNT, dtype=torch.int64, device=CUDA)
-    stream.submit([Copy(host, device)], after=[mark(CUDA)]).wait()
+    stream.submit([Copy(host, device)], after=[record_event(CUDA)]).wait()
     assert device.cpu().equal(numbers())
     opening.unpinned(host, CUDA, ended.set)
     assert ended.wait(30)
@@ -99,5 +99,5 @@ def test_a_failure_stays_with_its_submission(stream: CopyStream) -> None:
     with pytest.raises(TransferError, match="gone"):
         failed.wait()
     assert failed.done()
-    stream.submit([Copy(numbers(), device)], after=[mark(CUDA)]).wait()
+    stream.submit([Copy(numbers(), device)], after=[record_event(CUDA)]).wait()
     assert device.cpu().equal(numbers())

@@ -52,7 +52,7 @@ def test_the_same_tokens_as_transformers_and_the_torch_engine(
     stats = engine.stats()
     assert stats.instances[0].kv_used_bytes == 0
     assert stats.pool is not None
-    prefills = [turn for turn in stats.pool.turns if turn.kind == "prefill" and turn.tokens]
+    prefills = [turn for turn in stats.pool.time_slices if turn.kind == "prefill" and turn.tokens]
     assert 0 < sum(turn.tokens for turn in prefills) <= 2 * len(given), "prompts, not what decoded beside them"
     longest = max(map(len, given.values()))
     assert all(turn.prompt_tokens <= turn.tokens * longest for turn in prefills)

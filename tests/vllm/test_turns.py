@@ -86,7 +86,7 @@ def test_requests_of_a_sleeping_model_are_cancelled_and_unloaded_too(
     assert engine.stats().resident_models == ("qwen3",)
     engine.cancel("gone")
     model = engine._models["llama"]
-    before, weights_s = model.estimate, model.come_s
+    before, weights_s = model.estimate, model.wake_s
     assert model.switch_s > weights_s, "its tokens are prefilled again"
     assert {o.request_id for o in engine.step()} == {"ended", "stays"}
     assert model.estimate.decode_factor == before.decode_factor, "that was a prefill"

@@ -1,4 +1,4 @@
-"""Which GPUs a worker process sees: those of its slot alone, so that no thread of it can use another's by mistake."""
+"""The GPUs that a worker process sees: those of its slot alone, so that none of its threads can use another's."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,7 +8,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus(indices: Iterable[int], environment: Mapping[str, str]) -> str:
-    """What CUDA_VISIBLE_DEVICES must be for a process that shall see these of the GPUs that `environment` shows. Names
+    """The value of CUDA_VISIBLE_DEVICES for a process that may see these of the GPUs that `environment` shows. Names
     such as UUIDs are kept.
 
     Raises:

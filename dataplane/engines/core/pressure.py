@@ -1,30 +1,30 @@
-"""KV has no room: what an engine's policy is told when it is asked for the way out (`core.remapping.relief`)."""
+"""KV pressure: what an engine's policy gets when an allocation of KV fails. The policy: `core.remapping.actions`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dataplane.engines.core.remapping.relief import Way
+from dataplane.engines.core.remapping.actions import Action
 from dataplane.engines.core.sequences import TokenSequence
 
 KvPressure = Literal["auto", "remap", "swap", "recompute", "refuse"]
-"""What is done when KV has no room: the cheapest by measured times, or always the same where it can be."""
+"""How KV pressure is handled: by the action that is cheapest by measured times, or always by one, where possible."""
 
 VLLM_PRESSURES: tuple[KvPressure, ...] = ("auto", "recompute")
-"""vLLM makes room by itself: it computes anew what it has dropped. All other engines have every way."""
+"""vLLM frees memory itself: it recomputes what it has preempted. All other engines have every action."""
 
 
 def vllm_refusal(pressure: KvPressure) -> str | None:
-    """Why vLLM cannot do what is asked for when KV has no room; None if it can."""
+    """Why vLLM cannot handle KV pressure in this way; None if it can."""
     if pressure in VLLM_PRESSURES:
         return None
-    return f"kv_pressure must be {' or '.join(VLLM_PRESSURES)} for vLLM, which makes room by itself, not {pressure}"
+    return f"kv_pressure must be {' or '.join(VLLM_PRESSURES)} for vLLM, which handles it itself, not {pressure}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """A sequence finds no room for the KV of `tokens` tokens. `victim`: whose KV would leave for it, itself perhaps;
-    None: nobody's.
+    """Free memory is too small for the KV of `tokens` tokens of a sequence. `victim`: the sequence that would be
+    preempted, perhaps itself; None if there is none.
     """
 
     sequence: TokenSequence[Any]
@@ -32,10 +32,10 @@ class Shortage:
     victim: TokenSequence[Any] | None
 
 
-Relieve = Callable[[Shortage], Way | None]
-"""Chooses the way; None when none is open. With "remap", there is more room when it returns."""
+OnShortage = Callable[[Shortage], Action | None]
+"""Chooses the action; None if none is possible. After "remap" there is more free memory when it returns."""
 
 
-def always_swap(shortage: Shortage) -> Way | None:
-    """KV goes to host memory: what an engine does that has no other way."""
+def always_swap(shortage: Shortage) -> Action | None:
+    """The policy of an engine that only swaps."""
     return "swap"

@@ -1,4 +1,4 @@
-"""The requests of a slot from `add` to their last output, as every engine keeps them."""
+"""The requests of a slot from `add` to their last output, the same for every engine."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -15,8 +15,8 @@ _LOAD_ORDER = attrgetter("load_order")
 
 
 class RequestTable(Generic[KvT]):
-    """Those that run or wait; those handed over whose KV waits to be read; ends that are still to be told. `models` are
-    the slot's, by name; who loads and unloads them changes it.
+    """Running and waiting requests, exported ones whose KV is still to be read, and last outputs that are still to be
+    returned. `models` are the slot's, by name; the caller that loads and unloads models changes it.
     """
 
     def __init__(
@@ -32,36 +32,35 @@ class RequestTable(Generic[KvT]):
         self._settings = settings
         self._clock = clock
         self._sequences: dict[str, TokenSequence[KvT]] = {}
-        self._handed_over: dict[str, KvT] = {}
+        self._exported: dict[str, KvT] = {}
         self._ended: dict[str, EngineOutput] = {}
         self._arrivals = 0
         self._begun: dict[str, ServedModel[KvT]] = {}
-        """Models whose requests have KV."""
+        """Models with requests that have KV."""
         self._busy: list[ServedModel[KvT]] = []
         self._busy_prefills: PrefillQueue | None = None
-        """The queue when `_busy` was made; None: other models have KV since."""
+        """The queue from which `_busy` was made; None: other models have KV since."""
 
     def __len__(self) -> int:
-        """Requests running or waiting, and ends still to be told."""
+        """Running and waiting requests, and last outputs still to be returned."""
         return len(self._sequences) + len(self._ended)
 
     def __iter__(self) -> Iterator[TokenSequence[KvT]]:
-        """Those that run or wait."""
+        """Running and waiting requests."""
         return iter(self._sequences.values())
 
     @property
     def all_kv(self) -> list[KvT]:
-        """Of those that run or wait, and of those that were handed over and not released."""
-        return [*(sequence.kv for sequence in self), *self._handed_over.values()]
+        """The KV of running and waiting requests, and of exported ones that were not released."""
+        return [*(sequence.kv for sequence in self), *self._exported.values()]
 
     @property
     def waiting_models(self) -> frozenset[str]:
-        """Models of the requests that wait for their prefill."""
         return frozenset([group.model for group in self.prefills.groups])
 
     @property
     def busy_models(self) -> Sequence[ServedModel[KvT]]:
-        """Models of requests that wait for their prefill or have KV, in the order of loading."""
+        """Models with requests that wait for their prefill or have KV, in the order of loading."""
         if self._busy_prefills is not self.prefills:
             busy = self._begun | {group.model: self._models[group.model] for group in self.prefills.groups}
             self._busy = sorted(busy.values(), key=_LOAD_ORDER)
@@ -69,25 +68,23 @@ class RequestTable(Generic[KvT]):
         return self._busy
 
     def next_prefills_s(self, prefills: PrefillQueue) -> dict[str, float]:
-        """By model, the estimate for the next request of its front group in a queue."""
+        """By model, the estimated prefill time of the next request of its front group in a queue."""
         if not prefills.groups:
             return {}
         first = {group.model: group.waiting[0].tokens for group in reversed(prefills.groups)}
         return {name: self._models[name].estimate.prefill_s(tokens, tokens**2) for name, tokens in first.items()}
 
     def find(self, request_ids: Iterable[str]) -> list[TokenSequence[KvT]]:
-        """Requests by their ids, in that order."""
         return [self._sequences[request_id] for request_id in request_ids]
 
     def of_instance(self, instance_id: str) -> list[TokenSequence[KvT]]:
-        """Those of one instance that run or wait."""
         return [sequence for sequence in self if sequence.request.instance_id == instance_id]
 
     def add(self, request: EngineRequest, model: ServedModel[KvT], *, kv_tokens_max: int) -> None:
-        """Queue a request, or let it decode at once where its KV can be read.
+        """Queue a request, or let it decode at once if its KV can be read.
 
         Raises:
-            BadRequestError: an id in use, an empty prompt, no token wanted, or a token the model does not know.
+            BadRequestError: an id in use, an empty prompt, max_tokens below 1, or a token outside of the vocabulary.
             ContextLengthError: prompt + max_tokens exceed the context or `kv_tokens_max`.
         """
         request_id = request.request_id
@@ -110,7 +107,7 @@ class RequestTable(Generic[KvT]):
             self.queue(sequence)
 
     def begin(self, sequence: TokenSequence[KvT]) -> None:
-        """Note that a sequence has KV now. Harmless when done twice."""
+        """Record that a sequence has KV. Idempotent."""
         if not sequence.begun:
             model = self._models[sequence.model]
             model.begin(sequence)
@@ -119,7 +116,7 @@ class RequestTable(Generic[KvT]):
                 self._busy_prefills = None
 
     def _leave(self, sequence: TokenSequence[KvT]) -> None:
-        """Note that it has none any more."""
+        """Record that it has none any more."""
         if sequence.begun:
             model = self._models[sequence.model]
             model.leave(sequence)
@@ -128,22 +125,22 @@ class RequestTable(Generic[KvT]):
                 self._busy_prefills = None
 
     def queue(self, sequence: TokenSequence[KvT]) -> None:
-        """Let a sequence wait for its prefill, from its first token on, without KV."""
+        """Drop a sequence's KV and queue it for a prefill from its first token on."""
         self._kv.drop(sequence.kv)
         self._leave(sequence)
-        if not sequence.prefilled:  # in the midst of its prefill it is still there
+        if not sequence.prefilled:  # a partly prefilled one is still in the queue
             self.prefills = self.prefills.remove(sequence.request.request_id)
         sequence.cached, sequence.prefilled = 0, False
         self.prefills = self.prefills.join(sequence.to_prefill(), self._settings)
 
     def queue_lost(self) -> None:
-        """Queue again what lost its KV because its transfer failed too often."""
+        """Queue sequences whose KV was lost because its transfer failed too often."""
         begun = (sequence for model in self._begun.values() for sequence in model.begun)
         for sequence in [sequence for sequence in begun if sequence.kv.location is KvLocation.NONE]:
             self.queue(sequence)
 
     def take(self, sequence: TokenSequence[KvT], token: int | None) -> EngineOutput:
-        """Append a new token to its sequence, and end that where it ends. None: the answer has ended by itself."""
+        """Append a new token to its sequence, and end that if it is complete. None: the end-of-sequence token."""
         request = sequence.request
         if not sequence.prefilled:
             self._models[sequence.model].end_prefill(sequence)
@@ -157,25 +154,25 @@ class RequestTable(Generic[KvT]):
         self.forget(request.request_id)
         return EngineOutput(request_id=request.request_id, token_ids=(token,), finish_reason="length")
 
-    def hand_over(self) -> None:
-        """Send the KV of requests past their prefill to host memory, and let those go whose KV is there."""
+    def export_prefilled(self) -> None:
+        """Transfer the KV of requests past their prefill to host memory, and export those whose transfer has ended."""
         for model in self.busy_models:
             for sequence in model.decoding:
                 if sequence.kv.location is KvLocation.DEVICE:
                     self._kv.swap_out(sequence.kv, sequence.cached)
                 elif sequence.kv.location is KvLocation.HOST:
-                    self._let_go(sequence)
+                    self._export(sequence)
 
-    def _let_go(self, sequence: TokenSequence[KvT]) -> None:
-        """It leaves, and its KV stays until `release`."""
+    def _export(self, sequence: TokenSequence[KvT]) -> None:
+        """End a request here; its KV stays until `release`."""
         request_id = sequence.request.request_id
         self._ended[request_id] = EngineOutput(request_id=request_id, kv=self._kv.handle(sequence.kv, sequence.cached))
-        self._handed_over[request_id] = sequence.kv
+        self._exported[request_id] = sequence.kv
         self._leave(sequence)
         del self._sequences[request_id]
 
     def forget(self, request_id: str) -> None:
-        """Take a request out and free its KV. Unknown ids are ignored."""
+        """Remove a request and free its KV. Unknown ids are ignored."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             if not sequence.prefilled:
@@ -184,26 +181,25 @@ class RequestTable(Generic[KvT]):
             self._kv.drop(sequence.kv)
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request and free what it holds; nothing more is heard of it."""
+        """Remove a request, exported or not, and its last output."""
         self._ended.pop(request_id, None)
         self.forget(request_id)
         self.release(request_id)
 
     def release(self, request_id: str) -> None:
-        """Free the KV of a request that was handed over. Unknown ids are ignored."""
-        kv = self._handed_over.pop(request_id, None)
+        """Free the KV of an exported request. Unknown ids are ignored."""
+        kv = self._exported.pop(request_id, None)
         if kv is not None:
             self._kv.drop(kv)
 
     def end_all(self, sequences: Iterable[TokenSequence[KvT]], error: str) -> None:
-        """End requests with an error."""
         for sequence in list(sequences):
             request_id = sequence.request.request_id
             self.forget(request_id)
             self._ended[request_id] = EngineOutput(request_id=request_id, error=error)
 
-    def tell_ended(self) -> list[EngineOutput]:
-        """Last outputs that come out of no step."""
+    def take_ended(self) -> list[EngineOutput]:
+        """Last outputs that no step made: errors, exports, and requests that were complete when added."""
         if not self._ended:
             return []
         outputs = list(self._ended.values())

@@ -1,4 +1,4 @@
-"""A request on its way through an engine, and the pieces of it that one step runs. No tensors here.
+"""A request in an engine, and the chunks of it that one step runs. No tensors here.
 
 `tokens` are its prompt and what was generated; the first `cached` of them have keys and values:
 
@@ -22,9 +22,9 @@ from dataplane.scheduling.tiers import TIER_RANKS
 
 @dataclass(eq=False, kw_only=True)
 class TokenSequence(Generic[KvT]):
-    """A request and how far it has come. `order`: place in the order of arrival; `added_s`: when it was added;
-    `prefilled`: it is past its prefill, which made its first token here or elsewhere; `begun`: it has KV somewhere, as
-    its model knows; `tbt_s`: what it is promised between tokens.
+    """A request and its progress. `order`: its number in the order of arrival; `added_s`: when it was added;
+    `prefilled`: its prefill is complete, here or elsewhere; `begun`: it has KV at any location, and is in the list of
+    its model; `resumed_at`: how many tokens it had when it was last swapped in; `tbt_s`: its objective between tokens.
     """
 
     request: EngineRequest
@@ -36,22 +36,21 @@ class TokenSequence(Generic[KvT]):
     cached: int = 0
     prefilled: bool = False
     begun: bool = False
-    came_back_at: int = 0
+    resumed_at: int = 0
     key: tuple[int, int] = field(init=False)
     """The order of service: by tier, then first come, first served."""
     tbt_s: float = field(init=False)
 
     def __post_init__(self) -> None:
-        """Start after what was generated before."""
         request = self.request
         self.tokens = [*request.prompt, *request.generated]
         self.key = TIER_RANKS[request.tier], self.order
         self.tbt_s = request.promise.tbt_s
 
     @property
-    def just_came_back(self) -> bool:
-        """Whether it made no token since its KV came back (`came_back_at`: its tokens then)."""
-        return self.came_back_at == len(self.tokens)
+    def just_resumed(self) -> bool:
+        """Whether it has made no token since it was last swapped in."""
+        return self.resumed_at == len(self.tokens)
 
     @property
     def pending(self) -> int:
@@ -60,23 +59,22 @@ class TokenSequence(Generic[KvT]):
 
     @property
     def generated(self) -> int:
-        """Tokens made so far, here and elsewhere."""
+        """How many tokens were made so far, here and elsewhere."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
     def remaining_tokens(self) -> int:
-        """Prompt tokens not yet prefilled + tokens still to make."""
+        """Prompt tokens not yet prefilled, and tokens still to make."""
         return max(0, len(self.request.prompt) - self.cached) + self.request.max_tokens - self.generated
 
     @property
     def deadline_s(self) -> float:
-        """When its next token is due. A request that was begun elsewhere owes one at once, after a TBT."""
+        """When its next token is due. The next token of a request begun elsewhere is due one TBT after it was added."""
         promise = self.request.promise
         made = self.generated - len(self.request.generated)
         return self.added_s + (promise.tbt_s if self.request.generated else promise.ttft_s) + made * promise.tbt_s
 
     def to_prefill(self) -> PrefillRequest:
-        """What the prefill queue must know of it."""
         return PrefillRequest(
             request_id=self.request.request_id,
             model=self.model,
@@ -88,7 +86,7 @@ class TokenSequence(Generic[KvT]):
 
 
 class Chunk(Struct, Generic[KvT], frozen=True, kw_only=True):
-    """The next `count` pending tokens of a sequence, all of one step."""
+    """The next `count` pending tokens of a sequence, run in one step."""
 
     sequence: TokenSequence[KvT]
     count: int
@@ -100,10 +98,10 @@ class Chunk(Struct, Generic[KvT], frozen=True, kw_only=True):
 
     @property
     def squared_tokens(self) -> int:
-        """What attention costs: the growth of the squared length."""
+        """The cost of attention: the growth of the squared length."""
         return self.end**2 - self.sequence.cached**2
 
     @property
     def makes_token(self) -> bool:
-        """Whether nothing is pending after it, so that its last logits say what comes next."""
+        """Whether no token is pending after it, so that its last logits give the next token."""
         return self.count == self.sequence.pending

@@ -1,4 +1,4 @@
-"""A model of a slot as every engine keeps it: its instances, its sequences with KV, and what its steps cost."""
+"""A model of a slot: its instances, its sequences with KV, and the cost of its steps. The same for every engine."""
 
 from abc import ABC, abstractmethod
 from bisect import insort
@@ -16,9 +16,9 @@ _KEY = attrgetter("key")
 
 @dataclass(eq=False, kw_only=True)
 class ServedModel(ABC, Generic[KvT]):
-    """One model. `instances`: those of the control plane that share it here. `begun`: its sequences that have KV
-    somewhere, in the order of service. `vocabulary` None takes any token. `prefill_s`: how long its last prefill steps
-    took; None before the first. `load_order`: its position in the order of loading.
+    """One model. `instances`: those of the control plane that share it here. `begun`: its sequences that have KV at any
+    location, in the order of service. `vocabulary` None accepts any token. `prefill_s`: recent mean of its prefill
+    steps; None before the first. `load_order`: its position in the order of loading.
     """
 
     name: str
@@ -33,62 +33,55 @@ class ServedModel(ABC, Generic[KvT]):
 
     @property
     @abstractmethod
-    def weights_bytes(self) -> int:
-        """The size of its weights."""
+    def weights_bytes(self) -> int: ...
 
     @abstractmethod
-    def new_kv(self) -> KvT:
-        """The KV of a sequence that has none yet."""
+    def new_kv(self) -> KvT: ...
 
     @property
     def decoding(self) -> list[TokenSequence[KvT]]:
-        """Those past their prefill, in the order of service. Another list when they are others."""
+        """Its sequences past their prefill, in the order of service. A new list whenever they change."""
         if self._decoding is None:
             self._decoding = [sequence for sequence in self.begun if sequence.prefilled]
         return self._decoding
 
     @property
     def decoding_here(self) -> list[TokenSequence[KvT]]:
-        """Of those, the ones whose KV is on the slot and still: they can be asked to leave."""
+        """Those of them whose KV is on the device, so that they can be preempted."""
         return [s for s in self.begun if s.prefilled and s.kv.location is KvLocation.DEVICE]
 
     @property
     def half_prefilled(self) -> list[TokenSequence[KvT]]:
-        """Those in the midst of their prefill, in the order of service. Each holds room for all of its prompt."""
+        """Partly prefilled sequences, in the order of service. Each has memory for its whole prompt."""
         return [s for s in self.begun if not s.prefilled and s.kv.location is KvLocation.DEVICE]
 
     def begin(self, sequence: TokenSequence[KvT]) -> None:
-        """Take a sequence in that has KV now."""
         sequence.begun = True
         insort(self.begun, sequence, key=_KEY)
         self._decoding = None
 
     def end_prefill(self, sequence: TokenSequence[KvT]) -> None:
-        """Let a sequence decode that has its first token."""
         sequence.prefilled = True
         self._decoding = None
 
     def leave(self, sequence: TokenSequence[KvT]) -> None:
-        """Take a sequence out."""
         sequence.begun = False
         self.begun.remove(sequence)
         self._decoding = None
 
     def observe_prefill(self, took_s: float, tokens: int, squared_tokens: int) -> None:
-        """Note how long a prefill step took whose weights were all there."""
+        """Update the estimate by a prefill step that waited for no weights."""
         self.estimate = self.estimate.observe_prefill(took_s, tokens, squared_tokens)
         self.prefill_s = recent(self.prefill_s, took_s)
 
     def observe_decode(self, took_s: float, context_tokens: int, batch: int) -> None:
-        """The same of a decode step."""
+        """Update the estimate by a decode step that waited for no weights."""
         self.estimate = self.estimate.observe_decode(took_s, context_tokens, batch)
 
     def batch_facts(
         self, *, now_s: float | None, switch_s: float, prefetched: bool, ready: bool, batch_max: int
     ) -> BatchFacts:
-        """What the decode turns must know of it, at least one sequence of which decodes. `now_s` None: nobody asks for
-        its slack.
-        """
+        """The facts for the decode scheduler; at least one sequence must be decoding. `now_s` None: without slack."""
         batch = self.decoding[:batch_max]
         return BatchFacts(
             model=self.name,
@@ -103,5 +96,5 @@ class ServedModel(ABC, Generic[KvT]):
 
 
 def recent(mean: float | None, value: float) -> float:
-    """The mean of the last values: each counts a quarter, those before it fade by the rest."""
+    """An exponentially weighted mean: the last value counts a quarter."""
     return value if mean is None else mean + 0.25 * (value - mean)

@@ -1,21 +1,23 @@
-"""What every engine that switches between models is: the verbs of a slot (`load`, `add`, `step`, `cancel`).
+"""The base of every engine: the operations of a slot (`load`, `add`, `step`, `cancel`).
 
-A step: note which transfers are over, ask whose turn it is, run one step batch of that model, and hand out what came
-of it. What a step batch does to weights and KV, and how long it takes, is each engine's own.
+A step completes transfers, asks the scheduler for the turn, runs one step batch of that model, and returns its outputs.
+What a step batch does to weights and KV, and how long it takes, is specific to each engine.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from msgspec.structs import replace
+
 from dataplane.engines.core.kv import KvLocation, KvMemory, KvT
-from dataplane.engines.core.pressure import Relieve, always_swap
+from dataplane.engines.core.kv_allocator import KvAllocator
+from dataplane.engines.core.pressure import OnShortage, always_swap
 from dataplane.engines.core.request_table import RequestTable
-from dataplane.engines.core.room import Room
 from dataplane.engines.core.sequences import TokenSequence
 from dataplane.engines.core.served_models import ServedModel
+from dataplane.engines.core.slice_log import SliceLog
 from dataplane.engines.core.step_batches import StepBatches
-from dataplane.engines.core.turn_log import TurnLog
 from dataplane.engines.interface import EngineOutput, EngineRequest, EngineStats, InstanceStats, PoolStats
 from dataplane.protocol.errors import ModelLoadError, UnknownInstanceError
 from dataplane.protocol.messages import ModelSpec
@@ -29,34 +31,32 @@ class SlotSettings(Protocol):
     """What the settings of every engine have; see `TorchEngineSettings`."""
 
     @property
-    def batch_max(self) -> int:
-        """Sequences that a step decodes at most."""
+    def batch_max(self) -> int: ...
 
     @property
-    def prefill_tokens_per_step_max(self) -> int:
-        """Tokens that a step prefills at most."""
+    def prefill_tokens_per_step_max(self) -> int: ...
 
     @property
     def prefetch(self) -> bool:
-        """Whether the next model comes while another runs."""
+        """Whether the next model is loaded while another runs."""
 
     @property
-    def hands_over(self) -> bool:
-        """Whether a request leaves after its first token, to be decoded by another slot."""
+    def prefill_only(self) -> bool:
+        """Whether requests leave after their first token, to be decoded by another slot."""
 
     @property
     def turns(self) -> TurnSettings:
-        """Those of the turn policy."""
+        """Settings of the scheduler."""
 
 
 Made = list[tuple[TokenSequence[KvT], int | None]]
-"""Sequences and their new tokens; None where an answer has ended by itself."""
+"""Sequences and their new tokens; None where the model ended the answer."""
 
 ModelT = TypeVar("ModelT", bound=ServedModel)  # type: ignore[type-arg]
 
 
 class SlotEngine(ABC, Generic[ModelT, KvT]):
-    """Meets `dataplane.engines.interface.Engine`, but for `prepare`. Its owner calls one method at a time."""
+    """Meets `dataplane.engines.interface.Engine`, except for `prepare`. Its owner calls one method at a time."""
 
     def __init__(
         self,
@@ -64,21 +64,26 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         clock: Callable[[], float],
         kv: KvMemory[KvT],
         *,
-        take_back: Callable[[str | None], bool],
-        relieve: Relieve = always_swap,
+        reclaim: Callable[[str | None], bool],
+        on_shortage: OnShortage = always_swap,
     ) -> None:
-        """`take_back`, `relieve`: see `Room`."""
+        """`reclaim`, `on_shortage`: see `KvAllocator`."""
         self._slot = settings
         self._clock = clock
         self._models: dict[str, ModelT] = {}
         self._model_of: dict[str, ModelT] = {}
         """By instance."""
         self._requests = RequestTable(self._models, kv, settings.turns.prefill, clock)
-        self._room = Room(
-            self._models, kv, self._requests, hands_over=settings.hands_over, take_back=take_back, relieve=relieve
+        self._allocator = KvAllocator(
+            self._models,
+            kv,
+            self._requests,
+            prefill_only=settings.prefill_only,
+            reclaim=reclaim,
+            on_shortage=on_shortage,
         )
         self._step_batches = StepBatches(
-            self._room, kv, batch_max=settings.batch_max, prefill_tokens_max=settings.prefill_tokens_per_step_max
+            self._allocator, kv, batch_max=settings.batch_max, prefill_tokens_max=settings.prefill_tokens_per_step_max
         )
         self._memory = kv
         self._state = SlotState()
@@ -87,69 +92,68 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         self._last_model: str | None = None
         self._loads = 0
         self._held = 0
-        self._log = TurnLog()
+        self._log = SliceLog()
 
     @abstractmethod
     def prepare(self, model: ModelSpec) -> None:
-        """See `dataplane.engines.interface.Engine.prepare`."""
+        """See `Engine.prepare`."""
 
     @abstractmethod
     def _new_model(self, spec: ModelSpec, gpus: int) -> ModelT:
-        """A prepared model that is new to the slot."""
+        """The model of a prepared spec."""
 
     @abstractmethod
     def _forget_model(self, model: ModelT) -> None:
-        """Free what the slot holds of a model besides KV."""
+        """Free the memory of a model, except for KV."""
 
     @abstractmethod
     def _settle(self) -> None:
-        """Note what arrived and left, and queue again what got lost on the way."""
+        """Complete transfers, and queue sequences whose KV was lost by a failed one."""
 
     @abstractmethod
     def _fit_together(self, models: Iterable[ModelT]) -> bool:
-        """Whether the weights of these could all be on the slot at once."""
+        """Whether the weights of all these models fit on the slot at once."""
 
     @abstractmethod
     def _switch_s(self, model: ModelT) -> float:
-        """How long the weights of a model take to arrive, all of them."""
+        """Seconds to load all weights of a model."""
 
     @abstractmethod
     def _missing_s(self, model: ModelT, now_s: float) -> float:
-        """How long what is missing of them would take to arrive, were it sent for now."""
+        """Seconds until its weights would be loaded if they were requested now."""
 
     @abstractmethod
     def _is_ready(self, model: ModelT) -> bool:
-        """Whether they are in some memory."""
+        """Whether they are in host or device memory."""
 
     @abstractmethod
     def _run(self, turn: Turn, model: ModelT, now_s: float) -> Made[KvT] | None:
-        """Run a step of the turn. None: it could not run for want of weights, of KV or of room for it, and waited."""
+        """Run a step of the turn. None: it could not run because weights, KV or memory for KV were missing."""
 
     @abstractmethod
     def _wait(self, now_s: float) -> None:
-        """Nothing can run now: wait until something is there, or for a moment."""
+        """Nothing can run: wait for the next transfer, or for a moment."""
 
     @abstractmethod
     def _kv_tokens_max(self, model: ModelT) -> int:
-        """What one request alone on the slot could fill."""
+        """Tokens whose KV one request alone on the slot could fill."""
 
     @abstractmethod
     def _kv_free_bytes(self, model: ModelT) -> int:
-        """What KV of a model could take now."""
+        """Bytes that could be allocated for KV of a model now."""
 
     @abstractmethod
-    def _resident_models(self, now_s: float) -> tuple[str, ...]:
-        """Models whose weights are on the slot."""
+    def _resident_models(self, now_s: float) -> tuple[str, ...]: ...
 
     @abstractmethod
-    def _pool_stats(self, now_s: float) -> PoolStats:
-        """The state of the pool."""
+    def _memory_stats(self, now_s: float) -> PoolStats:
+        """The fields about memory; `stats` adds the others."""
 
     def load(self, instance_id: str, model: ModelSpec, *, gpus: int = 1) -> None:
-        """Take an instance in. Instances of one model share its weights, and all share the slot's KV.
+        """See `Engine.load`.
 
         Raises:
-            ModelLoadError: the model cannot be used or does not fit, or the id is taken; nothing is kept of it.
+            ModelLoadError: the model cannot be used or does not fit, or the id is in use; nothing is kept of it.
         """
         if instance_id in self._model_of:
             raise ModelLoadError(f"instance {instance_id} is loaded already", param="instance_id")
@@ -161,9 +165,6 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         loaded.instances.add(instance_id)
 
     def unload(self, instance_id: str) -> None:
-        """Forget an instance; with the last one of its model go the weights. Its requests end with an error at the next
-        step. Unknown ids are ignored.
-        """
         model = self._model_of.pop(instance_id, None)
         if model is None:
             return
@@ -174,12 +175,12 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             del self._models[model.name]
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request, or let it decode at once where its KV can be read.
+        """See `Engine.add`.
 
         Raises:
             UnknownInstanceError: the instance is not loaded.
             ContextLengthError: prompt + max_tokens exceed the context or the slot's whole KV memory.
-            BadRequestError: an id in use, an empty prompt, no token wanted, or a token the model does not know.
+            BadRequestError: an id in use, an empty prompt, max_tokens below 1, or a token outside of the vocabulary.
         """
         model = self._model_of.get(request.instance_id)
         if model is None:
@@ -187,28 +188,24 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         self._requests.add(request, model, kv_tokens_max=self._kv_tokens_max(model))
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request and free what it holds, now. Nothing more is heard of it."""
         self._requests.cancel(request_id)
 
     def release(self, request_id: str) -> None:
-        """Free the KV of a request that was handed over. Unknown ids are ignored."""
         self._requests.release(request_id)
 
     def has_work(self) -> bool:
-        """Whether a request is running or waiting, or an end is still to be told."""
         return bool(self._requests)
 
     def step(self) -> list[EngineOutput]:
-        """Run one step of the turn that `choose_turn` names, and say what came of it."""
         self._settle()
-        if self._slot.hands_over:
-            self._requests.hand_over()
+        if self._slot.prefill_only:
+            self._requests.export_prefilled()
         now_s = self._clock()
         facts = self._facts(now_s)
         self._batches = facts.batches
         turn, self._state = choose_turn(facts, self._state, now_s, self._slot.turns)
         self._log.turn(turn, now_s)
-        outputs = self._requests.tell_ended()
+        outputs = self._requests.take_ended()
         if turn is None:
             self._held = 0
             self._wait(now_s)
@@ -235,16 +232,16 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         if facts.batches:
             decoded = turn.kind == "decode" and self._log.tokens_total > tokens_before
             self._share = self._share.observe(took_s, decoded=decoded)
-        return outputs + self._requests.tell_ended()
+        return outputs + self._requests.take_ended()
 
     def _is_awaited(self, name: str) -> bool:
-        """Whether KV is on its way that lets a model go on."""
-        model = self._models.get(name)  # it is gone where it failed
+        """Whether a KV transfer is under way after which the model can continue."""
+        model = self._models.get(name)  # a model that failed is gone
         arriving = model is not None and any(sequence.kv.location is KvLocation.SWAPPING_IN for sequence in model.begun)
         return arriving or self._memory.freeing
 
     def _facts(self, now_s: float) -> SlotFacts:
-        """What the turn policy must know. After a prefill that found no room for its KV, prefills are held back."""
+        """The facts for the scheduler. After a prefill that found no memory for its KV, prefills are held back."""
         requests = self._requests
         busy = [self._models[model.name] for model in requests.busy_models]
         prefills = PrefillQueue() if self._held else requests.prefills
@@ -253,7 +250,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             prefills=prefills,
             prefill_s=requests.next_prefills_s(prefills),
             switch_s={model.name: self._missing_s(model, now_s) for model in busy},
-            batches=() if self._slot.hands_over else self._batch_facts(busy, unready, prefills, now_s),
+            batches=() if self._slot.prefill_only else self._batch_facts(busy, unready, prefills, now_s),
             running_model=self._last_model,
             unready=unready,
         )
@@ -261,8 +258,8 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
     def _batch_facts(
         self, busy: Sequence[ModelT], unready: frozenset[str], prefills: PrefillQueue, now_s: float
     ) -> tuple[BatchFacts, ...]:
-        """A round pays for the switches to all models that decode, unless they stay on the slot together; where there
-        is room for any two, one may come while another decodes.
+        """A round pays for the switches to all decoding models, unless all fit on the slot together; if any two fit,
+        one can be loaded while another decodes.
         """
         decoding = [model for model in busy if model.decoding]
         stay = len(decoding) < 2 or self._fit_together(decoding)
@@ -282,12 +279,12 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
 
     @property
     def load_alpha(self) -> float:
-        """The load of the slot, by what it did: above 1 it does not keep up; 0 when nothing decodes."""
+        """The measured load of the slot: above 1 it cannot keep up; 0 if nothing decodes."""
         return self._share.load(self._batches)
 
     def stats(self) -> EngineStats:
-        """The load right now."""
-        now_s = self._clock()
+        """The present load of the slot."""
+        now_s, turn = self._clock(), self._state.turn
         return EngineStats(
             instances=tuple(
                 self._instance_stats(instance_id, model)
@@ -298,17 +295,25 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             switches_total=self._log.switches_total,
             steps_total=self._log.steps_total,
             tokens_total=self._log.tokens_total,
-            pool=self._pool_stats(now_s),
+            pool=replace(
+                self._memory_stats(now_s),
+                running_model=turn.model if turn else None,
+                next_model=turn.next_model if turn else None,
+                load=self.load_alpha,
+                prefills_waiting=sum(len(group.waiting) for group in self._requests.prefills.groups),
+                time_slices=tuple(self._log.slices),
+                prefill_pace=self._log.prefill_pace,
+            ),
             extra={
-                "preemptions": float(self._room.preemptions_total),
-                "recomputed": float(self._room.recomputed_total),
+                "preemptions": float(self._allocator.preemptions_total),
+                "recomputed": float(self._allocator.recomputed_total),
                 "swapped_out": float(self._memory.swapped_out_total),
                 "swapped_in": float(self._memory.swapped_in_total),
             },
         )
 
     def _instance_stats(self, instance_id: str, model: ModelT) -> InstanceStats:
-        """The load of an instance. It could take what KV memory is free beside its own."""
+        """The load of an instance. Its capacity is its own KV and all free KV memory."""
         mine = self._requests.of_instance(instance_id)
         running = sum(sequence.cached > 0 for sequence in mine)
         used_bytes = sum(sequence.kv.size_bytes for sequence in mine)

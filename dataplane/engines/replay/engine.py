@@ -1,22 +1,22 @@
 """An engine without weights: deterministic tokens, with the timing of a GPU profile. For load tests and large demos.
 
-Turns, switches, prefetching, swapping, preemption and remapping are those of the torch engine; only the arithmetic of a
-forward pass and the copying of bytes are replaced by waiting.
+Scheduling, switches, prefetching, swapping, preemption and remapping are those of the torch engine; only the arithmetic
+of a forward pass and the copying of bytes are replaced by waiting.
 """
 
 from collections.abc import Callable, Iterable
 
 from dataplane.engines.core.kv import KvLocation
 from dataplane.engines.core.pressure import Shortage
-from dataplane.engines.core.relief import KvRelief
-from dataplane.engines.core.remapping.relief import Way
+from dataplane.engines.core.pressure_handler import KvPressureHandler
+from dataplane.engines.core.remapping.actions import Action
 from dataplane.engines.core.slot_engine import Made, SlotEngine
 from dataplane.engines.interface import PoolStats
-from dataplane.engines.replay.memory import ReplayKvMemory, SequenceKv
+from dataplane.engines.replay.kv import ReplayKvMemory, SequenceKv
 from dataplane.engines.replay.models import Answers, ReplayModel, replayed
-from dataplane.engines.replay.relief import ReplaySlotMemory
-from dataplane.engines.replay.report import pool_stats
+from dataplane.engines.replay.report import memory_stats
 from dataplane.engines.replay.settings import ReplaySettings
+from dataplane.engines.replay.slot_memory import ReplaySlotMemory
 from dataplane.engines.replay.steps import ReplaySteps
 from dataplane.engines.replay.weights import WeightsMemory
 from dataplane.protocol.errors import ModelLoadError
@@ -37,17 +37,17 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
             settings,
             clock,
             self._kv,
-            take_back=lambda _: False,  # weights borrow no memory of KV
-            relieve=self._relieve,
+            reclaim=lambda _: False,  # weights never borrow KV memory
+            on_shortage=self._on_shortage,
         )
-        self._relief = KvRelief(
+        self._pressure = KvPressureHandler(
             settings,
             self._models,
             ReplaySlotMemory(settings, self._weights, self._kv, clock),
             self._kv,
             clock,
             requests=self._requests,
-            turns=lambda: self._state,
+            schedule=lambda: self._state,
         )
         self._steps = ReplaySteps(
             settings,
@@ -57,7 +57,7 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
             self._step_batches,
             clock=clock,
             sleep=sleep,
-            make_way=self._make_way,
+            evict_kv=self._evict_kv_for,
         )
         self._answers = Answers(settings.vocabulary_size, settings.mean_tokens)
 
@@ -83,34 +83,33 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
 
     def _settle(self) -> None:
         self._kv.settle()
-        for name in self._relief.revert() if self._weights.lent_bytes else ():
-            self._clear(self._models[name].weights.layer_bytes - self._kv.spare_bytes)
+        for name in self._pressure.revert() if self._weights.offloaded_bytes else ():
+            self._evict_kv(self._models[name].weights.layer_bytes - self._kv.spare_bytes)
 
-    def _relieve(self, shortage: Shortage) -> Way | None:
-        return self._relief.relieve(shortage)
+    def _on_shortage(self, shortage: Shortage) -> Action | None:
+        return self._pressure.on_shortage(shortage)
 
-    def _make_way(self, model: ReplayModel) -> None:
-        """Have KV leave the layers that are in the way of a model which is to run. Who lent them leaves first, so that
-        no other KV takes the room.
-        """
+    def _evict_kv_for(self, model: ReplayModel) -> None:
+        """Evict KV from layers that a model to run needs; first all models, so that no other KV uses the layers."""
         self._weights.evict_all()
-        self._clear(self._kv.strayed_bytes - (self._settings.weights_bytes - model.weights_bytes))
+        self._evict_kv(self._kv.out_of_region_bytes - (self._settings.weights_bytes - model.weights_bytes))
 
-    def _clear(self, size_bytes: int) -> None:
-        """Have so much KV leave, of who comes last in the order of service; nothing while some is leaving."""
+    def _evict_kv(self, size_bytes: int) -> None:
+        """Evict so much KV, last in the order of service first; none while a transfer frees memory."""
         if self._kv.freeing:
             return
         here = [s for model in self._models.values() for s in model.begun if s.kv.location is KvLocation.DEVICE]
-        going = set()
+        evicted = set()
         for sequence in sorted(here, key=lambda sequence: sequence.key, reverse=True):
             if size_bytes <= 0:
                 break
-            going.add(sequence.kv)
-            size_bytes -= sequence.kv.here_bytes
-        self._room.clear(lambda kv: kv in going)
+            evicted.add(sequence.kv)
+            size_bytes -= sequence.kv.device_bytes
+        self._allocator.evict(lambda kv: kv in evicted)
 
     def _fit_together(self, models: Iterable[ReplayModel]) -> bool:
-        return self._weights.fit([model.weights for model in models], strayed_bytes=self._kv.strayed_bytes)
+        out_of_region_bytes = self._kv.out_of_region_bytes
+        return self._weights.fit([model.weights for model in models], out_of_region_bytes=out_of_region_bytes)
 
     def _switch_s(self, model: ReplayModel) -> float:
         return model.weights.switch_s
@@ -138,14 +137,5 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
     def _resident_models(self, now_s: float) -> tuple[str, ...]:
         return self._weights.resident_models(now_s)
 
-    def _pool_stats(self, now_s: float) -> PoolStats:
-        return pool_stats(
-            now_s=now_s,
-            turn=self._state.turn,
-            load=self.load_alpha,
-            weights=self._weights,
-            kv=self._kv,
-            requests=self._requests,
-            log=self._log,
-            relief=self._relief,
-        )
+    def _memory_stats(self, now_s: float) -> PoolStats:
+        return self._pressure.counted(memory_stats(now_s, self._weights, self._kv, self._requests.all_kv))

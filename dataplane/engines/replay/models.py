@@ -1,4 +1,4 @@
-"""The models of a replayed slot, and what they say."""
+"""The models of a replayed slot, and the tokens they make."""
 
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 from dataplane.engines.core.sequences import TokenSequence
 from dataplane.engines.core.served_models import ServedModel
 from dataplane.engines.interface import EngineRequest
-from dataplane.engines.replay.memory import KvShare, SequenceKv
+from dataplane.engines.replay.kv import KvShare, SequenceKv
 from dataplane.engines.replay.settings import ReplaySettings
 from dataplane.engines.replay.weights import Weights
 from dataplane.protocol.messages import ModelSpec
@@ -19,7 +19,7 @@ ReplaySequence = TokenSequence[SequenceKv]
 
 @dataclass(eq=False, kw_only=True)
 class ReplayModel(ServedModel[SequenceKv]):
-    """One model. `bytes_per_s`: how fast its weights and KV move. `share`: what its KV is limited to."""
+    """One model. `bytes_per_s`: the transfer rate of its weights and KV. `share`: the KV memory it is limited to."""
 
     weights: Weights
     kv_bytes_per_token: int
@@ -28,12 +28,11 @@ class ReplayModel(ServedModel[SequenceKv]):
 
     @property
     def weights_bytes(self) -> int:
-        """The size of its weights."""
         return self.weights.size_bytes
 
     def compute_s(self, batch_max: int, *, decoding: bool) -> float | None:
-        """Time that a step spends in the layers: a decode step of the batch it has now, or a prefill step as of late;
-        before there was one, a decode step of one sequence, which is shorter. None where that takes none.
+        """Seconds that a step spends in the layers: a decode step of the present batch, or else a recent prefill step
+        (before the first, a decode step of one sequence, which is shorter). None if it is 0.
         """
         if not decoding and self.prefill_s:
             return self.prefill_s
@@ -43,11 +42,9 @@ class ReplayModel(ServedModel[SequenceKv]):
 
     @property
     def latency(self) -> LatencyModel:
-        """How long steps take."""
         return self.estimate.latency
 
     def new_kv(self) -> SequenceKv:
-        """The KV of a sequence that has none yet."""
         return SequenceKv(bytes_per_token=self.kv_bytes_per_token, bytes_per_s=self.bytes_per_s, share=self.share)
 
 
@@ -55,7 +52,7 @@ ReplayModelT = TypeVar("ReplayModelT", bound=ReplayModel)
 
 
 def replayed(kind: type[ReplayModelT], spec: ModelSpec, settings: ReplaySettings, gpus: int) -> ReplayModelT:
-    """A model as it runs on so many GPUs of a type, every time divided by `speed`."""
+    """A model as it runs on `gpus` GPUs of the profile's type, all times divided by `speed`."""
     profile = settings.profile
     latency = profile.nearest_model(spec.weights_bytes, gpus).latency
     if settings.speed != 1:
@@ -78,8 +75,8 @@ def replayed(kind: type[ReplayModelT], spec: ModelSpec, settings: ReplaySettings
 
 
 class Answers:
-    """What the models say: token ids below `vocabulary_size`. `mean_tokens`: how long an answer is on average until it
-    ends by itself; None if none does.
+    """Makes the tokens: ids below `vocabulary_size`. `mean_tokens`: the mean length of answers that end by themselves;
+    None if none does.
     """
 
     def __init__(self, vocabulary_size: int, mean_tokens: int | None) -> None:
@@ -88,7 +85,7 @@ class Answers:
         self._keys: WeakKeyDictionary[ReplaySequence, bytes] = WeakKeyDictionary()
 
     def next_token(self, sequence: ReplaySequence) -> int | None:
-        """The next token, None for the end. It hangs on the sampling key and the position alone."""
+        """The next token, None for the end. It depends on the sampling key and the position alone."""
         key = self._keys.get(sequence)
         if key is None:
             key = self._keys[sequence] = _sampling_key(sequence.model, sequence.request)
@@ -100,6 +97,6 @@ class Answers:
 
 
 def _sampling_key(model: str, request: EngineRequest) -> bytes:
-    """What the tokens of a request hang on besides their position. Greedy answers do not hang on the seed."""
+    """What the tokens of a request depend on besides their position. Greedy answers do not depend on the seed."""
     seed = request.seed if request.temperature > 0 else 0
     return blake2b(repr((model, request.prompt, seed)).encode(), digest_size=32).digest()

@@ -1,57 +1,35 @@
-"""What the replay engine says of its pool: the memory, the last turns."""
+"""The memory statistics of the replay engine."""
 
 from collections.abc import Iterable
 
 from dataplane.engines.core.kv import KvLocation
-from dataplane.engines.core.relief import KvRelief
-from dataplane.engines.core.request_table import RequestTable
-from dataplane.engines.core.turn_log import TurnLog
 from dataplane.engines.interface import KvShapeStats, PoolStats
-from dataplane.engines.replay.memory import ReplayKvMemory, SequenceKv
-from dataplane.engines.replay.models import ReplayModel
+from dataplane.engines.replay.kv import ReplayKvMemory, SequenceKv
 from dataplane.engines.replay.weights import WeightsMemory
-from dataplane.scheduling.schedule import Turn
 
 
-def pool_stats(
-    *,
-    now_s: float,
-    turn: Turn | None,
-    load: float,
-    weights: WeightsMemory,
-    kv: ReplayKvMemory,
-    requests: RequestTable[SequenceKv],
-    log: TurnLog,
-    relief: KvRelief[ReplayModel, SequenceKv],
+def memory_stats(
+    now_s: float, weights: WeightsMemory, kv: ReplayKvMemory, sequences: Iterable[SequenceKv]
 ) -> PoolStats:
-    """The state of the pool right now. A replay has no slabs: `slabs` are bytes."""
-    all_kv = requests.all_kv
-    moving = [one for one in all_kv if one.location in (KvLocation.SWAPPING_OUT, KvLocation.SWAPPING_IN)]
+    """The memory fields. A replay has no slabs: `slabs` are bytes."""
+    moving = (KvLocation.SWAPPING_OUT, KvLocation.SWAPPING_IN)
+    each = [(one.bytes_per_token, one.device_bytes, one.host_bytes, one.location in moving) for one in sequences]
     return PoolStats(
         now_s=now_s,
-        running_model=turn.model if turn else None,
-        next_model=turn.next_model if turn else None,
         arriving_models=weights.arriving_models(now_s),
-        load=load,
-        prefills_waiting=sum(len(group.waiting) for group in requests.prefills.groups),
         slabs={
-            "weights": weights.used_bytes - weights.lent_bytes,
+            "weights": weights.used_bytes - weights.offloaded_bytes,
             "kv": kv.used_bytes,
             "free": weights.free_bytes + kv.spare_bytes,
         },
-        kv=_shapes((one.bytes_per_token, one.here_bytes, one in moving) for one in all_kv),
-        host_kv=_shapes((one.bytes_per_token, one.host_bytes, one in moving) for one in all_kv),
-        given_up=weights.given_up,
-        relief=dict(relief.ways),
-        not_remapped=dict(relief.refusals),
-        layers_moved=dict(relief.layers),
-        turns=tuple(log.turns),
-        prefill_pace=log.prefill_pace,
+        kv=_shapes((per_token, device_bytes, is_moving) for per_token, device_bytes, _, is_moving in each),
+        host_kv=_shapes((per_token, host_bytes, is_moving) for per_token, _, host_bytes, is_moving in each),
+        offloaded_layers=weights.offloaded,
     )
 
 
 def _shapes(kept: Iterable[tuple[int, int, bool]]) -> tuple[KvShapeStats, ...]:
-    """By bytes per token; of each KV how many bytes there are, and whether they are moving."""
+    """By bytes per token; given of each KV the bytes per token, its bytes, and whether they are being transferred."""
     used: dict[int, int] = {}
     moving: dict[int, int] = {}
     for bytes_per_token, size_bytes, is_moving in kept:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from dataplane.engines.core.pressure import KvPressure
 from dataplane.engines.core.remapping.settings import RemapSettings
-from dataplane.engines.replay.words import WORDS
+from dataplane.engines.replay.vocabulary import WORDS
 from dataplane.scheduling.profile import GpuProfile
 from dataplane.scheduling.schedule import TurnSettings
 
@@ -13,11 +13,11 @@ from dataplane.scheduling.schedule import TurnSettings
 class ReplaySettings:
     """What a slot gives its engine.
 
-    `weights_bytes` is the room for weights on the slot, `kv_bytes` that for KV, `host_kv_bytes` that for KV of
-    preempted and handed-over requests in host memory. A step decodes at most `batch_max` sequences and prefills at
-    most `prefill_tokens_per_step_max` tokens. `prefetch` brings the next model early; with `hands_over` a request
-    leaves after its first token, to be decoded by another slot. `kv_pressure`: what is done when KV has no room;
-    `remap`: which layers models give up then, of the `layers` that each has, alike, and in which all its weights are.
+    `weights_bytes` is the memory for weights on the slot, `kv_bytes` that for KV, `host_kv_bytes` the host memory for
+    preempted and transferred KV. A step decodes at most `batch_max` sequences and prefills at most
+    `prefill_tokens_per_step_max` tokens. `prefetch` loads the next model early; on a `prefill_only` slot a request
+    leaves after its first token, to be decoded by another slot. `kv_pressure`: how KV pressure is handled; `remap`:
+    which of the `layers` equal layers of each model, which contain all its weights, are offloaded then.
 
     `speed` divides every time. Token ids are below `vocabulary_size`. `mean_tokens`: answers end by themselves after
     about so many tokens (geometrically distributed); None lets each run to its `max_tokens`.
@@ -30,7 +30,7 @@ class ReplaySettings:
     batch_max: int = 64
     prefill_tokens_per_step_max: int = 2048
     prefetch: bool = True
-    hands_over: bool = False
+    prefill_only: bool = False
     kv_pressure: KvPressure = "swap"
     remap: RemapSettings = field(default_factory=RemapSettings)
     layers: int = 32

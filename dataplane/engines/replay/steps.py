@@ -4,18 +4,20 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dataplane.engines.core.sequences import Chunk
 from dataplane.engines.core.step_batches import StepBatches
-from dataplane.engines.replay.memory import ReplayKvMemory, SequenceKv
+from dataplane.engines.replay.kv import ReplayKvMemory, SequenceKv
 from dataplane.engines.replay.models import ReplayModel, ReplaySequence
 from dataplane.engines.replay.settings import ReplaySettings
 from dataplane.engines.replay.weights import WeightsMemory
 from dataplane.scheduling.schedule import Turn
 
 IDLE_S = 0.001
-"""How long a step waits when nothing can run and nothing is on its way."""
+"""How long a step waits when nothing can run and no transfer is under way."""
 
 
 class ReplaySteps:
-    """Runs steps. One that cannot run waits for what is on its way, or for a moment."""
+    """Runs steps. A step that cannot run waits for the next transfer, or for a moment. `evict_kv` evicts KV from
+    memory that a model needs to be loaded.
+    """
 
     def __init__(
         self,
@@ -27,10 +29,9 @@ class ReplaySteps:
         *,
         clock: Callable[[], float],
         sleep: Callable[[float], None],
-        make_way: Callable[[ReplayModel], None],
+        evict_kv: Callable[[ReplayModel], None],
     ) -> None:
-        """`make_way` has KV leave layers whose room a model needs to come in."""
-        self._make_way = make_way
+        self._evict_kv = evict_kv
         self._settings = settings
         self._models = models
         self._weights = weights
@@ -43,46 +44,45 @@ class ReplaySteps:
     def run(
         self, turn: Turn, model: ReplayModel, group: Sequence[ReplaySequence], now_s: float
     ) -> list[ReplaySequence] | None:
-        """Run a step of the turn: the sequences that get a token from it; none while the weights were arriving. None:
-        it could not run for want of KV, or of room for it or for the weights. `group`: what to prefill, in order, in a
-        prefill turn.
+        """Run a step of the turn and return the sequences that get a token from it; none while weights are loaded.
+        None: it could not run because KV or memory was missing. `group`: the prompts of a prefill turn, in order.
         """
-        there_s = self.bring(turn, model, now_s)
-        if there_s is None:
+        loaded_s = self.load_weights(turn, model, now_s)
+        if loaded_s is None:
             return None
         batches = self._step_batches
         chunks = batches.prefill(group, model) if turn.kind == "prefill" else batches.decode(model)
-        if there_s > now_s:
-            self.sleep_until(there_s)
+        if loaded_s > now_s:
+            self.sleep_until(loaded_s)
             return []
-        if not chunks or self._weights.resident(model.name) is None:  # who lends layers may have made way meanwhile
+        if not chunks or self._weights.resident(model.name) is None:  # a model with offloaded layers may be evicted
             self.wait(now_s)
             return None
-        self._spend(turn, model, chunks, now_s)
+        self._compute(turn, model, chunks, now_s)
         makers = [chunk.sequence for chunk in chunks if chunk.makes_token]
         for chunk in chunks:
             chunk.sequence.cached += chunk.count
         return makers
 
-    def bring(self, turn: Turn, model: ReplayModel, now_s: float) -> float | None:
-        """Send for the turn's weights, and for those of the next turn; when the former are there. None: KV had to make
-        way for them, and some time has passed.
+    def load_weights(self, turn: Turn, model: ReplayModel, now_s: float) -> float | None:
+        """Load the turn's weights and prefetch the next model's; the time at which the former are loaded. None: KV had
+        to be evicted for them, and some time has passed.
         """
-        there_s = self._weights.bring(model.weights, now_s, strayed_bytes=self._kv.strayed_bytes)
-        if there_s is None:
-            self._make_way(model)
+        loaded_s = self._weights.load(model.weights, now_s, out_of_region_bytes=self._kv.out_of_region_bytes)
+        if loaded_s is None:
+            self._evict_kv(model)
             self.wait(now_s)
         else:
             self._prefetch(turn, now_s)
-        return there_s
+        return loaded_s
 
     def wait(self, now_s: float) -> None:
-        """Wait until the next transfer is over, or for a moment."""
+        """Wait until the next transfer ends, or for a moment."""
         next_move_s = self._kv.next_move_s
         self.sleep_until(now_s + IDLE_S if next_move_s is None else next_move_s)
 
-    def _spend(self, turn: Turn, model: ReplayModel, chunks: list[Chunk[SequenceKv]], now_s: float) -> None:
-        """Let the time of a step pass, and learn from what it really was if it waited for no layers."""
+    def _compute(self, turn: Turn, model: ReplayModel, chunks: list[Chunk[SequenceKv]], now_s: float) -> None:
+        """Let the time of a step pass, and update the estimate by it if the step waited for no layers."""
         resident = self._weights.resident(model.name)
         whole = resident is not None and resident.is_whole(now_s)
         if turn.kind == "prefill":
@@ -100,14 +100,13 @@ class ReplaySteps:
                 model.observe_decode(self._clock() - now_s, context, len(chunks))
 
     def _prefetch(self, turn: Turn, now_s: float) -> None:
-        """Send for the next turn's weights while this one's run, once a turn."""
+        """Load the next model's weights while this one runs, once a turn."""
         following = self._models.get(turn.next_model or "")
         if not self._settings.prefetch or following is None or self._prefetched_s == turn.started_s:
             return
-        strayed_bytes = self._kv.strayed_bytes
-        if self._weights.bring(following.weights, now_s, keep=turn.model, strayed_bytes=strayed_bytes) is not None:
+        kv_bytes = self._kv.out_of_region_bytes
+        if self._weights.load(following.weights, now_s, keep=turn.model, out_of_region_bytes=kv_bytes) is not None:
             self._prefetched_s = turn.started_s
 
     def sleep_until(self, until_s: float) -> None:
-        """Wait until a moment."""
         self._sleep(max(0.0, until_s - self._clock()))

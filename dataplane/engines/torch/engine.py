@@ -1,7 +1,7 @@
 """The torch engine: real tokens of many models that share one device.
 
-A step: note which transfers are over, ask whose turn it is, see to its weights and KV, run one forward pass, choose
-tokens, hand them out, and send for what the next turn needs. Nothing here waits for bytes unless nothing can run.
+A step completes transfers, asks the scheduler for the turn, provides its weights and KV, runs one forward pass, samples
+tokens, returns them, and prefetches what the next turn needs. It waits for a transfer only if nothing can run.
 """
 
 import time
@@ -11,19 +11,19 @@ from pathlib import Path
 import torch
 
 from dataplane.engines.core.pressure import Shortage
-from dataplane.engines.core.relief import KvRelief
-from dataplane.engines.core.remapping.relief import Way
+from dataplane.engines.core.pressure_handler import KvPressureHandler
+from dataplane.engines.core.remapping.actions import Action
 from dataplane.engines.core.slot_engine import Made, SlotEngine
 from dataplane.engines.interface import PoolStats
 from dataplane.engines.torch.copies.base import CopyStream
 from dataplane.engines.torch.copies.open import make_stream
 from dataplane.engines.torch.memory.host_models import HostModels
 from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
-from dataplane.engines.torch.memory.pooled import Pooled, make_pooled
-from dataplane.engines.torch.memory.relief import TorchSlotMemory
+from dataplane.engines.torch.memory.models import TorchModel, make_model
+from dataplane.engines.torch.memory.slot_memory import TorchSlotMemory
+from dataplane.engines.torch.memory.transfer_rates import transfer_rates
 from dataplane.engines.torch.memory.weights import WeightStore
-from dataplane.engines.torch.memory.wire_rate import wire_rates
-from dataplane.engines.torch.report import pool_stats
+from dataplane.engines.torch.report import memory_stats
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.engines.torch.steps import ModelFailedError, Sampled, Steps, Watch
 from dataplane.memory.events import TransferError
@@ -34,13 +34,13 @@ from dataplane.protocol.messages import ModelSpec
 from dataplane.scheduling.schedule import Turn
 
 IDLE_S = 0.001
-"""How long a step waits when all that could run is on its way."""
+"""How long a step waits when all that could run is being transferred."""
 CHECK_EVERY_S = 10.0
-"""A slot without work checks its books so often."""
+"""How often a slot without work checks its memory bookkeeping."""
 
 
-class TorchEngine(SlotEngine[Pooled, SequenceKv]):
-    """Meets `Engine`. Single-threaded but for `prepare`: its owner calls one method at a time."""
+class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
+    """Meets `Engine`. Single-threaded except for `prepare`: its owner calls one method at a time."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
             in_use=lambda name: name in self._models,
             host_wait_max_s=settings.host_wait_max_s,
         )
-        rates = wire_rates(buffer, settings.wire_bytes_per_s)
+        rates = transfer_rates(buffer, settings.host_link_bytes_per_s)
         self._weights = WeightStore(
             self._arena, buffer, slab_bytes, self._streams["weights"], rates.weights, self._streams["layers"]
         )
@@ -83,24 +83,24 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
             make_stream=self._streams.__getitem__,
             rates=rates,
         )
-        super().__init__(settings, clock, self._kv, take_back=self._take_back, relieve=self._relieve)
+        super().__init__(settings, clock, self._kv, reclaim=self._reclaim, on_shortage=self._on_shortage)
         memory = self._slot_memory = TorchSlotMemory(self._weights, self._kv, self._arena, batch_max=settings.batch_max)
-        self._relief = KvRelief(
-            settings, self._models, memory, self._kv, clock, requests=self._requests, turns=lambda: self._state
+        self._pressure = KvPressureHandler(
+            settings, self._models, memory, self._kv, clock, requests=self._requests, schedule=lambda: self._state
         )
         self._steps = Steps(
-            settings, self._weights, self._kv, self._step_batches, clock, watch, make_way=self._make_way
+            settings, self._weights, self._kv, self._step_batches, clock, watch, evict_kv=self._evict_kv_for
         )
         self._prefetched_s = self._checked_s = float("-inf")
 
     def close(self) -> None:
-        """End the threads. The engine is of no use then."""
+        """End the threads. The engine cannot be used afterwards."""
         for stream in self._streams.values():
             stream.close()
         self._host.close()
 
     def prepare(self, model: ModelSpec) -> None:
-        """Read the model into host memory; may run on another thread.
+        """See `Engine.prepare`.
 
         Raises:
             ModelLoadError: the checkpoint cannot be used, or does not fit; nothing is kept of it.
@@ -108,56 +108,56 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
         self._host.prepare(model.name, Path(model.path), slabs_max=self._arena.weights_slabs)
 
     def check(self) -> None:
-        """Assert that the books of memory are right: every slab and block is where they say, and nothing is lost."""
+        """Assert that the memory bookkeeping is consistent: every slab and block is accounted for exactly once."""
         self._arena.check()
         self._kv.check(self._requests.all_kv)
 
-    def _new_model(self, spec: ModelSpec, gpus: int) -> Pooled:
+    def _new_model(self, spec: ModelSpec, gpus: int) -> TorchModel:
         host = self._host.prepare(spec.name, Path(spec.path), slabs_max=self._arena.weights_slabs)
-        pooled = make_pooled(host, spec, self._settings.block_tokens, self._device)
+        model = make_model(host, spec, self._settings.block_tokens, self._device)
         try:
-            self._kv.check_fits(pooled.shape)
+            self._kv.check_fits(model.shape)
         except ValueError as error:
             self._host.forget(spec.name)
             raise ModelLoadError(f"{spec.name}: {error}") from error
-        return pooled
+        return model
 
-    def _forget_model(self, model: Pooled) -> None:
+    def _forget_model(self, model: TorchModel) -> None:
         self._weights.evict(model.name)
         self._host.forget(model.name)
 
     def _settle(self) -> None:
         self._weights.settle()
         self._kv.settle()
-        self._host.yield_room()
-        waiting = self._relief.revert()
+        self._host.release_spare()
+        waiting = self._pressure.revert()
         if waiting and not self._kv.freeing:
-            held = [sequence.kv for model in self._models.values() for sequence in model.begun]
-            crowded = [self._slot_memory.least_used_place(self._models[name], held) for name in waiting]
-            self._room.clear(lambda kv: any(self._kv.lies_in(kv, place.slabs) for place in crowded))
+            begun = [sequence.kv for model in self._models.values() for sequence in model.begun]
+            runs = [self._slot_memory.least_used_run(self._models[name], begun) for name in waiting]
+            self._allocator.evict(lambda kv: any(self._kv.lies_in(kv, run.slabs) for run in runs))
         self._requests.queue_lost()
 
-    def _fit_together(self, models: Iterable[Pooled]) -> bool:
-        return self._weights.fit_together(pooled.weights for pooled in models)
+    def _fit_together(self, models: Iterable[TorchModel]) -> bool:
+        return self._weights.fit_together(model.weights for model in models)
 
-    def _switch_s(self, model: Pooled) -> float:
+    def _switch_s(self, model: TorchModel) -> float:
         return self._weights.whole_s(model.weights)
 
-    def _missing_s(self, model: Pooled, now_s: float) -> float:
+    def _missing_s(self, model: TorchModel, now_s: float) -> float:
         return self._weights.missing_s(model.weights, now_s=now_s)
 
-    def _is_ready(self, model: Pooled) -> bool:
-        """Weights that are in no memory begin to be read."""
+    def _is_ready(self, model: TorchModel) -> bool:
+        """Starts to read weights that are in no memory."""
         if model.name in self._weights.resident_models or model.name in self._weights.arriving_models:
             return True
         try:
             return self._host.ready(model.weights)
-        except Exception as error:  # whatever a file system does, the slot's other models go on
+        except Exception as error:  # whatever a file system does, the slot's other models continue
             self._fail(model, f"its weights cannot be read: {error}")
             return False
 
-    def _run(self, turn: Turn, model: Pooled, now_s: float) -> Made[SequenceKv] | None:
-        """A model that fails takes no other down; a lost device or wrong books end the worker."""
+    def _run(self, turn: Turn, model: TorchModel, now_s: float) -> Made[SequenceKv] | None:
+        """A failing model ends its own requests only; a lost device or inconsistent bookkeeping ends the worker."""
         model.weights.used_s = now_s
         made = None
         try:
@@ -170,8 +170,8 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
         self._prefetch(turn)
         return None if made is None else self._answers(made, model)
 
-    def _answers(self, made: Sampled, model: Pooled) -> Made[SequenceKv]:
-        """End those whose logits are no numbers, and see which answers have ended by themselves."""
+    def _answers(self, made: Sampled, model: TorchModel) -> Made[SequenceKv]:
+        """End requests whose logits are not numbers; replace end-of-sequence tokens by None."""
         answers: Made[SequenceKv] = []
         for sequence, token in made:
             if token is None:
@@ -181,28 +181,28 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
         return answers
 
     def _leave_rank(self, name: str) -> int | None:
-        """How early a model's host copy may leave: one without work first; then that of the running model, whose next
-        turn is the furthest; those that wait for a turn only if another slot would have to wait else.
+        """How early a model's host copy may be released: first those without work; then that of the running model,
+        whose next turn is the furthest; those that wait for a turn only if another slot would have to wait otherwise.
         """
-        pooled, turn = self._models.get(name), self._state.turn
+        model, turn = self._models.get(name), self._state.turn
         if name in self._weights.arriving_models or (turn is not None and name == turn.next_model):
             return None
-        if pooled is None or not (pooled.begun or name in self._requests.waiting_models):
+        if model is None or not (model.begun or name in self._requests.waiting_models):
             return 0
-        if turn is not None and name == turn.model and name not in self._weights.given_up:
+        if turn is not None and name == turn.model and name not in self._weights.offloaded:
             return 1
-        return None if pooled.weights.fresh else 2
+        return None if model.weights.fresh else 2
 
     def _prefetch(self, turn: Turn) -> None:
-        """Let the next turn's weights come while this one's run; once a turn, or KV and they would fight."""
+        """Prefetch the next turn's weights while this one's run; once a turn, or they would compete with KV."""
         following = self._models.get(turn.next_model or "")
         if not self._settings.prefetch or following is None or self._prefetched_s == turn.started_s:
             return
-        if self._is_ready(following) and self._weights.bring(following.weights, self._clock(), keep=turn.model):
+        if self._is_ready(following) and self._weights.load(following.weights, self._clock(), keep=turn.model):
             self._prefetched_s = turn.started_s
 
     def _wait(self, now_s: float) -> None:
-        """What is on its way gets a moment; a slot without work looks through its books."""
+        """Wait for a transfer, or for a moment; without work, check the bookkeeping from time to time."""
         if self._kv.moving:
             self._kv.await_one()
         elif self._requests:
@@ -211,45 +211,34 @@ class TorchEngine(SlotEngine[Pooled, SequenceKv]):
             self._checked_s = now_s
             self.check()
 
-    def _fail(self, pooled: Pooled, reason: str) -> None:
-        """End all requests of a model that cannot run, and forget its weights on the device."""
-        sequences = [s for s in self._requests if s.model == pooled.name]
-        self._requests.end_all(sequences, f"model {pooled.name} failed: {reason}")
-        self._weights.evict(pooled.name)
+    def _fail(self, model: TorchModel, reason: str) -> None:
+        """End all requests of a model that cannot run, and evict its weights from the device."""
+        sequences = [s for s in self._requests if s.model == model.name]
+        self._requests.end_all(sequences, f"model {model.name} failed: {reason}")
+        self._weights.evict(model.name)
 
-    def _take_back(self, keep: str | None) -> bool:
-        """Have weights give back the slabs of KV that they borrowed; see `Room`."""
+    def _reclaim(self, keep: str | None) -> bool:
+        """Evict weights from slabs borrowed from KV; see `KvAllocator`."""
         return self._weights.evict_idle_above(self._arena.weights_slabs, keep=keep)
 
-    def _relieve(self, shortage: Shortage) -> Way | None:
-        """See `Room`."""
-        return self._relief.relieve(shortage)
+    def _on_shortage(self, shortage: Shortage) -> Action | None:
+        return self._pressure.on_shortage(shortage)
 
-    def _make_way(self, model: Pooled) -> None:
-        """Have KV leave the slabs of the reserve that a model which is to run needs."""
-        slabs = self._weights.guests_in_the_way(model.weights)
+    def _evict_kv_for(self, model: TorchModel) -> None:
+        """Evict KV from slabs of the weight region that a model to run needs."""
+        slabs = self._weights.blocking_kv_slabs(model.weights)
         if slabs:
-            self._room.clear(lambda kv: self._kv.lies_in(kv, slabs))
+            self._allocator.evict(lambda kv: self._kv.lies_in(kv, slabs))
 
-    def _kv_tokens_max(self, model: Pooled) -> int:
+    def _kv_tokens_max(self, model: TorchModel) -> int:
         return self._kv.capacity_tokens(model.shape)
 
-    def _kv_free_bytes(self, model: Pooled) -> int:
+    def _kv_free_bytes(self, model: TorchModel) -> int:
         return self._kv.free_blocks(model.shape) * model.shape.block_bytes
 
     def _resident_models(self, now_s: float) -> tuple[str, ...]:
         return self._weights.resident_models
 
-    def _pool_stats(self, now_s: float) -> PoolStats:
-        return pool_stats(
-            now_s=now_s,
-            turn=self._state.turn,
-            load=self.load_alpha,
-            weights=self._weights,
-            kv=self._kv,
-            arena=self._arena,
-            prefills=self._requests.prefills,
-            log=self._log,
-            host_cache_bytes=self._host.cache_bytes,
-            relief=self._relief,
-        )
+    def _memory_stats(self, now_s: float) -> PoolStats:
+        stats = memory_stats(now_s, self._weights, self._kv, self._arena, host_cache_bytes=self._host.cache_bytes)
+        return self._pressure.counted(stats)

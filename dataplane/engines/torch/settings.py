@@ -16,16 +16,16 @@ SLABS_WANTED = 512
 class TorchEngineSettings:
     """What a slot gives its engine.
 
-    `device` is any torch device name ("cpu", "cuda", "cuda:1"). The arena has `weights_bytes` that only weights may
-    take, enough for the largest model, and `kv_bytes` that KV takes and weights may borrow; `host_kv_bytes` hold the
-    KV of preempted requests in host memory, in `host_kv_file` where other slots shall read it. `slab_bytes` None
-    chooses. `cache_folder` is the node's model cache of `cache_bytes`; without one, weights are in private memory. A
-    model that finds no room there for `host_wait_max_s` fails.
+    `device` is any torch device name ("cpu", "cuda", "cuda:1"). The arena has a region of `weights_bytes` for weights
+    only, enough for the largest model, and one of `kv_bytes` for KV, which weights may borrow; `host_kv_bytes` of host
+    memory hold preempted KV, in `host_kv_file` if other slots shall read it. `slab_bytes` None chooses.
+    `cache_folder` is the node's model cache of `cache_bytes`; without one, weights are in private memory. A model that
+    finds no memory there for `host_wait_max_s` fails.
     A step runs at most `batch_max` sequences and prefills at most `prefill_tokens_per_step_max` tokens. `prefetch`
-    brings the next model early; `layerwise` starts a model while its later layers are on the way; with `hands_over`
-    a request leaves after its first token, to be decoded by another slot. `wire_bytes_per_s`: between host memory and
-    the device, each way, where that is known; None: measured. `kv_pressure`: what is done when KV has no room; `remap`:
-    which layers models give up then.
+    loads the next model early; `layerwise` starts a model while its later layers are loaded; on a `prefill_only` slot a
+    request leaves after its first token, to be decoded by another slot. `host_link_bytes_per_s`: the bandwidth between
+    host memory and the device in each direction, if known; None: measured. `kv_pressure`: how KV pressure is handled;
+    `remap`: which layers are offloaded then.
     """
 
     device: str = "cpu"
@@ -43,9 +43,9 @@ class TorchEngineSettings:
     batch_max: int = 32
     prefetch: bool = True
     layerwise: bool = True
-    hands_over: bool = False
+    prefill_only: bool = False
     copy_threads: int = 1
-    wire_bytes_per_s: float | None = None
+    host_link_bytes_per_s: float | None = None
     kv_pressure: KvPressure = "auto"
     remap: RemapSettings = field(default_factory=RemapSettings)
     turns: TurnSettings = field(default_factory=TurnSettings)
@@ -68,15 +68,15 @@ class TorchEngineSettings:
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.wire_bytes_per_s is not None and not self.wire_bytes_per_s > 0:
-            raise ValueError(f"wire_bytes_per_s must be over 0, got {self.wire_bytes_per_s}")
+        if self.host_link_bytes_per_s is not None and not self.host_link_bytes_per_s > 0:
+            raise ValueError(f"wire_bytes_per_s must be over 0, got {self.host_link_bytes_per_s}")
         if self.host_kv_bytes < 0:
             raise ValueError(f"host_kv_bytes must be at least 0, got {self.host_kv_bytes}")
         if self.slab_bytes is not None and (self.slab_bytes < 256 or self.slab_bytes % 256):
             raise ValueError(f"slab_bytes must be a multiple of 256, got {self.slab_bytes}")
-        if self.hands_over and self.host_kv_file is None:
-            raise ValueError("hands_over needs host_kv_file: the next slot reads the KV there")
-        if self.hands_over and self.host_kv_bytes < self.slab_size_bytes:
+        if self.prefill_only and self.host_kv_file is None:
+            raise ValueError("prefill_only needs host_kv_file: the next slot reads the KV there")
+        if self.prefill_only and self.host_kv_bytes < self.slab_size_bytes:
             raise ValueError(f"host_kv_bytes must hold a slab of {self.slab_size_bytes}, got {self.host_kv_bytes}")
 
     @property

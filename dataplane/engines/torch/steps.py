@@ -7,7 +7,7 @@ import torch
 from dataplane.engines.core.sampler import Draw, choose_tokens
 from dataplane.engines.core.step_batches import StepBatches
 from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
-from dataplane.engines.torch.memory.pooled import Pooled
+from dataplane.engines.torch.memory.models import TorchModel
 from dataplane.engines.torch.memory.weights import WeightStore
 from dataplane.engines.torch.model.runner import run_chunks
 from dataplane.engines.torch.sequences import Chunk, TokenSequence
@@ -24,11 +24,13 @@ Sampled = list[tuple[TokenSequence, int | None]]
 """Sequences and their new tokens; None where the logits are not numbers."""
 
 Watch = Callable[[TokenSequence, torch.Tensor], None]
-"""Told of each sequence that is about to get a token, and of the logits `[vocabulary]` it is chosen from."""
+"""Called with each sequence that is about to get a token, and the logits `[vocabulary]` it is sampled from."""
 
 
 class Steps:
-    """Runs steps. One that cannot run waits for what is on its way, if anything is."""
+    """Runs steps. A step that cannot run waits for a transfer, if one is under way. `evict_kv` evicts KV from slabs
+    that a model needs to be loaded.
+    """
 
     def __init__(
         self,
@@ -39,57 +41,56 @@ class Steps:
         clock: Callable[[], float],
         watch: Watch | None = None,
         *,
-        make_way: Callable[[Pooled], None],
+        evict_kv: Callable[[TorchModel], None],
     ) -> None:
-        """`make_way` has KV leave slabs that a model needs to come in."""
         self._settings = settings
         self._weights = weights
         self._kv = kv
         self._step_batches = step_batches
         self._clock = clock
         self._watch = watch
-        self._make_way = make_way
+        self._evict_kv_for = evict_kv
 
-    def run(self, turn: Turn, pooled: Pooled, group: Sequence[TokenSequence]) -> Sampled | None:
-        """Run a step of the turn; None if it could not run. `group`: what to prefill, in order, in a prefill turn.
+    def run(self, turn: Turn, model: TorchModel, group: Sequence[TokenSequence]) -> Sampled | None:
+        """Run a step of the turn; None if it could not run. `group`: the prompts of a prefill turn, in order.
 
         Raises:
-            TransferError: weights failed to arrive.
-            ModelFailedError: the model's code raised something.
+            TransferError: a transfer of weights failed.
+            ModelFailedError: the model's code raised an exception.
         """
-        if not self._weights.bring(pooled.weights, self._clock()):
-            self._make_way(pooled)
+        if not self._weights.load(model.weights, self._clock()):
+            self._evict_kv_for(model)
             self._weights.await_one()
             return None
         if not self._settings.layerwise:
-            self._weights.await_all(pooled.weights)
+            self._weights.await_all(model.weights)
         batches = self._step_batches
-        chunks = batches.prefill(group, pooled) if turn.kind == "prefill" else batches.decode(pooled)
-        if not chunks or not self._weights.holds(pooled.weights):  # its own weights may have made way for its KV
+        chunks = batches.prefill(group, model) if turn.kind == "prefill" else batches.decode(model)
+        if not chunks or not self._weights.holds(model.weights):  # its KV may have evicted its own weights
             self._kv.await_one()
             return None
-        whole = pooled.name in self._weights.resident_models  # it may have lent layers for this very step
+        whole = model.name in self._weights.resident_models  # its layers may have been offloaded for this step
         tokens = sum(chunk.count for chunk in chunks)
         squared = sum(chunk.squared_tokens for chunk in chunks)
         context = sum(chunk.sequence.cached for chunk in chunks)
         began_s = self._clock()
         try:
-            made = self._forward(pooled, chunks)
+            made = self._forward(model, chunks)
         except (TransferError, torch.AcceleratorError):
             raise
         except Exception as error:
             raise ModelFailedError(f"{type(error).__name__}: {error}") from error
         took_s = self._clock() - began_s
-        self._weights.ran(pooled.weights)
+        self._weights.ran(model.weights)
         if whole and turn.kind == "prefill":
-            pooled.observe_prefill(took_s, tokens, squared)
+            model.observe_prefill(took_s, tokens, squared)
         elif whole:
-            pooled.observe_decode(took_s, context, len(chunks))
+            model.observe_decode(took_s, context, len(chunks))
         return made
 
-    def _forward(self, pooled: Pooled, chunks: list[Chunk]) -> Sampled:
-        skeleton = pooled.weights.skeleton
-        logits = run_chunks(skeleton, self._kv.view(pooled.shape, skeleton.dtype), chunks)
+    def _forward(self, model: TorchModel, chunks: list[Chunk]) -> Sampled:
+        skeleton = model.weights.skeleton
+        logits = run_chunks(skeleton, self._kv.view(model.shape, skeleton.dtype), chunks)
         makers = [index for index, chunk in enumerate(chunks) if chunk.makes_token]
         if self._watch is not None:
             for index in makers:

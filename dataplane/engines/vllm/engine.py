@@ -53,7 +53,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         self._preemptions_before = 0
         self._read_ahead: set[str] = set()
         self._held_up_s = 0.0
-        super().__init__(settings, clock, VllmKvMemory(), take_back=lambda _: False)
+        super().__init__(settings, clock, VllmKvMemory(), reclaim=lambda _: False)
 
     def close(self) -> None:
         """End vLLM's engines. The engine is of no use then."""
@@ -116,7 +116,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             stored_bytes=size_bytes,
             kv_bytes=settings.pool_bytes,
             eos_ids=tuple(sorted(eos_ids)),
-            come_s=guess_s,
+            wake_s=guess_s,
             used_s=self._clock(),
         )
 
@@ -155,7 +155,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
     def _run(self, turn: Turn, model: VllmModel, now_s: float) -> Made[VllmKv] | None:
         """A model that fails takes no other down; a lost device ends the worker."""
         try:
-            self._bring(model, now_s)
+            self._wake(model, now_s)
             return self._step_of(model)
         except torch.AcceleratorError:
             raise
@@ -164,12 +164,12 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             self._requests.end_all(mine, f"model {model.name} failed: {type(error).__name__}: {error}")
             return []
 
-    def _bring(self, model: VllmModel, now_s: float) -> None:
+    def _wake(self, model: VllmModel, now_s: float) -> None:
         model.used_s = now_s
         if not model.runner.awake:
             self._make_room(model.stored_bytes, keep=model)
             model.runner.wake()
-            model.come_s = self._clock() - now_s
+            model.wake_s = self._clock() - now_s
 
     def _step_of(self, model: VllmModel) -> Made[VllmKv]:
         """Hand vLLM what is new, let it step, and see which answers have ended by themselves."""
@@ -228,25 +228,18 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         mine = {"preemptions": float(total), "recomputed": float(total), "load_s": self._held_up_s}
         return replace(stats, extra={**stats.extra, **mine})
 
-    def _pool_stats(self, now_s: float) -> PoolStats:
-        turn, settings = self._state.turn, self._settings
-        awake = self._awake()
+    def _memory_stats(self, now_s: float) -> PoolStats:
+        settings, awake = self._settings, self._awake()
         weights = sum(model.stored_bytes for model in awake)
         used = {model.name: int(model.kv_bytes * model.runner.kv_usage) for model in awake}
         free = settings.weights_bytes - weights + settings.kv_bytes - sum(used.values())
         return PoolStats(
             now_s=now_s,
-            running_model=turn.model if turn else None,
-            next_model=turn.next_model if turn else None,
-            load=self.load_alpha,
-            prefills_waiting=sum(len(group.waiting) for group in self._requests.prefills.groups),
             slabs={"weights": weights, "kv": sum(used.values()), "free": free},
             kv=tuple(
                 KvShapeStats(shape=f"vLLM: {name}", used_bytes=size, held_bytes=settings.pool_bytes, moving_bytes=0)
                 for name, size in used.items()
             ),
-            turns=tuple(self._log.turns),
-            prefill_pace=self._log.prefill_pace,
         )
 
 

@@ -85,7 +85,7 @@ class VllmModel(ServedModel[VllmKv]):
     stored_bytes: int
     kv_bytes: int
     eos_ids: tuple[int, ...]
-    come_s: float
+    wake_s: float
     used_s: float = 0.0
 
     @property
@@ -97,7 +97,7 @@ class VllmModel(ServedModel[VllmKv]):
     def switch_s(self) -> float:
         """How long it takes until it decodes again after it was away: its weights come, and KV is prefilled anew."""
         lost = [len(sequence.tokens) for sequence in self.decoding]
-        return self.come_s + (self.estimate.prefill_s(sum(lost), sum(n * n for n in lost)) if lost else 0.0)
+        return self.wake_s + (self.estimate.prefill_s(sum(lost), sum(n * n for n in lost)) if lost else 0.0)
 
     def new_kv(self) -> VllmKv:
         """The KV of a sequence that has none yet."""

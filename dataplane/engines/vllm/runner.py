@@ -148,12 +148,12 @@ class Runner:
         if not is_reset:
             raise ModelLoadError(f"{self._name}: vLLM did not reset its KV cache, so the model cannot leave the device")
         self._note_preemptions()
-        (self._kv_sizes,) = self._engine.collective_rpc(sleep.put_away)
+        (self._kv_sizes,) = self._engine.collective_rpc(sleep.offload)
 
     def wake(self) -> None:
         """Come back to the device."""
         assert self._copy is not None
-        self._engine.collective_rpc(sleep.bring_back, args=(self._copy.host, self._copy.sizes, self._kv_sizes))
+        self._engine.collective_rpc(sleep.restore, args=(self._copy.host, self._copy.sizes, self._kv_sizes))
         self._kv_sizes = None
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ class VllmEngineSettings:
     batch_max: int = 32
     turns: TurnSettings = field(default_factory=TurnSettings)
     prefetch: Literal[False] = False
-    hands_over: Literal[False] = False
+    prefill_only: Literal[False] = False
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot work.

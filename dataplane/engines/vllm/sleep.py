@@ -29,7 +29,7 @@ def copy_weights(worker: Any, host: torch.Tensor) -> None:
         start = end
 
 
-def put_away(worker: Any) -> list[int]:
+def offload(worker: Any) -> list[int]:
     """Free weights and KV. The sizes of the KV's storages, which `bring_back` wants."""
     _synchronize(worker)
     kv_sizes = [storage.nbytes() for storage in _unique(kv_tensors(worker))]
@@ -38,7 +38,7 @@ def put_away(worker: Any) -> list[int]:
     return kv_sizes
 
 
-def bring_back(worker: Any, host: torch.Tensor, weight_sizes: list[int], kv_sizes: list[int]) -> None:
+def restore(worker: Any, host: torch.Tensor, weight_sizes: list[int], kv_sizes: list[int]) -> None:
     """Undo `put_away`: weights come from `host`, KV is empty. What fails on the way, for want of memory, is undone."""
     start = 0
     try:
@@ -50,7 +50,7 @@ def bring_back(worker: Any, host: torch.Tensor, weight_sizes: list[int], kv_size
             storage.resize_(size)
             _bytes_of(storage).zero_()
     except Exception:
-        put_away(worker)
+        offload(worker)
         raise
     _synchronize(worker)
 

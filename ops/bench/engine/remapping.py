@@ -272,7 +272,7 @@ def serve_case(models: Sequence[BenchModel], shape: Shape, load: Load, case: Cas
     return _served(
         watched,
         wire_share=share,
-        layers_lent=stats.pool.layers_moved.get("lent", 0),
+        layers_lent=stats.pool.layers_moved.get("offloaded", 0),
         swapped=stats.extra["swapped_out"],
         recomputed=stats.extra["recomputed"],
     )
@@ -298,7 +298,7 @@ def _open_engine(
         slab_bytes=slab_bytes,
         block_tokens=BLOCK_TOKENS,
         batch_max=2 * load.requests,
-        wire_bytes_per_s=bytes_per_s,
+        host_link_bytes_per_s=bytes_per_s,
         kv_pressure=pressure,
         remap=remap,
     )

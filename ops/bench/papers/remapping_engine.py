@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from dataplane.engines.core.kv_allocator import choose_victim
 from dataplane.engines.core.pressure import KvPressure, Shortage
-from dataplane.engines.core.remapping.relief import Way as Relief
+from dataplane.engines.core.remapping.actions import Action
 from dataplane.engines.core.remapping.settings import RemapSettings
-from dataplane.engines.core.room import choose_victim
 from dataplane.engines.core.slot_engine import Made
 from dataplane.engines.interface import EngineRequest
 from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings
-from dataplane.engines.replay.memory import KvShare, SequenceKv
+from dataplane.engines.replay.kv import KvShare, SequenceKv
 from dataplane.engines.replay.models import ReplayModel
 from dataplane.protocol.messages import ModelSpec
 from dataplane.protocol.tiers import Tier
@@ -122,7 +122,7 @@ class SharedEngine(ReplayEngine):
         before_s = -2 * sum(model.layers_bytes for model in models) / settings.wire.bytes_per_s
         for model in models:
             self.load(model.name, _spec_of(model))
-            self._weights.bring(self._models[model.name].weights, before_s)
+            self._weights.load(self._models[model.name].weights, before_s)
 
     def _new_model(self, spec: ModelSpec, gpus: int) -> ReplayModel:
         model = super()._new_model(spec, gpus)
@@ -130,16 +130,16 @@ class SharedEngine(ReplayEngine):
         model.share = self.shares.get(spec.name)
         return model
 
-    def _relieve(self, shortage: Shortage) -> Relief | None:
+    def _on_shortage(self, shortage: Shortage) -> Action | None:
         """Preempt a sequence of the same share where the engine would choose another share's, which frees nothing."""
         asking = shortage.sequence
         if shortage.victim is None or shortage.victim.kv.share is asking.kv.share:
-            return super()._relieve(shortage)
-        own = [one for one in self._models[asking.model].decoding_here if not one.just_came_back]
+            return super()._on_shortage(shortage)
+        own = [one for one in self._models[asking.model].decoding_here if not one.just_resumed]
         victim = choose_victim(own, asking)
         if victim is None:
             return "refuse"
-        self._room.recomputed_total += 1
+        self._allocator.recomputed_total += 1
         self._requests.queue(victim)
         return "remap"  # there is more room now
 
@@ -155,16 +155,16 @@ class SharedEngine(ReplayEngine):
             moved_s = 2 * max(share.used_bytes - self._share_bytes[turn.model], 0) / self._both_bytes_per_s
             self._pass_time(max(moved_s - (self._clock() - now_s), 0.0))
         self.decoded = turn.kind == "decode"
-        self.given_bytes_max = max(self.given_bytes_max, self._weights.lent_bytes)
+        self.given_bytes_max = max(self.given_bytes_max, self._weights.offloaded_bytes)
         return made
 
     @property
     def counts(self) -> Counts:
         return Counts(
-            deepened=self._relief.layers["lent"],
-            reverted=self._relief.layers["taken back"],
-            not_covered=self._relief.refusals.total(),
-            recomputed=self._room.recomputed_total,
+            deepened=self._pressure.layers_moved["offloaded"],
+            reverted=self._pressure.layers_moved["reclaimed"],
+            not_covered=self._pressure.declined.total(),
+            recomputed=self._allocator.recomputed_total,
             swapped=self._kv.swapped_out_total,
             given_bytes_max=self.given_bytes_max,
         )

@@ -15,7 +15,7 @@ import typer
 
 from dataplane.engines.interface import EngineRequest, EngineStats, KvHandle
 from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings
-from dataplane.engines.replay.memory import REPLAY_KV_FILE
+from dataplane.engines.replay.kv import REPLAY_KV_FILE
 from dataplane.protocol.messages import ModelSpec
 from dataplane.protocol.tiers import Objective, Tier
 from dataplane.scheduling.attainment import ServedRequest, service_attainment, token_attainment

@@ -29,12 +29,12 @@ class ModelCosts:
 @dataclass(frozen=True, kw_only=True)
 class InstanceSettings:
     """`batch_max`: sequences that decode together at most. A step prefills `prefill_tokens_per_step_max` at most.
-    `hands_over`: a request leaves after its first token, to be decoded elsewhere.
+    `prefill_only`: a request leaves after its first token, to be decoded elsewhere.
     """
 
     kv_bytes: int
     batch_max: int = 64
     prefill_tokens_per_step_max: int = 2048
     batching: Batching = "turns"
-    hands_over: bool = False
+    prefill_only: bool = False
     turns: TurnSettings = field(default_factory=TurnSettings)

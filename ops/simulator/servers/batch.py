@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
-from dataplane.engines.core.room import choose_victim
+from dataplane.engines.core.kv_allocator import choose_victim
 from dataplane.scheduling.costs import LatencyModel
 from ops.simulator.kernel.fast_forwards import FastForward, Pace
 from ops.simulator.kernel.requests import Sequence

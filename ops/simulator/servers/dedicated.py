@@ -217,7 +217,7 @@ class Instance:
                 self.remaining_tokens -= 1
                 served.token(now_s)
                 left = served.left
-                if left and not self._settings.hands_over:
+                if left and not self._settings.prefill_only:
                     self._batch.join(sequence)
                 else:
                     self.remaining_tokens -= left

@@ -24,7 +24,7 @@ from dataplane.engines.core.kv import KvLocation
 from dataplane.engines.core.slot_engine import Made
 from dataplane.engines.interface import EngineStats, PoolStats
 from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings
-from dataplane.engines.replay.memory import SequenceKv
+from dataplane.engines.replay.kv import SequenceKv
 from dataplane.engines.replay.models import Answers, ReplayModel, ReplaySequence, replayed
 from dataplane.protocol.messages import ModelSpec
 from dataplane.scheduling.prefill import PrefillQueue
@@ -129,7 +129,7 @@ class FastForwardEngine(ReplayEngine):
         if self._steps_singly(model):
             self._get_off_all()
             return super()._run(turn, model, now_s)
-        there_s = self._steps.bring(turn, model, now_s)
+        there_s = self._steps.load_weights(turn, model, now_s)
         if there_s is None:
             return None
         singles = self._ready(model)
@@ -146,7 +146,7 @@ class FastForwardEngine(ReplayEngine):
         if not self._may_lend:
             return False
         model.look()
-        lends = self._weights.given_up or self._kv.strayed_bytes
+        lends = self._weights.offloaded or self._kv.out_of_region_bytes
         return bool(lends) or model.kv_needed_bytes() > self._kv.free_bytes
 
     def _ready(self, model: FastForwardModel) -> list[ReplaySequence]:
@@ -180,7 +180,7 @@ class FastForwardEngine(ReplayEngine):
         pace = decode_pace(model.latency, context_tokens, batch)
         most = self._steps_max(model, singles, batch, pace, now_s)
         if most > 1:
-            self._weights.bring(model.weights, now_s)  # each step uses them; those longest unused give way
+            self._weights.load(model.weights, now_s)  # each step uses them; those longest unused give way
         self.fast_forwarded = self._fast_forward(FastForward(now_s, pace, most))
         steps = self.fast_forwarded.steps
         over = []

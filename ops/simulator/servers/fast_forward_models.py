@@ -120,7 +120,7 @@ class FastForwardModel(ReplayModel):
         sequence = self.riders.pop(one.order)
         sequence.tokens.extend([0] * (one.cached - sequence.cached - told))
         sequence.cached = one.cached
-        sequence.kv.here_bytes = (one.cached + self.roomy) * self.kv_bytes_per_token
+        sequence.kv.device_bytes = (one.cached + self.roomy) * self.kv_bytes_per_token
         self._known = []
         return sequence
 

@@ -44,7 +44,7 @@ class PoolServer:
             SlotProcess(
                 index,
                 kind,
-                replace(settings, hands_over=kind == "prefill"),
+                replace(settings, prefill_only=kind == "prefill"),
                 events,
                 self._heard,
                 self._served,

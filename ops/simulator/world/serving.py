@@ -94,13 +94,13 @@ def _request_level(
 ) -> Server:
     fleet = scenario.fleet
 
-    def cluster(name: str, gpus: int, ended: Callable[[Served], None], *, hands_over: bool) -> RequestLevelCluster:
+    def cluster(name: str, gpus: int, ended: Callable[[Served], None], *, prefill_only: bool) -> RequestLevelCluster:
         return RequestLevelCluster(
             f"{region}/{name}",
             region,
             gpus,
             costs,
-            replace(settings, hands_over=hands_over),
+            replace(settings, prefill_only=prefill_only),
             gpu_type=gpu_type,
             events=world.events,
             ended=ended,
@@ -108,8 +108,8 @@ def _request_level(
         )
 
     if fleet.gpus:
-        return cluster("gpus", fleet.gpus, world.ended, hands_over=False)
-    decode = cluster("decode", fleet.decode_slots, world.ended, hands_over=False)
+        return cluster("gpus", fleet.gpus, world.ended, prefill_only=False)
+    decode = cluster("decode", fleet.decode_slots, world.ended, prefill_only=False)
 
     def prefilled(served: Served) -> None:
         if served.left:
@@ -117,7 +117,7 @@ def _request_level(
         else:
             world.ended(served)
 
-    return SplitCluster(cluster("prefill", fleet.prefill_slots, prefilled, hands_over=True), decode)
+    return SplitCluster(cluster("prefill", fleet.prefill_slots, prefilled, prefill_only=True), decode)
 
 
 def spec_of(name: str, model: ModelPart) -> ModelSpec:

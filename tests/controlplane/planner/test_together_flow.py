@@ -65,7 +65,11 @@ def stands_everywhere(node: Node) -> bool:
 def workers_of(node: Node, model: str) -> set[int]:
     """Workers that had turns of a model."""
     pools = {worker.index: worker.stats.pool for worker in node.agent.workers}
-    return {index for index, pool in pools.items() if pool is not None and model in {turn.model for turn in pool.turns}}
+    return {
+        index
+        for index, pool in pools.items()
+        if pool is not None and model in {turn.model for turn in pool.time_slices}
+    }
 
 
 def check_views(fleet: Fleet) -> None:

@@ -74,7 +74,7 @@ def test_a_version_that_was_not_tested_is_refused_at_start(monkeypatch: pytest.M
 def test_a_way_out_that_vllm_has_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (slots, settings_module):
         monkeypatch.setattr(module, "check_version", lambda: None)
-    refusal = "kv_pressure must be auto or recompute for vLLM, which makes room by itself, not remap"
+    refusal = "kv_pressure must be auto or recompute for vLLM, which handles it itself, not remap"
     assert errors_of(asking("vllm"), kv_pressure="remap")["i1"] == refusal
     with pytest.raises(ValidationError, match=refusal):
         settings(engine="vllm", profile=None, kv_pressure="remap")
@@ -101,8 +101,8 @@ def test_a_replay_takes_the_way_out_that_the_node_is_told() -> None:
         engine.step()
     pool = engine.stats().pool
     assert pool is not None
-    assert pool.relief["refuse"] > 0
-    assert pool.relief.keys() <= {"refuse", "wait"}
+    assert pool.pressure_actions["refuse"] > 0
+    assert pool.pressure_actions.keys() <= {"refuse", "wait"}
 
 
 def test_a_slot_runs_one_engine_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

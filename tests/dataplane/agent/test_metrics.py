@@ -11,10 +11,10 @@ from tests.dataplane.replay_node import settings
 def test_kv_pressure_has_its_new_names_and_its_former_ones() -> None:
     pool = PoolStats(
         now_s=1.0,
-        given_up={"m": 3},
-        relief={"swap": 2},
-        not_remapped={"switching": 5},
-        layers_moved={"lent": 7, "taken back": 4},
+        offloaded_layers={"m": 3},
+        pressure_actions={"swap": 2},
+        offloads_declined={"switching": 5},
+        layers_moved={"offloaded": 7, "reclaimed": 4},
     )
     agent = Agent(settings(), boot_id="boot")
     agent.workers[0].stats = EngineStats(pool=pool)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dataplane.agent.tokenization import ModelText, TextStream, WordText, load_text
-from dataplane.engines.replay.words import WORDS
+from dataplane.engines.replay.vocabulary import WORDS
 from dataplane.protocol.errors import BadRequestError, ContextLengthError, ModelLoadError
 from dataplane.protocol.messages import ChatMessage
 

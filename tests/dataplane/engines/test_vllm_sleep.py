@@ -34,9 +34,9 @@ def test_what_left_holds_nothing_and_comes_back_as_it_was() -> None:
     assert sizes == [64, 32, 8], "what is tied is there once"
     host = torch.empty(sleep.weights_bytes(worker), dtype=torch.uint8)
     sleep.copy_weights(worker, host)
-    kv_sizes = sleep.put_away(worker)
+    kv_sizes = sleep.offload(worker)
     assert (kv_sizes, held_bytes(worker)) == ([192], 0)
-    sleep.bring_back(worker, host, sizes, kv_sizes)
+    sleep.restore(worker, host, sizes, kv_sizes)
     assert held_bytes(worker) == before
     for present, expected in zip(worker.get_model().parameters(), weights, strict=True):
         assert torch.equal(present, expected)
@@ -48,9 +48,9 @@ def test_what_cannot_come_back_whole_stays_away_and_may_come_later() -> None:
     sizes = sleep.weight_sizes(worker)
     host = torch.empty(sum(sizes), dtype=torch.uint8)
     sleep.copy_weights(worker, host)
-    kv_sizes = sleep.put_away(worker)
+    kv_sizes = sleep.offload(worker)
     with pytest.raises(RuntimeError):
-        sleep.bring_back(worker, host, sizes, [2**60])
+        sleep.restore(worker, host, sizes, [2**60])
     assert held_bytes(worker) == 0
-    sleep.bring_back(worker, host, sizes, kv_sizes)
+    sleep.restore(worker, host, sizes, kv_sizes)
     assert held_bytes(worker) == 104 + 192

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from dataplane.engines.interface import EngineRequest, KvHandle
 from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings
-from dataplane.engines.replay.memory import REPLAY_KV_FILE
+from dataplane.engines.replay.kv import REPLAY_KV_FILE
 from dataplane.protocol.messages import ModelSpec
 from dataplane.protocol.tiers import Objective
 from dataplane.scheduling.costs import LatencyModel

@@ -41,22 +41,22 @@ class ModelFacts:
     load_s: float
     compute_s: float | None
     active: bool
-    given_up: int = 0
+    offloaded: int = 0
     priority: int = 0
     used_s: float = 0.0
     kept: bool = False
 
     def __post_init__(self) -> None:
         """Hold that something of the model is there."""
-        assert 0 <= self.given_up < self.layers, (self.given_up, self.layers)
+        assert 0 <= self.offloaded < self.layers, (self.offloaded, self.layers)
         assert self.layer_bytes > 0, self.layer_bytes
         assert self.load_s > 0, self.load_s
         assert self.compute_s is None or self.compute_s > 0, self.compute_s
 
     @property
-    def given_bytes(self) -> int:
+    def offloaded_bytes(self) -> int:
         """What KV has of its memory."""
-        return self.given_up * self.layer_bytes
+        return self.offloaded * self.layer_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,21 +97,21 @@ def choose_cap(facts: ModelFacts, settings: RemapSettings) -> Cap:
     }
     if settings.capped:
         limits["not hidden"] = deepest(circle, frames_min=settings.frames_min, frames_max=settings.frames_max)
-    if facts.kept and facts.given_up < min(limits.values()):
-        return Cap(layers=facts.given_up, reason="switching")
+    if facts.kept and facts.offloaded < min(limits.values()):
+        return Cap(layers=facts.offloaded, reason="switching")
     reason = min(limits, key=lambda reason: (limits[reason], reason))
     return Cap(layers=max(limits[reason], 0), reason=reason)
 
 
-def rotation_of(facts: ModelFacts, given_up: int, settings: RemapSettings) -> Rotation:
+def rotation_of(facts: ModelFacts, offloaded: int, settings: RemapSettings) -> Rotation:
     """Which layers of the model rotate while it gives up so many: the fewest that hide their loads, or, where none
     does, those that wait least.
     """
     circle = circle_of(facts, settings)
     if circle is None:
-        most = facts.layers - given_up
+        most = facts.layers - offloaded
         return Rotation(
-            layers=facts.layers, given_up=given_up, frames=min(settings.frames_min, most) if given_up else 0
+            layers=facts.layers, offloaded=offloaded, frames=min(settings.frames_min, most) if offloaded else 0
         )
-    hidden = choose_rotation(circle, given_up, frames_min=settings.frames_min, frames_max=settings.frames_max)
-    return hidden or least_waiting(circle, given_up, frames_min=settings.frames_min, frames_max=settings.frames_max)
+    hidden = choose_rotation(circle, offloaded, frames_min=settings.frames_min, frames_max=settings.frames_max)
+    return hidden or least_waiting(circle, offloaded, frames_min=settings.frames_min, frames_max=settings.frames_max)

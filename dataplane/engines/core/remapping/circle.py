@@ -52,19 +52,19 @@ class Rotation:
     """
 
     layers: int
-    given_up: int = 0
+    offloaded: int = 0
     frames: int = 0
 
     def __post_init__(self) -> None:
         """Hold that something stays: there is a frame, so never is a whole model given up."""
-        assert 0 <= self.given_up < self.layers, (self.given_up, self.layers)
-        assert (self.frames > 0) == (self.given_up > 0), (self.frames, self.given_up)
-        assert self.given_up + self.frames <= self.layers, (self.given_up, self.frames, self.layers)
+        assert 0 <= self.offloaded < self.layers, (self.offloaded, self.layers)
+        assert (self.frames > 0) == (self.offloaded > 0), (self.frames, self.offloaded)
+        assert self.offloaded + self.frames <= self.layers, (self.offloaded, self.frames, self.layers)
 
     @property
     def rotating_layers(self) -> int:
         """M: how many layers take turns, each loaded once per step."""
-        return self.given_up + self.frames
+        return self.offloaded + self.frames
 
     @property
     def rotating(self) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ def is_hidden(circle: Circle, rotation: Rotation) -> bool:
     """
     n, m, frames = circle.layers, rotation.rotating_layers, rotation.frames
     assert rotation.layers == n, (rotation, circle)
-    if not rotation.given_up:
+    if not rotation.offloaded:
         return True
     if m * circle.load_s > n * circle.compute_s:
         return False
@@ -99,30 +99,30 @@ def is_hidden(circle: Circle, rotation: Rotation) -> bool:
 
 
 def choose_rotation(
-    circle: Circle, given_up: int, *, frames_min: int = 1, frames_max: int = FRAMES_MAX
+    circle: Circle, offloaded: int, *, frames_min: int = 1, frames_max: int = FRAMES_MAX
 ) -> Rotation | None:
     """The rotation of the fewest layers that hides its loads while `given_up` are given up; None when none does.
 
     Fewer rotating layers mean fewer bytes on the wire. `frames_min`, `frames_max`: 1, 1 is m = alpha + 1 always,
     2, 2 is m = alpha + 2 always.
     """
-    if not given_up:
+    if not offloaded:
         return Rotation(layers=circle.layers)
     for frames in range(frames_min, frames_max + 1):
-        if given_up + frames > circle.layers:
+        if offloaded + frames > circle.layers:
             return None
-        if not _waits(circle, frames, given_up):
-            return Rotation(layers=circle.layers, given_up=given_up, frames=frames)
+        if not _waits(circle, frames, offloaded):
+            return Rotation(layers=circle.layers, offloaded=offloaded, frames=frames)
     return None
 
 
-def least_waiting(circle: Circle, given_up: int, *, frames_min: int = 1, frames_max: int = FRAMES_MAX) -> Rotation:
+def least_waiting(circle: Circle, offloaded: int, *, frames_min: int = 1, frames_max: int = FRAMES_MAX) -> Rotation:
     """The rotation with the shortest step, hidden or not; the fewest layers of those equally short."""
-    if not given_up:
+    if not offloaded:
         return Rotation(layers=circle.layers)
-    most = max(min(frames_max, circle.layers - given_up), 1)
+    most = max(min(frames_max, circle.layers - offloaded), 1)
     options = (
-        Rotation(layers=circle.layers, given_up=given_up, frames=frames)
+        Rotation(layers=circle.layers, offloaded=offloaded, frames=frames)
         for frames in range(min(frames_min, most), most + 1)
     )
     return min(options, key=lambda rotation: step_s(circle, rotation))
@@ -139,8 +139,8 @@ def deepest(circle: Circle, *, frames_min: int = 1, frames_max: int = FRAMES_MAX
     return found
 
 
-def _waits(circle: Circle, frames: int, given_up: int) -> bool:
-    return not is_hidden(circle, Rotation(layers=circle.layers, given_up=given_up, frames=frames))
+def _waits(circle: Circle, frames: int, offloaded: int) -> bool:
+    return not is_hidden(circle, Rotation(layers=circle.layers, offloaded=offloaded, frames=frames))
 
 
 def step_s(circle: Circle, rotation: Rotation) -> float:
@@ -151,7 +151,7 @@ def step_s(circle: Circle, rotation: Rotation) -> float:
     """
     n, m, frames = circle.layers, rotation.rotating_layers, rotation.frames
     assert rotation.layers == n, (rotation, circle)
-    if not rotation.given_up:
+    if not rotation.offloaded:
         return n * circle.compute_s
     gaps = [(i + 1) * n // m - i * n // m for i in range(m)]
     period = lcm(*range(1, FRAMES_MAX + 1))

@@ -69,7 +69,7 @@ def choose_remap(
 ) -> tuple[RemapDecision, RemapState]:
     """What changes now. Called when an allocation of KV fails, and between steps while something is given up."""
     loans = _Loans(facts, settings)
-    before = dict(loans.given_up)
+    before = dict(loans.offloaded)
     missing_bytes = loans.deepen(facts.short_bytes)
     deepened_layers = loans.total - sum(before.values())
     moved_layers = loans.move()
@@ -78,9 +78,9 @@ def choose_remap(
         reverted_layers = loans.revert(settled=now_s - state.pressed_s >= settings.settle_s)
     decision = RemapDecision(
         rotations={
-            model.model: rotation_of(model, loans.given_up[model.model], settings)
+            model.model: rotation_of(model, loans.offloaded[model.model], settings)
             for model in facts.models
-            if loans.given_up[model.model] != before[model.model]
+            if loans.offloaded[model.model] != before[model.model]
         },
         missing_bytes=missing_bytes,
         capped={name: cap.reason for name, cap in loans.caps.items()} if missing_bytes else {},
@@ -97,7 +97,7 @@ class _Loans:
 
     def __init__(self, facts: RemapFacts, settings: RemapSettings) -> None:
         self.caps: dict[str, Cap] = {model.model: choose_cap(model, settings) for model in facts.models}
-        self.given_up = {model.model: model.given_up for model in facts.models}
+        self.offloaded = {model.model: model.offloaded for model in facts.models}
         self._settings = settings
         self._free_bytes = 0 if facts.short_bytes else facts.free_bytes
         recency = -1 if settings.victims == "mru" else 1
@@ -110,16 +110,16 @@ class _Loans:
     @property
     def total(self) -> int:
         """Layers given up, of all models."""
-        return sum(self.given_up.values())
+        return sum(self.offloaded.values())
 
     def is_over(self, model: ModelFacts) -> bool:
         """Whether it has given up more than it can hide."""
-        return self.given_up[model.model] > self.caps[model.model].layers
+        return self.offloaded[model.model] > self.caps[model.model].layers
 
     def deepen(self, short_bytes: int) -> int:
         """Give up layers for so many bytes; what is still missing then."""
         while short_bytes > 0 and (model := self._next_inactive() or self._next_active()):
-            self.given_up[model.model] += 1
+            self.offloaded[model.model] += 1
             short_bytes -= model.layer_bytes
         self._free_bytes += max(-short_bytes, 0)
         return max(short_bytes, 0)
@@ -128,8 +128,8 @@ class _Loans:
         """Have inactive models give up what active ones have; how many layers these get back."""
         moved = 0
         for active in sorted(self._active, key=self._share, reverse=True):
-            while self.given_up[active.model] and self._take_from_inactive(active.layer_bytes):
-                self.given_up[active.model] -= 1
+            while self.offloaded[active.model] and self._take_from_inactive(active.layer_bytes):
+                self.offloaded[active.model] -= 1
                 moved += 1
         return moved
 
@@ -150,15 +150,15 @@ class _Loans:
         """Have inactive models give up so many bytes, all or none, less what is free: they gave that up for the same
         purpose before, and KV has yet to leave the other's place for it. What is over joins what is free.
         """
-        given_up = dict(self.given_up)
+        offloaded = dict(self.offloaded)
         free_bytes = self._free_bytes if self._settings.reverts and self._next_inactive() else 0
         gained_bytes = 0
         while gained_bytes + free_bytes < size_bytes:
             model = self._next_inactive()
             if model is None:
-                self.given_up = given_up
+                self.offloaded = offloaded
                 return False
-            self.given_up[model.model] += 1
+            self.offloaded[model.model] += 1
             gained_bytes += model.layer_bytes
         self._free_bytes += gained_bytes - size_bytes
         return True
@@ -166,7 +166,7 @@ class _Loans:
     def _give_back(self, model: ModelFacts, *, spare_layers: float) -> bool:
         if self._free_bytes < model.layer_bytes * (1 + spare_layers):
             return False
-        self.given_up[model.model] -= 1
+        self.offloaded[model.model] -= 1
         self._free_bytes -= model.layer_bytes
         return True
 
@@ -178,13 +178,13 @@ class _Loans:
 
     def _last_given(self) -> ModelFacts | None:
         """Whose layer was given up last: of the active the one with the largest share, else of the last inactive."""
-        active = [model for model in reversed(self._active) if self.given_up[model.model]]
+        active = [model for model in reversed(self._active) if self.offloaded[model.model]]
         if active:
             return max(active, key=self._share)
-        return next((model for model in reversed(self._inactive) if self.given_up[model.model]), None)
+        return next((model for model in reversed(self._inactive) if self.offloaded[model.model]), None)
 
     def _has_room(self, model: ModelFacts) -> bool:
-        return self.given_up[model.model] < self.caps[model.model].layers
+        return self.offloaded[model.model] < self.caps[model.model].layers
 
     def _share(self, model: ModelFacts) -> float:
-        return self.given_up[model.model] / model.layers
+        return self.offloaded[model.model] / model.layers

@@ -21,7 +21,7 @@ from dataplane.engines.torch.copies.base import CHUNK_BYTES, Copy, Line, Movers,
 from dataplane.memory.events import Event, TransferError
 
 
-class CudaMark:
+class RecordedEvent:
     """A recorded CUDA event."""
 
     error: BaseException | None = None
@@ -46,7 +46,7 @@ class IssuedCopies:
 
     def __init__(self, issued: Event, recorded: torch.cuda.Event) -> None:
         self._issued = issued
-        self._mark = CudaMark(recorded)
+        self._mark = RecordedEvent(recorded)
         self.ended_s: float | None = None
 
     def done(self) -> bool:

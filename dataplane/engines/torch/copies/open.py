@@ -12,7 +12,7 @@ import torch
 
 from dataplane.engines.torch.copies.base import STAGING_BYTES, CopyStream, flat_bytes
 from dataplane.engines.torch.copies.cpu import ThreadStream
-from dataplane.engines.torch.copies.cuda import CudaMark, CudaStream, pin, unpin
+from dataplane.engines.torch.copies.cuda import CudaStream, RecordedEvent, pin, unpin
 from dataplane.memory.events import PASSED, Event, TransferError
 
 log = structlog.get_logger()
@@ -127,8 +127,8 @@ def unpinned(host: torch.Tensor, device: torch.device, then: Callable[[], None] 
         then()
 
 
-def mark(device: torch.device) -> Event:
+def record_event(device: torch.device) -> Event:
     """An event of what the calling thread has given `device` to compute so far: later copies may wait for it."""
     if device.type == "cuda":
-        return CudaMark(torch.cuda.current_stream(device).record_event())
+        return RecordedEvent(torch.cuda.current_stream(device).record_event())
     return PASSED

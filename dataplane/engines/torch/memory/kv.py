@@ -15,15 +15,15 @@ import torch
 from dataplane.engines.core.kv import KvLocation
 from dataplane.engines.interface import KvHandle
 from dataplane.engines.torch.copies.base import Copy, CopyStream
-from dataplane.engines.torch.copies.open import mark, pinned
+from dataplane.engines.torch.copies.open import pinned, record_event
 from dataplane.engines.torch.memory.kv_file import KvFile, host_memory
-from dataplane.engines.torch.memory.wire_rate import WireRates
+from dataplane.engines.torch.memory.transfer_rates import TransferRates
 from dataplane.memory.events import PASSED, Event
 from dataplane.memory.kv_cache import HostSlabs, KvCache, KvShape, OutOfBlocksError, blocks_for
 from dataplane.memory.slabs import SlabArena
 
 TRIES_MAX = 5
-"""How often in a row a transfer of one sequence may fail before its KV is given up and computed anew."""
+"""How often in a row a transfer of a sequence's KV may fail before it is dropped and recomputed."""
 
 POLL_S = 0.0002
 
@@ -43,12 +43,14 @@ class SequenceKv:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes, on the side where it takes more."""
+        """Its memory, on the side where it takes more."""
         return max(len(self.blocks), len(self.host)) * self.shape.block_bytes
 
 
 class KvStore:
-    """The KV of one slot, over the arena's bytes. Called by one thread."""
+    """The KV of one slot, over the arena's bytes. Meets `dataplane.engines.core.kv.KvMemory` and, in
+    `dataplane.engines.core.pressure_handler`, `KvCapacity`. Called by one thread.
+    """
 
     def __init__(
         self,
@@ -59,7 +61,7 @@ class KvStore:
         host_bytes: int,
         host_file: Path | None,
         make_stream: Callable[[str], CopyStream],
-        rates: WireRates,
+        rates: TransferRates,
     ) -> None:
         self._device = KvFile(bytes=buffer, slab_bytes=slab_bytes)
         self._arena = arena
@@ -79,57 +81,52 @@ class KvStore:
 
     @property
     def slab_bytes(self) -> int:
-        """The size of a slab."""
         return self._device.slab_bytes
 
     @property
     def moving(self) -> bool:
-        """Whether a transfer is under way."""
         return bool(self._moving)
 
     @property
     def freeing(self) -> bool:
-        """Whether one of them makes room in the arena, or weights do that lend some."""
+        """Also while a transfer still reads offloaded layers, whose slabs KV gets then."""
         return self._arena.lent_in_transfer or any(kv.location is KvLocation.SWAPPING_OUT for kv in self._moving)
 
     @property
     def in_bytes_per_s(self) -> float:
-        """How fast KV comes from host memory; see `WireRate`."""
+        """The rate of transfers to the device; see `TransferRate`."""
         return self._rates.kv_in.bytes_per_s
 
     @property
     def out_bytes_per_s(self) -> float:
-        """How fast it goes there."""
+        """The rate of transfers to host memory."""
         return self._rates.kv_out.bytes_per_s
 
     @property
     def swap_out_wait_s(self) -> float:
-        """Estimated seconds until what is on its way to host memory is there."""
         leaving_bytes = sum(kv.size_bytes for kv in self._moving if kv.location is KvLocation.SWAPPING_OUT)
         return leaving_bytes / self.out_bytes_per_s
 
     def fits(self, kv: SequenceKv, *, spare: int) -> bool:
-        """Whether KV in host memory has room in the arena, and so many blocks more."""
         return self.free_blocks(kv.shape) >= len(kv.host) + spare
 
     def free_blocks(self, shape: KvShape) -> int:
-        """Blocks of this shape that the arena could hand out now."""
+        """Blocks of this shape that could be allocated now."""
         return self.here.free_blocks(shape) + self._arena.free_kv_slabs * self.here.blocks_per_slab(shape)
 
-    def lacks_bytes(self, kv: SequenceKv, tokens: int) -> int:
-        """Bytes in whole slabs that the arena lacks for the KV of so many tokens, or for KV on the HOST."""
+    def missing_bytes(self, kv: SequenceKv, tokens: int) -> int:
+        """See `KvCapacity`; in whole slabs."""
         wanted = len(kv.host) if kv.location is KvLocation.HOST else blocks_for(tokens, kv.shape.block_tokens)
         missing_blocks = wanted - len(kv.blocks) - self.here.free_blocks(kv.shape)
         missing_slabs = -(-missing_blocks // self.here.blocks_per_slab(kv.shape)) - self._arena.free_kv_slabs
         return max(missing_slabs, 0) * self._device.slab_bytes
 
     def host_fits(self, kv: SequenceKv, tokens: int) -> bool:
-        """Whether host memory has room for the KV of so many tokens."""
         free_blocks = self._host_slabs.free_slabs * self.away.blocks_per_slab(kv.shape)
         return blocks_for(tokens, kv.shape.block_tokens) <= free_blocks + self.away.free_blocks(kv.shape)
 
     def lies_in(self, kv: SequenceKv, slabs: Container[int]) -> bool:
-        """Whether one of its blocks in the arena is in one of these slabs."""
+        """Whether one of its blocks is in one of these slabs of the arena."""
         per_slab = self.here.blocks_per_slab(kv.shape)
         return any(block // per_slab in slabs for block in kv.blocks)
 
@@ -143,18 +140,18 @@ class KvStore:
         return self._views[shape, dtype]
 
     def capacity_blocks(self, shape: KvShape) -> int:
-        """Blocks of this shape that the arena holds when nothing else does."""
+        """Blocks of this shape that fit in the KV region."""
         return (self._arena.slabs - self._arena.weights_slabs) * self.here.blocks_per_slab(shape)
 
     def capacity_tokens(self, shape: KvShape) -> int:
-        """Tokens that one request alone can have KV for: in the arena, and, to be handed over, in host memory."""
+        """Tokens whose KV one request alone can have: in the arena and, if it is to be exported, in host memory."""
         tokens = self.capacity_blocks(shape) * shape.block_tokens
         if self._host_file is None:
             return tokens
         return min(tokens, self._host_slabs.slabs * self.away.blocks_per_slab(shape) * shape.block_tokens)
 
     def check_fits(self, shape: KvShape) -> None:
-        """See that the arena could hold KV of this shape.
+        """Check that KV of this shape fits in the arena.
 
         Raises:
             ValueError: a block exceeds a slab, or there is no slab for KV.
@@ -173,7 +170,6 @@ class KvStore:
             assert used_bytes == known_bytes, f"{used_bytes} bytes of {blocks} are in use, {known_bytes} are known of"
 
     def grow(self, kv: SequenceKv, tokens: int) -> bool:
-        """Allocate blocks for so many tokens of KV whose location is DEVICE or NONE; False if there are too few."""
         missing = blocks_for(tokens, kv.shape.block_tokens) - len(kv.blocks)
         if missing > 0:
             try:
@@ -184,7 +180,6 @@ class KvStore:
         return True
 
     def swap_out(self, kv: SequenceKv, tokens: int) -> bool:
-        """Send the KV of the first `tokens` tokens to host memory; False when that is full."""
         assert kv.location is KvLocation.DEVICE
         needed = blocks_for(tokens, kv.shape.block_tokens)
         try:
@@ -198,7 +193,6 @@ class KvStore:
         return True
 
     def swap_in(self, kv: SequenceKv) -> bool:
-        """Bring the KV back; False when the arena has too few blocks."""
         assert kv.location is KvLocation.HOST
         try:
             kv.blocks = self.here.allocate(kv.shape, len(kv.host))
@@ -209,7 +203,7 @@ class KvStore:
         return True
 
     def settle(self) -> None:
-        """Take note of transfers that are over: free what they left, or send once more what failed."""
+        """Complete the transfers that have ended: free their source, or repeat them if they failed."""
         self._arena.settle()
         self.here.settle()
         self.away.settle()
@@ -224,12 +218,12 @@ class KvStore:
                 self.drop(kv)
 
     def await_one(self) -> None:
-        """Wait until the oldest transfer is over, if one is under way."""
+        """Wait until the oldest transfer has ended, if one is under way."""
         while self._moving and not self._moving[0].event.done():
             time.sleep(POLL_S)
 
     def drop(self, kv: SequenceKv) -> None:
-        """Forget the KV, wherever it is; blocks under a transfer come back when it is over."""
+        """See `KvMemory`; blocks of a transfer are freed when it has ended."""
         if kv in self._moving:
             self._moving.remove(kv)
         if kv.blocks:
@@ -240,9 +234,8 @@ class KvStore:
         kv.location, kv.event = KvLocation.NONE, PASSED
 
     def handle(self, kv: SequenceKv, tokens: int) -> KvHandle:
-        """Where another slot finds the KV of a sequence that is in host memory."""
         assert kv.location is KvLocation.HOST
-        assert self._host_file is not None, "the settings ask for a file where requests are handed over"
+        assert self._host_file is not None, "the settings require a file where KV is exported"
         shape = kv.shape
         return KvHandle(
             file=str(self._host_file),
@@ -253,7 +246,7 @@ class KvStore:
         )
 
     def adopt(self, kv: SequenceKv, handle: KvHandle) -> bool:
-        """Take the KV that another slot left; False when it cannot be read or has another shape."""
+        """See `KvMemory`; also False if it has another shape."""
         file = self._open(handle)
         slabs = 0 if file is None else file.bytes.numel() // file.slab_bytes
         layers, kv_heads, head_dim, block_tokens, itemsize = handle.shape
@@ -273,7 +266,7 @@ class KvStore:
             (self._device.block(kv.shape, block), host.block(kv.shape, away))
             for block, away in zip(kv.blocks, kv.host, strict=True)
         ]
-        after = [mark(self._device.bytes.device)]  # what was computed on these blocks until now
+        after = [record_event(self._device.bytes.device)]  # the kernels that use these blocks
         kv.sent_s = time.monotonic()
         if kv.location is KvLocation.SWAPPING_OUT:
             kv.event = self._out.submit([Copy(source=here, target=away) for here, away in pairs], after)
@@ -302,7 +295,7 @@ class KvStore:
             except (OSError, ValueError):
                 return None
             gone = [file for file in self._files if not Path(file).exists()]
-            for file in gone:  # their slots are gone; what still reads them holds them
+            for file in gone:  # their slots ended; sequences that read them keep them open
                 del self._files[file]
             self._files[handle.file] = KvFile(bytes=memory, slab_bytes=handle.slab_bytes)
         return self._files[handle.file]

@@ -12,30 +12,29 @@ from dataplane.memory.kv_cache import KvShape
 
 @dataclass(eq=False, kw_only=True)
 class KvFile:
-    """Host KV of a slot: flat uint8, cut into slabs."""
+    """KV of a slot in host memory: flat uint8, cut into slabs."""
 
     bytes: torch.Tensor
     slab_bytes: int
 
     def block(self, shape: KvShape, block: int) -> torch.Tensor:
-        """The bytes of a block."""
         slab, index = divmod(block, self.slab_bytes // shape.block_bytes)
         start = slab * self.slab_bytes + index * shape.block_bytes
         return self.bytes[start : start + shape.block_bytes]
 
 
 def host_memory(size_bytes: int, file: Path | None) -> torch.Tensor:
-    """Flat uint8: private, or that of a file, which is made when a size is given and mapped as it is otherwise.
+    """Flat uint8: private, or that of a file, which is created if a size is given and else mapped as it is.
 
     Raises:
-        OSError: the file system is full, or the file is there already or cannot be read.
+        OSError: the file system is full, or the file exists already or cannot be read.
         ValueError: the file is empty.
     """
     if file is None:
         return torch.empty(size_bytes, dtype=torch.uint8)
     with open(file, "r+b" if size_bytes == 0 else "x+b", opener=_no_link) as opened:
         if size_bytes:
-            os.posix_fallocate(opened.fileno(), 0, size_bytes)  # a full file system must say so now
+            os.posix_fallocate(opened.fileno(), 0, size_bytes)  # a full file system must fail now
         return torch.frombuffer(mmap.mmap(opened.fileno(), 0), dtype=torch.uint8)
 
 

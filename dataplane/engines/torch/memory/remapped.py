@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dataplane.engines.core.remapping.circle import Rotation
-from dataplane.engines.torch.copies.open import mark
+from dataplane.engines.torch.copies.open import record_event
 from dataplane.engines.torch.model.skeleton import Skeleton
 from dataplane.memory.events import PASSED, Event, Settled, TransferError
 from dataplane.memory.layer_locations import LayerLocations, Load
@@ -48,7 +48,7 @@ class RemappedLayers:
         self.loads_total = 0
 
     @property
-    def given_up(self) -> int:
+    def offloaded(self) -> int:
         """How many layers' places KV has."""
         return len(self._places.lent)
 
@@ -59,27 +59,27 @@ class RemappedLayers:
         return self._places.whole and all(arrived)
 
     @property
-    def flying(self) -> list[Event]:
+    def in_flight(self) -> list[Event]:
         """Copies that are not over."""
         return [event for event in self._arrivals.values() if not event.done()]
 
     @property
-    def lent_places(self) -> tuple[Run, ...]:
+    def offloaded_runs(self) -> tuple[Run, ...]:
         """The slabs of each lent place, whether KV has taken them or not."""
         return tuple(self._slabs[place] for place in sorted(self._places.lent))
 
     def rotate(self, rotation: Rotation) -> None:
         """Lend as many places as `rotation` gives up, at least as many as now, and have its layers share the rest."""
-        more = rotation.given_up - self.given_up
-        assert more >= 0, f"{self.given_up} are given up, not {rotation.given_up}: `take_back` gives back"
+        more = rotation.offloaded - self.offloaded
+        assert more >= 0, f"{self.offloaded} are given up, not {rotation.offloaded}: `take_back` gives back"
         self._places.rotate(rotation.rotating)
         for place, layer in self._places.lend(more) if more else ():
             if layer is not None:
-                self._skeleton.unbind_part(layer + 1)
+                self._skeleton.unbind_shard(layer + 1)
             self._arena.lend(self._owner, self._slabs[place].slabs, Settled(self._arrivals.pop(place, PASSED)))
         self._places.check()
 
-    def take_back(self, count: int) -> int:
+    def reclaim(self, count: int) -> int:
         """End the loan of at most `count` places, those that KV has left; of how many. `rotate` must follow."""
         taken = 0
         for place in sorted(self._places.lent):
@@ -93,21 +93,21 @@ class RemappedLayers:
         for load in self._places.loads():
             self._load(load)
 
-    def await_part(self, part: int) -> None:
+    def await_shard(self, shard: int) -> None:
         """See `Skeleton`.
 
         Raises:
             TransferError: the layer fails to come.
         """
-        if part == 0:
+        if shard == 0:
             self.fill()
-        layer = part - 1
+        layer = shard - 1
         if 0 <= layer < len(self._buffers):
             self._await(layer)
 
-    def passed_part(self, part: int) -> None:
+    def passed_shard(self, shard: int) -> None:
         """See `Skeleton`."""
-        load = self._places.load_after(part - 1)
+        load = self._places.load_after(shard - 1)
         if load is not None:
             self._load(load)
 
@@ -129,10 +129,10 @@ class RemappedLayers:
     def _load(self, load: Load) -> None:
         """The place is the layer's from now on: what it held before fails loudly if it runs."""
         if load.replaces is not None:
-            self._skeleton.unbind_part(load.replaces + 1)
-        part = load.layer + 1
-        target = self._buffers[load.location][: self._skeleton.parts[part].size_bytes]
-        after = (mark(target.device), Settled(self._arrivals.get(load.location, PASSED)))
-        self._arrivals[load.location] = self._send(part, target, after)
-        self._skeleton.bind_part(part, target)
+            self._skeleton.unbind_shard(load.replaces + 1)
+        shard = load.layer + 1
+        target = self._buffers[load.location][: self._skeleton.shards[shard].size_bytes]
+        after = (record_event(target.device), Settled(self._arrivals.get(load.location, PASSED)))
+        self._arrivals[load.location] = self._send(shard, target, after)
+        self._skeleton.bind_shard(shard, target)
         self.loads_total += 1

@@ -12,10 +12,10 @@ from functools import partial
 import torch
 
 from dataplane.engines.torch.copies.base import CopyStream
-from dataplane.engines.torch.copies.open import mark
+from dataplane.engines.torch.copies.open import record_event
 from dataplane.engines.torch.memory.host_models import HostModel
 from dataplane.engines.torch.memory.remapped import RemappedLayers
-from dataplane.engines.torch.memory.wire_rate import WireRate
+from dataplane.engines.torch.memory.transfer_rates import TransferRate
 from dataplane.memory.events import AllOf, Event
 from dataplane.memory.residency import ResidencyFacts, ResidentModel, choose_run
 from dataplane.memory.slabs import Run, SlabArena
@@ -46,10 +46,10 @@ class Resident:
         return not self.events and (self.remapped is None or self.remapped.whole)
 
     @property
-    def flying(self) -> list[Event]:
+    def in_flight(self) -> list[Event]:
         """Copies into its places that are not over."""
-        flying = [event for event in self.events if not event.done()]
-        return flying if self.remapped is None else flying + self.remapped.flying
+        in_flight = [event for event in self.events if not event.done()]
+        return in_flight if self.remapped is None else in_flight + self.remapped.in_flight
 
 
 class WeightStore:
@@ -63,7 +63,7 @@ class WeightStore:
         buffer: torch.Tensor,
         slab_bytes: int,
         stream: CopyStream,
-        rate: WireRate,
+        rate: TransferRate,
         layer_stream: CopyStream | None = None,
     ) -> None:
         self._arena = arena
@@ -75,7 +75,7 @@ class WeightStore:
         self._homes: dict[str, int] = {}
         self._used_s: dict[str, float] = {}
         self._rate = rate
-        self.brought_total = 0
+        self.loads_total = 0
 
     @property
     def resident_models(self) -> tuple[str, ...]:
@@ -88,10 +88,10 @@ class WeightStore:
         return tuple(sorted(name for name, resident in list(self._residents.items()) if resident.events))
 
     @property
-    def given_up(self) -> dict[str, int]:
+    def offloaded(self) -> dict[str, int]:
         """How many layers' places KV has, by model."""
         remapped = {name: resident.remapped for name, resident in self._residents.items()}
-        return {name: layers.given_up for name, layers in remapped.items() if layers is not None and layers.given_up}
+        return {name: layers.offloaded for name, layers in remapped.items() if layers is not None and layers.offloaded}
 
     @property
     def bytes_per_s(self) -> float:
@@ -123,13 +123,13 @@ class WeightStore:
         """Whether the model is there or arriving."""
         return model.name in self._residents
 
-    def has_place(self, model: HostModel, *, beside: Collection[str]) -> bool:
+    def fits_with(self, model: HostModel, *, others: Collection[str]) -> bool:
         """Whether a model that is away could come into the reserve, to run, while these and all KV stay."""
         facts = self._facts(model, None)
-        residents = tuple(replace(resident, pinned=resident.model in beside) for resident in facts.residents)
+        residents = tuple(replace(resident, pinned=resident.model in others) for resident in facts.residents)
         return choose_run(replace(facts, residents=residents)) is not None
 
-    def bring(self, model: HostModel, now_s: float, *, keep: str | None = None) -> bool:
+    def load(self, model: HostModel, now_s: float, *, keep: str | None = None) -> bool:
         """See to it that the model is there or arriving, evicting others; False if there is no room now, or its host
         copy is away. With `keep`, the model that runs meanwhile, it may borrow slabs of KV; without, it is to run now
         and takes the reserve.
@@ -152,18 +152,18 @@ class WeightStore:
             self.evict(name)
         self._arena.take_run(model.name, choice.start, model.skeleton.slabs(self._slab_bytes))
         self._homes[model.name] = choice.start
-        resident = Resident(model=model, buffers=self._part_buffers(model, choice.start), began_s=now_s)
+        resident = Resident(model=model, buffers=self._shard_buffers(model, choice.start), began_s=now_s)
         self._residents[model.name] = resident
         model.copies = [event for event in model.copies if not event.done()]
         resident.sent_s = time.monotonic()
-        computed = mark(self._buffer.device)  # what ran on these slabs until now
+        computed = record_event(self._buffer.device)  # what ran on these slabs until now
         resident.events = [
             model.send(self._stream, number, buffer, [computed]) for number, buffer in enumerate(resident.buffers)
         ]
         model.skeleton.bind(resident.buffers)
-        model.skeleton.await_part = lambda part: self._await(resident, part)
+        model.skeleton.await_shard = lambda shard: self._await(resident, shard)
         model.fresh = False
-        self.brought_total += 1
+        self.loads_total += 1
         return True
 
     def layer_slabs(self, model: HostModel) -> int | None:
@@ -171,8 +171,8 @@ class WeightStore:
         resident = self._residents.get(model.name)
         if resident is None or resident.events:
             return None
-        layers = model.skeleton.parts[1 : model.skeleton.geometry.layers + 1]
-        sizes = {-(-part.size_bytes // self._slab_bytes) for part in layers}
+        layers = model.skeleton.shards[1 : model.skeleton.geometry.layers + 1]
+        sizes = {-(-shard.size_bytes // self._slab_bytes) for shard in layers}
         return sizes.pop() if len(sizes) == 1 else None
 
     def remapped(self, model: HostModel) -> RemappedLayers:
@@ -180,7 +180,7 @@ class WeightStore:
         resident, count = self._residents[model.name], self.layer_slabs(model)
         assert count is not None, f"{model.name} cannot give up layers"
         if resident.remapped is None:
-            first = self._arena.runs[model.name].start + -(-model.skeleton.parts[0].size_bytes // self._slab_bytes)
+            first = self._arena.runs[model.name].start + -(-model.skeleton.shards[0].size_bytes // self._slab_bytes)
             layers = range(model.skeleton.geometry.layers)
             slabs = [Run(start=first + number * count, count=count) for number in layers]
             resident.remapped = RemappedLayers(
@@ -191,11 +191,11 @@ class WeightStore:
                 buffers=[self._buffer[run.start * self._slab_bytes : run.end * self._slab_bytes] for run in slabs],
                 send=partial(model.send, self._layer_stream),
             )
-            model.skeleton.await_part = resident.remapped.await_part
-            model.skeleton.passed_part = resident.remapped.passed_part
+            model.skeleton.await_shard = resident.remapped.await_shard
+            model.skeleton.passed_shard = resident.remapped.passed_shard
         return resident.remapped
 
-    def guests_in_the_way(self, model: HostModel) -> frozenset[int]:
+    def blocking_kv_slabs(self, model: HostModel) -> frozenset[int]:
         """KV below the reserve that keeps the model, which is to run now, from coming in: it has to leave. Who lent it
         the room is evicted, so that no other takes its place. None where something else is in the way.
         """
@@ -222,7 +222,7 @@ class WeightStore:
                     self._rate.learn(resident.model.skeleton.size_bytes, resident.sent_s, resident.events)
                 resident.events = []
                 resident.tries = 0
-                resident.model.skeleton.await_part = None
+                resident.model.skeleton.await_shard = None
 
     def await_all(self, model: HostModel) -> None:
         """Wait for every part.
@@ -250,9 +250,9 @@ class WeightStore:
         """
         resident = self._residents.pop(name, None)
         if resident is not None:
-            resident.model.skeleton.await_part = resident.model.skeleton.passed_part = None
+            resident.model.skeleton.await_shard = resident.model.skeleton.passed_shard = None
             resident.model.skeleton.unbind()
-            self._arena.free_run(name, AllOf(resident.flying))
+            self._arena.free_run(name, AllOf(resident.in_flight))
 
     def evict_idle_above(self, slab: int, *, keep: str | None) -> bool:
         """Evict the model that was used longest ago of those that lie above `slab`; False when there is none."""
@@ -260,7 +260,7 @@ class WeightStore:
         idle = [
             name
             for name, resident in self._residents.items()
-            if name != keep and not resident.flying and runs[name].end > slab
+            if name != keep and not resident.in_flight and runs[name].end > slab
         ]
         if not idle:
             return False
@@ -269,21 +269,21 @@ class WeightStore:
 
     def await_one(self) -> None:
         """Wait until a part that is on its way has arrived, if there is one."""
-        flying = [event for resident in self._residents.values() for event in resident.flying]
+        in_flight = [event for resident in self._residents.values() for event in resident.in_flight]
         time.sleep(POLL_S)
-        while flying and not any(event.done() for event in flying):
+        while in_flight and not any(event.done() for event in in_flight):
             time.sleep(POLL_S)
 
-    def _await(self, resident: Resident, part: int) -> None:
+    def _await(self, resident: Resident, shard: int) -> None:
         if resident.events:
-            resident.events[part].wait()
+            resident.events[shard].wait()
 
-    def _part_buffers(self, model: HostModel, start: int) -> tuple[torch.Tensor, ...]:
+    def _shard_buffers(self, model: HostModel, start: int) -> tuple[torch.Tensor, ...]:
         buffers = []
-        for part in model.skeleton.parts:
+        for shard in model.skeleton.shards:
             first = start * self._slab_bytes
-            buffers.append(self._buffer[first : first + part.size_bytes])
-            start += -(-part.size_bytes // self._slab_bytes)
+            buffers.append(self._buffer[first : first + shard.size_bytes])
+            start += -(-shard.size_bytes // self._slab_bytes)
         return tuple(buffers)
 
     def _facts(self, model: HostModel, keep: str | None) -> ResidencyFacts:
@@ -299,7 +299,7 @@ class WeightStore:
                 start=run.start,
                 count=run.count,
                 used_s=self._used_s[name],
-                pinned=name == keep or bool(self._residents[name].flying),
+                pinned=name == keep or bool(self._residents[name].in_flight),
             )
             for name, run in self._arena.runs.items()
         )

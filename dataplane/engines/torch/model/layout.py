@@ -50,6 +50,6 @@ def cache_key(folder: Path, dtype: torch.dtype, pairs: list[tuple[PlacedTensor, 
     """What the bytes hang on: the files as they are now, the dtype and the layout."""
     files = sorted({stored.file for _, stored in pairs})
     state = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    layout = [(place.names[0], place.part, place.offset_bytes) for place, _ in pairs]
+    layout = [(place.names[0], place.shard, place.offset_bytes) for place, _ in pairs]
     described = repr((LAYOUT_VERSION, str(dtype), state, layout))
     return f"{folder.name}-{hashlib.blake2b(described.encode(), digest_size=12).hexdigest()}"

@@ -56,7 +56,7 @@ class PlacedTensor:
     """A weight and where it lies in its part. `names`: all it is known by, the model's own first."""
 
     names: tuple[str, ...]
-    part: int
+    shard: int
     offset_bytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -86,7 +86,7 @@ class Geometry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class WeightShard:
     """Consecutive bytes of a model's weights in host memory that travel together."""
 
     offset_bytes: int
@@ -110,16 +110,16 @@ class Skeleton:
         self.dtype = dtype
         self.geometry = geometry
         self.eos_ids = eos_ids
-        self.await_part: Callable[[int], None] | None = None
-        self.passed_part: Callable[[int], None] | None = None
+        self.await_shard: Callable[[int], None] | None = None
+        self.passed_shard: Callable[[int], None] | None = None
         slots = _parameter_slots(model)
         stages = _stages(model)
-        self.places, self.parts = _lay_out(slots, stages)
-        self.size_bytes = sum(part.size_bytes for part in self.parts)
-        self._views: list[dict[int, list[torch.nn.Parameter]]] = [{} for _ in self.parts]
-        self._slots: list[list[tuple[PlacedTensor, _Slot]]] = [[] for _ in self.parts]
+        self.places, self.shards = _lay_out(slots, stages)
+        self.size_bytes = sum(shard.size_bytes for shard in self.shards)
+        self._views: list[dict[int, list[torch.nn.Parameter]]] = [{} for _ in self.shards]
+        self._slots: list[list[tuple[PlacedTensor, _Slot]]] = [[] for _ in self.shards]
         for place, slot in zip(self.places, slots, strict=True):
-            self._slots[place.part].append((place, slot))
+            self._slots[place.shard].append((place, slot))
         for number, stage in enumerate(stages, start=1):
             stage.register_forward_pre_hook(self._gate(number))
             stage.register_forward_hook(self._passed(number))
@@ -127,22 +127,22 @@ class Skeleton:
 
     def slabs(self, slab_bytes: int) -> int:
         """How many slabs the weights take on the device, where each part begins a slab."""
-        return sum(-(-part.size_bytes // slab_bytes) for part in self.parts)
+        return sum(-(-shard.size_bytes // slab_bytes) for shard in self.shards)
 
     def bind(self, buffers: Sequence[torch.Tensor]) -> None:
         """Make every Parameter a view into the buffer of its part: flat uint8, one for each of `parts`."""
-        for part, buffer in enumerate(buffers):
-            self.bind_part(part, buffer)
+        for shard, buffer in enumerate(buffers):
+            self.bind_shard(shard, buffer)
 
-    def bind_part(self, part: int, buffer: torch.Tensor) -> None:
+    def bind_shard(self, shard: int, buffer: torch.Tensor) -> None:
         """The same for one part. Where it was before, the views of then are put back: making them is what costs."""
-        views = self._views[part]
+        views = self._views[shard]
         address = buffer.data_ptr()
         parameters = views.pop(address, None)
         if parameters is None:
-            parameters = [_parameter(place, buffer) for place, _ in self._slots[part]]
+            parameters = [_parameter(place, buffer) for place, _ in self._slots[shard]]
         views[address] = parameters
-        for parameter, (place, (_, owners)) in zip(parameters, self._slots[part], strict=True):
+        for parameter, (place, (_, owners)) in zip(parameters, self._slots[shard], strict=True):
             assert parameter.shape == place.shape, (place.names[0], place.shape)
             _replace(owners, parameter)
         if len(views) > ADDRESSES_KEPT:
@@ -150,25 +150,25 @@ class Skeleton:
 
     def unbind(self) -> None:
         """Point nowhere again."""
-        for part in range(len(self.parts)):
-            self.unbind_part(part)
+        for shard in range(len(self.shards)):
+            self.unbind_shard(shard)
 
-    def unbind_part(self, part: int) -> None:
+    def unbind_shard(self, shard: int) -> None:
         """The same for one part."""
-        for _, (meta, owners) in self._slots[part]:
+        for _, (meta, owners) in self._slots[shard]:
             _replace(owners, meta)
 
-    def _gate(self, part: int) -> Callable[..., None]:
+    def _gate(self, shard: int) -> Callable[..., None]:
         def wait(*_: Any) -> None:
-            if self.await_part is not None:
-                self.await_part(part)
+            if self.await_shard is not None:
+                self.await_shard(shard)
 
         return wait
 
-    def _passed(self, part: int) -> Callable[..., None]:
+    def _passed(self, shard: int) -> Callable[..., None]:
         def tell(*_: Any) -> None:
-            if self.passed_part is not None:
-                self.passed_part(part)
+            if self.passed_shard is not None:
+                self.passed_shard(shard)
 
         return tell
 
@@ -265,22 +265,24 @@ def _stages(model: Any) -> list[torch.nn.Module]:
     return [*model.get_decoder().layers, *([] if tied else [head])]
 
 
-def _lay_out(slots: list[_Slot], stages: list[torch.nn.Module]) -> tuple[tuple[PlacedTensor, ...], tuple[Part, ...]]:
+def _lay_out(
+    slots: list[_Slot], stages: list[torch.nn.Module]
+) -> tuple[tuple[PlacedTensor, ...], tuple[WeightShard, ...]]:
     """Part 0 is everything outside of the stages; parameters keep their order within a part."""
-    part_of = {id(module): number for number, stage in enumerate(stages, start=1) for module in stage.modules()}
+    shard_of = {id(module): number for number, stage in enumerate(stages, start=1) for module in stage.modules()}
     sizes = [0] * (len(stages) + 1)
     places = []
     for parameter, owners in slots:
-        part = min(part_of.get(id(module), 0) for _, module, _ in owners)
+        shard = min(shard_of.get(id(module), 0) for _, module, _ in owners)
         names = tuple(full_name for full_name, _, _ in owners)
         shape = tuple(parameter.shape)
         places.append(
-            PlacedTensor(names=names, part=part, offset_bytes=sizes[part], shape=shape, dtype=parameter.dtype)
+            PlacedTensor(names=names, shard=shard, offset_bytes=sizes[shard], shape=shape, dtype=parameter.dtype)
         )
-        sizes[part] += aligned(parameter.numel() * parameter.dtype.itemsize)
-    starts = [sum(sizes[:part]) for part in range(len(sizes))]
-    parts = (Part(offset_bytes=start, size_bytes=size) for start, size in zip(starts, sizes, strict=True))
-    return tuple(places), tuple(parts)
+        sizes[shard] += aligned(parameter.numel() * parameter.dtype.itemsize)
+    starts = [sum(sizes[:shard]) for shard in range(len(sizes))]
+    shards = (WeightShard(offset_bytes=start, size_bytes=size) for start, size in zip(starts, sizes, strict=True))
+    return tuple(places), tuple(shards)
 
 
 def _parameter(place: PlacedTensor, buffer: torch.Tensor) -> torch.nn.Parameter:

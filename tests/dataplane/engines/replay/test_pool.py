@@ -6,10 +6,10 @@ import pytest
 from msgspec import structs
 
 from dataplane.engines.core.kv import KvLocation
-from dataplane.engines.core.room import choose_victim
+from dataplane.engines.core.kv_allocator import choose_victim
 from dataplane.engines.interface import EngineOutput, PoolStats
 from dataplane.engines.replay.engine import ReplayEngine
-from dataplane.engines.replay.memory import ReplayKvMemory, SequenceKv
+from dataplane.engines.replay.kv import ReplayKvMemory, SequenceKv
 from dataplane.engines.replay.weights import Weights, WeightsMemory
 from dataplane.protocol.tiers import Tier
 from tests.dataplane.engines.replay.replayed import (
@@ -38,15 +38,15 @@ def weights(model: str, size_bytes: int = 500) -> Weights:
 
 def test_weights_come_one_after_another_and_the_longest_unused_leave() -> None:
     memory = WeightsMemory(1000)
-    assert memory.bring(weights("a"), 0.0) == 1.0
-    assert memory.bring(weights("b"), 0.5) == 2.0, "the wire is busy until 1.0"
+    assert memory.load(weights("a"), 0.0) == 1.0
+    assert memory.load(weights("b"), 0.5) == 2.0, "the wire is busy until 1.0"
     assert memory.missing_s(weights("c"), 0.5) == 2.5
     assert (memory.resident_models(1.5), memory.arriving_models(1.5)) == (("a",), ("b",))
-    assert memory.bring(weights("a"), 3.0) == 1.0
-    assert memory.bring(weights("c"), 3.0) == 4.0
+    assert memory.load(weights("a"), 3.0) == 1.0
+    assert memory.load(weights("c"), 3.0) == 4.0
     assert memory.resident_models(9.0) == ("a", "c")
-    assert memory.bring(weights("d", 600), 9.0, keep="a") is None
-    assert memory.bring(weights("d", 500), 9.0, keep="a") == 10.0
+    assert memory.load(weights("d", 600), 9.0, keep="a") is None
+    assert memory.load(weights("d", 500), 9.0, keep="a") == 10.0
     assert memory.resident_models(99.0) == ("a", "d")
 
 
@@ -109,7 +109,7 @@ def test_two_models_that_fit_are_each_brought_once() -> None:
     engine.step()  # which ends the last turn
     pool = pool_of(engine)
     assert engine.stats().switches_total > 2
-    busy_s = sum(turn.ended_s - turn.started_s for turn in pool.turns)
+    busy_s = sum(turn.ended_s - turn.started_s for turn in pool.time_slices)
     assert time.now_s - 100 == pytest.approx(busy_s)
     assert busy_s < 2.0 + 2 * (0.02 + 40 * 0.03), "two transfers of a second, and the steps"
 
@@ -147,7 +147,7 @@ def test_room_made_for_the_first_is_not_taken_by_a_smaller_one_behind_it() -> No
 
 
 def test_a_prefill_slot_hands_over_and_holds_the_kv_until_release() -> None:
-    prefiller, time = engine_with(replace(SETTINGS, hands_over=True))
+    prefiller, time = engine_with(replace(SETTINGS, prefill_only=True))
     asked = request(prompt=20, max_tokens=6)
     prefiller.add(asked)
     first, gone = drain(prefiller)["r"]
@@ -167,7 +167,7 @@ def test_a_prefill_slot_hands_over_and_holds_the_kv_until_release() -> None:
 
 
 def test_a_lost_handle_is_prefilled_again() -> None:
-    prefiller, _ = engine_with(replace(SETTINGS, hands_over=True))
+    prefiller, _ = engine_with(replace(SETTINGS, prefill_only=True))
     asked = request(prompt=20, max_tokens=6)
     prefiller.add(asked)
     first, gone = drain(prefiller)["r"]
@@ -188,11 +188,11 @@ def test_the_turn_log_is_complete() -> None:
     pool = pool_of(engine)
     assert pool.running_model is None
     assert pool.load == 0
-    assert sum(turn.tokens for turn in pool.turns) == len(tokens(outputs)) == 60
-    assert sum(turn.switched for turn in pool.turns) == engine.stats().switches_total
-    prompts = {turn.model: (turn.tokens, turn.prompt_tokens) for turn in pool.turns if turn.kind == "prefill"}
+    assert sum(turn.tokens for turn in pool.time_slices) == len(tokens(outputs)) == 60
+    assert sum(turn.switched for turn in pool.time_slices) == engine.stats().switches_total
+    prompts = {turn.model: (turn.tokens, turn.prompt_tokens) for turn in pool.time_slices if turn.kind == "prefill"}
     assert prompts == {name: (1, len(request(name, name).prompt)) for name in "abc"}
-    assert all(turn.prompt_tokens == 0 for turn in pool.turns if turn.kind == "decode")
+    assert all(turn.prompt_tokens == 0 for turn in pool.time_slices if turn.kind == "decode")
 
 
 def test_a_turn_that_can_do_nothing_is_cut_short() -> None:

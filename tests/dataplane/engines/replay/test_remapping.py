@@ -12,7 +12,7 @@ from dataplane.engines.core.remapping.circle import Rotation
 from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.interface import PoolStats
 from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings
-from dataplane.engines.replay.memory import ReplayKvMemory, SequenceKv
+from dataplane.engines.replay.kv import ReplayKvMemory, SequenceKv
 from dataplane.engines.replay.weights import Weights, WeightsMemory
 from dataplane.protocol.tiers import Tier
 from tests.dataplane.engines.replay.replayed import (
@@ -36,8 +36,8 @@ MANY = [request(f"r{number}", prompt=20, max_tokens=10) for number in range(8)]
 """240 tokens, where KV has room for 100."""
 
 
-def slot(way: KvPressure = "remap", **changes: Any) -> ReplaySettings:
-    return replace(SETTINGS, kv_pressure=way, layers=LAYERS, **{"profile": QUICK, **changes})
+def slot(action: KvPressure = "remap", **changes: Any) -> ReplaySettings:
+    return replace(SETTINGS, kv_pressure=action, layers=LAYERS, **{"profile": QUICK, **changes})
 
 
 def pool_of(engine: ReplayEngine) -> PoolStats:
@@ -51,8 +51,8 @@ def check(engine: ReplayEngine) -> None:
     pool, weights, kv = pool_of(engine), engine._weights, engine._kv
     assert sum(pool.slabs.values()) == SETTINGS.weights_bytes + SETTINGS.kv_bytes
     assert kv.used_bytes == sum(shape.used_bytes for shape in pool.kv)
-    assert weights.used_bytes + max(kv.strayed_bytes - weights.lent_bytes, 0) <= SETTINGS.weights_bytes
-    assert all(0 < layers < LAYERS for layers in pool.given_up.values())
+    assert weights.used_bytes + max(kv.out_of_region_bytes - weights.offloaded_bytes, 0) <= SETTINGS.weights_bytes
+    assert all(0 < layers < LAYERS for layers in pool.offloaded_layers.values())
 
 
 def run(engine: ReplayEngine) -> tuple[dict[str, list[int]], int, int]:
@@ -64,20 +64,20 @@ def run(engine: ReplayEngine) -> tuple[dict[str, list[int]], int, int]:
             made.setdefault(output.request_id, []).extend(output.token_ids)
         check(engine)
         batch = max(batch, *(len(model.decoding_here) for model in engine._models.values()))
-        deep = max(deep, sum(pool_of(engine).given_up.values()))
+        deep = max(deep, sum(pool_of(engine).offloaded_layers.values()))
     return made, batch, deep
 
 
 def test_layers_lend_their_memory_while_their_loads_are_hidden_and_get_it_back() -> None:
     batches, ends_s = {}, {}
-    for way in ("remap", "swap"):
-        engine, time = engine_with(slot(way))
+    for action in ("remap", "swap"):
+        engine, time = engine_with(slot(action))
         for one in MANY:
             engine.add(one)
-        made, batches[way], deep = run(engine)
-        ends_s[way] = time.now_s
+        made, batches[action], deep = run(engine)
+        ends_s[action] = time.now_s
         assert made == {one.request_id: tokens(run_one(one)) for one in MANY}
-        assert (deep > 0) is (way == "remap")
+        assert (deep > 0) is (action == "remap")
     assert batches["remap"] > batches["swap"]
     assert ends_s["remap"] < ends_s["swap"]
 
@@ -87,15 +87,15 @@ def test_reversion_is_by_the_controller_and_is_told() -> None:
     for one in MANY:
         engine.add(one)
     _, _, deep = run(engine)
-    assert sum(pool_of(engine).given_up.values()) == deep > 0, "what was lent last has not settled"
+    assert sum(pool_of(engine).offloaded_layers.values()) == deep > 0, "what was lent last has not settled"
     assert engine.stats().resident_models == (), "it is not whole"
     time.sleep(5.0)
     engine.step()
     time.sleep(1.0)
     pool = pool_of(engine)
-    assert (pool.given_up, engine.stats().resident_models) == ({}, ("a",))
-    assert pool.layers_moved["lent"] == pool.layers_moved["taken back"] >= deep
-    assert pool.relief["remap"] > 0
+    assert (pool.offloaded_layers, engine.stats().resident_models) == ({}, ("a",))
+    assert pool.layers_moved["offloaded"] == pool.layers_moved["reclaimed"] >= deep
+    assert pool.pressure_actions["remap"] > 0
 
 
 def test_what_cannot_be_hidden_is_not_given_up_and_the_reason_is_told() -> None:
@@ -104,44 +104,44 @@ def test_what_cannot_be_hidden_is_not_given_up_and_the_reason_is_told() -> None:
         engine.add(one)
     _, _, deep = run(engine)
     assert deep == 0
-    assert set(pool_of(engine).not_remapped) >= {"not hidden"}
+    assert set(pool_of(engine).offloads_declined) >= {"not hidden"}
 
 
-@pytest.mark.parametrize("way", ["swap", "recompute", "refuse"])
-def test_each_way_out_can_be_forced(way: KvPressure) -> None:
-    engine, _ = engine_with(slot(way))
+@pytest.mark.parametrize("action", ["swap", "recompute", "refuse"])
+def test_each_way_out_can_be_forced(action: KvPressure) -> None:
+    engine, _ = engine_with(slot(action))
     for one in MANY:
         engine.add(one)
     made, _, deep = run(engine)
     assert made == {one.request_id: tokens(run_one(one)) for one in MANY}
     assert deep == 0
-    assert pool_of(engine).relief[way] > 0
+    assert pool_of(engine).pressure_actions[action] > 0
 
 
 def weights(model: str = "a", size_bytes: int = 500) -> Weights:
     return Weights(model=model, size_bytes=size_bytes, switch_s=1.0, layers=LAYERS)
 
 
-def rotation(given_up: int, frames: int = 1) -> Rotation:
-    return Rotation(layers=LAYERS, given_up=given_up, frames=frames)
+def rotation(offloaded: int, frames: int = 1) -> Rotation:
+    return Rotation(layers=LAYERS, offloaded=offloaded, frames=frames)
 
 
 def test_a_step_waits_for_loads_that_computing_does_not_hide() -> None:
     """Two layers share a place: each gap of 5 layers, less one, must take the 0.1 s of a load."""
     memory = WeightsMemory(1000)
-    memory.bring(weights(), 0.0)
+    memory.load(weights(), 0.0)
     memory.rotate("a", rotation(1))
     assert memory.ends_s(weights(), 0.25, 10.0) == 10.25, "4 layers of 0.025 s: just hidden"
     assert memory.ends_s(weights(), 0.20, 20.0) == pytest.approx(20.24), "0.02 s late, twice"
-    memory.bring(weights("b"), 30.0)
+    memory.load(weights("b"), 30.0)
     assert memory.ends_s(weights(), 0.25, 30.0) == pytest.approx(30.4), "both loads, beside b"
 
 
 def test_layers_that_came_back_are_waited_for() -> None:
     memory = WeightsMemory(1000)
-    memory.bring(weights(), 0.0)
+    memory.load(weights(), 0.0)
     memory.rotate("a", rotation(3))
-    memory.take_back("a", 3, 10.0)
+    memory.reclaim("a", 3, 10.0)
     assert memory.ends_s(weights(), 0.1, 10.0) == pytest.approx(10.31), "three loads, and then the last layer runs"
     assert (memory.resident_models(10.2), memory.resident_models(10.4)) == ((), ("a",))
 
@@ -149,21 +149,21 @@ def test_layers_that_came_back_are_waited_for() -> None:
 def test_kv_in_layers_whose_model_left_keeps_others_out() -> None:
     memory, time = WeightsMemory(1000), FakeTime()
     kv = ReplayKvMemory(100, 0, time.clock, memory)
-    memory.bring(weights(), 0.0)
+    memory.load(weights(), 0.0)
     memory.rotate("a", rotation(4))
     mine = SequenceKv(bytes_per_token=10, bytes_per_s=100.0)
     assert kv.grow(mine, 30)
     assert not kv.grow(mine, 31)
-    assert (kv.strayed_bytes, kv.lacks_bytes(mine, 35)) == (200, 50)
+    assert (kv.out_of_region_bytes, kv.missing_bytes(mine, 35)) == (200, 50)
     other, large = weights("b"), weights("c", 900)
-    assert memory.has_place(other, beside=["a"], strayed_bytes=200)
-    assert not memory.has_place(other, beside=["a"], strayed_bytes=201), "a byte more than is lent"
-    assert memory.bring(large, 5.0, strayed_bytes=200) is None
-    assert memory.given_up == {"a": 4}, "nobody leaves in vain"
+    assert memory.fits_with(other, others=["a"], out_of_region_bytes=200)
+    assert not memory.fits_with(other, others=["a"], out_of_region_bytes=201), "a byte more than is lent"
+    assert memory.load(large, 5.0, out_of_region_bytes=200) is None
+    assert memory.offloaded == {"a": 4}, "nobody leaves in vain"
     memory.evict("a")
     assert (kv.free_bytes, kv.spare_bytes) == (0, -200)
-    assert memory.fit([weights("d", 800)], strayed_bytes=kv.strayed_bytes)
-    assert not memory.fit([weights("d", 801)], strayed_bytes=kv.strayed_bytes)
+    assert memory.fit([weights("d", 800)], out_of_region_bytes=kv.out_of_region_bytes)
+    assert not memory.fit([weights("d", 801)], out_of_region_bytes=kv.out_of_region_bytes)
 
 
 def test_kv_makes_way_for_a_model_that_is_to_run() -> None:
@@ -173,7 +173,7 @@ def test_kv_makes_way_for_a_model_that_is_to_run() -> None:
     first = [request(f"a{number}", "a", prompt=20, max_tokens=30) for number in range(6)]
     for one in first:
         engine.add(one)
-    while not pool_of(engine).given_up or engine._kv.strayed_bytes <= 200:
+    while not pool_of(engine).offloaded_layers or engine._kv.out_of_region_bytes <= 200:
         engine.step()
     late = request("b0", "b", prompt=5, max_tokens=3)
     engine.add(late)
@@ -200,9 +200,9 @@ def test_kv_makes_way_for_a_model_that_is_to_run() -> None:
 )
 @settings(max_examples=15)
 def test_in_any_order_no_token_changes_and_all_come_to_an_end(
-    shapes: list[tuple[str, Tier, int, int, int, str]], way: KvPressure, remap: RemapSettings, host_kv_bytes: int
+    shapes: list[tuple[str, Tier, int, int, int, str]], action: KvPressure, remap: RemapSettings, host_kv_bytes: int
 ) -> None:
-    engine, _ = engine_with(slot(way, remap=remap, host_kv_bytes=host_kv_bytes), **{n: spec(n) for n in "abc"})
+    engine, _ = engine_with(slot(action, remap=remap, host_kv_bytes=host_kv_bytes), **{n: spec(n) for n in "abc"})
     asked, made, ended = [], {}, set()
 
     def step(*, checks: bool = True) -> None:

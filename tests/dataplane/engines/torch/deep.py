@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataplane.engines.core.relief import KvRelief
+from dataplane.engines.core.pressure_handler import KvPressureHandler
 from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.interface import EngineRequest, PoolStats
 from dataplane.engines.torch.copies.base import CopyStream
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.memory.kv import SequenceKv
-from dataplane.engines.torch.memory.pooled import Pooled
+from dataplane.engines.torch.memory.models import TorchModel
 from dataplane.engines.torch.sequences import TokenSequence
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.scheduling.decode import DecodeSettings
@@ -99,9 +99,9 @@ def decoding_here(engine: TorchEngine, name: str) -> Sequence[TokenSequence]:
     return engine._models[name].decoding_here
 
 
-def relief_of(engine: TorchEngine) -> KvRelief[Pooled, SequenceKv]:
+def pressure_of(engine: TorchEngine) -> KvPressureHandler[TorchModel, SequenceKv]:
     """What is asked when KV has no room."""
-    return engine._relief
+    return engine._pressure
 
 
 def run_dry(engine: TorchEngine, gathered: Gathered, *, steps_max: int = 20_000) -> int:
@@ -112,7 +112,7 @@ def run_dry(engine: TorchEngine, gathered: Gathered, *, steps_max: int = 20_000)
             engine.check()
             return most
         gathered.take(engine.step())
-        most = max(most, sum(pool_of(engine).given_up.values()))
+        most = max(most, sum(pool_of(engine).offloaded_layers.values()))
         if number % 4 == 0:
             engine.check()
     raise AssertionError(f"not done after {steps_max} steps")

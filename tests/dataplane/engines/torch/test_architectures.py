@@ -35,9 +35,9 @@ def assert_read_like_transformers(folder: Path, *, like: Path | None = None) -> 
     assert model.host is not None
     read = set()
     for place in model.skeleton.places:
-        part = model.skeleton.parts[place.part].of(model.host)
+        shard = model.skeleton.shards[place.shard].of(model.host)
         for name in place.names:
-            assert torch.equal(place.view(part), expected[name]), name
+            assert torch.equal(place.view(shard), expected[name]), name
             read.add(name)
     assert read == set(expected)
     models.close()

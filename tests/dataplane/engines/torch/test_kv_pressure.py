@@ -5,7 +5,7 @@ import pytest
 from dataplane.engines.core.pressure import KvPressure, Shortage
 from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.torch.engine import TorchEngine
-from dataplane.engines.torch.memory import wire_rate
+from dataplane.engines.torch.memory import transfer_rates
 from dataplane.engines.torch.sequences import TokenSequence
 from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.decode import idle_s
@@ -16,7 +16,7 @@ from tests.dataplane.engines.torch.deep import (
     drain_outputs,
     loaded,
     pool_of,
-    relief_of,
+    pressure_of,
     run_dry,
     slot,
     steps_until,
@@ -27,50 +27,54 @@ from tests.dataplane.engines.torch.drive import Gathered, request
 
 def test_more_requests_run_together_than_without(deep: Deep) -> None:
     running = {}
-    for way in ("remap", "swap"):
-        engine = loaded(deep, ["llama"], slot(deep, ["llama"], models_there=1, kv_pressure=way))
+    for action in ("remap", "swap"):
+        engine = loaded(deep, ["llama"], slot(deep, ["llama"], models_there=1, kv_pressure=action))
         for wanted in wants(["llama"], 8):
             engine.add(wanted)
         most = 0
         while engine.has_work():
             engine.step()
             most = max(most, len(decoding_here(engine, "llama")))
-        running[way] = most
+        running[action] = most
         engine.close()
     assert running["remap"] > running["swap"]
 
 
-@pytest.mark.parametrize("way", ["swap", "recompute", "refuse"])
-def test_each_way_out_can_be_forced(deep: Deep, undisturbed: Undisturbed, way: KvPressure) -> None:
+@pytest.mark.parametrize("action", ["swap", "recompute", "refuse"])
+def test_each_way_out_can_be_forced(deep: Deep, undisturbed: Undisturbed, action: KvPressure) -> None:
     requests = wants(["llama"], 6)
-    engine = loaded(deep, ["llama"], slot(deep, ["llama"], models_there=1, kv_pressure=way))
+    engine = loaded(deep, ["llama"], slot(deep, ["llama"], models_there=1, kv_pressure=action))
     for wanted in requests:
         engine.add(wanted)
     gathered = Gathered()
     assert run_dry(engine, gathered) == 0
     assert gathered.tokens == undisturbed(requests)
-    assert pool_of(engine).relief[way] > 0
-    assert engine.stats().extra["recomputed"] > 0 or way != "recompute", "a prefill may begin anew whatever is forced"
+    assert pool_of(engine).pressure_actions[action] > 0
+    assert engine.stats().extra["recomputed"] > 0 or action != "recompute", (
+        "a prefill may begin anew whatever is forced"
+    )
     engine.close()
 
 
 def test_what_cannot_be_hidden_is_not_given_up_and_the_reason_is_told(deep: Deep, undisturbed: Undisturbed) -> None:
     requests = wants(["llama"], 6)
-    slow = slot(deep, ["llama"], models_there=1, kv_pressure="auto", remap=RemapSettings(), wire_bytes_per_s=1.0)
+    slow = slot(deep, ["llama"], models_there=1, kv_pressure="auto", remap=RemapSettings(), host_link_bytes_per_s=1.0)
     engine = loaded(deep, ["llama"], slow)
     for wanted in requests:
         engine.add(wanted)
     gathered = Gathered()
     assert run_dry(engine, gathered) == 0
     assert gathered.tokens == undisturbed(requests)
-    assert pool_of(engine).not_remapped["not hidden"] > 0
+    assert pool_of(engine).offloads_declined["not hidden"] > 0
     engine.close()
 
 
-@pytest.mark.parametrize("way", ["auto", "refuse"])
-def test_who_asks_waits_only_where_nobody_has_to_make_way_or_where_that_is_forced(deep: Deep, way: KvPressure) -> None:
+@pytest.mark.parametrize("action", ["auto", "refuse"])
+def test_who_asks_waits_only_where_nobody_has_to_make_way_or_where_that_is_forced(
+    deep: Deep, action: KvPressure
+) -> None:
     names = ["llama", "qwen2"]
-    slow = slot(deep, names, models_there=2, kv_pressure=way, remap=RemapSettings(), wire_bytes_per_s=1.0)
+    slow = slot(deep, names, models_there=2, kv_pressure=action, remap=RemapSettings(), host_link_bytes_per_s=1.0)
     engine = loaded(deep, names, slow)
     for wanted in wants(["llama"], 2):
         engine.add(wanted)
@@ -78,9 +82,9 @@ def test_who_asks_waits_only_where_nobody_has_to_make_way_or_where_that_is_force
     engine.add(wants(["qwen2"], 1)[0])
     asks = next(sequence for sequence in engine._requests if sequence.model == "qwen2")
     victim = decoding_here(engine, "llama")[1]
-    may_leave = relief_of(engine).relieve(Shortage(sequence=asks, tokens=200, victim=victim))
-    assert (may_leave == "refuse") is (way == "refuse")
-    assert relief_of(engine).relieve(Shortage(sequence=asks, tokens=200, victim=None)) == "refuse"
+    may_leave = pressure_of(engine).on_shortage(Shortage(sequence=asks, tokens=200, victim=victim))
+    assert (may_leave == "refuse") is (action == "refuse")
+    assert pressure_of(engine).on_shortage(Shortage(sequence=asks, tokens=200, victim=None)) == "refuse"
     engine.close()
 
 
@@ -88,14 +92,14 @@ def test_kv_leaves_the_layers_that_an_active_model_must_wait_for(deep: Deep, und
     """Loads that were quick take an hour all at once."""
     requests = wants(["llama"], 6)
     hidden = RemapSettings(settle_s=0.0)
-    quick = slot(deep, ["llama"], models_there=1, kv_pressure="auto", remap=hidden, wire_bytes_per_s=1e15)
+    quick = slot(deep, ["llama"], models_there=1, kv_pressure="auto", remap=hidden, host_link_bytes_per_s=1e15)
     engine = loaded(deep, ["llama"], quick)
     for wanted in requests:
         engine.add(wanted)
     gathered = Gathered()
-    steps_until(engine, gathered, lambda: sum(pool_of(engine).given_up.values()) >= 2)
+    steps_until(engine, gathered, lambda: sum(pool_of(engine).offloaded_layers.values()) >= 2)
     engine._weights._rate.s_per_byte = 1.0
-    steps_until(engine, gathered, lambda: not pool_of(engine).given_up)
+    steps_until(engine, gathered, lambda: not pool_of(engine).offloaded_layers)
     assert engine.has_work(), "before the requests had ended by themselves"
     run_dry(engine, gathered)
     assert gathered.tokens == undisturbed(requests)
@@ -128,9 +132,7 @@ def test_a_victim_that_would_wait_for_its_turn_anyway_is_known_to(deep: Deep) ->
     other = next(name for name in names if name != running)
     asks = decoding(engine, running)
     idle = {
-        name: relief_of(engine)
-        ._relief_facts(Shortage(sequence=asks, tokens=90, victim=decoding(engine, name)), None)
-        .victim
+        name: pressure_of(engine).facts(Shortage(sequence=asks, tokens=90, victim=decoding(engine, name)), None).victim
         for name in names
     }
     assert idle[running] is not None
@@ -141,11 +143,11 @@ def test_a_victim_that_would_wait_for_its_turn_anyway_is_known_to(deep: Deep) ->
 
 
 def test_each_direction_of_the_wire_has_its_own_price(deep: Deep, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire_rate, "measured_rates", lambda buffer: (1e6, 1e3))
+    monkeypatch.setattr(transfer_rates, "measured_rates", lambda buffer: (1e6, 1e3))
     engine = loaded(deep, ["llama"], slot(deep, ["llama"], models_there=1))
     engine.add(wants(["llama"], 1)[0])
     sequence = decoding(engine, "llama")
-    facts = relief_of(engine)._relief_facts(Shortage(sequence=sequence, tokens=90, victim=sequence), None)
+    facts = pressure_of(engine).facts(Shortage(sequence=sequence, tokens=90, victim=sequence), None)
     assert (facts.in_bytes_per_s, facts.out_bytes_per_s) == (pytest.approx(1e6), pytest.approx(1e3))
     engine.close()
 
@@ -161,7 +163,7 @@ def test_models_with_less_urgent_requests_give_up_first(deep: Deep) -> None:
     asks = decoding(engine, "llama")
 
     def priorities() -> dict[str, int]:
-        return {model.model: model.priority for model in relief_of(engine)._model_facts()}
+        return {model.model: model.priority for model in pressure_of(engine)._model_facts()}
 
     by_tier = []
     for tier in TIERS:
@@ -172,8 +174,8 @@ def test_models_with_less_urgent_requests_give_up_first(deep: Deep) -> None:
     assert 0 < by_tier[2] < by_tier[1] < by_tier[0]
     assert priorities()["gemma3_text"] == 0
     engine.add(request("late", [5, 6, 7], instance_id="gemma3_text", tier="NIW"))
-    assert relief_of(engine).relieve(Shortage(sequence=asks, tokens=120, victim=None)) == "remap"
-    assert set(pool_of(engine).given_up) == {"qwen2"}
+    assert pressure_of(engine).on_shortage(Shortage(sequence=asks, tokens=120, victim=None)) == "remap"
+    assert set(pool_of(engine).offloaded_layers) == {"qwen2"}
     engine.close()
 
 
@@ -187,10 +189,10 @@ def test_models_that_are_active_both_give_up_in_turn(deep: Deep) -> None:
             engine.add(wanted)
     sequences = [decoding(engine, name) for name in names]
     assert all(sequence in decoding_here(engine, sequence.model) for sequence in sequences)
-    assert relief_of(engine).relieve(Shortage(sequence=sequences[0], tokens=150, victim=None)) == "remap"
-    given_up = pool_of(engine).given_up
-    assert given_up.keys() == set(names)
-    assert abs(given_up["llama"] - given_up["qwen2"]) <= 1
+    assert pressure_of(engine).on_shortage(Shortage(sequence=sequences[0], tokens=150, victim=None)) == "remap"
+    offloaded = pool_of(engine).offloaded_layers
+    assert offloaded.keys() == set(names)
+    assert abs(offloaded["llama"] - offloaded["qwen2"]) <= 1
     engine.close()
 
 
@@ -209,8 +211,10 @@ def test_a_busy_model_that_is_away_finds_a_place_beside_layers_that_were_given_u
     steps_until(engine, gathered, lambda: bool(decoding_here(engine, "llama")))
     for wanted in [*burst[1:], *late]:
         engine.add(wanted)
-    steps_until(engine, gathered, lambda: "qwen2" in engine.stats().resident_models and bool(pool_of(engine).given_up))
-    assert set(pool_of(engine).given_up) == {"llama"}
+    steps_until(
+        engine, gathered, lambda: "qwen2" in engine.stats().resident_models and bool(pool_of(engine).offloaded_layers)
+    )
+    assert set(pool_of(engine).offloaded_layers) == {"llama"}
     run_dry(engine, gathered)
     assert gathered.tokens == undisturbed([*first, *burst, *late])
     engine.close()
@@ -222,8 +226,8 @@ def test_a_slot_of_one_place_keeps_it_for_the_next_model(deep: Deep) -> None:
     engine.add(wants(["llama"], 1, max_tokens=30)[0])
     shortage = Shortage(sequence=decoding(engine, "llama"), tokens=120, victim=None)
     engine.add(wants(["qwen2"], 1)[0])
-    assert relief_of(engine).relieve(shortage) != "remap"
-    assert pool_of(engine).not_remapped == {"switching": 1}
+    assert pressure_of(engine).on_shortage(shortage) != "remap"
+    assert pool_of(engine).offloads_declined == {"switching": 1}
     engine.cancel("qwen2-0")
-    assert relief_of(engine).relieve(shortage) == "remap"
+    assert pressure_of(engine).on_shortage(shortage) == "remap"
     engine.close()

@@ -166,7 +166,7 @@ def test_the_next_model_comes_while_this_one_runs(checkpoint: Checkpoint) -> Non
         both += len(set(stats.resident_models) | set(stats.pool.arriving_models)) == 2
     assert both > 0
     check_tokens(checkpoint, requests, gathered)
-    assert engine._weights.brought_total == 2, "both fit: neither is brought twice"
+    assert engine._weights.loads_total == 2, "both fit: neither is brought twice"
 
 
 def host_bytes(engine: TorchEngine) -> int:
@@ -203,7 +203,7 @@ def handed(engine: TorchEngine) -> tuple[list[EngineOutput], Gathered]:
 
 def test_a_prefill_slot_hands_over_and_a_decode_slot_goes_on(checkpoint: Checkpoint, tmp_path: Path) -> None:
     kv_bytes = 32 * 2**14
-    first = pool(checkpoint, hands_over=True, host_kv_file=tmp_path / "kv", host_kv_bytes=2**21, kv_bytes=kv_bytes)
+    first = pool(checkpoint, prefill_only=True, host_kv_file=tmp_path / "kv", host_kv_bytes=2**21, kv_bytes=kv_bytes)
     second = pool(checkpoint, kv_bytes=kv_bytes)
     requests = wants(NAMES, 3)
     for wanted in requests:
@@ -291,7 +291,7 @@ def test_a_half_prefilled_batch_request_makes_way(checkpoint: Checkpoint) -> Non
 
 
 def test_kv_that_host_memory_cannot_hold_is_not_promised(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    engine = pool(checkpoint, ["llama"], hands_over=True, host_kv_file=tmp_path / "kv", host_kv_bytes=2**14)
+    engine = pool(checkpoint, ["llama"], prefill_only=True, host_kv_file=tmp_path / "kv", host_kv_bytes=2**14)
     tokens_max = engine.stats().instances[0].kv_tokens_max
     with pytest.raises(ContextLengthError, match="KV cache"):
         engine.add(request("long", prompt_of(6, tokens_max), instance_id="llama", max_tokens=1))

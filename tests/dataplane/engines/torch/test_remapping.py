@@ -8,7 +8,7 @@ import pytest
 from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.torch.copies.base import Copy, CopyStream
 from dataplane.engines.torch.copies.cpu import ThreadStream
-from dataplane.engines.torch.memory.pooled import Pooled
+from dataplane.engines.torch.memory.models import TorchModel
 from dataplane.memory.events import Event, TransferError
 from tests.dataplane.engines.torch.deep import (
     Deep,
@@ -40,9 +40,9 @@ def test_an_active_model_runs_on_while_its_layers_come_and_go(deep: Deep, undist
     assert most >= 3, "several layers deep"
     engine.step()
     pool = pool_of(engine)
-    assert (pool.given_up, pool.slabs["kv"], pool.slabs["moving"]) == ({}, 0, 0)
-    assert pool.layers_moved["lent"] == pool.layers_moved["taken back"] >= most
-    assert pool.relief["remap"] > 0
+    assert (pool.offloaded_layers, pool.slabs["kv"], pool.slabs["moving"]) == ({}, 0, 0)
+    assert pool.layers_moved["offloaded"] == pool.layers_moved["reclaimed"] >= most
+    assert pool.pressure_actions["remap"] > 0
     engine.close()
 
 
@@ -57,8 +57,8 @@ def test_inactive_models_give_up_first_and_their_prefill_begins_before_all_layer
     gathered.take(drain_outputs(engine))
     for wanted in first:
         engine.add(wanted)
-    steps_until(engine, gathered, lambda: pool_of(engine).given_up.get("qwen2", 0) >= 2)
-    assert "llama" not in pool_of(engine).given_up
+    steps_until(engine, gathered, lambda: pool_of(engine).offloaded_layers.get("qwen2", 0) >= 2)
+    assert "llama" not in pool_of(engine).offloaded_layers
     late = request("late", second[0].prompt, instance_id="qwen2", max_tokens=4, ignore_eos=True)
     engine.add(late)
     steps_until(engine, gathered, lambda: "late" in gathered.tokens)
@@ -87,7 +87,7 @@ def test_tokens_are_the_same_through_remap_deepen_revert_switch_swap_cancel_unlo
     gathered, cancelled = Gathered(), set()
     for wanted in burst:
         engine.add(wanted)
-    steps_until(engine, gathered, lambda: sum(pool_of(engine).given_up.values()) >= 2)
+    steps_until(engine, gathered, lambda: sum(pool_of(engine).offloaded_layers.values()) >= 2)
     for wanted in others:
         engine.add(wanted)
         for _ in range(chance.randrange(6)):
@@ -97,7 +97,7 @@ def test_tokens_are_the_same_through_remap_deepen_revert_switch_swap_cancel_unlo
             engine.cancel(victim)
             cancelled.add(victim)
         engine.check()
-    lender = max(pool_of(engine).given_up, key=pool_of(engine).given_up.__getitem__, default=NAMES[0])
+    lender = max(pool_of(engine).offloaded_layers, key=pool_of(engine).offloaded_layers.__getitem__, default=NAMES[0])
     engine.unload(lender)
     engine.check()
     gathered.take(engine.step())
@@ -122,8 +122,8 @@ def test_a_model_without_all_its_layers_waits_for_its_host_copy_where_that_left(
     for wanted in requests:
         engine.add(wanted)
     gathered = Gathered()
-    steps_until(engine, gathered, lambda: sum(pool_of(engine).given_up.values()) >= 2)
-    engine._host._part(engine._models["llama"].weights)
+    steps_until(engine, gathered, lambda: sum(pool_of(engine).offloaded_layers.values()) >= 2)
+    engine._host._detach(engine._models["llama"].weights)
     assert run_dry(engine, gathered) >= 2
     assert gathered.tokens == undisturbed(requests)
     engine.close()
@@ -168,11 +168,11 @@ def test_a_model_that_is_prefetched_does_not_hold_up_the_layers_of_the_one_that_
     gathered, requests = Gathered(), wants(["llama"], 6)
     for wanted in requests:
         engine.add(wanted)
-    steps_until(engine, gathered, lambda: pool_of(engine).given_up.get("llama", 0) >= 2)
+    steps_until(engine, gathered, lambda: pool_of(engine).offloaded_layers.get("llama", 0) >= 2)
     weights = streams["weights"]
     assert isinstance(weights, HeldStream)
     weights.held = True
-    assert engine._weights.bring(engine._models["qwen2"].weights, 0.0, keep="llama")
+    assert engine._weights.load(engine._models["qwen2"].weights, 0.0, keep="llama")
     loads_before = engine._weights.remapped(engine._models["llama"].weights).loads_total
     gathered.take(drain_outputs(engine))
     assert engine._weights.remapped(engine._models["llama"].weights).loads_total > loads_before
@@ -186,18 +186,18 @@ def test_a_step_that_waits_for_layers_it_lent_itself_teaches_nothing(
     """Its time would count as computing, which then seems to hide more loads."""
     engine = loaded(deep, ["llama"], slot(deep, ["llama"], models_there=1))
     taught: list[int] = []
-    observe_decode, observe_prefill = Pooled.observe_decode, Pooled.observe_prefill
+    observe_decode, observe_prefill = TorchModel.observe_decode, TorchModel.observe_prefill
 
-    def decoded(pooled: Pooled, took_s: float, context_tokens: int, batch: int) -> None:
-        taught.append(pool_of(engine).given_up.get(pooled.name, 0))
-        observe_decode(pooled, took_s, context_tokens, batch)
+    def decoded(model: TorchModel, took_s: float, context_tokens: int, batch: int) -> None:
+        taught.append(pool_of(engine).offloaded_layers.get(model.name, 0))
+        observe_decode(model, took_s, context_tokens, batch)
 
-    def prefilled(pooled: Pooled, took_s: float, tokens: int, squared_tokens: int) -> None:
-        taught.append(pool_of(engine).given_up.get(pooled.name, 0))
-        observe_prefill(pooled, took_s, tokens, squared_tokens)
+    def prefilled(model: TorchModel, took_s: float, tokens: int, squared_tokens: int) -> None:
+        taught.append(pool_of(engine).offloaded_layers.get(model.name, 0))
+        observe_prefill(model, took_s, tokens, squared_tokens)
 
-    monkeypatch.setattr(Pooled, "observe_decode", decoded)
-    monkeypatch.setattr(Pooled, "observe_prefill", prefilled)
+    monkeypatch.setattr(TorchModel, "observe_decode", decoded)
+    monkeypatch.setattr(TorchModel, "observe_prefill", prefilled)
     for wanted in wants(["llama"], 6):
         engine.add(wanted)
     assert run_dry(engine, Gathered()) > 0
@@ -219,7 +219,7 @@ def test_a_load_that_never_comes_fails_the_models_requests_and_nothing_else(
     for wanted in wants(["llama"], 6):
         engine.add(wanted)
     gathered = Gathered()
-    steps_until(engine, gathered, lambda: pool_of(engine).given_up.get("llama", 0) >= 2)
+    steps_until(engine, gathered, lambda: pool_of(engine).offloaded_layers.get("llama", 0) >= 2)
     streams["layers"].fail_share = 1.0
     steps_until(engine, gathered, lambda: bool(gathered.errors))
     streams["layers"].fail_share = 0.0

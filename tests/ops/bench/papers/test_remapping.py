@@ -135,7 +135,7 @@ def test_an_inactive_model_lends_before_the_active_one() -> None:
     assert slot.engine.counts.recomputed == 0
     stats = slot.engine.stats().pool
     assert stats is not None
-    assert set(stats.given_up) == {"b"}
+    assert set(stats.offloaded_layers) == {"b"}
 
 
 @examples(max_examples=25)

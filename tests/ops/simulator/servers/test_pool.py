@@ -89,7 +89,7 @@ def test_a_slot_makes_the_tokens_of_the_live_engine_when_it_does(
         events.at(request.arrived_s, Kind.ARRIVAL, lambda request=request: come(request))
     while events.run_next():
         busy.append(slot.busy_s)
-        lent = lent or bool(slot.engine._weights.given_up)
+        lent = lent or bool(slot.engine._weights.offloaded)
     assert lent is (way != "swap")
     live = replay(requests, settings, MODELS, prefilled=prefilled)
     assert not any(served.left for served in made.values())

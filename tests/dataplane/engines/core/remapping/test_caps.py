@@ -36,11 +36,13 @@ def test_caps(compute_s: float | None, settings: RemapSettings, expected: Cap) -
 
 
 @pytest.mark.parametrize(
-    ("given_up", "cap"),
+    ("offloaded", "cap"),
     [(3, Cap(layers=3, reason="switching")), (12, Cap(layers=11, reason="not hidden"))],
 )
-def test_a_model_whose_place_is_kept_gives_up_no_more_and_gets_back_what_is_not_hidden(given_up: int, cap: Cap) -> None:
-    assert choose_cap(model(0.0134, given_up=given_up, kept=True), PLAIN) == cap
+def test_a_model_whose_place_is_kept_gives_up_no_more_and_gets_back_what_is_not_hidden(
+    offloaded: int, cap: Cap
+) -> None:
+    assert choose_cap(model(0.0134, offloaded=offloaded, kept=True), PLAIN) == cap
 
 
 def test_a_step_waits_for_what_is_not_hidden() -> None:
@@ -72,13 +74,13 @@ def test_what_a_cap_allows_never_makes_a_step_slower(
     assert cap.layers <= share_max * layers
     circle = circle_of(facts, settings)
     assert circle is not None
-    for given_up in range(cap.layers + 1):
-        rotation = rotation_of(facts, given_up, settings)
-        assert rotation.given_up == given_up
+    for offloaded in range(cap.layers + 1):
+        rotation = rotation_of(facts, offloaded, settings)
+        assert rotation.offloaded == offloaded
         assert is_hidden(circle, rotation)
         assert wait_s(facts, rotation) == 0.0
         assert rotation.rotating_layers * load_s * (1 + margin) <= compute_s * (1 + 1e-9)
-        assert given_up * load_s <= compute_s  # the paper's T_T x N <= T_compute
+        assert offloaded * load_s <= compute_s  # the paper's T_T x N <= T_compute
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def ticks_per_round(layers: int, rotating: tuple[int, ...], frames: int, load: i
 
 
 @pytest.mark.parametrize(
-    ("layers", "load_s", "given_up", "expected"),
+    ("layers", "load_s", "offloaded", "expected"),
     [
         (8, 3.0, 1, (0, 4)),  # the paper's example, from 0: while 1 2 3 run, layer 4 is loaded
         (8, 3.1, 1, None),  # 2 T_T <= 8 - 2 does not hold; two frames would need 3 x 3.1 <= 8
@@ -69,15 +69,15 @@ def ticks_per_round(layers: int, rotating: tuple[int, ...], frames: int, load: i
     ],
 )
 def test_the_fewest_layers_that_hide_their_loads(
-    layers: int, load_s: float, given_up: int, expected: tuple[int, ...] | None
+    layers: int, load_s: float, offloaded: int, expected: tuple[int, ...] | None
 ) -> None:
-    found = choose_rotation(circle(layers, load_s), given_up)
+    found = choose_rotation(circle(layers, load_s), offloaded)
     assert (found and found.rotating) == expected
 
 
 def test_a_gap_that_is_shorter_than_the_mean_is_reckoned_with() -> None:
     """Inequality 4 lets 7 of 40 layers take turns up to T_T = 4.71 T_c; the shortest gap of 5 holds 4 T_c."""
-    six = Rotation(layers=40, given_up=6, frames=1)
+    six = Rotation(layers=40, offloaded=6, frames=1)
     assert 7 * 4.5 <= 40 - 7
     assert is_hidden(circle(40, 4.0), six)
     assert not is_hidden(circle(40, 4.5), six)
@@ -95,9 +95,9 @@ def test_three_frames_hide_what_two_do_not() -> None:
 @pytest.mark.parametrize("layers", range(2, 7))
 def test_no_choice_of_layers_hides_what_even_spacing_does_not(layers: int) -> None:
     for load in range(1, 2 * layers):
-        for given_up in range(1, layers):
-            for frames in range(1, min(FRAMES_MAX, layers - given_up) + 1):
-                rotation = Rotation(layers=layers, given_up=given_up, frames=frames)
+        for offloaded in range(1, layers):
+            for frames in range(1, min(FRAMES_MAX, layers - offloaded) + 1):
+                rotation = Rotation(layers=layers, offloaded=offloaded, frames=frames)
                 even = is_hidden(circle(layers, load, 2), rotation)
                 count = rotation.rotating_layers
                 some = any(
@@ -110,9 +110,9 @@ def test_no_choice_of_layers_hides_what_even_spacing_does_not(layers: int) -> No
 @examples(max_examples=50)
 @given(layers=st.integers(2, 12), load=st.integers(1, 30), data=st.data())
 def test_the_step_is_what_the_schedule_takes(layers: int, load: int, data: st.DataObject) -> None:
-    given_up = data.draw(st.integers(1, layers - 1))
-    frames = data.draw(st.integers(1, min(FRAMES_MAX, layers - given_up)))
-    rotation = Rotation(layers=layers, given_up=given_up, frames=frames)
+    offloaded = data.draw(st.integers(1, layers - 1))
+    frames = data.draw(st.integers(1, min(FRAMES_MAX, layers - offloaded)))
+    rotation = Rotation(layers=layers, offloaded=offloaded, frames=frames)
     ticks = ticks_per_round(layers, rotation.rotating, frames, load, 3)
     assert step_s(circle(layers, load, 3), rotation) == pytest.approx(ticks)
 
@@ -123,24 +123,24 @@ def test_what_is_hidden_costs_nothing_and_less_is_hidden_too(layers: int, load_s
     model = circle(layers, load_s)
     most = deepest(model, frames_max=frames_max)
     assert 0 <= most < layers
-    for given_up in range(1, layers):
-        found = choose_rotation(model, given_up, frames_max=frames_max)
-        assert (found is not None) == (given_up <= most)
+    for offloaded in range(1, layers):
+        found = choose_rotation(model, offloaded, frames_max=frames_max)
+        assert (found is not None) == (offloaded <= most)
         if found:
-            assert found.given_up == given_up
+            assert found.offloaded == offloaded
             assert step_s(model, found) == pytest.approx(layers)
             fewer = found.frames - 1
-            assert not fewer or not is_hidden(model, Rotation(layers=layers, given_up=given_up, frames=fewer))
+            assert not fewer or not is_hidden(model, Rotation(layers=layers, offloaded=offloaded, frames=fewer))
 
 
 @examples(max_examples=50)
 @given(layers=st.integers(2, 30), load_s=st.floats(0.1, 40.0), data=st.data())
 def test_where_nothing_is_hidden_the_least_waiting_is_taken(layers: int, load_s: float, data: st.DataObject) -> None:
-    given_up = data.draw(st.integers(1, layers - 1))
+    offloaded = data.draw(st.integers(1, layers - 1))
     model = circle(layers, load_s)
-    taken = step_s(model, least_waiting(model, given_up))
-    for frames in range(1, min(FRAMES_MAX, layers - given_up) + 1):
-        assert taken <= step_s(model, Rotation(layers=layers, given_up=given_up, frames=frames)) + 1e-9
+    taken = step_s(model, least_waiting(model, offloaded))
+    for frames in range(1, min(FRAMES_MAX, layers - offloaded) + 1):
+        assert taken <= step_s(model, Rotation(layers=layers, offloaded=offloaded, frames=frames)) + 1e-9
 
 
 @examples(max_examples=50)

@@ -31,17 +31,17 @@ def model(name: str, *, active: bool = False, cap: int = 4, **changes: object) -
     return ModelFacts(**(facts | changes))  # type: ignore[arg-type]
 
 
-def given_up(facts: RemapFacts, decision: RemapDecision) -> dict[str, int]:
+def offloaded(facts: RemapFacts, decision: RemapDecision) -> dict[str, int]:
     """Of each model, after the decision."""
     return {
-        model.model: decision.rotations[model.model].given_up if model.model in decision.rotations else model.given_up
+        model.model: decision.rotations[model.model].offloaded if model.model in decision.rotations else model.offloaded
         for model in facts.models
     }
 
 
 def applied(facts: RemapFacts, decision: RemapDecision) -> tuple[ModelFacts, ...]:
-    after = given_up(facts, decision)
-    return tuple(replace(model, given_up=after[model.model]) for model in facts.models)
+    after = offloaded(facts, decision)
+    return tuple(replace(model, offloaded=after[model.model]) for model in facts.models)
 
 
 def choose(
@@ -49,7 +49,7 @@ def choose(
 ) -> tuple[dict[str, int], RemapDecision]:
     facts = RemapFacts(models=models, short_bytes=short, free_bytes=free)
     decision, _ = choose_remap(facts, RemapState(pressed_s=0.0), at_s, settings)
-    return given_up(facts, decision), decision
+    return offloaded(facts, decision), decision
 
 
 @pytest.mark.parametrize("cap", [0, 1, 2, 3, 4, 8])
@@ -88,7 +88,7 @@ def test_without_priorities_the_last_or_the_first_used_goes_first(victims: str, 
 
 
 def test_active_models_go_round_robin() -> None:
-    models = model("a", active=True), model("b", active=True, given_up=1), model("c", active=True)
+    models = model("a", active=True), model("b", active=True, offloaded=1), model("c", active=True)
     assert choose(*models, short=400)[0] == {"a": 2, "b": 2, "c": 1}
 
 
@@ -100,7 +100,7 @@ def test_what_cannot_be_hidden_is_not_given_up_and_the_reason_is_told() -> None:
 
 
 def test_a_layer_of_a_model_that_became_active_goes_to_one_that_is_not() -> None:
-    models = model("a", active=True, given_up=3, cap=2), model("b", given_up=2), model("c", cap=8)
+    models = model("a", active=True, offloaded=3, cap=2), model("b", offloaded=2), model("c", cap=8)
     after, decision = choose(*models)
     assert after == {"a": 0, "b": 4, "c": 1}
     assert decision.moved_layers == 3
@@ -108,7 +108,7 @@ def test_a_layer_of_a_model_that_became_active_goes_to_one_that_is_not() -> None
 
 def test_a_move_that_kv_has_not_followed_yet_is_not_made_again() -> None:
     """The inactive model has given up three layers, which are free; KV is still in those of the active one."""
-    models = model("a", active=True, given_up=3, cap=4), model("b", given_up=3, cap=8)
+    models = model("a", active=True, offloaded=3, cap=4), model("b", offloaded=3, cap=8)
     assert choose(*models, free=300, at_s=0.0)[0] == {"a": 0, "b": 3}
     assert choose(*models, free=100, at_s=0.0)[0] == {"a": 0, "b": 5}
     assert choose(*models, free=300, at_s=0.0, settings=replace(SETTINGS, reverts=False))[0] == {"a": 0, "b": 6}
@@ -116,7 +116,7 @@ def test_a_move_that_kv_has_not_followed_yet_is_not_made_again() -> None:
 
 def test_a_move_gives_as_many_bytes_as_it_takes() -> None:
     """Two layers of 60 bytes for one of 100; the 20 left over and 20 of the next do not make another."""
-    after, _ = choose(model("a", active=True, given_up=2), model("b", cap=3, layer_bytes=60))
+    after, _ = choose(model("a", active=True, offloaded=2), model("b", cap=3, layer_bytes=60))
     assert after == {"a": 1, "b": 2}
 
 
@@ -131,7 +131,7 @@ def test_a_move_gives_as_many_bytes_as_it_takes() -> None:
     ],
 )
 def test_layers_come_back_in_the_reverse_order(free: int, expected: Mapping[str, int]) -> None:
-    models = model("a", given_up=1, cap=1), model("b", active=True, given_up=2), model("c", active=True, given_up=3)
+    models = model("a", offloaded=1, cap=1), model("b", active=True, offloaded=2), model("c", active=True, offloaded=3)
     assert choose(*models, free=free)[0] == expected
     assert choose(*models, free=free, settings=replace(SETTINGS, reverts=False))[0] == {"a": 1, "b": 2, "c": 3}
     assert choose(*models, free=free, at_s=0.9)[0] == {"a": 1, "b": 2, "c": 3}  # an allocation failed at 0
@@ -139,7 +139,7 @@ def test_layers_come_back_in_the_reverse_order(free: int, expected: Mapping[str,
 
 def test_what_steps_no_longer_hide_comes_back_at_once() -> None:
     """As off-peak, when a step of few requests is short. What there is no room for is told."""
-    over = model("a", active=True, given_up=4, cap=2)
+    over = model("a", active=True, offloaded=4, cap=2)
     after, decision = choose(over, free=100, at_s=0.0)
     assert after == {"a": 3}
     assert decision.over == ("a",)
@@ -155,7 +155,7 @@ MODELS = st.lists(
         load_s=st.floats(0.1, 2.0),
         compute_s=st.none() | st.floats(0.5, 60.0),
         active=st.booleans(),
-        given_up=st.integers(0, 11),
+        offloaded=st.integers(0, 11),
         priority=st.integers(0, 2),
         used_s=st.floats(0.0, 9.0),
     ),
@@ -163,7 +163,7 @@ MODELS = st.lists(
     max_size=4,
 ).map(
     lambda many: tuple(
-        ModelFacts(model="abcd"[i], **(facts | {"given_up": min(facts["given_up"], facts["layers"] - 1)}))
+        ModelFacts(model="abcd"[i], **(facts | {"offloaded": min(facts["offloaded"], facts["layers"] - 1)}))
         for i, facts in enumerate(many)
     )
 )
@@ -186,19 +186,19 @@ def test_bytes_add_up_and_nothing_is_given_up_beyond_its_cap(
     decision, _ = choose_remap(facts, RemapState(), LATER_S, settings)
     assert choose_remap(facts, RemapState(), LATER_S, settings)[0] == decision
     after = applied(facts, decision)
-    gained = sum(model.given_bytes for model in after) - sum(model.given_bytes for model in models)
+    gained = sum(model.offloaded_bytes for model in after) - sum(model.offloaded_bytes for model in models)
     assert gained + facts.free_bytes >= short - decision.missing_bytes
     for before, model in zip(models, after, strict=True):
         cap = choose_cap(model, settings).layers
-        assert 0 <= model.given_up < model.layers
-        assert model.given_up <= max(cap, before.given_up)
-        assert (model.model in decision.over) == (model.given_up > cap)
+        assert 0 <= model.offloaded < model.layers
+        assert model.offloaded <= max(cap, before.offloaded)
+        assert (model.model in decision.over) == (model.offloaded > cap)
         rotation = decision.rotations.get(model.model)
         circle = circle_of(model, settings)
-        if rotation and circle and settings.capped and model.given_up <= cap:
+        if rotation and circle and settings.capped and model.offloaded <= cap:
             assert is_hidden(circle, rotation)
     if decision.missing_bytes:
-        assert all(model.given_up >= choose_cap(model, settings).layers for model in after)
+        assert all(model.offloaded >= choose_cap(model, settings).layers for model in after)
 
 
 @examples(max_examples=50)
@@ -211,7 +211,7 @@ def test_more_pressure_never_brings_a_layer_back(
     states = []
     for short_bytes, free_bytes in ((0, short + more), (0, short), (short + 1, 0), (short + more + 1, 0)):
         facts = RemapFacts(models=models, short_bytes=short_bytes, free_bytes=free_bytes)
-        states.append(given_up(facts, choose_remap(facts, RemapState(), LATER_S, settings)[0]))
+        states.append(offloaded(facts, choose_remap(facts, RemapState(), LATER_S, settings)[0]))
     for calm, pressed in pairwise(states):
         assert all(calm[name] <= pressed[name] for name in calm)
 
@@ -231,7 +231,7 @@ def test_demand_that_swings_within_the_spare_does_not_flap(
     changes = []
     for _ in range(8):
         for demand in (level + swing for swing in demands):
-            room = own_bytes + sum(model.given_bytes for model in models)
+            room = own_bytes + sum(model.offloaded_bytes for model in models)
             short, free = max(demand - room, 0), max(room - demand, 0)
             facts = RemapFacts(models=models, short_bytes=short, free_bytes=free)
             decision, _ = choose_remap(facts, RemapState(), LATER_S, settings)

@@ -16,7 +16,7 @@ from dataplane.engines.torch.copies import base
 from dataplane.engines.torch.copies import open as opening
 from dataplane.engines.torch.copies.base import Copy, CopyStream, cut
 from dataplane.engines.torch.copies.cpu import ThreadStream
-from dataplane.engines.torch.copies.open import Pins, make_stream, mark, pinned, unpinned
+from dataplane.engines.torch.copies.open import Pins, make_stream, pinned, record_event, unpinned
 from dataplane.memory.events import PASSED, Event, FlagEvent, TimedEvent, TransferError
 from tests.dataplane.engines.torch.faults import FaultyStream
 
@@ -164,7 +164,7 @@ def test_closing_finishes_what_runs_fails_the_rest_and_ends_the_threads(stream: 
 
 
 def test_the_cpu_is_never_behind() -> None:
-    assert mark(CPU).done()
+    assert record_event(CPU).done()
 
 
 def test_pieces_cover_a_copy_once() -> None:

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from dataplane.engines.torch.copies import open as opening
 from dataplane.engines.torch.copies.open import PINS
 from dataplane.engines.torch.engine import TorchEngine
-from dataplane.engines.torch.memory import departures, host_models
+from dataplane.engines.torch.memory import host_models, releases
 from dataplane.engines.torch.memory.host_models import HostModel, HostModels
 from dataplane.memory.events import FlagEvent
 from dataplane.memory.model_cache import HostMemoryError, ModelCache
@@ -60,7 +60,7 @@ class Slot:
 
     def step(self, model: HostModel) -> bool:
         """What the engine does between two steps, and whether the model is there then."""
-        self.models.yield_room()
+        self.models.release_spare()
         return self.models.ready(model)
 
     def until_ready(self, model: HostModel) -> None:
@@ -81,7 +81,7 @@ def slot(checkpoint: Checkpoint, tmp_path: Path) -> Iterator[Slot]:
 def test_a_model_that_is_put_off_is_named_once_with_what_lacks_and_who_is_in_the_way(
     slot: Slot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_models, "TOLD_AFTER_S", 0.1)
+    monkeypatch.setattr(host_models, "WARN_AFTER_S", 0.1)
     slot.prepare("llama")
     with capture_logs() as logs:
         put_off = slot.prepare("qwen3")
@@ -114,7 +114,7 @@ def test_another_thread_is_told_that_there_is_no_room(slot: Slot) -> None:
         with pytest.raises(HostMemoryError):
             refused.result()
         slot.ranks["llama"] = 0
-        slot.models.yield_room()
+        slot.models.release_spare()
         assert loader.submit(slot.prepare, "qwen3").result().host is not None
     assert set(slot.asked) == {threading.get_ident()}
 
@@ -158,17 +158,17 @@ def test_a_copy_in_flight_keeps_its_source_pinned(
     slot: Slot, monkeypatch: pytest.MonkeyPatch, checkpoint: Checkpoint
 ) -> None:
     unpinned: list[int] = []
-    monkeypatch.setattr(departures, "unpinned", lambda host, *_: unpinned.append(host.data_ptr()))
+    monkeypatch.setattr(releases, "unpinned", lambda host, *_: unpinned.append(host.data_ptr()))
     model = slot.prepare("llama")
     assert model.host is not None
-    address, flying = model.host.data_ptr(), FlagEvent()
-    model.copies.append(flying)
+    address, in_flight = model.host.data_ptr(), FlagEvent()
+    model.copies.append(in_flight)
     slot.models.forget("llama")
-    slot.models.yield_room()
+    slot.models.release_spare()
     assert (model.host, unpinned) == (None, [])
     assert slot.cache.used_bytes > 0
-    flying.finish()
-    slot.models.yield_room()
+    in_flight.finish()
+    slot.models.release_spare()
     assert unpinned == [address]
 
 
@@ -188,12 +188,12 @@ def test_a_host_copy_is_unpinned_beside_the_engine_and_then_given_back(
     monkeypatch.setattr(opening, "pin", lambda host: note("pin", host))
     monkeypatch.setattr(opening, "unpin", lambda host: note("unpin", host))
     monkeypatch.setattr(host_models, "pinned", lambda host, _: opening.pinned(host, cuda))
-    monkeypatch.setattr(departures, "unpinned", lambda host, _, then: opening.unpinned(host, cuda, then))
+    monkeypatch.setattr(releases, "unpinned", lambda host, _, then: opening.unpinned(host, cuda, then))
     model = slot.prepare("llama")
     size_bytes = model.skeleton.size_bytes
     assert sum(size for _, size, _ in calls) == size_bytes
     slot.models.forget("llama")
-    slot.models.yield_room()  # returns, although the driver does not
+    slot.models.release_spare()  # returns, although the driver does not
     put_off = slot.prepare("qwen3")
     assert put_off.host is None, "it is still pinned, so its place is taken"
     go_on.set()
@@ -207,7 +207,7 @@ def test_what_is_forgotten_while_it_is_read_is_let_go_by_the_engines_thread(
     slot: Slot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unpinned_by: list[int] = []
-    monkeypatch.setattr(departures, "unpinned", lambda *_: unpinned_by.append(threading.get_ident()))
+    monkeypatch.setattr(releases, "unpinned", lambda *_: unpinned_by.append(threading.get_ident()))
     reading, go_on = threading.Event(), threading.Event()
     read = host_models.read_tensors
 
@@ -219,7 +219,7 @@ def test_what_is_forgotten_while_it_is_read_is_let_go_by_the_engines_thread(
     slot.prepare("llama")
     put_off = slot.prepare("qwen3")
     slot.models.forget("llama")
-    slot.models.yield_room()
+    slot.models.release_spare()
     unpinned_by.clear()
     monkeypatch.setattr(host_models, "read_tensors", slow)
     while not reading.is_set():
@@ -227,7 +227,7 @@ def test_what_is_forgotten_while_it_is_read_is_let_go_by_the_engines_thread(
     slot.models.forget("qwen3")
     go_on.set()
     while not unpinned_by:
-        slot.models.yield_room()
+        slot.models.release_spare()
     assert unpinned_by == [threading.get_ident()]
     assert put_off.host is None
 

@@ -25,9 +25,9 @@ class Slot:
         self.events: list[FlagEvent] = []
         self.fails = False
         skeleton: Any = SimpleNamespace(
-            parts=[SimpleNamespace(size_bytes=8)] * (LAYERS + 1),
-            bind_part=lambda part, _: self.bound.add(part - 1),
-            unbind_part=lambda part: self.bound.remove(part - 1),
+            shards=[SimpleNamespace(size_bytes=8)] * (LAYERS + 1),
+            bind_shard=lambda shard, _: self.bound.add(shard - 1),
+            unbind_shard=lambda shard: self.bound.remove(shard - 1),
         )
         self.layers = RemappedLayers(
             "a",
@@ -38,7 +38,7 @@ class Slot:
             send=self._send,
         )
 
-    def _send(self, part: int, target: torch.Tensor, after: Sequence[Event]) -> Event:
+    def _send(self, shard: int, target: torch.Tensor, after: Sequence[Event]) -> Event:
         self.events.append(FlagEvent())
         if self.fails:
             self.events[-1].finish(OSError("lost"))
@@ -46,9 +46,9 @@ class Slot:
 
     def lend_and_take_back(self) -> None:
         """One layer loses its place and is sent for again."""
-        self.layers.rotate(Rotation(layers=LAYERS, given_up=1, frames=1))
+        self.layers.rotate(Rotation(layers=LAYERS, offloaded=1, frames=1))
         assert self.bound == {0, 1, 3}
-        assert self.layers.take_back(1) == 1
+        assert self.layers.reclaim(1) == 1
         self.layers.rotate(Rotation(layers=LAYERS))
         self.layers.fill()
 
@@ -68,7 +68,7 @@ def test_a_layer_whose_copy_failed_is_not_there_until_it_came_after_all() -> Non
     slot.lend_and_take_back()
     assert not slot.layers.whole
     with pytest.raises(TransferError, match="lost"):
-        slot.layers.await_part(3)
+        slot.layers.await_shard(3)
     assert len(slot.events) == 1 + LOAD_TRIES_MAX
     assert not slot.layers.whole
 
@@ -76,9 +76,9 @@ def test_a_layer_whose_copy_failed_is_not_there_until_it_came_after_all() -> Non
 def test_kv_gets_a_place_once_no_copy_writes_to_it() -> None:
     slot = Slot()
     slot.lend_and_take_back()
-    slot.layers.rotate(Rotation(layers=LAYERS, given_up=1, frames=1))
+    slot.layers.rotate(Rotation(layers=LAYERS, offloaded=1, frames=1))
     assert slot.arena.take_kv() is None
     slot.events[-1].finish(OSError("lost"))
     slot.arena.settle()
     assert slot.arena.take_kv() == 2
-    assert slot.layers.take_back(1) == 0, "KV has it"
+    assert slot.layers.reclaim(1) == 0, "KV has it"

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from dataplane.engines.torch.copies.base import Copy
-from dataplane.engines.torch.memory import wire_rate
+from dataplane.engines.torch.memory import transfer_rates
 from dataplane.engines.torch.memory.host_models import HostModel
+from dataplane.engines.torch.memory.transfer_rates import RATE_SHARE, TransferRate
 from dataplane.engines.torch.memory.weights import WeightStore
-from dataplane.engines.torch.memory.wire_rate import RATE_SHARE, WireRate
 from dataplane.memory.events import Event, TransferError
 from dataplane.memory.slabs import SlabArena
 
@@ -51,14 +51,14 @@ class HandStream:
 
 def model(name: str, size_bytes: int = PARTS * SLAB_BYTES) -> HostModel:
     each = size_bytes // PARTS
-    parts = [SimpleNamespace(size_bytes=each, of=lambda host: host[:each]) for _ in range(PARTS)]
+    shards = [SimpleNamespace(size_bytes=each, of=lambda host: host[:each]) for _ in range(PARTS)]
     skeleton: Any = SimpleNamespace(
-        parts=parts,
+        shards=shards,
         size_bytes=size_bytes,
         slabs=lambda slab_bytes: PARTS * -(-each // slab_bytes),
         bind=lambda buffers: None,
         unbind=lambda: None,
-        await_part=None,
+        await_shard=None,
     )
     folder: Any = None
     host = torch.zeros(size_bytes, dtype=torch.uint8)
@@ -70,16 +70,16 @@ class Store:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr(wire_rate, "RATE_BYTES_MIN", PARTS * SLAB_BYTES)
-        monkeypatch.setattr(wire_rate.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(transfer_rates, "RATE_BYTES_MIN", PARTS * SLAB_BYTES)
+        monkeypatch.setattr(transfer_rates.time, "monotonic", lambda: self.now_s)
         self.stream = HandStream()
         buffer = torch.zeros(4 * PARTS * SLAB_BYTES, dtype=torch.uint8)
         arena = SlabArena(4 * PARTS, weights_slabs=4 * PARTS)
-        self.weights = WeightStore(arena, buffer, SLAB_BYTES, self.stream, WireRate(1000.0))
+        self.weights = WeightStore(arena, buffer, SLAB_BYTES, self.stream, TransferRate(1000.0))
 
     def load(self, wanted: HostModel, took_s: Sequence[float]) -> None:
         """Bring a model whose parts take so long each; it is noticed late."""
-        assert self.weights.bring(wanted, now_s=self.now_s)
+        assert self.weights.load(wanted, now_s=self.now_s)
         arrivals, self.stream.arrivals = self.stream.arrivals, []
         for arrival, part_took_s in zip(arrivals, took_s, strict=True):
             arrival.ended_s = self.now_s + part_took_s
@@ -104,7 +104,7 @@ def test_loads_that_say_little_do_not_count(monkeypatch: pytest.MonkeyPatch) -> 
     store = Store(monkeypatch)
     store.load(model("small", PARTS * SLAB_BYTES // 2), [9.0] * PARTS)
     retried = model("retried")
-    assert store.weights.bring(retried, now_s=0.0)
+    assert store.weights.load(retried, now_s=0.0)
     for arrival in store.stream.arrivals:
         arrival.ended_s = store.now_s + 9.0
     store.stream.arrivals[1].error = TransferError("it was lost")
@@ -118,9 +118,9 @@ def test_loads_that_say_little_do_not_count(monkeypatch: pytest.MonkeyPatch) -> 
 def test_copies_of_an_evicted_model_stay_known_until_they_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(monkeypatch)
     one = model("one")
-    assert store.weights.bring(one, now_s=0.0)
+    assert store.weights.load(one, now_s=0.0)
     store.weights.evict("one")
     assert len(one.copies) == PARTS
     store.stream.arrivals[0].ended_s = store.now_s
-    assert store.weights.bring(one, now_s=0.0)
+    assert store.weights.load(one, now_s=0.0)
     assert [event.done() for event in one.copies] == [False] * (PARTS - 1 + PARTS)

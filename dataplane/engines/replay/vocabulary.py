@@ -1,4 +1,4 @@
-"""The vocabulary of replayed text: plain words, so that what a replay engine says can be read."""
+"""The vocabulary of replayed text: plain words, so that the output of a replay engine can be read."""
 
 _TEXT = """
 a all and anchor are around as at bay beach before behind below berth between beyond bird blue boat boats bow breeze
@@ -15,4 +15,4 @@ wind with
 """
 
 WORDS: tuple[str, ...] = tuple(_TEXT.split())
-"""Token id i reads WORDS[i]."""
+"""Token id i is the text WORDS[i]."""

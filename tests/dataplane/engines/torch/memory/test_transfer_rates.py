@@ -4,9 +4,15 @@ import pytest
 import torch
 
 from dataplane.engines.core.kv import KvLocation
-from dataplane.engines.torch.memory import wire_rate
+from dataplane.engines.torch.memory import transfer_rates as rates_module
 from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
-from dataplane.engines.torch.memory.wire_rate import RATE_SHARE, WireRate, WireRates, measured_rates, wire_rates
+from dataplane.engines.torch.memory.transfer_rates import (
+    RATE_SHARE,
+    TransferRate,
+    TransferRates,
+    measured_rates,
+    transfer_rates,
+)
 from dataplane.memory.events import FlagEvent
 from dataplane.memory.kv_cache import KvShape
 from dataplane.memory.slabs import SlabArena
@@ -20,7 +26,7 @@ SLAB_BYTES = 4 * SHAPE.block_bytes
 def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that transfers are sent at, one number."""
     now = [100.0]
-    monkeypatch.setattr(wire_rate, "RATE_BYTES_MIN", 1)
+    monkeypatch.setattr(rates_module, "RATE_BYTES_MIN", 1)
     monkeypatch.setattr("dataplane.engines.torch.memory.kv.time.monotonic", lambda: now[0])
     return now
 
@@ -32,7 +38,7 @@ def over(ended_s: float) -> FlagEvent:
 
 
 def test_kv_out_and_kv_in_are_learned_apart(now_s: list[float]) -> None:
-    rates = WireRates(weights=WireRate(100.0), kv_in=WireRate(100.0), kv_out=WireRate(100.0))
+    rates = TransferRates(weights=TransferRate(100.0), kv_in=TransferRate(100.0), kv_out=TransferRate(100.0))
     stream = HandStream()
     arena = SlabArena(2, weights_slabs=0)
     buffer = torch.zeros(2 * SLAB_BYTES, dtype=torch.uint8)
@@ -60,14 +66,14 @@ def test_kv_out_and_kv_in_are_learned_apart(now_s: list[float]) -> None:
 
 def test_what_a_transfer_waits_for_the_one_before_it_does_not_count(now_s: list[float]) -> None:
     """Both are sent at 100; the wire takes 1 s for each."""
-    rate = WireRate(1000.0)
+    rate = TransferRate(1000.0)
     rate.learn(1000, 100.0, [over(101.0)])
     rate.learn(1000, 100.0, [over(102.0)])
     assert rate.bytes_per_s == pytest.approx(1000.0)
 
 
 def test_a_rate_that_is_known_stays(now_s: list[float]) -> None:
-    rates = wire_rates(torch.zeros(10, dtype=torch.uint8), 1000.0)
+    rates = transfer_rates(torch.zeros(10, dtype=torch.uint8), 1000.0)
     for rate in (rates.weights, rates.kv_in, rates.kv_out):
         rate.learn(1000, 100.0, [over(300.0)])
         assert rate.bytes_per_s == 1000.0
@@ -81,9 +87,9 @@ def test_the_first_rates_are_those_of_written_memory_each_way(monkeypatch: pytes
         sources.append(host)
         return host
 
-    monkeypatch.setattr(wire_rate, "pinned", note)
+    monkeypatch.setattr(rates_module, "pinned", note)
     assert min(measured_rates(torch.zeros(5000, dtype=torch.uint8))) > 0
     assert len(sources) == 1
-    monkeypatch.setattr(wire_rate, "measured_rates", lambda buffer: (200.0, 100.0))
-    rates = wire_rates(torch.zeros(10, dtype=torch.uint8))
+    monkeypatch.setattr(rates_module, "measured_rates", lambda buffer: (200.0, 100.0))
+    rates = transfer_rates(torch.zeros(10, dtype=torch.uint8))
     assert [rate.bytes_per_s for rate in (rates.weights, rates.kv_in, rates.kv_out)] == pytest.approx([200, 200, 100])

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dataplane.engines.core.turn_log import TURNS_KEPT, TurnLog
+from dataplane.engines.core.slice_log import SLICES_KEPT, SliceLog
 from dataplane.scheduling.pace import PrefillPace, SeenPrefills
 from dataplane.scheduling.schedule import Kind, Turn
 
@@ -14,18 +14,18 @@ def turn(kind: Kind, model: str, started_s: float) -> Turn:
 
 
 def test_the_pace_is_that_of_the_prefills_among_the_turns_kept() -> None:
-    log, chance, now_s = TurnLog(), random.Random(1), 0.0
+    log, chance, now_s = SliceLog(), random.Random(1), 0.0
     assert log.prefill_pace == PrefillPace()
-    for number in range(3 * TURNS_KEPT):
+    for number in range(3 * SLICES_KEPT):
         kind: Kind = "decode" if number % 3 else "prefill"
         log.turn(turn(kind, f"m{number % 4}", now_s), now_s)
         prompts = [chance.randint(1, 4000) for _ in range(chance.randint(0, 3))] if kind == "prefill" else ()
         log.step(len(prompts), prompts=prompts)
-        now_s += chance.uniform(0.01, 1.0) * (1 if number > TURNS_KEPT else 1000)
+        now_s += chance.uniform(0.01, 1.0) * (1 if number > SLICES_KEPT else 1000)
     log.turn(None, now_s)
     seen = SeenPrefills()
-    kept = [one for one in log.turns if one.kind == "prefill" and one.tokens]
-    assert 0 < len(kept) < len(log.turns) == TURNS_KEPT
+    kept = [one for one in log.slices if one.kind == "prefill" and one.tokens]
+    assert 0 < len(kept) < len(log.slices) == SLICES_KEPT
     for one in kept:
         seen.take(one.tokens, one.prompt_tokens, one.ended_s - one.started_s, switched=one.switched)
     pace, expected = log.prefill_pace, seen.pace

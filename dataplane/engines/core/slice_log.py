@@ -1,25 +1,27 @@
-"""What a slot's engine remembers of its turns: the last ones, and how much was done since the start."""
+"""The last time slices of a slot, and totals since the start."""
 
 from collections import deque
 from collections.abc import Sequence
 
-from dataplane.engines.interface import TurnRecord
+from dataplane.engines.interface import TimeSlice
 from dataplane.scheduling.pace import PrefillPace, SeenPrefills
 from dataplane.scheduling.schedule import Turn
 
-TURNS_KEPT = 256
+SLICES_KEPT = 256
 
 
-class TurnLog:
-    """The turns that ended, oldest first, and the present one; the totals since the start."""
+class SliceLog:
+    """The `slices` that ended, oldest first, and the totals since the start. A time slice is what the scheduler calls a
+    turn: consecutive steps of one kind of one model.
+    """
 
     def __init__(self) -> None:
         self.switches_total = 0
         self.steps_total = 0
         self.tokens_total = 0
-        self.turns: deque[TurnRecord] = deque(maxlen=TURNS_KEPT)
+        self.slices: deque[TimeSlice] = deque(maxlen=SLICES_KEPT)
         self._prefills = SeenPrefills()
-        """Of `turns`."""
+        """Those of `slices`."""
         self._present: Turn | None = None
         self._switched = False
         self._model: str | None = None
@@ -29,11 +31,11 @@ class TurnLog:
 
     @property
     def prefill_pace(self) -> PrefillPace:
-        """How fast the last turns prefilled."""
+        """The prefill rate of the last time slices."""
         return self._prefills.pace
 
     def turn(self, turn: Turn | None, now_s: float) -> None:
-        """Note whose turn it is now, None when nobody's. A turn ends when the kind or the model changes."""
+        """Record the turn of the next step, None if there is none. A time slice ends when the kind or model changes."""
         present = self._present
         if present is not None:
             if turn is not None and (turn.kind, turn.model) == (present.kind, present.model):
@@ -48,18 +50,17 @@ class TurnLog:
             self._prompts = self._prompt_tokens = 0
 
     def step(self, tokens: int, *, prompts: Sequence[int]) -> None:
-        """Note a step that ran, how many tokens it made, and how long the prompts were that it ended."""
+        """Record a step, the tokens it made, and the lengths of the prompts whose prefill it completed."""
         self.steps_total += 1
         self.tokens_total += tokens
         self._prompts += len(prompts)
         self._prompt_tokens += sum(prompts)
 
     def _end(self, turn: Turn, now_s: float) -> None:
-        """Write down a turn that is over; the oldest one may be forgotten for it."""
-        turns, prefills = self.turns, self._prefills
-        if len(turns) == TURNS_KEPT and turns[0].kind == "prefill" and turns[0].tokens:
-            prefills.forget(*_prompts(turns[0]), switched=turns[0].switched)
-        record = TurnRecord(
+        slices, prefills = self.slices, self._prefills
+        if len(slices) == SLICES_KEPT and slices[0].kind == "prefill" and slices[0].tokens:
+            prefills.forget(*_prompts(slices[0]), switched=slices[0].switched)
+        record = TimeSlice(
             kind=turn.kind,
             model=turn.model,
             started_s=turn.started_s,
@@ -68,11 +69,11 @@ class TurnLog:
             prompt_tokens=self._prompt_tokens,
             switched=self._switched,
         )
-        turns.append(record)
+        slices.append(record)
         if record.kind == "prefill" and record.tokens:
             prefills.take(*_prompts(record), switched=record.switched)
 
 
-def _prompts(turn: TurnRecord) -> tuple[int, int, float]:
-    """Those that a prefill turn ended, their tokens, and how long it took."""
-    return turn.tokens, turn.prompt_tokens, turn.ended_s - turn.started_s
+def _prompts(prefill: TimeSlice) -> tuple[int, int, float]:
+    """The prompts that it completed, their tokens, and its seconds."""
+    return prefill.tokens, prefill.prompt_tokens, prefill.ended_s - prefill.started_s

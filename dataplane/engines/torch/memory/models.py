@@ -1,4 +1,4 @@
-"""A model of the pool as the torch engine keeps it."""
+"""A model of the torch engine."""
 
 from dataclasses import dataclass
 
@@ -13,13 +13,13 @@ from dataplane.protocol.messages import ModelSpec
 from dataplane.scheduling.costs import CostEstimate, LatencyModel
 
 _GUESSES = {"cpu": (1e10, 2e10), "cuda": (2e12, 2e14)}
-"""Bytes of weights read and floating-point operations done per second, until steps were timed."""
+"""Bytes of weights read and floating-point operations per second, before steps were timed."""
 
 
 @dataclass(eq=False, kw_only=True)
-class Pooled(ServedModel[SequenceKv]):
-    """One model, its weights and the shape of its KV blocks. `decode_ratio`: how long its last decode steps took beside
-    what `estimate.latency` says; None before the first.
+class TorchModel(ServedModel[SequenceKv]):
+    """One model, its weights and the shape of its KV blocks. `decode_ratio`: recent mean of the time of its decode
+    steps over the time by `estimate.latency`; None before the first.
     """
 
     weights: HostModel
@@ -28,26 +28,23 @@ class Pooled(ServedModel[SequenceKv]):
 
     @property
     def weights_bytes(self) -> int:
-        """The size of its weights."""
         return self.weights.skeleton.size_bytes
 
     @property
     def layers(self) -> int:
-        """How many layers it has."""
         return self.weights.skeleton.geometry.layers
 
     def observe_decode(self, took_s: float, context_tokens: int, batch: int) -> None:
-        """Note how long a decode step took whose weights were all there."""
         super().observe_decode(took_s, context_tokens, batch)
         self.decode_ratio = recent(self.decode_ratio, took_s / self.estimate.latency.decode_s(context_tokens, batch))
 
     def layers_compute_s(self, batch_max: int, *, decoding: bool) -> float | None:
-        """Measured time that a step spends in the layers, by their share of the weights: a decode step of the batch it
-        has now, or a prefill step as of late; before there was one, a decode step of one sequence, which is shorter.
-        None when neither is known.
+        """Measured seconds that a step spends in the layers, by their share of the weights: a decode step of the
+        present batch, or else a recent prefill step (before the first, a decode step of one sequence, which is
+        shorter). None if neither is known.
         """
         skeleton = self.weights.skeleton
-        share = sum(part.size_bytes for part in skeleton.parts[1 : self.layers + 1]) / skeleton.size_bytes
+        share = sum(shard.size_bytes for shard in skeleton.shards[1 : self.layers + 1]) / skeleton.size_bytes
         if not decoding and self.prefill_s:
             return share * self.prefill_s
         if not self.decode_ratio:
@@ -57,7 +54,6 @@ class Pooled(ServedModel[SequenceKv]):
         return share * self.decode_ratio * self.estimate.latency.decode_s(context_tokens, max(len(batch), 1))
 
     def new_kv(self) -> SequenceKv:
-        """The KV of a sequence that has none yet."""
         return SequenceKv(shape=self.shape)
 
 
@@ -72,10 +68,10 @@ def kv_shape(geometry: Geometry, block_tokens: int, dtype: torch.dtype) -> KvSha
     )
 
 
-def make_pooled(host: HostModel, spec: ModelSpec, block_tokens: int, device: torch.device) -> Pooled:
-    """A model that is in no arena yet and has no requests."""
+def make_model(host: HostModel, spec: ModelSpec, block_tokens: int, device: torch.device) -> TorchModel:
+    """A model that is not loaded yet and has no requests."""
     geometry, dtype = host.skeleton.geometry, host.skeleton.dtype
-    return Pooled(
+    return TorchModel(
         name=host.name,
         context_tokens=min(spec.context_tokens, geometry.context_tokens),
         vocabulary=geometry.vocabulary,
@@ -86,7 +82,7 @@ def make_pooled(host: HostModel, spec: ModelSpec, block_tokens: int, device: tor
 
 
 def first_estimate(weights_bytes: int, dtype: torch.dtype, device: torch.device) -> CostEstimate:
-    """What steps cost before any was timed: weights are read once a step, and two operations done a parameter."""
+    """The cost of untimed steps: each reads all weights, and does two operations per parameter and token."""
     bytes_per_s, operations_per_s = _GUESSES.get(device.type, _GUESSES["cpu"])
     per_token_s = 2 * weights_bytes / dtype.itemsize / operations_per_s
     base_s = 1e-3 + weights_bytes / bytes_per_s

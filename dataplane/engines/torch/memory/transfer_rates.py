@@ -17,7 +17,7 @@ RATE_SHARE = 0.25
 """What the last transfer counts in the rate; those before it fade by the rest."""
 
 
-class WireRate:
+class TransferRate:
     """The rate of one kind of transfers, which come one after another. `known`: it is told, and nothing changes it."""
 
     def __init__(self, bytes_per_s: float, *, known: bool = False) -> None:
@@ -43,21 +43,23 @@ class WireRate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WireRates:
+class TransferRates:
     """Of a slot: `weights` and `kv_in` to the device, `kv_out` from it."""
 
-    weights: WireRate
-    kv_in: WireRate
-    kv_out: WireRate
+    weights: TransferRate
+    kv_in: TransferRate
+    kv_out: TransferRate
 
 
-def wire_rates(buffer: torch.Tensor, known_bytes_per_s: float | None = None) -> WireRates:
+def transfer_rates(buffer: torch.Tensor, known_bytes_per_s: float | None = None) -> TransferRates:
     """Those of the wire to `buffer`, whose content is lost: as a plain copy each way does, or as is `known`."""
     if known_bytes_per_s is not None:
-        told = [WireRate(known_bytes_per_s, known=True) for _ in range(3)]
-        return WireRates(weights=told[0], kv_in=told[1], kv_out=told[2])
+        told = [TransferRate(known_bytes_per_s, known=True) for _ in range(3)]
+        return TransferRates(weights=told[0], kv_in=told[1], kv_out=told[2])
     in_bytes_per_s, out_bytes_per_s = measured_rates(buffer)
-    return WireRates(weights=WireRate(in_bytes_per_s), kv_in=WireRate(in_bytes_per_s), kv_out=WireRate(out_bytes_per_s))
+    return TransferRates(
+        weights=TransferRate(in_bytes_per_s), kv_in=TransferRate(in_bytes_per_s), kv_out=TransferRate(out_bytes_per_s)
+    )
 
 
 def measured_rates(buffer: torch.Tensor) -> tuple[float, float]:

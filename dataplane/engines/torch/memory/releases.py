@@ -1,4 +1,4 @@
-"""Host copies of weights on their way out: unpinned and given back once no transfer reads them any more."""
+"""Host copies of weights that are to be released: unpinned and freed once no transfer reads them any more."""
 
 import threading
 from collections.abc import Iterable
@@ -12,33 +12,33 @@ from dataplane.memory.model_cache import CachedModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Departure:
+class _PendingRelease:
     host: torch.Tensor | None
     cached: CachedModel | None
     copies: tuple[Event, ...]
 
     def release(self) -> None:
-        """Give the file back."""
+        """Release the file."""
         if self.cached is not None:
             self.cached.release()
 
 
-class Departures:
-    """Any thread may add; `settle` is for the engine's own, which submits the copies."""
+class PendingReleases:
+    """Any thread may add; `settle` is called by the engine's thread, which submits the copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lock = threading.Lock()
-        self._waiting: list[_Departure] = []
+        self._waiting: list[_PendingRelease] = []
 
     def add(self, host: torch.Tensor | None, cached: CachedModel | None, copies: Iterable[Event]) -> None:
-        """Let a host copy go, pinned or not, and its file in the node's cache, once all of `copies` are over."""
+        """Release a host copy, pinned or not, and its file in the node's cache, once all of `copies` have ended."""
         with self._lock:
-            self._waiting.append(_Departure(host=host, cached=cached, copies=tuple(copies)))
+            self._waiting.append(_PendingRelease(host=host, cached=cached, copies=tuple(copies)))
 
     def settle(self, *, wait: bool = True) -> None:
-        """Let go what nobody reads; without `wait`, everything: the device is past all copies. What is pinned is
-        unpinned by another thread, and given back then.
+        """Release what no transfer reads; without `wait`, everything, since no copy is under way. Pinned memory is
+        unpinned by another thread, which releases it then.
         """
         with self._lock:
             waiting, self._waiting = self._waiting, []

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from dataplane.engines.core.kv import KvLocation
+from dataplane.engines.core.kv_allocator import KvAllocator
 from dataplane.engines.core.pressure import Shortage
-from dataplane.engines.core.remapping.relief import Way
+from dataplane.engines.core.remapping.actions import Action
 from dataplane.engines.core.request_table import RequestTable
-from dataplane.engines.core.room import Room
-from dataplane.engines.replay.memory import ReplayKvMemory
+from dataplane.engines.replay.kv import ReplayKvMemory
 from dataplane.engines.replay.models import ReplayModel, ReplaySequence, replayed
 from dataplane.engines.replay.weights import WeightsMemory
 from dataplane.protocol.tiers import Tier
@@ -22,27 +22,27 @@ class Slot:
     """Two models, and requests of 40 tokens that hold KV here. `taken_back`: what weights were asked to give back."""
 
     host_bytes: int = 10_000
-    hands_over: bool = False
+    prefill_only: bool = False
     taken_back: list[str | None] = field(default_factory=list)
-    way: Way | None = "swap"
+    action: Action | None = "swap"
     shortages: list[Shortage] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.models: dict[str, ReplayModel] = {name: replayed(ReplayModel, spec(name), SETTINGS, 1) for name in "ab"}
         self.kv = ReplayKvMemory(1000, self.host_bytes, FakeTime().clock, WeightsMemory(1000))
         self.requests = RequestTable(self.models, self.kv, PrefillSettings(), FakeTime().clock)
-        self.room = Room(
+        self.allocator = KvAllocator(
             self.models,
             self.kv,
             self.requests,
-            hands_over=self.hands_over,
-            take_back=self._note,
-            relieve=self._relieve,
+            prefill_only=self.prefill_only,
+            reclaim=self._note,
+            on_shortage=self._on_shortage,
         )
 
-    def _relieve(self, shortage: Shortage) -> Way | None:
+    def _on_shortage(self, shortage: Shortage) -> Action | None:
         self.shortages.append(shortage)
-        return self.way
+        return self.action
 
     def _note(self, keep: str | None) -> bool:
         self.taken_back.append(keep)
@@ -56,7 +56,7 @@ class Slot:
 
     def half_prefilled(self, request_id: str, model: str, tier: Tier) -> ReplaySequence:
         sequence = self.waiting(request_id, model, tier)
-        assert self.room.grow(sequence, 41)
+        assert self.allocator.grow(sequence, 41)
         sequence.cached = 16
         return sequence
 
@@ -72,21 +72,21 @@ def test_what_decodes_makes_way_before_what_is_half_prefilled(tier: Tier) -> Non
     slot = Slot()
     decoding, half = slot.decoding("decoding", "a", "IW-F"), slot.half_prefilled("half", "a", "NIW")
     wanted = slot.waiting("wanted", "b", tier)
-    assert not slot.room.grow(wanted, 41), "not before it has left"
+    assert not slot.allocator.grow(wanted, 41), "not before it has left"
     assert (decoding.kv.location, half.kv.location) == (KvLocation.SWAPPING_OUT, KvLocation.DEVICE)
-    assert (slot.room.preemptions_total, slot.room.recomputed_total) == (1, 0)
+    assert (slot.allocator.preemptions_total, slot.allocator.recomputed_total) == (1, 0)
 
 
 def test_who_came_back_makes_a_token_before_it_leaves_again() -> None:
     """Else it and one that finds no room even without it would go round for ever, and neither make a token."""
     slot = Slot()
     back = slot.decoding("back", "a", "NIW")
-    back.came_back_at = len(back.tokens)
+    back.resumed_at = len(back.tokens)
     wanted = slot.waiting("wanted", "b", "IW-F")
-    assert not slot.room.grow(wanted, 90), "not now"
+    assert not slot.allocator.grow(wanted, 90), "not now"
     assert back.kv.location is KvLocation.DEVICE
     slot.requests.take(back, 7)
-    assert not slot.room.grow(wanted, 90), "not before it has left"
+    assert not slot.allocator.grow(wanted, 90), "not before it has left"
     assert back.kv.location is KvLocation.SWAPPING_OUT
 
 
@@ -94,18 +94,18 @@ def test_half_prefilled_ones_make_way_for_those_before_them_and_begin_again() ->
     slot = Slot()
     first, last = slot.half_prefilled("first", "a", "NIW"), slot.half_prefilled("last", "a", "NIW")
     wanted = slot.waiting("wanted", "a", "IW-F")
-    assert slot.room.grow(wanted, 41)
+    assert slot.allocator.grow(wanted, 41)
     assert (first.kv.location, last.kv.location, last.cached) == (KvLocation.DEVICE, KvLocation.NONE, 0)
     assert slot.models["a"].begun == [wanted, first]
     assert [one.request_id for group in slot.requests.prefills.groups for one in group.waiting].count("last") == 1
-    assert (slot.room.preemptions_total, slot.room.recomputed_total) == (0, 1)
+    assert (slot.allocator.preemptions_total, slot.allocator.recomputed_total) == (0, 1)
 
 
 def test_one_that_decodes_waits_for_a_half_prefilled_one_before_it() -> None:
     slot = Slot()
     late = slot.decoding("late", "b", "NIW")
     half = slot.half_prefilled("half", "a", "IW-F")
-    assert not slot.room.grow(late, 61), "it leaves itself"
+    assert not slot.allocator.grow(late, 61), "it leaves itself"
     assert (late.kv.location, half.kv.location) == (KvLocation.SWAPPING_OUT, KvLocation.DEVICE)
 
 
@@ -116,19 +116,19 @@ def test_where_nothing_decodes_the_prefill_whose_turn_it_is_goes_first(decoding:
     half = slot.half_prefilled("half", "a", "IW-F")
     other = slot.decoding("other", "b", "IW-F") if decoding else slot.half_prefilled("other", "a", "IW-F")
     wanted = slot.waiting("wanted", "b", "IW-N")
-    assert slot.room.grow(wanted, 41) is makes_way
+    assert slot.allocator.grow(wanted, 41) is makes_way
     assert (half.kv.location, other.kv.location) == (
         KvLocation.DEVICE,
         KvLocation.NONE if makes_way else KvLocation.DEVICE,
     )
 
 
-@pytest.mark.parametrize(("hands_over", "location"), [(False, KvLocation.NONE), (True, KvLocation.DEVICE)])
-def test_what_is_to_be_handed_over_is_not_computed_anew(hands_over: bool, location: KvLocation) -> None:
-    slot = Slot(host_bytes=0, hands_over=hands_over)
+@pytest.mark.parametrize(("prefill_only", "location"), [(False, KvLocation.NONE), (True, KvLocation.DEVICE)])
+def test_what_is_to_be_handed_over_is_not_computed_anew(prefill_only: bool, location: KvLocation) -> None:
+    slot = Slot(host_bytes=0, prefill_only=prefill_only)
     held = [slot.decoding(name, "a", "NIW") for name in ("one", "two")]
     wanted = slot.waiting("wanted", "b", "IW-F")
-    assert slot.room.grow(wanted, 41) is not hands_over
+    assert slot.allocator.grow(wanted, 41) is not prefill_only
     assert [sequence.kv.location for sequence in held] == [KvLocation.DEVICE, location]
 
 
@@ -137,23 +137,23 @@ def test_weights_give_back_what_they_borrowed_before_anyone_makes_way_and_the_mo
     for name in ("one", "two"):
         slot.half_prefilled(name, "a", "IW-F")
     wanted = slot.waiting("wanted", "a", "NIW")
-    assert not slot.room.grow(wanted, 41)
+    assert not slot.allocator.grow(wanted, 41)
     assert slot.taken_back == ["a", None]
 
 
 @pytest.mark.parametrize(
-    ("way", "has_room", "location"),
+    ("action", "has_room", "location"),
     [
         ("swap", False, KvLocation.SWAPPING_OUT),
         ("recompute", True, KvLocation.NONE),
         ("refuse", False, KvLocation.DEVICE),
     ],
 )
-def test_the_policy_says_how_room_is_made(way: Way, has_room: bool, location: KvLocation) -> None:
-    slot = Slot(way=way)
+def test_the_policy_says_how_room_is_made(action: Action, has_room: bool, location: KvLocation) -> None:
+    slot = Slot(action=action)
     held = [slot.decoding(name, "a", "NIW") for name in ("one", "two")]
     wanted = slot.waiting("wanted", "b", "IW-F")
-    assert slot.room.grow(wanted, 41) is has_room
+    assert slot.allocator.grow(wanted, 41) is has_room
     assert [sequence.kv.location for sequence in held] == [KvLocation.DEVICE, location]
     (shortage,) = slot.shortages
     assert (shortage.sequence, shortage.tokens, shortage.victim) == (wanted, 41, held[1])
@@ -163,21 +163,21 @@ def test_nobody_makes_way_where_the_policy_found_room_elsewhere() -> None:
     slot = Slot()
     held = [slot.decoding(name, "a", "NIW") for name in ("one", "two")]
 
-    def lend(shortage: Shortage) -> Way | None:
+    def lend(shortage: Shortage) -> Action | None:
         slot.kv._capacity_bytes += 500
         return "remap"
 
-    slot.room._relieve = lend
-    assert slot.room.grow(slot.waiting("wanted", "b", "IW-F"), 41)
+    slot.allocator._on_shortage = lend
+    assert slot.allocator.grow(slot.waiting("wanted", "b", "IW-F"), 41)
     assert [sequence.kv.location for sequence in held] == [KvLocation.DEVICE, KvLocation.DEVICE]
     assert slot.taken_back == []
 
 
-@pytest.mark.parametrize(("way", "location"), [("swap", KvLocation.SWAPPING_OUT), ("recompute", KvLocation.NONE)])
-def test_the_last_in_order_makes_way_itself_as_the_policy_says(way: Way, location: KvLocation) -> None:
-    slot = Slot(way=way)
+@pytest.mark.parametrize(("action", "location"), [("swap", KvLocation.SWAPPING_OUT), ("recompute", KvLocation.NONE)])
+def test_the_last_in_order_makes_way_itself_as_the_policy_says(action: Action, location: KvLocation) -> None:
+    slot = Slot(action=action)
     first, last = slot.decoding("first", "a", "IW-F"), slot.decoding("last", "a", "NIW")
-    assert not slot.room.grow(last, 61)
+    assert not slot.allocator.grow(last, 61)
     assert (first.kv.location, last.kv.location) == (KvLocation.DEVICE, location)
     assert slot.shortages[0].victim is last
 
@@ -185,8 +185,8 @@ def test_the_last_in_order_makes_way_itself_as_the_policy_says(way: Way, locatio
 def test_kv_that_is_in_the_way_leaves_whatever_it_is_doing() -> None:
     slot = Slot()
     decoding, half = slot.decoding("decoding", "a", "IW-F"), slot.half_prefilled("half", "b", "IW-F")
-    slot.room.clear(lambda kv: kv is decoding.kv)
+    slot.allocator.evict(lambda kv: kv is decoding.kv)
     assert (decoding.kv.location, half.kv.location) == (KvLocation.SWAPPING_OUT, KvLocation.DEVICE)
-    slot.room.clear(lambda kv: True)
+    slot.allocator.evict(lambda kv: True)
     assert (decoding.kv.location, half.kv.location, half.cached) == (KvLocation.SWAPPING_OUT, KvLocation.NONE, 0)
-    assert slot.room.recomputed_total == 1
+    assert slot.allocator.recomputed_total == 1

@@ -1,0 +1,64 @@
+"""The arena of the torch engine under KV pressure. Meets `dataplane.engines.core.pressure_handler.SlotMemory`."""
+
+from collections.abc import Collection, Iterable, Mapping
+
+from dataplane.engines.core.pressure_handler import Layers
+from dataplane.engines.core.remapping.circle import Rotation
+from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
+from dataplane.engines.torch.memory.models import TorchModel
+from dataplane.engines.torch.memory.weights import WeightStore
+from dataplane.memory.slabs import Run, SlabArena
+
+
+class TorchSlotMemory:
+    """The weights and the KV of one slot, in whole slabs."""
+
+    def __init__(self, weights: WeightStore, kv: KvStore, arena: SlabArena, *, batch_max: int) -> None:
+        self._weights = weights
+        self._kv = kv
+        self._arena = arena
+        self._batch_max = batch_max
+
+    @property
+    def offloaded(self) -> Mapping[str, int]:
+        return self._weights.offloaded
+
+    @property
+    def free_bytes(self) -> int:
+        return self._arena.free_kv_slabs * self._kv.slab_bytes
+
+    def out_bytes_per_s(self, kv: SequenceKv) -> float:
+        return self._kv.out_bytes_per_s
+
+    def in_bytes_per_s(self, kv: SequenceKv) -> float:
+        return self._kv.in_bytes_per_s
+
+    def layers(self, model: TorchModel, *, decoding: bool) -> Layers | None:
+        """See `SlotMemory`. Layers of different sizes cannot use each other's memory."""
+        slabs = self._weights.layer_slabs(model.weights)
+        if slabs is None:
+            return None
+        return Layers(
+            count=model.layers,
+            size_bytes=slabs * self._kv.slab_bytes,
+            load_s=model.weights.skeleton.shards[1].size_bytes / self._weights.bytes_per_s,
+            compute_s=model.layers_compute_s(self._batch_max, decoding=decoding),
+            used_s=self._weights.used_s(model.weights),
+        )
+
+    def holds(self, model: TorchModel) -> bool:
+        return self._weights.holds(model.weights)
+
+    def fits_with(self, model: TorchModel, *, others: Collection[str]) -> bool:
+        return self._weights.fits_with(model.weights, others=others)
+
+    def rotate(self, model: TorchModel, rotation: Rotation) -> None:
+        self._weights.remapped(model.weights).rotate(rotation)
+
+    def reclaim(self, model: TorchModel, count: int) -> int:
+        return self._weights.remapped(model.weights).reclaim(count)
+
+    def least_used_run(self, model: TorchModel, begun: Iterable[SequenceKv]) -> Run:
+        """Of the regions of a model's offloaded layers, the one that the fewest of these sequences have KV in."""
+        runs, kvs = self._weights.remapped(model.weights).offloaded_runs, list(begun)
+        return min(runs, key=lambda run: sum(self._kv.lies_in(kv, run.slabs) for kv in kvs))
