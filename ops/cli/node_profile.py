@@ -105,7 +105,11 @@ def _measured(
 
     with progress_bar("reading the model") as report_progress:
         return measured_profile(
-            folders, StepTimesSettings(**settings), gpu_type=gpu_type, cost_per_hour=cost_per_hour, tell=report_progress
+            folders,
+            StepTimesSettings(**settings),
+            gpu_type=gpu_type,
+            cost_per_hour=cost_per_hour,
+            report=report_progress,
         )
 
 

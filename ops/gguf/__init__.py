@@ -1,1 +1,1 @@
-"""GGUF files, as llama.cpp has them, made into Hugging Face checkpoints that nodes read."""
+"""Conversion of GGUF files, the format of llama.cpp, into Hugging Face checkpoints that nodes can read."""

@@ -1,29 +1,27 @@
-"""`config.json` of a GGUF file: the same model in Hugging Face's words.
-
-What is not understood is refused: a setting that was left out would make other tokens, silently.
-"""
+"""The `config.json` of a GGUF file. Unknown settings are refused, since ignoring one could change the tokens."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ops.gguf.header import GgufError, GgufHeader
 
 _COUNT_MAX = 2**24
 _LAYERS_MAX = 1024
 _ROPE_BASE = 10_000.0
-"""What llama.cpp takes where a file says nothing; also Gemma 3's base inside its windows."""
+"""Default of llama.cpp; also Gemma 3's base in layers with a sliding window."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How GGUF writes an architecture. `keys`: its own settings besides `_SIZES`, by their names there and in
-    `config.json`. `fixed`: what is always so. `more`: what has to be worked out. `permuted`: rows of queries and keys
-    stand in another order. `norms_plus_one`: norms are stored with 1 added.
+    """How GGUF stores an architecture. `keys`: names of its settings in GGUF and in `config.json`, except those of
+    `_sizes`. `fixed`: constants of `config.json`. `more`: computes other settings. `permuted`: rows of queries and keys
+    are interleaved. `norms_plus_one`: norms are stored with 1 added.
     """
 
     model_type: str
-    name: str
     keys: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     more: Callable[["Fields"], dict[str, Any]] = lambda _fields: {}
@@ -32,7 +30,7 @@ class Architecture:
 
 
 class Fields:
-    """The settings of a file's own architecture. Each is asked for once; what nobody asked for is not understood."""
+    """The settings of a file's architecture. Those that no caller has read at the end are unsupported."""
 
     def __init__(self, header: GgufHeader) -> None:
         self.header = header
@@ -45,64 +43,43 @@ class Fields:
         return self.header.metadata.get(self._prefix + key, default)
 
     def need(self, key: str) -> Any:
-        """A setting.
-
-        Raises:
-            GgufError: it is missing.
-        """
+        """A setting. Raises GgufError if it is missing."""
         value = self.get(key)
         if value is None:
             raise self.error(f"{self._prefix}{key} is missing")
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A size.
-
-        Raises:
-            GgufError: it is missing, or no whole number above 0 and below 16 million.
-        """
+        """A size. Raises GgufError if it is missing, or no integer from 1 to 16 million."""
         value = self.need(key) if default is None else self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _COUNT_MAX:
             raise self.error(f"{self._prefix}{key} must be a number from 1 to {_COUNT_MAX - 1}, is {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number, by the fewest digits that tell it from other 32-bit floats.
-
-        Raises:
-            GgufError: it is missing or no number.
-        """
+        """A number, rounded to the precision of 32-bit floats. Raises GgufError if it is missing or no number."""
         value = self.need(key) if default is None else self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(f"{self._prefix}{key} must be a number, is {value!r}")
         return float(f"{value:.7g}")
 
     def expect(self, key: str, *allowed: Any) -> None:
-        """A setting that must be missing or have one of these values.
-
-        Raises:
-            GgufError: it has another.
-        """
+        """Raises GgufError unless the setting is missing or has one of these values."""
         value = self.get(key, allowed[0])
         if value not in allowed:
             raise self.error(f"{self._prefix}{key} = {value!r} is not supported")
 
     def finish(self) -> None:
-        """See that everything was asked for.
-
-        Raises:
-            GgufError: something was not; it names what.
-        """
+        """Raises GgufError with the settings that were not read."""
         if self._unread:
             raise self.error(f"{', '.join(sorted(self._unread))} is not supported")
 
-    def error(self, words: str) -> GgufError:
-        """An error that names the file."""
-        return GgufError(f"{self.header.path}: {words}")
+    def error(self, message: str) -> GgufError:
+        return GgufError(f"{self.header.path}: {message}")
 
 
 def _gemma_scale(fields: Fields, layers_of_27b: int) -> int:
-    """What queries are scaled by: the size of a head, but for the 27B models."""
+    """The scale of queries: the size of a head, except for the 27B models."""
     if fields.count("block_count") == layers_of_27b:
         return fields.count("embedding_length") // fields.count("attention.head_count")
     return fields.count("attention.key_length")
@@ -128,7 +105,7 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
 
 
 def _windows(fields: Fields, *, every: int) -> list[str]:
-    """The attention of each layer: by the file's own list or period, else every such layer looks at everything."""
+    """The attention of each layer, by the file's list or period; by default every `every`-th layer has full attention."""
     layers = fields.count("block_count")
     pattern = fields.get("attention.sliding_window_pattern", every)
     if isinstance(pattern, int) and pattern > 0:
@@ -156,33 +133,23 @@ _RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _SILU = {"hidden_act": "silu"}
 _GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 _WINDOW = {"attention.sliding_window": "sliding_window"}
+_NO_BIAS = {"attention_bias": False}
+_NO_WINDOW = {"use_sliding_window": False}
 ARCHITECTURES: dict[str, Architecture] = {
     "cohere2": Architecture(
         model_type="cohere2",
-        name="Cohere2ForCausalLM",
         keys={"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale", **_WINDOW},
-        fixed={**_SILU, "attention_bias": False},
+        fixed=_SILU | _NO_BIAS,
         more=lambda fields: {"layer_types": _windows(fields, every=4)},
     ),
     "gemma2": Architecture(
-        model_type="gemma2",
-        name="Gemma2ForCausalLM",
-        keys={**_RMS, **_WINDOW},
-        fixed={**_GELU, "attention_bias": False},
-        more=_gemma2,
-        norms_plus_one=True,
+        model_type="gemma2", keys=_RMS | _WINDOW, fixed=_GELU | _NO_BIAS, more=_gemma2, norms_plus_one=True
     ),
     "gemma3": Architecture(
-        model_type="gemma3_text",
-        name="Gemma3ForCausalLM",
-        keys={**_RMS, **_WINDOW},
-        fixed={**_GELU, "attention_bias": False},
-        more=_gemma3,
-        norms_plus_one=True,
+        model_type="gemma3_text", keys=_RMS | _WINDOW, fixed=_GELU | _NO_BIAS, more=_gemma3, norms_plus_one=True
     ),
     "granite": Architecture(
         model_type="granite",
-        name="GraniteForCausalLM",
         keys={
             **_RMS,
             "attention.scale": "attention_multiplier",
@@ -194,76 +161,50 @@ ARCHITECTURES: dict[str, Architecture] = {
         more=_biased_llama,
         permuted=True,
     ),
-    "llama": Architecture(
-        model_type="llama",
-        name="LlamaForCausalLM",
-        keys=_RMS,
-        fixed=_SILU,
-        more=_biased_llama,
-        permuted=True,
-    ),
-    "olmo2": Architecture(
-        model_type="olmo2", name="Olmo2ForCausalLM", keys=_RMS, fixed={**_SILU, "attention_bias": False}
-    ),
-    "phi3": Architecture(model_type="phi3", name="Phi3ForCausalLM", keys=_RMS, fixed=_SILU, more=_phi3),
-    "qwen2": Architecture(
-        model_type="qwen2", name="Qwen2ForCausalLM", keys=_RMS, fixed={**_SILU, "use_sliding_window": False}
-    ),
-    "qwen3": Architecture(
-        model_type="qwen3",
-        name="Qwen3ForCausalLM",
-        keys=_RMS,
-        fixed={**_SILU, "attention_bias": False, "use_sliding_window": False},
-    ),
+    "llama": Architecture(model_type="llama", keys=_RMS, fixed=_SILU, more=_biased_llama, permuted=True),
+    "olmo2": Architecture(model_type="olmo2", keys=_RMS, fixed=_SILU | _NO_BIAS),
+    "phi3": Architecture(model_type="phi3", keys=_RMS, fixed=_SILU, more=_phi3),
+    "qwen2": Architecture(model_type="qwen2", keys=_RMS, fixed=_SILU | _NO_WINDOW),
+    "qwen3": Architecture(model_type="qwen3", keys=_RMS, fixed=_SILU | _NO_BIAS | _NO_WINDOW),
     "qwen3moe": Architecture(
         model_type="qwen3_moe",
-        name="Qwen3MoeForCausalLM",
         keys={
             **_RMS,
             "expert_count": "num_experts",
             "expert_used_count": "num_experts_per_tok",
             "expert_feed_forward_length": "moe_intermediate_size",
         },
-        fixed={
-            **_SILU,
-            "attention_bias": False,
-            "use_sliding_window": False,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        },
+        fixed=_SILU | _NO_BIAS | _NO_WINDOW | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
     "smollm3": Architecture(
         model_type="smollm3",
-        name="SmolLM3ForCausalLM",
         keys=_RMS,
-        fixed={**_SILU, "attention_bias": False, "mlp_bias": False, "use_sliding_window": False},
+        fixed=_SILU | _NO_BIAS | _NO_WINDOW | {"mlp_bias": False},
         more=_smollm3,
         permuted=True,
     ),
     "starcoder2": Architecture(
         model_type="starcoder2",
-        name="Starcoder2ForCausalLM",
         keys={"attention.layer_norm_epsilon": "norm_epsilon"},
         fixed={"hidden_act": "gelu_pytorch_tanh", "use_bias": True, "sliding_window": None},
     ),
 }
-"""By the name in `general.architecture`. Mistral's files say llama, and compute as it does."""
+"""By the name in `general.architecture`. Files of Mistral models have llama, which computes the same."""
 
 
 def read_config(header: GgufHeader) -> dict[str, Any]:
     """The `config.json` of a file, without `dtype`.
 
     Raises:
-        GgufError: the architecture, or something it is set to, is not supported.
+        GgufError: the architecture or one of its settings is not supported.
     """
     fields = Fields(header)
     if fields.architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise fields.error(f"the architecture {fields.architecture!r} is not supported; supported are {supported}")
     architecture = ARCHITECTURES[fields.architecture]
-    config: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
-    config |= {**_sizes(fields), **architecture.fixed, **_rope(fields)}
+    config: dict[str, Any] = {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[architecture.model_type]]}
+    config |= {"model_type": architecture.model_type, **_sizes(fields), **architecture.fixed, **_rope(fields)}
     for key, name in architecture.keys.items():
         whole = isinstance(fields.get(key), int)
         config[name] = fields.count(key) if whole else fields.number(key)
@@ -273,7 +214,7 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def _sizes(fields: Fields) -> dict[str, Any]:
-    """What every architecture has."""
+    """Settings of all architectures."""
     metadata = fields.header.metadata
     embedding = fields.header.tensors.get("token_embd.weight")
     hidden, heads = fields.count("embedding_length"), fields.count("attention.head_count")
@@ -307,7 +248,7 @@ def _sizes(fields: Fields) -> dict[str, Any]:
 
 
 def _rope(fields: Fields) -> dict[str, Any]:
-    """The angles of positions: plain, or stretched evenly."""
+    """Rotary position embeddings without or with linear scaling."""
     base = {"rope_theta": fields.number("rope.freq_base", _ROPE_BASE)}
     kind = fields.get("rope.scaling.type", "none")
     if kind == "none":

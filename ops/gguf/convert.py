@@ -1,9 +1,9 @@
-"""A GGUF file made into a Hugging Face checkpoint, once: a folder that any node reads.
+"""Convert a GGUF file into a Hugging Face checkpoint that all nodes can read.
 
     FILE.gguf -> config.json, generation_config.json, tokenizer.json, tokenizer_config.json, model.safetensors
 
-Weights are unpacked piece by piece, so a large model takes no more memory than a small one. They are stored in the type
-of the file, or as bfloat16 where the file is quantized: what was lost there does not come back.
+Weights are dequantized in chunks of rows, so that a large model needs no more memory than a small one. They are stored
+in the type of the file, or as bfloat16 if the file is quantized; the precision lost there is not restored.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ from ops.gguf.header import GgufError, GgufHeader, read_header
 from ops.gguf.tokenizers import build_tokenizer
 from ops.gguf.weights import Weight, find_weights
 
-MARK = "tidepool-gguf.json"
+SOURCE_FILE = "tidepool-gguf.json"
 _RECIPE = 1
-"""Raise it when the same file would be converted to other bytes."""
-_PIECE_VALUES = 4 * 2**20
+"""To be increased when the same file would be converted to other bytes."""
+_CHUNK_VALUES = 4 * 2**20
 _SPARE_BYTES = 64 * 2**20
 _STORED = {
     GGMLQuantizationType.F32: (torch.float32, "F32"),
@@ -38,34 +38,34 @@ _STORED = {
     GGMLQuantizationType.BF16: (torch.bfloat16, "BF16"),
 }
 _QUANTIZED = (torch.bfloat16, "BF16")
-Told = Callable[[int, int], None]
-"""Is told how many bytes of how many are done."""
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in total."""
 
 
-def convert(file: Path, folder: Path, told: Told = lambda _done, _total: None) -> bool:
-    """Convert a GGUF file into `folder`, which appears when it is whole; False if it is there from before.
+def convert(file: Path, folder: Path, progress: Progress = lambda _done, _total: None) -> bool:
+    """Convert a GGUF file into `folder`, which is created when it is complete; False if it was converted before.
 
     Raises:
-        GgufError: the file cannot be converted, the disk has too little room, or `folder` holds something else.
+        GgufError: the file cannot be converted, the disk is too full, or `folder` has other content.
     """
     header = read_header(file)
     config = read_config(header)
-    mark = {"recipe": _RECIPE, "sha256": _sha256(file)}
+    source = {"recipe": _RECIPE, "sha256": _sha256(file)}
     if folder.exists():
-        return _is_there(folder, mark, file)
+        return _check_existing(folder, source, file)
     weights = find_weights(header, config)
     dtype, _ = _stored_type(header)
     total_bytes = sum(weight.values for weight in weights) * dtype.itemsize
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _check_room(folder, total_bytes)
+        _check_disk_space(folder, total_bytes)
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
-            _write(partial, header, config, weights, lambda done: told(done, total_bytes))
-            _write_json(partial / MARK, mark)
+            _write(partial, header, config, weights, lambda done: progress(done, total_bytes))
+            _write_json(partial / SOURCE_FILE, source)
             partial.chmod(0o755)
             if folder.exists():  # another process was faster
-                return _is_there(folder, mark, file)
+                return _check_existing(folder, source, file)
             partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -74,22 +74,18 @@ def convert(file: Path, folder: Path, told: Told = lambda _done, _total: None) -
     return True
 
 
-def _is_there(folder: Path, mark: dict[str, Any], file: Path) -> bool:
-    """False, as `convert` says it, where the folder was made from the same file.
-
-    Raises:
-        GgufError: it was not.
-    """
+def _check_existing(folder: Path, source: dict[str, Any], file: Path) -> bool:
+    """False, which `convert` returns, if the folder was converted from the same file; else raises GgufError."""
     try:
-        made_from = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        present = json.loads((folder / SOURCE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        made_from = None
-    if made_from != mark:
+        present = None
+    if present != source:
         raise GgufError(f"{folder} exists and was not made from {file}; remove it, or name another folder")
     return False
 
 
-def _check_room(folder: Path, weights_bytes: int) -> None:
+def _check_disk_space(folder: Path, weights_bytes: int) -> None:
     needed_bytes, free_bytes = weights_bytes + _SPARE_BYTES, shutil.disk_usage(folder.parent).free
     if free_bytes < needed_bytes:
         needed, free = needed_bytes / 2**20, free_bytes / 2**20
@@ -97,7 +93,7 @@ def _check_room(folder: Path, weights_bytes: int) -> None:
 
 
 def _write(
-    folder: Path, header: GgufHeader, config: dict[str, Any], weights: list[Weight], told: Callable[[int], None]
+    folder: Path, header: GgufHeader, config: dict[str, Any], weights: list[Weight], progress: Callable[[int], None]
 ) -> None:
     dtype, stored_as = _stored_type(header)
     _write_json(folder / "config.json", config | {"dtype": str(dtype).removeprefix("torch.")})
@@ -106,11 +102,11 @@ def _write(
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", tokenizer_config)
     with (folder / "model.safetensors").open("wb") as out:
-        _write_weights(out, header.path, weights, dtype, stored_as, told)
+        _write_weights(out, header.path, weights, dtype, stored_as, progress)
 
 
 def _stored_type(header: GgufHeader) -> tuple[torch.dtype, str]:
-    """The type of most bytes of the file, by torch and by safetensors."""
+    """The type of most bytes of the file, in torch and in safetensors."""
     bytes_by_kind: Counter[GGMLQuantizationType] = Counter()
     for tensor in header.tensors.values():
         bytes_by_kind[tensor.kind] += tensor.size_bytes
@@ -118,9 +114,14 @@ def _stored_type(header: GgufHeader) -> tuple[torch.dtype, str]:
 
 
 def _write_weights(
-    out: BinaryIO, file: Path, weights: list[Weight], dtype: torch.dtype, stored_as: str, told: Callable[[int], None]
+    out: BinaryIO,
+    file: Path,
+    weights: list[Weight],
+    dtype: torch.dtype,
+    stored_as: str,
+    progress: Callable[[int], None],
 ) -> None:
-    """A safetensors file: length of the header, header, bytes."""
+    """Write a safetensors file: length of the header, header, bytes."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for weight in weights:
@@ -133,25 +134,25 @@ def _write_weights(
     done = 0
     for weight in weights:
         for values in read_values(content, weight):
-            piece = torch.from_numpy(values).to(dtype).view(torch.uint8).numpy()
-            out.write(piece.data)
-            done += piece.nbytes
-            told(done)
+            chunk = torch.from_numpy(values).to(dtype).view(torch.uint8).numpy()
+            out.write(chunk.data)
+            done += chunk.nbytes
+            progress(done)
 
 
 def read_values(content: NDArray[np.uint8], weight: Weight) -> Iterator[NDArray[np.float32]]:
-    """A weight in float32, some rows at a time."""
+    """A weight in float32, in chunks of rows."""
     stored = weight.stored
     whole = content[stored.offset_bytes : stored.offset_bytes + stored.size_bytes]
     table = whole.reshape(weight.stored_rows, -1)
-    step = max(1, _PIECE_VALUES * weight.stored_rows // math.prod(stored.shape))
+    step = max(1, _CHUNK_VALUES * weight.stored_rows // math.prod(stored.shape))
     for start in range(0, len(weight.rows), step):
         values = dequantize(table[weight.rows[start : start + step]], stored.kind)
         yield np.ascontiguousarray(values, dtype=np.float32) - np.float32(weight.shift)
 
 
 def _generation(header: GgufHeader, config: dict[str, Any]) -> dict[str, Any]:
-    """Where answers end: at the end of the text, and at the end of the turn where that is another token."""
+    """The `generation_config.json`. Answers end at the end-of-sequence token and at the end-of-turn token."""
     ends = [config["eos_token_id"], header.metadata.get("tokenizer.ggml.eot_token_id")]
     known = sorted({token for token in ends if token is not None})
     return {

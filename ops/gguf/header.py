@@ -1,7 +1,7 @@
-"""What a GGUF file says of itself: metadata, and where its tensors lie. No tensor is read.
+"""The header of a GGUF file: metadata, and the offsets of its tensors. No tensor is read.
 
-The file may be anybody's. Every count and length is checked against what is left of the header before anything is
-made of it, so a small lie costs no memory, and every tensor must lie within the file.
+The file is untrusted. Every count and length is checked against the rest of the header before memory is allocated, and
+every tensor must be within the file.
 """
 
 import math
@@ -55,7 +55,7 @@ def read_header(path: Path) -> GgufHeader:
     """Read the header of a GGUF file.
 
     Raises:
-        GgufError: it is none, is cut short, lies about its sizes, or is one part of several.
+        GgufError: it is no GGUF file, truncated, inconsistent, or one of several shards.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -125,7 +125,7 @@ def _placed(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: in
 
 
 class _Cursor:
-    """Reads on, and never beyond the file or `HEADER_BYTES_MAX`."""
+    """A reader that never passes the end of the file or `HEADER_BYTES_MAX`."""
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
         self.path = path

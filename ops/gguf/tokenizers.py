@@ -1,7 +1,7 @@
 """`tokenizer.json` and `tokenizer_config.json` of a GGUF file.
 
-transformers rebuilds vocabulary, merges and added tokens. How text is split before that stands in a file as a name;
-names that neither transformers nor this module knows are refused, since a wrong split makes other tokens.
+transformers builds vocabulary, merges and added tokens. A file has the name of its pre-tokenizer; names that neither
+transformers nor this module knows are refused, since another pre-tokenizer makes other tokens.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from ops.gguf.header import GgufError, GgufHeader
 
 _BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
 _DIGITS_APART = frozenset(("codeshell", "command-r", "refact", "smollm", "starcoder"))
-"""Each digit by itself, then as GPT-2."""
+"""Each digit is a word, then as GPT-2."""
 _AS_GPT2 = frozenset(("default", "gpt-2"))
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -27,7 +27,7 @@ def build_tokenizer(header: GgufHeader) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer, and its `tokenizer_config.json`.
 
     Raises:
-        GgufError: the file has none, or one of a kind that is not supported.
+        GgufError: the file has no tokenizer, or an unsupported one.
     """
     metadata = {key.removeprefix("tokenizer."): value for key, value in header.metadata.items()}
     tokens = metadata.get("ggml.tokens")
@@ -59,7 +59,7 @@ def build_tokenizer(header: GgufHeader) -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def _token(header: GgufHeader, tokens: list[str], number: Any) -> str | None:
-    """A special token's text."""
+    """The text of a special token."""
     if number is None:
         return None
     if not isinstance(number, int) or not 0 <= number < len(tokens):
@@ -68,7 +68,7 @@ def _token(header: GgufHeader, tokens: list[str], number: Any) -> str | None:
 
 
 def _frame(tokenizer: Tokenizer, special: dict[str, str | None], *, begins: bool, ends: bool) -> Any:
-    """What adds the tokens around a text."""
+    """The post-processor that adds the special tokens around a text."""
     first, last = (special["bos_token"] if begins else None), (special["eos_token"] if ends else None)
     around = [token for token in (first, last) if token is not None]
     if not around:

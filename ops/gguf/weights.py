@@ -1,4 +1,4 @@
-"""Where each weight of a model is in a GGUF file: by name, shape and order of rows."""
+"""The stored tensor of each weight of a model in a GGUF file: name, shape and order of rows."""
 
 import math
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from ops.gguf.header import GgufError, GgufHeader, GgufTensor
 _NOT_WEIGHTS = frozenset(
     GGMLQuantizationType[name] for name in ["I8", "I16", "I32", "I64", "F64", "Q1_0", "Q8_1", "Q8_K"]
 )
-"""Types that `gguf.dequantize` does not unpack."""
+"""Types that `gguf.dequantize` does not support."""
 _FLOATS = frozenset((GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A tensor of the checkpoint: of the `stored_rows` rows of a stored one these, in this order. `shift` is taken off
-    every value.
+    """A tensor of the checkpoint: the rows `rows`, in this order, of the `stored_rows` rows of a stored tensor. `shift`
+    is subtracted from all values.
     """
 
     name: str
@@ -41,10 +41,10 @@ class Weight:
 
 
 def find_weights(header: GgufHeader, config: dict[str, Any]) -> list[Weight]:
-    """Every weight of the model that the config describes. Nothing of the file may be left over.
+    """All weights of the model that the config describes.
 
     Raises:
-        GgufError: a tensor is missing, of another shape, or not part of such a model.
+        GgufError: a tensor is missing, has another shape, or does not belong to the model.
     """
     architecture = str(header.metadata["general.architecture"])
     number = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
@@ -53,7 +53,7 @@ def find_weights(header: GgufHeader, config: dict[str, Any]) -> list[Weight]:
     for name, shape in _parameters(header, config).items():
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
-        weights += list(_from_file(header, config, names, name, shape))
+        weights += _from_file(header, config, names, name, shape)
     left = header.tensors.keys() - {weight.stored.name for weight in weights}
     if left:
         raise GgufError(f"{header.path}: {', '.join(sorted(left)[:4])} is not supported in a model of {architecture}")
@@ -61,13 +61,13 @@ def find_weights(header: GgufHeader, config: dict[str, Any]) -> list[Weight]:
 
 
 def _parameters(header: GgufHeader, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes that transformers gives the model's parameters."""
+    """Names and shapes of the model's parameters in transformers."""
     fields = {name: value for name, value in config.items() if name != "model_type"}
     try:
         with torch.device("meta"):
             build: Any = AutoModelForCausalLM.from_config
             model = build(AutoConfig.for_model(config["model_type"], **fields))
-    except Exception as error:  # whatever a config of unlikely sizes leads to
+    except Exception as error:  # a config of implausible sizes can raise anything
         raise GgufError(f"{header.path}: its settings describe no model that can be built: {error}") from error
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
@@ -75,7 +75,7 @@ def _parameters(header: GgufHeader, config: dict[str, Any]) -> dict[str, tuple[i
 def _from_file(
     header: GgufHeader, config: dict[str, Any], names: Any, name: str, shape: tuple[int, ...]
 ) -> Iterator[Weight]:
-    """One parameter; of fused experts, each by the name that checkpoints give it."""
+    """The weights of one parameter: one, or with fused experts one per expert, by their names in checkpoints."""
     architecture = ARCHITECTURES[str(header.metadata["general.architecture"])]
     layer, fused, part = name.partition(".mlp.experts.")
     if fused:
@@ -103,7 +103,7 @@ def _from_file(
         if len(shape) == 1 and stored.kind not in _FLOATS:
             raise GgufError(f"{header.path}: tensor {stored.name} must hold floats, not {stored.kind.name}")
         heads = config["num_attention_heads" if base.endswith("q_proj") else "num_key_value_heads"]
-        # llama.cpp keeps the two halves of a head's rows interleaved
+        # llama.cpp interleaves the two halves of a head's rows
         rows_in_order = rows_in_order.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
     shift = 1.0 if architecture.norms_plus_one and base.endswith("norm") else 0.0
     yield Weight(name=name, shape=shape, stored=stored, stored_rows=stored_rows, rows=rows_in_order, shift=shift)

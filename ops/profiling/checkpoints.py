@@ -1,4 +1,4 @@
-"""Checkpoints to measure with: real architectures of any size, with random weights."""
+"""Checkpoints for benchmarks: real architectures of any size with random weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,6 @@ class BenchModel:
 
     @property
     def spec(self) -> ModelSpec:
-        """What an engine is told about it."""
         return ModelSpec(
             name=self.name,
             path=str(self.folder),
@@ -49,7 +48,7 @@ class Shape:
 
     @property
     def config(self) -> dict[str, Any]:
-        """In the words of transformers' configs: a quarter as many KV heads, feed-forward of 8/3."""
+        """Keys of transformers' configs: a quarter as many KV heads as heads, a feed-forward ratio of 8/3."""
         heads = self.hidden // self.head_dim
         return {
             "hidden_size": self.hidden,
@@ -62,11 +61,7 @@ class Shape:
 
 
 def parameters_of(text: str) -> int:
-    """`90M` or `7B` as a number of parameters.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """`90M` or `7B` as a number of parameters. Raises ValueError for other texts."""
     unit = _UNITS.get(text[-1:].upper())
     try:
         count = round(float(text[:-1]) * unit) if unit else 0
@@ -78,7 +73,7 @@ def parameters_of(text: str) -> int:
 
 
 def shape_of(parameters: int) -> Shape:
-    """Sizes that come close: a layer has 10.5 hidden^2 parameters, and the vocabulary two rows of hidden for each."""
+    """Sizes of about that many parameters: 10.5 hidden^2 per layer, and two rows of hidden per word of the vocabulary."""
     layers = next((layers for limit, layers in _LAYERS if parameters < limit), 40)
     head_dim = 64 if parameters < _LAYERS[1][0] else 128
     step = 4 * head_dim
@@ -91,7 +86,7 @@ def shape_of(parameters: int) -> Shape:
 def build_checkpoints(
     folder: Path, shapes: Sequence[Shape], dtype: DtypeName, *, device: str = "cpu"
 ) -> list[BenchModel]:
-    """A checkpoint of each shape as a sub-folder, architectures in turn. Weights are drawn on `device`."""
+    """Write a checkpoint of each shape into a sub-folder, architectures in rotation. Weights are drawn on `device`."""
     build: Any = AutoModelForCausalLM.from_config
     models = []
     for number, shape in enumerate(shapes):

@@ -1,7 +1,7 @@
-"""Decode tokens per second of one model, against transformers' continuous batching and, where it is, vLLM's.
+"""Decode tokens per second of one model, against transformers' continuous batching and, if installed, vLLM's.
 
-All see the same prompts, make the same number of tokens greedily in the same dtype with the same threads, and take
-turns. Only the time in which all sequences decode counts.
+All run the same prompts greedily to the same number of tokens, with the same dtype and threads, in alternation. Only
+the time in which all sequences decode counts.
 """
 
 import random
@@ -29,11 +29,11 @@ PAGE_TOKENS = 256
 STEP_TOKENS_MAX = 512
 
 Stamps = list[list[float]]
-"""When each token of each sequence was made."""
+"""Time of each token of each sequence, in seconds."""
 
 
 def measure_decode(models: list[BenchModel], *, device: str, dtype: DtypeName, rounds: int) -> Figure:
-    """The ratio of tokens per second, this engine over transformers, of the first model."""
+    """Tokens per second of this engine over those of transformers, for the first model."""
     chance = random.Random(0)
     prompts = [tuple(chance.choices(range(VOCABULARY), k=PROMPT_TOKENS)) for _ in range(SEQUENCES)]
     with closing(_engine(models[0], device, dtype)) as engine:
@@ -84,7 +84,7 @@ def _engine(model: BenchModel, device: str, dtype: DtypeName) -> TorchEngine:
 
 
 def engine_run(engine: Engine, model: BenchModel, prompts: Sequence[tuple[int, ...]]) -> Callable[[], Stamps]:
-    """Has an engine, in which the model stands under its own name, answer all prompts at once."""
+    """A run of all prompts at once on an engine that has loaded the model as instance `model.name`."""
     numbers = count()
 
     def run() -> Stamps:
@@ -124,13 +124,13 @@ def _transformers_run(
     )
 
     def run() -> Stamps:
-        made = peer.generate_batch(
+        outputs = peer.generate_batch(
             [list(prompt) for prompt in prompts],
             generation_config=generation,
             continuous_batching_config=batching,
             record_timestamps=True,
         )
-        assert all(len(output.generated_tokens) == TOKENS for output in made.values()), "transformers stopped early"
-        return [output.timestamps for output in made.values()]
+        assert all(len(output.generated_tokens) == TOKENS for output in outputs.values()), "transformers stopped early"
+        return [output.timestamps for output in outputs.values()]
 
     return run

@@ -1,12 +1,12 @@
-"""Are the tokens of a pooled slot those of transformers? The work of `tidepool node check`.
+"""`tidepool node check`: are the tokens of a multiplexed engine those of transformers?
 
-Each model first runs alone in transformers' own `generate`. Then one engine runs them all in an arena that holds the
-largest model and hardly more, with KV memory for little more than one request: models switch after a few steps, KV is
-swapped, requests join at any moment, and some leave early. Every token and its logits are compared.
+Each model first runs alone in transformers' `generate`. Then one engine runs all models in an arena that holds little
+more than the largest one, with KV memory for little more than one request: models switch after a few steps, KV is
+swapped, requests arrive at any step, and some are cancelled. Every token and its logits are compared.
 
-Where two tokens are nearly tied, rounding may choose the other one. That is no mismatch as long as the reference's own
-logits of the two differ by no more than the tolerance, or two experts are nearly tied for their place at that token.
-Such ties are counted, and the request goes on from the reference's token, so that what follows is compared too.
+If two tokens are nearly tied, rounding may choose the other one. That is no mismatch as long as the reference's logits
+of the two differ by no more than the tolerance, or the choice between two experts is nearly tied at that token. Such
+ties are counted, and the request continues from the reference's token, so that the tokens after it are compared too.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,8 @@ from dataplane.memory.kv_cache import blocks_for
 from dataplane.protocol.messages import ModelSpec
 from dataplane.scheduling.decode import DecodeSettings
 from dataplane.scheduling.schedule import TurnSettings
-from ops.profiling.interleaving import CheckReport, CheckSettings, Interleaving, Told
+from ops.profiling.figures import Progress
+from ops.profiling.interleaving import CheckReport, CheckSettings, Interleaving
 from ops.profiling.reference import longest_prompt, make_prompts, run_reference
 
 BLOCK_TOKENS = 8
@@ -28,15 +29,15 @@ SLAB_BYTES_MIN = 4096
 SLABS_WANTED = 512
 BATCH_MAX = 4
 QUOTA_S = 0.02
-"""A decode turn: a few steps by the clock of `Interleaving`."""
+"""Decode quota of a model: a few steps by the clock of `Interleaving`."""
 
 
-def check_models(folders: Sequence[Path], settings: CheckSettings, tell: Told) -> CheckReport:
+def check_models(folders: Sequence[Path], settings: CheckSettings, report: Progress) -> CheckReport:
     """Compare all models.
 
     Raises:
         ModelLoadError: a folder holds no model that the engine runs.
-        ValueError: the device cannot be used, or a model's context has no room for `tokens` and a prompt.
+        ValueError: the device cannot be used, or a model's context is too short for `tokens` and a prompt.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA device can be used here")
@@ -47,19 +48,19 @@ def check_models(folders: Sequence[Path], settings: CheckSettings, tell: Told) -
     for number, (name, skeleton) in enumerate(skeletons.items()):
         if settings.tokens >= skeleton.geometry.context_tokens:
             raise ValueError(f"{name} has a context of {skeleton.geometry.context_tokens} tokens, too few for --tokens")
-        tell(f"transformers runs {name}", number, len(names))
+        report(f"transformers runs {name}", number, len(names))
         prompts = make_prompts(skeleton, count=settings.prompts, tokens=settings.tokens, seed=settings.seed + number)
         references[name] = run_reference(names[name], skeleton, prompts, tokens=settings.tokens, device=settings.device)
     specs = [_spec(name, names[name], skeleton) for name, skeleton in skeletons.items()]
     interleaving = Interleaving(specs, references, slot_for_one(list(skeletons.values()), settings), settings)
     try:
-        return interleaving.run(tell)
+        return interleaving.run(report)
     finally:
         interleaving.engine.close()
 
 
 def slot_for_one(skeletons: Sequence[Skeleton], settings: CheckSettings) -> TorchEngineSettings:
-    """A slot for the largest model, with KV memory for one and a half of the requests that need most."""
+    """Engine settings for the largest model, with KV memory for one and a half of the largest requests."""
     longest = [longest_prompt(skeleton, tokens=settings.tokens) + settings.tokens for skeleton in skeletons]
     blocks_bytes = [s.geometry.kv_bytes_per_token(s.dtype) * BLOCK_TOKENS for s in skeletons]
     wanted_bytes = max(*blocks_bytes, SLAB_BYTES_MIN, max(s.size_bytes for s in skeletons) // SLABS_WANTED)
@@ -83,7 +84,7 @@ def slot_for_one(skeletons: Sequence[Skeleton], settings: CheckSettings) -> Torc
 
 
 def _names(folders: Sequence[Path]) -> dict[str, Path]:
-    """A name for each folder: its own, numbered where two are alike."""
+    """Names of the folders, numbered if two are equal."""
     names: dict[str, Path] = {}
     for folder in folders:
         name = folder.resolve().name

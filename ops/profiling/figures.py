@@ -1,4 +1,4 @@
-"""What a benchmark says, and how it takes times: ways of doing a thing take turns, so that all see the same noise."""
+"""Results of benchmarks, and how they measure times: the compared variants alternate, so that all see the same noise."""
 
 import statistics
 import time
@@ -8,10 +8,13 @@ from typing import Literal
 
 import torch
 
+Progress = Callable[[str, int, int], None]
+"""Called with what is being measured, how much of it is done, and how much there is."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A measured value and its target. `details` are what it was made of, and what else was seen."""
+    """A measured value and its target. `details`: the values that it is computed from, and others."""
 
     name: str
     value: float
@@ -22,12 +25,11 @@ class Figure:
 
     @property
     def met(self) -> bool:
-        """Whether the value keeps to the target."""
         return self.value <= self.target if self.bound == "at most" else self.value >= self.target
 
 
 def interleaved(runs: Mapping[str, Callable[[], float]], *, rounds: int) -> dict[str, list[float]]:
-    """The results of each run, made in turn `rounds` times after one round that does not count."""
+    """The results of each run over `rounds` rounds, after a warm-up round. A round calls each once, in order."""
     results: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
         for name, run in runs.items():
@@ -38,12 +40,12 @@ def interleaved(runs: Mapping[str, Callable[[], float]], *, rounds: int) -> dict
 
 
 def medians(results: Mapping[str, list[float]]) -> dict[str, float]:
-    """The median of each."""
+    """The median of each list."""
     return {name: statistics.median(values) for name, values in results.items()}
 
 
-def seconds(run: Callable[[], None], device: torch.device) -> float:
-    """How long it takes until the device has done it."""
+def seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds until `run` returned and the device completed its work."""
     synchronize(device)
     began_s = time.perf_counter()
     run()
@@ -52,6 +54,6 @@ def seconds(run: Callable[[], None], device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a CUDA device has done all it was given."""
+    """Wait until a CUDA device has completed all submitted work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

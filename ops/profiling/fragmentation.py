@@ -1,6 +1,6 @@
-"""How much of a unified KV cache's slabs holds nothing under a random load of several shapes (Aegaeon 7.3, figure 16).
+"""Fragmentation of a unified KV cache under a random load of several shapes (Aegaeon 7.3, figure 16).
 
-Only the bookkeeping runs: no tensors, no engine, no clock. A step is one token of every sequence that is running.
+Only the bookkeeping runs: no tensors, no engine, no clock. A step is one token of every running sequence.
 """
 
 import random
@@ -24,9 +24,9 @@ CHECK_EVERY_STEPS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Fragmentation:
-    """Unused bytes over held bytes, each summed over the steps: `overall`, and of each shape.
+    """Unused bytes over held bytes, each summed over the steps: `overall`, and by shape.
 
-    `peak`: the same at the one step at which most was held. `load`: held bytes over all there are, summed likewise.
+    `peak`: the same at the step with the most held bytes. `load`: held bytes over capacity, each summed over the steps.
     """
 
     overall: float
@@ -44,10 +44,10 @@ def simulate_fragmentation(
     slab_bytes: int = 128 * 2**20,
     load: float = 0.7,
 ) -> Fragmentation:
-    """Serve sequences of random shape and length that come at random, and measure after each step.
+    """Serve sequences of random shape and length with random arrivals, and measure after each step.
 
-    So many come that about `load` of the memory would be used in the mean. A sequence that finds no block leaves.
-    Blocks go back while a copy still reads them, for up to `COPY_STEPS_MAX` steps.
+    The arrival rate is that at which the mean use of the memory is `load`. A sequence ends when no block is free.
+    Blocks are freed while a copy still reads them, for up to `COPY_STEPS_MAX` steps.
     """
     host = HostSlabs(slabs)
     simulation = _Simulation(shapes=shapes, chance=random.Random(seed), cache=KvCache(host, slab_bytes))
@@ -83,7 +83,7 @@ class _Simulation:
     arrivals_due: float = 0.0
 
     def advance(self, arrivals_per_step: float) -> None:
-        """One token for every sequence; some end, some come."""
+        """One token for every sequence, after which some end and new ones start."""
         self.step += 1
         self.cache.settle()
         self.running = [sequence for sequence in self.running if self._grow(sequence)]
@@ -97,7 +97,7 @@ class _Simulation:
                 self.running.append(sequence)
 
     def _grow(self, sequence: _Running) -> bool:
-        """Give the sequence its next token; whether it goes on."""
+        """Give the sequence its next token. Returns whether it continues."""
         sequence.tokens += 1
         needed = blocks_for(sequence.tokens, sequence.shape.block_tokens) - len(sequence.blocks)
         try:
@@ -112,7 +112,7 @@ class _Simulation:
 
 
 class _Copy(Passed):
-    """An event that is done from a step on."""
+    """An event that is done from `end_step` on."""
 
     def __init__(self, *, simulation: _Simulation, end_step: int) -> None:
         self._simulation = simulation

@@ -1,10 +1,11 @@
-"""All models on one engine that has room for one: what comes out while they take turns, beside what should.
+"""All models on one engine that holds one at a time, compared with their references.
 
-Tokens are the criterion: each must be the reference's, but for ties, which are counted. Logits are reported, and held
-to two bounds that a sound engine keeps whatever rounding does:
+Tokens are the criterion: each must be the reference's, except for ties, which are counted. Logits are reported, and
+must keep two bounds that a correct engine keeps despite rounding:
 
-- at tokens where no router nearly ties, there or before, no logit differs by more than the tolerance, or by more than a
-  few times what transformers differs from itself there;
+- at tokens without a near tie of a router, there or before, no logit differs by more than the tolerance, or by more
+than
+  a few times the difference of transformers from itself;
 - over all tokens, the median difference is no more than that. Rounding that chooses another expert changes single
   tokens by any amount, and those after them by less; a wrong computation changes most of them.
 """
@@ -23,27 +24,25 @@ from dataplane.engines.torch.sequences import TokenSequence
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.protocol.messages import ModelSpec
 from dataplane.protocol.tiers import Tier
+from ops.profiling.figures import Progress
 from ops.profiling.reference import Continuation, Reference
 
 JOIN_EVERY_STEPS = 3
 LEAVE_AFTER_TOKENS = 2
 TICK_S = 0.001
-"""The engine's clock moves on by this much whenever it is read: turns take as many steps on any machine."""
+"""The engine's clock advances by this much whenever it is read, so that a quota has as many steps on any machine."""
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05}
 """Two tokens are nearly tied if the reference's logits of them differ by no more than this share of its largest."""
 ROUTER_TOLERANCES = {"float32": 1e-5, "bfloat16": 0.01}
-"""Two experts are nearly tied for a place if the reference gives them probabilities no further apart than this."""
+"""Two experts are nearly tied if the reference's probabilities of them differ by no more than this."""
 SPREADS_MAX = 4.0
-"""Logits may differ by the tolerance, or by so many times what transformers differs from itself."""
-
-Told = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much it is."""
+"""Logits may differ by the tolerance, or by so many times the difference of transformers from itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckSettings:
-    """`prompts` for each model, `tokens` to make from each at most; at least `switches` if there are several models."""
+    """`prompts` per model, at most `tokens` generated from each; at least `switches` if there are several models."""
 
     device: str
     dtype: Literal["float32", "bfloat16"]
@@ -63,8 +62,8 @@ class CheckSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitShares:
-    """Differences of logits as shares of a token's largest logit: the largest of all, the largest where no router
-    nearly ties up to there (0 if there are no such tokens), and the median of all.
+    """Differences of logits as shares of a token's largest logit: the largest of all, the largest at tokens without a
+    near tie of a router up to there (0 without such tokens), and the median of all.
     """
 
     most: float
@@ -73,7 +72,7 @@ class LogitShares:
 
 
 def logit_shares(shares: Sequence[float], settled: Sequence[bool]) -> LogitShares:
-    """The figures of tokens with these differences."""
+    """The shares of tokens with these differences; `settled`: without a near tie up to there."""
     return LogitShares(
         most=max(shares, default=0.0),
         settled=max((share for share, is_settled in zip(shares, settled, strict=True) if is_settled), default=0.0),
@@ -83,9 +82,9 @@ def logit_shares(shares: Sequence[float], settled: Sequence[bool]) -> LogitShare
 
 @dataclass(kw_only=True)
 class ModelFinding:
-    """What came out for one model. `tokens`: how many were compared; `ties`: how many of them differed within the
-    tolerance; `router_ties`: how many others did where experts nearly tie; `logit_difference`: the largest one;
-    `logits`: how far they are from the reference's; `spread`: how far transformers is from itself.
+    """The result of one model. `tokens`: how many were compared; `ties`: how many of them differed within the
+    tolerance; `router_ties`: how many others differed at a near tie of experts; `logit_difference`: the largest one;
+    `logits`: differences from the reference; `spread`: differences of transformers from itself.
     """
 
     model: str
@@ -105,7 +104,7 @@ class ModelFinding:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What came out. `left`: requests that left early; `resident_max`: models that were in the arena at once."""
+    """The results. `left`: requests that were cancelled; `resident_max`: models that were in the arena at once."""
 
     settings: CheckSettings
     models: tuple[ModelFinding, ...]
@@ -125,7 +124,7 @@ class CheckReport:
 
 @dataclass(kw_only=True)
 class InflightRequest:
-    """A request under comparison: `at` of its reference's tokens were made so far."""
+    """A request under comparison: `at` tokens of its reference were generated so far. `leaves`: it is cancelled early."""
 
     model: str
     expected: Continuation
@@ -157,12 +156,12 @@ class Interleaving:
         for spec in specs:
             self.engine.load(spec.name, spec)
 
-    def run(self, tell: Told) -> CheckReport:
-        """All prompts of all models, round after round until there were enough switches."""
+    def run(self, report: Progress) -> CheckReport:
+        """Run all prompts of all models, in rounds until there were enough switches."""
         wanted = self._settings.switches if len(self._findings) > 1 else 0
         rounds = 0
         while rounds == 0 or self.engine.stats().switches_total < wanted:
-            self._round(rounds, lambda: tell("models take turns", self.engine.stats().switches_total, wanted))
+            self._round(rounds, lambda: report("models alternate", self.engine.stats().switches_total, wanted))
             rounds += 1
         for finding in self._findings.values():
             self._check_logits(finding)
@@ -179,8 +178,8 @@ class Interleaving:
             resident_max=self._resident_max,
         )
 
-    def _round(self, number: int, tell: Callable[[], None]) -> None:
-        """Every prompt of every model once, and one of each that leaves early, joining in any order."""
+    def _round(self, number: int, report: Callable[[], None]) -> None:
+        """Every prompt of every model once, and one of each that is cancelled, in random order."""
         joining = []
         for model, reference in self._references.items():
             wanted = [*reference.continuations, self._chance.choice(reference.continuations)]
@@ -195,7 +194,7 @@ class Interleaving:
             for output in self.engine.step():
                 self._take(output)
             self._note_models()
-            tell()
+            report()
             steps += 1
 
     def _join(self, request_id: str, inflight: InflightRequest) -> None:
@@ -217,8 +216,8 @@ class Interleaving:
         ended = output.error is not None or output.finish_reason is not None
         if output.error is not None:
             self._findings[inflight.model].mismatches.append(output.error)
-        made: list[int | None] = [*output.token_ids, *([None] if output.finish_reason == "stop" else [])]
-        same = all(self._same(output.request_id, inflight, token) for token in made)
+        tokens: list[int | None] = [*output.token_ids, *([None] if output.finish_reason == "stop" else [])]
+        same = all(self._same(output.request_id, inflight, token) for token in tokens)
         if ended or not same:
             del self._in_flight[output.request_id]
         elif inflight.leaves and inflight.at >= LEAVE_AFTER_TOKENS:
@@ -227,8 +226,8 @@ class Interleaving:
             self._left += 1
 
     def _same(self, request_id: str, inflight: InflightRequest, token: int | None) -> bool:
-        """Whether the next token is the reference's; None stands for an end of sequence. If not, the request ends, and
-        after a tie another one goes on from the reference's token.
+        """Whether the next token is the reference's; None is an end of sequence. If not, the request is cancelled, and
+        after a tie another one continues from the reference's token.
         """
         expected, finding = inflight.expected, self._findings[inflight.model]
         eos_ids = self._references[inflight.model].eos_ids
@@ -247,9 +246,9 @@ class Interleaving:
             if inflight.at < len(expected.tokens):
                 self._join(f"{request_id}+{inflight.at}", inflight)
         else:
-            said = "the end" if token is None else token
+            shown = "the end" if token is None else token
             where = f"prompt of {len(expected.prompt)} tokens, token {inflight.at}"
-            finding.mismatches.append(f"{where}: {said} instead of {right}, {gap:.2g} of the largest logit apart")
+            finding.mismatches.append(f"{where}: {shown} instead of {right}, {gap:.2g} of the largest logit apart")
         return False
 
     def _watch(self, sequence: TokenSequence, logits: torch.Tensor) -> None:

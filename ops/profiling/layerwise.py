@@ -1,8 +1,7 @@
-"""The first token after a switch: starting while layers arrive, against loading everything first.
+"""Time to first token after a model switch: running layer by layer while weights load, against loading all first.
 
-How much that saves hangs on how long loading takes beside the prefill: at most the shorter of the two can be hidden.
-A CPU computes slowly and copies fast, so there is little to hide; `balanced` paces the copies such that loading takes
-as long as the prefill, where half of the time can be saved.
+At most the shorter of load and prefill can be hidden. A CPU computes slowly and copies fast, so that little can be;
+`balanced` slows the copies down until the load takes as long as the prefill, where half of the time can be saved.
 """
 
 import random
@@ -25,12 +24,12 @@ from ops.profiling.figures import Figure, interleaved, medians
 
 SOONER_MIN = 0.25
 PROMPT_TOKENS = 512
-ROOM = 1.2
-"""The arena, in sizes of the larger model: two never fit."""
+ARENA_MODELS = 1.2
+"""Size of the arena in sizes of the larger model: two never fit."""
 
 
 class PacedStream:
-    """A copy stream over a wire of `bytes_per_s`: an event passes no sooner than that wire would be done."""
+    """A copy stream limited to `bytes_per_s`: no event is done before a link of that rate would complete the copy."""
 
     def __init__(self, inner: CopyStream, bytes_per_s: float) -> None:
         self._inner = inner
@@ -58,8 +57,8 @@ class FirstTokens:
         self._numbers = count()
         self._prompt = tuple(random.Random(0).choices(range(VOCABULARY), k=PROMPT_TOKENS))
 
-    def there_s(self, engine: TorchEngine, model: BenchModel) -> float:
-        """Seconds until the model's token, wherever its weights are."""
+    def token_s(self, engine: TorchEngine, model: BenchModel) -> float:
+        """Seconds to the model's first token, whether its weights are resident or not."""
         request_id = str(next(self._numbers))
         began_s = time.perf_counter()
         engine.add(
@@ -71,40 +70,40 @@ class FirstTokens:
             engine.step()
         return time.perf_counter() - began_s
 
-    def switched_s(self, engine: TorchEngine, model: BenchModel, other: BenchModel) -> float:
-        """The same after the other model has driven it out."""
-        self.there_s(engine, other)
-        return self.there_s(engine, model)
+    def token_after_switch_s(self, engine: TorchEngine, model: BenchModel, other: BenchModel) -> float:
+        """The same after the other model has evicted it."""
+        self.token_s(engine, other)
+        return self.token_s(engine, model)
 
 
 def measure_layerwise(
     models: list[BenchModel], *, device: str, dtype: DtypeName, rounds: int, balanced: bool = False
 ) -> Figure:
-    """By how much sooner the token comes: 1 - layer-wise / load-then-run. `most`: if all that can be hidden were."""
+    """The share of time saved: 1 - layer-wise / load-then-run. Detail `most`: its upper bound."""
     model, other = models[:2]
     first_tokens = FirstTokens()
     with ExitStack() as opened:
 
         def engine(*, layerwise: bool, bytes_per_s: float | None = None) -> TorchEngine:
-            made = _engine([model, other], device, dtype, layerwise=layerwise, bytes_per_s=bytes_per_s)
-            return opened.enter_context(closing(made))
+            opened_engine = _engine([model, other], device, dtype, layerwise=layerwise, bytes_per_s=bytes_per_s)
+            return opened.enter_context(closing(opened_engine))
 
         def run_s() -> float:
-            first_tokens.there_s(whole, model)
-            return first_tokens.there_s(whole, model)
+            first_tokens.token_s(whole, model)
+            return first_tokens.token_s(whole, model)
 
         whole = engine(layerwise=False)
         bytes_per_s = None
         if balanced:
             bytes_per_s = model.weights_bytes / medians(interleaved({"run": run_s}, rounds=1))["run"]
             whole = engine(layerwise=False, bytes_per_s=bytes_per_s)
-        parts = engine(layerwise=True, bytes_per_s=bytes_per_s)
+        layerwise = engine(layerwise=True, bytes_per_s=bytes_per_s)
         times_s = medians(
             interleaved(
                 {
-                    "layerwise": lambda: first_tokens.switched_s(parts, model, other),
-                    "whole": lambda: first_tokens.switched_s(whole, model, other),
-                    "run": lambda: first_tokens.there_s(whole, model),
+                    "layerwise": lambda: first_tokens.token_after_switch_s(layerwise, model, other),
+                    "whole": lambda: first_tokens.token_after_switch_s(whole, model, other),
+                    "run": lambda: first_tokens.token_s(whole, model),
                 },
                 rounds=rounds,
             )
@@ -132,7 +131,7 @@ def _engine(
     settings = TorchEngineSettings(
         device=device,
         dtype=dtype,
-        weights_bytes=int(ROOM * largest_bytes),
+        weights_bytes=int(ARENA_MODELS * largest_bytes),
         kv_bytes=largest_bytes // 2,
         prefill_tokens_per_step_max=PROMPT_TOKENS,
         prefetch=False,

@@ -11,7 +11,7 @@ from dataplane.scheduling.profile import ProfileError, load_gpu_profile
 
 @dataclass(frozen=True, kw_only=True)
 class FittedModel:
-    """A fit and what it is of. `note`: where its figures come from, on one line."""
+    """A fit of a model. `note`: the origin of its figures, on one line."""
 
     name: str
     source: str
@@ -23,7 +23,7 @@ class FittedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFacts:
-    """What a profile says of the GPU type (or machine) itself."""
+    """The fields of a profile that describe the GPU type (or machine)."""
 
     gpu_type: str
     memory_bytes: int
@@ -34,10 +34,10 @@ class GpuFacts:
 
 
 def write_profile(path: Path, gpu: GpuFacts, models: list[FittedModel]) -> None:
-    """Write a profile; one that is there is replaced.
+    """Write a profile, and replace an existing one.
 
     Raises:
-        dataplane.scheduling.profile.ProfileError: the figures make no valid profile; nothing is written.
+        dataplane.scheduling.profile.ProfileError: the result is no valid profile; nothing is written.
         OSError: the file cannot be written.
     """
     lines = [
@@ -52,15 +52,15 @@ def write_profile(path: Path, gpu: GpuFacts, models: list[FittedModel]) -> None:
 
 
 def append_models(path: Path, gpu_type: str, models: list[FittedModel]) -> None:
-    """Add models to a profile, which stays as it is otherwise.
+    """Add models to an existing profile.
 
     Raises:
         dataplane.scheduling.profile.ProfileError: the file is no valid profile, or one of another GPU type.
         OSError: the file cannot be written.
     """
-    there = load_gpu_profile(path).gpu_type
-    if there.upper() != gpu_type.upper():
-        raise ProfileError(f"{path}: is of {there}, not of {gpu_type}")
+    present = load_gpu_profile(path).gpu_type
+    if present.upper() != gpu_type.upper():
+        raise ProfileError(f"{path}: is of {present}, not of {gpu_type}")
     _replace(path, path.read_text(encoding="utf-8").rstrip("\n") + "\n" + "".join(map(_entry, models)))
 
 
@@ -83,7 +83,7 @@ def _entry(model: FittedModel) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write beside the file and check that it can be read before it takes its place."""
+    """Write to a temporary file, check that it can be read, and rename it."""
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_text(text, encoding="utf-8")

@@ -1,22 +1,28 @@
-"""Fitted latency models of checkpoints measured here, or of points that others measured."""
+"""Latency models fitted to measurements of checkpoints on this machine, or to published points."""
 
 import platform
 from collections.abc import Sequence
 from pathlib import Path
 
 from dataplane.scheduling.fit import fit_latency
+from ops.profiling.figures import Progress
 from ops.profiling.profile_file import FittedModel, GpuFacts
 from ops.profiling.published_points import PointSet, read_points
-from ops.profiling.step_times import StepTimesSettings, Told, machine_memory, measure_step_times
+from ops.profiling.step_times import StepTimesSettings, machine_memory, measure_step_times
 
 PUBLISHED_EFFICIENCY = 0.625
-"""Of the wire's rate, where only the wire's is known: beta of Aegaeon A.2."""
+"""Share of the PCIe rate that transfers reach, if only that rate is known: beta of Aegaeon A.2."""
 
 
 def measured_profile(
-    folders: Sequence[Path], settings: StepTimesSettings, *, gpu_type: str | None, cost_per_hour: float, tell: Told
+    folders: Sequence[Path],
+    settings: StepTimesSettings,
+    *,
+    gpu_type: str | None,
+    cost_per_hour: float,
+    report: Progress,
 ) -> tuple[GpuFacts, list[FittedModel]]:
-    """Run steps of each checkpoint on this machine. `gpu_type` None: the device's own name.
+    """Measure steps of each checkpoint on this machine. `gpu_type` None: the name of the device.
 
     Raises:
         ModelLoadError: a folder holds no model that the engine runs.
@@ -26,7 +32,7 @@ def measured_profile(
     models = []
     rates_bytes_per_s = []
     for folder in folders:
-        times = measure_step_times(folder, settings, tell)
+        times = measure_step_times(folder, settings, report)
         rates_bytes_per_s.append(times.rate_bytes_per_s)
         models.append(
             FittedModel(
@@ -50,8 +56,8 @@ def measured_profile(
 
 
 def published_models(file: Path, gpu_type: str | None) -> tuple[str, list[FittedModel], list[str]]:
-    """The device, the fits of its sets in `file`, and the sources left out since nobody says how large the model is.
-    `gpu_type` None: the only device there.
+    """The device, the fits of its sets in `file`, and the sources left out because the model's size is unknown.
+    `gpu_type` None: the only device in the file.
 
     Raises:
         ValueError: the file cannot be read, has several devices or none of that name, or a set of too few points.

@@ -1,7 +1,7 @@
-"""Measured points from a CSV file such as Aegaeon's artifact publishes, sorted into the sets that are fitted together.
+"""Measured points from a CSV file as Aegaeon's artifact publishes, grouped into the sets that are fitted together.
 
 A row is one model on `tp` GPUs of a type: a prefill of `batch_size` prompts of `input_len` tokens, and a decode step
-with them as context. Percentiles may stand beside the means; they are not used.
+with them as context. Columns of percentiles are accepted and not used.
 """
 
 import csv
@@ -19,16 +19,14 @@ COLUMNS = ("set", "model", "device", "tp", "input_len", "batch_size", "prefill_a
 UNUSED_COLUMNS = ("prefill_p50_s", "prefill_p90_s", "decode_p50_s", "decode_p90_s")
 CHUNK_TOKENS = 4096
 TRUNCATED_RATIO = 1.4
-"""A set whose longest prefill above a chunk took less than this many times the longest of one chunk ran chunks only."""
+"""If the longest prefill above a chunk took less than this many times that of one chunk, only one chunk was run."""
 
 _BILLIONS = re.compile(r"[-_](\d+(?:\.\d+)?)b(?=[-_]|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PointSet:
-    """What was measured of one model on `gpus` GPUs of a type. `dropped`: points that ran fewer
-    tokens than they say.
-    """
+    """Points of one model on `gpus` GPUs of a type. `dropped`: points that ran fewer tokens than their row states."""
 
     source: str
     model: str
@@ -40,7 +38,7 @@ class PointSet:
 
     @property
     def weights_bytes(self) -> int | None:
-        """Two bytes for each parameter that the name says. None where it says none, or only a mixture's active ones."""
+        """Two bytes per parameter by the model's name; None if it has no size, or the active one of a mixture only."""
         billions = _BILLIONS.search(self.model.lower())
         if billions is None or "moe" in self.model.lower():
             return None
@@ -63,7 +61,7 @@ def read_points(file: Path) -> list[PointSet]:
     """All sets of a CSV file, plain or gzipped, in the order of their first rows.
 
     Raises:
-        ValueError: columns are missing or unknown, or a value is no number; says where.
+        ValueError: columns are missing or unknown, or a value is no number; the message has file and line.
     """
     groups: dict[tuple[str, str, str, str], list[_Row]] = defaultdict(list)
     try:
@@ -81,8 +79,8 @@ def _check_columns(file: Path, names: Sequence[str]) -> None:
     missing = [name for name in COLUMNS if name not in names]
     unknown = [name for name in names if name not in COLUMNS + UNUSED_COLUMNS]
     if missing or unknown:
-        said = [f"{what} {', '.join(found)}" for what, found in (("missing", missing), ("unknown", unknown)) if found]
-        raise ValueError(f"{file}: columns {'; '.join(said)}; expected are {', '.join(COLUMNS)}")
+        faults = [f"{what} {', '.join(found)}" for what, found in (("missing", missing), ("unknown", unknown)) if found]
+        raise ValueError(f"{file}: columns {'; '.join(faults)}; expected are {', '.join(COLUMNS)}")
 
 
 def _row(file: Path, line: int, row: dict[str, str]) -> _Row:
@@ -115,9 +113,9 @@ def _point_set(name: str, model: str, device: str, gpus: str, rows: list[_Row]) 
 
 
 def _truncated(rows: list[_Row]) -> bool:
-    """Whether prefills of more than a chunk took hardly longer than a chunk did.
+    """Whether prefills of more than a chunk were truncated to one, by their times.
 
-    In the published data the ratio is at most 1.28 where they were cut off, and at least 1.55 where not.
+    In the published data the ratio is at most 1.28 for truncated ones, and at least 1.55 for others.
     """
     chunk_s = max((row.prefill_s for row in rows if row.tokens == CHUNK_TOKENS), default=0.0)
     above_s = max((row.prefill_s for row in rows if row.tokens > CHUNK_TOKENS), default=math.inf)

@@ -1,7 +1,7 @@
-"""What transformers itself makes of a prompt: the yardstick of `tidepool node check`.
+"""Continuations by transformers: the reference of `tidepool node check`.
 
-A model of experts is a yardstick with gaps: where two experts are nearly tied for the last place, rounding chooses, and
-the logits are those of another network. How near to that its routers come is kept beside the logits.
+With a mixture of experts the reference is not always unique: if two experts are nearly tied for the last one chosen,
+rounding decides, and the logits are those of another network. The margins of the routers are kept with the logits.
 """
 
 import math
@@ -18,15 +18,15 @@ from dataplane.engines.torch.model.skeleton import Skeleton
 
 PROMPT_TOKENS = 40
 WINDOW_TOKENS_MAX = 1024
-"""A prompt outgrows the model's sliding window where that is no longer than this."""
+"""Prompts are longer than the model's sliding window if that has at most so many tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Continuation:
-    """What comes after a prompt: `tokens`, an end-of-sequence token included, chosen from `logits`
-    `[len(tokens), vocabulary]`, float32. `margins`: for each of them, by how much of the probability the last expert
-    chosen leads the first one left out, in the layer where that is least; infinite without experts. `margins_before`:
-    the least of those before it, prompt included, whose keys and values it attends to.
+    """The continuation of a prompt: `tokens`, an end-of-sequence token included, chosen from `logits`
+    `[len(tokens), vocabulary]`, float32. `margins`: for each token, the least difference over the layers between the
+    probabilities of the last expert chosen and the first one not chosen; infinite without experts. `margins_before`:
+    the least margin of the tokens before it, prompt included, whose keys and values it attends to.
     """
 
     prompt: tuple[int, ...]
@@ -41,7 +41,7 @@ class Continuation:
         return float(row.max() - row[token]) / self._scale(index)
 
     def distance(self, index: int, logits: torch.Tensor) -> tuple[float, float]:
-        """How far other logits are from those at `index` at most: absolute, and as a share of the largest there."""
+        """The largest difference of other logits from those at `index`: absolute, and as a share of the largest logit."""
         difference = float((logits.float().cpu() - self.logits[index]).abs().max())
         return difference, difference / self._scale(index)
 
@@ -51,8 +51,8 @@ class Continuation:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """A model by transformers. `spreads`: for each token of each continuation in turn, how far transformers is from
-    itself when it runs the same tokens in one pass instead of one by one, as a share of the token's largest logit.
+    """A model run by transformers. `spreads`: for each token of each continuation, the largest difference of logits
+    between transformers' pass over all tokens and its steps of one, as a share of the token's largest logit.
     """
 
     architecture: str
@@ -66,7 +66,7 @@ class Reference:
 def run_reference(
     folder: Path, skeleton: Skeleton, prompts: Sequence[tuple[int, ...]], *, tokens: int, device: str
 ) -> Reference:
-    """Let transformers' own `generate` continue each prompt greedily, alone and unbatched, by `tokens` at most."""
+    """Continue each prompt greedily with transformers' `generate`, unbatched, by at most `tokens` tokens."""
     load: Any = AutoModelForCausalLM.from_pretrained
     model = load(folder, dtype=skeleton.dtype, local_files_only=True, trust_remote_code=False)
     model.to(device).eval()
@@ -75,7 +75,7 @@ def run_reference(
     spreads: list[float] = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=device)
-        made = model.generate(
+        generated = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
@@ -83,13 +83,13 @@ def run_reference(
             output_logits=True,
             return_dict_in_generate=True,
         )
-        chosen = tuple(made.sequences[0, len(prompt) :].tolist())
-        at_once = model(made.sequences[:, :-1], **_router_options(model))
+        chosen = tuple(generated.sequences[0, len(prompt) :].tolist())
+        at_once = model(generated.sequences[:, :-1], **_router_options(model))
         margins = router_margins(at_once, model.config)
         continuation = Continuation(
             prompt=prompt,
             tokens=chosen,
-            logits=torch.cat(made.logits).float().cpu(),
+            logits=torch.cat(generated.logits).float().cpu(),
             margins=tuple(margins[len(prompt) - 1 :]),
             margins_before=tuple(min(margins[:end], default=math.inf) for end in range(len(prompt) - 1, len(margins))),
         )
@@ -106,12 +106,12 @@ def run_reference(
 
 
 def _router_options(model: Any) -> dict[str, bool]:
-    """Models of experts tell their routers' logits when they are asked."""
+    """Mixtures of experts return the logits of their routers with this option."""
     return {"output_router_logits": True} if hasattr(model.config, "output_router_logits") else {}
 
 
 def router_margins(output: Any, config: Any) -> list[float]:
-    """For each token of one pass: see `Continuation.margins`."""
+    """`Continuation.margins` for each token of one pass."""
     chosen = getattr(config, "num_experts_per_tok", 0)
     layers = [logits for logits in getattr(output, "router_logits", None) or () if logits.shape[-1] > chosen]
     if not layers:
@@ -133,13 +133,13 @@ def make_prompts(skeleton: Skeleton, *, count: int, tokens: int, seed: int) -> l
 
 
 def longest_prompt(skeleton: Skeleton, *, tokens: int) -> int:
-    """Tokens of the longest prompt to try, when `tokens` follow it: more than the window, where one is used."""
+    """Tokens of the longest prompt, when `tokens` follow it: more than the sliding window, if the model has one."""
     window = window_tokens(skeleton) or 0
     wanted = PROMPT_TOKENS if window > WINDOW_TOKENS_MAX else max(PROMPT_TOKENS, window + window // 2)
     return max(1, min(wanted, skeleton.geometry.context_tokens - tokens))
 
 
 def window_tokens(skeleton: Skeleton) -> int | None:
-    """The sliding window of the model, if some of its layers have one."""
+    """The sliding window of the model's layers in tokens, if some have one."""
     window = getattr(skeleton.model.config, "sliding_window", None)
     return window if isinstance(window, int) and window > 0 else None

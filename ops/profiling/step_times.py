@@ -1,10 +1,10 @@
-"""How long prefills and decode steps of a model take on this machine: the points that a latency model is fitted to."""
+"""Times of prefills and decode steps of a model on this machine: the points that a latency model is fitted to."""
 
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -24,6 +24,7 @@ from dataplane.engines.torch.sequences import Chunk, TokenSequence
 from dataplane.memory.kv_cache import blocks_for
 from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.fit import DecodePoint, PrefillPoint
+from ops.profiling.figures import Progress
 
 BATCHES = (1, 4, 16)
 SHORTEST_TOKENS = 16
@@ -31,14 +32,13 @@ BLOCK_TOKENS = 16
 POINTS_ENOUGH = 6
 
 Kind = Literal["prefill", "decode"]
-Told = Callable[[str, int, int], None]
-"""Called with what is measured, how many points are done, and how many there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimesSettings:
-    """Steps of up to `tokens_max` tokens (or tokens of context) together; enough points being there, none begins
-    later than `seconds_max` after the first of its kind."""
+    """Steps of up to `tokens_max` tokens (or tokens of context). After `POINTS_ENOUGH` points of a kind, none begins
+    later than `seconds_max` after the first.
+    """
 
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -49,7 +49,7 @@ class StepTimesSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """What was measured. `rate_bytes_per_s`: of a plain copy from host memory to the device."""
+    """Measured points. `rate_bytes_per_s`: of a plain copy from host memory to the device."""
 
     weights_bytes: int
     rate_bytes_per_s: float
@@ -57,8 +57,8 @@ class StepTimes:
     decode: tuple[DecodePoint, ...]
 
 
-def measure_step_times(folder: Path, settings: StepTimesSettings, tell: Told) -> StepTimes:
-    """Run steps of the torch engine's runner, short ones first, each several times: the median counts.
+def measure_step_times(folder: Path, settings: StepTimesSettings, report: Progress) -> StepTimes:
+    """Run steps of the torch engine's runner, short ones first. A point is the median of several runs.
 
     Raises:
         ModelLoadError: the folder holds no model that the engine runs.
@@ -66,11 +66,11 @@ def measure_step_times(folder: Path, settings: StepTimesSettings, tell: Told) ->
     bench = _Bench(folder, settings)
     prefill = [
         PrefillPoint(tokens=length * batch, squared_tokens=length**2 * batch, seconds=seconds)
-        for length, batch, seconds in bench.points("prefill", tell)
+        for length, batch, seconds in bench.points("prefill", report)
     ]
     decode = [
         DecodePoint(context_tokens=length * batch, batch=batch, seconds=seconds)
-        for length, batch, seconds in bench.points("decode", tell)
+        for length, batch, seconds in bench.points("decode", report)
     ]
     return StepTimes(
         weights_bytes=bench.skeleton.size_bytes,
@@ -99,7 +99,7 @@ class _Bench:
         device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
         models = HostModels(None, dtype, device, 1, leave_rank=lambda _: None, in_use=lambda _: False)
         model = models.prepare(folder.name, folder, slabs_max=sys.maxsize)
-        assert model.host is not None, "without a cache nothing takes it away"
+        assert model.host is not None, "without a cache nothing evicts it"
         weights = model.host.to(device)
         models.close()
         self.skeleton = model.skeleton
@@ -111,26 +111,26 @@ class _Bench:
         self._cache = torch.zeros(sizes, dtype=dtype, device=device)
         self.rate_bytes_per_s, _ = measured_rates(torch.empty(RATE_SAMPLE_BYTES, dtype=torch.uint8, device=device))
 
-    def points(self, kind: Kind, tell: Told) -> Iterator[tuple[int, int, float]]:
-        """(length, batch, seconds) of the steps of the grid, until time is up."""
+    def points(self, kind: Kind, report: Progress) -> Iterator[tuple[int, int, float]]:
+        """(length, batch, seconds) of the steps of the grid, until the time limit."""
         shapes = grid(self._settings.tokens_max, self.skeleton.geometry.context_tokens)
         began_s = time.perf_counter()
         for number, (length, batch) in enumerate(shapes):
             if number >= POINTS_ENOUGH and time.perf_counter() - began_s > self._settings.seconds_max:
                 break
-            tell(f"{kind} of {batch} x {length} tokens", number, len(shapes))
+            report(f"{kind} of {batch} x {length} tokens", number, len(shapes))
             yield length, batch, self._seconds(kind, length, batch)
-        tell(kind, len(shapes), len(shapes))
+        report(kind, len(shapes), len(shapes))
 
     def _seconds(self, kind: Kind, length: int, batch: int) -> float:
-        """The median time of a step of `batch` sequences, after one that does not count."""
+        """The median time of a step of `batch` sequences, after a warm-up step."""
         sequences = [self._sequence(number, length, batch, cached=kind == "decode") for number in range(batch)]
         chunks = [Chunk(sequence=sequence, count=sequence.pending) for sequence in sequences]
         draws = [Draw(temperature=0.0, top_p=1.0, seed=0, position=length)] * batch
         times_s = []
         for _ in range(self._settings.repeats + 1):
             began_s = time.perf_counter()
-            choose_tokens(run_chunks(self.skeleton, self._cache, chunks), draws)  # tokens on the host: the step is over
+            choose_tokens(run_chunks(self.skeleton, self._cache, chunks), draws)  # tokens on the host end the step
             times_s.append(time.perf_counter() - began_s)
         return statistics.median(times_s[1:])
 
@@ -155,7 +155,7 @@ class _Bench:
 
 
 def machine_memory(device: str) -> tuple[str, int]:
-    """What the device is called, and the bytes of its memory."""
+    """Name and memory in bytes of the device."""
     if torch.device(device).type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return str(properties.name), int(properties.total_memory)

@@ -1,7 +1,7 @@
-"""What a switch costs: against a plain copy of the same bytes, prefetched, and beside its bytes (the place, evictions,
-submitting parts, pointing the model at them).
+"""The cost of a model switch: against a plain copy of the same bytes, prefetched, and without any copy (choice of
+slabs, evictions, submission of layer chunks, binding of tensors).
 
-A slot here is the part of one that switches: models in host memory, an arena for some of them, the stream between.
+A slot here has only what switches models: models in host memory, an arena for some of them, and a copy stream.
 """
 
 import sys
@@ -26,14 +26,13 @@ SLAB_BYTES = 2**20
 
 
 class NullStream:
-    """A copy stream that moves nothing."""
+    """A copy stream that copies nothing."""
 
     def submit(self, copies: Sequence[Copy], after: Sequence[Event] = ()) -> Event:
-        """Nothing happens, and it is over."""
         return PASSED
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,36 +45,35 @@ class BenchSlot:
     models: tuple[HostModel, ...]
 
     def switch(self, model: HostModel) -> None:
-        """What a step does before it may run a model, and the wait for all of its weights."""
+        """Load a model as a step does before running it, and wait for all of its weights."""
         self.weights.settle()
-        self._bring(model, keep=None)
+        self.load(model)
         self.weights.await_all(model)
 
-    def prefetch(self, model: HostModel, *, keep: HostModel) -> None:
-        """Send for a model while another one stays."""
-        self._bring(model, keep=keep.name)
-
-    def _bring(self, model: HostModel, *, keep: str | None) -> None:
-        brought = self.weights.load(model, 0.0, keep=keep)
-        assert brought, f"the arena has no room for {model.name}"
+    def load(self, model: HostModel, *, keep: str | None = None) -> None:
+        """Start loading a model; `keep` names one that is not evicted for it."""
+        fits = self.weights.load(model, 0.0, keep=keep)
+        assert fits, f"{model.name} does not fit the arena"
 
 
 @contextmanager
 def open_slot(
     models: Sequence[BenchModel], *, device: str, dtype: DtypeName, residents: int, moves: bool = True
 ) -> Iterator[BenchSlot]:
-    """A slot whose arena holds `residents` of the largest model. `moves` False: everything but the bytes."""
-    place = torch.device(device)
+    """A slot whose arena holds `residents` of the largest model. `moves` False: without the copies."""
+    torch_device = torch.device(device)
     torch_dtype: torch.dtype = getattr(torch, dtype)
-    host_models = HostModels(None, torch_dtype, place, SLAB_BYTES, leave_rank=lambda _: None, in_use=lambda _: False)
-    stream: CopyStream = make_stream(place, "bench", threads=torch.get_num_threads()) if moves else NullStream()
+    host_models = HostModels(
+        None, torch_dtype, torch_device, SLAB_BYTES, leave_rank=lambda _: None, in_use=lambda _: False
+    )
+    stream: CopyStream = make_stream(torch_device, "bench", threads=torch.get_num_threads()) if moves else NullStream()
     try:
         known = tuple(host_models.prepare(model.name, model.folder, slabs_max=sys.maxsize) for model in models)
         slabs = residents * max(model.skeleton.slabs(SLAB_BYTES) for model in known)
-        buffer = torch.zeros(slabs * SLAB_BYTES, dtype=torch.uint8, device=place)
+        buffer = torch.zeros(slabs * SLAB_BYTES, dtype=torch.uint8, device=torch_device)
         arena = SlabArena(slabs, weights_slabs=slabs)
         weights = WeightStore(arena, buffer, SLAB_BYTES, stream, transfer_rates(buffer).weights)
-        yield BenchSlot(device=place, buffer=buffer, weights=weights, models=known)
+        yield BenchSlot(device=torch_device, buffer=buffer, weights=weights, models=known)
     finally:
         stream.close()
         host_models.close()
@@ -86,7 +84,7 @@ SWITCHES = 10
 
 
 def measure_control(models: list[BenchModel], *, device: str, dtype: DtypeName, rounds: int) -> Figure:
-    """Two models take turns in an arena that holds one, and no byte moves: milliseconds a switch."""
+    """Milliseconds per switch between two models in an arena that holds one, without copies."""
     with open_slot(models[:2], device=device, dtype=dtype, residents=1, moves=False) as slot:
 
         def switch_repeatedly() -> None:
@@ -115,7 +113,7 @@ PINNED_SAMPLE_BYTES = 2**28
 
 
 def measure_switch(models: list[BenchModel], *, device: str, dtype: DtypeName, rounds: int) -> Figure:
-    """Two models take turns in an arena that holds one. On CUDA: as a share of the rate from pinned memory."""
+    """Switches between two models in an arena that holds one. On CUDA: as a share of the rate from pinned memory."""
     with open_slot(models[:2], device=device, dtype=dtype, residents=1) as slot:
         first, second = slot.models
         times_s = medians(
@@ -152,24 +150,24 @@ def measure_switch(models: list[BenchModel], *, device: str, dtype: DtypeName, r
 
 
 def measure_prefetch(models: list[BenchModel], *, device: str, dtype: DtypeName, rounds: int) -> Figure:
-    """The other model comes while one stays, then takes its turn: what the slot's own thread spends on both, as a share
-    of a plain copy of its bytes.
+    """The time that the slot's thread spends on a prefetch and the switch to the prefetched model, as a share of a
+    plain copy of its bytes.
     """
     with open_slot(models[:2], device=device, dtype=dtype, residents=2) as slot:
-        running, coming = slot.models
+        running, other = slot.models
 
         def prefetched_s() -> float:
-            slot.weights.evict(coming.name)
+            slot.weights.evict(other.name)
             slot.switch(running)
             began_s = time.perf_counter()
-            slot.prefetch(coming, keep=running)
-            sent_s = time.perf_counter() - began_s
-            slot.weights.await_all(coming)
-            return sent_s + seconds(lambda: slot.switch(coming), slot.device)
+            slot.load(other, keep=running.name)
+            submit_s = time.perf_counter() - began_s
+            slot.weights.await_all(other)
+            return submit_s + seconds(lambda: slot.switch(other), slot.device)
 
         times_s = medians(
             interleaved(
-                {"switch": prefetched_s, "copy": lambda: seconds(lambda: _copy(slot, coming), slot.device)},
+                {"switch": prefetched_s, "copy": lambda: seconds(lambda: _copy(slot, other), slot.device)},
                 rounds=rounds,
             )
         )
@@ -180,7 +178,7 @@ def measure_prefetch(models: list[BenchModel], *, device: str, dtype: DtypeName,
             bound="at most",
             target=PREFETCHED_SHARE_MAX,
             details={
-                "bytes": coming.skeleton.size_bytes,
+                "bytes": other.skeleton.size_bytes,
                 "switch_s": times_s["switch"],
                 "copy_s": times_s["copy"],
             },
@@ -188,8 +186,8 @@ def measure_prefetch(models: list[BenchModel], *, device: str, dtype: DtypeName,
 
 
 def _copy(slot: BenchSlot, model: HostModel) -> None:
-    """One plain copy of the model's bytes into the arena; nobody computes with what is lost there."""
-    assert model.host is not None, "without a cache nothing takes it away"
+    """One plain copy of the model's bytes into the arena. What it overwrites is not used."""
+    assert model.host is not None, "without a cache nothing evicts it"
     slot.buffer[: model.host.numel()].copy_(model.host)
 
 
@@ -197,9 +195,5 @@ def _pinned_rate(device: torch.device, rounds: int) -> float:
     """Bytes per second from pinned host memory."""
     source = torch.zeros(PINNED_SAMPLE_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(source, device=device)
-    copy = interleaved({"copy": lambda: seconds(lambda: _discard(target.copy_(source)), device)}, rounds=rounds)
+    copy = interleaved({"copy": lambda: seconds(lambda: target.copy_(source), device)}, rounds=rounds)
     return source.nbytes / medians(copy)["copy"]
-
-
-def _discard(_: torch.Tensor) -> None:
-    """A copy's result is not needed."""

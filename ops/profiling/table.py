@@ -1,4 +1,4 @@
-"""All figures in one run: checkpoints are made, each benchmark runs in turn, and all that it opened is closed."""
+"""All figures of `tidepool node bench` in one run, with generated checkpoints in a temporary folder."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ import torch
 
 from ops.profiling.checkpoints import BenchModel, DtypeName, Shape, build_checkpoints, shape_of
 from ops.profiling.decode import measure_decode
-from ops.profiling.figures import Figure
+from ops.profiling.figures import Figure, Progress
 from ops.profiling.fragmentation import simulate_fragmentation
 from ops.profiling.layerwise import measure_layerwise
 from ops.profiling.switch import measure_control, measure_prefetch, measure_switch
@@ -18,16 +18,14 @@ from ops.profiling.switch import measure_control, measure_prefetch, measure_swit
 FRAGMENTATION_MAX = 0.2
 FRAGMENTATION_STEPS = 1500
 CONTROL_SHAPE = Shape(hidden=256, layers=32, head_dim=64)
-"""What a switch costs beside its bytes hangs on the number of parameters, not on their size."""
+"""The cost of a switch without its bytes depends on the number of tensors, not on their size."""
 
 NAMES = ("switch", "prefetch", "layerwise", "balanced", "control", "decode", "fragmentation")
-Told = Callable[[str, int, int], None]
-"""Called with what is being measured, how many figures are done, and how many there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """What to measure. `parameters`: of each model, at least two; `names`: the figures. `rounds` of each count."""
+    """What to measure. `parameters`: of each model, at least two; `names`: the figures; `rounds`: of each figure."""
 
     device: str
     dtype: DtypeName
@@ -37,11 +35,11 @@ class BenchSettings:
     threads: int = 1
 
 
-def measure_figures(settings: BenchSettings, tell: Told) -> list[Figure]:
-    """The figures asked for, in the order of `NAMES`.
+def measure_figures(settings: BenchSettings, report: Progress) -> list[Figure]:
+    """The figures of `settings.names`, in the order of `NAMES`.
 
     Raises:
-        ValueError: fewer than two models, a figure that is none, or a device that is not there.
+        ValueError: fewer than two models, an unknown figure, or no such device.
     """
     unknown = [name for name in settings.names if name not in NAMES]
     if unknown:
@@ -54,12 +52,12 @@ def measure_figures(settings: BenchSettings, tell: Told) -> list[Figure]:
     wanted = [name for name in NAMES if name in settings.names]
     figures = []
     with tempfile.TemporaryDirectory(prefix="tidepool-bench-") as folder:
-        tell("making checkpoints", 0, len(wanted))
+        report("making checkpoints", 0, len(wanted))
         shapes = [shape_of(parameters) for parameters in settings.parameters]
         models = build_checkpoints(Path(folder) / "models", shapes, settings.dtype, device=settings.device)
         deep = build_checkpoints(Path(folder) / "deep", [CONTROL_SHAPE] * 2, settings.dtype, device=settings.device)
         for number, name in enumerate(wanted):
-            tell(name, number, len(wanted))
+            report(name, number, len(wanted))
             figures.append(_measure(name, models, deep, settings))
     return figures
 

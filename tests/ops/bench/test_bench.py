@@ -89,11 +89,11 @@ def test_a_slot_that_moves_nothing_binds_all_the_same(models: list[BenchModel]) 
         assert all(parameter.device.type == "cpu" for parameter in slot.models[0].skeleton.model.parameters())
 
 
-def test_a_prefetched_model_is_not_brought_again(models: list[BenchModel]) -> None:
+def test_a_prefetched_model_is_not_loaded_again(models: list[BenchModel]) -> None:
     with open_slot(models, device="cpu", dtype="float32", residents=2) as slot:
         running, coming = slot.models
         slot.switch(running)
-        slot.prefetch(coming, keep=running)
+        slot.load(coming, keep=running.name)
         slot.switch(coming)
         slot.weights.await_all(coming)
         slot.weights.settle()
