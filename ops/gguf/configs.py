@@ -105,7 +105,7 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
 
 
 def _windows(fields: Fields, *, every: int) -> list[str]:
-    """The attention of each layer, by the file's list or period; by default every `every`-th layer has full attention."""
+    """The attention of each layer, by the file's list or period; by default each `every`-th layer is full."""
     layers = fields.count("block_count")
     pattern = fields.get("attention.sliding_window_pattern", every)
     if isinstance(pattern, int) and pattern > 0:

@@ -73,7 +73,7 @@ def parameters_of(text: str) -> int:
 
 
 def shape_of(parameters: int) -> Shape:
-    """Sizes of about that many parameters: 10.5 hidden^2 per layer, and two rows of hidden per word of the vocabulary."""
+    """Sizes of about that many parameters: 10.5 hidden^2 per layer, and 2 hidden per word of the vocabulary."""
     layers = next((layers for limit, layers in _LAYERS if parameters < limit), 40)
     head_dim = 64 if parameters < _LAYERS[1][0] else 128
     step = 4 * head_dim

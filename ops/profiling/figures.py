@@ -1,4 +1,4 @@
-"""Results of benchmarks, and how they measure times: the compared variants alternate, so that all see the same noise."""
+"""Results of benchmarks, and how they measure times: compared variants alternate, so that all see the same noise."""
 
 import statistics
 import time

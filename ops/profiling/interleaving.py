@@ -124,7 +124,7 @@ class CheckReport:
 
 @dataclass(kw_only=True)
 class InflightRequest:
-    """A request under comparison: `at` tokens of its reference were generated so far. `leaves`: it is cancelled early."""
+    """A request under comparison: `at` tokens of its reference are generated so far. `leaves`: it is cancelled."""
 
     model: str
     expected: Continuation

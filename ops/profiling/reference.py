@@ -41,7 +41,7 @@ class Continuation:
         return float(row.max() - row[token]) / self._scale(index)
 
     def distance(self, index: int, logits: torch.Tensor) -> tuple[float, float]:
-        """The largest difference of other logits from those at `index`: absolute, and as a share of the largest logit."""
+        """The largest difference of other logits from those at `index`: absolute, and over the largest logit."""
         difference = float((logits.float().cpu() - self.logits[index]).abs().max())
         return difference, difference / self._scale(index)
 
