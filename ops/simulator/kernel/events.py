@@ -80,18 +80,11 @@ class Events:
         self._asked += 1
         heappush(self._heap, (at_s, kind, self._asked, action, told))
 
-    def run_next(self) -> bool:
-        """Move to the next event and run it. False: there is none."""
-        if not self._heap:
-            return False
-        self._run(1)
-        return True
-
     def run_before(self, at_s: float, kind: Kind) -> None:
         """Move to something of this moment and kind, which is counted and the caller's to run: all before it is run."""
         heap, first = self._heap, (at_s, kind + 1)
         while heap and heap[0] < first:
-            self._run(1)
+            self.run(1)
         self.now_s = at_s
         self.count += 1
 
@@ -117,16 +110,13 @@ class Events:
             follower.keep_up()
 
     def run(self, most: int) -> bool:
-        """Run so many events, unless one of them stops it or there are no more. False: one of these is so."""
-        self._run(most)
-        return not self.stopped and bool(self._heap)
-
-    def _run(self, most: int) -> None:
+        """Run so many events, unless one of them stops the loop or no more are left. Returns whether it may go on."""
         heap, last = self._heap, self.count + most
         while heap and self.count < last and not self.stopped:
-            self.now_s, _, _, action, told = heappop(heap)
+            self.now_s, _, _, action, arguments = heappop(heap)
             self.count += 1
-            action(*told)
+            action(*arguments)
+        return bool(heap) and not self.stopped
 
 
 class Alarm:

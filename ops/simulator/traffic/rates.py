@@ -27,8 +27,7 @@ from forecasts.importers.rates import (
 from forecasts.importers.settings import MINUTE_S, ImportSettings
 from ops.simulator.kernel.requests import Request
 from ops.simulator.traffic.senders import Names, Sender, alike
-from ops.simulator.traffic.traces import Window
-from ops.simulator.traffic.traffic import IntArray, Lengths
+from ops.simulator.traffic.traffic_parts import IntArray, RatesPart, RecordedPart
 
 REQUESTS_MAX = 1e7
 """Of one sender in one bucket: they are drawn at once."""
@@ -71,14 +70,11 @@ Bucket = tuple[float, float, Sequence[Flow]]
 
 @dataclass(frozen=True, kw_only=True)
 class Open:
-    """What is taken for what a file leaves open: see `traffic_parts.RatesPart`. `regions`: for clients, by turns."""
+    """What a file leaves open: its table of the scenario, who sends, and the scenario's names of its models."""
 
+    part: RatesPart
     sender: Sender
     names: Names
-    regions: Sequence[str]
-    prompt: Lengths
-    output: Lengths
-    lengths: Path | None = None
 
 
 def checked(buckets: Iterable[Bucket], path: Path, scale: float) -> Iterator[Bucket]:
@@ -100,28 +96,28 @@ def checked(buckets: Iterable[Bucket], path: Path, scale: float) -> Iterator[Buc
         yield begin_s, width_s, flows
 
 
-def draw(buckets: Iterable[Bucket], window: Window, seed: int) -> Iterator[Request]:
+def draw(buckets: Iterable[Bucket], part: RecordedPart, seed: int) -> Iterator[Request]:
     """The requests of buckets, which come in order and do not overlap."""
     rng = np.random.default_rng(seed)
     number = 0
     for start_s, width_s, flows in buckets:
-        if start_s >= window.until_s:
+        if start_s >= part.ends_s:
             return
-        if start_s + width_s <= window.from_s:
+        if start_s + width_s <= part.from_s:
             continue
-        drawn = [_drawn(flow, start_s, width_s, window.scale, rng) for flow in flows]
+        drawn = [_drawn(flow, start_s, width_s, part.scale, rng) for flow in flows]
         if not drawn:
             continue
         columns = [np.concatenate(column) for column in zip(*drawn, strict=True)]
         order = np.argsort(columns[0], kind="stable")
-        order = order[(columns[0][order] >= window.from_s) & (columns[0][order] < window.until_s)]
+        order = order[(columns[0][order] >= part.from_s) & (columns[0][order] < part.ends_s)]
         for first in range(0, len(order), _CHUNK):
             places = order[first : first + _CHUNK]
             for row in zip(*(column[places].tolist() for column in columns), strict=True):
                 time_s, model, origin, tier, prompt_tokens, output_tokens = row
                 yield Request(
                     number=number,
-                    arrived_s=time_s - window.from_s,
+                    arrived_s=time_s - part.from_s,
                     model=model,
                     origin=origin,
                     tier=tier,
@@ -149,8 +145,7 @@ def azure_buckets(file: CsvFile, given: Open) -> Iterator[Bucket]:
     zero_s: float | None = None
     for time_s, count in azure_counts(file):
         zero_s = time_s if zero_s is None else zero_s
-        flow = Flow(sender=given.sender, requests=count or 0.0, prompt=given.prompt, output=given.output, counted=True)
-        yield time_s - zero_s, AZURE_BUCKET_S, (flow,)
+        yield time_s - zero_s, AZURE_BUCKET_S, (flow_of(given, given.sender, count or 0.0, counted=True),)
 
 
 def sageserve_buckets(file: CsvFile, given: Open) -> Iterator[Bucket]:
@@ -180,7 +175,7 @@ def csv_buckets(file: CsvFile, given: Open) -> Iterator[Bucket]:
         if tiered and line.text("tier") not in {"IW-F", "IW-N", "NIW", ""}:
             raise line.error("tier", f"must be IW-F, IW-N, NIW or empty, is {line.text('tier')[:20]!r}")
         tier = line.text("tier") if tiered else ""
-        origins = {row.region: 1.0} if row.region in given.regions else given.sender.origins
+        origins = {row.region: 1.0} if row.region in given.sender.origins else given.sender.origins
         tiers = {tier: 1.0} if tier else given.sender.tiers
         sender = Sender(models=given.sender.models, origins=origins, tiers=tiers)  # type: ignore[arg-type]
         rows[row.start_s].append((sender, row.model, row.tokens_per_s or 0.0))
@@ -194,4 +189,10 @@ def csv_buckets(file: CsvFile, given: Open) -> Iterator[Bucket]:
 def flow_of_tokens(given: Open, sender: Sender, model: str, tokens: float) -> Flow:
     """So many prompt tokens for a recorded model, as Poisson requests of the mean length."""
     named = replace(sender, models=alike([given.names(model)]))
-    return Flow(sender=named, requests=tokens / given.prompt.mean, prompt=given.prompt, output=given.output)
+    return flow_of(given, named, tokens / given.part.prompt_tokens.cut_mean)
+
+
+def flow_of(given: Open, sender: Sender, requests: float, *, counted: bool = False) -> Flow:
+    """So many requests with the lengths of the scenario."""
+    part = given.part
+    return Flow(sender=sender, requests=requests, prompt=part.prompt_tokens, output=part.output_tokens, counted=counted)

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from forecasts.importers.lines import CsvFile, Line, json_lines
 from forecasts.importers.rates import SERVEGEN, SERVEGEN_CLIENTS
-from ops.simulator.traffic.rates import Bucket, Flow, Intervals, Open
+from ops.simulator.traffic.rates import Bucket, Flow, Intervals, Open, flow_of
 from ops.simulator.traffic.senders import Sender, alike
-from ops.simulator.traffic.traffic import IntArray
+from ops.simulator.traffic.traffic_parts import IntArray
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -21,7 +21,7 @@ BUCKET_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Lengths:
+class LengthHistogram:
     """Token counts and their shares. Both have the shape (counts,)."""
 
     tokens: IntArray
@@ -31,7 +31,7 @@ class Lengths:
         return rng.choice(self.tokens, count, p=self.shares)
 
 
-ClientLengths = dict[float, tuple[Lengths, Lengths]]
+ClientLengths = dict[float, tuple[LengthHistogram, LengthHistogram]]
 """Prompts and answers by when their six hours begin."""
 
 
@@ -48,19 +48,19 @@ def servegen_buckets(file: CsvFile, given: Open) -> Iterator[Bucket]:
         for line in file.lines(SERVEGEN):
             sender = replace(given.sender, models=alike([given.names(line.word("model"))]))
             requests = line.amount("rps_all_clients") * BUCKET_S
-            flow = Flow(sender=sender, requests=requests, prompt=given.prompt, output=given.output)
-            flows[line.amount("t_s")].append(flow)
+            flows[line.amount("t_s")].append(flow_of(given, sender, requests))
     for start_s in sorted(flows):
         yield start_s, BUCKET_S, flows.pop(start_s)
 
 
 def _servegen_clients(file: CsvFile, given: Open, flows: defaultdict[float, list[Flow]]) -> None:
-    known = {} if given.lengths is None else read_servegen_lengths(given.lengths)
+    part, regions = given.part, list(given.sender.origins)
+    known = {} if part.lengths is None else read_servegen_lengths(part.lengths)
     senders: dict[str, Sender] = {}
     for line in file.lines((*SERVEGEN_CLIENTS, "arrival_pattern", "param1")):
         client, requests = line.word("client_chunk"), line.amount("rate_rps") * BUCKET_S
         if client not in senders:
-            origin = given.regions[len(senders) % len(given.regions)]
+            origin = regions[len(senders) % len(regions)]
             senders[client] = replace(given.sender, origins=alike([origin]))
         if not requests:
             continue
@@ -70,7 +70,7 @@ def _servegen_clients(file: CsvFile, given: Open, flows: defaultdict[float, list
         if not line.amount("param1") > 0:
             raise line.error("param1", "must be above 0: it is the shape of the intervals")
         start_s = line.amount("timestamp_s")
-        prompt, output = _lengths_at(known.get(client, {}), start_s) or (given.prompt, given.output)
+        prompt, output = _lengths_at(known.get(client, {}), start_s) or (part.prompt_tokens, part.output_tokens)
         flow = Flow(
             sender=senders[client],
             requests=requests,
@@ -103,15 +103,15 @@ def _client_lengths(line: Line) -> ClientLengths:
         raise line.error("windows", "must have histograms of input_tokens and output_tokens by time") from error
 
 
-def _lengths(text: str) -> Lengths:
+def _lengths(text: str) -> LengthHistogram:
     """From a histogram like {163: 0.25, 164: 0.75}. Counts below 1 are taken for 1."""
     pairs = np.array(text.strip("{}").replace(":", ",").split(","), dtype=float).reshape(-1, 2)
     if not pairs[:, 1].sum() > 0 or pairs.min() < 0:
         raise ValueError("no shares")
-    return Lengths(tokens=np.maximum(pairs[:, 0], 1).astype(np.int64), shares=pairs[:, 1] / pairs[:, 1].sum())
+    return LengthHistogram(tokens=np.maximum(pairs[:, 0], 1).astype(np.int64), shares=pairs[:, 1] / pairs[:, 1].sum())
 
 
-def _lengths_at(known: ClientLengths, at_s: float) -> tuple[Lengths, Lengths] | None:
+def _lengths_at(known: ClientLengths, at_s: float) -> tuple[LengthHistogram, LengthHistogram] | None:
     """The last known until a moment, or the first after it; None: nothing is known of the client."""
     if not known:
         return None

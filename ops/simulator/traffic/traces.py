@@ -5,7 +5,6 @@ random until the next: the recording keeps its shape, down to its bursts.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -17,6 +16,7 @@ from forecasts.importers.lines import DemandFileError, Line, open_csv
 from forecasts.importers.listings import AZURE, BURSTGPT, MOONCAKE, Listing
 from ops.simulator.kernel.requests import Request
 from ops.simulator.traffic.senders import Names, Sender
+from ops.simulator.traffic.traffic_parts import RecordedPart
 
 LISTINGS = {"azure-2023": AZURE, "burstgpt": BURSTGPT, "mooncake": MOONCAKE}
 """By the kind of traffic."""
@@ -32,15 +32,6 @@ class Recorded(NamedTuple):
     model: str | None
     prompt_tokens: int
     output_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Window:
-    """What is taken of a recording: see `traffic_parts.RecordedPart`. `until_s` may be infinite."""
-
-    scale: float
-    from_s: float
-    until_s: float
 
 
 def read_aegaeon(path: Path, workload: str) -> Iterator[Recorded]:
@@ -89,17 +80,19 @@ def listed(lines: Callable[[tuple[str, ...]], Iterable[Line]], listing: Listing)
         )
 
 
-def replay(records: Iterable[Recorded], sender: Sender, names: Names, window: Window, seed: int) -> Iterator[Request]:
+def replay(
+    records: Iterable[Recorded], sender: Sender, names: Names, part: RecordedPart, seed: int
+) -> Iterator[Request]:
     """The requests of a recording. What it does not say is drawn from `sender`; `names`: for the models it names."""
     rng = np.random.default_rng(seed)
-    wanted = _repeated(_within(records, window), window, rng)
+    wanted = _repeated(_within(records, part), part, rng)
     number = 0
     while chunk := list(islice(wanted, _CHUNK)):
         drawn = sender.draw(rng, len(chunk))
         for record, model, origin, tier in zip(chunk, *(names.tolist() for names in drawn), strict=True):
             yield Request(
                 number=number,
-                arrived_s=record.time_s - window.from_s,
+                arrived_s=record.time_s - part.from_s,
                 model=model if record.model is None else names(record.model),
                 origin=origin,
                 tier=tier,
@@ -109,19 +102,19 @@ def replay(records: Iterable[Recorded], sender: Sender, names: Names, window: Wi
             number += 1
 
 
-def _within(records: Iterable[Recorded], window: Window) -> Iterator[Recorded]:
+def _within(records: Iterable[Recorded], part: RecordedPart) -> Iterator[Recorded]:
     for record in records:
-        if record.time_s >= window.until_s:
+        if record.time_s >= part.ends_s:
             return
-        if record.time_s >= window.from_s:
+        if record.time_s >= part.from_s:
             yield record
 
 
-def _repeated(records: Iterable[Recorded], window: Window, rng: np.random.Generator) -> Iterator[Recorded]:
+def _repeated(records: Iterable[Recorded], part: RecordedPart, rng: np.random.Generator) -> Iterator[Recorded]:
     for record, following in pairwise(chain(records, (None,))):
         assert record is not None
         end_s = record.time_s if following is None else following.time_s
-        count = int(window.scale + rng.random())
+        count = int(part.scale + rng.random())
         times_s = [record.time_s, *rng.uniform(record.time_s, end_s, max(0, count - 1)).tolist()][:count]
         for time_s in sorted(times_s):
             yield record._replace(time_s=time_s)

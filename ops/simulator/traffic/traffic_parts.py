@@ -4,19 +4,22 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from dataplane.protocol.tiers import Tier
 from ops.simulator.kernel.scenario_values import Part, Positive, Share
-from ops.simulator.traffic.traffic import Lengths
+
+IntArray = npt.NDArray[np.int64]
 
 DURATION_S_MAX = 366 * 86_400.0
 Shares = Annotated[dict[str, Share], Field(min_length=1)]
 TierShares = Annotated[dict[Tier, Share], Field(min_length=1)]
 
 
-class LengthsPart(Part):
-    """Lognormal token counts: their median or their mean before the cut, the logarithm's deviation, and the most."""
+class Lengths(Part):
+    """Lognormal token counts: the median or mean before the cut to 1 .. `most`, and the logarithm's deviation."""
 
     median: Positive | None = None
     mean: Positive | None = None
@@ -24,19 +27,33 @@ class LengthsPart(Part):
     most: Annotated[int, Field(ge=1, le=10**9)] = 8192
 
     @model_validator(mode="after")
-    def _one(self) -> "LengthsPart":
+    def _one(self) -> "Lengths":
         if (self.median is None) == (self.mean is None):
             raise ValueError("needs median or mean, and not both")
         return self
 
     @property
-    def lengths(self) -> Lengths:
-        median = self.median or (self.mean or 0.0) / math.exp(self.spread**2 / 2)
-        return Lengths(median=median, spread=self.spread, most=self.most)
+    def cut_mean(self) -> float:
+        """The mean after the cut, but for the rounding to whole tokens."""
+        median = self._uncut_median
+        below, above = math.log(self.most) - math.log(median), -math.log(median)
+        if not self.spread:
+            return min(max(median, 1.0), self.most)
+        between = _normal(below / self.spread - self.spread) - _normal(above / self.spread - self.spread)
+        uncut = median * math.exp(self.spread**2 / 2) * between
+        return uncut + self.most * _normal(-below / self.spread) + _normal(above / self.spread)
+
+    def draw(self, rng: np.random.Generator, count: int) -> IntArray:
+        drawn = rng.lognormal(math.log(self._uncut_median), self.spread, count)
+        return np.clip(np.rint(drawn), 1, self.most).astype(np.int64)
+
+    @property
+    def _uncut_median(self) -> float:
+        return self.median or (self.mean or 0.0) / math.exp(self.spread**2 / 2)
 
 
-class BurstPart(Part):
-    """For a while the rate is `factor` times as high."""
+class Burst(Part):
+    """From `start_s` on, for `duration_s`, the rate is `factor` times as high."""
 
     start_s: Share
     duration_s: Positive
@@ -44,7 +61,10 @@ class BurstPart(Part):
 
 
 class GeneratedPart(Part):
-    """Made-up traffic; see `traffic.Generated`. `zipf`: the models' popularity falls with their place in the file."""
+    """Synthetic traffic. `rate_per_s`: of all models, the mean over a day. `cv`: of the intervals; Poisson has 1.
+    `day_swing`: the highest rate is 1 + this times the mean, at `peak_hour`. `zipf`: the k-th model of the file has a
+    share of k ** -zipf.
+    """
 
     kind: Literal["generated"]
     rate_per_s: Positive
@@ -53,11 +73,11 @@ class GeneratedPart(Part):
     zipf: Share = 0.0
     day_swing: Annotated[float, Field(ge=0, le=1)] = 0.0
     peak_hour: Annotated[float, Field(ge=0, lt=24)] = 14.0
-    bursts: list[BurstPart] = Field(default_factory=list)
+    bursts: list[Burst] = Field(default_factory=list)
     origins: Shares
     tiers: TierShares
-    prompt_tokens: LengthsPart
-    output_tokens: LengthsPart
+    prompt_tokens: Lengths
+    output_tokens: Lengths
 
     @model_validator(mode="after")
     def _somebody(self) -> "GeneratedPart":
@@ -94,8 +114,11 @@ class RecordedPart(Part):
 
     @property
     def duration_s(self) -> float | None:
-        """How long it lasts, where that is said."""
         return None if self.until_s is None else self.until_s - self.from_s
+
+    @property
+    def ends_s(self) -> float:
+        return math.inf if self.until_s is None else self.until_s
 
 
 class AegaeonPart(RecordedPart):
@@ -122,8 +145,8 @@ class RatesPart(RecordedPart):
     """
 
     kind: Literal["azure-2024", "csv", "sageserve", "servegen"]
-    prompt_tokens: LengthsPart = LengthsPart(mean=2560, spread=1.0, most=32_768)
-    output_tokens: LengthsPart = LengthsPart(mean=200, spread=1.0, most=4096)
+    prompt_tokens: Lengths = Lengths(mean=2560, spread=1.0, most=32_768)
+    output_tokens: Lengths = Lengths(mean=200, spread=1.0, most=4096)
     lengths: Path | None = None
 
 
@@ -135,3 +158,8 @@ def _refuse_empty(part: Part, *names: str) -> None:
         shares = getattr(part, name)
         if shares is not None and not sum(shares.values()) > 0:
             raise ValueError(f"{name}: at least one share must be over 0")
+
+
+def _normal(deviations: float) -> float:
+    """The share of a normal distribution that lies below."""
+    return math.erfc(-deviations / math.sqrt(2)) / 2

@@ -66,7 +66,7 @@ class Fleet:
         self._world = world
         self._events = events
         self._times = times
-        self._pools = pools
+        self.pools = pools
         self._started = 0
 
     @property
@@ -216,7 +216,7 @@ class Fleet:
         self._started += 1
         name = f"{add.endpoint.region}/{add.endpoint.model}/{self._started}"
         pooled = not add.gpus
-        server = self._pools.start(add, name, node.gpus) if pooled else self._make(add, name)
+        server = self.pools.start(add, name, node.gpus) if pooled else self._make(add, name)
         held = Held(server=server, node=node, slot=add.slot, gpus=add.gpus, kind=add.kind, pooled=pooled)
         self.held[name] = held
         self.usage.change(None, held.use, self._events.now_s)
@@ -269,12 +269,12 @@ class Fleet:
 
     def _settle_slot(self, place: tuple[str, int]) -> None:
         """Let a slot be a pool's as long as a pooled instance is there, and count its other instances accordingly."""
-        if place not in self._pools:
+        if place not in self.pools:
             return
         here = [one for one in self.held.values() if one.place == place]
         pooled = any(one.pooled for one in here)
         if not pooled:
-            self._pools.end(place)
+            self.pools.end(place)
         for one in here:
             self._turn(one, beside=pooled and not one.pooled)
 

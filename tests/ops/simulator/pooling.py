@@ -10,8 +10,7 @@ from ops.simulator.run import build_world
 from ops.simulator.scenario.scenario import Scenario
 from ops.simulator.world.fleet import Fleet
 from ops.simulator.world.planning import Plan, Planner
-from ops.simulator.world.world import World
-from tests.ops.simulator.scaled import PROFILE
+from tests.ops.simulator.scaled import PROFILE, changed_scenario
 
 MODELS = ("a", "b", "c")
 GIB = 2**30
@@ -48,9 +47,7 @@ def pooled(**changes: Any) -> Scenario:
         "planning": {"forecasters": ["last hour's maximum"], "pools": True},
         "provisioning": {"spot_same_s": 4, "spot_other_s": 20, "local_s": 20, "remote_s": 60},
     }
-    for table, keys in changes.items():
-        document[table] = {**document[table], **keys} if isinstance(keys, dict) and table in document else keys
-    return Scenario.model_validate(document)
+    return changed_scenario(document, changes)
 
 
 class Operated:
@@ -82,16 +79,10 @@ class Operated:
         self.world.events.at(at_s, Kind.TICK, lambda: setattr(self.planner, "plan", plan))
 
     def at(self, at_s: float) -> set[str]:
-        """The world as it is then, in words: `model@node`, `+` before a pooled one, then its state if it serves not."""
-        run_until(self.world, at_s)
+        """The fleet after all events until then: `model@node`, `+` before a pooled one, its state unless it serves."""
+        self.world.events.run_before(at_s, Kind.TICK)
         return {
             f"{'+' if one.pooled else ''}{one.endpoint.model}@{one.node.name}"
             f"{'' if one.state == 'serving' else ' ' + one.state}"
             for one in self.fleet.held.values()
         }
-
-
-def run_until(world: World, at_s: float) -> None:
-    """Let no request come, and all else happen up to a moment."""
-    while world.events._heap and world.events._heap[0][0] <= at_s:
-        world.events.run_next()

@@ -1,9 +1,13 @@
-"""Small scenarios whose instances come and go."""
+"""Small scenarios whose instances are scaled, and worlds that are checked after each event."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ops.simulator.scenario.scenario import Scenario
+from ops.simulator.world.world import World
 
 PROFILE = Path(__file__).parents[3] / "ops" / "profiles" / "h800.toml"
 REGIONS = ["east", "west"]
@@ -48,6 +52,28 @@ def scaled(strategy: str = "lt-i", **changes: Any) -> Scenario:
         "planning": {"learn_s": 300, "forecasters": ["last hour's maximum"]},
         "provisioning": {"spot_same_s": 20, "spot_other_s": 60, "local_s": 60, "remote_s": 300},
     }
+    return changed_scenario(document, changes)
+
+
+def changed_scenario(document: dict[str, Any], changes: dict[str, Any]) -> Scenario:
+    """A scenario with some of its tables, or keys of its tables, replaced."""
     for table, keys in changes.items():
         document[table] = {**document[table], **keys} if isinstance(keys, dict) and table in document else keys
     return Scenario.model_validate(document)
+
+
+def run_checked(world: World, check: Callable[[], None]) -> None:
+    """Run a world to its end, with a check after each event."""
+    run = world.events.run
+
+    def checked(most: int) -> bool:
+        for _ in range(most):
+            goes_on = run(1)
+            check()
+            if not goes_on:
+                return False
+        return True
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(world.events, "run", checked)
+        assert list(world.run())

@@ -15,10 +15,10 @@ from controlplane.policies.placement.facts import PlacementFacts
 from dataplane.scheduling.profile import ProfileError, load_gpu_profile
 from ops.simulator.results.results import Result, held_hours
 from ops.simulator.run import build_world, simulate
+from ops.simulator.scenario.means import model_costs
 from ops.simulator.scenario.planning import Strategy
 from ops.simulator.scenario.scenario import Scenario, ScenarioError, load_scenario
 from ops.simulator.world import planning
-from ops.simulator.world.fleet import Fleet, Held
 from tests.ops.simulator.examples import EXAMPLES, changed
 from tests.ops.simulator.scaled import KV_BYTES, PATHS, PROFILE, REGIONS, node, scaled
 
@@ -49,19 +49,6 @@ def placements(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PlacementFacts, Pl
     return made
 
 
-def watch_instances(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
-    """All instances that ever start."""
-    seen: list[Held] = []
-    real = Fleet._warm
-
-    def watch(self: Fleet, held: Held, *rest: Any) -> None:
-        seen.append(held)
-        real(self, held, *rest)
-
-    monkeypatch.setattr(Fleet, "_warm", watch)
-    return seen
-
-
 @settings(max_examples=6)
 @given(
     strategy=st.sampled_from(STRATEGIES),
@@ -77,24 +64,25 @@ def test_each_type_has_its_own_gpus_latency_memory_and_price(
     placed = {model: set(PATHS) if isinstance(rate, float) else {*rate} for model, rate in zip("ab", on, strict=True)}
     fleet = {"nodes": nodes, "instances": [{"model": model, "region": "east"} for model in placed]}
     with pytest.MonkeyPatch.context() as monkeypatch:
-        instances = watch_instances(monkeypatch)
         made: list[Placement] = []
         real = planning.choose_placement
         monkeypatch.setattr(planning, "choose_placement", lambda *each: made.append(real(*each)) or made[-1])
         scenario = scaled(strategy, models=models(a=on[0], b=on[1]), fleet=fleet, traffic={"zipf": 0.5})
         outcome = simulate(scenario, seed=seed)
+    assert outcome.fleet is not None
     capacity = {RegionGpu(region=region, gpu_type=name): 2 * count for (region, name), count in shapes}
     for plan in made:
         planned = Counter[RegionGpu]()
         for entry in plan.entries:
             planned[RegionGpu(region=entry.endpoint.region, gpu_type=entry.gpu_type)] += entry.after
         assert all(count <= capacity[place] for place, count in planned.items())
-    assert instances
-    for one in instances:
-        gpu_type, server = one.node.gpu_type, one.server._instance
+    for one in outcome.fleet.held.values():
+        gpu_type, [report] = one.node.gpu_type, one.server.reports()
+        assert report.gpu_type == gpu_type
         assert gpu_type in placed[one.endpoint.model]
-        assert server.model.latency == load_gpu_profile(PATHS[gpu_type]).nearest_model(15 * 10**9).latency
-        assert server.kv_tokens_max == KV_BYTES[gpu_type] // 800_000
+        latency = load_gpu_profile(PATHS[gpu_type]).nearest_model(15 * 10**9).latency
+        assert report.prefill_token_s == latency.prefill_per_token_s
+        assert report.kv_capacity_bytes == KV_BYTES[gpu_type] // 800_000 * 800_000
     totals, passed_h = outcome.result.totals, outcome.result.simulated_s / 3600
     for gpu_type, one in totals.gpu_types.items():
         gpus = sum(count for place, count in capacity.items() if place.gpu_type == gpu_type)
@@ -106,19 +94,18 @@ def test_each_type_has_its_own_gpus_latency_memory_and_price(
         assert hours == pytest.approx(sum(one.gpu_hours.get(state, 0.0) for one in totals.gpu_types.values()))
 
 
-def test_an_instance_of_two_gpus_has_their_latency_their_memory_and_both_ways_to_the_host(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    instances = watch_instances(monkeypatch)
+def test_an_instance_of_two_gpus_has_their_latency_their_memory_and_both_ways_to_the_host() -> None:
     two = [{"gpus": 2, **one} for one in models(a=900.0)]
     nodes = [node(region, "H800", slots=1, gpus=2) for region in REGIONS]
-    simulate(scaled(models=two, fleet={"nodes": nodes, "instances": [{"model": "a", "region": "east"}]}))
-    h800, model = load_gpu_profile(PATHS["H800"]), instances[0].server._instance
-    assert (
-        model.model.latency == h800.nearest_model(15 * 10**9, gpus=2).latency != h800.nearest_model(15 * 10**9).latency
-    )
-    assert model.model.bytes_per_s == 2 * h800.pcie_bytes_per_s * h800.transfer_efficiency
-    assert model.kv_tokens_max == 2 * KV_BYTES["H800"] // 800_000
+    scenario = scaled(models=two, fleet={"nodes": nodes, "instances": [{"model": "a", "region": "east"}]})
+    h800, [model] = load_gpu_profile(PATHS["H800"]), scenario.models
+    costs = model_costs("a", model, h800)
+    assert costs.latency == h800.nearest_model(15 * 10**9, gpus=2).latency != h800.nearest_model(15 * 10**9).latency
+    assert costs.bytes_per_s == 2 * h800.pcie_bytes_per_s * h800.transfer_efficiency
+    _, fleet, _ = build_world(scenario, 1)
+    assert fleet is not None
+    [report] = next(iter(fleet.held.values())).server.reports()
+    assert report.kv_capacity_bytes == 2 * KV_BYTES["H800"] // 800_000 * 800_000
 
 
 @pytest.mark.parametrize(("cheap", "dear"), [("H20", "H800"), ("H800", "H20")])

@@ -1,6 +1,7 @@
 """Worlds whose instances come and go: what must hold under every strategy and while nodes fail."""
 
 from collections import Counter
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -16,8 +17,7 @@ from ops.simulator.scenario.scenario import Scenario
 from ops.simulator.servers.servers import DedicatedServer
 from ops.simulator.world import planning
 from ops.simulator.world.fleet import Fleet
-from ops.simulator.world.world import World
-from tests.ops.simulator.scaled import REGIONS, node, scaled
+from tests.ops.simulator.scaled import REGIONS, node, run_checked, scaled
 
 STRATEGIES = list(get_args(Strategy))
 BURST = {"bursts": [{"start_s": 450, "duration_s": 100, "factor": 4}]}
@@ -48,8 +48,7 @@ def test_each_request_ends_once_and_no_gpu_is_held_twice(
     scenario = scaled(strategy, traffic=BURST, failures=failures, policy=policy, fleet=fleet)
     world, fleet, _ = build_world(scenario, seed)
     assert fleet is not None
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        run_counted(world, fleet, monkeypatch)
+    run_checked(world, partial(check_gpus, fleet))
     assert {key: tally.requests for key, tally in world.tallies.items()} == served_of(scenario, seed)
     assert world.in_flight == 0
     assert sum(tally.failed for tally in world.tallies.values()) == sum(world.failures.values())
@@ -60,24 +59,12 @@ def test_each_request_ends_once_and_no_gpu_is_held_twice(
     assert 0 < held_s <= gpus * (world.events.now_s - scenario.planning.learn_s) * (1 + 1e-9)
 
 
-def run_counted(world: World, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the world; at every event time goes on, and the fleet's GPUs are counted after it."""
-    run, seen_s = world.events._run, [0.0]
-
-    def counted(most: int) -> None:
-        for _ in range(most):
-            run(1)
-            assert world.events.now_s >= seen_s[0]
-            seen_s[0] = world.events.now_s
-            held = Counter[tuple[str, int]]()
-            for one in fleet.held.values():
-                held[one.node.name, one.slot] += one.gpus
-            assert all(count <= fleet.nodes[node].gpus for (node, _), count in held.items())
-            if world.events.stopped:
-                return
-
-    monkeypatch.setattr(world.events, "_run", counted)
-    assert list(world.run())
+def check_gpus(fleet: Fleet) -> None:
+    """No GPU is held twice."""
+    held = Counter[tuple[str, int]]()
+    for one in fleet.held.values():
+        held[one.node.name, one.slot] += one.gpus
+    assert all(count <= fleet.nodes[node].gpus for (node, _), count in held.items())
 
 
 def test_the_same_seed_gives_the_same_log_and_result() -> None:
@@ -104,40 +91,24 @@ def test_who_lags_behind_lives_through_the_same() -> None:
 
 def test_no_request_is_sent_to_what_warms_up_drains_or_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     states: set[str] = set()
+    world, fleet, _ = build_world(scaled("reactive", traffic=BURST, failures=FAILURES), 1)
+    assert fleet is not None
     real = DedicatedServer.submit
 
     def watch(self: DedicatedServer, served: Any) -> None:
-        [held] = [one for one in fleets[0].held.values() if one.server is self]
+        [held] = [one for one in fleet.held.values() if one.server is self]
         states.add(held.state)
-        assert held.node.name not in fleets[0].down
+        assert held.node.name not in fleet.down
         real(self, served)
 
-    fleets: list[Fleet] = []
-    real_init = Fleet.__init__
-
-    def init(self: Fleet, *args: Any, **kwargs: Any) -> None:
-        fleets.append(self)
-        real_init(self, *args, **kwargs)
-
-    monkeypatch.setattr(Fleet, "__init__", init)
     monkeypatch.setattr(DedicatedServer, "submit", watch)
-    totals = simulate(scaled("reactive", traffic=BURST, failures=FAILURES)).result.totals
+    assert list(world.run())
     assert states == {"serving"}
-    assert totals.node_failures > 0
-    assert totals.interrupted > 0
-    assert totals.scale_outs > 0
+    assert min(fleet.failures, fleet.interrupted, fleet.scale_outs) > 0
 
 
-def test_instances_are_ready_when_their_start_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instances_are_ready_when_their_start_takes() -> None:
     """Fresh with weights, without, from spot of its own, and in the place of another's spot."""
-    waits: dict[str, set[float]] = {}
-    real = Fleet._warm
-
-    def watch(self: Fleet, held: Any, start: str, takes_s: float, kind: Any) -> None:
-        real(self, held, start, takes_s, kind)
-        waits.setdefault(start, set()).add(takes_s)
-
-    monkeypatch.setattr(Fleet, "_warm", watch)
     scenario = scaled(
         "reactive",
         traffic=BURST | {"zipf": 1.5},
@@ -145,11 +116,26 @@ def test_instances_are_ready_when_their_start_takes(monkeypatch: pytest.MonkeyPa
         fleet={"nodes": [{"region": region, "count": 1, "slots": 3} for region in REGIONS]},
         scaling={"out_above": 0.4, "in_below": 0.2},
     )
-    result = simulate(scenario).result
-    allowed = {"present": 0.0, "spot_same": 20.0, "spot_other": 60.0, "local": 60.0, "remote": 300.0}
-    assert waits.keys() >= {"present", "local"}
-    assert all(times == {allowed[start]} for start, times in waits.items())
-    assert result.totals.gpu_hours["warming"] > 0
+    world, fleet, _ = build_world(scenario, 1)
+    assert fleet is not None
+    takes_s = {"spot_same": 20.0, "spot_other": 60.0, "local": 60.0, "remote": 300.0}
+    ready_s: dict[str, float] = {}
+    waits_s: Counter[float] = Counter()
+
+    def check() -> None:
+        for name, one in fleet.held.items():
+            if one.state == "warming" and ready_s.get(name) != one.ready_s:
+                ready_s[name] = one.ready_s
+                waits_s[round(one.ready_s - world.events.now_s, 6)] += 1
+
+    run_checked(world, check)
+    started = Counter[float]()
+    for start, count in fleet.starts.items():
+        if start != "present":
+            started[takes_s[start]] += count
+    assert fleet.starts.keys() >= {"present", "local"}
+    assert waits_s == started
+    assert any(use.state == "warming" for use in world.usage.seconds(world.events.now_s))
 
 
 def test_forecasts_see_nothing_of_the_future(monkeypatch: pytest.MonkeyPatch) -> None:

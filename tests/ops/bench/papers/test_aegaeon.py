@@ -59,7 +59,7 @@ def cluster_times(
 
     for number, (arrived_s, model) in enumerate(requests):
         events.at(arrived_s, Kind.ARRIVAL, partial(come, number, model))
-    while events.run_next():
+    while events.run(1):
         pass
     assert cluster.busy_s <= gpus * events.now_s * (1 + 1e-9)
     return sorted(ended, key=lambda served: served.request.number), cluster.switches

@@ -21,7 +21,7 @@ def test_of_one_moment_ends_come_first_then_arrivals_then_ticks(order: tuple[Kin
         events.at(1.0, kind, note(kind.name))
         events.at(1.0, kind, note(f"{kind.name} again"))
     events.at(0.5, Kind.TICK, note("before"))
-    while events.run_next():
+    while events.run(1):
         pass
     assert ran == ["before", "END", "END again", "ARRIVAL", "ARRIVAL again", "TICK", "TICK again"]
     assert events.count == 7
@@ -30,7 +30,7 @@ def test_of_one_moment_ends_come_first_then_arrivals_then_ticks(order: tuple[Kin
 def test_an_event_may_ask_for_its_own_moment_but_for_none_before() -> None:
     events, ran = Events(), list[float]()
     events.at(2.0, Kind.TICK, lambda: events.at(2.0, Kind.END, lambda: ran.append(events.now_s)))
-    while events.run_next():
+    while events.run(1):
         pass
     assert ran == [2.0]
     with pytest.raises(AssertionError):
@@ -74,6 +74,6 @@ def test_an_alarm_rings_wherever_something_ends_and_never_in_vain() -> None:
     events.run_before(3.0, Kind.ARRIVAL)
     clocked.ends_s.insert(0, 4.0)  # what ends has become earlier
     alarm.set()
-    while events.run_next():
+    while events.run(1):
         pass
     assert told == [1.0, 2.0, 4.0, 5.0]

@@ -17,7 +17,7 @@ from forecasts.importers.lines import DemandFileError
 from ops.simulator.kernel.requests import Request
 from ops.simulator.scenario.formats import traffic_of
 from ops.simulator.scenario.scenario import Scenario
-from ops.simulator.traffic.traffic import Lengths
+from ops.simulator.traffic.traffic_parts import Lengths
 
 DATA = Path(os.environ.get("TIDEPOOL_DATA", Path(__file__).resolve().parents[5] / "shared" / "data"))
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -216,7 +216,7 @@ def test_what_a_recording_is_told_is_checked(tmp_path: Path, changes: dict[str, 
 
 def test_the_mean_after_the_cut_is_what_is_drawn() -> None:
     for lengths in (Lengths(median=100, spread=1.0, most=150), Lengths(median=2, spread=1.5, most=9000)):
-        assert lengths.draw(np.random.default_rng(1), 200_000).mean() == pytest.approx(lengths.mean, rel=0.03)
+        assert lengths.draw(np.random.default_rng(1), 200_000).mean() == pytest.approx(lengths.cut_mean, rel=0.03)
 
 
 @pytest.mark.skipif(not (DATA / "servegen").is_dir(), reason=f"no recorded demand in {DATA}")

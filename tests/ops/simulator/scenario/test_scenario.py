@@ -10,8 +10,10 @@ from typer.testing import CliRunner
 
 from ops.cli.main import app
 from ops.client.api import CommandError
+from ops.simulator.kernel.requests import Request
 from ops.simulator.scenario.scenario import ScenarioError, load_scenario
-from ops.simulator.traffic.traffic import Burst, Generated, Lengths, generate, zipf
+from ops.simulator.traffic.traffic import generate
+from ops.simulator.traffic.traffic_parts import GeneratedPart
 from ops.simulator.world.measures import Histogram
 from tests.ops.simulator.examples import SMALL, changed
 
@@ -62,22 +64,23 @@ def test_errors_name_the_key(tmp_path: Path, before: str, after: str, said: str)
     assert said in str(caught.value)
 
 
-def traffic(**changes: Any) -> Generated:
-    lengths = Lengths(median=100, spread=0.5, most=150)
+def generated(seed: int, **changes: Any) -> list[Request]:
+    lengths = {"median": 100, "spread": 0.5, "most": 150}
     given: dict[str, Any] = {
+        "kind": "generated",
         "rate_per_s": 2.0,
         "duration_s": 5000.0,
-        "models": zipf(["a", "b"], 1.0),
+        "zipf": 1.0,
         "origins": {"r": 1.0},
         "tiers": {"IW-F": 1.0},
-        "prompt": lengths,
-        "output": lengths,
+        "prompt_tokens": lengths,
+        "output_tokens": lengths,
     }
-    return Generated(**(given | changes))
+    return list(generate(GeneratedPart.model_validate(given | changes), ["a", "b"], seed))
 
 
 def test_generated_traffic_has_its_rate_shape_and_shares() -> None:
-    requests = list(generate(traffic(duration_s=86_400.0, rate_per_s=0.5, day_swing=0.8, peak_hour=12.0), seed=1))
+    requests = generated(1, duration_s=86_400.0, rate_per_s=0.5, day_swing=0.8, peak_hour=12.0)
     times_s = np.array([request.arrived_s for request in requests])
     assert [request.number for request in requests] == list(range(len(requests)))
     assert np.all(np.diff(times_s) >= 0)
@@ -91,13 +94,13 @@ def test_generated_traffic_has_its_rate_shape_and_shares() -> None:
 
 @pytest.mark.parametrize("cv", [0.5, 1.0, 3.0])
 def test_generated_intervals_vary_as_asked(cv: float) -> None:
-    intervals_s = np.diff([request.arrived_s for request in generate(traffic(cv=cv, duration_s=20_000.0), seed=2)])
+    intervals_s = np.diff([request.arrived_s for request in generated(2, cv=cv, duration_s=20_000.0)])
     assert intervals_s.std() / intervals_s.mean() == pytest.approx(cv, rel=0.05)
 
 
 def test_a_burst_multiplies_the_rate() -> None:
-    burst = Burst(start_s=1000.0, duration_s=500.0, factor=8.0)
-    times_s = np.array([request.arrived_s for request in generate(traffic(bursts=(burst,)), seed=3)])
+    burst = {"start_s": 1000.0, "duration_s": 500.0, "factor": 8.0}
+    times_s = np.array([request.arrived_s for request in generated(3, bursts=[burst])])
     assert np.sum((times_s >= 1000) & (times_s < 1500)) == pytest.approx(8000, rel=0.05)
     assert np.sum(times_s < 1000) == pytest.approx(2000, rel=0.1)
 

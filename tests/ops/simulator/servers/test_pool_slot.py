@@ -35,7 +35,7 @@ class Slot:
     def run(self, requests: list[Request]) -> None:
         for request in requests:
             self.events.at(request.arrived_s, Kind.ARRIVAL, self.come, request)
-        while self.events.run_next():
+        while self.events.run(1):
             pass
 
 
@@ -72,7 +72,7 @@ def test_who_closes_serves_what_is_there_and_leaves_while_others_go_on() -> None
     assert gone_s[0] > closes_s
     assert len(slot.ended) == len(kept)
     assert not slot.slot.has(LAST)
-    assert LAST not in slot.slot.server._processes[0].engine._models
+    assert not slot.slot.server.has(LAST)
     assert list(slot.instances[LAST].reports()) == []
     slot.open(LAST)
     assert [one.accepting for one in slot.instances[LAST].reports()] == [True], "it may come again"

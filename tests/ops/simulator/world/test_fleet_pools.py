@@ -13,6 +13,7 @@ from ops.simulator.scenario.formats import traffic_of
 from ops.simulator.servers.pool_slot import PooledServer
 from ops.simulator.world.fleet import Fleet
 from tests.ops.simulator.pooling import MODELS, Operated, pooled
+from tests.ops.simulator.scaled import run_checked
 
 NODE = {"region": "east", "count": 3, "slots": 1, "host_bytes": 10**12}
 FAILURES = [
@@ -42,7 +43,7 @@ def check_slots(fleet: Fleet) -> None:
             assert not one.gpus
             pools.add(one.place)
     assert all(count <= fleet.nodes[node].gpus for (node, _), count in held.items())
-    assert all((place in fleet._pools) == (place in pools) for place in {*held, *pools})
+    assert all((place in fleet.pools) == (place in pools) for place in {*held, *pools})
     counted = Counter[Any]()
     for one in fleet.held.values():
         assert one.beside == (one.place in pools and not one.pooled)
@@ -55,36 +56,30 @@ def standing(fleet: Fleet, model: str) -> bool:
     return any(one.server.accepting and one.node.name not in fleet.down for one in held)
 
 
-def run_checked(operated: Operated, monkeypatch: pytest.MonkeyPatch, wanted: list[tuple[float, set[str]]]) -> None:
-    """Run the world and look at it after each event. `wanted`: who must stay served, once he is; empty: nobody."""
+def run_with_plans(operated: Operated, wanted: list[tuple[float, set[str]]]) -> None:
+    """Run the world and look at it after each event. `wanted`: when plans give which models instances; these must be
+    served from their first instance on. Empty: that is not checked.
+    """
     world, fleet = operated.world, operated.fleet
-    run, start = world.events._run, fleet._start
     safe: set[str] = set()
-    plans = list(wanted)
-    now: set[str] = set()
+    plans, now = list(wanted), set[str]()
+    known = set(fleet.held)
 
-    def started(add: Any, *rest: Any) -> None:
-        assert add.gpus == 0 or (add.node_id, add.slot) not in fleet._pools, "nothing of its own starts in a pool"
-        start(add, *rest)
+    def check() -> None:
+        nonlocal now, safe, known
+        check_slots(fleet)
+        new = [fleet.held[name] for name in fleet.held.keys() - known]
+        assert not any(one.place in fleet.pools and not one.pooled for one in new), "started in a pool on its own"
+        known = set(fleet.held)
+        while plans and plans[0][0] <= world.events.now_s:
+            before, now = now, plans.pop(0)[1]
+            safe &= before & now
+        serving = {model for model in MODELS if standing(fleet, model)}
+        if wanted:
+            assert safe <= serving, f"{safe - serving} lost its last at {world.events.now_s}"
+        safe |= serving & now
 
-    def checked(most: int) -> None:
-        nonlocal now, safe
-        for _ in range(most):
-            run(1)
-            check_slots(fleet)
-            while plans and plans[0][0] <= world.events.now_s:
-                before, now = now, plans.pop(0)[1]
-                safe &= before & now
-            serving = {model for model in MODELS if standing(fleet, model)}
-            if wanted:
-                assert safe <= serving, f"{safe - serving} lost its last at {world.events.now_s}"
-            safe |= serving & now
-            if world.events.stopped:
-                return
-
-    monkeypatch.setattr(fleet, "_start", started)
-    monkeypatch.setattr(world.events, "_run", checked)
-    assert list(world.run())
+    run_checked(world, check)
 
 
 @pytest.mark.slow
@@ -100,8 +95,7 @@ def test_whatever_plans_come_each_request_ends_once_and_nobody_wanted_loses_his_
     )
     operated = Operated(scenario, seed)
     wanted = random_plans(operated, Random(seed), 400.0)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        run_checked(operated, monkeypatch, [] if failing else wanted)
+    run_with_plans(operated, [] if failing else wanted)
     world = operated.world
     came = Counter((one.model, one.tier) for one in traffic_of(scenario, seed))
     assert {key: tally.requests for key, tally in world.tallies.items()} == came
@@ -144,7 +138,7 @@ def test_the_last_of_a_pool_keeps_its_slot() -> None:
     assert (one.gpus, one.pooled, type(one.server)) == (1, False, PooledServer)
     assert standing(operated.fleet, "b")
     assert operated.fleet.starts["local"] == 3, "b was loaded once"
-    assert not any(use.state == "pooled" and count for use, count in operated.world.usage._counts.items())
+    assert one.place not in operated.fleet.pools
 
 
 def test_gpus_of_a_pool_are_counted_once_and_as_the_pool_s() -> None:
@@ -167,8 +161,7 @@ def test_what_was_on_a_lost_node_begins_anew_in_a_new_pool() -> None:
     )
     operated = Operated(scenario)
     operated.plan(0.0, dict.fromkeys(MODELS, 0), MODELS)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        run_checked(operated, monkeypatch, [])
+    run_with_plans(operated, [])
     fleet, world = operated.fleet, operated.world
     assert fleet.interrupted > 0
     assert {(one.endpoint.model, one.node.name) for one in fleet.held.values()} == {
