@@ -89,7 +89,7 @@ def test_a_slot_makes_the_tokens_of_the_live_engine_when_it_does(
         pass
     pool = slot.engine.stats().pool
     assert pool is not None
-    assert bool(pool.layers_moved.get("lent")) is (way != "swap")
+    assert bool(pool.layers_moved.get("offloaded")) is (way != "swap")
     live = replay(requests, settings, MODELS, prefilled=prefilled)
     assert not any(served.left for served in made.values())
     for number, times_s in live.items():
