@@ -5,23 +5,18 @@ import time
 from collections import Counter
 from contextlib import AbstractAsyncContextManager
 
-import anyio.to_thread
-import structlog
-
 from controlplane.errors import UnavailableError
 from controlplane.policies.facts import Endpoint
-from controlplane.serving.background import repeating
+from controlplane.serving.background import flushing
 from controlplane.store.redis.live import LiveStore
 
-log = structlog.get_logger()
 _FLUSH_EVERY_S = 1.0
-_MINUTES_KEPT = 5  # as many as the measuring looks back
+_MINUTES_KEPT = 5  # the measuring loop reads as many
 
 
 class DemandCounter:
-    """Counts of this process. While Redis is away they wait, for five minutes.
-
-    `gateway`: interactive requests come through this process, so a minute in which it counted none had none.
+    """Counts of this process, kept for five minutes while Redis is unavailable. `gateway`: the process receives
+    interactive requests, so a minute in which it counted none had none.
     """
 
     def __init__(self, live: LiveStore, *, gateway: bool) -> None:
@@ -31,15 +26,15 @@ class DemandCounter:
         self._lock = threading.Lock()
 
     def count(self, kind: str, endpoint: Endpoint, tokens: int) -> None:
-        """Note a request that is offered now. Each counts once, however often it is tried."""
+        """Count a request that is offered now, once for all attempts at it."""
         with self._lock:
             self._minutes.setdefault(_this_minute_s(), Counter())[kind, endpoint] += tokens
 
     def flush(self) -> None:
-        """Add what was counted to Redis.
+        """Add the counts to Redis.
 
         Raises:
-            UnavailableError: Redis is away; the counts are kept.
+            UnavailableError: Redis is unavailable; the counts are kept.
         """
         with self._lock:
             taken, self._minutes = self._minutes, {}
@@ -62,14 +57,7 @@ class DemandCounter:
                 self._minutes.pop(min(self._minutes))
 
     def flushing(self) -> AbstractAsyncContextManager[None]:
-        """Flush every second while the block runs, and once at its end."""
-        return repeating(self._try_flush, _FLUSH_EVERY_S)
-
-    async def _try_flush(self) -> None:
-        try:
-            await anyio.to_thread.run_sync(self.flush)
-        except UnavailableError as error:
-            log.warning("demand is not counted for now", error=error.message)
+        return flushing(self.flush, _FLUSH_EVERY_S, "demand")
 
 
 def _this_minute_s() -> int:

@@ -1,6 +1,6 @@
-"""The request log of a process: what ended waits in memory for a second, then it is a row, and a line of the log.
+"""The request log of a process: records of ended requests are written every second, as rows and as lines of the log.
 
-Requests never wait for it. While Postgres is away, or more ends than can be written, records are dropped and counted.
+Requests never wait for it. While Postgres is unavailable or too slow, records are dropped and counted.
 """
 
 import random
@@ -10,13 +10,10 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from itertools import islice
 
-import anyio
-import anyio.to_thread
 import msgspec
 import structlog
-from sqlalchemy.exc import SQLAlchemyError
 
-from controlplane.serving.background import repeating
+from controlplane.serving.background import flushing
 from controlplane.settings import Settings
 from controlplane.store.request_log import OK, RequestRecord, write_requests
 from controlplane.store.session import Database
@@ -28,7 +25,7 @@ _SERVER_ERRORS = 500
 
 
 class RequestLog:
-    """Takes the records of one process. `on_drop` hears how many were dropped."""
+    """The records of one process. `on_drop` is called with the number of records dropped."""
 
     def __init__(
         self,
@@ -45,11 +42,9 @@ class RequestLog:
         self._ended: deque[RequestRecord] = deque()
         self._unwritten: deque[RequestRecord] = deque()
         self._writing = threading.Lock()
-        self._threads = anyio.CapacityLimiter(1)
-        self._is_away = False
 
     def add(self, record: RequestRecord) -> None:
-        """Note a request that has ended, if the settings want it."""
+        """Keep the record of an ended request, if the settings ask for it."""
         if not self._is_kept(record):
             return
         if len(self._ended) < self._settings.request_log_waiting_max:
@@ -58,19 +53,18 @@ class RequestLog:
             self._on_drop(1)
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """Write every second while the block runs, and once at its end."""
-        return repeating(self._write, _WRITE_EVERY_S)
+        return flushing(self.write, _WRITE_EVERY_S, "request log")
 
     def write(self) -> None:
-        """Write what has ended: lines first, then rows, in pieces of a thousand.
+        """Write what has ended: lines first, then rows, a thousand in each transaction.
 
         Raises:
-            SQLAlchemyError: Postgres is away; rows wait for the next time.
+            SQLAlchemyError: Postgres is unavailable; the rows are kept.
         """
         with self._writing:
             while self._ended:
                 record = self._ended.popleft()
-                self._say(record)
+                self._log_line(record)
                 self._unwritten.append(record)
             self._drop_oldest()
             while self._unwritten:
@@ -81,7 +75,7 @@ class RequestLog:
                     self._unwritten.popleft()
 
     def _is_kept(self, record: RequestRecord) -> bool:
-        """What failed or was slow always is, unless nothing is; the rest by chance."""
+        """Failed and slow requests are always kept unless the log is off, a sample of the others."""
         if self._is_notable(record):
             return self._settings.request_log != "off"
         sample = self._settings.request_log_sample
@@ -91,15 +85,14 @@ class RequestLog:
         waited_s = record.duration_s if record.first_token_s is None else record.first_token_s
         return record.outcome != OK or waited_s >= self._settings.request_log_slow_s
 
-    def _say(self, record: RequestRecord) -> None:
-        """Write the line of a record that has one."""
+    def _log_line(self, record: RequestRecord) -> None:
         lines = self._settings.request_log_lines
         if lines == "off" or (lines == "errors" and not self._is_notable(record)):
             return
         fields = {name: value for name, value in msgspec.structs.asdict(record).items() if value not in (None, [])}
         fields["ended_at"] = record.ended_at.isoformat()
-        say = log.warning if record.status >= _SERVER_ERRORS else log.info
-        say("request", **fields)
+        write = log.warning if record.status >= _SERVER_ERRORS else log.info
+        write("request", **fields)
 
     def _drop_oldest(self) -> None:
         excess = len(self._unwritten) - self._settings.request_log_waiting_max
@@ -107,15 +100,3 @@ class RequestLog:
             self._unwritten.popleft()
         if excess > 0:
             self._on_drop(excess)
-
-    async def _write(self) -> None:
-        try:
-            await anyio.to_thread.run_sync(self.write, limiter=self._threads)
-        except SQLAlchemyError as error:
-            if not self._is_away:
-                log.warning("the request log waits for Postgres", error=str(error).splitlines()[0])
-            self._is_away = True
-            return
-        if self._is_away:
-            log.info("the request log is written again")
-        self._is_away = False

@@ -1,4 +1,4 @@
-"""Counting usage: what a gateway's answers took, kept in memory and written to Postgres every few seconds."""
+"""Counting usage: requests and tokens of a gateway's answers, in memory, and written to Postgres every few seconds."""
 
 import threading
 import uuid
@@ -6,23 +6,20 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-import anyio.to_thread
-import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from controlplane.serving.background import repeating
+from controlplane.serving.background import flushing
 from controlplane.store.session import Database
 from controlplane.store.usage import Usage, UsageKey, put_usage
 from dataplane.protocol.tiers import Tier
 
-log = structlog.get_logger()
 _FLUSH_EVERY_S = 15.0
 _KEPT = timedelta(hours=2)
 
 
 class UsageCounter:
-    """Counts of this process by hour. While Postgres is away they wait; a process that is killed loses what it counted
-    since it last wrote.
+    """Counts of this process by hour, kept while Postgres is unavailable. A process that is killed loses what it has
+    counted since its last write.
     """
 
     def __init__(self, database: Database) -> None:
@@ -35,7 +32,6 @@ class UsageCounter:
     def count(
         self, tenant: str, model: str, tier: Tier, *, failed: bool, input_tokens: int, output_tokens: int
     ) -> None:
-        """Note a request that has just ended."""
         key = UsageKey(_this_hour(), tenant, model, tier.value)
         with self._lock:
             usage = self._counts.setdefault(key, Usage())
@@ -43,11 +39,13 @@ class UsageCounter:
             self._changed.add(key)
 
     def flush(self) -> None:
-        """Write the counts that have changed, and drop those of hours that are over.
+        """Write the counts that have changed, and drop those of past hours.
 
         Raises:
-            SQLAlchemyError: Postgres is away; the counts are kept.
+            SQLAlchemyError: Postgres is unavailable; the counts are kept.
         """
+        if not self._changed:
+            return
         with self._lock:
             taken = {key: replace(self._counts[key]) for key in self._changed}
             self._changed = set()
@@ -64,16 +62,7 @@ class UsageCounter:
                 del self._counts[key]
 
     def flushing(self) -> AbstractAsyncContextManager[None]:
-        """Flush every few seconds while the block runs, and once at its end."""
-        return repeating(self._try_flush, _FLUSH_EVERY_S)
-
-    async def _try_flush(self) -> None:
-        if not self._changed:
-            return
-        try:
-            await anyio.to_thread.run_sync(self.flush)
-        except SQLAlchemyError as error:
-            log.warning("usage waits for Postgres", error=str(error).splitlines()[0])
+        return flushing(self.flush, _FLUSH_EVERY_S, "usage")
 
 
 def _this_hour() -> datetime:
