@@ -1,4 +1,4 @@
-"""Ending a batch: its results become an output file and an error file, and its state the last one."""
+"""Ending a batch: its results become an output file and an error file, and its state becomes terminal."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ from controlplane.dispatcher.steps import Step
 from controlplane.policies.lifecycle import BatchRequestState, BatchState
 from controlplane.settings import Settings
 from controlplane.store.batch_attempts import Due
-from controlplane.store.batch_tables import Batch
-from controlplane.store.batches import ResultLine, forget_requests, models_of, move_batch, result_lines
+from controlplane.store.batch_tables import Batch, BatchResult
+from controlplane.store.batches import forget_requests, models_of, move_batch, result_lines
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.files import add_file, new_file_id
 from controlplane.store.usage import Usage, UsageKey, add_batch_usage
 from dataplane.protocol.tiers import Tier
 
 _UNKNOWN_MODEL = "unknown"
-"""Of failed requests of a batch that asks for several models."""
+"""The model of failed requests of a batch that asks for several models."""
 
 
 def finalize(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> None:
-    """Take a batch whose requests have all ended a step further. The first step only says `finalizing`, the second
-    writes the files, so a crash between them loses nothing.
+    """Advance a batch whose requests have all ended. The first step only sets the state `finalizing`, the second writes
+    the files, so a crash between them loses nothing.
     """
     if batch.state == BatchState.IN_PROGRESS:
         move_batch(session, batch, BatchState.FINALIZING)
@@ -41,7 +41,7 @@ FINALIZE = Step(Due.END, finalize)
 
 
 def _write_files(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> bool:
-    """Write both files and the batch's last counts, and drop its rows; whether a request expired."""
+    """Write both files and the batch's final counts, and delete its rows; whether a request expired."""
     output_id, error_id = new_file_id(), new_file_id()
     output_bytes = error_bytes = 0
     batch.completed = batch.failed = batch.input_tokens = batch.output_tokens = 0
@@ -49,7 +49,7 @@ def _write_files(session: Session, batch: Batch, blobs: BlobStore, settings: Set
     usage: defaultdict[str, Usage] = defaultdict(Usage)
     models = models_of(session, batch)
     with blobs.writing(output_id) as output, blobs.writing(error_id) as errors:
-        for result in result_lines(session, batch):
+        for custom_id, result in result_lines(session, batch):
             expired |= result.state == BatchRequestState.EXPIRED
             batch.input_tokens += result.input_tokens
             batch.output_tokens += result.output_tokens
@@ -58,7 +58,7 @@ def _write_files(session: Session, batch: Batch, blobs: BlobStore, settings: Set
                 input_tokens=result.input_tokens,
                 output_tokens=result.output_tokens,
             )
-            line = msgspec.json.encode(_line(batch, result)) + b"\n"
+            line = msgspec.json.encode(_line(batch, custom_id, result)) + b"\n"
             if result.state == BatchRequestState.COMPLETED:
                 batch.completed += 1
                 output_bytes += output.write(line)
@@ -76,18 +76,18 @@ def _write_files(session: Session, batch: Batch, blobs: BlobStore, settings: Set
     return expired
 
 
-def _model_of(result: ResultLine, models: Sequence[str]) -> str:
-    """The model that a request asked for: the batch's only one, or as its answer says."""
+def _model_of(result: BatchResult, models: Sequence[str]) -> str:
+    """The model that a request asked for: the batch's only model, or the one that its answer names."""
     if len(models) == 1:
         return models[0]
-    said = str((result.body or {}).get("model"))
-    return said if said in models else _UNKNOWN_MODEL
+    answered = str((result.body or {}).get("model"))
+    return answered if answered in models else _UNKNOWN_MODEL
 
 
 def _keep(
     session: Session, batch: Batch, blobs: BlobStore, settings: Settings, file_id: str, size_bytes: int, kind: str
 ) -> str | None:
-    """Register a produced file; an empty one is dropped."""
+    """Register a produced file; an empty one is deleted."""
     if size_bytes == 0:
         blobs.delete(file_id)
         return None
@@ -103,13 +103,13 @@ def _keep(
     return row.id
 
 
-def _line(batch: Batch, result: ResultLine) -> dict[str, Any]:
+def _line(batch: Batch, custom_id: str, result: BatchResult) -> dict[str, Any]:
     response = None
     if result.status_code is not None:
         response = {"status_code": result.status_code, "request_id": result.upstream_id, "body": result.body}
     return {
         "id": f"batch_req_{batch.number}_{result.line}",
-        "custom_id": result.custom_id,
+        "custom_id": custom_id,
         "response": response,
         "error": result.error,
     }

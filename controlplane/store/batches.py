@@ -1,22 +1,19 @@
 """Rows of the Batch API. States move as `policies.lifecycle.BATCH` says; counts are written with what they count."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import msgspec
-import psycopg
 import uuid_utils
 from sqlalchemy import delete, func, insert, select, text
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, NotFoundError
 from controlplane.policies.lifecycle import BATCH, BatchRequestState, BatchState, can_move, is_terminal, require_move
 from controlplane.store.batch_tables import Batch, BatchCount, BatchModel, BatchRequest, BatchResult
-from controlplane.store.rows import Page, page
+from controlplane.store.rows import Page, copy_rows, page
 from controlplane.store.storable import storable
 
 _MESSAGE_CHARACTERS_MAX, _PARAM_CHARACTERS_MAX = 500, 200
@@ -61,21 +58,6 @@ class NewRequest(NamedTuple):
     body: bytes
     input_tokens: int = 0
     tokens: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResultLine:
-    """A request and its result, as the output files need them."""
-
-    line: int
-    custom_id: str
-    state: BatchRequestState
-    status_code: int | None
-    body: dict[str, Any] | None
-    error: dict[str, Any] | None
-    upstream_id: str
-    input_tokens: int
-    output_tokens: int
 
 
 def add_batch(
@@ -252,20 +234,20 @@ def _end(session: Session, which: str, values: Mapping[str, Any], state: BatchRe
 
 def add_requests(session: Session, batch: Batch, requests: Iterable[NewRequest]) -> None:
     """Put a validated batch's requests in the queue, all of them or (with the transaction) none."""
-    session.execute(text("SET LOCAL statement_timeout = 0"))  # a copy lasts as long as its rows take to come
-    cursor = session.connection().connection.cursor()
+    session.execute(text("SET LOCAL statement_timeout = 0"))  # the copy lasts as long as the file is read
     batch_number = batch.number
     queued: list[tuple[int, int, str, int]] = []
     counts: dict[str, tuple[int, int]] = {}
-    with _translated(), cursor.copy("COPY batch_requests (batch_number, line, custom_id, body) FROM STDIN") as copy:
+
+    def bodies() -> Iterator[tuple[int, int, str, str]]:
         for request in requests:
-            copy.write_row((batch_number, request.line, request.custom_id, request.body.decode()))
             queued.append((batch_number, request.line, request.model, request.tokens))
             number, input_tokens = counts.get(request.model, (0, 0))
             counts[request.model] = number + 1, input_tokens + request.input_tokens
-    with _translated(), cursor.copy("COPY queued_requests (batch_number, line, model, tokens) FROM STDIN") as copy:
-        for row in queued:
-            copy.write_row(row)
+            yield batch_number, request.line, request.custom_id, request.body.decode()
+
+    copy_rows(session, "batch_requests (batch_number, line, custom_id, body)", bodies())
+    copy_rows(session, "queued_requests (batch_number, line, model, tokens)", queued)
     groups = [
         {"batch_number": batch_number, "model": model, "requests": number, "tokens": input_tokens}
         for model, (number, input_tokens) in counts.items()
@@ -275,17 +257,10 @@ def add_requests(session: Session, batch: Batch, requests: Iterable[NewRequest])
     batch.total = len(queued)
 
 
-@contextmanager
-def _translated() -> Iterator[None]:
-    """Errors of a copy, which goes past SQLAlchemy, as SQLAlchemy's."""
-    try:
-        yield
-    except psycopg.Error as error:
-        raise DBAPIError.instance("COPY", None, error, psycopg.Error) from error
-
-
-def result_lines(session: Session, batch: Batch) -> Iterator[ResultLine]:
-    """Every ended request of a batch with its result, in the order of the input lines, read a thousand at a time."""
+def result_lines(session: Session, batch: Batch) -> Iterator[tuple[str, BatchResult]]:
+    """Every ended request of a batch, by its `custom_id`, with its result, in the order of the input lines, read a
+    thousand at a time.
+    """
     rows = session.execute(
         select(BatchRequest.custom_id, BatchResult)
         .join(
@@ -297,17 +272,7 @@ def result_lines(session: Session, batch: Batch) -> Iterator[ResultLine]:
         .execution_options(yield_per=1000)
     )
     for custom_id, result in rows:
-        yield ResultLine(
-            line=result.line,
-            custom_id=custom_id,
-            state=BatchRequestState(result.state),
-            status_code=result.status_code,
-            body=result.body,
-            error=result.error,
-            upstream_id=result.upstream_id,
-            input_tokens=result.input_tokens,
-            output_tokens=result.output_tokens,
-        )
+        yield custom_id, result
         session.expunge(result)
 
 

@@ -24,7 +24,7 @@ from sqlalchemy.orm import Mapped, Session, mapped_column, undefer
 
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.plan_explanations import ForecastRecord
-from controlplane.store.rows import delete_some
+from controlplane.store.rows import copy_rows, delete_some
 from controlplane.store.tables import Base, Json
 
 IW, NIW = "IW", "NIW"
@@ -119,12 +119,8 @@ def put_demand(session: Session, rows: Iterable[DemandRow], *, imported: bool = 
         )
     )
     session.execute(text("SET LOCAL statement_timeout = 0"))  # a copy lasts as long as its rows take to come
-    cursor = session.connection().connection.cursor()
-    count = 0
-    with cursor.copy("COPY incoming_demand FROM STDIN") as copy:
-        for row in rows:
-            copy.write_row((row.endpoint.model, row.endpoint.region, row.kind, row.start_s, row.tokens_per_s))
-            count += 1
+    values = ((row.endpoint.model, row.endpoint.region, row.kind, row.start_s, row.tokens_per_s) for row in rows)
+    count = copy_rows(session, "incoming_demand", values)
     session.execute(
         text(
             "INSERT INTO demand_buckets (model, region, kind, start_s, tokens_per_s, imported_at)"

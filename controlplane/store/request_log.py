@@ -4,13 +4,11 @@ from collections.abc import Sequence
 from datetime import datetime
 
 import msgspec
-import psycopg
 from sqlalchemy import DateTime, Identity, Index, String, func, select, text
 from sqlalchemy.dialects.postgresql import ARRAY
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
-from controlplane.store.rows import Page, matching, page
+from controlplane.store.rows import Page, copy_rows, matching, page
 from controlplane.store.tables import Base
 
 OK, CANCELLED = "ok", "cancelled"
@@ -73,19 +71,13 @@ _COLUMNS = ", ".join(RequestRecord.__struct_fields__)
 
 
 def write_requests(session: Session, records: Sequence[RequestRecord]) -> None:
-    """Add rows. A server that dies may lose those of its last second: nobody waits for its disk.
+    """Add rows without waiting for the server's disk: a server that crashes may lose those of its last second.
 
     Raises:
-        DBAPIError: it did not work.
+        DBAPIError: the rows were not written.
     """
     session.execute(text("SET LOCAL synchronous_commit = off"))
-    cursor = session.connection().connection.cursor()
-    try:
-        with cursor.copy(f"COPY request_log ({_COLUMNS}) FROM STDIN") as copy:
-            for record in records:
-                copy.write_row(msgspec.structs.astuple(record))
-    except psycopg.Error as error:
-        raise DBAPIError.instance("COPY", None, error, psycopg.Error) from error
+    copy_rows(session, f"request_log ({_COLUMNS})", map(msgspec.structs.astuple, records))
 
 
 def find_requests(

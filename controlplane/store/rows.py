@@ -1,10 +1,11 @@
-"""Rows of any table: one by its key, a page of them in the order of their keys, and deleting old ones."""
+"""Rows of any table: one by its key, a page in the order of keys, writing many, and deleting old ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Generic, TypeVar, cast
 
+import psycopg
 from sqlalchemy import (
     Column,
     ColumnElement,
@@ -18,6 +19,7 @@ from sqlalchemy import (
     select,
     tuple_,
 )
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from controlplane.errors import InvalidValueError, NotFoundError
@@ -100,6 +102,24 @@ def delete_older(session: Session, *, column: InstrumentedAttribute[datetime], k
     """`delete_some` of the rows whose time in `column` is more than `keep_s` seconds ago."""
     old = column < func.now() - timedelta(seconds=keep_s)
     return delete_some(session, cast("type[Base]", column.class_), old, order=column, count_max=count_max)
+
+
+def copy_rows(session: Session, into: str, rows: Iterable[Sequence[Any]]) -> int:
+    """Write rows by COPY into a table, `name` or `name (columns)`; returns how many. The caller raises the timeout of
+    statements where rows arrive slowly.
+
+    Raises:
+        DBAPIError: the copy failed; it bypasses SQLAlchemy, but its errors are raised as SQLAlchemy's.
+    """
+    count = 0
+    try:
+        with session.connection().connection.cursor().copy(f"COPY {into} FROM STDIN") as copy:
+            for row in rows:
+                copy.write_row(row)
+                count += 1
+    except psycopg.Error as error:
+        raise DBAPIError.instance("COPY", None, error, psycopg.Error) from error
+    return count
 
 
 def matching(table: type[Row], values: Mapping[str, Any]) -> list[ColumnElement[bool]]:

@@ -82,14 +82,15 @@ def test_cancelling_ends_what_waits_and_what_runs(world: World) -> None:
             total=4, completed=1, failed=3, input_tokens=7, output_tokens=3
         )
         lines = list(result_lines(session, finished))
-    assert [(line.custom_id, line.state.value) for line in lines] == [
+    assert [(custom_id, line.state) for custom_id, line in lines] == [
         ("c1", "completed"),
         ("c2", "cancelled"),
         ("c3", "cancelled"),
         ("c4", "cancelled"),
     ]
-    assert lines[1].error is not None
-    assert lines[1].error["code"] == "batch_cancelled"
+    error = lines[1][1].error
+    assert error is not None
+    assert error["code"] == "batch_cancelled"
 
 
 def test_counts(world: World) -> None:
@@ -154,7 +155,7 @@ def test_results_come_in_the_order_of_the_lines(world: World) -> None:
         for held in reversed(claim(session, 1200)):
             finish(session, held)
         batch = session.get_one(Batch, batch_id)
-        assert [line.custom_id for line in result_lines(session, batch)] == [f"c{n}" for n in range(1, 1201)]
+        assert [custom_id for custom_id, _ in result_lines(session, batch)] == [f"c{n}" for n in range(1, 1201)]
 
 
 def test_moves_that_do_not_exist(world: World) -> None:
