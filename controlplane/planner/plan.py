@@ -1,30 +1,20 @@
 """Planning: gather the fleet and its forecasts, solve the placement, write the plan."""
 
 import time
-from collections import Counter
-from collections.abc import Mapping
 
 import structlog
 
 from controlplane.errors import StaleIndexError
 from controlplane.planner.draft import Draft, DraftOf, Problem, draft_of, failed_draft
 from controlplane.planner.expected import expected_demand
-from controlplane.planner.pool_facts import planned_pools
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
-from controlplane.policies.fit import WeightsRoom, why_unfit
+from controlplane.planner.snapshot import PLAN_SILENT_S, read_to_plan
 from controlplane.policies.lifecycle import PlanState
 from controlplane.policies.placement.choose import choose_placement
-from controlplane.policies.placement.facts import (
-    PlacementFacts,
-    PlacementModel,
-    PlacementSettings,
-    PoolFacts,
-    Profile,
-    StartTimes,
-)
+from controlplane.policies.placement.facts import PlacementSettings
+from controlplane.policies.placement.poolable import PoolableSettings, choose_poolable
+from controlplane.policies.snapshot import placement_facts, poolable_facts
 from controlplane.settings import Settings
-from controlplane.store.fleet import FleetInventory, fleet_index, read_inventory
-from controlplane.store.pins import pins_in_force
+from controlplane.store.fleet import fleet_index
 from controlplane.store.plans import (
     SCHEDULE,
     add_plan,
@@ -34,11 +24,8 @@ from controlplane.store.plans import (
     supersede_drafts,
 )
 from controlplane.store.session import Database
-from controlplane.store.tables import Desired
-from controlplane.store.weights import room_of, sizes_of
 
 _HOUR_S = 3600
-_NODE_SILENT_S = 60.0
 _ATTEMPTS_MAX = 3
 log = structlog.get_logger()
 
@@ -119,10 +106,9 @@ def draft_plan(
     expected = expected_demand(database, settings, now_s=now_s, origin_s=origin_s, keep=keep_forecasts)
     with database.transaction() as session:
         index = fleet_index(session)
-        pins = pins_in_force(session, max(now_s, of.window_start_s))
-        inventory = read_inventory(session, silent_s=_NODE_SILENT_S)
-        pools = planned_pools(inventory, expected.demand, settings)
-        facts = placement_facts(inventory, demand=expected.demand, pins=pins, pool=pools.facts)
+        fleet = read_to_plan(session, settings, now_s=now_s, window_start_s=of.window_start_s)
+    pools = choose_poolable(poolable_facts(fleet, expected.demand, stale_s=PLAN_SILENT_S), poolable_settings(settings))
+    facts = placement_facts(fleet, expected.demand, pool=pools.facts, stale_s=PLAN_SILENT_S)
     problem = Problem(index=index, facts=facts, pools=pools, settings=_placement_settings(settings), expected=expected)
     began_s = time.monotonic()
     stop_s = began_s + problem.settings.time_limit_s
@@ -139,79 +125,13 @@ def _placement_settings(settings: Settings) -> PlacementSettings:
     )
 
 
-def placement_facts(
-    inventory: FleetInventory,
-    *,
-    demand: Mapping[Endpoint, tuple[float, ...]],
-    pins: Mapping[Endpoint, int],
-    pool: PoolFacts | None,
-) -> PlacementFacts:
-    """The fleet and its coming hour as the placement wants them. Demand of models or regions that are not registered
-    is left out; a pin stands in place of its endpoint's limits.
-    """
-    offered = {Endpoint(model=row.model, region=row.region): row for row in inventory.endpoints}
-    models = [model.name for model in inventory.models]
-    known = {
-        endpoint: windows
-        for endpoint, windows in demand.items()
-        if endpoint.model in models and endpoint.region in inventory.regions
-    }
-    limits = {Endpoint(model=model, region=region): (0, 0) for model in models for region in inventory.regions}
-    limits |= {endpoint: (row.instances_min, row.instances_max) for endpoint, row in offered.items()}
-    return PlacementFacts(
-        regions=tuple(inventory.regions),
-        models=tuple(PlacementModel(name=name) for name in models),
-        capacity=_capacity(inventory),
-        profiles={
-            ModelGpu(model=row.model, gpu_type=row.gpu_type): Profile(
-                tokens_per_s=row.tokens_per_s, gpus=row.gpus, start=StartTimes.of_load(row.load_time_s)
-            )
-            for row in inventory.profiles
-        },
-        present=_instances(inventory, Desired.RUNNING),
-        spot=_instances(inventory, Desired.SPOT),
-        demand=known,
-        pins=pins,
-        limits=limits,
-        gpu_cost_per_hour={gpu.name: gpu.cost_per_hour for gpu in inventory.gpu_types},
-        weights_present=frozenset(Endpoint(model=i.model, region=i.region) for i in inventory.instances),
-        pool=pool,
-        unfit=_unfit(inventory),
+def poolable_settings(settings: Settings) -> PoolableSettings:
+    """How pools are planned, as the service is set."""
+    return PoolableSettings(
+        enabled=settings.pools_enabled,
+        fill=settings.pool_fill,
+        prompt_tokens=settings.pool_prompt_tokens,
+        output_tokens=settings.pool_output_tokens,
+        tbt_s=settings.pool_tbt_s,
+        round_s=settings.pool_round_s,
     )
-
-
-def _unfit(inventory: FleetInventory) -> dict[EndpointGpu, str]:
-    """Where a model with a profile fits on no slot of the GPU type in the region, and why."""
-    nodes, sizes = {node.name: node for node in inventory.nodes}, sizes_of(inventory.models)
-    rooms: dict[RegionGpu, set[tuple[str, WeightsRoom]]] = {}
-    for slot in inventory.slots:
-        node = nodes[slot.node]
-        place = RegionGpu(region=node.region, gpu_type=node.gpu_type)
-        rooms.setdefault(place, set()).add((node.gpu_type, room_of(node, slot)))
-    unfit = {}
-    for row in inventory.profiles:
-        for place, found in rooms.items():
-            if place.gpu_type != row.gpu_type:
-                continue
-            reason = why_unfit(row.model, sizes[row.model], found, place.region)
-            if reason is not None:
-                unfit[EndpointGpu(model=row.model, region=place.region, gpu_type=place.gpu_type)] = reason
-    return unfit
-
-
-def _instances(inventory: FleetInventory, desired: Desired) -> Counter[EndpointGpu]:
-    return Counter(
-        EndpointGpu(model=each.model, region=each.region, gpu_type=each.gpu_type)
-        for each in inventory.instances
-        if each.desired == desired and not each.pooled
-    )
-
-
-def _capacity(inventory: FleetInventory) -> dict[RegionGpu, int]:
-    capacity: Counter[RegionGpu] = Counter()
-    nodes = {node.name: node for node in inventory.nodes if node.accepting and node.name in inventory.alive}
-    for slot in inventory.slots:
-        if slot.node in nodes:
-            node = nodes[slot.node]
-            capacity[RegionGpu(region=node.region, gpu_type=node.gpu_type)] += slot.gpus
-    return capacity

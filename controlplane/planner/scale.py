@@ -4,7 +4,7 @@ Only applying locks the fleet. So nobody waits while Redis is slow or a fleet ta
 is applied only if the fleet's version is still the one that was read before anything else.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -14,29 +14,12 @@ from sqlalchemy.orm import Session
 
 from controlplane.errors import StaleIndexError
 from controlplane.planner.engines import send_back_failed, settle_engines
-from controlplane.planner.scale_facts import (
-    Fleet,
-    gather_fleet,
-    placed_instances,
-    pool_facts,
-    scaling_facts,
-    slot_rooms,
-)
-from controlplane.planner.scale_pools import with_dedicated
-from controlplane.policies.assignment.choose import choose_slots, moved_endpoints, settled_endpoints
-from controlplane.policies.assignment.evacuation import Evacuation, choose_evacuation
-from controlplane.policies.assignment.facts import (
-    InstanceChange,
-    SlotDecision,
-    SlotFacts,
-    SlotSettings,
-    Unplaced,
-)
-from controlplane.policies.assignment.pooling import joined, release_steps, rooms_beside
-from controlplane.policies.assignment.pools import choose_pool_slots
-from controlplane.policies.facts import Endpoint, ModelGpu
-from controlplane.policies.scaling.choose import choose_scaling
-from controlplane.policies.scaling.facts import ScaleStep, ScalingSettings
+from controlplane.planner.snapshot import ReadFleet, read_to_scale
+from controlplane.policies.assignment.facts import InstanceChange, SlotSettings, Unplaced
+from controlplane.policies.facts import Endpoint
+from controlplane.policies.scale import ScaleDecision, choose_scale
+from controlplane.policies.scaling.facts import ScalingSettings
+from controlplane.policies.snapshot import FleetSnapshot
 from controlplane.settings import Settings
 from controlplane.store.endpoint_summary import note_outcome
 from controlplane.store.fleet import fleet_version, note_change
@@ -53,7 +36,6 @@ from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from controlplane.store.spot import end_due_leases, give_notice
 from controlplane.store.tables import Desired, EndpointRow, LeaseEnd
-from controlplane.store.weights import sizes_of
 from dataplane.protocol.tiers import InstanceKind
 
 ACTOR = "scale"
@@ -84,20 +66,6 @@ class Scaled:
         return {name: value for name, value in vars(self).items() if isinstance(value, int) and value}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """What a run decided. `dedicated`: GPUs that pooled instances get for themselves, by id. `kinds`: which requests
-    instances that serve are for. `successors`: which instance each of these succeeds.
-    """
-
-    slots: SlotDecision
-    dedicated: Mapping[str, int]
-    kinds: Mapping[str, InstanceKind]
-    successors: Mapping[str, str | None]
-    steps: tuple[ScaleStep, ...]
-    settled: Mapping[Endpoint, Mapping[str, int] | None]
-
-
 def scale(database: Database, live: LiveStore, settings: Settings, *, now_s: float) -> Scaled:
     """Gather and decide with the fleet unlocked, then apply under its lock; what changed meanwhile is decided anew.
 
@@ -106,8 +74,8 @@ def scale(database: Database, live: LiveStore, settings: Settings, *, now_s: flo
     """
     ended = _begin(database, settings, now_s=now_s)
     for attempt in range(1, _ATTEMPTS_MAX + 1):
-        fleet = gather_fleet(database, live, settings, now_s=now_s)
-        decision = decide(fleet, settings, now_s=now_s)
+        fleet = read_to_scale(database, live, settings, now_s=now_s)
+        decision = choose_scale(fleet.snapshot, now_s, _scaling_settings(settings), _slot_settings(settings))
         try:
             return replace(_apply(database, fleet, decision, settings, now_s=now_s), leases_ended=ended)
         except StaleIndexError as error:
@@ -128,42 +96,9 @@ def _begin(database: Database, settings: Settings, *, now_s: float) -> int:
     return ended
 
 
-def decide(fleet: Fleet, settings: Settings, *, now_s: float) -> Decision:
-    """Pools first, then nodes that are left, then each endpoint's instances, and at last the slots for all of them."""
-    gpus = {ModelGpu(model=row.model, gpu_type=row.gpu_type): row.gpus for row in fleet.inventory.profiles}
-    pooling = choose_pool_slots(pool_facts(fleet), now_s, stale_s=settings.heartbeat_stale_s)
-    rows = {instance.id: instance for instance in fleet.inventory.instances}
-    going = [rows[change.instance_id] for change in pooling.dedicates]
-    dedicated = {each.id: gpus[ModelGpu(model=each.model, gpu_type=each.gpu_type)] for each in going}
-    fleet = replace(fleet, inventory=with_dedicated(fleet.inventory, dedicated))
-    instances, rooms = placed_instances(fleet), rooms_beside(pooling, slot_rooms(fleet))
-    leaving = choose_evacuation(instances, rooms, stale_s=settings.heartbeat_stale_s)
-    facts = scaling_facts(fleet, stranded=pooling.stranded, succeeded=leaving.succeeded)
-    scaling = choose_scaling(facts, now_s, _scaling_settings(settings))
-    slots = SlotFacts(
-        steps=(*scaling.steps, *leaving.steps, *release_steps(pooling, instances)),
-        kinds=scaling.kinds,
-        slots=rooms,
-        instances=instances,
-        gpus=gpus,
-        sizes=sizes_of(fleet.inventory.models),
-    )
-    chosen = joined(choose_slots(slots, now_s, _slot_settings(settings)), pooling)
-    let_go = {change.instance_id for change in (*chosen.drains, *chosen.donates)}
-    drains = tuple(change for change in leaving.drains if change.instance_id not in let_go)
-    chosen = replace(chosen, drains=(*chosen.drains, *drains))
-    changed_kinds = {change.instance_id: change.kind for change in chosen.changed_kinds}
-    return Decision(
-        slots=chosen,
-        dedicated=dedicated,
-        kinds={each.instance_id: each.kind for each in instances if each.serving} | changed_kinds,
-        successors=_successors(chosen, leaving),
-        steps=(*scaling.steps, *leaving.steps),
-        settled=settled_endpoints(scaling.settled, chosen.unplaced),
-    )
-
-
-def _apply(database: Database, fleet: Fleet, decision: Decision, settings: Settings, *, now_s: float) -> Scaled:
+def _apply(
+    database: Database, fleet: ReadFleet, decision: ScaleDecision, settings: Settings, *, now_s: float
+) -> Scaled:
     """Write a decision down, if the fleet is still the one that it was made for.
 
     Raises:
@@ -174,11 +109,11 @@ def _apply(database: Database, fleet: Fleet, decision: Decision, settings: Setti
         version = fleet_version(session, lock=True)
         if version != fleet.version:
             raise StaleIndexError(f"the fleet is at version {version}, the decision is of version {fleet.version}")
-        _write_instances(session, fleet, decision)
+        _write_instances(session, fleet.snapshot, decision)
         set_succeeds(session, decision.successors)
         moved = settle_engines(session, fleet.inventory, settings, actor=ACTOR, now_s=now_s)
         noticed = _give_notice(session, slots.notices, settings)
-        _note_scaled(session, decision.steps, slots.unplaced, now_s=now_s)
+        _note_scaled(session, decision.scaled, now_s=now_s)
         note_outcome(session, settled=decision.settled, unplaced=_unplaced_of(slots.unplaced))
         note_change(session)
     return Scaled(
@@ -226,17 +161,17 @@ def _end_leases(session: Session) -> int:
     return len(ended)
 
 
-def _write_instances(session: Session, fleet: Fleet, decided: Decision) -> None:
+def _write_instances(session: Session, fleet: FleetSnapshot, decided: ScaleDecision) -> None:
     """Write what is wanted; instances that are it already are left alone."""
     decision, kinds = decided.slots, decided.kinds
-    present = {instance.id: instance for instance in fleet.inventory.instances}
+    present = {each.instance_id: each for each in fleet.instances}
     running = {change.instance_id: change.kind for change in (*decision.revives, *decision.reclaims)}
     kinds = {name: kind for name, kind in {**kinds, **running}.items() if present[name].kind != kind}
     adds = (*decision.adds, *decision.redeploys)
     drained, donated = _ids(decision.drains), _ids(decision.donates)
     stopped = [*_ids(decision.stops), *(name for add in decision.redeploys for name in add.replaces)]
     changed = [*decided.dedicated, *running, *kinds, *drained, *donated, *stopped]
-    touch_generations(session, sorted({add.node_id for add in adds} | {present[name].node for name in changed}))
+    touch_generations(session, sorted({add.node_id for add in adds} | {present[name].node_id for name in changed}))
     set_dedicated(session, decided.dedicated)
     set_desired(session, running, Desired.RUNNING)
     set_desired(session, drained, Desired.DRAINING)
@@ -258,12 +193,6 @@ def _write_instances(session: Session, fleet: Fleet, decided: Decision) -> None:
         )
 
 
-def _successors(decision: SlotDecision, leaving: Evacuation) -> dict[str, str | None]:
-    """What running instances succeed from now on: those taken back for that, and those that no longer do."""
-    taken = {change.instance_id: change.succeeds for change in (*decision.revives, *decision.reclaims)}
-    return {**dict.fromkeys(leaving.settled), **taken}
-
-
 def _give_notice(session: Session, changes: Iterable[InstanceChange], settings: Settings) -> int:
     reasons = {change.instance_id: change.reason for change in changes}
     noticed = give_notice(session, reasons, notice_s=settings.spot_notice_s)
@@ -273,9 +202,9 @@ def _give_notice(session: Session, changes: Iterable[InstanceChange], settings: 
     return len(noticed)
 
 
-def _note_scaled(session: Session, steps: Iterable[ScaleStep], unplaced: Iterable[Unplaced], *, now_s: float) -> None:
+def _note_scaled(session: Session, endpoints: Iterable[Endpoint], *, now_s: float) -> None:
     """When endpoints were scaled."""
-    for endpoint in moved_endpoints(steps, unplaced):
+    for endpoint in endpoints:
         row = session.get_one(EndpointRow, (endpoint.model, endpoint.region))
         row.last_scaled_at = datetime.fromtimestamp(now_s, UTC)
 

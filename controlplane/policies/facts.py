@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
+from controlplane.policies.fit import UNKNOWN_ROOM, WeightsRoom
 from dataplane.protocol.tiers import InstanceKind, Tier
 
 
@@ -22,26 +23,6 @@ class SlotId(Struct, frozen=True, kw_only=True, order=True):
     number: int
 
 
-class EndpointGpu(Struct, frozen=True, kw_only=True, order=True):
-    """A model in a region on one GPU type."""
-
-    model: str
-    region: str
-    gpu_type: str
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return Endpoint(model=self.model, region=self.region)
-
-    @property
-    def place(self) -> "RegionGpu":
-        return RegionGpu(region=self.region, gpu_type=self.gpu_type)
-
-    @property
-    def pair(self) -> "ModelGpu":
-        return ModelGpu(model=self.model, gpu_type=self.gpu_type)
-
-
 class RegionGpu(Struct, frozen=True, kw_only=True, order=True):
     """A GPU type in a region."""
 
@@ -54,6 +35,72 @@ class ModelGpu(Struct, frozen=True, kw_only=True, order=True):
 
     model: str
     gpu_type: str
+
+
+class EndpointGpu(Struct, frozen=True, kw_only=True, order=True):
+    """A model in a region on one GPU type."""
+
+    model: str
+    region: str
+    gpu_type: str
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(model=self.model, region=self.region)
+
+    @property
+    def place(self) -> RegionGpu:
+        return RegionGpu(region=self.region, gpu_type=self.gpu_type)
+
+    @property
+    def pair(self) -> ModelGpu:
+        return ModelGpu(model=self.model, gpu_type=self.gpu_type)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSlot:
+    """A slot of a node: its GPUs, the worker processes that share them, and each worker's memory for weights. A worker
+    holds a model; a request runs on any of them.
+    """
+
+    gpus: int
+    number: int = 0
+    workers: int = 1
+    weights: WeightsRoom = UNKNOWN_ROOM
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFacts:
+    """A node with its slots.
+
+    Attributes:
+        host_bytes: host memory for the models of all its slots; None: the node does not report it.
+        age_s: seconds since its last heartbeat.
+        accepting: False while it is drained or shuts down.
+    """
+
+    name: str
+    region: str
+    gpu_type: str
+    slots: tuple[NodeSlot, ...]
+    host_bytes: int | None = None
+    age_s: float = 0.0
+    accepting: bool = True
+
+    @property
+    def place(self) -> RegionGpu:
+        return RegionGpu(region=self.region, gpu_type=self.gpu_type)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backlog:
+    """The deferred requests that wait for a model: about so many input tokens, the first due at the Unix time `due_s`.
+    `at_least`: the count stopped at its limit in some batch, so there may be more.
+    """
+
+    tokens: float
+    due_s: float
+    at_least: bool = False
 
 
 class InstanceFacts(Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import func, literal, select
 from sqlalchemy.orm import Session
 
-from controlplane.policies.facts import Endpoint, InstanceFacts
+from controlplane.policies.facts import Backlog, Endpoint, InstanceFacts
 from controlplane.policies.lifecycle import BatchState, shown_state
 from controlplane.policies.routing import is_usable, utilization_of
 from controlplane.store.batch_tables import Batch, BatchModel, QueuedRequest
@@ -103,17 +103,6 @@ def _summary(endpoint: Endpoint, states: Counter[str], usable: list[InstanceFact
         remaining_tokens=sum(each.remaining_tokens + each.sent_tokens for each in usable) if usable else None,
         load=max(each.load for each in usable) if usable else None,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Backlog:
-    """What waits of a model: about so many input tokens, the first due at the Unix time `due_s`. `at_least`: of a
-    batch as many were counted as may be, so there may be more.
-    """
-
-    tokens: float
-    due_s: float
-    at_least: bool = False
 
 
 def backlogs(session: Session, *, count_max: int | None = None) -> dict[str, Backlog]:

@@ -101,12 +101,6 @@ def set_desired(session: Session, ids: Iterable[str], desired: Desired, *, donat
     session.execute(update(Instance).where(Instance.id.in_(list(ids)), LIVE).values(**values))
 
 
-def dedicated_copy(instance: Instance, *, gpus: int) -> Instance:
-    """What a pooled instance is with GPUs of its own; no session knows of the copy."""
-    columns = {column.key: getattr(instance, column.key) for column in Instance.__table__.columns}
-    return Instance(**columns | {"gpus": gpus, "pooled": False})
-
-
 def set_dedicated(session: Session, gpus: Mapping[str, int]) -> None:
     """Give pooled instances, by id, so many GPUs for themselves."""
     for instance_id, count in gpus.items():

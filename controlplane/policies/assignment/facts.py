@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from controlplane.policies.facts import Endpoint, ModelGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, ModelGpu
 from controlplane.policies.fit import UNKNOWN_ROOM, ModelSize, WeightsRoom
 from controlplane.policies.scaling.facts import KindStep, ScaleStep
 from dataplane.protocol.tiers import InstanceKind
@@ -55,9 +55,16 @@ class SpotFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedInstance:
-    """An instance that holds GPUs of a slot. `stuck`: it should be ready and is not. `spot` None: not lent out.
-    `leaving`: why it must leave its node; None: the node stays. `succeeds`: the instance on another node that it was
-    started to succeed.
+    """An instance on a slot.
+
+    Attributes:
+        gpus: GPUs of its own. `pooled`: it has none and shares its slot.
+        stuck: it should be ready and is not.
+        remaining_tokens: of its requests, as last reported.
+        spot: None: it is not lent out.
+        leaving: why it must leave its node; None: the node stays.
+        succeeds: the instance on another node that it was started to succeed.
+        report: its last report; None: there is none.
     """
 
     instance_id: str
@@ -74,11 +81,21 @@ class PlacedInstance:
     spot: SpotFacts | None = None
     leaving: str | None = None
     succeeds: str | None = None
+    pooled: bool = False
+    report: InstanceFacts | None = None
 
     @property
     def serving(self) -> bool:
         """Whether it is wanted for our own requests."""
         return not self.draining and self.spot is None
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return (self.node_id, self.slot)
+
+    @property
+    def key(self) -> EndpointGpu:
+        return EndpointGpu(model=self.endpoint.model, region=self.endpoint.region, gpu_type=self.gpu_type)
 
 
 @dataclass(frozen=True, kw_only=True)

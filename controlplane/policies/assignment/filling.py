@@ -53,7 +53,7 @@ class Filling:
         for each in instances:
             self._of_endpoint.setdefault(each.endpoint, []).append(each)
             if each.spot is not None:
-                self._spot.setdefault((each.node_id, each.slot), []).append(each)
+                self._spot.setdefault(each.place, []).append(each)
         self._spot_places: dict[str, list[Place]] = {}
         for place in sorted(self._spot):
             if place in self._open:
@@ -136,7 +136,7 @@ class Filling:
             return "spot is disabled"
         if instance.node_id in self._draining_nodes:
             return f"node {instance.node_id} is being drained"
-        if (instance.node_id, instance.slot) in self._pooled:
+        if instance.place in self._pooled:
             return f"slot {instance.slot} of node {instance.node_id} goes to the pool"
         return f"it failed on node {instance.node_id}" if instance.stuck else None
 
@@ -292,7 +292,7 @@ class Filling:
         return (here in self._stuck, self._beside[here], self._room(slot))
 
     def _is_open(self, instance: PlacedInstance) -> bool:
-        return (instance.node_id, instance.slot) in self._open
+        return instance.place in self._open
 
     def _of(self, step: ScaleStep) -> list[PlacedInstance]:
         return [

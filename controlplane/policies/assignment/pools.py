@@ -23,30 +23,6 @@ Place = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PooledInstance:
-    """An endpoint's share of a pool slot. `stuck`: it should be ready and is not."""
-
-    instance_id: str
-    endpoint: Endpoint
-    gpu_type: str
-    node_id: str
-    slot: int
-    draining: bool
-    ready: bool
-    stuck: bool = False
-
-    @property
-    def place(self) -> Place:
-        """The slot it is on."""
-        return (self.node_id, self.slot)
-
-    @property
-    def key(self) -> EndpointGpu:
-        """What it is an instance of."""
-        return EndpointGpu(model=self.endpoint.model, region=self.endpoint.region, gpu_type=self.gpu_type)
-
-
-@dataclass(frozen=True, kw_only=True)
 class PoolSlotFacts:
     """The plan's pools and the fleet now.
 
@@ -65,7 +41,7 @@ class PoolSlotFacts:
     pool_gpus: Mapping[RegionGpu, int]
     occupancy: Mapping[EndpointGpu, float]
     slots: tuple[SlotRoom, ...]
-    instances: tuple[PooledInstance, ...]
+    instances: tuple[PlacedInstance, ...]
     served: frozenset[Endpoint]
     dedicated: tuple[PlacedInstance, ...] = ()
     missing: Mapping[EndpointGpu, int] = field(default_factory=dict)
@@ -121,7 +97,7 @@ def choose_pool_slots(facts: PoolSlotFacts, now_s: float, *, stale_s: float) -> 
         stale_s: a node silent for longer gets nothing new.
     """
     filling = _Filling(facts, stale_s)
-    for place in sorted({*facts.pool_gpus, *(_place_of(key) for key in facts.occupancy)}):
+    for place in sorted({*facts.pool_gpus, *(key.place for key in facts.occupancy)}):
         filling.fill(place)
     dedicates = tuple(filling.dedicates())
     staying = {change.instance_id for change in dedicates}
@@ -146,24 +122,24 @@ class _Filling:
         self.adds: list[SlotAdd] = []
         self.revives: list[InstanceChange] = []
         self.unplaced: list[Unplaced] = []
-        self.kept: dict[str, PooledInstance] = {}
+        self.kept: dict[str, PlacedInstance] = {}
         self.chosen: dict[Place, _PoolSlot] = {}
         self._facts = facts
         self._usable: dict[RegionGpu, list[SlotRoom]] = defaultdict(list)
         for slot in facts.slots:
             if slot.accepting and slot.age_s <= stale_s:
                 self._usable[RegionGpu(region=slot.region, gpu_type=slot.gpu_type)].append(slot)
-        self._pooled_on: dict[Place, list[PooledInstance]] = defaultdict(list)
-        self._pooled_of: dict[EndpointGpu, list[PooledInstance]] = defaultdict(list)
+        self._pooled_on: dict[Place, list[PlacedInstance]] = defaultdict(list)
+        self._pooled_of: dict[EndpointGpu, list[PlacedInstance]] = defaultdict(list)
         for each in sorted(facts.instances, key=lambda each: each.instance_id):
             self._pooled_on[each.place].append(each)
             self._pooled_of[each.key].append(each)
         self._dedicated_on: dict[Place, list[PlacedInstance]] = defaultdict(list)
         for placed in facts.dedicated:
-            self._dedicated_on[placed.node_id, placed.slot].append(placed)
+            self._dedicated_on[placed.place].append(placed)
         self._keys: dict[RegionGpu, list[EndpointGpu]] = defaultdict(list)
         for key in sorted(facts.occupancy):
-            self._keys[_place_of(key)].append(key)
+            self._keys[key.place].append(key)
 
     def fill(self, place: RegionGpu) -> None:
         """Choose the slots of one pool and a slot for each of its endpoints: first those who have one already, so that
@@ -249,7 +225,7 @@ class _Filling:
             kind = Holds.SPOT
         else:
             kind = Holds.LEAVING
-        leaves = all(each.spot is not None or _key_of(each) in self._facts.occupancy for each in beside)
+        leaves = all(each.spot is not None or each.key in self._facts.occupancy for each in beside)
         return (kind, -slot.workers, float(len(beside)), slot.place) if leaves else None
 
     def _is_leased(self, slot: SlotRoom) -> bool:
@@ -306,11 +282,3 @@ def _add(endpoint: Endpoint, room: SlotRoom) -> SlotAdd:
         gpus=0,
         reason="the plan pools it",
     )
-
-
-def _key_of(each: PlacedInstance) -> EndpointGpu:
-    return EndpointGpu(model=each.endpoint.model, region=each.endpoint.region, gpu_type=each.gpu_type)
-
-
-def _place_of(key: EndpointGpu) -> RegionGpu:
-    return key.place

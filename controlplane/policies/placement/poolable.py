@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
-from controlplane.policies.fit import UNKNOWN_ROOM, ModelSize, WeightsRoom, fits
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, RegionGpu
+from controlplane.policies.fit import ModelSize, fits
 from controlplane.policies.placement.facts import PoolFacts
 from controlplane.policies.placement.pools import LATENCY_FIELDS, PoolLoad, occupancy_of
 
@@ -28,39 +28,12 @@ class PoolProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolSlotSize:
-    """A slot: its GPUs, and the workers that share them. A worker holds a model; a request runs on any of them.
-    `weights`: what each worker has for weights.
-    """
-
-    gpus: int
-    workers: int = 1
-    weights: WeightsRoom = UNKNOWN_ROOM
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolNode:
-    """A node that serves. `host_bytes`: host memory for the models of all its slots, None: it does not tell."""
-
-    region: str
-    gpu_type: str
-    slots: tuple[PoolSlotSize, ...]
-    host_bytes: int | None
-
-    @property
-    def place(self) -> RegionGpu:
-        """Where its GPUs count."""
-        return RegionGpu(region=self.region, gpu_type=self.gpu_type)
-
-
-@dataclass(frozen=True, kw_only=True)
 class PoolableFacts:
     """The fleet as far as it says who can be pooled.
 
     Attributes:
         profiles: of every model and GPU type.
-        weights_bytes: by model.
-        parameters: elements of the weights by model, where known.
+        sizes: of the models' weights.
         endpoints: those that may have instances.
         demand: input tokens per second for each window of the coming hour; a missing key means none.
         nodes: those that serve.
@@ -69,19 +42,18 @@ class PoolableFacts:
     """
 
     profiles: Mapping[ModelGpu, PoolProfile]
-    weights_bytes: Mapping[str, int]
+    sizes: Mapping[str, ModelSize]
     endpoints: frozenset[Endpoint]
     demand: Mapping[Endpoint, tuple[float, ...]]
-    nodes: tuple[PoolNode, ...]
+    nodes: tuple[NodeFacts, ...]
     present: Mapping[RegionGpu, int] = field(default_factory=dict)
     pooled: frozenset[EndpointGpu] = frozenset()
-    parameters: Mapping[str, int] = field(default_factory=dict)
 
     def misfit(self, pair: ModelGpu) -> str | None:
         """Why a model's weights do not fit on every slot of a GPU type, any of which may be the pool's."""
-        if pair.model not in self.weights_bytes:
+        size = self.sizes.get(pair.model)
+        if size is None:
             return None
-        size = ModelSize(weights_bytes=self.weights_bytes[pair.model], parameters=self.parameters.get(pair.model))
         rooms = {slot.weights for node in self.nodes if node.gpu_type == pair.gpu_type for slot in node.slots}
         if all(fits(size, room) for room in rooms):
             return None
@@ -158,7 +130,7 @@ def choose_poolable(facts: PoolableFacts, settings: PoolableSettings) -> Planned
         return PlannedPools(facts=None, left_out=left_out, settings=settings)
     pools = PoolFacts(
         occupancy=occupancy,
-        weights_bytes=facts.weights_bytes,
+        weights_bytes={model: size.weights_bytes for model, size in facts.sizes.items()},
         host_bytes_per_gpu=host_bytes,
         fill=settings.fill,
         slot_gpus={place: gpus for place, gpus in slot_gpus.items() if gpus > 1},

@@ -7,7 +7,7 @@ window is over before it was let go expires.
 from collections import deque
 from collections.abc import Iterator, Mapping
 
-from controlplane.policies.facts import Backoff, Endpoint, GroupFacts, InstanceFacts, ReleaseFacts
+from controlplane.policies.facts import Backlog, Backoff, Endpoint, GroupFacts, InstanceFacts, ReleaseFacts
 from controlplane.policies.release import ReleaseSettings, choose_backoff, choose_releases
 from ops.simulator.kernel.requests import Request
 
@@ -42,10 +42,12 @@ class Deferred:
         queues = self._queues.items()
         return {model: (len(queue), now_s - queue[0].arrived_s if queue else 0.0) for model, queue in queues}
 
-    def backlog(self, model: str) -> tuple[float, float] | None:
-        """Input tokens that wait of a model, and when the first request is due; None where none waits."""
+    def backlog(self, model: str) -> Backlog | None:
+        """What waits of a model; None where nothing does."""
         queue = self._queues.get(model)
-        return (float(self._tokens[model]), queue[0].arrived_s + self._window_s) if queue else None
+        if not queue:
+            return None
+        return Backlog(tokens=float(self._tokens[model]), due_s=queue[0].arrived_s + self._window_s)
 
     def expire(self, now_s: float) -> Iterator[Request]:
         """Requests whose window is over."""

@@ -12,19 +12,13 @@ slot is the pool's.
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from math import inf
 from typing import Unpack
 
-from controlplane.policies.assignment.facts import (
-    InstanceChange,
-    PlacedInstance,
-    SlotAdd,
-    SlotDecision,
-    SlotRoom,
-    SpotFacts,
-)
-from controlplane.policies.assignment.pools import PooledInstance
-from controlplane.policies.facts import Endpoint, ModelGpu
+from controlplane.policies.assignment.facts import PlacedInstance, SlotAdd, SlotDecision, SpotFacts
+from controlplane.policies.facts import Endpoint, InstanceFacts, NodeFacts, NodeSlot
 from controlplane.policies.placement.facts import StartTimes
+from controlplane.policies.scale import ScaleDecision
 from dataplane.protocol.tiers import InstanceKind
 from ops.simulator.kernel.events import Events, Kind
 from ops.simulator.kernel.requests import Served
@@ -38,8 +32,6 @@ from ops.simulator.world.world import World
 
 MakeServer = Callable[[SlotAdd, str], DedicatedServer]
 """Makes the server of an instance of its own with this id."""
-
-_SILENT_S = 1e9
 
 
 class Fleet:
@@ -74,27 +66,22 @@ class Fleet:
         """Who held what for how long."""
         return self._world.usage
 
-    def rooms(self) -> tuple[SlotRoom, ...]:
-        """The slots for `choose_slots`; a node that is down is silent."""
-        held = Counter[tuple[str, int]]()
-        for one in self.held.values():
-            held[one.node.name, one.slot] += one.gpus
+    def node_facts(self) -> tuple[NodeFacts, ...]:
+        """The nodes for the snapshot; one that is down is silent."""
         return tuple(
-            SlotRoom(
-                node_id=node.name,
-                slot=slot,
+            NodeFacts(
+                name=node.name,
                 region=node.region,
                 gpu_type=node.gpu_type,
-                gpus=node.gpus,
-                gpus_free=node.gpus - held[node.name, slot],
-                age_s=_SILENT_S if node.name in self.down else 0.0,
+                slots=tuple(NodeSlot(number=slot, gpus=node.gpus) for slot in range(node.slots)),
+                host_bytes=node.host_bytes,
+                age_s=inf if node.name in self.down else 0.0,
             )
             for node in self.nodes.values()
-            for slot in range(node.slots)
         )
 
-    def placed(self) -> tuple[PlacedInstance, ...]:
-        """The instances with GPUs of their own for `choose_slots`."""
+    def placed(self, reports: Mapping[str, InstanceFacts]) -> tuple[PlacedInstance, ...]:
+        """The instances for the snapshot, with their reports by id."""
         now_s = self._events.now_s
         return tuple(
             PlacedInstance(
@@ -109,25 +96,10 @@ class Fleet:
                 remaining_tokens=one.server.remaining_tokens,
                 kind=one.kind,
                 spot=SpotFacts(age_s=now_s - one.spot_s) if one.state == "spot" else None,
+                pooled=one.pooled,
+                report=reports.get(name),
             )
             for name, one in self.held.items()
-            if not one.pooled
-        )
-
-    def pooled(self) -> tuple[PooledInstance, ...]:
-        """The others for `choose_pool_slots`."""
-        return tuple(
-            PooledInstance(
-                instance_id=name,
-                endpoint=one.endpoint,
-                gpu_type=one.node.gpu_type,
-                node_id=one.node.name,
-                slot=one.slot,
-                draining=one.state == "draining",
-                ready=one.state == "serving",
-            )
-            for name, one in self.held.items()
-            if one.pooled
         )
 
     def begin_with(self, adds: Iterable[SlotAdd]) -> None:
@@ -135,21 +107,16 @@ class Fleet:
         for add in adds:
             self._start(add, "present", 0.0)
 
-    def set_kinds(self, kinds: Mapping[str, InstanceKind]) -> None:
-        """What instances shall be, by id."""
-        for name, kind in kinds.items():
+    def apply(self, decision: ScaleDecision) -> None:
+        """Do what was decided. Pooled instances that get GPUs of their own are as all others from here on."""
+        for name, gpus in decision.dedicated.items():
+            self._turn(self.held[name], pooled=False, gpus=gpus)
+            self._settle_slot(self.held[name].place)
+        for name, kind in decision.kinds.items():
             self._turn(self.held[name], kind=kind)
+        self._apply_slots(decision.slots)
 
-    def dedicate(self, changes: Iterable[InstanceChange], gpus: Mapping[ModelGpu, int]) -> None:
-        """Give pooled instances their slots for themselves; from here on they are as others are."""
-        for change in changes:
-            held = self.held[change.instance_id]
-            of = ModelGpu(model=held.endpoint.model, gpu_type=held.node.gpu_type)
-            self._turn(held, pooled=False, gpus=gpus[of])
-            self._settle_slot(held.place)
-
-    def apply(self, decision: SlotDecision) -> None:
-        self.set_kinds({change.instance_id: change.kind for change in decision.changed_kinds})
+    def _apply_slots(self, decision: SlotDecision) -> None:
         for change in decision.revives:
             self.starts["revived"] += 1
             self._serve(self.held[change.instance_id], change.kind)
@@ -183,7 +150,7 @@ class Fleet:
                 self._stop(instance_id)
             elif one.node.name == name:
                 lost += one.server.lose()
-                one.ready_s = float("inf")
+                one.ready_s = inf
                 self._world.present.withdraw(one.server)
         self.interrupted += len(lost)
         return lost
@@ -262,7 +229,7 @@ class Fleet:
         held = self.held.pop(name)
         self._world.present.withdraw(held.server)
         self.usage.change(held.use, None, self._events.now_s)
-        held.state, held.ready_s = "draining", float("inf")
+        held.state, held.ready_s = "draining", inf
         if isinstance(held.server, PooledServer):
             held.server.leave()
             self._settle_slot(held.place)

@@ -5,8 +5,8 @@ from dataclasses import asdict, replace
 
 from controlplane.policies.assignment.facts import SlotAdd, SlotSettings
 from controlplane.policies.facts import Endpoint, ModelGpu
+from controlplane.policies.fit import ModelSize
 from controlplane.policies.placement.facts import PlacementSettings, Profile
-from controlplane.policies.placement.poolable import PoolProfile
 from controlplane.policies.scaling.facts import ScaleStep
 from dataplane.scheduling.profile import GpuProfile
 from forecasts.settings import ForecastSettings
@@ -23,7 +23,6 @@ from ops.simulator.world.fleet import Fleet, MakeServer
 from ops.simulator.world.fleet_pools import FleetPools
 from ops.simulator.world.held import FleetNode
 from ops.simulator.world.loops import Loops, LoopSettings
-from ops.simulator.world.planned_pools import PoolMeans
 from ops.simulator.world.planning import Planner, PlanSettings
 from ops.simulator.world.serving import replay_settings, spec_of
 from ops.simulator.world.world import World
@@ -130,27 +129,22 @@ def _pools(scenario: Scenario, means: Mapping[str, Means], world: World) -> Flee
     return FleetPools(make, {one.name: spec_of(one.name, one) for one in scenario.models}, world)
 
 
-def _pool_means(
+def _latencies(
     scenario: Scenario, profiles: Mapping[ModelGpu, Profile], means: Mapping[str, Means]
-) -> PoolMeans | None:
-    """What pools are planned from: all models that the weights' memory of a slot has room for."""
+) -> dict[ModelGpu, dict[str, float]]:
+    """Latencies of the models that may be pooled: those that a slot's memory for weights has capacity for."""
     if not scenario.planning.pools:
-        return None
+        return {}
     found = {}
     for key, profile in profiles.items():
         mine = means[key.gpu_type]
         assert mine.weights_bytes is not None, "a scenario with pools has it"
         costs = mine.costs[key.model]
         if costs.weights_bytes <= mine.weights_bytes * profile.gpus:
-            latency = asdict(costs.latency) | {"switch_s": costs.weights_bytes / costs.bytes_per_s}
-            found[key] = PoolProfile(gpus=profile.gpus, latency=latency)
+            found[key] = asdict(costs.latency) | {"switch_s": costs.weights_bytes / costs.bytes_per_s}
     if not found:
         raise ScenarioError(f"{scenario.name}: fleet.weights_bytes: no model fits into what the slot of a pool has")
-    return PoolMeans(
-        settings=scenario.planning.poolable(),
-        profiles=found,
-        weights_bytes={model.name: model.weights_bytes for model in scenario.models},
-    )
+    return found
 
 
 def _plan_settings(scenario: Scenario, scaling: ScalingPart, means: Mapping[str, Means]) -> PlanSettings:
@@ -160,6 +154,8 @@ def _plan_settings(scenario: Scenario, scaling: ScalingPart, means: Mapping[str,
     return PlanSettings(
         regions=tuple(scenario.regions),
         profiles=profiles,
+        latencies=_latencies(scenario, profiles, means),
+        sizes={model.name: ModelSize(weights_bytes=model.weights_bytes) for model in scenario.models},
         gpu_cost_per_hour={gpu_type: one.profile.cost_per_hour for gpu_type, one in means.items()},
         limits={
             Endpoint(model=one.name, region=region): limits for one in scenario.models for region in scenario.regions
@@ -169,7 +165,7 @@ def _plan_settings(scenario: Scenario, scaling: ScalingPart, means: Mapping[str,
         ),
         placement=PlacementSettings(epsilon=planning.epsilon),
         niw_share=planning.niw_share,
-        pools=_pool_means(scenario, profiles, means),
+        pools=planning.poolable(),
     )
 
 

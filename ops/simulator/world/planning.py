@@ -4,22 +4,22 @@ Ten minutes before an hour every endpoint is forecast, two minutes before it the
 the live clock. At the beginning both are done at once.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from controlplane.policies.assignment.pooling import PlanPools
 from controlplane.policies.demand import demand_to_plan, forecast_at
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, ModelGpu, RegionGpu
+from controlplane.policies.fit import ModelSize
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.decision import Placement
-from controlplane.policies.placement.facts import PlacementFacts, PlacementModel, PlacementSettings, Profile
+from controlplane.policies.placement.facts import PlacementSettings, Profile
+from controlplane.policies.placement.poolable import PoolableSettings, choose_poolable
+from controlplane.policies.snapshot import FleetSnapshot, PlanPools, placement_facts, poolable_facts
 from forecasts.selection.select import PeakForecast, forecast_peak
 from forecasts.series import DemandSeries
 from forecasts.settings import ForecastSettings
 from ops.simulator.traffic.demand import MINUTE_S, Demand
 from ops.simulator.world.fleet import Fleet
-from ops.simulator.world.planned_pools import PoolMeans, pool_facts, pools_of
 from ops.simulator.world.recorder import Planned
 
 HOUR_S = 3600.0
@@ -30,18 +30,34 @@ HISTORY_S = 7 * 86_400.0
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """How to plan. `profiles` and `gpu_cost_per_hour` as in `PlacementFacts`, `limits` of every endpoint.
-    `niw_share`: beta of SageServe 6.3. `pools` None: no pools.
+    """How to plan. `regions` to `limits` as in `FleetSnapshot`; `limits` of every endpoint. `niw_share`: beta of
+    SageServe 6.3.
     """
 
     regions: tuple[str, ...]
     profiles: Mapping[ModelGpu, Profile]
+    latencies: Mapping[ModelGpu, Mapping[str, float]]
+    sizes: Mapping[str, ModelSize]
     gpu_cost_per_hour: Mapping[str, float]
     limits: Mapping[Endpoint, tuple[int, int]]
     forecast: ForecastSettings = field(default_factory=ForecastSettings)
     placement: PlacementSettings = field(default_factory=PlacementSettings)
     niw_share: float = 0.1
-    pools: PoolMeans | None = None
+    pools: PoolableSettings = field(default_factory=lambda: PoolableSettings(enabled=False))
+
+    def snapshot(self, fleet: Fleet, reports: Mapping[str, InstanceFacts]) -> FleetSnapshot:
+        """The fleet as plans and scaling both take it. `reports`: of instances, by id."""
+        return FleetSnapshot(
+            nodes=fleet.node_facts(),
+            instances=fleet.placed(reports),
+            profiles=self.profiles,
+            latencies=self.latencies,
+            sizes=self.sizes,
+            limits=self.limits,
+            regions=self.regions,
+            gpu_cost_per_hour=self.gpu_cost_per_hour,
+            weights_present=frozenset(fleet.weights),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +117,15 @@ class Planner:
             for endpoint in self._settings.limits
         }
         demand = demand_to_plan(paths, deferred, niw_share=self._settings.niw_share)
-        placement = choose_placement(self._facts(fleet, demand), now_s, self._settings.placement)
+        snapshot = self._settings.snapshot(fleet, {})
+        pools = choose_poolable(poolable_facts(snapshot, demand, stale_s=0.0), self._settings.pools)
+        facts = placement_facts(snapshot, demand, pool=pools.facts, stale_s=0.0)
+        placement = choose_placement(facts, now_s, self._settings.placement)
         if placement.objective_per_hour is not None:
             self.plan = Plan(
                 window_start_s=window_start_s,
                 counts=_counts(placement),
-                pools=pools_of(placement),
+                pools=_pools(placement),
                 expected={endpoint: max(path) for endpoint, path in demand.items()},
                 forecasts=dict(self._forecasts),
             )
@@ -153,35 +172,19 @@ class Planner:
         assert self._truth is not None
         return self._truth.series(endpoint, since_s=window_start_s, until_s=window_start_s + HOUR_S)
 
-    def _facts(self, fleet: Fleet, demand: Mapping[Endpoint, tuple[float, ...]]) -> PlacementFacts:
-        """The fleet and its coming hour for `choose_placement`."""
-        settings, capacity = self._settings, Counter[RegionGpu]()
-        for node in fleet.nodes.values():
-            if node.name not in fleet.down:
-                capacity[RegionGpu(region=node.region, gpu_type=node.gpu_type)] += node.slots * node.gpus
-        present, spot = Counter[EndpointGpu](), Counter[EndpointGpu]()
-        for one in fleet.held.values():
-            if not one.pooled and (one.wanted or one.state == "spot"):
-                key = EndpointGpu(model=one.endpoint.model, region=one.endpoint.region, gpu_type=one.node.gpu_type)
-                (present if one.wanted else spot)[key] += 1
-        pools = settings.pools
-        return PlacementFacts(
-            regions=settings.regions,
-            models=tuple(PlacementModel(name=name) for name in sorted({key.model for key in settings.profiles})),
-            capacity=capacity,
-            profiles=settings.profiles,
-            present=present,
-            spot=spot,
-            demand={endpoint: path for endpoint, path in demand.items() if endpoint in settings.limits},
-            limits=settings.limits,
-            gpu_cost_per_hour=settings.gpu_cost_per_hour,
-            weights_present=frozenset(fleet.weights),
-            pool=None if pools is None else pool_facts(pools, fleet, demand, settings.limits),
-        )
-
 
 def _counts(placement: Placement) -> dict[Endpoint, dict[str, int]]:
     counts: dict[Endpoint, dict[str, int]] = {}
     for entry in placement.entries:
         counts.setdefault(entry.endpoint, {})[entry.gpu_type] = entry.after
     return counts
+
+
+def _pools(placement: Placement) -> PlanPools:
+    return PlanPools(
+        gpus={RegionGpu(region=pool.region, gpu_type=pool.gpu_type): pool.after for pool in placement.pools},
+        occupancy={
+            EndpointGpu(model=one.endpoint.model, region=one.endpoint.region, gpu_type=one.gpu_type): one.occupancy
+            for one in placement.pooled
+        },
+    )

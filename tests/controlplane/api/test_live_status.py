@@ -5,8 +5,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from controlplane.api.state import State
+from controlplane.policies.facts import Backlog
 from controlplane.settings import Settings
-from controlplane.store.endpoint_summary import Backlog
 from controlplane.store.session import Database
 from dataplane.protocol.messages import Heartbeat, InstanceReport
 from tests.controlplane.api.conftest import Ask

@@ -12,14 +12,15 @@ from controlplane.planner import plan as planning
 from controlplane.planner.draft import Draft, DraftOf
 from controlplane.planner.expected import expected_demand
 from controlplane.planner.forecast import forecast_one, series_to_forecast
-from controlplane.planner.plan import draft_plan, hour_nearest, placement_facts, plan_hour
+from controlplane.planner.plan import draft_plan, hour_nearest, plan_hour
+from controlplane.planner.snapshot import read_to_plan
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.decision import Placement, PlacementStatus
 from controlplane.policies.placement.document import parse
+from controlplane.policies.snapshot import placement_facts
 from controlplane.settings import Settings
 from controlplane.store.demand import IW, NIW, DemandRow, Forecast, put_demand, put_forecasts, read_forecasts
-from controlplane.store.fleet import read_inventory
 from controlplane.store.pins import add_pin
 from controlplane.store.plans import (
     Plan,
@@ -101,8 +102,10 @@ def test_what_the_placement_is_told(fleet: World, settings: Settings) -> None:
         row.desired, row.spot_at = Desired.SPOT, datetime.fromtimestamp(NOW_S, UTC)
     expected = expected_demand(fleet.database, settings, now_s=NOW_S, origin_s=None)
     with fleet.database.transaction() as session:
-        inventory = read_inventory(session, silent_s=60.0)
-    facts = placement_facts(inventory, demand=expected.demand, pins={EAST: 3}, pool=None)
+        pin = {"endpoint": EAST, "instances": 3, "note": "", "created_by": "op"}
+        add_pin(session, until=datetime.fromtimestamp(NOW_S + 7200, UTC), **pin)
+        snapshot = read_to_plan(session, settings, now_s=NOW_S, window_start_s=NOW_S + 3600)
+    facts = placement_facts(snapshot, expected.demand, pool=None, stale_s=60.0)
     assert facts.regions == ("us-east", "us-west")
     assert facts.capacity == {RegionGpu(region=r, gpu_type="H800"): 4 for r in ("us-east", "us-west")}
     cell = EndpointGpu(model="tide", region="us-east", gpu_type="H800")

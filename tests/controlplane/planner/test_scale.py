@@ -11,17 +11,16 @@ import pytest
 from sqlalchemy import delete, select, text
 
 from controlplane.errors import StaleIndexError
-from controlplane.planner.plan import placement_facts
-from controlplane.planner.scale import Decision, Scaled, decide, scale
-from controlplane.policies.assignment.choose import choose_slots
-from controlplane.policies.assignment.facts import SlotDecision
+from controlplane.planner.scale import Scaled, scale
+from controlplane.planner.snapshot import read_to_plan
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.facts import PlacementSettings
+from controlplane.policies.scale import ScaleDecision, choose_scale
+from controlplane.policies.snapshot import placement_facts
 from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.endpoint_summary import read_unplaced
-from controlplane.store.fleet import read_inventory
 from controlplane.store.instances import desired_of
 from controlplane.store.joining import join_node
 from controlplane.store.plans import PlanEntry, add_plan, apply_plan
@@ -145,11 +144,11 @@ def test_the_fleet_is_unlocked_while_redis_is_read_and_while_it_is_decided(
             fleet.fleet_version(session, lock=True)
         free.append(what)
 
-    def deciding(*given: Any) -> SlotDecision:
+    def deciding(*given: Any) -> ScaleDecision:
         lock("decides")
-        return choose_slots(*given)
+        return choose_scale(*given)
 
-    monkeypatch.setattr("controlplane.planner.scale.choose_slots", deciding)
+    monkeypatch.setattr("controlplane.planner.scale.choose_scale", deciding)
     node(world)
     endpoint(world, 2, 4)
     with contextlib.closing(Watched(settings, lambda: lock("reads"))) as live:
@@ -165,14 +164,14 @@ def test_what_changed_while_it_was_decided_is_decided_anew(
     endpoint(world, 4, 4)
     decided: list[int] = []
 
-    def decide_late(*given: Any, **named: Any) -> Decision:
-        decision = decide(*given, **named)
+    def decide_late(*given: Any) -> ScaleDecision:
+        decision = choose_scale(*given)
         decided.append(len(decision.slots.adds))
         if len(decided) == 1:
             endpoint(world, 1, 1)
         return decision
 
-    monkeypatch.setattr("controlplane.planner.scale.decide", decide_late)
+    monkeypatch.setattr("controlplane.planner.scale.choose_scale", decide_late)
     assert run(world, settings).started == 1
     assert decided == [4, 1]
     assert wanted(world) == {"running": 1}
@@ -185,12 +184,12 @@ def test_a_fleet_that_never_rests_is_left_alone_and_that_is_told(
     endpoint(world, 1, 4)
     most = itertools.count(5)
 
-    def decide_late(*given: Any, **named: Any) -> Decision:
-        decision = decide(*given, **named)
+    def decide_late(*given: Any) -> ScaleDecision:
+        decision = choose_scale(*given)
         endpoint(world, 1, next(most))
         return decision
 
-    monkeypatch.setattr("controlplane.planner.scale.decide", decide_late)
+    monkeypatch.setattr("controlplane.planner.scale.choose_scale", decide_late)
     with pytest.raises(StaleIndexError, match="the fleet changed under 5 decisions"):
         run(world, settings)
     assert wanted(world) == {}
@@ -324,7 +323,8 @@ def test_weights_that_fit_nowhere_are_not_placed_by_scaling_nor_by_a_plan(world:
     expected = "the weights of tide fit on no slot in us-east: 514 MiB in float32, the largest slot of H800 has 256 MiB"
     with world.database.transaction() as session:
         [kept] = read_unplaced(session)
-        facts = placement_facts(read_inventory(session, silent_s=60.0), demand={}, pins={}, pool=None)
+        snapshot = read_to_plan(session, settings, now_s=1000.0, window_start_s=3600.0)
+    facts = placement_facts(snapshot, {}, pool=None, stale_s=60.0)
     assert kept.reason.startswith(expected)
     placement = choose_placement(facts, 0.0, PlacementSettings())
     assert not any(entry.after for entry in placement.entries)

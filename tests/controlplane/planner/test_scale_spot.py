@@ -8,7 +8,7 @@ from sqlalchemy import select, text
 
 from controlplane.errors import ConflictError
 from controlplane.planner.scale import Scaled
-from controlplane.planner.scale_facts import gather_fleet
+from controlplane.planner.snapshot import read_to_scale
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
@@ -327,7 +327,7 @@ def test_forecasts_are_read_for_the_strategy_that_asks_for_them(
 ) -> None:
     plan_of(world, 1)
     chosen = settings.model_copy(update={"scale_strategy": strategy})
-    assert gather_fleet(world.database, world.live, chosen, now_s=60.0).forecast == known
+    assert read_to_scale(world.database, world.live, chosen, now_s=60.0).snapshot.forecast == known
 
 
 def test_kinds_follow_the_strategy(world: World, settings: Settings) -> None:

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from controlplane.policies.assignment.pooling import PlanPools
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
+from controlplane.policies.snapshot import PlanPools
 from ops.simulator.kernel.events import Kind
 from ops.simulator.run import build_world
 from ops.simulator.scenario.scenario import Scenario

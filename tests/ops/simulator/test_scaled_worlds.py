@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from controlplane.policies.assignment.facts import InstanceChange, SlotDecision
 from controlplane.policies.facts import Endpoint
+from controlplane.policies.scale import ScaleDecision
 from ops.simulator.run import build_world, simulate
 from ops.simulator.scenario.formats import traffic_of
 from ops.simulator.scenario.planning import Strategy
@@ -222,7 +223,8 @@ def test_spot_of_a_failed_node_is_lent_no_more() -> None:
     )
     assert fleet is not None
     first = next(iter(fleet.held))
-    fleet.apply(SlotDecision(donates=(InstanceChange(instance_id=first, reason="not needed"),)))
+    donated = (InstanceChange(instance_id=first, reason="not needed"),)
+    fleet.apply(ScaleDecision(slots=SlotDecision(donates=donated)))
     assert fleet.held[first].state == "spot"
     others = fleet.held.keys() - {first}
     assert any(fleet.held[name].node is fleet.held[first].node for name in others)

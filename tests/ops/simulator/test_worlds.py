@@ -19,15 +19,13 @@ import ops.simulator
 from controlplane.planner import expected as live_expected
 from controlplane.planner import forecast as live_forecast
 from controlplane.planner import plan as live_plan
-from controlplane.planner import pool_facts as live_pool_facts
 from controlplane.planner import scale as live_scale
-from controlplane.planner import scale_facts as live_scale_facts
+from controlplane.planner import snapshot as live_snapshot
 from controlplane.policies.decisions import Admit, Refuse
 from ops.simulator.run import simulate
 from ops.simulator.scenario.formats import traffic_of
 from ops.simulator.scenario.scenario import PolicyPart, Scenario
 from ops.simulator.world import loops as sim_loops
-from ops.simulator.world import planned_pools as sim_planned_pools
 from ops.simulator.world import planning as sim_planning
 from ops.simulator.world import world as world_module
 from tests.ops.simulator.pooling import pooled
@@ -136,13 +134,10 @@ def defined(module: ModuleType) -> set[str]:
 def test_what_decides_in_the_loops_is_the_live_loops_own() -> None:
     """Each function of the policies that a live loop calls under this name is the very one the simulator calls."""
     pairs = [
-        (live_scale, sim_loops, ("choose_scaling", "choose_slots", "moved_endpoints")),
-        (live_scale, sim_loops, ("choose_pool_slots", "joined", "release_steps", "rooms_beside")),
-        (live_scale_facts, sim_loops, ("kind_for", "utilization_of", "planned_beside", "pool_slot_facts")),
-        (live_pool_facts, sim_planned_pools, ("choose_poolable",)),
-        (live_scale_facts, sim_planning, ("forecast_at",)),
+        (live_scale, sim_loops, ("choose_scale", "FleetSnapshot")),
+        (live_snapshot, sim_planning, ("FleetSnapshot", "forecast_at")),
         (live_expected, sim_planning, ("demand_to_plan",)),
-        (live_plan, sim_planning, ("choose_placement",)),
+        (live_plan, sim_planning, ("choose_placement", "choose_poolable", "placement_facts", "poolable_facts")),
         (live_forecast, sim_planning, ("forecast_peak",)),
     ]
     for live, simulated, names in pairs:
@@ -164,11 +159,10 @@ def test_no_policy_is_written_twice() -> None:
                 used.add(name)
     routing = {"choose_route", "choose_preference", "choose_releases", "choose_backoff", "choose_admission"}
     assert used >= routing | {"choose_turn", "choose_group"} | {
-        "choose_scaling",
+        "choose_scale",
         "choose_slots",
         "choose_placement",
         "choose_poolable",
-        "choose_pool_slots",
     }
 
 
@@ -180,17 +174,13 @@ def test_no_policy_is_written_twice() -> None:
         ("dedicated", "ops.simulator.servers.dedicated.settle_shares"),
         ("dedicated", "ops.simulator.servers.prompts.choose_group"),
         ("scaled", "ops.simulator.world.world.choose_admission"),
-        ("scaled", "ops.simulator.world.loops.choose_scaling"),
+        ("scaled", "ops.simulator.world.loops.choose_scale"),
         ("scaled", "ops.simulator.world.loops.choose_slots"),
-        ("scaled", "ops.simulator.world.loops.kind_for"),
-        ("scaled", "ops.simulator.world.loops.utilization_of"),
-        ("scaled", "ops.simulator.world.loops.moved_endpoints"),
         ("scaled", "ops.simulator.world.planning.choose_placement"),
         ("scaled", "ops.simulator.world.planning.demand_to_plan"),
         ("scaled", "ops.simulator.world.planning.forecast_at"),
         ("scaled", "ops.simulator.world.planning.forecast_peak"),
-        ("pooling", "ops.simulator.world.planned_pools.choose_poolable"),
-        ("pooling", "ops.simulator.world.loops.choose_pool_slots"),
+        ("pooling", "ops.simulator.world.planning.choose_poolable"),
         ("pooled", "ops.simulator.world.world.choose_route"),
         ("pooled", "dataplane.engines.core.slot_engine.choose_turn"),
         ("pooled", "dataplane.dispatch.dispatcher.choose_prefill_slot"),

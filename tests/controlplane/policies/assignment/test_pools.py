@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.policies.assignment.facts import PlacedInstance, SlotRoom, SpotFacts
-from controlplane.policies.assignment.pools import PooledInstance, PoolSlotDecision, PoolSlotFacts, choose_pool_slots
+from controlplane.policies.assignment.pools import PoolSlotDecision, PoolSlotFacts, choose_pool_slots
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
 from controlplane.policies.fit import ModelSize, WeightsRoom
 
@@ -39,8 +39,8 @@ def room(node: str, *, gpus: int = 1, free: int | None = None, age_s: float = 0.
     )
 
 
-def pooled(model: str, node: str, *, draining: bool = False, ready: bool = True, stuck: bool = False) -> PooledInstance:
-    return PooledInstance(
+def pooled(model: str, node: str, *, draining: bool = False, ready: bool = True, stuck: bool = False) -> PlacedInstance:
+    return PlacedInstance(
         instance_id=f"{model}@{node}",
         endpoint=endpoint(model),
         gpu_type="H800",
@@ -62,7 +62,7 @@ def facts(
     gpus: int,
     occupancy: dict[str, float],
     slots: tuple[SlotRoom, ...],
-    instances: tuple[PooledInstance, ...] = (),
+    instances: tuple[PlacedInstance, ...] = (),
     served: tuple[str, ...] = (),
     dedicated: tuple[PlacedInstance, ...] = (),
     missing: tuple[str, ...] = (),

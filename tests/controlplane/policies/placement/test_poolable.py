@@ -5,14 +5,12 @@ from typing import Any
 
 import pytest
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
-from controlplane.policies.fit import WeightsRoom
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, NodeSlot, RegionGpu
+from controlplane.policies.fit import ModelSize, WeightsRoom
 from controlplane.policies.placement.poolable import (
     PoolableFacts,
     PoolableSettings,
-    PoolNode,
     PoolProfile,
-    PoolSlotSize,
     choose_poolable,
 )
 from controlplane.policies.placement.pools import LATENCY_FIELDS, PoolLoad, occupancy_of
@@ -29,9 +27,9 @@ LATENCY = {
 A, B = (Endpoint(model=model, region="east") for model in "ab")
 ON_H800 = EndpointGpu(model="a", region="east", gpu_type="H800")
 OTHER = EndpointGpu(model="b", region="east", gpu_type="H800")
-ONE_GPU = PoolSlotSize(gpus=1)
-TOGETHER = PoolSlotSize(gpus=4, workers=4)
-NODE = PoolNode(region="east", gpu_type="H800", slots=(ONE_GPU, ONE_GPU), host_bytes=100)
+ONE_GPU = NodeSlot(gpus=1)
+TOGETHER = NodeSlot(gpus=4, workers=4)
+NODE = NodeFacts(name="n1", region="east", gpu_type="H800", slots=(ONE_GPU, ONE_GPU), host_bytes=100)
 
 
 def facts(**changes: Any) -> PoolableFacts:
@@ -40,7 +38,7 @@ def facts(**changes: Any) -> PoolableFacts:
             ModelGpu(model=model, gpu_type="H800"): PoolProfile(gpus=1, latency=LATENCY | {"source": 1.0})
             for model in "ab"
         },
-        "weights_bytes": {"a": 10, "b": 20},
+        "sizes": {"a": ModelSize(weights_bytes=10), "b": ModelSize(weights_bytes=20)},
         "endpoints": frozenset({A, B}),
         "demand": {A: (30.0, 90.0)},
         "nodes": (NODE,),
@@ -81,7 +79,7 @@ def test_a_slot_of_several_workers_carries_more_of_models_that_fit_on_one() -> N
     assert "a" not in shares((NODE, replace(NODE, slots=(TOGETHER,))), demand), "it may be given a slot of one"
     elsewhere = replace(NODE, region="west")
     assert shares((elsewhere, replace(NODE, slots=(TOGETHER,))), demand)["a"] == share
-    assert "a" not in shares((replace(NODE, slots=(PoolSlotSize(gpus=4, workers=2),)),), {}), "not one of its size"
+    assert "a" not in shares((replace(NODE, slots=(NodeSlot(gpus=4, workers=2),)),), {}), "not one of its size"
 
 
 def test_the_placement_is_told_of_slots_that_a_pool_takes_whole() -> None:
@@ -94,7 +92,7 @@ def test_the_placement_is_told_of_slots_that_a_pool_takes_whole() -> None:
     assert mixed.slot_gpus == {}, "there are slots of one"
 
 
-def shares(nodes: tuple[PoolNode, ...], demand: dict[Endpoint, tuple[float, ...]]) -> dict[str, float]:
+def shares(nodes: tuple[NodeFacts, ...], demand: dict[Endpoint, tuple[float, ...]]) -> dict[str, float]:
     """What models take, of those that can be pooled."""
     pools = choose_poolable(facts(nodes=nodes, demand=demand), PoolableSettings()).facts
     return {} if pools is None else {key.model: share for key, share in pools.occupancy.items()}
@@ -107,7 +105,7 @@ def shares(nodes: tuple[PoolNode, ...], demand: dict[Endpoint, tuple[float, ...]
         ({"nodes": (replace(NODE, slots=()),)}, "no node with H800 serves"),
         ({"nodes": (NODE, replace(NODE, host_bytes=None))}, "some node with H800 does not tell its host memory"),
         (
-            {"nodes": (NODE, replace(NODE, slots=(PoolSlotSize(gpus=2),)))},
+            {"nodes": (NODE, replace(NODE, slots=(NodeSlot(gpus=2),)))},
             "workers on H800 have 1 and 2 GPUs, the model takes 1",
         ),
     ],
@@ -158,8 +156,9 @@ def test_they_can_be_disabled() -> None:
 
 
 def test_weights_must_fit_on_every_slot() -> None:
-    small = PoolSlotSize(gpus=1, weights=WeightsRoom(weights_bytes=60, dtype="float32"))
-    given_facts = facts(nodes=(replace(NODE, slots=(ONE_GPU, small)),), parameters={"a": 15, "b": 16})
+    small = NodeSlot(gpus=1, weights=WeightsRoom(weights_bytes=60, dtype="float32"))
+    sizes = {"a": ModelSize(weights_bytes=10, parameters=15), "b": ModelSize(weights_bytes=20, parameters=16)}
+    given_facts = facts(nodes=(replace(NODE, slots=(ONE_GPU, small)),), sizes=sizes)
     pools = choose_poolable(given_facts, PoolableSettings())
     assert pools.left_out == {ModelGpu(model="b", gpu_type="H800"): "the weights do not fit on every slot with H800"}
     assert pools.facts is not None

@@ -1,0 +1,271 @@
+"""Read the fleet's snapshot: for plans from PostgreSQL, for scaling also from the live view in Redis."""
+
+import math
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from sqlalchemy.orm import Session
+
+from controlplane.errors import UnavailableError
+from controlplane.policies.assignment.evacuation import NodePresence, choose_leaving
+from controlplane.policies.assignment.facts import PlacedInstance, SpotFacts
+from controlplane.policies.demand import forecast_at
+from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, ModelGpu, NodeFacts, NodeSlot, RegionGpu
+from controlplane.policies.lifecycle import InstanceState
+from controlplane.policies.placement.facts import Profile, StartTimes
+from controlplane.policies.scaling.facts import StrategyName
+from controlplane.policies.snapshot import FleetSnapshot, PlanPools
+from controlplane.settings import Settings
+from controlplane.store.demand import IW, read_demand, read_forecasts
+from controlplane.store.endpoint_summary import backlogs
+from controlplane.store.fleet import FleetInventory, fleet_version, read_inventory
+from controlplane.store.pins import pins_in_force
+from controlplane.store.plans import Plan, entries_of, plan_in_force
+from controlplane.store.redis.live import EMPTY_VIEW, FleetView, LiveStore, instance_facts
+from controlplane.store.session import Database
+from controlplane.store.spot import active_leases
+from controlplane.store.tables import Desired, Instance, SpotLease
+from controlplane.store.weights import room_of, sizes_of
+from dataplane.protocol.tiers import InstanceKind
+
+PLAN_SILENT_S = 60.0
+"""Plans do not count on nodes that were silent for longer."""
+_OBSERVED_S = 300
+_MINUTE_S = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadFleet:
+    """A snapshot with the rows that it was made from. `version`: the fleet's version at that moment or before."""
+
+    version: int
+    inventory: FleetInventory
+    snapshot: FleetSnapshot
+
+
+def read_to_plan(session: Session, settings: Settings, *, now_s: float, window_start_s: float) -> FleetSnapshot:
+    """The fleet as the plan of the hour from `window_start_s` takes it, with the overrides that last until then."""
+    inventory = read_inventory(session, silent_s=PLAN_SILENT_S)
+    overrides = pins_in_force(session, max(now_s, window_start_s))
+    snapshot = _snapshot(inventory, settings, overrides, now_s=now_s, ages_s=inventory.silent_s)
+    return replace(
+        snapshot,
+        regions=tuple(inventory.regions),
+        gpu_cost_per_hour={gpu.name: gpu.cost_per_hour for gpu in inventory.gpu_types},
+        weights_present=frozenset(each.endpoint for each in snapshot.instances),
+        latencies={
+            ModelGpu(model=row.model, gpu_type=row.gpu_type): row.latency
+            for row in inventory.profiles
+            if row.latency is not None
+        },
+    )
+
+
+def read_to_scale(database: Database, live: LiveStore, settings: Settings, *, now_s: float) -> ReadFleet:
+    """Read everything once, with the fleet unlocked. Of Postgres its version is read first, so that it tells of any
+    change since. While Redis is away nothing is known of utilization, so nothing is scaled in.
+    """
+    try:
+        view = live.read_view()
+    except UnavailableError:
+        view = EMPTY_VIEW
+    with database.transaction() as session:
+        version = fleet_version(session)
+        inventory = read_inventory(session, silent_s=settings.heartbeat_stale_s)
+        return ReadFleet(
+            version=version,
+            inventory=inventory,
+            snapshot=_to_scale(session, inventory, view, settings, now_s=now_s),
+        )
+
+
+def _to_scale(
+    session: Session, inventory: FleetInventory, view: FleetView, settings: Settings, *, now_s: float
+) -> FleetSnapshot:
+    plan = plan_in_force(session)
+    overrides = pins_in_force(session, now_s)
+    snapshot = _snapshot(
+        inventory,
+        settings,
+        overrides,
+        now_s=now_s,
+        ages_s={name: view.read_s - node.received_s for name, node in view.nodes.items()},
+        reports={facts.instance_id: facts for facts in instance_facts(view)},
+        leases=active_leases(session),
+        leaving=choose_leaving(_presence(inventory), replace_after_s=settings.node_replace_s),
+    )
+    rows = {Endpoint(model=row.model, region=row.region): row for row in inventory.endpoints}
+    poolable = {endpoint for endpoint, (_, most) in snapshot.limits.items() if most} - overrides.keys()
+    beyond_plan = settings.scale_strategy == StrategyName.LT_UA
+    by_backlog = settings.scale_strategy in {StrategyName.CHIRON, StrategyName.SILOED}
+    return replace(
+        snapshot,
+        planned=None if plan is None else _planned(session, plan.id, rows),
+        pools=PlanPools() if plan is None else _pools(plan, poolable),
+        window_start_s=None if plan is None else float(plan.window_start_s),
+        observed=_observed(session, now_s),
+        forecast=_forecast(session, plan.window_start_s, now_s) if plan is not None and beyond_plan else {},
+        backlogs=backlogs(session) if by_backlog else {},
+        last_scaled_s={
+            at: row.last_scaled_at.timestamp() for at, row in rows.items() if row.last_scaled_at is not None
+        },
+        settled={endpoint: row.settled for endpoint, row in rows.items()},
+    )
+
+
+def _snapshot(
+    inventory: FleetInventory,
+    settings: Settings,
+    overrides: Mapping[Endpoint, int],
+    *,
+    now_s: float,
+    ages_s: Mapping[str, float],
+    reports: Mapping[str, InstanceFacts] | None = None,
+    leases: Mapping[str, SpotLease] | None = None,
+    leaving: Mapping[str, str] | None = None,
+) -> FleetSnapshot:
+    """What plans and scaling both look at. `ages_s`: seconds since the last heartbeat of each node that sent one;
+    `reports`, `leases`: by instance; `leaving`: why instances must leave a node, by its name.
+    """
+    reports, leases, leaving = reports or {}, leases or {}, leaving or {}
+    profiles = {
+        ModelGpu(model=row.model, gpu_type=row.gpu_type): Profile(
+            tokens_per_s=row.tokens_per_s, gpus=row.gpus, start=StartTimes.of_load(row.load_time_s)
+        )
+        for row in inventory.profiles
+    }
+    return FleetSnapshot(
+        nodes=_nodes(inventory, ages_s),
+        instances=tuple(
+            PlacedInstance(
+                instance_id=row.id,
+                endpoint=Endpoint(model=row.model, region=row.region),
+                gpu_type=row.gpu_type,
+                node_id=row.node,
+                slot=row.slot,
+                gpus=row.gpus,
+                draining=row.desired == Desired.DRAINING,
+                ready=row.observed == InstanceState.READY,
+                stuck=_is_stuck(row, profiles, settings, now_s),
+                remaining_tokens=reports[row.id].remaining_tokens if row.id in reports else 0,
+                kind=InstanceKind(row.kind),
+                spot=_spot_facts(row, leases.get(row.id), now_s),
+                leaving=leaving.get(row.node),
+                succeeds=row.succeeds,
+                pooled=row.pooled,
+                report=reports.get(row.id),
+            )
+            for row in inventory.instances
+        ),
+        profiles=profiles,
+        sizes=sizes_of(inventory.models),
+        limits={
+            Endpoint(model=row.model, region=row.region): (row.instances_min, row.instances_max)
+            for row in inventory.endpoints
+        },
+        overrides=overrides,
+    )
+
+
+def _nodes(inventory: FleetInventory, ages_s: Mapping[str, float]) -> tuple[NodeFacts, ...]:
+    """The nodes; one that never sent a heartbeat, or that the live view does not know, is silent for ever."""
+    slots: dict[str, list[NodeSlot]] = {node.name: [] for node in inventory.nodes}
+    nodes = {node.name: node for node in inventory.nodes}
+    for slot in inventory.slots:
+        weights = room_of(nodes[slot.node], slot)
+        slots[slot.node].append(NodeSlot(number=slot.index, gpus=slot.gpus, workers=slot.workers, weights=weights))
+    return tuple(
+        NodeFacts(
+            name=node.name,
+            region=node.region,
+            gpu_type=node.gpu_type,
+            slots=tuple(slots[node.name]),
+            host_bytes=node.host_bytes,
+            age_s=ages_s.get(node.name, math.inf),
+            accepting=node.accepting,
+        )
+        for node in inventory.nodes
+    )
+
+
+def _is_stuck(row: Instance, profiles: Mapping[ModelGpu, Profile], settings: Settings, now_s: float) -> bool:
+    """Whether the instance failed and stays so, whatever its node tries, or should have come up long ago: after twice
+    what a start without the weights in the region takes by the profile, but not less than the setting.
+    """
+    waited_s = now_s - row.changed_at.timestamp()
+    loading = row.observed == InstanceState.LOADING
+    if row.observed == InstanceState.FAILED or (loading and row.error is not None):
+        return waited_s > settings.scale_failed_patience_s
+    if not (loading or row.observed == InstanceState.PENDING) or row.desired == Desired.DRAINING:
+        return False
+    profile = profiles.get(ModelGpu(model=row.model, gpu_type=row.gpu_type))
+    start_s = 0.0 if profile is None else 2 * profile.start.remote_s
+    return waited_s > max(settings.scale_start_patience_s, start_s)
+
+
+def _spot_facts(row: Instance, lease: SpotLease | None, now_s: float) -> SpotFacts | None:
+    if row.spot_at is None:
+        return None
+    noticed = lease is not None and lease.reclaim_at is not None
+    return SpotFacts(age_s=now_s - row.spot_at.timestamp(), leased=lease is not None, noticed=noticed)
+
+
+def _presence(inventory: FleetInventory) -> Iterable[NodePresence]:
+    holding = {instance.node for instance in inventory.instances}
+    return (
+        NodePresence(
+            name=node.name,
+            draining=node.draining,
+            leaving=node.leaving,
+            silent_s=inventory.silent_s.get(node.name),
+            has_instances=node.name in holding,
+        )
+        for node in inventory.nodes
+    )
+
+
+def _planned(session: Session, plan_id: str, endpoints: Container[Endpoint]) -> dict[Endpoint, dict[str, int]]:
+    """A plan's instances with GPUs of their own, by endpoint and GPU type, for the endpoints that there are still."""
+    planned: dict[Endpoint, dict[str, int]] = {}
+    for entry in entries_of(session, plan_id):
+        endpoint = Endpoint(model=entry.model, region=entry.region)
+        if endpoint in endpoints:
+            planned.setdefault(endpoint, {})[entry.gpu_type] = entry.after
+    return planned
+
+
+def _pools(plan: Plan, poolable: Container[Endpoint]) -> PlanPools:
+    """A plan's pools. An override takes its endpoint out of its pool, and so does its deletion, or a maximum of 0:
+    only what is `poolable` is in them.
+    """
+    gpus: dict[RegionGpu, int] = {}
+    occupancy: dict[EndpointGpu, float] = {}
+    for pool in plan.pools:
+        region, gpu_type = pool["region"], pool["gpu_type"]
+        gpus[RegionGpu(region=region, gpu_type=gpu_type)] = pool["after"]
+        for each in pool["pooled"]:
+            key = EndpointGpu(model=each["model"], region=region, gpu_type=gpu_type)
+            if key.endpoint in poolable:
+                occupancy[key] = each["occupancy"]
+    return PlanPools(gpus=gpus, occupancy=occupancy)
+
+
+def _observed(session: Session, now_s: float) -> dict[Endpoint, float]:
+    """The mean of the last minutes that were counted."""
+    until_s = int(now_s)
+    rows = read_demand(session, kind=IW, since_s=until_s - _OBSERVED_S - _MINUTE_S, until_s=until_s)
+    known = {endpoint: [value for _, value in series if value is not None] for endpoint, series in rows.items()}
+    return {endpoint: fmean(values) for endpoint, values in known.items() if values}
+
+
+def _forecast(session: Session, window_start_s: int, now_s: float) -> dict[Endpoint, float]:
+    """What was forecast for this moment by the newest forecast from before the window."""
+    rows = read_forecasts(session, origin_s=None, until_s=window_start_s)
+    values = {
+        Endpoint(model=row.model, region=row.region): forecast_at(
+            row.path, peak_q50=row.peak_q50, peak_upper=row.peak_upper, late_s=now_s - row.origin_s
+        )
+        for row in rows
+    }
+    return {endpoint: value for endpoint, value in values.items() if value is not None}

@@ -1,0 +1,329 @@
+"""The fleet at one moment, and the facts that policies take from it.
+
+The planner reads a snapshot from PostgreSQL and Redis, the simulator from its world; what follows from it is the same:
+
+    each hour          poolable_facts -> choose_poolable, placement_facts -> choose_placement
+    every 15 seconds   pool_slot_facts, scaling_facts, slot_rooms -> policies.scale.choose_scale
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from controlplane.policies.assignment.facts import PlacedInstance, SlotRoom
+from controlplane.policies.assignment.pools import PoolSlotFacts
+from controlplane.policies.facts import Backlog, Endpoint, EndpointGpu, ModelGpu, NodeFacts, RegionGpu
+from controlplane.policies.fit import ModelSize, WeightsRoom, why_unfit
+from controlplane.policies.placement.facts import PlacementFacts, PlacementModel, PoolFacts, Profile
+from controlplane.policies.placement.poolable import PoolableFacts, PoolProfile
+from controlplane.policies.routing import is_usable, utilization_of
+from controlplane.policies.scaling.choose import kind_for
+from controlplane.policies.scaling.facts import Counts, EndpointScaleFacts, KindFacts, ScalingFacts
+from dataplane.protocol.tiers import InstanceKind
+
+Demand = Mapping[Endpoint, tuple[float, ...]]
+"""Input tokens per second for each window of the coming hour."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanPools:
+    """The pools of a plan: GPUs by region and GPU type, and the share of one GPU that each pooled endpoint takes."""
+
+    gpus: Mapping[RegionGpu, int] = field(default_factory=dict)
+    occupancy: Mapping[EndpointGpu, float] = field(default_factory=dict)
+
+    @cached_property
+    def endpoints(self) -> frozenset[Endpoint]:
+        return frozenset(key.endpoint for key in self.occupancy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetSnapshot:
+    """The fleet and its load at one moment. A missing key means none, or not known.
+
+    Attributes:
+        nodes: all nodes. instances: all instances that are wanted, drain or are lent out.
+        profiles: of models on GPU types. latencies: of the same pairs, where they were measured, see `PoolProfile`.
+        sizes: weights of all models, by name.
+        limits: fewest and most instances of every endpoint that is offered.
+        overrides: instances that operators ask for, in place of the limits.
+        regions, gpu_cost_per_hour, weights_present: as in `PlacementFacts`; only plans need them.
+        planned: instances with GPUs of their own in the plan in force; None: there is no plan.
+        pools: its pools. window_start_s: when its hour began.
+        observed, forecast: interactive input tokens/s that arrive now, and that were forecast for now.
+        backlogs: deferred requests that wait, by model.
+        last_scaled_s, settled: as in `EndpointScaleFacts`.
+    """
+
+    nodes: tuple[NodeFacts, ...]
+    instances: tuple[PlacedInstance, ...]
+    profiles: Mapping[ModelGpu, Profile]
+    sizes: Mapping[str, ModelSize]
+    limits: Mapping[Endpoint, tuple[int, int]]
+    latencies: Mapping[ModelGpu, Mapping[str, float]] = field(default_factory=dict)
+    overrides: Mapping[Endpoint, int] = field(default_factory=dict)
+    regions: tuple[str, ...] = ()
+    gpu_cost_per_hour: Mapping[str, float] = field(default_factory=dict)
+    weights_present: frozenset[Endpoint] = frozenset()
+    planned: Mapping[Endpoint, Counts] | None = None
+    pools: PlanPools = PlanPools()
+    window_start_s: float | None = None
+    observed: Mapping[Endpoint, float] = field(default_factory=dict)
+    forecast: Mapping[Endpoint, float] = field(default_factory=dict)
+    backlogs: Mapping[str, Backlog] = field(default_factory=dict)
+    last_scaled_s: Mapping[Endpoint, float] = field(default_factory=dict)
+    settled: Mapping[Endpoint, Counts | None] = field(default_factory=dict)
+
+    @cached_property
+    def limits_in_force(self) -> Mapping[Endpoint, tuple[int, int]]:
+        """Fewest and most instances of each endpoint; an override is both."""
+        return {
+            endpoint: (self.overrides[endpoint],) * 2 if endpoint in self.overrides else limits
+            for endpoint, limits in self.limits.items()
+        }
+
+    @cached_property
+    def gpus(self) -> Mapping[ModelGpu, int]:
+        """GPUs of one instance, for each profile."""
+        return {key: profile.gpus for key, profile in self.profiles.items()}
+
+    @cached_property
+    def dedicated(self) -> tuple[PlacedInstance, ...]:
+        """Instances with GPUs of their own."""
+        return tuple(each for each in self.instances if not each.pooled)
+
+    @cached_property
+    def pooled(self) -> tuple[PlacedInstance, ...]:
+        return tuple(each for each in self.instances if each.pooled)
+
+    def serving_nodes(self, stale_s: float) -> tuple[NodeFacts, ...]:
+        """Nodes that take instances. `stale_s`: a node silent for longer does not."""
+        return tuple(node for node in self.nodes if node.accepting and node.age_s <= stale_s)
+
+    def as_scaled(self, gpus: Mapping[str, int], strategy: str) -> "FleetSnapshot":
+        """The snapshot that a scaling strategy starts from: these pooled instances, by id, have so many GPUs of their
+        own, and instances with GPUs of their own are of the kinds that the strategy knows.
+        """
+
+        def changed(each: PlacedInstance) -> PlacedInstance:
+            if each.pooled and each.instance_id not in gpus:
+                return each
+            _, most = self.limits_in_force[each.endpoint]
+            kind = kind_for(strategy, each.kind, instances_max=most)
+            return replace(each, pooled=False, gpus=gpus.get(each.instance_id, each.gpus), kind=kind)
+
+        return replace(self, instances=tuple(changed(each) for each in self.instances))
+
+
+def slot_rooms(snapshot: FleetSnapshot) -> tuple[SlotRoom, ...]:
+    """The slots for `choose_slots` and `choose_pool_slots`, with their free GPUs."""
+    held: Counter[tuple[str, int]] = Counter()
+    for each in snapshot.instances:
+        held[each.place] += each.gpus
+    return tuple(
+        SlotRoom(
+            node_id=node.name,
+            slot=slot.number,
+            region=node.region,
+            gpu_type=node.gpu_type,
+            gpus=slot.gpus,
+            gpus_free=max(0, slot.gpus - held[node.name, slot.number]),
+            age_s=node.age_s,
+            accepting=node.accepting,
+            workers=slot.workers,
+            weights=slot.weights,
+        )
+        for node in snapshot.nodes
+        for slot in node.slots
+    )
+
+
+def pool_slot_facts(snapshot: FleetSnapshot) -> PoolSlotFacts:
+    """The facts for `choose_pool_slots`."""
+    planned = snapshot.planned or {}
+    serving = [each for each in snapshot.dedicated if each.serving and not each.stuck]
+    present = Counter(each.key for each in serving)
+    wanted = {
+        EndpointGpu(model=endpoint.model, region=endpoint.region, gpu_type=gpu_type): count
+        for endpoint, counts in planned.items()
+        for gpu_type, count in counts.items()
+    }
+    return PoolSlotFacts(
+        pool_gpus=snapshot.pools.gpus,
+        occupancy=snapshot.pools.occupancy,
+        slots=slot_rooms(snapshot),
+        instances=snapshot.pooled,
+        served=frozenset(_served(planned, snapshot.limits_in_force, serving)),
+        dedicated=snapshot.dedicated,
+        sizes=snapshot.sizes,
+        missing={key: count - present[key] for key, count in wanted.items() if count > present[key]},
+    )
+
+
+def _served(
+    planned: Mapping[Endpoint, Counts], limits: Mapping[Endpoint, tuple[int, int]], serving: Iterable[PlacedInstance]
+) -> Iterable[Endpoint]:
+    """Endpoints with as many ready instances of their own as they shall have, or with some while no more start."""
+    ready: Counter[Endpoint] = Counter()
+    starting: Counter[Endpoint] = Counter()
+    for each in serving:
+        (ready if each.ready else starting)[each.endpoint] += 1
+    for endpoint, (fewest, most) in limits.items():
+        wanted = min(most, max(fewest, sum(planned.get(endpoint, {}).values())))
+        if ready[endpoint] >= wanted or (ready[endpoint] and not starting[endpoint]):
+            yield endpoint
+
+
+def scaling_facts(
+    snapshot: FleetSnapshot,
+    *,
+    stale_s: float,
+    stranded: Iterable[EndpointGpu] = (),
+    succeeded: Container[str] = frozenset(),
+) -> ScalingFacts:
+    """The facts for `choose_scaling`: endpoints that are not pooled, with their instances and plans.
+
+    Args:
+        snapshot: the fleet.
+        stale_s: reports older than this count as unknown.
+        stranded: endpoints that their pool does not serve; each is planned with one instance of its own.
+        succeeded: ids of instances that have a successor elsewhere, which counts in their place.
+    """
+    serving: dict[Endpoint, list[PlacedInstance]] = defaultdict(list)
+    donated: dict[str, list[PlacedInstance]] = defaultdict(list)
+    for each in snapshot.dedicated:
+        if each.instance_id in succeeded:
+            continue
+        if each.serving:
+            serving[each.endpoint].append(each)
+        elif each.spot is not None:
+            donated[each.endpoint.region].append(each)
+    tokens_per_s: dict[str, dict[str, float]] = defaultdict(dict)
+    for key, profile in snapshot.profiles.items():
+        tokens_per_s[key.model][key.gpu_type] = profile.tokens_per_s
+    regions = Counter(endpoint.model for endpoint in snapshot.limits)
+    alone = {key.endpoint: {key.gpu_type: 1} for key in stranded}
+    endpoints = []
+    for endpoint in snapshot.limits:
+        if endpoint in snapshot.pools.endpoints and endpoint not in alone:
+            continue
+        backlog = snapshot.backlogs.get(endpoint.model)
+        endpoints.append(
+            replace(
+                _endpoint_facts(snapshot, endpoint, serving[endpoint], donated[endpoint.region], stale_s),
+                planned=alone.get(endpoint, None if snapshot.planned is None else snapshot.planned.get(endpoint)),
+                tokens_per_s=tokens_per_s[endpoint.model],
+                backlog_tokens=0.0 if backlog is None else backlog.tokens / regions[endpoint.model],
+                backlog_due_s=None if backlog is None else backlog.due_s,
+            )
+        )
+    return ScalingFacts(endpoints=tuple(endpoints), window_start_s=snapshot.window_start_s)
+
+
+def _endpoint_facts(
+    snapshot: FleetSnapshot,
+    endpoint: Endpoint,
+    serving: list[PlacedInstance],
+    donated: list[PlacedInstance],
+    stale_s: float,
+) -> EndpointScaleFacts:
+    """An endpoint with its instances, and the instances of its region that are lent out."""
+    whole = _kind_facts(serving, stale_s)
+    fewest, most = snapshot.limits_in_force[endpoint]
+    return EndpointScaleFacts(
+        endpoint=endpoint,
+        present=whole.present,
+        starting=whole.starting,
+        stuck=whole.stuck,
+        utilization=whole.utilization,
+        kinds={kind: _kind_facts([each for each in serving if each.kind == kind], stale_s) for kind in InstanceKind},
+        min=fewest,
+        max=most,
+        last_scaled_s=snapshot.last_scaled_s.get(endpoint),
+        settled=snapshot.settled.get(endpoint),
+        observed_tokens_per_s=snapshot.observed.get(endpoint),
+        forecast_tokens_per_s=snapshot.forecast.get(endpoint),
+        spot_same=_by_gpu_type(each for each in donated if each.endpoint.model == endpoint.model),
+        spot_other=_by_gpu_type(each for each in donated if each.endpoint.model != endpoint.model),
+    )
+
+
+def _kind_facts(instances: list[PlacedInstance], stale_s: float) -> KindFacts:
+    reports = [each.report for each in instances if each.report is not None and is_usable(each.report, stale_s)]
+    return KindFacts(
+        present=_by_gpu_type(instances),
+        starting=_by_gpu_type(each for each in instances if not (each.ready or each.stuck)),
+        stuck=_by_gpu_type(each for each in instances if each.stuck),
+        utilization=utilization_of(reports) if reports else None,
+    )
+
+
+def _by_gpu_type(instances: Iterable[PlacedInstance]) -> Counter[str]:
+    return Counter(each.gpu_type for each in instances)
+
+
+def poolable_facts(snapshot: FleetSnapshot, demand: Demand, *, stale_s: float) -> PoolableFacts:
+    """The facts for `choose_poolable`. `stale_s`: a node silent for longer does not serve."""
+    pooled = [each for each in snapshot.pooled if each.serving]
+    slot_gpus = {(node.name, slot.number): slot.gpus for node in snapshot.nodes for slot in node.slots}
+    present: Counter[RegionGpu] = Counter()
+    for slot, at in {each.place: each.key.place for each in pooled}.items():
+        present[at] += slot_gpus[slot]
+    return PoolableFacts(
+        profiles={
+            key: PoolProfile(gpus=profile.gpus, latency=snapshot.latencies.get(key))
+            for key, profile in snapshot.profiles.items()
+        },
+        sizes=snapshot.sizes,
+        endpoints=frozenset(endpoint for endpoint, (_, most) in snapshot.limits.items() if most),
+        demand=demand,
+        nodes=snapshot.serving_nodes(stale_s),
+        present=present,
+        pooled=frozenset(each.key for each in pooled),
+    )
+
+
+def placement_facts(
+    snapshot: FleetSnapshot, demand: Demand, *, pool: PoolFacts | None, stale_s: float
+) -> PlacementFacts:
+    """The facts for `choose_placement`. Demand of models or regions that are not registered is left out, and what is
+    not offered gets no instance. `stale_s`: GPUs of a node silent for longer do not count.
+    """
+    capacity: Counter[RegionGpu] = Counter()
+    for node in snapshot.serving_nodes(stale_s):
+        capacity[node.place] += sum(slot.gpus for slot in node.slots)
+    everywhere = {
+        Endpoint(model=model, region=region): (0, 0) for model in snapshot.sizes for region in snapshot.regions
+    }
+    return PlacementFacts(
+        regions=snapshot.regions,
+        models=tuple(PlacementModel(name=name) for name in snapshot.sizes),
+        capacity=capacity,
+        profiles=snapshot.profiles,
+        present=Counter(each.key for each in snapshot.dedicated if each.serving),
+        spot=Counter(each.key for each in snapshot.dedicated if each.spot is not None),
+        demand={endpoint: windows for endpoint, windows in demand.items() if endpoint in everywhere},
+        pins=snapshot.overrides,
+        limits={**everywhere, **snapshot.limits},
+        gpu_cost_per_hour=snapshot.gpu_cost_per_hour,
+        weights_present=snapshot.weights_present,
+        pool=pool,
+        unfit=_unfit(snapshot),
+    )
+
+
+def _unfit(snapshot: FleetSnapshot) -> dict[EndpointGpu, str]:
+    """Where a model with a profile fits on no slot of the GPU type in the region, and why."""
+    rooms: dict[RegionGpu, set[tuple[str, WeightsRoom]]] = defaultdict(set)
+    for node in snapshot.nodes:
+        rooms[node.place] |= {(node.gpu_type, slot.weights) for slot in node.slots}
+    unfit = {}
+    for profile in snapshot.profiles:
+        for at, found in rooms.items():
+            if at.gpu_type != profile.gpu_type:
+                continue
+            reason = why_unfit(profile.model, snapshot.sizes[profile.model], found, at.region)
+            if reason is not None:
+                unfit[EndpointGpu(model=profile.model, region=at.region, gpu_type=at.gpu_type)] = reason
+    return unfit

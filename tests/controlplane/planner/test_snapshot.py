@@ -1,0 +1,58 @@
+"""What a plan reads from the database of nodes, profiles and pools."""
+
+from controlplane.planner.plan import poolable_settings
+from controlplane.planner.snapshot import read_to_plan
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, NodeSlot, RegionGpu
+from controlplane.policies.fit import WeightsRoom
+from controlplane.policies.placement.poolable import PoolableFacts, PoolableSettings
+from controlplane.policies.snapshot import poolable_facts
+from controlplane.settings import Settings
+from controlplane.store import fleet
+from controlplane.store.instances import add_instance
+from tests.controlplane.planner.pool_fleet import HOST_BYTES, LATENCY, add_models, join
+from tests.controlplane.world import World
+
+AT = RegionGpu(region="us-east", gpu_type="H800")
+
+
+def read(world: World, settings: Settings) -> PoolableFacts:
+    with world.database.transaction() as session:
+        snapshot = read_to_plan(session, settings, now_s=0.0, window_start_s=0.0)
+    return poolable_facts(snapshot, {}, stale_s=60.0)
+
+
+def test_nodes_that_serve_with_their_slots_and_profiles_with_latencies(world: World, settings: Settings) -> None:
+    add_models(world, "a")
+    add_models(world, "b", latency=None)
+    join(world, "drained")
+    join(world, "n1", slots=2, gpus=4, workers=4)
+    join(world, "old", host_bytes=None)
+    with world.database.transaction() as session:
+        fleet.set_node_draining(session, "drained", draining=True)
+    facts = read(world, settings)
+    first, second = facts.nodes
+    weights = WeightsRoom(weights_bytes=None, dtype=None)
+    slots = tuple(NodeSlot(number=number, gpus=4, workers=4, weights=weights) for number in range(2))
+    assert first == NodeFacts(
+        name="n1", region="us-east", gpu_type="H800", slots=slots, host_bytes=HOST_BYTES, age_s=first.age_s
+    )
+    assert 0 <= first.age_s < 60
+    assert (second.name, second.host_bytes) == ("old", None)
+    profiles = {model: facts.profiles[ModelGpu(model=model, gpu_type="H800")] for model in "ab"}
+    assert (profiles["a"].gpus, profiles["a"].latency, profiles["b"].latency) == (1, LATENCY, None)
+    assert Endpoint(model="a", region="us-east") in facts.endpoints
+
+
+def test_present_pools_are_slots_that_hold_pooled_instances(world: World, settings: Settings) -> None:
+    add_models(world, "a", "b")
+    join(world, "n1", slots=3)
+    with world.database.transaction() as session:
+        for model, slot, gpus in (("a", 0, 0), ("b", 0, 0), ("tide", 1, 1)):
+            add_instance(session, model=model, region="us-east", gpu_type="H800", node="n1", slot=slot, gpus=gpus)
+    facts = read(world, settings)
+    assert facts.present == {AT: 1}
+    assert facts.pooled == {EndpointGpu(model=model, region="us-east", gpu_type="H800") for model in "ab"}
+
+
+def test_the_policy_has_the_defaults_of_the_service(settings: Settings) -> None:
+    assert poolable_settings(settings) == PoolableSettings()

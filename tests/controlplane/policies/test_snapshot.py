@@ -1,0 +1,162 @@
+"""What policies take from a snapshot, and what changes in the whole fleet."""
+
+from typing import Any
+
+import pytest
+
+from controlplane.policies.assignment.facts import PlacedInstance, SlotSettings, SpotFacts
+from controlplane.policies.facts import (
+    Backlog,
+    Endpoint,
+    EndpointGpu,
+    InstanceFacts,
+    ModelGpu,
+    NodeFacts,
+    NodeSlot,
+    RegionGpu,
+)
+from controlplane.policies.fit import ModelSize
+from controlplane.policies.placement.facts import Profile
+from controlplane.policies.scale import ScaleDecision, choose_scale
+from controlplane.policies.scaling.facts import EndpointScaleFacts, ScalingSettings, StrategyName
+from controlplane.policies.snapshot import FleetSnapshot, PlanPools, pool_slot_facts, scaling_facts
+from dataplane.protocol.tiers import InstanceKind
+
+A, B, C = (Endpoint(model=model, region="east") for model in "abc")
+PLACE = RegionGpu(region="east", gpu_type="H800")
+ON_H800 = {endpoint: EndpointGpu(model=endpoint.model, region="east", gpu_type="H800") for endpoint in (A, B, C)}
+POOLS = PlanPools(gpus={PLACE: 1}, occupancy={ON_H800[A]: 0.3})
+STALE_S = 5.0
+
+
+def own(endpoint: Endpoint, number: int = 0, **changes: Any) -> PlacedInstance:
+    values: dict[str, Any] = {"gpu_type": "H800", "node_id": "n1", "slot": number} | changes
+    return PlacedInstance(instance_id=f"{endpoint.model}{number}", endpoint=endpoint, **values)
+
+
+def pooled(endpoint: Endpoint, slot: int, **changes: Any) -> PlacedInstance:
+    values: dict[str, Any] = {"gpu_type": "H800", "node_id": "n1", "slot": slot} | changes
+    return PlacedInstance(instance_id=f"pooled-{endpoint.model}", endpoint=endpoint, gpus=0, pooled=True, **values)
+
+
+def fleet(planned: dict[Endpoint, int] | None, *instances: PlacedInstance, **changes: Any) -> FleetSnapshot:
+    """Three models on a node of four slots; `a` is in the plan's pool."""
+    values: dict[str, Any] = {
+        "nodes": (
+            NodeFacts(
+                name="n1", region="east", gpu_type="H800", slots=tuple(NodeSlot(number=n, gpus=1) for n in range(4))
+            ),
+        ),
+        "instances": instances,
+        "profiles": {ModelGpu(model=model, gpu_type="H800"): Profile(tokens_per_s=100.0, gpus=1) for model in "abc"},
+        "sizes": {model: ModelSize(weights_bytes=1) for model in "abc"},
+        "limits": {A: (0, 4), B: (1, 4), C: (0, 1)},
+        "planned": None if planned is None else {endpoint: {"H800": count} for endpoint, count in planned.items()},
+        "pools": POOLS,
+    }
+    return FleetSnapshot(**values | changes)
+
+
+def scaled(snapshot: FleetSnapshot, **named: Any) -> dict[Endpoint, EndpointScaleFacts]:
+    return {each.endpoint: each for each in scaling_facts(snapshot, stale_s=STALE_S, **named).endpoints}
+
+
+def choose(snapshot: FleetSnapshot, strategy: str = StrategyName.LT_I) -> ScaleDecision:
+    return choose_scale(snapshot, 1000.0, ScalingSettings(strategy=strategy), SlotSettings(stale_s=STALE_S))
+
+
+def test_who_is_served_has_what_he_shall_have_or_no_more_starts() -> None:
+    """`a` shall have none; `b` its minimum; `c` its maximum, whatever the plan says."""
+
+    def served(planned: dict[Endpoint, int], *instances: PlacedInstance) -> frozenset[Endpoint]:
+        return pool_slot_facts(fleet(planned, *instances)).served
+
+    assert served({C: 3}) == {A}
+    assert served({C: 3}, own(B), own(C, 1)) == {A, B, C}
+    assert served({B: 2}, own(B), own(B, 1, ready=False)) == {A, C}
+    assert served({B: 2}, own(B)) == {A, B, C}, "nothing starts any more"
+    for changes in ({"stuck": True}, {"draining": True}, {"spot": SpotFacts(age_s=1.0)}, {"ready": False}):
+        assert B not in served({}, own(B, **changes))
+
+
+def test_what_is_missing_of_the_plan() -> None:
+    found = pool_slot_facts(fleet({B: 3, C: 1}, own(B), own(B, 1, stuck=True), own(C, 2))).missing
+    assert found == {ON_H800[B]: 2}
+
+
+def test_the_pooled_are_not_scaled_unless_their_pool_does_not_serve_them() -> None:
+    snapshot = fleet({A: 0, B: 2})
+    assert {at: each.planned for at, each in scaled(snapshot).items()} == {B: {"H800": 2}, C: None}
+    stranded = scaled(snapshot, stranded=[ON_H800[A]])
+    assert {at: each.planned for at, each in stranded.items()} == {A: {"H800": 1}, B: {"H800": 2}, C: None}
+    unplanned = scaled(fleet(None, pools=PlanPools()))
+    assert {at: each.planned for at, each in unplanned.items()} == {A: None, B: None, C: None}
+
+
+@pytest.mark.parametrize(
+    ("age_s", "accepting", "utilization"), [(0.0, True, 0.5), (6.0, True, None), (0.0, False, None)]
+)
+def test_an_endpoint_with_its_instances_by_state_and_kind(
+    age_s: float, accepting: bool, utilization: float | None
+) -> None:
+    report = InstanceFacts(
+        instance_id="b0",
+        node_id="n1",
+        endpoint=B,
+        gpu_type="H800",
+        accepting=accepting,
+        age_s=age_s,
+        kv_used_bytes=50,
+        kv_capacity_bytes=100,
+        remaining_tokens=0,
+    )
+    snapshot = fleet(
+        None,
+        own(B, report=report),
+        own(B, 1, ready=False, kind=InstanceKind.NIW),
+        own(B, 2, ready=False, stuck=True),
+        own(B, 3, draining=True),
+        own(C, 4, spot=SpotFacts(age_s=1.0)),
+        limits={B: (1, 4), Endpoint(model="b", region="west"): (0, 4)},
+        overrides={B: 3},
+        backlogs={"b": Backlog(tokens=80.0, due_s=9.0)},
+        observed={B: 7.0},
+    )
+    facts = scaled(snapshot)[B]
+    assert (facts.present, facts.starting, facts.stuck) == ({"H800": 3}, {"H800": 1}, {"H800": 1})
+    assert facts.of_kind(InstanceKind.NIW).starting == {"H800": 1}
+    assert facts.utilization == utilization
+    assert (facts.min, facts.max) == (3, 3), "an override is both"
+    assert (facts.backlog_tokens, facts.backlog_due_s) == (40.0, 9.0), "regions share a backlog"
+    assert (facts.observed_tokens_per_s, facts.tokens_per_s) == (7.0, {"H800": 100.0})
+    assert (facts.spot_same, facts.spot_other) == ({}, {"H800": 1})
+    assert scaled(snapshot, succeeded={"b0"})[B].present == {"H800": 2}, "its successor counts in its place"
+
+
+def test_once_the_pool_serves_instances_of_their_own_go() -> None:
+    decision = choose(fleet({B: 1}, pooled(A, 0), own(A, 1), own(A, 2, draining=True), own(B, 3)))
+    assert [change.instance_id for change in decision.slots.donates] == ["a1"]
+    assert not decision.slots.drains
+    assert decision.scaled == ()
+    assert choose(fleet({B: 1}, pooled(A, 0, ready=False), own(A, 1), own(B, 3))).slots.donates == ()
+
+
+def test_a_pool_starts_first_and_nothing_else_starts_on_its_slots() -> None:
+    slots = choose(fleet({B: 4})).slots
+    assert [(add.endpoint, add.gpus) for add in slots.adds] == [(A, 0), (B, 1), (B, 1), (B, 1)]
+    assert len({add.slot for add in slots.adds}) == 4
+    assert [(each.endpoint, each.count) for each in slots.unplaced] == [(B, 1)]
+
+
+def test_the_last_pooled_instance_of_a_slot_gets_its_gpus_and_counts_for_its_endpoint() -> None:
+    one = pooled(B, 0)
+    decision = choose(fleet({B: 1}, one, pools=PlanPools()))
+    assert decision.dedicated == {one.instance_id: 1}
+    assert decision.slots.adds == ()
+    assert decision.kinds == {one.instance_id: InstanceKind.MIXED}
+
+
+def test_kinds_follow_the_strategy() -> None:
+    """Siloed has no mixed instances, but where there can be one instance only."""
+    decision = choose(fleet(None, own(B), own(C, 1), pools=PlanPools()), StrategyName.SILOED)
+    assert decision.kinds == {"b0": InstanceKind.IW, "c1": InstanceKind.MIXED}
