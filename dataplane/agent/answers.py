@@ -1,10 +1,10 @@
-"""From a Generate message to its stream of events: checking it, and the text of what comes back."""
+"""From a Generate message to its stream of events: checks of the request, and the answer's text."""
 
 import secrets
 from collections.abc import AsyncIterator, Callable
 
 from dataplane.agent.measures import RequestMeasure
-from dataplane.agent.tokenization import TextStream
+from dataplane.agent.tokenization import IncrementalDetokenizer
 from dataplane.dispatch.requests import InflightRequest
 from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.protocol.errors import BadRequestError, ContextLengthError, DataplaneError
@@ -18,7 +18,7 @@ TEMPERATURE_MAX = 2.0
 
 
 def failed_event(error: DataplaneError) -> Failed:
-    """The error as the wire says it."""
+    """The error as a stream event."""
     return Failed(
         status=error.status,
         code=error.code,
@@ -29,7 +29,7 @@ def failed_event(error: DataplaneError) -> Failed:
 
 
 def check_sampling(generate: Generate, *, stop_strings_max: int) -> None:
-    """Refuse values that no model can follow.
+    """Refuse sampling parameters out of range.
 
     Raises:
         BadRequestError: names the field and its limits.
@@ -53,11 +53,11 @@ def check_sampling(generate: Generate, *, stop_strings_max: int) -> None:
 
 
 def engine_request(generate: Generate, prompt: tuple[int, ...], model: ModelSpec, *, tokens_max: int) -> EngineRequest:
-    """The request as the engine takes it: prompt and answer have at most `tokens_max` tokens together, and without
-    `max_tokens` the answer may fill them.
+    """The request for the engine: prompt and answer have at most `tokens_max` tokens together, and without `max_tokens`
+    the answer may use all that the prompt leaves.
 
     Raises:
-        ContextLengthError: prompt and answer fit neither the context nor the slot's KV memory.
+        ContextLengthError: prompt and answer do not fit the context or the worker's KV memory.
     """
     sampling = generate.sampling
     max_tokens = sampling.max_tokens if sampling.max_tokens is not None else max(1, tokens_max - len(prompt))
@@ -85,37 +85,37 @@ def engine_request(generate: Generate, prompt: tuple[int, ...], model: ModelSpec
 
 class Answer:
     """One admitted request. `events` is its stream, once; `close` must be called at the end, however it ends.
-    `text` has taken in the tokens that another instance made; `resumed` is their text that was not streamed yet.
+    `detokenizer` has the tokens that another instance made; `resumed` is their text that was not streamed yet.
     """
 
     def __init__(
         self,
         inflight: InflightRequest,
-        text: TextStream,
+        detokenizer: IncrementalDetokenizer,
         *,
         cancel: Callable[[EngineRequest], None],
         measure: RequestMeasure,
         resumed: str = "",
     ) -> None:
         self._inflight = inflight
-        self._text = text
+        self._detokenizer = detokenizer
         self._cancel = cancel
         self._measure = measure
         self._resumed = resumed
         self._completion_tokens = len(inflight.request.generated)
 
     def close(self) -> None:
-        """Free what the request still holds."""
+        """Cancel the request, if it runs."""
         self._cancel(self._inflight.request)
         self._measure.ended("abort")
 
     async def events(self) -> AsyncIterator[StreamEvent]:
-        """Started, then tokens as they come, then Finished or Failed."""
+        """Started, then a Token for each output, then Finished or Failed."""
         yield Started(prompt_tokens=len(self._inflight.request.prompt))
         if self._resumed:
             yield Token(text=self._resumed)
         while True:
-            if self._text.stopped:
+            if self._detokenizer.stopped:
                 finished = self._finished("stop")
                 self.close()
                 yield finished
@@ -132,20 +132,20 @@ class Answer:
             event = self._token_event(output)
             if event is not None:
                 yield event
-            if output.finish_reason is not None and not self._text.stopped:
+            if output.finish_reason is not None and not self._detokenizer.stopped:
                 yield self._finished(output.finish_reason)
                 return
 
     def _token_event(self, output: EngineOutput) -> Token | None:
-        """The new text. Tokens behind a stop string were made for nothing and do not count."""
+        """The new text. Tokens after a stop string do not count."""
         texts, token_ids = [], []
         for token_id in output.token_ids:
-            texts.append(self._text.feed(token_id))
+            texts.append(self._detokenizer.feed(token_id))
             token_ids.append(token_id)
-            if self._text.stopped:
+            if self._detokenizer.stopped:
                 break
         if output.finish_reason is not None:
-            texts.append(self._text.finish())
+            texts.append(self._detokenizer.finish())
         self._completion_tokens += len(token_ids)
         self._measure.made(len(token_ids))
         new = "".join(texts)

@@ -1,11 +1,11 @@
-"""The instances a slot holds, and the way each is loaded, drained and unloaded.
+"""The instances that one worker hosts, and how each is loaded, drained and unloaded.
 
-An instance fails in one of two ways, and its requests in flight fare accordingly:
+An instance fails in one of two ways:
 
-- a worker lives and says why it cannot load it: the next worker would say the same, so the requests end at once;
-- workers die before they could (`START_FAILURES_MAX`) or while they load it (`LOAD_LOSSES_MAX`): the control plane is
-  told that it failed and sends nothing new, but whoever kills workers may stop. Its requests wait for the next worker
-  as others do that lost theirs, until `worker_wait_max_s` (see `dataplane.agent.worker_groups`).
+- the worker reports that it cannot load it: the next process could not either, so its requests end at once;
+- worker processes die at their start (`START_FAILURES_MAX`) or while they load it (`LOAD_LOSSES_MAX`): the control
+  plane sees a failed instance and sends nothing new, but the next process may load it, so its requests in flight wait
+  as after any loss of a worker, for `worker_wait_max_s` (see `dataplane.agent.worker_groups`).
 """
 
 import asyncio
@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 import msgspec
 import structlog
 
-from dataplane.agent.tokenization import Text, load_text
+from dataplane.agent.tokenization import Tokenizer, TokenizerCache
 from dataplane.checkpoints.local import ProgressLog, Sources, in_own_thread, local_checkpoint, read_ahead
 from dataplane.protocol.errors import ModelLoadError
 from dataplane.protocol.messages import DesiredInstance, EngineKind, InstanceState
@@ -29,29 +28,28 @@ from dataplane.worker.frames import Command, Load, Unload
 log = structlog.get_logger()
 
 LOAD_LOSSES_MAX = 1
-"""Workers that may die while they load an instance before its load counts as failed. It is tried again only after
-`load_retry_s`: a model that kills workers must leave the others of its slot time to be served.
+"""Worker processes that may die while they load an instance, until its load counts as failed. It is tried again after
+`load_retry_s`: a model that kills workers must leave the worker's other models time to be served.
 """
 
 
 @dataclass(kw_only=True)
 class HostedInstance:
-    """An instance of a slot.
+    """An instance of a worker.
 
-    `folder`: where its checkpoint lies on this node. `asked`: the serial of the Load that the present worker has not
-    answered yet. `losses`: workers that died over it in a row. `reloading`: it was ready until its worker was lost.
-    `retry`: when a failed load is tried again. `orphaned`: it failed since workers died, not by its own fault.
-    `wanted_s`: since when it is to be here, by `time.monotonic`.
-    `drained`: unloaded after draining; it only waits to be taken from the desired state, and is not reported. `fetch`:
-    how far its checkpoint has come, while that is fetched.
+    `folder`: its checkpoint on this node. `load_serial`: of the Load that the present process has not answered yet.
+    `losses`: processes in a row that died while they loaded it. `reloading`: it was ready until its process was lost.
+    `retry`: when a failed load is tried again. `orphaned`: it failed because processes died. `wanted_s`: since when it
+    is desired, by `time.monotonic`. `drained`: unloaded after draining; it is no longer reported, and stays here until
+    it is no longer desired. `fetch`: the progress of its checkpoint's download.
     """
 
     desired: DesiredInstance
     state: InstanceState = "loading"
     folder: str = ""
-    text: Text | None = None
+    tokenizer: Tokenizer | None = None
     error: str | None = None
-    asked: int | None = None
+    load_serial: int | None = None
     losses: int = 0
     reloading: bool = False
     orphaned: bool = False
@@ -62,23 +60,21 @@ class HostedInstance:
 
     @property
     def instance_id(self) -> str:
-        """The instance's id."""
         return self.desired.instance_id
 
 
 class HostedInstances:
-    """Follows the desired instances of one slot. `send` reaches the worker; it is None while there is none.
+    """Follows the desired instances of one worker.
 
-    `in_use` says whether requests of an instance are in flight, `on_change` is called after its state changed. `texts`
-    are the tokenizers in use on the node, by path. `worker_gpus`: a pooled instance runs on all of them. Remote
-    checkpoints are fetched as `sources` say; a replay, which invents its tokens, needs no weights. `refusal` says why
-    the slot cannot hold an instance, None if it can.
+    `in_use` tells whether requests of an instance are in flight, `on_change` is called after its state changed.
+    `worker_gpus`: a pooled instance runs on all of them. `sources`: rules of remote checkpoints, which a replay fetches
+    without weights. `refusal`: why the worker cannot host an instance, None if it can.
     """
 
     def __init__(
         self,
         engine: EngineKind,
-        texts: WeakValueDictionary[str, Text],
+        tokenizers: TokenizerCache,
         *,
         worker_gpus: int,
         sources: Sources,
@@ -88,7 +84,7 @@ class HostedInstances:
         on_change: Callable[[str], None],
     ) -> None:
         self._engine = engine
-        self._texts = texts
+        self._tokenizers = tokenizers
         self._worker_gpus = worker_gpus
         self._sources = sources
         self._load_retry_s = load_retry_s
@@ -97,6 +93,7 @@ class HostedInstances:
         self._on_change = on_change
         self._hosted: dict[str, HostedInstance] = {}
         self._send: Callable[[Command], None] | None = None
+        """Sends a command to the worker process; None while there is none."""
         self._serial = 0
         self._loads: set[asyncio.Task[None]] = set()
 
@@ -106,11 +103,11 @@ class HostedInstances:
         return None if hosted is None or hosted.drained else hosted
 
     def fetches(self) -> dict[str, ProgressLog]:
-        """How far the checkpoints have come that are being fetched, by instance."""
+        """The progress of each checkpoint that is being fetched, by instance."""
         return {hosted.instance_id: hosted.fetch for hosted in self._hosted.values() if hosted.fetch is not None}
 
     def waits_for(self, instance_id: str) -> str | None:
-        """What keeps an instance from serving; None: nothing does, or it failed."""
+        """What a loading instance waits for; None for another state."""
         hosted = self.get(instance_id)
         if hosted is None or hosted.state != "loading":
             return None
@@ -119,11 +116,11 @@ class HostedInstances:
             return f"its checkpoint is fetched: {10 * (10 * done // total)} %" if total else "its checkpoint is fetched"
         if self._send is None:
             return "the worker process is starting"
-        return "its tokenizer is read" if hosted.text is None else "its weights are loaded"
+        return "its tokenizer is read" if hosted.tokenizer is None else "its weights are loaded"
 
     def follow(self, desired: Iterable[DesiredInstance]) -> None:
-        """Hold these instances and no others. One whose model changed is unloaded and loaded anew. One that is to run
-        on another engine is let go where the slot refuses that, and tried again where it does no longer.
+        """Host these instances and no others. One whose model changed is unloaded and loaded again. One whose engine
+        changed is unloaded where the worker cannot run that engine, and loaded where it can again.
         """
         wanted = {instance.instance_id: instance for instance in desired}
         for hosted in list(self._hosted.values()):
@@ -131,38 +128,38 @@ class HostedInstances:
             if replacement is None or not replacement.model.is_same(hosted.desired.model):
                 self._remove(hosted)
         for instance in wanted.values():
-            held_before = self._hosted.get(instance.instance_id)
-            if held_before is None:
-                self._take_in(HostedInstance(desired=instance))
+            hosted_before = self._hosted.get(instance.instance_id)
+            if hosted_before is None:
+                self._add(HostedInstance(desired=instance))
             else:
-                self._update(held_before, instance)
+                self._update(hosted_before, instance)
 
     def worker_ready(self, send: Callable[[Command], None]) -> None:
-        """A worker is there: load into it all that shall be, what only waited for a worker included."""
+        """Load the instances into a new process, also those that failed because others died."""
         self._send = send
         for hosted in list(self._hosted.values()):
             if hosted.state == "failed" and hosted.orphaned and hosted.losses <= LOAD_LOSSES_MAX:
                 self._load(hosted)
             else:
-                self._ask_load(hosted)
+                self._send_load(hosted)
 
     def engine_changed(self) -> None:
-        """The worker makes way for another engine: ask nothing more of it, and blame nothing for its end. What failed
-        may have been refused for the engine.
+        """The process ends so that one with another engine can start: send it nothing, and count no loss. Failed
+        instances are tried again, since the former engine may have been the reason.
         """
         self._send = None
         for hosted in self._hosted.values():
-            hosted.asked = None
+            hosted.load_serial = None
             if hosted.state == "failed" and not hosted.drained:
                 self._load(hosted)
 
     def worker_lost(self, end: str) -> None:
-        """The worker is gone, `end` says how. What it was loading may be the cause: the second time that has failed."""
+        """The process is gone, `end` tells how. Its unfinished load may be the cause, and fails the second time."""
         self._send = None
-        asked = [hosted for hosted in self._hosted.values() if hosted.asked is not None]
-        suspect = min(asked, key=lambda hosted: hosted.asked or 0, default=None)
+        loading = [hosted for hosted in self._hosted.values() if hosted.load_serial is not None]
+        suspect = min(loading, key=lambda hosted: hosted.load_serial or 0, default=None)
         for hosted in self._hosted.values():
-            hosted.asked = None
+            hosted.load_serial = None
             if hosted.state == "ready":
                 hosted.state, hosted.reloading = "loading", True
         if suspect is not None:
@@ -172,17 +169,17 @@ class HostedInstances:
                 self._fail(suspect, error, orphaned=True)
 
     def fail_all(self, error: str) -> None:
-        """No worker can be started: say so for each instance that waits for one."""
+        """No process can be started: fail each instance that waits for one."""
         for hosted in list(self._hosted.values()):
             if hosted.state == "loading":
                 self._fail(hosted, error, orphaned=True)
 
     def loaded(self, instance_id: str, serial: int) -> None:
-        """The worker loaded an instance: let it take requests."""
+        """The worker has loaded an instance, which takes requests now."""
         hosted = self._hosted.get(instance_id)
-        if hosted is None or hosted.asked != serial or self._send is None:
+        if hosted is None or hosted.load_serial != serial or self._send is None:
             return
-        hosted.asked, hosted.losses, hosted.reloading = None, 0, False
+        hosted.load_serial, hosted.losses, hosted.reloading = None, 0, False
         hosted.state = "draining" if hosted.desired.draining else "ready"
         start_s = round(time.monotonic() - hosted.wanted_s, 2)
         log.info("instance loaded", instance=instance_id, model=hosted.desired.model.name, start_s=start_s)
@@ -191,7 +188,7 @@ class HostedInstances:
     def load_failed(self, instance_id: str, serial: int, error: str) -> None:
         """The worker could not load an instance; it is tried again later."""
         hosted = self._hosted.get(instance_id)
-        if hosted is not None and hosted.asked == serial:
+        if hosted is not None and hosted.load_serial == serial:
             self._fail(hosted, error)
 
     def settle(self, instance_id: str) -> None:
@@ -205,14 +202,14 @@ class HostedInstances:
         self._on_change(instance_id)
 
     def close(self) -> None:
-        """Start nothing more."""
+        """Stop all loads and retries."""
         for hosted in self._hosted.values():
             if hosted.retry is not None:
                 hosted.retry.cancel()
         for task in self._loads:
             task.cancel()
 
-    def _take_in(self, hosted: HostedInstance) -> None:
+    def _add(self, hosted: HostedInstance) -> None:
         self._hosted[hosted.instance_id] = hosted
         if hosted.desired.draining:
             hosted.drained = True
@@ -222,20 +219,20 @@ class HostedInstances:
 
     def _update(self, hosted: HostedInstance, desired: DesiredInstance) -> None:
         changed = hosted.desired.draining != desired.draining
-        elsewhere = hosted.desired.model.engine != desired.model.engine
+        engine_changed = hosted.desired.model.engine != desired.model.engine
         hosted.desired = desired
-        if elsewhere and not hosted.drained:
-            self._try_engine(hosted)
+        if engine_changed and not hosted.drained:
+            self._change_engine(hosted)
         if not changed:
             return
         if hosted.drained:
-            self._take_in(HostedInstance(desired=desired, text=hosted.text))
+            self._add(HostedInstance(desired=desired, tokenizer=hosted.tokenizer))
         elif hosted.state in ("ready", "draining"):
             hosted.state = "draining" if desired.draining else "ready"
         self._on_change(hosted.instance_id)
 
-    def _try_engine(self, hosted: HostedInstance) -> None:
-        """Another engine is wanted. Where it takes a new worker, that one loads the instance as any new worker does."""
+    def _change_engine(self, hosted: HostedInstance) -> None:
+        """Fail the instance where the worker cannot run its new engine. A new process for it loads the instance."""
         refusal = self._refusal(hosted.desired)
         if refusal is not None:
             self._release(hosted)
@@ -249,42 +246,38 @@ class HostedInstances:
         self._on_change(hosted.instance_id)
 
     def _release(self, hosted: HostedInstance) -> None:
-        """Have the worker forget the instance, if it may know it."""
+        """Unload the instance from the process, if it may be there."""
         if hosted.retry is not None:
             hosted.retry.cancel()
-        if self._send is not None and (hosted.asked is not None or hosted.state in ("ready", "draining")):
+        if self._send is not None and (hosted.load_serial is not None or hosted.state in ("ready", "draining")):
             self._send(Unload(instance_id=hosted.instance_id))
-        hosted.asked = None
+        hosted.load_serial = None
 
     def _load(self, hosted: HostedInstance) -> None:
         if hosted.retry is not None:
             hosted.retry.cancel()
         hosted.state, hosted.error, hosted.retry, hosted.orphaned = "loading", None, None, False
-        task = asyncio.get_running_loop().create_task(self._load_text(hosted))
+        task = asyncio.get_running_loop().create_task(self._load_tokenizer(hosted))
         self._loads.add(task)
         task.add_done_callback(self._loads.discard)
 
-    async def _load_text(self, hosted: HostedInstance) -> None:
-        """Fetch the checkpoint and read the tokenizer, off the loop, then let the worker read the weights."""
-        path = hosted.desired.model.path
+    async def _load_tokenizer(self, hosted: HostedInstance) -> None:
+        """Fetch the checkpoint and read the tokenizer, then let the process load the weights."""
         refusal = self._refusal(hosted.desired)
         if refusal is not None:
             self._fail(hosted, refusal)
             return
         try:
             hosted.folder = await self._local_folder(hosted)
-            text = hosted.text or self._texts.get(path)
             await asyncio.to_thread(read_ahead, Path(hosted.folder))
-            if text is None:
-                text = await asyncio.to_thread(load_text, hosted.folder, self._engine)
+            hosted.tokenizer = await self._tokenizers.get(hosted.desired.model.path, hosted.folder)
         except ModelLoadError as error:
             self._fail(hosted, error.message)
             return
-        except Exception as error:  # nobody awaits this task: what is not told here is told nowhere
+        except Exception as error:  # nobody awaits this task, so an error must become a failed instance here
             self._fail(hosted, f"{type(error).__name__}: {error}")
             return
-        hosted.text = self._texts.setdefault(path, text)
-        self._ask_load(hosted)
+        self._send_load(hosted)
 
     async def _local_folder(self, hosted: HostedInstance) -> str:
         path = hosted.desired.model.path
@@ -298,12 +291,12 @@ class HostedInstances:
         finally:
             hosted.fetch = None
 
-    def _ask_load(self, hosted: HostedInstance) -> None:
-        waits = hosted.state in ("loading", "draining") and hosted.text is not None and hosted.asked is None
+    def _send_load(self, hosted: HostedInstance) -> None:
+        waits = hosted.state in ("loading", "draining") and hosted.tokenizer is not None and hosted.load_serial is None
         if self._send is None or not waits or self._hosted.get(hosted.instance_id) is not hosted or hosted.drained:
             return
         self._serial += 1
-        hosted.asked = self._serial
+        hosted.load_serial = self._serial
         model = msgspec.structs.replace(hosted.desired.model, path=hosted.folder)
         gpus = hosted.desired.gpus or self._worker_gpus
         self._send(Load(instance_id=hosted.instance_id, serial=self._serial, model=model, gpus=gpus))
@@ -312,6 +305,6 @@ class HostedInstances:
         if self.get(hosted.instance_id) is not hosted:
             return
         log.warning("load failed", instance=hosted.instance_id, model=hosted.desired.model.name, error=error)
-        hosted.state, hosted.error, hosted.asked, hosted.orphaned = "failed", error, None, orphaned
+        hosted.state, hosted.error, hosted.load_serial, hosted.orphaned = "failed", error, None, orphaned
         hosted.retry = asyncio.get_running_loop().call_later(self._load_retry_s, self._load, hosted)
         self._on_change(hosted.instance_id)

@@ -5,7 +5,6 @@ A slot of the node, as the control plane numbers them, is one of its worker grou
 
 import asyncio
 import time
-from weakref import WeakValueDictionary
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -14,10 +13,12 @@ from dataplane.agent.answers import Answer, check_sampling, engine_request
 from dataplane.agent.fences import Fences
 from dataplane.agent.host_files import HostFiles
 from dataplane.agent.measures import RequestMeasure, RequestMeasures
+from dataplane.agent.prompts import PromptTokenizer
 from dataplane.agent.settings import AgentSettings
-from dataplane.agent.tokenization import Text, TextStream
-from dataplane.agent.tokenizing import Tokenizing
+from dataplane.agent.tokenization import IncrementalDetokenizer, LoadTokenizer, TokenizerCache, load_tokenizer
 from dataplane.agent.worker_groups import WorkerGroup
+from dataplane.agent.worker_link import WorkerLink
+from dataplane.agent.workers import NodeResources, StartWorker
 from dataplane.dispatch.requests import InflightRequest
 from dataplane.protocol.errors import (
     BadRequestError,
@@ -34,7 +35,14 @@ _POLL_S = 0.05
 class Agent:
     """One node, on one event loop. `changed` is set when its state has changed, for the next heartbeat."""
 
-    def __init__(self, settings: AgentSettings, boot_id: str) -> None:
+    def __init__(
+        self,
+        settings: AgentSettings,
+        boot_id: str,
+        *,
+        start_worker: StartWorker = WorkerLink.start,
+        load_tokenizer: LoadTokenizer = load_tokenizer,
+    ) -> None:
         self.settings = settings
         self.boot_id = boot_id
         self.changed = asyncio.Event()
@@ -43,14 +51,16 @@ class Agent:
         self._generation = 0
         self._leaving = self._closing = self._handing_over = False
         self._fences = Fences(settings.fences_max)
-        self._tokenizing = Tokenizing(settings)
+        self._prompts = PromptTokenizer(settings)
         self._misplaced: tuple[DesiredInstance, ...] = ()
         self._desired: dict[str, DesiredInstance] = {}
         self._files = HostFiles(settings, boot_id)
-        texts: WeakValueDictionary[str, Text] = WeakValueDictionary()
+        tokenizers = TokenizerCache(settings.engine, load_tokenizer)
+        resources = NodeResources(
+            settings=settings, files=self._files, tokenizers=tokenizers, start_worker=start_worker
+        )
         self.groups = tuple(
-            WorkerGroup(indices, settings, self._files, texts, on_change=self.changed.set)
-            for indices in settings.groups()
+            WorkerGroup(indices, resources, on_change=self.changed.set) for indices in settings.groups()
         )
         workers = (worker for group in self.groups for worker in group.workers)
         self.workers = tuple(sorted(workers, key=lambda worker: worker.index))
@@ -172,16 +182,16 @@ class Agent:
                 f"instance {generate.instance_id} runs {model.name}, not {generate.model}", param="model"
             )
         group.check_queue()
-        assert hosted.text is not None, "an instance is ready only with its tokenizer"
+        assert hosted.tokenizer is not None, "an instance is ready only with its tokenizer"
         tokens_max = min(model.context_tokens, group.kv_tokens_max(generate.instance_id))
-        prompt = await self._tokenizing.tokenize(generate, hosted.text, tokens_max=tokens_max)
-        text = TextStream(hosted.text, generate.sampling.stop, sent_chars=generate.sent_chars)
-        resumed = await asyncio.to_thread(text.resume, generate.generated) if generate.generated else ""
+        prompt = await self._prompts.tokenize(generate, hosted.tokenizer, tokens_max=tokens_max)
+        detokenizer = IncrementalDetokenizer(hosted.tokenizer, generate.sampling.stop, sent_chars=generate.sent_chars)
+        resumed = await asyncio.to_thread(detokenizer.resume, generate.generated) if generate.generated else ""
         group.check_queue()
         request = engine_request(generate, prompt, model, tokens_max=tokens_max)
         inflight = self._fenced(generate, group, group.submit(request))
         measure = RequestMeasure(self._measures, model.name, len(prompt), time.monotonic)
-        return Answer(inflight, text, cancel=group.cancel, measure=measure, resumed=resumed)
+        return Answer(inflight, detokenizer, cancel=group.cancel, measure=measure, resumed=resumed)
 
     def _fenced(self, generate: Generate, group: WorkerGroup, inflight: InflightRequest) -> InflightRequest:
         """The request in flight, unless a newer claim of it arrived while it was tokenized."""

@@ -1,15 +1,17 @@
-"""Text in, tokens out, and back: a checkpoint's tokenizer, the word list of replayed models, and streamed text.
+"""Tokenizers: a checkpoint's, and the word list of replayed models; and the incremental detokenization of an answer.
 
 The `tokenizers` library is used directly: transformers' AutoTokenizer imports torch, which an agent never does.
 """
 
+import asyncio
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 from zlib import crc32
 
 from dataplane.agent.token_bounds import TokenBound
@@ -18,19 +20,19 @@ from dataplane.protocol.errors import BadRequestError, ContextLengthError, Model
 from dataplane.protocol.messages import ChatMessage, EngineKind
 
 REPLACEMENT = "\ufffd"
-"""What a decoder puts where bytes of a character are missing."""
+"""What a decoder writes where bytes of a character are missing."""
 
 HELD_TOKENS_MAX = 8
-"""Tokens held back for a character's missing bytes; one takes 4 at most, so what is longer is no character at all."""
+"""Tokens held back for the missing bytes of a character, which has 4 bytes at most."""
 
 _WORD_IDS = {word: token_id for token_id, word in enumerate(WORDS)}
 
 
-class Text(Protocol):
-    """The text side of a model."""
+class Tokenizer(Protocol):
+    """The tokenizer of a model."""
 
     def encode_chat(self, messages: Sequence[ChatMessage], *, tokens_max: int) -> tuple[int, ...]:
-        """The prompt of a conversation, ending where the model shall answer.
+        """The prompt of a conversation, up to the beginning of the answer.
 
         Raises:
             ContextLengthError: it has more than `tokens_max` tokens.
@@ -50,7 +52,7 @@ class Text(Protocol):
         """
 
 
-class ModelText:
+class CheckpointTokenizer:
     """The tokenizer of a checkpoint folder: `tokenizer.json`, and the chat template beside it."""
 
     def __init__(self, folder: Path | str) -> None:
@@ -59,15 +61,15 @@ class ModelText:
         Raises:
             ModelLoadError: `tokenizer.json` is missing or cannot be used.
         """
-        # The library's own threads gain nothing for one prompt at a time, and handing it to them takes longer than it.
+        # One prompt at a time gains nothing from the library's own threads.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        from tokenizers import Tokenizer  # noqa: PLC0415  (an agent that only replays needs no torch extra)
+        import tokenizers  # noqa: PLC0415  (it belongs to an extra)
 
         path = Path(folder) / "tokenizer.json"
         try:
             if not path.is_file():
                 raise ModelLoadError(f"{path} is missing", param="path")
-            self._tokenizer = Tokenizer.from_file(str(path))
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
             self._config = _read_json(Path(folder) / "tokenizer_config.json")
             self._template = _chat_template(Path(folder), self._config)
         except ModelLoadError:
@@ -78,7 +80,7 @@ class ModelText:
         self._bound = TokenBound.of_file(path)
 
     def encode_chat(self, messages: Sequence[ChatMessage], *, tokens_max: int) -> tuple[int, ...]:
-        """The chat template's rendering, or `role: content` lines when the checkpoint has no template.
+        """Render the chat template, or `role: content` lines where the checkpoint has none.
 
         Raises:
             BadRequestError: the template refuses these messages.
@@ -93,7 +95,7 @@ class ModelText:
                 bos_token=_token_text(self._config.get("bos_token")),
                 eos_token=_token_text(self._config.get("eos_token")),
             )
-        except Exception as error:  # the template is the checkpoint author's program
+        except Exception as error:  # whatever the template does
             raise BadRequestError(f"the chat template refuses these messages: {error}", param="messages") from error
         return self._encode(rendered, "messages", tokens_max, special=False)
 
@@ -102,7 +104,7 @@ class ModelText:
         return self._encode(prompt, "prompt", tokens_max, special=True)
 
     def _encode(self, text: str, param: str, tokens_max: int, *, special: bool) -> tuple[int, ...]:
-        """The tokens of a text. Other threads run meanwhile: the library's `encode` would let none run, for seconds."""
+        """The tokens of a text. `encode_batch_fast` releases the interpreter lock; `encode` may hold it for seconds."""
         if self._bound is not None and len(text) > tokens_max:
             _check_length(self._bound.least_tokens(text, enough=tokens_max), tokens_max, param)
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
@@ -110,31 +112,25 @@ class ModelText:
         return tuple(encoding.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens; special tokens are left out."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
-        """Refuse ids that the tokenizer does not have."""
         _check_range(token_ids, self._vocabulary_size, param)
 
 
-class WordText:
-    """The text of a replayed model without files: one token a word. Words it does not know become some other word."""
+class WordTokenizer:
+    """The tokenizer of a replayed model without files: one token a word; an unknown word becomes a known one."""
 
     def encode_chat(self, messages: Sequence[ChatMessage], *, tokens_max: int) -> tuple[int, ...]:
-        """The words of `role: content` lines."""
         return _word_ids(_plain_chat(messages), "messages", tokens_max)
 
     def encode_text(self, prompt: str, *, tokens_max: int) -> tuple[int, ...]:
-        """One token per blank-separated word, the same one for the same word always."""
         return _word_ids(prompt, "prompt", tokens_max)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Words with a blank between them."""
         return " ".join(WORDS[token_id % len(WORDS)] for token_id in token_ids)
 
     def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
-        """Refuse ids beyond the word list."""
         _check_range(token_ids, len(WORDS), param)
 
 
@@ -145,43 +141,65 @@ def _word_ids(text: str, param: str, tokens_max: int) -> tuple[int, ...]:
     return token_ids
 
 
-def load_text(path: str, engine: EngineKind) -> Text:
-    """The text side of a model. A replay answers with words when there is no tokenizer at `path`.
+def load_tokenizer(path: str, engine: EngineKind) -> Tokenizer:
+    """The tokenizer of a checkpoint folder; of a replayed model without `tokenizer.json`, words.
 
     Raises:
         ModelLoadError: the checkpoint's tokenizer is missing or cannot be used.
     """
     if engine == "replay" and not (Path(path) / "tokenizer.json").is_file():
-        return WordText()
-    return ModelText(path)
+        return WordTokenizer()
+    return CheckpointTokenizer(path)
 
 
-class TextStream:
-    """Turns the tokens of one answer into text as they come, and ends it at a stop string.
+LoadTokenizer = Callable[[str, EngineKind], Tokenizer]
+
+
+class TokenizerCache:
+    """The tokenizers in use on a node, by the path of their model. `load` is called in a thread."""
+
+    def __init__(self, engine: EngineKind, load: LoadTokenizer) -> None:
+        self._engine = engine
+        self._load = load
+        self._loaded: WeakValueDictionary[str, Tokenizer] = WeakValueDictionary()
+
+    async def get(self, path: str, folder: str) -> Tokenizer:
+        """The tokenizer of a model whose checkpoint is in a folder.
+
+        Raises:
+            ModelLoadError: it is missing or cannot be used.
+        """
+        if (loaded := self._loaded.get(path)) is not None:
+            return loaded
+        return self._loaded.setdefault(path, await asyncio.to_thread(self._load, folder, self._engine))
+
+
+class IncrementalDetokenizer:
+    """Turns the tokens of one answer into text, and ends it at a stop string.
 
     `stopped` is set when a stop string was found; the text then ends before it and later tokens are ignored. Text is
-    held back while it may still change: the bytes of a character are incomplete, or a stop string may be forming. The
-    first `sent_chars` characters are left out: an answer that goes on here was streamed so far elsewhere.
+    held back while the bytes of a character are incomplete, or while it may be the beginning of a stop string. The
+    first `sent_chars` characters are left out: another instance has streamed them.
     """
 
-    def __init__(self, text: Text, stop: Sequence[str] = (), *, sent_chars: int = 0) -> None:
-        self._text = text
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, sent_chars: int = 0) -> None:
+        self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._sent_chars = sent_chars
         self._token_ids: list[int] = []
         #      start        read             end
-        #  ids   |-- context --|-- not yet text --|
+        #  ids   |-- context --|-- not decoded --|
         self._start = 0
         self._read = 0
         self._held = ""
         self.stopped = False
 
     def resume(self, token_ids: Sequence[int]) -> str:
-        """Take in tokens made elsewhere; the text of theirs that was not sent yet."""
+        """Add the tokens of another instance; their text that was not sent yet."""
         return "".join([self.feed(token_id) for token_id in token_ids])
 
     def feed(self, token_id: int) -> str:
-        """The text that is certain now that this token has come."""
+        """Add a token; the text that is certain with it."""
         if self.stopped:
             return ""
         self._token_ids.append(token_id)
@@ -193,7 +211,7 @@ class TextStream:
         return self._release(after[len(before) :])
 
     def finish(self) -> str:
-        """What was held back, once no token follows."""
+        """The text that was held back, when no token follows."""
         if self.stopped:
             return ""
         before, after = self._decode_window()
@@ -201,10 +219,10 @@ class TextStream:
         return self._release(after[len(before) :], last=True)
 
     def _decode_window(self) -> tuple[str, str]:
-        """Text of the context alone, and of the context with what follows: decoders need neighbours to place blanks."""
+        """Text of the context alone, and with the tokens after it: decoders place blanks by a token's neighbours."""
         return (
-            self._text.decode(self._token_ids[self._start : self._read]),
-            self._text.decode(self._token_ids[self._start :]),
+            self._tokenizer.decode(self._token_ids[self._start : self._read]),
+            self._tokenizer.decode(self._token_ids[self._start :]),
         )
 
     def _release(self, new: str, *, last: bool = False) -> str:
@@ -261,7 +279,7 @@ def _token_text(token: Any) -> str:
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> Any:
-    """The compiled chat template, run in a sandbox since it is the checkpoint author's program; None without one."""
+    """The compiled chat template, in a sandbox since the checkpoint's author wrote it; None without one."""
     path = folder / "chat_template.jinja"
     source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
     if isinstance(source, list):
@@ -269,7 +287,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> Any:
         source = named.get("default")
     if not source:
         return None
-    from jinja2.ext import loopcontrols  # noqa: PLC0415  (comes with the torch extra)
+    from jinja2.ext import loopcontrols  # noqa: PLC0415  (it belongs to an extra)
     from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])

@@ -14,15 +14,11 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from weakref import WeakValueDictionary
 
 import msgspec
 
-from dataplane.agent.host_files import HostFiles
 from dataplane.agent.hosted_instances import HostedInstance
-from dataplane.agent.settings import AgentSettings
-from dataplane.agent.tokenization import Text
-from dataplane.agent.workers import WorkerSupervisor
+from dataplane.agent.workers import NodeResources, WorkerSupervisor
 from dataplane.dispatch.dispatcher import Dispatcher
 from dataplane.dispatch.requests import InflightRequest
 from dataplane.engines.interface import EngineOutput, EngineRequest, InstanceStats
@@ -39,18 +35,11 @@ _SUMMED = ("kv_used_bytes", "kv_capacity_bytes", "remaining_tokens", "running", 
 class WorkerGroup:
     """Workers and the requests on them; their `WorkerOwner`. `on_change` is called when a state has changed."""
 
-    def __init__(
-        self,
-        indices: Iterable[int],
-        settings: AgentSettings,
-        files: HostFiles,
-        texts: WeakValueDictionary[str, Text],
-        *,
-        on_change: Callable[[], None],
-    ) -> None:
+    def __init__(self, indices: Iterable[int], node: NodeResources, *, on_change: Callable[[], None]) -> None:
+        settings = node.settings
         self._desired: dict[str, DesiredInstance] = {}
         self._on_change = on_change
-        self.workers = tuple(WorkerSupervisor(index, settings, files, texts, self) for index in indices)
+        self.workers = tuple(WorkerSupervisor(index, node, self) for index in indices)
         losses_max, clock = settings.worker_losses_max, time.monotonic
         self.dispatcher = Dispatcher(self.workers, settings.turns.prefill, losses_max=losses_max, clock=clock)
         self._in_flight_max = settings.queue_max * len(self.workers)

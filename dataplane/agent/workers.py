@@ -8,17 +8,17 @@ The owner continues the requests that were lost with the process elsewhere, or k
 import asyncio
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-from weakref import WeakValueDictionary
 
 import structlog
 
 from dataplane.agent.host_files import HostFiles
 from dataplane.agent.hosted_instances import HostedInstances
 from dataplane.agent.settings import AgentSettings
-from dataplane.agent.tokenization import Text
+from dataplane.agent.tokenization import TokenizerCache
 from dataplane.agent.worker_link import WorkerLink
 from dataplane.engines.core.devices import VISIBLE, visible_gpus
 from dataplane.engines.core.pressure import vllm_refusal
@@ -52,6 +52,24 @@ on to start others, and the first one that reports loads the instances again.
 """
 
 
+StartWorker = Callable[[Configure, Mapping[str, str]], Awaitable[WorkerLink]]
+"""Starts a worker process from its first command and its environment.
+
+Raises:
+    OSError: it cannot be started.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeResources:
+    """What the workers of a node share."""
+
+    settings: AgentSettings
+    files: HostFiles
+    tokenizers: TokenizerCache
+    start_worker: StartWorker
+
+
 class WorkerOwner(Protocol):
     """What tracks the requests of a worker."""
 
@@ -74,14 +92,8 @@ class WorkerSupervisor:
     `worker_start_s` is how long the latest process took from its start until it could load models.
     """
 
-    def __init__(
-        self,
-        index: int,
-        settings: AgentSettings,
-        files: HostFiles,
-        texts: WeakValueDictionary[str, Text],
-        owner: WorkerOwner,
-    ) -> None:
+    def __init__(self, index: int, node: NodeResources, owner: WorkerOwner) -> None:
+        settings = node.settings
         self.index = index
         self.kind = settings.kinds()[index]
         self.gpus = settings.slots[index].gpus
@@ -89,12 +101,12 @@ class WorkerSupervisor:
         self.stats = EngineStats()
         self.stats_s = time.monotonic()
         self.worker_start_s = 0.0
+        self._node = node
         self._settings = settings
-        self._files = files
         self._owner = owner
         self.hosted = HostedInstances(
             settings.engine,
-            texts,
+            node.tokenizers,
             worker_gpus=self.gpus,
             sources=settings.sources(),
             load_retry_s=settings.load_retry_s,
@@ -240,10 +252,10 @@ class WorkerSupervisor:
             FrameError: a report cannot be read; the process was ended.
         """
         self._reported = self.replaced = False
-        kv_file = self._files.new_kv_file(self.index) if self.kind == "prefill" else None
+        kv_file = self._node.files.new_kv_file(self.index) if self.kind == "prefill" else None
         engine, self._process_started_s = self._engine, time.monotonic()
-        asked = configure(self._settings, self.index, kv_file, self._files, engine)
-        link = await WorkerLink.start(asked, worker_environment(self._settings, self.index, os.environ))
+        asked = configure(self._settings, self.index, kv_file, self._node.files, engine)
+        link = await self._node.start_worker(asked, worker_environment(self._settings, self.index, os.environ))
         self._link, self.replaced = link, engine != self._engine
         log.info("worker started", slot=self.index, kind=self.kind, engine=engine, pid=link.pid)
         if self.replaced:

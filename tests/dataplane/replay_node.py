@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx2 as httpx
 import msgspec
+import pytest
 import uvicorn
 
 from dataplane.agent.http import make_app
@@ -69,6 +70,14 @@ def generate(request_id: str = "r1", *, max_tokens: int | None = 20, **changes: 
     return Generate(**(values | changes))
 
 
+def install_vllm(version: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make vLLM's version known to this process, without vLLM."""
+    metadata = folder / f"vllm-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(folder)
+
+
 class Node:
     """A running node and a client that has its key."""
 
@@ -110,9 +119,9 @@ class Node:
 
 
 @contextlib.asynccontextmanager
-async def running_node(agent_settings: AgentSettings | None = None) -> AsyncIterator[Node]:
-    """A node from its first worker to its last. On leaving, all its processes are gone."""
-    agent = Agent(agent_settings or settings(), boot_id=uuid.uuid4().hex)
+async def running_node(agent_settings: AgentSettings | None = None, **parts: Any) -> AsyncIterator[Node]:
+    """A running node, `parts` being those of `Agent`. On leaving, all its processes have ended."""
+    agent = Agent(agent_settings or settings(), boot_id=uuid.uuid4().hex, **parts)
     config = uvicorn.Config(make_app(agent), port=0, log_config=None, access_log=False, lifespan="off", ws="none")
     server = uvicorn.Server(config)
     slots = asyncio.create_task(agent.run())

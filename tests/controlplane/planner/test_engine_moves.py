@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Self
 
 import pytest
@@ -16,13 +17,14 @@ from controlplane.store.instances import desired_of, observe
 from controlplane.store.joining import join_node
 from controlplane.store.keys import AuditEvent
 from controlplane.store.tables import Instance, Model
-from dataplane.agent import hosted_instances as held
-from dataplane.agent import workers as slots
 from dataplane.agent.node import Agent
+from dataplane.agent.tokenization import WordTokenizer
 from dataplane.engines.interface import EngineStats
+from dataplane.engines.vllm.version import TESTED
 from dataplane.protocol.messages import EngineChoice, Join, SlotSpec
 from dataplane.worker.frames import Command, Configure, Load, Loaded, LoadFailed, Report, Stats
 from tests.controlplane.world import World
+from tests.dataplane.replay_node import install_vllm
 from tests.dataplane.replay_node import settings as node_settings
 
 URL = "http://127.0.0.1:9"
@@ -60,16 +62,17 @@ class FakeWorker:
         return 0
 
 
-class Text:
-    """Stands for a tokenizer."""
-
-
 class Fleet:
     """A node of one slot, and the control plane that it follows. Time passes as it is told."""
 
     def __init__(self, world: World, settings: Settings) -> None:
         self.world, self.settings = world, settings
-        self.agent = Agent(node_settings(engine="torch", profile=None, load_retry_s=600.0), boot_id="boot")
+        self.agent = Agent(
+            node_settings(engine="torch", profile=None, load_retry_s=600.0),
+            boot_id="boot",
+            start_worker=FakeWorker.start,
+            load_tokenizer=lambda _folder, _engine: WordTokenizer(),
+        )
         spec = (SlotSpec(gpus=1, memory_bytes=80 << 30),)
         with world.database.transaction() as session:
             join_node(session, Join(node="n1", region="us-east", gpu_type="H800", url=URL, slots=spec, engine="torch"))
@@ -128,18 +131,16 @@ async def running(world: World, settings: Settings) -> AsyncIterator[Fleet]:
             await task
 
 
-@pytest.fixture(autouse=True)
-def fake_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "WorkerLink", FakeWorker)
-    monkeypatch.setattr(slots, "BACKOFF_MIN_S", 0.001)
-    monkeypatch.setattr(held, "load_text", lambda _folder, _engine: Text())
-
-
 @pytest.mark.parametrize(("had", "wanted"), [("torch", "vllm"), ("vllm", "torch")])
 def test_an_instance_that_fails_on_its_new_engine_goes_back_and_is_left_there(
-    world: World, settings: Settings, monkeypatch: pytest.MonkeyPatch, had: EngineChoice, wanted: EngineChoice
+    world: World,
+    settings: Settings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    had: EngineChoice,
+    wanted: EngineChoice,
 ) -> None:
-    monkeypatch.setattr(slots, "check_version", lambda: None)
+    install_vllm(TESTED[0], tmp_path, monkeypatch)
     monkeypatch.setattr(FakeWorker, "broken", frozenset({wanted}))
 
     async def scenario() -> None:

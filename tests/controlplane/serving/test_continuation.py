@@ -21,7 +21,7 @@ from controlplane.settings import Settings
 from controlplane.store.tables import Model
 from dataplane.agent.answers import Answer
 from dataplane.agent.measures import RequestMeasure, RequestMeasures
-from dataplane.agent.tokenization import TextStream
+from dataplane.agent.tokenization import IncrementalDetokenizer
 from dataplane.dispatch.requests import InflightRequest
 from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.protocol import messages
@@ -33,7 +33,7 @@ BYTES = "tide 🌊 naïve «STO» 海 STOP rest".encode()
 MODEL = Model(name="tide", path="/x", architecture="L", weights_bytes=1, kv_bytes_per_token=1, context_tokens=4096)
 
 
-class ByteText:
+class ByteTokenizer:
     """A tokenizer of bytes."""
 
     def encode_chat(self, messages: Any) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class Nodes(AgentClient):
             if last:
                 flight.outputs.put(EngineOutput(request_id="r", token_ids=tuple(last)))
             flight.outputs.put(EngineOutput(request_id="r", finish_reason="stop"))
-        text = TextStream(ByteText(), generate.sampling.stop, sent_chars=generate.sent_chars)
+        text = IncrementalDetokenizer(ByteTokenizer(), generate.sampling.stop, sent_chars=generate.sent_chars)
         resumed = text.resume(generate.generated)
         measure = RequestMeasure(RequestMeasures(CollectorRegistry()), "tide", 1, lambda: 0.0)
         async for event in Answer(flight, text, cancel=lambda _: None, measure=measure, resumed=resumed).events():

@@ -1,24 +1,24 @@
-"""Which engine an instance runs on, and what a node says when it cannot."""
+"""Which engine an instance runs on, and the errors where it cannot."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from pydantic import ValidationError
 
-from dataplane.agent import settings as settings_module
-from dataplane.agent import workers as slots
 from dataplane.agent.host_files import HostFiles
 from dataplane.agent.node import Agent
 from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.agent.workers import configure, engine_of
 from dataplane.engines.interface import EngineRequest
-from dataplane.engines.vllm import interfaces, version
+from dataplane.engines.vllm import interfaces
 from dataplane.engines.vllm.settings import VllmEngineSettings
+from dataplane.engines.vllm.version import TESTED
 from dataplane.protocol.messages import DesiredInstance, EngineChoice, EngineKind
 from dataplane.worker.engines import make_engine
-from tests.dataplane.replay_node import desired, instance, model, settings
+from tests.dataplane.replay_node import desired, install_vllm, instance, model, settings
 
 
 def asking(engine: EngineChoice, instance_id: str = "i1", **changes: Any) -> DesiredInstance:
@@ -43,37 +43,40 @@ def test_the_model_decides_then_the_node_and_pools_run_on_torch(
 
 
 def errors_of(*instances: DesiredInstance, **changes: Any) -> dict[str, str | None]:
-    """What a node whose workers never start says of instances, of which the first comes before the others."""
+    """The errors of instances on a node whose workers never start; the first is desired before the others."""
 
     async def scenario() -> dict[str, str | None]:
         agent = Agent(settings(engine="torch", profile=None, **changes), boot_id="boot")
         agent.apply(desired(1, instances[0]))
         agent.apply(desired(2, *instances))
-        async with asyncio.timeout(60):
-            while not all(report.error for report in agent.reports()):  # noqa: ASYNC110  (loads have no event)
-                await asyncio.sleep(0.001)
-        return {report.instance_id: report.error for report in agent.reports()}
+        return await errors_in_the_end(agent)
 
     return asyncio.run(scenario())
 
 
-def test_a_node_without_vllm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version, "installed_version", lambda: None)
+async def errors_in_the_end(agent: Agent) -> dict[str, str | None]:
+    async with asyncio.timeout(60):
+        while not all(report.error for report in agent.reports()):
+            agent.changed.clear()
+            await agent.changed.wait()
+    return {report.instance_id: report.error for report in agent.reports()}
+
+
+def test_a_node_without_vllm_says_so() -> None:
     assert "vLLM is not installed on this node" in str(errors_of(asking("vllm"))["i1"])
     with pytest.raises(ValidationError, match="vLLM is not installed"):
         settings(engine="vllm", profile=None)
 
 
-def test_a_version_that_was_not_tested_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version, "installed_version", lambda: "0.99.0")
+def test_a_version_that_was_not_tested_is_refused_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_vllm("0.99.0", tmp_path, monkeypatch)
     assert "vLLM 0.99.0 is installed, tested are 0.32.0" in str(errors_of(asking("vllm"))["i1"])
     with pytest.raises(ValidationError, match=r"vLLM 0\.99\.0 is installed"):
         settings(engine="vllm", profile=None)
 
 
-def test_a_way_out_that_vllm_has_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (slots, settings_module):
-        monkeypatch.setattr(module, "check_version", lambda: None)
+def test_a_kv_pressure_action_that_vllm_has_not_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_vllm(TESTED[0], tmp_path, monkeypatch)
     refusal = "kv_pressure must be auto or recompute for vLLM, which handles it itself, not remap"
     assert errors_of(asking("vllm"), kv_pressure="remap")["i1"] == refusal
     with pytest.raises(ValidationError, match=refusal):
@@ -81,7 +84,7 @@ def test_a_way_out_that_vllm_has_not_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert settings(engine="vllm", profile=None, kv_pressure="recompute").engine == "vllm"
 
 
-def test_a_replay_takes_the_way_out_that_the_node_is_told() -> None:
+def test_a_replay_uses_the_kv_pressure_action_of_the_settings() -> None:
     """One token fits beside the first request: the next is not admitted, and nobody is swapped."""
     node = settings(kv_pressure="refuse", replay_speed=1e6)
     engine = make_engine(configure(node, 0, None, HostFiles(node, "boot"), "replay"))
@@ -105,54 +108,48 @@ def test_a_replay_takes_the_way_out_that_the_node_is_told() -> None:
     assert pool.pressure_actions.keys() <= {"refuse", "wait"}
 
 
-def test_a_slot_runs_one_engine_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (slots, settings_module):
-        monkeypatch.setattr(module, "check_version", lambda: None)
-    said = errors_of(asking("vllm"), asking("torch", "i2"))
-    assert "/nowhere" in str(said["i1"]), "it got as far as its checkpoint"
-    assert said["i2"] == "slot 0 runs vllm for other models; model-i2 wants torch"
+def test_a_slot_runs_one_engine_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_vllm(TESTED[0], tmp_path, monkeypatch)
+    errors = errors_of(asking("vllm"), asking("torch", "i2"))
+    assert "/nowhere" in str(errors["i1"]), "its checkpoint is read next"
+    assert errors["i2"] == "slot 0 runs vllm for other models; model-i2 wants torch"
 
 
 def test_slots_that_serve_together_run_no_vllm() -> None:
     two = tuple(WorkerSettings(gpus=1, memory_bytes=2 * 2**20) for _ in range(2))
-    said = errors_of(asking("vllm"), together=True, slots=two)
-    assert said["i1"] == "slot 0 serves together with others; vLLM needs one of its own"
-    assert said != errors_of(asking("vllm"), together=True), "there are no others"
+    errors = errors_of(asking("vllm"), together=True, slots=two)
+    assert errors["i1"] == "slot 0 serves together with others; vLLM needs one of its own"
+    assert errors != errors_of(asking("vllm"), together=True), "there are no others"
 
 
-def test_an_instance_follows_its_engine_where_the_slot_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (slots, settings_module):
-        monkeypatch.setattr(module, "check_version", lambda: None)
+def test_an_instance_follows_its_engine_where_the_slot_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_vllm(TESTED[0], tmp_path, monkeypatch)
 
     async def scenario() -> None:
         agent = Agent(settings(engine="torch", profile=None), boot_id="boot")
-        (slot,) = agent.workers
+        (worker,) = agent.workers
 
         async def errors(generation: int, first: EngineChoice, second: EngineChoice) -> list[str]:
             agent.apply(desired(generation, asking(first), asking(second, "i2")))
-            async with asyncio.timeout(60):
-                while not all(report.error for report in agent.reports()):  # noqa: ASYNC110  (loads have no event)
-                    await asyncio.sleep(0.001)
-            return [str(report.error) for report in agent.reports()]
+            return [str(error) for error in (await errors_in_the_end(agent)).values()]
 
         assert all("/nowhere" in error for error in await errors(1, "auto", "torch"))
         moved, stayed = await errors(2, "vllm", "torch")
         assert moved == "slot 0 runs torch for other models; model-i1 wants vllm"
         assert "/nowhere" in stayed
         assert all("/nowhere" in error for error in await errors(3, "vllm", "vllm"))
-        assert slot.engine == "vllm"
+        assert worker.engine == "vllm"
 
     asyncio.run(scenario())
 
 
-def test_vllm_is_preferred_where_gpus_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_is_preferred_where_gpus_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def preferred(**changes: Any) -> EngineKind:
         values = settings().model_dump(include={"node", "region", "gpu_type", "slots", "node_key"})
         return AgentSettings(**values | changes).engine
 
     assert preferred(device="cuda") == "torch", "it is not installed here"
-    for module in (version, settings_module):
-        monkeypatch.setattr(module, "installed_version", lambda: "0.32.0")
+    install_vllm(TESTED[0], tmp_path, monkeypatch)
     assert [preferred(device=device) for device in ("cpu", "cuda", "cuda:1")] == ["torch", "vllm", "vllm"]
     assert preferred(device="cuda", engine="torch") == "torch"
     assert preferred(device="cuda", split=True) == "torch", "prefill and decode slots are the torch engine's"

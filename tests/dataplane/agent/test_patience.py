@@ -3,15 +3,14 @@
 import asyncio
 import os
 import signal
-import sys
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-import pytest
-
-from dataplane.agent import worker_link
 from dataplane.agent.settings import AgentSettings
+from dataplane.agent.worker_link import WorkerLink
 from dataplane.agent.workers import START_FAILURES_MAX
 from dataplane.protocol.messages import Failed, Finished, Sampling
+from dataplane.worker.frames import Configure, Loaded, LoadFailed, Report
 from tests.dataplane.replay_node import Node, generate, instance, running_node, settings
 from tests.dataplane.streams import read, token_ids
 
@@ -24,21 +23,30 @@ def slow(**changes: Any) -> AgentSettings:
 
 
 class Starts:
-    """Worker processes of which the next `deaths` are killed at their start, before they say a word."""
+    """Starts worker processes, of which the next `deaths` are killed before they report, and others fail all loads."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.deaths = 0
-        self.died = 0
-        self._popen = worker_link.subprocess.Popen
-        monkeypatch.setattr(worker_link.subprocess, "Popen", self.start)
+    def __init__(self) -> None:
+        self.deaths = self.died = 0
+        self.link = WorkerLink
 
-    def start(self, command: list[str], **kwargs: Any) -> Any:
-        process = self._popen(command, **kwargs)
-        if self.deaths and command[0] == sys.executable:
+    async def start(self, configure: Configure, environment: Mapping[str, str]) -> WorkerLink:
+        link = await self.link.start(configure, environment)
+        if self.deaths:
             self.deaths -= 1
             self.died += 1
-            process.kill()
-        return process
+            os.kill(link.pid, signal.SIGKILL)
+        return link
+
+
+class FailingLoads(WorkerLink):
+    """A worker that cannot load any model."""
+
+    async def reports(self) -> AsyncIterator[Report]:
+        async for report in super().reports():
+            if isinstance(report, Loaded):
+                yield LoadFailed(instance_id=report.instance_id, serial=report.serial, error="no such checkpoint")
+            else:
+                yield report
 
 
 def kill(node: Node) -> None:
@@ -57,11 +65,11 @@ async def in_the_middle(node: Node, request_id: str) -> "asyncio.Task[Any]":
     return stream
 
 
-def test_workers_that_die_at_their_start_fail_no_request_that_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    starts = Starts(monkeypatch)
+def test_workers_that_die_at_their_start_fail_no_request_that_can_wait() -> None:
+    starts = Starts()
 
     async def scenario() -> None:
-        async with running_node(slow(load_retry_s=3600.0)) as node:
+        async with running_node(slow(load_retry_s=3600.0), start_worker=starts.start) as node:
             await node.hold(1, instance())
             calm = await read(node, generate("calm", sampling=LONG))
             storm = await in_the_middle(node, "storm")
@@ -79,11 +87,11 @@ def test_workers_that_die_at_their_start_fail_no_request_that_can_wait(monkeypat
     asyncio.run(scenario())
 
 
-def test_nobody_waits_longer_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    starts = Starts(monkeypatch)
+def test_nobody_waits_longer_than_the_limit() -> None:
+    starts = Starts()
 
     async def scenario() -> None:
-        async with running_node(slow(worker_wait_max_s=0.5)) as node:
+        async with running_node(slow(worker_wait_max_s=0.5), start_worker=starts.start) as node:
             await node.hold(1, instance())
             storm = await in_the_middle(node, "storm")
             starts.deaths = 10**6
@@ -106,8 +114,8 @@ def test_a_load_that_kills_workers_ends_no_request_before_it_was_tried_again() -
             hosted = node.agent.workers[0].hosted.get("i1")
             assert hosted is not None
             kill(node)
-            while hosted.state != "failed":  # die in the midst of the load, time and again
-                if hosted.asked is not None and node.agent.workers[0].pid is not None:
+            while hosted.state != "failed":  # each process is killed while it loads
+                if hosted.load_serial is not None and node.agent.workers[0].pid is not None:
                     kill(node)
                 await asyncio.sleep(0)
             assert "2 worker processes ended while they loaded this model" in str(hosted.error)
@@ -118,18 +126,15 @@ def test_a_load_that_kills_workers_ends_no_request_before_it_was_tried_again() -
     asyncio.run(scenario())
 
 
-def test_a_model_that_a_living_worker_cannot_load_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_a_living_worker_cannot_load_keeps_nobody_waiting() -> None:
+    starts = Starts()
+
     async def scenario() -> None:
-        async with running_node(slow()) as node:
+        async with running_node(slow(), start_worker=starts.start) as node:
             await node.hold(1, instance())
             storm = await in_the_middle(node, "storm")
-            hosted = node.agent.workers[0].hosted.get("i1")
-            assert hosted is not None
-            monkeypatch.setattr(node.agent.workers[0].hosted, "loaded", lambda *_: None)  # its answer is lost
+            starts.link = FailingLoads
             kill(node)
-            await node.until(lambda: hosted.asked is not None)
-            assert hosted.asked is not None
-            node.agent.workers[0].hosted.load_failed("i1", hosted.asked, "no such checkpoint")  # this one counts
             failed = (await storm)[-1]
             assert isinstance(failed, Failed)
             assert failed.message == "instance i1 failed: no such checkpoint"

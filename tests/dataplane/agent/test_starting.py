@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
+from structlog.testing import capture_logs
 
 from dataplane.agent.metrics import agent_registry
 from dataplane.checkpoints.local import read_ahead
@@ -40,17 +41,10 @@ def test_instances_are_loaded_in_the_order_given() -> None:
 
     async def run() -> None:
         async with running_node() as node:
-            node.agent.apply(desired(1, *(instance(name, name=f"m-{name}") for name in order)))
-            loaded: list[str] = []
-            loaded_before = node.agent.workers[0].hosted.loaded
-
-            def note(instance_id: str, serial: int) -> None:
-                loaded.append(instance_id)
-                loaded_before(instance_id, serial)
-
-            node.agent.workers[0].hosted.loaded = note  # type: ignore[method-assign]
-            await node.until(lambda: set(node.states().values()) == {"ready"})
-            assert loaded == order
+            with capture_logs() as logs:
+                node.agent.apply(desired(1, *(instance(name, name=f"m-{name}") for name in order)))
+                await node.until(lambda: set(node.states().values()) == {"ready"})
+            assert [line["instance"] for line in logs if line["event"] == "instance loaded"] == order
 
     asyncio.run(run())
 

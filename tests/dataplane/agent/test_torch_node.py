@@ -10,7 +10,7 @@ import pytest
 
 from dataplane.agent.answers import engine_request
 from dataplane.agent.settings import AgentSettings, WorkerSettings
-from dataplane.agent.tokenization import load_text
+from dataplane.agent.tokenization import load_tokenizer
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.protocol.messages import DesiredInstance, Finished, Generate, ModelSpec, Sampling
@@ -73,7 +73,7 @@ def calm_tokens(specs: list[ModelSpec], seeds: list[tuple[str, int]]) -> list[li
         engine.load(f"i-{spec.name}", spec)
     for name, seed in seeds:
         wanted = body("calm", seed, name)
-        text = load_text(next(spec.path for spec in specs if spec.name == name), "torch")
+        text = load_tokenizer(next(spec.path for spec in specs if spec.name == name), "torch")
         prompt = text.encode_text(wanted.prompt or "", tokens_max=2**12)
         engine.add(engine_request(wanted, prompt, specs[0], tokens_max=2**12))
         made[wanted.request_id] = []

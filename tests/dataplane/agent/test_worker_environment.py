@@ -3,14 +3,13 @@
 import asyncio
 import errno
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 
-from dataplane.agent import worker_link
-from dataplane.agent.host_files import HostFiles
 from dataplane.agent.settings import WorkerSettings
-from dataplane.agent.workers import configure, worker_environment
+from dataplane.agent.worker_link import WorkerLink
+from dataplane.agent.workers import worker_environment
+from dataplane.worker.frames import Configure
 from tests.dataplane.replay_node import running_node, settings
 
 SLOTS = (WorkerSettings(gpus=1, memory_bytes=2**22), WorkerSettings(gpus=1, memory_bytes=2**22))
@@ -19,25 +18,20 @@ SLOTS = (WorkerSettings(gpus=1, memory_bytes=2**22), WorkerSettings(gpus=1, memo
 def test_each_worker_is_started_with_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    started: list[tuple[str, ...]] = []
+    started: set[tuple[str, ...]] = set()
 
-    def refuse(command: list[str], *, env: Mapping[str, str], **_: Any) -> Any:
-        started.append((env["CUDA_VISIBLE_DEVICES"], env["OMP_NUM_THREADS"]))
+    async def refuse(configure: Configure, environment: Mapping[str, str]) -> WorkerLink:
+        started.add((environment["CUDA_VISIBLE_DEVICES"], environment["OMP_NUM_THREADS"], configure.device))
         raise OSError(errno.ENOMEM, "no memory for a process")
 
-    monkeypatch.setattr(worker_link.subprocess, "Popen", refuse)
     given = settings(slots=SLOTS, device="cuda", engine="torch", profile=None)
 
     async def scenario() -> None:
-        async with running_node(given) as node:
-            await node.until(lambda: len(set(started)) == 2)
+        async with running_node(given, start_worker=refuse) as node:
+            await node.until(lambda: len(started) == 2)
 
     asyncio.run(scenario())
-    assert {visible for visible, _ in started} == {"4", "GPU-7"}
-    assert {threads for _, threads in started} == {"3"}, "what the agent was given"
-    for index in range(2):
-        asked = configure(given, index, None, HostFiles(given, "boot"), given.engine)
-        assert asked.device == "cuda:0", "the first one that it sees"
+    assert started == {("4", "3", "cuda:0"), ("GPU-7", "3", "cuda:0")}, "the device is the first that the worker sees"
 
 
 def test_workers_without_gpus_keep_the_agents_environment() -> None:

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dataplane.agent.tokenization import ModelText
+from dataplane.agent.tokenization import CheckpointTokenizer
 from dataplane.engines.torch.model.skeleton import build_skeleton
 from dataplane.protocol.messages import ChatMessage
 from ops.gguf import convert as conversion
@@ -122,7 +122,7 @@ def test_k_quants_are_unpacked_row_by_row(tmp_path: Path) -> None:
 def test_the_tokenizer_and_the_chat_template_are_the_same(llama: Path, tmp_path: Path) -> None:
     [tiny] = build_tiny_models(tmp_path, ["tiny-llama"])
     convert(write_gguf(llama, tmp_path / "model.gguf"), tmp_path / "back")
-    ours, theirs = ModelText(tmp_path / "back"), ModelText(tiny.path)
+    ours, theirs = CheckpointTokenizer(tmp_path / "back"), CheckpointTokenizer(tiny.path)
     for text in TEXTS:
         assert ours.encode_text(text, tokens_max=1000) == theirs.encode_text(text, tokens_max=1000), text
         assert ours.decode(ours.encode_text(text, tokens_max=1000)) == theirs.decode(

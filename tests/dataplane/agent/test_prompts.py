@@ -1,4 +1,4 @@
-"""Long prompts of a node wait for each other, and nobody else waits for them."""
+"""Long prompts of a node wait for each other; short prompts and streams do not wait for them."""
 
 import asyncio
 import threading
@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from dataplane.agent import hosted_instances as held
-from dataplane.agent.tokenization import WordText
-from dataplane.agent.tokenizing import Tokenizing
+from dataplane.agent.prompts import PromptTokenizer
+from dataplane.agent.tokenization import WordTokenizer
 from dataplane.protocol.errors import OverloadedError
 from dataplane.protocol.messages import ChatMessage, Failed, Finished
 from tests.dataplane.replay_node import PATIENCE_S, generate, instance, running_node, settings
@@ -19,7 +18,7 @@ LONG = "tide " * 300
 LIMITS = {"long_prompt_chars": LONG_CHARS, "long_prompts_max": 2}
 
 
-class SteppedText(WordText):
+class SteppedTokenizer(WordTokenizer):
     """Takes as long for a long prompt as the test wants."""
 
     def __init__(self) -> None:
@@ -45,35 +44,34 @@ class SteppedText(WordText):
         return super().encode_text(prompt, tokens_max=tokens_max)
 
 
-def test_streams_of_the_node_go_on_while_long_prompts_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = SteppedText()
-    monkeypatch.setattr(held, "load_text", lambda *_: text)
+def test_streams_of_the_node_go_on_while_long_prompts_are_tokenized() -> None:
+    tokenizer = SteppedTokenizer()
 
     async def scenario() -> None:
-        async with running_node(settings(**LIMITS)) as node:
+        async with running_node(settings(**LIMITS), load_tokenizer=lambda *_: tokenizer) as node:
             await node.hold(1, instance())
             long = [asyncio.create_task(read(node, generate(f"long{n}", prompt=LONG))) for n in range(4)]
-            await node.until(lambda: text.running == 2)
+            await node.until(lambda: tokenizer.running == 2)
             for number in range(20):
                 events = await read(node, generate(f"short{number}"))
                 assert events[-1] == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=20)
             assert not any(reading.done() for reading in long)
-            text.step(4)
+            tokenizer.step(4)
             for reading in long:
                 assert (await reading)[-1] == Finished(finish_reason="length", prompt_tokens=300, completion_tokens=20)
-            assert text.running_most == 2
+            assert tokenizer.running_most == 2
 
     asyncio.run(scenario())
 
 
 def test_too_many_long_prompts_are_refused_and_may_go_elsewhere() -> None:
-    text = SteppedText()
+    tokenizer = SteppedTokenizer()
 
     async def scenario() -> None:
-        tokenizing = Tokenizing(settings(**LIMITS))
+        prompts = PromptTokenizer(settings(**LIMITS))
 
         def one() -> "asyncio.Task[tuple[int, ...]]":
-            return asyncio.create_task(tokenizing.tokenize(generate(prompt=LONG), text, tokens_max=4096))
+            return asyncio.create_task(prompts.tokenize(generate(prompt=LONG), tokenizer, tokens_max=4096))
 
         admitted = [one() for _ in range(2 + 16)]
         await asyncio.sleep(0)
@@ -82,14 +80,14 @@ def test_too_many_long_prompts_are_refused_and_may_go_elsewhere() -> None:
         admitted[-1].cancel()
         await asyncio.wait(admitted[-1:])
         again = one()
-        text.step(18)
+        tokenizer.step(18)
         assert {len(await task) for task in (*admitted[:-1], again)} == {300}
-        assert text.running_most == 2
+        assert tokenizer.running_most == 2
 
     asyncio.run(scenario())
 
 
-def test_a_prompt_that_came_as_tokens_is_measured_before_it_is_read() -> None:
+def test_the_length_of_a_prompt_of_tokens_is_checked_first() -> None:
     async def scenario() -> None:
         async with running_node() as node:
             await node.hold(1, instance())
