@@ -1,9 +1,8 @@
 """`events`: what happened to instances, nodes and plans."""
 
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 from time import sleep
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -18,12 +17,7 @@ POLL_S = 1.0
 _LOOKED_BACK = 100
 
 
-class EventKind(StrEnum):
-    """What an event happened to."""
-
-    INSTANCE = "instance"
-    NODE = "node"
-    PLAN = "plan"
+EventKind = Literal["instance", "node", "plan"]
 
 
 @examples("tidepool events --what failed --since 2h", "tidepool events --model qwen3-8b --follow")
@@ -41,7 +35,7 @@ def show_events(
     as_json: AsJson = False,
 ) -> None:
     """Show events of instances, nodes and plans, the newest first. Changes by operators: `tidepool audit`."""
-    query = {"kind": kind and kind.value, "what": what, "subject": subject}
+    query = {"kind": kind, "what": what, "subject": subject}
     query |= {"model": model, "region": region, "node": node}
     from_then = {"since": None if since is None else parse_since(since).isoformat()}
     with connected(context) as api:

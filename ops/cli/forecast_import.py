@@ -6,10 +6,9 @@ import io
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -35,18 +34,8 @@ OPTIONS = {
 """The option that fills a field of the importer's settings."""
 
 
-class Format(StrEnum):
-    """The names of `forecasts.importers.formats.FORMATS`, which is read only when it is needed: numpy is heavy."""
-
-    CSV = "csv"
-    AZURE_2023 = "azure-2023"
-    AZURE_2024 = "azure-2024"
-    SAGESERVE = "sageserve"
-    SERVEGEN = "servegen"
-    BURSTGPT = "burstgpt"
-    MOONCAKE = "mooncake"
-
-
+Format = Literal["csv", "azure-2023", "azure-2024", "sageserve", "servegen", "burstgpt", "mooncake"]
+"""The names of `forecasts.importers.formats.FORMATS`, which imports numpy."""
 Out = Annotated[
     Path | None, typer.Option(dir_okay=False, help="Write a CSV here (.gz packs it) instead of asking the API.")
 ]
@@ -108,7 +97,7 @@ def import_recording(
         if out is None:
             answer = _sent(context, _minutes(rows, form), kind or "IW")
         else:
-            answer = {"format": format.value, "out": str(out)} | _written(rows, file, out)
+            answer = {"format": format, "out": str(out)} | _written(rows, file, out)
     _show(answer, as_json=as_json)
 
 
@@ -128,7 +117,7 @@ def _form(format: Format, start: str | None, **given: Any) -> "tuple[DemandForma
     """The format and the settings of its reader; an error names the option."""
     from forecasts.importers.formats import FORMATS
 
-    form = FORMATS[format.value]
+    form = FORMATS[format]
     try:
         return form, form.settings(start_s=None if start is None else _start_s(start), **given)
     except ValueError as error:

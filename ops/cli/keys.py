@@ -3,7 +3,7 @@
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,31 +19,11 @@ KeyId = Annotated[str, typer.Argument(metavar="KEY", help="Its id, or the first 
 keys = typer.Typer(no_args_is_help=True, help="API keys and their roles.")
 
 
-class KeyRole(StrEnum):
-    """What a key may do."""
-
-    ADMIN = "admin"
-    OPERATOR = "operator"
-    VIEWER = "viewer"
-    CLIENT = "client"
-    NODE = "node"
-
-
-class FirstRole(StrEnum):
-    """A key that is made first."""
-
-    ADMIN = "admin"
-    CLIENT = "client"
-    NODE = "node"
-
-
-class KeyScope(StrEnum):
-    """A part of `/v1`."""
-
-    CHAT = "chat"
-    FILES = "files"
-    BATCH = "batch"
-    MODELS = "models"
+KeyRole = Literal["admin", "operator", "viewer", "client", "node"]
+FirstRole = Literal["admin", "client", "node"]
+"""The roles of the keys that an installation starts with."""
+KeyScope = StrEnum("KeyScope", ["chat", "files", "batch", "models"])
+"""A part of `/v1`."""
 
 
 @keys.command("create")
@@ -55,7 +35,7 @@ class KeyScope(StrEnum):
 def create_key(
     context: typer.Context,
     name: str,
-    role: Annotated[KeyRole, typer.Option(help="What the key may do.")] = KeyRole.CLIENT,
+    role: Annotated[KeyRole, typer.Option(help="What the key may do.")] = "client",
     tenant: Annotated[str, typer.Option(help="The tenant whose files and batches the key may read.")] = "default",
     expires_in_days: Annotated[int | None, typer.Option(min=1, help="When it ends; default: never.")] = None,
     scope: Annotated[
@@ -70,10 +50,10 @@ def create_key(
     """Create a key. Its secret is printed only once."""
     body = {
         "name": name,
-        "role": role.value,
+        "role": role,
         "tenant": tenant,
         "expires_in_days": expires_in_days,
-        "scopes": [one.value for one in scope] if scope else None,
+        "scopes": [each.value for each in scope] if scope else None,
         "models": model or None,
         "node": node,
     }
@@ -82,7 +62,7 @@ def create_key(
     if as_json:
         print_json(answer)
         return
-    typer.echo(f"{answer['id']} ({role.value} of {tenant}); its secret is not shown again:", err=True)
+    typer.echo(f"{answer['id']} ({role} of {tenant}); its secret is not shown again:", err=True)
     typer.echo(answer["secret"])
 
 
@@ -144,12 +124,12 @@ def print_secret(role: FirstRole, as_json: AsJson = False) -> None:
     """Print a secret of keys.json, which `tidepool init` and `tidepool up` write. Sends no request to the API."""
     home = home_of(os.environ)
     try:
-        secret = read_secrets(home).get(role.value)
+        secret = read_secrets(home).get(role)
     except EmbeddedError as error:
         raise CommandError(str(error)) from error
     if secret is None:
-        raise CommandError(f"{keys_file(home)} has no key '{role.value}': run `tidepool init`")
-    print_answer({role.value: secret}, secret, as_json=as_json)
+        raise CommandError(f"{keys_file(home)} has no key '{role}': run `tidepool init`")
+    print_answer({role: secret}, secret, as_json=as_json)
 
 
 @keys.command("list")

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @examples("tidepool node bench", "tidepool node bench --device cuda --dtype bfloat16 --models 7B,14B --json")
 def bench_node(
-    device: Annotated[Device, typer.Option(help="Where to run.")] = Device.CPU,
-    dtype: Annotated[Dtype, typer.Option(help="What to compute in.")] = Dtype.FLOAT32,
+    device: Annotated[Device, typer.Option(help="Where to run.")] = "cpu",
+    dtype: Annotated[Dtype, typer.Option(help="What to compute in.")] = "float32",
     models: Annotated[str, typer.Option(help="Parameters of each model; at least two.")] = "90M,90M",
     figures: Annotated[
         str, typer.Option(help="Which to measure.")
@@ -40,8 +40,8 @@ def bench_node(
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         settings = BenchSettings(
-            device=device.value,
-            dtype=dtype.value,
+            device=device,
+            dtype=dtype,
             parameters=[parameters_of(text.strip()) for text in models.split(",")],
             names=[name.strip() for name in figures.split(",")],
             rounds=rounds,

@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,18 +18,8 @@ if TYPE_CHECKING:
 MISMATCHES_SHOWN = 3
 
 
-class Device(StrEnum):
-    """Where to run."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class Dtype(StrEnum):
-    """What to compute in."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
+Device = Literal["cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16"]
 
 
 @examples("tidepool node check models/qwen3-0.6b models/llama-1b --dtype bfloat16 --switches 200")
@@ -39,8 +28,8 @@ def check_node(
         list[Path],
         typer.Argument(metavar="MODEL_DIR...", exists=True, file_okay=False, help="Hugging Face checkpoints."),
     ],
-    device: Annotated[Device, typer.Option(help="Where to run.")] = Device.CPU,
-    dtype: Annotated[Dtype, typer.Option(help="What to compute in.")] = Dtype.FLOAT32,
+    device: Annotated[Device, typer.Option(help="Where to run.")] = "cpu",
+    dtype: Annotated[Dtype, typer.Option(help="What to compute in.")] = "float32",
     switches: Annotated[int, typer.Option(min=0, help="Go on until there were so many switches.")] = 50,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts for each model.")] = 4,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to make from each prompt, at most.")] = 16,
@@ -60,7 +49,7 @@ def check_node(
     from ops.profiling.interleaving import CheckSettings
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    settings = CheckSettings(device=device.value, dtype=dtype.value, switches=switches, prompts=prompts, tokens=tokens)
+    settings = CheckSettings(device=device, dtype=dtype, switches=switches, prompts=prompts, tokens=tokens)
     try:
         with progress_bar("reading the models") as report_progress:
             report = check_models(model_dirs, settings, report_progress)

@@ -32,8 +32,8 @@ def profile_node(
     points: Annotated[
         Path | None, typer.Option("--from", exists=True, dir_okay=False, help="Fit the points of a CSV file instead.")
     ] = None,
-    device: Annotated[Device, typer.Option(help="Where to measure.")] = Device.CPU,
-    dtype: Annotated[Dtype, typer.Option(help="What to compute in.")] = Dtype.FLOAT32,
+    device: Annotated[Device, typer.Option(help="Where to measure.")] = "cpu",
+    dtype: Annotated[Dtype, typer.Option(help="What to compute in.")] = "float32",
     tokens_max: Annotated[int, typer.Option(min=16, help="Tokens of the largest step.")] = 4096,
     seconds: Annotated[float, typer.Option(min=0, help="No new point of a model's kind of step after this.")] = 60.0,
     gpu_type: Annotated[
@@ -67,7 +67,7 @@ def profile_node(
         if append and out is not None:
             load_gpu_profile(out)
         if points is None:
-            settings = {"device": device.value, "dtype": dtype.value, "tokens_max": tokens_max, "seconds_max": seconds}
+            settings = {"device": device, "dtype": dtype, "tokens_max": tokens_max, "seconds_max": seconds}
             gpu, models = _measured(model_dirs or [], settings, gpu_type, cost_per_hour)
         else:
             gpu, models = _published(points, gpu_type, memory_gib or 1.0, pcie_gb_per_s * 1e9, cost_per_hour)

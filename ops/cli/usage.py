@@ -12,20 +12,9 @@ from ops.client.api import connected
 from ops.client.screen import AsJson, Columns, print_list
 from ops.client.times import since as parse_since
 
-
-class By(StrEnum):
-    """What usage is added up by."""
-
-    HOUR = "hour"
-    DAY = "day"
-    MONTH = "month"
-    TENANT = "tenant"
-    MODEL = "model"
-    TIER = "tier"
-
-
-_DEFAULT = (By.DAY, By.TENANT, By.MODEL)
-_TIME_CHARS = {By.HOUR: 16, By.DAY: 10, By.MONTH: 7}
+By = StrEnum("By", ["hour", "day", "month", "tenant", "model", "tier"])
+_DEFAULT = (By.day, By.tenant, By.model)
+_TIME_CHARS = {By.hour: 16, By.day: 10, By.month: 7}
 
 
 @examples(

@@ -3,6 +3,7 @@
 import gzip
 import os
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -24,7 +25,7 @@ def burstgpt(tmp_path: Path) -> Path:
 
 def test_help_names_every_format_on_a_line_of_its_own(run: Run) -> None:
     help_lines = run("forecast", "import", "--help").out.splitlines()
-    assert [form.value for form in Format] == list(FORMATS)
+    assert list(get_args(Format)) == list(FORMATS)
     for name in FORMATS:
         assert sum(line.split()[:1] == [name] for line in help_lines) == 1, name
 
