@@ -42,9 +42,9 @@ def run_faults(
     Exit status 1 if a guarantee was violated: a batch line without exactly one result, a stream with a missing or
     repeated token, a leak.
     """
+    from ops.faults.injector import Kind
     from ops.faults.run import Plan, print_progress, report_text
     from ops.faults.run import run_faults as run
-    from ops.faults.wrecker import Kind
     from ops.local.replay_stack import Fleet
 
     try:

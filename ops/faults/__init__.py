@@ -1,1 +1,1 @@
-"""Fault runs: a stack under load, whose processes are killed, paused and cut off, and what it promised, checked."""
+"""Fault injection: processes of a stack under load are killed, paused and disconnected, and its guarantees checked."""

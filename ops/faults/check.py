@@ -1,4 +1,4 @@
-"""What a stack promised, checked after a fault run. Every finding is a sentence; none: all promises were kept."""
+"""The guarantees of a stack, checked after a fault run. Each finding is a violation, as a sentence."""
 
 import asyncio
 import json
@@ -13,10 +13,10 @@ import httpx2 as httpx
 from sqlalchemy import create_engine, text
 
 from controlplane.settings import Settings
+from ops.faults.injector import children_of
 from ops.faults.load import SLO_FIRST_TOKEN_S, Sent, Streamed, Uploaded
 from ops.faults.percentiles import percentile
 from ops.faults.stack import FaultStack
-from ops.faults.wrecker import children_of
 from ops.local.waiting import wait_until
 
 ENDED = frozenset({"completed", "expired", "cancelled", "failed"})
@@ -27,7 +27,7 @@ FINDINGS_MAX = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Attainment:
-    """The share of interactive requests of a tier whose first token came in time; what failed did not."""
+    """The share of interactive requests of a tier whose first token was in time; failed requests count as late."""
 
     tier: str
     requests: int
@@ -37,7 +37,7 @@ class Attainment:
 
 
 def stream_findings(streams: Iterable[Streamed], answers: Mapping[tuple[str, int], str]) -> list[str]:
-    """A stream that ended well says what the undisturbed one said; one that broke off says the beginning of it."""
+    """A complete stream must equal the undisturbed answer; a broken one must be a prefix of it."""
     findings = []
     for stream in streams:
         wanted = answers[stream.model, stream.prompt]
@@ -45,12 +45,12 @@ def stream_findings(streams: Iterable[Streamed], answers: Mapping[tuple[str, int
         if stream.outcome == "whole" and stream.text != wanted:
             findings.append(f"{who}: {difference(stream.text, wanted)}")
         elif not wanted.startswith(stream.text):
-            findings.append(f"{who}: what came is no beginning of the answer: {difference(stream.text, wanted)}")
+            findings.append(f"{who}: the text is no prefix of the answer: {difference(stream.text, wanted)}")
     return findings
 
 
 def difference(got: str, wanted: str) -> str:
-    """Where two texts part, in words."""
+    """The first difference of two texts, as a sentence."""
     ours, theirs = got.split(), wanted.split()
     at = next((n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
     if at is None:
@@ -67,7 +67,7 @@ def outcomes(streams: Iterable[Streamed]) -> dict[str, int]:
 
 
 def attainment(streams: Iterable[Streamed]) -> list[Attainment]:
-    """By tier."""
+    """Attainment of each interactive tier."""
     listed = list(streams)
     found = []
     for tier, limit_s in SLO_FIRST_TOKEN_S.items():
@@ -106,7 +106,7 @@ class BatchCheck:
         self.findings: list[str] = []
 
     async def run(self, sent: Sent) -> None:
-        """Wait until every batch has ended, those too whose answer got lost on the way, and read their files."""
+        """Wait until every batch has ended, also those whose upload's answer was lost, and read their files."""
         async with self._http:
             await wait_until(self._all_ended, ENDED_TIMEOUT_S)
             listed = {batch["id"]: batch for batch in await self._listed()}
@@ -122,7 +122,7 @@ class BatchCheck:
         return all(batch["status"] in ENDED for batch in await self._listed())
 
     async def _listed(self) -> list[dict[str, Any]]:
-        """All batches, through hiccups."""
+        """All batches, with retries."""
         rows: list[dict[str, Any]] = []
         after: str | None = None
         while True:
@@ -148,7 +148,7 @@ class BatchCheck:
 
     async def _check(self, uploaded: Uploaded, batch: dict[str, Any] | None) -> None:
         if batch is None:
-            self.findings.append(f"batch {uploaded.batch_id} was accepted and is gone")
+            self.findings.append(f"batch {uploaded.batch_id} was accepted and is missing")
             return
         if batch["status"] not in ENDED:
             return
@@ -173,15 +173,15 @@ class BatchCheck:
         self.codes[code] += 1
         if code != "200" or asked is None:
             return
-        said = response["body"]["choices"][0]["message"]["content"]
-        if not self._answers[asked].startswith(said) or not said:
-            wrong = difference(said, self._answers[asked])
+        text = response["body"]["choices"][0]["message"]["content"]
+        if not self._answers[asked].startswith(text) or not text:
+            wrong = difference(text, self._answers[asked])
             self.findings.append(f"batch {batch_id}: line {line['custom_id']} is another answer: {wrong}")
 
 
 async def leak_findings(stack: FaultStack) -> tuple[list[str], dict[str, Any]]:
-    """What is still held when nothing runs: requests and KV on nodes, leases, transactions, connections, processes.
-    Waits a while for the last to go.
+    """Leaks of the idle stack: requests and KV on nodes, leases, transactions, connections, processes. Waits for the
+    last of them to end.
     """
     held: dict[str, tuple[float, float]] = {}
 
@@ -200,7 +200,7 @@ async def leak_findings(stack: FaultStack) -> tuple[list[str], dict[str, Any]]:
 
 async def _on_nodes(stack: FaultStack) -> dict[str, tuple[float, float]]:
     """Requests in flight and KV in use, over all nodes, by their own metrics."""
-    flying = kv_bytes = 0.0
+    in_flight = kv_bytes = 0.0
     for (_, called), link in stack.links.items():
         if not called.startswith("agent-"):
             continue
@@ -208,18 +208,18 @@ async def _on_nodes(stack: FaultStack) -> dict[str, tuple[float, float]]:
             try:
                 metrics = (await client.get(f"http://127.0.0.1:{link.target_port}/metrics")).text
             except httpx.HTTPError:
-                flying += 1  # a node that does not answer is not known to be free
+                in_flight += 1  # a node that does not answer may hold requests
                 continue
         for line in metrics.splitlines():
             if line.startswith("tidepool_requests_in_flight{"):
-                flying += float(line.split()[-1])
+                in_flight += float(line.split()[-1])
             elif line.startswith("tidepool_kv_bytes{") and 'state="used"' in line:
                 kv_bytes += float(line.split()[-1])
-    return {"requests on nodes": (flying, 0), "KV bytes on nodes": (kv_bytes, 0)}
+    return {"requests on nodes": (in_flight, 0), "KV bytes on nodes": (kv_bytes, 0)}
 
 
 def _in_postgres(stack: FaultStack) -> dict[str, tuple[float, float]]:
-    """Long transactions, and connections, which the pools limit."""
+    """Long transactions, and connections, whose limit is that of the pools."""
     engine = create_engine(stack.local.database_url)
     questions = {
         "transactions idle for 30 s": "SELECT count(*) FROM pg_stat_activity"
@@ -236,21 +236,21 @@ def _in_postgres(stack: FaultStack) -> dict[str, tuple[float, float]]:
 
 
 def _processes(stack: FaultStack) -> dict[str, tuple[float, float]]:
-    """Processes of this stack that no supervised process knows of; and agents' workers, one for each."""
+    """Processes of this stack without a supervised ancestor; and the workers of each agent."""
     pids = stack.local.supervisor.pids()
     known: set[int] = set()
-    ways = list(pids.values())
-    while ways:
-        pid = ways.pop()
+    pending = list(pids.values())
+    while pending:
+        pid = pending.pop()
         known.add(pid)
-        ways += children_of(pid)
+        pending += children_of(pid)
     strays = [pid for pid in marked(stack.home) if pid not in known and pid != os.getpid()]
     workers = [len(children_of(pid)) for name, pid in pids.items() if name.startswith("agent-")]
     return {"stray processes": (len(strays), 0), "workers of an agent": (max(workers, default=0), 1)}
 
 
 def marked(home: Path) -> list[int]:
-    """Processes whose environment names this home, where the kernel tells (Linux)."""
+    """Processes whose environment names this home (on Linux)."""
     mark, found = f"TIDEPOOL_HOME={home}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

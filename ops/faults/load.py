@@ -1,7 +1,7 @@
-"""The load of a fault run: interactive streams whose every token is known, and batches, one after the other.
+"""The load of a fault run: interactive streams with known tokens, and batches, one after the other.
 
-The client is as patient as OpenAI's: it tries again, on the next gateway as behind a load balancer, what failed before
-the first byte of an answer; what breaks in mid-stream it does not ask again.
+The client retries as OpenAI's does: a request that failed before the first byte of its answer goes to the next gateway,
+as behind a load balancer; a stream that breaks later is not retried.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ Outcome = Literal["whole", "error", "broken", "refused", "unreachable"]
 
 @dataclass(frozen=True, kw_only=True)
 class Streamed:
-    """One interactive request. `started_s` and `ended_s` are on `time.monotonic`; `text` is all that came of the
-    answer.
+    """One interactive request. `started_s` and `ended_s` are on `time.monotonic`; `text` is the received part
+    of the answer.
     """
 
     model: str
@@ -48,7 +48,7 @@ class Streamed:
 
 @dataclass(frozen=True, kw_only=True)
 class Uploaded:
-    """A batch as it was handed in."""
+    """An uploaded batch."""
 
     batch_id: str
     file_id: str
@@ -58,7 +58,7 @@ class Uploaded:
 
 @dataclass(kw_only=True)
 class Sent:
-    """What a load has sent and got so far."""
+    """Requests of a load and their outcomes so far."""
 
     streams: list[Streamed] = field(default_factory=list)
     batches: list[Uploaded] = field(default_factory=list)
@@ -66,12 +66,12 @@ class Sent:
 
 
 def prompt_text(number: int) -> str:
-    """The prompts that are asked for."""
+    """The text of a prompt."""
     return f"tell me about wave number {number}"
 
 
 def body_of(model: str, prompt: int, tokens: int) -> dict[str, Any]:
-    """A greedy request, whose answer is always the same."""
+    """The body of a greedy request, whose answer is deterministic."""
     return {
         "model": model,
         "messages": [{"role": "user", "content": prompt_text(prompt)}],
@@ -100,10 +100,10 @@ class Load:
         await self._http.aclose()
 
     async def undisturbed(self) -> dict[tuple[str, int], str]:
-        """The answer to every prompt by every model. To be asked before any fault is made.
+        """The answer to every prompt by every model, read before any fault is injected.
 
         Raises:
-            RuntimeError: one cannot be had.
+            RuntimeError: a stream fails.
         """
         answers = {}
         for prompt in range(PROMPTS):
@@ -115,7 +115,7 @@ class Load:
         return answers
 
     async def interactive(self, streams: int, until: asyncio.Event) -> None:
-        """Keep so many streams going; each that ends is followed by another."""
+        """Keep `streams` running; each that ends is followed by another."""
         async with asyncio.TaskGroup() as group:
             for _ in range(streams):
                 group.create_task(self._streams(until))
@@ -128,7 +128,7 @@ class Load:
             await asyncio.sleep(self._random.uniform(0.0, 0.5))
 
     async def batches(self, lines: int, every_s: float, until: asyncio.Event) -> None:
-        """Hand in a batch every so often."""
+        """Upload a batch of `lines` every `every_s`."""
         while not until.is_set():
             await self._upload(lines)
             with suppress(TimeoutError):
@@ -153,7 +153,7 @@ class Load:
         self.sent.batches.append(Uploaded(batch_id=batch_id, file_id=file_id, lines=lines))
 
     async def _post(self, path: str, **request: Any) -> Any:
-        """A call that does not stream, tried again as OpenAI's client does."""
+        """A call without streaming, with retries as OpenAI's client does."""
         failure: httpx.HTTPError | None = None
         async for url in self._tries():
             try:
@@ -210,7 +210,7 @@ class Load:
         return "whole" if reading.done else "broken"
 
     async def _tries(self) -> AsyncIterator[str]:
-        """The gateways to ask, one after the other, with a growing pause."""
+        """The gateways to try, one after the other, with exponential backoff."""
         first = self._random.randrange(len(self._urls))
         for attempt in range(RETRIES_MAX + 1):
             if attempt:
@@ -220,7 +220,7 @@ class Load:
 
 @dataclass(kw_only=True)
 class Reading:
-    """What came of a stream so far. `final`: a refusal that no retry mends."""
+    """The state of a stream. `final`: it was refused, and a retry does not help."""
 
     texts: list[str] = field(default_factory=list)
     first_s: float | None = None
@@ -231,7 +231,7 @@ class Reading:
     reason: str = ""
 
     def refused(self, status: int, body: bytes) -> None:
-        """Take note of an answer that is no stream."""
+        """Record an answer that is no stream."""
         self.final = not _is_retried(status)
         try:
             self.reason = f"{status} {json.loads(body)['error']['code']}"

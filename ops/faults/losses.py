@@ -1,7 +1,7 @@
-"""Which faults cost streams, and which streams a second gateway saved.
+"""Streams that faults broke, and streams that a second gateway saved.
 
-A client asks again, at another gateway, what failed before the first byte of its answer. A stream whose gateway is lost
-in the middle breaks, however many gateways there are: the connection is gone, and only the client can ask anew.
+A client retries at another gateway if a request fails before the first byte of its answer. A stream whose gateway is
+lost later breaks, however many gateways there are, because its connection is lost.
 """
 
 from collections import Counter
@@ -12,12 +12,12 @@ from typing import Any
 from ops.faults.load import Streamed
 
 BEFORE_S = 15.0
-"""How long before a stream began a fault may have ended that is blamed for its end: until what was lost is back."""
+"""A fault that ended at most so long before a stream began may be the cause of its end: the recovery time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultTimes:
-    """A fault in the words of the report, between two times on the clock of the streams."""
+    """A fault as the report names it, and its times on the clock of the streams."""
 
     what: str
     began_s: float
@@ -25,7 +25,7 @@ class FaultTimes:
 
 
 def kind_of_process(victim: str) -> str:
-    """A victim without what tells it from its like: `api-2` is an api, `agent-east-1>api` an agent's way to an api."""
+    """The kind of a victim: `api` of `api-2`, `agent>api` of `agent-east-1>api`."""
     return ">".join(end.partition("-")[0] for end in victim.split(">"))
 
 

@@ -1,4 +1,4 @@
-"""Percentiles as all benchmarks here mean them."""
+"""Percentiles by the nearest rank."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 def percentile(values: Sequence[float], share: float) -> float:
     """The least value that at least `share` (above 0, up to 1) of the values do not exceed: the nearest rank.
 
-    Infinity may stand for what never came.
+    Infinity may stand for an event that never happened.
 
     Raises:
         ValueError: there are no values.

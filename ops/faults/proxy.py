@@ -1,8 +1,8 @@
-"""A TCP proxy between two processes that can be slow, deaf, or cut connections off.
+"""A TCP proxy between two processes that can delay or hold bytes, or reset connections.
 
     caller -> Link (port) -> called (its own port)
 
-Bytes are never changed or reordered; a link that heals goes on where it stopped, as TCP does after lost packets.
+Bytes are never changed or reordered; a healed link resumes where it stopped, as TCP does after lost packets.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ CHUNK_BYTES = 64 * 1024
 
 
 class Fault(StrEnum):
-    """What a link does wrong. A black hole keeps what it is given; a reset ends every connection, old and new."""
+    """A fault of a link. A black hole holds all bytes; a reset aborts every connection, old and new."""
 
     LATENCY = "latency"
     RESET = "reset"
@@ -24,8 +24,8 @@ class Fault(StrEnum):
 
 
 class Link:
-    """One way from a caller to a called process. To be used on one event loop. `others`: ports of processes that stand
-    in while nobody listens there, as behind a load balancer.
+    """A link from a caller to a called process, for one event loop. `others`: ports of replicas that are tried while
+    the called process does not listen, as behind a load balancer.
     """
 
     def __init__(self, caller: str, called: str, port: int) -> None:
@@ -44,7 +44,7 @@ class Link:
 
     @property
     def name(self) -> str:
-        """From whom to whom."""
+        """Caller and called process."""
         return f"{self.caller}>{self.called}"
 
     @property
@@ -65,7 +65,7 @@ class Link:
         await asyncio.sleep(0)  # aborted transports close at the loop's next turn
 
     def fail(self, fault: Fault, *, delay_s: float = 0.0) -> None:
-        """Be faulty until `heal`. `delay_s` is the latency of each chunk of bytes, each way."""
+        """Inject a fault until `heal`. `delay_s` is the latency of each chunk of bytes, in each direction."""
         self._fault, self._delay_s = fault, delay_s
         if fault == Fault.BLACK_HOLE:
             self._open.clear()
@@ -74,7 +74,7 @@ class Link:
                 writer.transport.abort()
 
     def heal(self) -> None:
-        """Be whole again; what a black hole held back goes on its way."""
+        """End the fault; bytes that a black hole held are sent."""
         self._fault, self._delay_s = None, 0.0
         self._open.set()
 
@@ -91,31 +91,31 @@ class Link:
             self._connections.discard(task)
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Connect to the called process and carry bytes both ways; the end of either way ends both."""
+        """Connect to the called process and copy bytes in both directions until one of them ends."""
         if self._fault == Fault.RESET:
             raise ConnectionResetError
         await self._open.wait()
         far_reader, far_writer = await self._reach()
         async with self._kept(far_writer):
-            ways = [
-                asyncio.create_task(self._carry(reader, far_writer)),
-                asyncio.create_task(self._carry(far_reader, writer)),
+            directions = [
+                asyncio.create_task(self._copy(reader, far_writer)),
+                asyncio.create_task(self._copy(far_reader, writer)),
             ]
             try:
-                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for way in ways:
-                    way.cancel()
-                await asyncio.gather(*ways, return_exceptions=True)
+                for direction in directions:
+                    direction.cancel()
+                await asyncio.gather(*directions, return_exceptions=True)
 
     async def _reach(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection to the called process, or to one that stands in."""
+        """A connection to the called process, or to a replica."""
         for port in (self.target_port, *self.others):
             with contextlib.suppress(ConnectionRefusedError):
                 return await asyncio.open_connection(LOOPBACK, port)
         raise ConnectionRefusedError
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(CHUNK_BYTES):
             if self._delay_s:
                 await asyncio.sleep(self._delay_s)
@@ -125,7 +125,7 @@ class Link:
 
     @contextlib.asynccontextmanager
     async def _kept(self, writer: asyncio.StreamWriter) -> AsyncIterator[None]:
-        """Known to `fail` while it is open; in the end it sends what it still has and closes."""
+        """Register a connection for `fail`; at the end it is flushed and closed."""
         self._writers.add(writer)
         try:
             yield

@@ -1,4 +1,4 @@
-"""One fault run: start, load, wreck, wait, check. Its report says what was done and which promises were broken."""
+"""One fault run: start, load, inject faults, wait, check. Its report lists faults and violated guarantees."""
 
 import asyncio
 import json
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ops.faults.check import FINDINGS_MAX, BatchCheck, attainment, leak_findings, marked, outcomes, stream_findings
+from ops.faults.injector import FaultInjector, Kind
 from ops.faults.load import Load, Streamed
 from ops.faults.losses import stream_losses
 from ops.faults.stack import SKEWS_S, FaultStack
-from ops.faults.wrecker import Kind, Wrecker
 from ops.local.replay_stack import Fleet
 from ops.local.waiting import wait_until
 
@@ -24,7 +24,7 @@ GONE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run does. `calm_s`: how long interactive load goes on after the last fault."""
+    """The parameters of a run. `calm_s`: how long interactive load continues after the last fault."""
 
     fleet: Fleet
     minutes: float
@@ -38,34 +38,34 @@ class Plan:
     calm_s: float = 30.0
 
 
-async def run_faults(plan: Plan, home: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run it in an empty home and return the report; `broken` lists what promises were broken, in words."""
+async def run_faults(plan: Plan, home: Path, notify: Callable[[str], None]) -> dict[str, Any]:
+    """Run in an empty home and return the report; `broken` lists violated guarantees."""
     stack = FaultStack(home, plan.fleet, gateways=plan.gateways)
-    say(f"starting {plan.fleet.nodes} nodes and {len(stack.links)} links; the logs are in {home / 'logs'}")
+    notify(f"starting {plan.fleet.nodes} nodes and {len(stack.links)} links; the logs are in {home / 'logs'}")
     async with stack.running():
-        report = await _Run(plan, stack, say).run()
+        report = await _Run(plan, stack, notify).run()
     report["broken"] += await _left_behind(home)
     return report
 
 
 class _Run:
-    def __init__(self, plan: Plan, stack: FaultStack, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, stack: FaultStack, notify: Callable[[str], None]) -> None:
         self._plan = plan
         self._stack = stack
-        self._say = say
+        self._notify = notify
         local = stack.local
         self._load = Load(local.urls, local.keys["client"], plan.fleet.model_names(), plan.seed)
-        self._wrecker = Wrecker(stack, plan.kinds, plan.seed)
+        self._injector = FaultInjector(stack, plan.kinds, plan.seed)
         self._stop_faults, self._stop_batches, self._stop_streams = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def run(self) -> dict[str, Any]:
         await self._stack.register()
         await self._stack.wait_ready()
-        self._say("every endpoint is ready; asking for the undisturbed answers")
+        self._notify("every endpoint is ready; asking for the undisturbed answers")
         answers = await self._load.undisturbed()
         calm_from_s = await self._disturb()
         sent = self._load.sent
-        self._say("waiting for the batches")
+        self._notify("waiting for the batches")
         batches = BatchCheck(self._stack, answers)
         await batches.run(sent)
         leaks, held = await leak_findings(self._stack)
@@ -81,7 +81,7 @@ class _Run:
             "broken": [f"{what}: {one}" for what, found in broken.items() for one in found[:FINDINGS_MAX]],
             "broken_count": sum(map(len, broken.values())),
             "interactive": self._interactive([s for s in sent.streams if s.started_s < calm_from_s]),
-            "losses": stream_losses(sent.streams, self._wrecker.times()),
+            "losses": stream_losses(sent.streams, self._injector.times()),
             "interactive_after": self._interactive([s for s in sent.streams if s.started_s >= calm_from_s]),
             "batches": {
                 "accepted": len(sent.batches),
@@ -91,37 +91,37 @@ class _Run:
             },
             "held_at_the_end": held,
             "restarts": {name: n for name, n in self._stack.local.supervisor.restarts().items() if n},
-            "faults": dict(Counter(str(made.kind) for made in self._wrecker.made)),
-            "faults_made": self._wrecker.as_json(),
+            "faults": dict(Counter(str(made.kind) for made in self._injector.made)),
+            "faults_made": self._injector.as_json(),
         }
 
     async def _disturb(self) -> float:
-        """Load and faults, then load alone. Returns when the calm began, on `time.monotonic`."""
+        """Run load with faults, then load alone. Returns the time of the last fault's end, on `time.monotonic`."""
         plan = self._plan
         async with asyncio.TaskGroup() as group:
             group.create_task(self._load.interactive(plan.streams, self._stop_streams))
             group.create_task(self._load.batches(plan.batch_lines, plan.batch_every_s, self._stop_batches))
-            wrecking = group.create_task(self._wrecker.run(plan.every_s, self._stop_faults))
-            telling = group.create_task(self._tell())
+            injecting = group.create_task(self._injector.run(plan.every_s, self._stop_faults))
+            progress = group.create_task(self._report_progress())
             await asyncio.sleep(plan.minutes * 60)
             self._stop_faults.set()
-            await wrecking
+            await injecting
             self._stop_batches.set()
-            self._say("no more faults; calm")
+            self._notify("no more faults; calm")
             await asyncio.to_thread(self._stack.local.supervisor.wait_ready, 180.0)
             calm_from_s = time.monotonic()
             await asyncio.sleep(plan.calm_s)
             self._stop_streams.set()
-            telling.cancel()
+            progress.cancel()
         return calm_from_s
 
-    async def _tell(self) -> None:
+    async def _report_progress(self) -> None:
         started_s = time.monotonic()
         while True:
             await asyncio.sleep(PROGRESS_EVERY_S)
-            sent, made = self._load.sent, self._wrecker.made
+            sent, made = self._load.sent, self._injector.made
             last = f"; last: {made[-1].kind} {made[-1].victim}" if made else ""
-            self._say(
+            self._notify(
                 f"{time.monotonic() - started_s:4.0f} s: {len(made)} faults{last}; "
                 f"{len(sent.streams)} streams {outcomes(sent.streams)}; {len(sent.batches)} batches"
             )
@@ -136,7 +136,7 @@ class _Run:
 
 
 async def _left_behind(home: Path) -> list[str]:
-    """Processes of the run that outlived it."""
+    """Findings for processes that outlived the run."""
 
     async def are_gone() -> bool:
         return not marked(home)
@@ -151,8 +151,8 @@ def print_progress(line: str) -> None:
 
 
 def report_text(report: dict[str, Any]) -> str:
-    """The report for people: the figures, and every broken promise."""
+    """The report as text: the figures, and every violated guarantee."""
     shown = {name: value for name, value in report.items() if name not in {"faults_made", "broken", "plan"}}
     lines = [f"{name}: {json.dumps(value)}" for name, value in shown.items()]
     broken = report["broken"] or ["none"]
-    return "\n".join([*lines, "broken promises:", *(f"  {one}" for one in broken)])
+    return "\n".join([*lines, "violated guarantees:", *(f"  {one}" for one in broken)])

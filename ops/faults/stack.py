@@ -1,4 +1,4 @@
-"""The stack of a fault run: replayed nodes, two of most processes, and a proxy on every way between them.
+"""The stack of a fault run: replayed nodes, two of most processes, and a proxy on every link between them.
 
 gateways, dispatchers, worker -> Postgres, Valkey       beats -> Valkey
 gateways, dispatchers -> agents -> gateways
@@ -15,7 +15,7 @@ from ops.local.stack import Wiring
 
 REPLICAS = {"dispatcher": 2, "beat": 2, "forecaster": 0}
 SKEWS_S = {"api-2": -150.0, "dispatcher-2": 300.0, "beat-2": 120.0}
-"""Whose clocks are wrong, and by how much."""
+"""Clock skews by process, in seconds."""
 ENVIRONMENT = {
     "TIDEPOOL_DATABASE_URL": "",
     "TIDEPOOL_REDIS_URL": "",

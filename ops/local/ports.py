@@ -12,7 +12,7 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on at this moment, never the same twice in a process.
+    """A TCP port without a listener, never the same twice in a process.
 
     Raises:
         OSError: a thousand ports were tried, and all are taken.

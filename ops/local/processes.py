@@ -1,4 +1,4 @@
-"""One supervised child: the record of how to run it, and its process of the moment."""
+"""One supervised child: how to run it, and its current process."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ class Child:
 
     `argv` must stay in the foreground. `env` is its whole environment, None for the supervisor's own. `ready` answers
     within about a second whether the child can serve; an exception counts as no. `after` names children that must be
-    ready before this one is first started. stdout and stderr are appended to `log`, which is put aside at a start where
+    ready before this one is first started. stdout and stderr are appended to `log`, which is rotated at a start where
     it is longer than `log_bytes_max`. Without `ready` a child counts as ready when it has lived for `settled_s`.
     """
 
@@ -38,7 +38,7 @@ class Child:
 
 
 class Process:
-    """A child's process of the moment, if any, and what happened to those before it."""
+    """A child's current process, if any, and the history of earlier ones."""
 
     def __init__(self, child: Child) -> None:
         self.child = child
@@ -86,14 +86,14 @@ class Process:
         """Ask the child's ready check, and remember a yes."""
         try:
             ready = self.child.ready() if self.child.ready else now_s - self.started_s >= self.child.settled_s
-        except Exception as error:  # told to the reader if the child never gets ready
+        except Exception as error:  # reported if the child never becomes ready
             ready, self.unready_cause = False, f"{type(error).__name__}: {error}"
         if ready:
             self.ready = self.was_ready = True
         return ready
 
     def ask_to_stop(self) -> None:
-        """Send the stop signal to the process itself; it knows best how to end its own children."""
+        """Send the stop signal to the process itself, which stops its own children."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, self.child.stop_signal)
 
@@ -103,8 +103,8 @@ class Process:
         self._kill_group()
         self._popen.wait()
 
-    def bury(self) -> str:
-        """Kill what the ended process left of its group and forget it. Returns how it ended, in words."""
+    def reap(self) -> str:
+        """Kill the rest of the group of the ended process. Returns how it ended, as text."""
         assert self._popen is not None
         self._kill_group()
         code = self._popen.wait()
@@ -130,7 +130,7 @@ def log_tail(log: Path) -> str:
 
 
 def _rotate(log: Path, bytes_max: int) -> None:
-    """Make room for a new log when the old one has grown over its limit; one old one is kept."""
+    """Rotate a log that has exceeded its limit; one old log is kept."""
     log.parent.mkdir(parents=True, exist_ok=True)
     if log.exists() and log.stat().st_size > bytes_max:
         log.replace(log.with_name(f"{log.name}.1"))

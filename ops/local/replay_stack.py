@@ -1,5 +1,6 @@
 """A stack of replayed nodes with its regions, models and endpoints, for fault runs and benches."""
 
+import asyncio
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,8 +9,9 @@ from typing import Any
 
 import httpx2 as httpx
 
+from ops.client.api import open_api
 from ops.local.ports import free_port
-from ops.local.sample_fleet import LOAD_TIME_S, PROFILES, TOKENS_PER_S
+from ops.local.sample_fleet import PROFILES, TOKENS_PER_S, live_instances, offer_model
 from ops.local.stack import LocalNode, LocalStack, Wiring
 from ops.local.waiting import wait_until
 
@@ -43,7 +45,7 @@ class Fleet:
         return tuple(f"model-{n + 1:02}" for n in range(self.models))
 
     def kv_bytes_per_token(self) -> int:
-        """So that a node's KV cache holds `kv_tokens`."""
+        """The size of a token at which a node's KV cache holds `kv_tokens`."""
         return int(NODE_BYTES * KV_SHARE) // self.kv_tokens
 
     def local_nodes(self) -> tuple[LocalNode, ...]:
@@ -67,7 +69,7 @@ class Fleet:
 
 
 class ReplayStack:
-    """The stack, and its fleet as the admin API is told of it. `lines` are what its supervisor says."""
+    """The stack, and its fleet at the admin API. `lines` are the reports of its supervisor."""
 
     def __init__(self, home: Path, fleet: Fleet, *, environment: Mapping[str, str], wiring: Wiring) -> None:
         self.fleet = fleet
@@ -91,25 +93,18 @@ class ReplayStack:
             return answer.json()
 
     async def register(self) -> None:
-        """Tell the control plane of regions, models and endpoints, one instance each."""
-        put = "PUT"
-        for position, region in enumerate(self.fleet.region_names()):
-            await self.admin(put, f"/admin/regions/{region}", json={"position": position})
-        await self.admin(put, f"/admin/gpu-types/{GPU_TYPE}", json={"memory_bytes": 80 * 2**30, "cost_per_hour": 2.0})
-        for model in self.fleet.model_names():
-            about = {
-                "path": f"/replay/{model}",
-                "architecture": "Replay",
-                "weights_bytes": WEIGHTS_BYTES,
-                "kv_bytes_per_token": self.fleet.kv_bytes_per_token(),
-                "context_tokens": CONTEXT_TOKENS,
-            }
-            await self.admin(put, f"/admin/models/{model}", json=about)
-            profile = {"tokens_per_s": TOKENS_PER_S[GPU_TYPE], "gpus": 1, "load_time_s": LOAD_TIME_S}
-            await self.admin(put, "/admin/profiles", json={"model": model, "gpu_type": GPU_TYPE, **profile})
-            for region in self.fleet.region_names():
-                limits = {"instances_min": 1, "instances_max": self.fleet.instances_max}
-                await self.admin(put, "/admin/endpoints", json={"model": model, "region": region, **limits})
+        """Register regions, models, and endpoints with one instance each."""
+        await asyncio.to_thread(self._register)
+
+    def _register(self) -> None:
+        regions = self.fleet.region_names()
+        with open_api(self.local.url, self.local.keys["admin"]) as api:
+            for position, region in enumerate(regions):
+                api.put(f"/admin/regions/{region}", {"position": position})
+            api.put(f"/admin/gpu-types/{GPU_TYPE}", {"memory_bytes": 80 * 2**30, "cost_per_hour": 2.0})
+            for model in self.fleet.model_names():
+                api.put(f"/admin/models/{model}", replayed_model(model, self.fleet.kv_bytes_per_token()))
+                offer_model(api, model, {GPU_TYPE: TOKENS_PER_S[GPU_TYPE]}, regions, 1, self.fleet.instances_max)
 
     async def wait_ready(self) -> None:
         """Until every endpoint has an instance that is ready.
@@ -126,12 +121,20 @@ class ReplayStack:
 
     async def ready_endpoints(self) -> int:
         """How many endpoints have an instance that is ready."""
-        ready: set[tuple[str, str]] = set()
-        after: str | None = None
-        while True:
-            query = {"live_only": True, "limit": 100} | ({"after": after} if after else {})
-            page = await self.admin("GET", "/admin/instances", params=query)
-            ready |= {(row["model"], row["region"]) for row in page["data"] if row["state"] == "ready"}
-            if not page["has_more"]:
-                return len(ready)
-            after = page["next"]
+        rows = await asyncio.to_thread(self._live_instances)
+        return len({(row["model"], row["region"]) for row in rows if row["state"] == "ready"})
+
+    def _live_instances(self) -> list[dict[str, Any]]:
+        with open_api(self.local.url, self.local.keys["admin"]) as api:
+            return live_instances(api)
+
+
+def replayed_model(name: str, kv_bytes_per_token: int) -> dict[str, Any]:
+    """The description of a model for the replay engine, which reads no checkpoint."""
+    return {
+        "path": f"/replay/{name}",
+        "architecture": "Replay",
+        "weights_bytes": WEIGHTS_BYTES,
+        "kv_bytes_per_token": kv_bytes_per_token,
+        "context_tokens": CONTEXT_TOKENS,
+    }

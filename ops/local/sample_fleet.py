@@ -1,10 +1,10 @@
 """The fleet of the demo and of a first `tidepool up`: three regions, two GPU types, eight tiny models and
-one that speaks.
+a pretrained one.
 """
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,13 @@ REGIONS = (
     DemoRegion(name="us-west", gpu_type="H800", utc_offset_h=-8),
 )
 POOL_REGION = REGIONS[0]
-"""Its node is a pool: one slot that serves every model and has memory for two."""
+"""Its node is a shared GPU pool: one worker that serves every model and has memory for two."""
 POOL_NODE = f"{POOL_REGION.name}-1"
 POOL_RESIDENTS = 2
-SPEAKING_REGION = REGIONS[2]
-"""Its node has memory for the model that speaks."""
+PRETRAINED_REGION = REGIONS[2]
+"""Its node has memory for the pretrained model."""
 LONG_TAIL = ("tiny-qwen2", "tiny-phi3", "tiny-gemma2", "tiny-smollm3")
-"""Models with little demand: offered on the pool only."""
+"""Models with little demand, offered on the pool only."""
 GPUS_PER_NODE, GPUS_OF_POOL = 8, 16
 POOL_SLAB_BYTES = 128 * 2**10
 # Input tokens per second of one instance at its SLO. A tiny model on a CPU stands for a model on these GPUs, so the
@@ -57,20 +57,20 @@ LOAD_TIME_S = 600.0
 def regions_of(model: str) -> tuple[DemoRegion, ...]:
     """Where a model is offered."""
     if model == SMOLLM2.name:
-        return (SPEAKING_REGION,)
+        return (PRETRAINED_REGION,)
     return (POOL_REGION,) if model in LONG_TAIL else REGIONS
 
 
-def make_nodes(models: Sequence[TinyModel], speaking: TinyModel | None = None) -> tuple[LocalNode, ...]:
-    """A node for each region; that of the pool as small as the checkpoints want it, one with room for `speaking`."""
-    more_bytes = 0 if speaking is None else _speaking_bytes(speaking)
+def make_nodes(models: Sequence[TinyModel], pretrained: TinyModel | None = None) -> tuple[LocalNode, ...]:
+    """A node for each region. The pool's node has memory for two models, another one also for `pretrained`."""
+    more_bytes = 0 if pretrained is None else _pretrained_bytes(pretrained)
     others = (
         LocalNode(
             name=f"{region.name}-1",
             region=region.name,
             gpu_type=region.gpu_type,
             gpus=GPUS_PER_NODE,
-            memory_bytes=MEMORY_BYTES + (more_bytes if region is SPEAKING_REGION else 0),
+            memory_bytes=MEMORY_BYTES + (more_bytes if region is PRETRAINED_REGION else 0),
         )
         for region in REGIONS
         if region is not POOL_REGION
@@ -78,13 +78,13 @@ def make_nodes(models: Sequence[TinyModel], speaking: TinyModel | None = None) -
     return (_pool_node(models), *others)
 
 
-def _speaking_bytes(model: TinyModel) -> int:
+def _pretrained_bytes(model: TinyModel) -> int:
     """Memory for its weights, which are stored in 16 bits and computed in 32, and as much for KV."""
     return 2 * 2 * (model.path / "model.safetensors").stat().st_size
 
 
 def _pool_node(models: Sequence[TinyModel]) -> LocalNode:
-    """Memory for the two largest models; what is left for KV makes no room for a third, even of the smallest."""
+    """A node with memory for the two largest models, and with too little KV memory for a third, even the smallest."""
     slabs = sorted(_slabs(model) for model in models)
     weights = sum(slabs[-POOL_RESIDENTS:])
     kv = sum(slabs[: POOL_RESIDENTS + 1]) - 1 - weights
@@ -104,7 +104,7 @@ def _pool_node(models: Sequence[TinyModel]) -> LocalNode:
 
 
 def _slabs(model: TinyModel) -> int:
-    """Slabs that its weights take: each layer, the output if it is not tied, and the rest begin a slab of their own."""
+    """Slabs of its weights: each layer, an untied output, and the rest begin at a slab boundary."""
     parts: Counter[str] = Counter()
     for name, tensor in load_file(model.path / "model.safetensors").items():
         stage = re.match(r"model\.layers\.\d+|lm_head", name)
@@ -113,46 +113,42 @@ def _slabs(model: TinyModel) -> int:
 
 
 def register_fleet(api: Api, models: Sequence[TinyModel]) -> None:
-    """Tell the control plane of everything in this file. Saying it again changes nothing."""
+    """Register everything in this file. Repeating it changes nothing."""
     for position, region in enumerate(REGIONS):
         api.put(f"/admin/regions/{region.name}", {"position": position})
     for gpu_type in TOKENS_PER_S:
         profile = load_gpu_profile(PROFILES / f"{gpu_type.lower()}.toml")
-        api.put(
-            f"/admin/gpu-types/{gpu_type}",
-            {"memory_bytes": profile.memory_bytes, "cost_per_hour": profile.cost_per_hour},
-        )
+        costs = {"memory_bytes": profile.memory_bytes, "cost_per_hour": profile.cost_per_hour}
+        api.put(f"/admin/gpu-types/{gpu_type}", costs)
     for model in models:
         api.put(f"/admin/models/{model.name}", describe_checkpoint(model.path))
-        for gpu_type, tokens_per_s in TOKENS_PER_S.items():
-            api.put(
-                "/admin/profiles",
-                {
-                    "model": model.name,
-                    "gpu_type": gpu_type,
-                    "tokens_per_s": tokens_per_s,
-                    "gpus": 1,
-                    "load_time_s": LOAD_TIME_S,
-                },
-            )
-        for region in regions_of(model.name):
-            api.put(
-                "/admin/endpoints",
-                {
-                    "model": model.name,
-                    "region": region.name,
-                    "instances_min": INSTANCES_MIN,
-                    "instances_max": INSTANCES_MAX,
-                },
-            )
+        regions = [region.name for region in regions_of(model.name)]
+        offer_model(api, model.name, TOKENS_PER_S, regions, INSTANCES_MIN, INSTANCES_MAX)
+
+
+def offer_model(
+    api: Api,
+    model: str,
+    tokens_per_s: Mapping[str, float],
+    regions: Iterable[str],
+    instances_min: int,
+    instances_max: int,
+) -> None:
+    """Give a registered model a profile on each GPU type of `tokens_per_s`, and an endpoint in each region."""
+    for gpu_type, rate in tokens_per_s.items():
+        profile = {"model": model, "gpu_type": gpu_type, "tokens_per_s": rate, "gpus": 1, "load_time_s": LOAD_TIME_S}
+        api.put("/admin/profiles", profile)
+    for region in regions:
+        limits = {"instances_min": instances_min, "instances_max": instances_max}
+        api.put("/admin/endpoints", {"model": model, "region": region, **limits})
 
 
 def live_instances(api: Api) -> list[dict[str, Any]]:
-    """Every instance that is wanted or still draining."""
+    """Every instance that is desired or draining."""
     rows: list[dict[str, Any]] = api.pages("/admin/instances", live_only=True)["data"]
     return rows
 
 
 def is_empty(api: Api) -> bool:
-    """Whether nobody registered a region yet."""
+    """Whether no region is registered."""
     return not api.get("/admin/regions")["data"]

@@ -35,8 +35,8 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class LocalNode:
-    """A node to run an agent for. Its one slot pretends to hold `gpus` GPUs; `memory_bytes` is what it really takes.
-    `settings`: more of its agent's settings, by name.
+    """A node and its agent. Its only worker group simulates `gpus` GPUs; `memory_bytes` is the memory that it
+    allocates. `settings`: more of its agent's settings, by name.
     """
 
     name: str
@@ -51,11 +51,11 @@ class LocalNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """How many of each process there are, and how they find each other.
+    """The number of each process, and the ports by which they reach each other.
 
-    The first of several bears the plain name, the others `name-2` and so on. `between(caller, called, port)` is the
-    port by which a child reaches another that listens on `port`; several callers may share one and are then called
-    `*`. `programs`: what Python runs for some children instead of the command line's module.
+    Replicas are named `name`, `name-2` and so on. `between(caller, called, port)` is the port by which a child reaches
+    another that listens on `port`; `*` is the caller where several share a port.
+    `programs`: what Python runs for some children instead of the command line's module.
     """
 
     replicas: Mapping[str, int] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class LocalStack:
     ) -> None:
         self._wiring = wiring or Wiring()
         make_home(home)
-        self._lock = _hold(home)
+        self._lock = _lock(home)
         self.home = home
         gateways = self._wiring.names("api")
         self._ports = dict(zip(gateways, (port, *(free_port() for _ in gateways[1:])), strict=True))
@@ -110,21 +110,19 @@ class LocalStack:
         self.supervisor = Supervisor([*servers, *self._control_plane(servers), *agents], report=report)
 
     def __enter__(self) -> "LocalStack":
-        """Start everything; returns when every child is ready."""
         self.supervisor.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop everything."""
         self.stop()
 
     def stop(self) -> None:
-        """Stop every child and let go of the home."""
+        """Stop every child and unlock the home."""
         self.supervisor.stop()
         self._lock.close()
 
     def _servers(self) -> list[Child]:
-        """Embedded servers for what no URL was given for."""
+        """An embedded server for each URL that is not configured."""
         given = self._environment.get("TIDEPOOL_DATABASE_URL", "")
         self.database_url = psycopg_url(given) if given else ""
         self.redis_url = self._environment.get("TIDEPOOL_REDIS_URL", "")
@@ -133,8 +131,11 @@ class LocalStack:
             postgres = EmbeddedPostgres(self.home, free_port())
             postgres.prepare()
             self.database_url = postgres.url()
-            child = postgres.child()
-            servers.append(_with_ready(child, lambda: postgres.ready() and self._prepare_database()))
+            servers.append(
+                replace(
+                    postgres.child(), ready=lambda: postgres.ready() and self._prepare_database(), ready_timeout_s=120.0
+                )
+            )
         if not self.redis_url:
             valkey = EmbeddedValkey(self.home, free_port())
             valkey.prepare()
@@ -143,7 +144,7 @@ class LocalStack:
         return servers
 
     def _prepare_database(self) -> bool:
-        """Migrate the schema and put the bootstrap keys in, once; True when that is done."""
+        """Migrate the schema and store the first keys, once; returns True when that is done."""
         if self._database_ready:
             return True
         migrations.upgrade(self.database_url)
@@ -158,7 +159,9 @@ class LocalStack:
     def _control_plane(self, servers: list[Child]) -> list[Child]:
         after = tuple(server.name for server in servers)
         gateways = [
-            self._tidepool("api", name=name, after=after, ready=_readiness(port), env={"TIDEPOOL_PORT": str(port)})
+            self._tidepool(
+                "api", name=name, after=after, ready=_probe(port, "readyz"), env={"TIDEPOOL_PORT": str(port)}
+            )
             for name, port in self._ports.items()
         ]
         others = ("dispatcher", "worker", "forecaster", "beat")
@@ -182,9 +185,9 @@ class LocalStack:
         }
         if node.profile is not None:
             env["TIDEPOOL_AGENT_PROFILE"] = str(node.profile)
-        # It may start before the control plane: its worker takes longest, and it joins as soon as it can.
-        child = self._tidepool("agent", name=name, after=(), ready=lambda: _answers(LOOPBACK, port), env=env)
-        return replace(child, stop_signal=signal.SIGINT)  # the whole stack stops: there is nobody to hand over to
+        # An agent may start before the control plane: its worker takes longest, and it retries to join.
+        child = self._tidepool("agent", name=name, after=(), ready=_probe(port, "livez"), env=env)
+        return replace(child, stop_signal=signal.SIGINT)  # the whole stack stops, so no other node can take over
 
     def _tidepool(
         self,
@@ -208,14 +211,14 @@ class LocalStack:
         )
 
     def _servers_of(self, name: str) -> dict[str, str]:
-        """Where a child of the control plane finds the servers."""
+        """The servers' addresses for a child of the control plane."""
         return {
             "TIDEPOOL_DATABASE_URL": self._reached(name, "postgres", self.database_url),
             "TIDEPOOL_REDIS_URL": self._reached(name, "valkey", self.redis_url),
         }
 
     def _reached(self, caller: str, called: str, url: str) -> str:
-        """A server's address as a child uses it."""
+        """A server's address, with the port by which a child reaches it."""
         port = make_url(url).port
         if port is None:
             return url
@@ -223,12 +226,12 @@ class LocalStack:
         return make_url(url).set(port=through).render_as_string(hide_password=False) if through != port else url
 
 
-def _readiness(port: int) -> Callable[[], bool]:
-    return lambda: httpx.get(f"http://{LOOPBACK}:{port}/readyz", timeout=1.0).status_code == httpx.codes.OK
+def _probe(port: int, name: str) -> Callable[[], bool]:
+    return lambda: httpx.get(f"http://{LOOPBACK}:{port}/{name}", timeout=1.0).status_code == httpx.codes.OK
 
 
-def _hold(home: Path) -> IO[str]:
-    """Hold the home against a second stack; the kernel lets go of it when this process ends, however it does.
+def _lock(home: Path) -> IO[str]:
+    """Lock the home against a second stack. The kernel releases the lock when this process ends.
 
     Raises:
         EmbeddedError: another stack runs on it.
@@ -242,11 +245,3 @@ def _hold(home: Path) -> IO[str]:
             f"another Tidepool runs on {home}; stop it, or set TIDEPOOL_HOME to another folder"
         ) from None
     return lock
-
-
-def _with_ready(child: Child, ready: Callable[[], bool]) -> Child:
-    return Child(**{**child.__dict__, "ready": ready, "ready_timeout_s": 120.0})
-
-
-def _answers(host: str, port: int) -> bool:
-    return httpx.get(f"http://{host}:{port}/livez", timeout=1.0).status_code == httpx.codes.OK

@@ -1,6 +1,6 @@
-"""Keeps a set of child processes running: starts them in dependency order, heals them, leaves none behind.
+"""Keeps a set of child processes running: starts them in dependency order, restarts them, and leaves none behind.
 
-It knows `Child` records and nothing of what they do. All processes are started from one thread, which lives as long as
+All processes are started from one thread, which lives as long as
 they do: the kernel's parent-death signal fires when the *thread* that forked ends. That thread ticks every 0.2 s; a
 tick never waits, apart from the `ready` checks, which should answer within a second.
 
@@ -36,7 +36,7 @@ class SupervisorError(Exception):
 
 
 class Supervisor:
-    """Runs children until told to stop. Use `run()`, or `start()` and `stop()`, or a with-statement.
+    """Runs children until it is stopped. Use `run()`, or `start()` and `stop()`, or a with-statement.
 
     Raises:
         ValueError: two children share a name, or `after` names an unknown child or forms a ring.
@@ -61,7 +61,7 @@ class Supervisor:
         self.stop()
 
     def start(self) -> None:
-        """Start all children and return when each has been ready once, or when told to stop meanwhile.
+        """Start all children and return when each has been ready once, or when it is stopped meanwhile.
 
         Raises:
             SupervisorError: a child did not get ready; all others are stopped again.
@@ -145,22 +145,22 @@ class Supervisor:
         self._keep_sweeper()
         for process in self._processes.values():
             if process.pid and process.has_ended():
-                self._bury(process, now_s)
+                self._reap(process, now_s)
             if not process.pid:
                 if now_s >= process.next_start_s and self._may_start(process.child):
                     process.launch(now_s)
-                    self._tell_sweeper(process)
+                    self._register_with_sweeper(process)
             elif not process.ready:
                 self._check_ready(process, now_s)
 
     def _may_start(self, child: Child) -> bool:
-        """Dependencies count at the first start only: a child that was up copes with their short absence."""
+        """Dependencies matter at the first start only: a running child tolerates their short absence."""
         return self._processes[child.name].was_ready or all(self._processes[name].ready for name in child.after)
 
-    def _bury(self, process: Process, now_s: float) -> None:
-        """Take note of a child that ended by itself, and when to start it again."""
+    def _reap(self, process: Process, now_s: float) -> None:
+        """Reap a child that ended by itself, and schedule its restart."""
         name, pid = process.child.name, process.pid
-        cause = process.bury()
+        cause = process.reap()
         self._write_sweeper(f"- {pid}\n")
         if now_s - process.started_s >= STEADY_S:
             process.failures = 0
@@ -201,7 +201,7 @@ class Supervisor:
                 waited_s = time.monotonic() - started_s
                 for process in [one for one in wave if self._is_over(one, waited_s)]:
                     pid = process.pid
-                    process.bury()
+                    process.reap()
                     self._write_sweeper(f"- {pid}\n")
                     wave.remove(process)
                 time.sleep(TICK_S / 10)
@@ -232,7 +232,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _keep_sweeper(self) -> None:
-        """Start the sweeper, again if it was killed, and tell it of all children."""
+        """Start the sweeper, again if it was killed, and register all children with it."""
         if self._sweeper is not None and self._sweeper.poll() is None:
             return
         was_killed = self._sweeper is not None
@@ -243,16 +243,16 @@ class Supervisor:
         )
         for process in self._processes.values():
             if process.pid:
-                self._tell_sweeper(process)
+                self._register_with_sweeper(process)
         if was_killed:
             self._report("the sweeper was killed; another has taken over")
 
-    def _tell_sweeper(self, process: Process) -> None:
+    def _register_with_sweeper(self, process: Process) -> None:
         child = process.child
         self._write_sweeper(f"+ {process.pid} {int(child.stop_signal)} {child.stop_timeout_s}\n")
 
     def _write_sweeper(self, line: str) -> None:
-        """Write a line; if the sweeper is gone the next tick starts another, which is told everything."""
+        """Write a line; if the sweeper has ended, the next tick starts another with all children."""
         assert self._sweeper is not None
         assert self._sweeper.stdin is not None
         try:

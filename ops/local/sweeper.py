@@ -1,8 +1,8 @@
-"""Ends a supervisor's children after the supervisor itself was killed: a script that waits for its stdin to close.
+"""Ends a supervisor's children after the supervisor was killed: a script that waits for its stdin to close.
 
-It is told of process groups on stdin, one line each: `+ PID SIGNAL TIMEOUT_S` and `- PID`. When stdin closes, or its
-parent is gone, every group still known is asked to stop and, after its own timeout, killed with all its members. Under
-Linux the kernel has then asked already (the parent-death signal); asking twice would hurry some programs.
+It reads process groups from stdin, one line each: `+ PID SIGNAL TIMEOUT_S` and `- PID`. When stdin closes, or its
+parent has ended, every registered group gets its stop signal and, after its own timeout, SIGKILL. On Linux the kernel
+has already sent the stop signal (the parent-death signal); a second one makes some programs skip their shutdown.
 """
 
 import os
@@ -45,7 +45,7 @@ class Group:
 
 
 def main() -> None:
-    """Keep the list until the supervisor ends, then end what is on it."""
+    """Keep the list until the supervisor ends, then stop the groups on it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sweep(watch(os.getppid()))

@@ -1,6 +1,6 @@
-"""Eight demo models of a few megabytes, made on the spot: real Hugging Face folders with random weights.
+"""Eight demo models of a few megabytes, built locally: real Hugging Face folders with random weights.
 
-They speak no language, but everything else about them is real: architecture, tokenizer, chat template, safetensors.
+Their text is random, but architecture, tokenizer, chat template and safetensors files are real.
 The same names give the same bytes on every machine of the same library versions: weights come from a seeded
 generator. The output rows of tokens that do not print are zero, so greedy text is printable. All are about as large, so
 that memory for two of them is memory for any two.
@@ -66,13 +66,13 @@ def train_tokenizer() -> Any:
 
 
 def printable_ids(tokenizer: Any) -> list[int]:
-    """The tokens that decode to printable ASCII, alone and wherever they stand."""
+    """The tokens that decode to printable ASCII in any context."""
     texts = {token: tokenizer.decode([token]) for token in range(VOCABULARY)}
     return [token for token, text in texts.items() if text and all(" " <= letter <= "~" for letter in text)]
 
 
 def tokenizer_config() -> dict[str, Any]:
-    """What `tokenizer_config.json` says."""
+    """The content of `tokenizer_config.json`."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_TOKEN,
@@ -252,7 +252,7 @@ def build_tiny_models(folder: Path, names: Sequence[str] | None = None) -> list[
 
 
 def _is_complete(target: Path) -> bool:
-    """Whether the folder's own list says that it is of this recipe and every file has its full size."""
+    """Whether the folder is of this recipe and every file has its full size."""
     try:
         mark = json.loads((target / _COMPLETE_MARK).read_text(encoding="utf-8"))
         sizes = {name: (target / name).stat().st_size for name in mark["files"]}
@@ -262,7 +262,7 @@ def _is_complete(target: Path) -> bool:
 
 
 def _build(folder: Path, name: str) -> None:
-    """Write everything next to its place, then rename: nobody sees half a model."""
+    """Write everything to a temporary folder, then rename it, so that no partial model is visible."""
     recipe = RECIPES[name]
     target, partial = folder / name, folder / f".{name}.partial"
     for leftover in (partial, target):

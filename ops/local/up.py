@@ -12,7 +12,7 @@ from rich.console import Console
 from dataplane.runtime.logs import LogSettings
 from ops.client.api import Api, open_api
 from ops.local.home import EmbeddedError, forget_api_url, write_api_url
-from ops.local.pretrained import speaking_model
+from ops.local.pretrained import pretrained_model
 from ops.local.sample_fleet import is_empty, make_nodes, register_fleet
 from ops.local.stack import LocalNode, LocalStack
 from ops.local.tiny_models import build_tiny_models
@@ -25,7 +25,7 @@ def up(home: Path, port: int, *, bare: bool = False, tiny: bool = False) -> None
 
     A home that has a fleet keeps it; an empty one gets the demo's regions, GPU types, models and endpoints, and
     agents for their nodes. `bare`: no fleet and no agents, for a control plane whose nodes are elsewhere. `tiny`:
-    without the model that speaks, which is downloaded once.
+    without the pretrained model, which is downloaded once.
 
     Raises:
         ops.local.supervisor.SupervisorError: a child cannot be started.
@@ -37,19 +37,19 @@ def up(home: Path, port: int, *, bare: bool = False, tiny: bool = False) -> None
         raise EmbeddedError(f"`tidepool up` serves http on the loopback interface: unset {tls[0]}")
     home = home.expanduser().resolve()
     models = [] if bare else build_tiny_models(home / "models")
-    speaking = None if bare or tiny else speaking_model(screen.say)
-    nodes: tuple[LocalNode, ...] = () if bare else make_nodes(models, speaking)
-    stack = LocalStack(home, port, nodes, report=lambda line: screen.say(line, style="dim"))
-    screen.say(f"home {home}; keys in {home / 'keys.json'}; logs in {home / 'logs'}")
+    pretrained = None if bare or tiny else pretrained_model(screen.print)
+    nodes: tuple[LocalNode, ...] = () if bare else make_nodes(models, pretrained)
+    stack = LocalStack(home, port, nodes, report=lambda line: screen.print(line, style="dim"))
+    screen.print(f"home {home}; keys in {home / 'keys.json'}; logs in {home / 'logs'}")
 
     def on_ready() -> None:
         if not bare:
             with open_api(stack.url, stack.keys["admin"]) as api:
                 if is_empty(api):
-                    register_fleet(api, [*models, *([] if speaking is None else [speaking])])
-                if late := wait_served(api, screen.say):
-                    words = f"not served yet: {', '.join(late)}; the logs of the agents say why"
-                    screen.say(words, style="yellow")
+                    register_fleet(api, [*models, *([] if pretrained is None else [pretrained])])
+                if late := wait_served(api, screen.print):
+                    message = f"not served yet: {', '.join(late)}; see the logs of the agents"
+                    screen.print(message, style="yellow")
         sys.stdout.write(f"ready {stack.url}\n")
         sys.stdout.flush()
 
@@ -61,12 +61,12 @@ def up(home: Path, port: int, *, bare: bool = False, tiny: bool = False) -> None
 
 
 class _Screen:
-    """What the one who started the stack reads: lines on the terminal, or of the log where that is JSON."""
+    """Messages for the user who started the stack: on the terminal, or in the log where that is JSON."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._console = None if as_json else Console(stderr=True)
 
-    def say(self, line: str, style: str | None = None) -> None:
+    def print(self, line: str, style: str | None = None) -> None:
         if self._console is None:
             log.info(line)
         else:
@@ -74,8 +74,8 @@ class _Screen:
 
 
 def _unserved(api: Api) -> list[str]:
-    """Models that should have an instance and have none that the gateway would send a request to. Its own view of the
-    fleet says so: a request of ours would count as demand, and as one that missed its objective.
+    """Models with a minimum of instances and none to which the gateway would route, by its own view of the fleet: a
+    test request would count as demand.
     """
     wanted = {row["model"] for row in api.pages("/admin/endpoints")["data"] if row["instances_min"] > 0}
     usable = {row["model"] for row in api.get("/admin/status/live")["endpoints"] if row["utilization"] is not None}
@@ -83,25 +83,27 @@ def _unserved(api: Api) -> list[str]:
 
 
 def _reasons(api: Api, models: list[str]) -> str:
-    """What instances of these models wait for."""
+    """Why instances of these models are not ready."""
     rows = api.pages("/admin/instances", live_only=True)["data"]
     late = [row for row in rows if row["model"] in models and row["state"] != "ready"]
-    return ", ".join(sorted({row["error"] or row["waits_for"] or "its node was not heard of yet" for row in late})) or (
-        "no instance is placed yet"
-    )
+    return ", ".join(
+        sorted({row["error"] or row["waits_for"] or "its node has not sent a heartbeat yet" for row in late})
+    ) or ("no instance is placed yet")
 
 
-def wait_served(api: Api, say: Callable[[str], None], *, patience_s: float = 120.0, poll_s: float = 0.5) -> list[str]:
-    """Until every model that should have an instance can be served, or `patience_s` are over. Says what the others wait
-    for, and returns those that are left.
+def wait_served(
+    api: Api, report: Callable[[str], None], *, patience_s: float = 120.0, poll_s: float = 0.5
+) -> list[str]:
+    """Wait until every model with a minimum of instances can be served, or `patience_s` are over. Reports the reasons,
+    and returns the models that are left.
     """
-    deadline_s, said = time.monotonic() + patience_s, ""
+    deadline_s, reported = time.monotonic() + patience_s, ""
     while unserved := _unserved(api):
         if time.monotonic() > deadline_s:
             return unserved
-        words = f"{len(unserved)} models are not served yet: {_reasons(api, unserved)}"
-        if words != said:
-            say(words)
-            said = words
+        message = f"{len(unserved)} models are not served yet: {_reasons(api, unserved)}"
+        if message != reported:
+            report(message)
+            reported = message
         time.sleep(poll_s)
     return []

@@ -9,7 +9,8 @@ import pytest
 
 from ops.client.api import Api, open_api
 from ops.local.ports import free_port
-from ops.local.sample_fleet import LOAD_TIME_S, PROFILES, REGIONS, TOKENS_PER_S, DemoRegion, live_instances
+from ops.local.replay_stack import replayed_model
+from ops.local.sample_fleet import PROFILES, REGIONS, TOKENS_PER_S, DemoRegion, live_instances, offer_model
 from ops.local.stack import LocalNode, LocalStack
 from tests.flows.waiting import wait_until
 
@@ -52,22 +53,8 @@ def register(
     for gpu_type in TOKENS_PER_S:
         admin.put(f"/admin/gpu-types/{gpu_type}", {"memory_bytes": 80 * 2**30, "cost_per_hour": 2.0})
     for model in models:
-        admin.put(
-            f"/admin/models/{model}",
-            {
-                "path": f"/replay/{model}",
-                "architecture": "Replay",
-                "weights_bytes": 1 << 20,
-                "kv_bytes_per_token": 512,
-                "context_tokens": 4096,
-            },
-        )
-        for gpu_type, tokens_per_s in TOKENS_PER_S.items():
-            profile = {"tokens_per_s": tokens_per_s, "gpus": 1, "load_time_s": LOAD_TIME_S}
-            admin.put("/admin/profiles", {"model": model, "gpu_type": gpu_type, **profile})
-        for region in regions:
-            limits = {"instances_min": instances_min, "instances_max": 4}
-            admin.put("/admin/endpoints", {"model": model, "region": region.name, **limits})
+        admin.put(f"/admin/models/{model}", replayed_model(model, 512))
+        offer_model(admin, model, TOKENS_PER_S, [region.name for region in regions], instances_min, 4)
 
 
 def wait_ready(admin: Api, count: int) -> None:

@@ -119,7 +119,7 @@ class System:
         server = self.servers[name]
         server.prepare()
         self._start(name, server.command())
-        server.wait_ready(PATIENCE_S)
+        wait_until(server.ping, f"{name} answers", PATIENCE_S)
 
     def restart_server(self, name: str, *, down_s: float, killed: bool) -> None:
         """End a server, gently or not, and start it again later."""

@@ -19,7 +19,7 @@ TAIL_PEAK_TOKENS_PER_S = 1_000.0
 
 
 def plan(demo: Demo, demand: Path | None) -> None:
-    """Import a week of demand, forecast the next hour, solve the placement, show it, apply it, and see it followed."""
+    """Import a week of demand, forecast the next hour, solve the placement, apply it, and check that it is followed."""
     with demo.step("Plan", "a week of demand per minute -> forecast of the next hour -> placement -> instances"):
         text = _generated_demand(demo.models) if demand is None else demand.read_text()
         imported = demo.admin.send("POST", "/admin/demand", content=text, headers={"Content-Type": "text/csv"})
@@ -82,13 +82,13 @@ def _forecast(demo: Demo, series: int, origin_s: int) -> None:
     demo.wait("forecasts", series, lambda: len(demo.admin.get("/admin/forecasts", origin_s=origin_s)["data"]))
     forecasts = demo.admin.get("/admin/forecasts", origin_s=origin_s)["data"]
     chosen = Counter(forecast["forecaster"] for forecast in forecasts)
-    words = ", ".join(f"{name} for {count}" for name, count in chosen.most_common())
+    summary = ", ".join(f"{name} for {count}" for name, count in chosen.most_common())
     peak = sum(forecast["peak_upper"] for forecast in forecasts)
-    demo.console.print(f"   chosen by backtest: {words}; peaks of the next hour add up to {peak:,.0f} tokens/s.")
+    demo.console.print(f"   chosen by backtest: {summary}; peaks of the next hour add up to {peak:,.0f} tokens/s.")
 
 
 def _follow(demo: Demo) -> None:
-    """Wait until the agents hold what the plan in force says, then see that requests go there."""
+    """Wait until the agents run the instances of the plan in force, then check that requests are routed there."""
     cells = [(model.name, region.name) for model in demo.models for region in regions_of(model.name)]
 
     def matching() -> int:
@@ -102,9 +102,9 @@ def _follow(demo: Demo) -> None:
     planned = _plan_in_force(demo)
     served: Counter[str] = Counter()
     for model, region in sorted(planned):
-        said = ask(demo.client, model, region)
-        if (model, said.region) not in planned:
-            raise DemoError(f"{model} was served in {said.region}, where the plan has none")
-        served[said.region] += 1
-    words = ", ".join(f"{count} in {region}" for region, count in sorted(served.items()))
-    demo.console.print(f"   the agents hold the plan; the next requests were served {words}.")
+        answer = ask(demo.client, model, region)
+        if (model, answer.region) not in planned:
+            raise DemoError(f"{model} was served in {answer.region}, where the plan has none")
+        served[answer.region] += 1
+    summary = ", ".join(f"{count} in {region}" for region, count in sorted(served.items()))
+    demo.console.print(f"   the agents hold the plan; the next requests were served {summary}.")

@@ -1,4 +1,4 @@
-"""The demo's pooled node: eight models talk at once from one slot, whose memory holds two of them."""
+"""The demo's shared GPU pool: eight models stream concurrently from one worker with memory for two of them."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -10,7 +10,7 @@ import httpx2 as httpx
 from rich.table import Table
 from rich.text import Text
 
-from ops.local.demo.stage import Demo, DemoError, Said, ask
+from ops.local.demo.stage import Answer, Demo, DemoError, ask
 from ops.local.sample_fleet import POOL_NODE, POOL_REGION, POOL_RESIDENTS
 from ops.local.tiny_models import RECIPES
 
@@ -22,11 +22,11 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What eight streams left behind. `slot`: the node's own word afterwards, `age_s` after the first question;
-    `resident_most`: the most models that were in its memory, or on their way, whenever we looked.
+    """The result of eight streams. `slot`: the node's state afterwards, `age_s` after the first question;
+    `resident_most`: the most models that were in its memory, or being loaded, at any poll.
     """
 
-    said: Mapping[str, Said]
+    answers: Mapping[str, Answer]
     slot: Mapping[str, Any]
     age_s: float
     switches: int
@@ -34,18 +34,18 @@ class Seen:
 
 
 def pool(demo: Demo) -> None:
-    """Stream from all models at once, show who had the slot when, and check what a pooled node promises."""
-    words = f"{len(demo.models)} models talk at once on {POOL_NODE}, whose memory holds {POOL_RESIDENTS} of them"
-    with demo.step("Pool", words):
+    """Stream from all models at once, show the time slices of each, and check the guarantees of a shared GPU pool."""
+    description = f"{len(demo.models)} models stream at once from {POOL_NODE}, whose memory holds {POOL_RESIDENTS}"
+    with demo.step("Pool", description):
         seen = _talk_at_once(demo)
-        demo.console.print(_answers(seen.said))
+        demo.console.print(_answer_table(seen.answers))
         demo.console.print(timeline(seen))
         slabs = ", ".join(f"{count} {state}" for state, count in seen.slot["pool"]["slabs"].items())
         resident = ", ".join(seen.slot["resident_models"])
         demo.console.print(f"   {seen.switches} switches; in memory at the end: {resident}; slabs: {slabs}.")
         check(seen)
         _check_alone(demo, seen)
-        demo.console.print(f"   never more than {seen.resident_most} in memory; alone, each says the same again.")
+        demo.console.print(f"   never more than {seen.resident_most} in memory; alone, each gives the same answer.")
 
 
 def _talk_at_once(demo: Demo) -> Seen:
@@ -67,7 +67,7 @@ def _talk_at_once(demo: Demo) -> Seen:
         last, resident_most = follow(slot, answers.values(), show)
         age_s = time.monotonic() - began_s
     return Seen(
-        said={name: answer.result() for name, answer in answers.items()},
+        answers={name: answer.result() for name, answer in answers.items()},
         slot=last,
         age_s=age_s,
         switches=last["switches_total"] - switches_before,
@@ -77,12 +77,12 @@ def _talk_at_once(demo: Demo) -> Seen:
 
 def follow(
     slot: Callable[[], dict[str, Any]],
-    answers: Collection["Future[Said]"],
+    answers: Collection["Future[Answer]"],
     show: Callable[[int], None],
     *,
     patience_s: float = 240.0,
 ) -> tuple[dict[str, Any], int]:
-    """Look at the slot until all answers have ended and nothing is left of them: its last word, and the most models
+    """Poll the slot until all answers have ended and nothing of them remains: its last state, and the most models
     that were in its memory. A slot whose worker was replaced has no word of its pool until the next one's first; the
     streams go on meanwhile, and so does this.
 
@@ -103,13 +103,13 @@ def follow(
         time.sleep(_POLL_S)
 
 
-def _ask_pool(demo: Demo, model: str) -> Said:
+def _ask_pool(demo: Demo, model: str) -> Answer:
     return ask(demo.client, model, POOL_REGION.name, max_tokens=TOKENS, to_the_end=True)
 
 
-def _answers(said: Mapping[str, Said]) -> Table:
+def _answer_table(answers: Mapping[str, Answer]) -> Table:
     table = Table("model", "architecture", "first token", "tokens", "tokens/s", "text")
-    for name, answer in said.items():
+    for name, answer in answers.items():
         table.add_row(
             name,
             RECIPES[name].architecture,
@@ -122,16 +122,16 @@ def _answers(said: Mapping[str, Said]) -> Table:
 
 
 def timeline(seen: Seen) -> Table:
-    """Who had the slot when, as far back as the node remembers: a row for each model, time from left to right.
+    """The time slices that the node remembers: a row for each model, time from left to right.
 
     A worker remembers its own turns: none when it was replaced after the last one.
     """
     turns = [turn for turn in seen.slot["pool"]["turns"] if turn["started_age_s"] < seen.age_s]
     if not turns:
-        return Table("the worker was replaced, and with it went the turns", box=None)
+        return Table("the worker was replaced, and its history is lost", box=None)
     oldest_s = max(turn["started_age_s"] for turn in turns)
     span_s = oldest_s - min(turn["ended_age_s"] for turn in turns)
-    rows = {name: [""] * TIMELINE_COLUMNS for name in seen.said}
+    rows = {name: [""] * TIMELINE_COLUMNS for name in seen.answers}
     for turn in sorted(turns, key=lambda turn: str(turn["kind"])):  # prefills last: they are short, and must show
         first, end = (
             int((oldest_s - turn[edge]) / span_s * TIMELINE_COLUMNS) for edge in ("started_age_s", "ended_age_s")
@@ -148,21 +148,21 @@ def timeline(seen: Seen) -> Table:
 
 
 def check(seen: Seen) -> None:
-    """See that every stream came whole, by switching, and from memory for two.
+    """Check that every stream is complete, by switching, and from memory for two.
 
     Raises:
-        DemoError: a promise was broken; says which.
+        DemoError: a guarantee was violated; the message says which.
     """
-    for name, answer in seen.said.items():
+    for name, answer in seen.answers.items():
         if answer.tokens != TOKENS or answer.region != POOL_REGION.name:
-            raise DemoError(f"{name} made {answer.tokens} of {TOKENS} tokens in {answer.region}")
-    if seen.switches < len(seen.said):
-        raise DemoError(f"{POOL_NODE} switched {seen.switches} times for {len(seen.said)} models")
+            raise DemoError(f"{name} generated {answer.tokens} of {TOKENS} tokens in {answer.region}")
+    if seen.switches < len(seen.answers):
+        raise DemoError(f"{POOL_NODE} switched {seen.switches} times for {len(seen.answers)} models")
     if seen.resident_most > POOL_RESIDENTS:
         raise DemoError(f"{POOL_NODE} held {seen.resident_most} models, and has memory for {POOL_RESIDENTS}")
 
 
 def _check_alone(demo: Demo, seen: Seen) -> None:
-    for name, answer in seen.said.items():
+    for name, answer in seen.answers.items():
         if _ask_pool(demo, name).text != answer.text:
-            raise DemoError(f"{name} says something else when it is asked alone")
+            raise DemoError(f"{name} gives another answer when it is asked alone")

@@ -18,7 +18,7 @@ from ops.local.demo.plan import plan
 from ops.local.demo.pool import pool
 from ops.local.demo.stage import Demo, DemoError, ServiceTier, ask
 from ops.local.ports import free_port
-from ops.local.pretrained import SMOLLM2, speaking_model
+from ops.local.pretrained import SMOLLM2, pretrained_model
 from ops.local.sample_fleet import REGIONS, live_instances, make_nodes, regions_of, register_fleet
 from ops.local.stack import LocalStack
 from ops.local.tiny_models import TinyModel, build_tiny_models
@@ -27,13 +27,13 @@ INTERACTIVE: tuple[tuple[str, ServiceTier], ...] = (("IW-F", "priority"), ("IW-N
 BATCH_REQUESTS = 200
 QUICK = {"TIDEPOOL_RELEASE_SIGNAL_S": "0.2"}
 """The tiny models answer in milliseconds: their endpoints signal spare capacity more often than a large model's."""
-SPOKEN_TOKENS = 48
+PRETRAINED_TOKENS = 48
 SIMPLE_QUESTION = "What is the capital of France?"
 
 
 def main(*, demand: Path | None = None, keep: bool = False, tiny: bool = False) -> None:
-    """Run the demo in a home of its own, which is removed at the end unless `keep`; with `tiny`, without a model that
-    speaks.
+    """Run the demo in a home of its own, which is removed at the end unless `keep`; with `tiny`, without the
+    pretrained model.
 
     Raises:
         DemoError: a step failed.
@@ -45,14 +45,14 @@ def main(*, demand: Path | None = None, keep: bool = False, tiny: bool = False) 
     try:
         with console.status("Building eight tiny models in Hugging Face format ..."):
             models = build_tiny_models(home / "models")
-        speaking = None if tiny else speaking_model(lambda line: console.print(line, markup=False))
-        nodes = make_nodes(models, speaking)
+        pretrained = None if tiny else pretrained_model(lambda line: console.print(line, markup=False))
+        nodes = make_nodes(models, pretrained)
         report = lambda line: console.print(f"[dim]{line}[/]")  # noqa: E731
         stack = LocalStack(home, free_port(), nodes, environment=QUICK, report=report)
         with console.status("Starting Postgres, Valkey, API, dispatcher, worker, beat and three node agents ..."):
             stack.supervisor.start()
         try:
-            _steps(console, stack, models, speaking, demand)
+            _steps(console, stack, models, pretrained, demand)
         finally:
             with console.status("Stopping every process ..."):
                 stack.stop()
@@ -67,13 +67,13 @@ def main(*, demand: Path | None = None, keep: bool = False, tiny: bool = False) 
 
 
 def _steps(
-    console: Console, stack: LocalStack, models: list[TinyModel], speaking: TinyModel | None, demand: Path | None
+    console: Console, stack: LocalStack, models: list[TinyModel], pretrained: TinyModel | None, demand: Path | None
 ) -> None:
     with (
         open_api(stack.url, stack.keys["admin"]) as admin,
         openai.OpenAI(base_url=f"{stack.url}/v1", api_key=stack.keys["client"]) as client,
     ):
-        demo = Demo(console=console, stack=stack, admin=admin, client=client, models=models, speaking=speaking)
+        demo = Demo(console=console, stack=stack, admin=admin, client=client, models=models, pretrained=pretrained)
         set_up_fleet(demo)
         talk(demo)
         pool(demo)
@@ -99,29 +99,36 @@ def talk(demo: Demo) -> None:
         for number, model in enumerate(demo.models):
             tier, service_tier = INTERACTIVE[number % 2]
             regions = regions_of(model.name)
-            said = ask(demo.client, model.name, regions[number % len(regions)].name, service_tier=service_tier)
+            answer = ask(demo.client, model.name, regions[number % len(regions)].name, service_tier=service_tier)
             table.add_row(
-                model.name, tier, said.region, f"{said.waited_s * 1000:.0f} ms", str(said.tokens), said.text[:48]
+                model.name,
+                tier,
+                answer.region,
+                f"{answer.waited_s * 1000:.0f} ms",
+                str(answer.tokens),
+                answer.text[:48],
             )
         demo.console.print(table)
-        if demo.speaking is not None:
-            _speak(demo, demo.speaking)
+        if demo.pretrained is not None:
+            _stream_pretrained(demo, demo.pretrained)
 
 
-def _speak(demo: Demo, model: TinyModel) -> None:
-    """Stream an answer in words, as it comes."""
+def _stream_pretrained(demo: Demo, model: TinyModel) -> None:
+    """Stream an answer to the terminal."""
     [region] = regions_of(model.name)
     demo.console.print(f"   [bold]{SIMPLE_QUESTION}[/]  ", end="")
-    said = ask(
+    answer = ask(
         demo.client,
         model.name,
         region.name,
-        max_tokens=SPOKEN_TOKENS,
+        max_tokens=PRETRAINED_TOKENS,
         question=SIMPLE_QUESTION,
-        heard=lambda text: demo.console.print(text, end="", markup=False, style="green"),
+        on_text=lambda text: demo.console.print(text, end="", markup=False, style="green"),
     )
-    rate = said.tokens / (said.ended_s - said.began_s)
-    demo.console.print(f"\n   [dim]{SMOLLM2.about}, {said.tokens} tokens from {said.region}, {rate:.0f} tokens/s[/]")
+    rate = answer.tokens / (answer.ended_s - answer.began_s)
+    demo.console.print(
+        f"\n   [dim]{SMOLLM2.about}, {answer.tokens} tokens from {answer.region}, {rate:.0f} tokens/s[/]"
+    )
 
 
 def run_batch(demo: Demo) -> None:

@@ -1,4 +1,4 @@
-"""What the steps of the demo share: the stack and its clients, progress on the screen, and one streamed answer."""
+"""Shared by the steps of the demo: the stack and its clients, progress, and one streamed answer."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -22,37 +22,37 @@ _POLL_S = 0.25
 
 
 class DemoError(CommandError):
-    """A step did not come out as it must; the message says how."""
+    """A step failed; the message says how."""
 
 
 @dataclass(kw_only=True)
 class Demo:
-    """What the steps share. `models` are the tiny ones; `speaking` is None where it cannot be had."""
+    """The state that steps share. `models` are the tiny ones; `pretrained` is None where it is not available."""
 
     console: Console
     stack: LocalStack
     admin: Api
     client: openai.OpenAI
     models: list[TinyModel]
-    speaking: TinyModel | None = None
+    pretrained: TinyModel | None = None
     took_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def offered(self) -> list[TinyModel]:
         """Every model that is registered."""
-        return [*self.models, *([] if self.speaking is None else [self.speaking])]
+        return [*self.models, *([] if self.pretrained is None else [self.pretrained])]
 
     @contextmanager
-    def step(self, title: str, words: str) -> Iterator[None]:
-        """A numbered step: its title, plain words, and how long it took."""
-        self.console.print(f"\n[bold cyan]{len(self.took_s) + 1}. {title}[/]  [dim]{words}[/]")
+    def step(self, title: str, description: str) -> Iterator[None]:
+        """A numbered step: its title, a description, and its duration."""
+        self.console.print(f"\n[bold cyan]{len(self.took_s) + 1}. {title}[/]  [dim]{description}[/]")
         began_s = time.monotonic()
         yield
         self.took_s[title] = time.monotonic() - began_s
 
     @contextmanager
     def progress(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A progress bar; the block calls what it gets with how many are done."""
+        """A progress bar; the yielded function takes the number that is done."""
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn(), console=self.console) as bar:
             task = bar.add_task(title, total=total)
@@ -77,8 +77,8 @@ class Demo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
-    """What came out of a stream. Times are by `time.monotonic`."""
+class Answer:
+    """A streamed answer. Times are by `time.monotonic`."""
 
     region: str
     began_s: float
@@ -89,7 +89,7 @@ class Said:
 
     @property
     def waited_s(self) -> float:
-        """From the question to the first token."""
+        """Time to first token."""
         return self.first_s - self.began_s
 
 
@@ -102,10 +102,10 @@ def ask(
     max_tokens: int = ANSWER_TOKENS,
     to_the_end: bool = False,
     question: str = QUESTION,
-    heard: Callable[[str], None] = lambda _text: None,
-) -> Said:
-    """Stream the greedy answer to `question`, asked from a region. `to_the_end`: all `max_tokens`, come what may.
-    `heard` is called with each piece of text as it comes.
+    on_text: Callable[[str], None] = lambda _text: None,
+) -> Answer:
+    """Stream the greedy answer to `question`, asked from a region. `to_the_end`: generate all
+    `max_tokens`. `on_text` is called with each piece of text.
 
     Raises:
         DemoError: the answer has no token.
@@ -130,11 +130,11 @@ def ask(
             if chunk.choices and chunk.choices[0].delta.content:
                 first_s = first_s or time.monotonic()
                 text.append(chunk.choices[0].delta.content)
-                heard(text[-1])
+                on_text(text[-1])
             if chunk.usage is not None:
                 tokens = chunk.usage.completion_tokens
         served = stream.response.headers["x-tidepool-region"]
     if tokens == 0:
-        raise DemoError(f"{model} made no token")
-    words = "".join(text).replace("\n", " ")
-    return Said(region=served, began_s=began_s, first_s=first_s, ended_s=time.monotonic(), tokens=tokens, text=words)
+        raise DemoError(f"{model} generated no token")
+    whole = "".join(text).replace("\n", " ")
+    return Answer(region=served, began_s=began_s, first_s=first_s, ended_s=time.monotonic(), tokens=tokens, text=whole)

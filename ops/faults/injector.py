@@ -1,4 +1,4 @@
-"""Makes faults: every so often a random one, of a random kind, on a random victim, for a random while."""
+"""Injects faults at intervals: a random kind, on a random victim, for a random time."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ SERVERS = ("postgres", "valkey")
 
 
 class Kind(StrEnum):
-    """What can be done to a stack. `kill` is SIGKILL, `terminate` SIGTERM, as at a planned restart; `restart` is a
+    """A kind of fault. `kill` is SIGKILL, `terminate` SIGTERM, as at a planned restart; `restart` is a
     server's SIGKILL.
     """
 
@@ -39,8 +39,8 @@ LINK_FAULTS = {Kind.LATENCY: Fault.LATENCY, Kind.RESET: Fault.RESET, Kind.BLACK_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
-    """A fault that was made: `at_s` after the start of the run, for `lasted_s`."""
+class InjectedFault:
+    """An injected fault: `at_s` after the start of the run, for `lasted_s`."""
 
     kind: Kind
     victim: str
@@ -48,19 +48,19 @@ class Made:
     lasted_s: float
 
 
-class Wrecker:
-    """Makes faults on a stack. The same seed draws the same kinds and victims in the same order."""
+class FaultInjector:
+    """Injects faults into a stack. The same seed draws the same kinds and victims in the same order."""
 
     def __init__(self, stack: FaultStack, kinds: tuple[Kind, ...], seed: int) -> None:
         self._stack = stack
         self._kinds = kinds
         self._random = random.Random(seed)
         self._started_s = 0.0
-        self._made: list[Made] = []
+        self._made: list[InjectedFault] = []
         self._lasting: set[asyncio.Task[None]] = set()
 
     async def run(self, every_s: float, until: asyncio.Event) -> None:
-        """Make a fault every `every_s`, until told to stop; then wait until the last is over."""
+        """Inject a fault every `every_s` until the event, then wait until the last is over."""
         self._started_s = time.monotonic()
         while not until.is_set():
             task = asyncio.create_task(self._one(self._random.choice(self._kinds)))
@@ -71,7 +71,7 @@ class Wrecker:
         await asyncio.gather(*self._lasting)
 
     @property
-    def made(self) -> list[Made]:
+    def made(self) -> list[InjectedFault]:
         """The faults so far."""
         return list(self._made)
 
@@ -99,7 +99,7 @@ class Wrecker:
             victim = await self._pause(lasts_s)
         else:
             victim, lasts_s = self._kill(kind), 0.0
-        self._made.append(Made(kind=kind, victim=victim, at_s=round(at_s, 1), lasted_s=round(lasts_s, 1)))
+        self._made.append(InjectedFault(kind=kind, victim=victim, at_s=round(at_s, 1), lasted_s=round(lasts_s, 1)))
 
     async def _cut(self, fault: Fault, lasts_s: float) -> str:
         links = list(self._stack.links.values())
@@ -128,7 +128,7 @@ class Wrecker:
             agents = [name for name in pids if name.startswith("agent-")]
             victims = [(f"worker of {name}", pid) for name in agents for pid in children_of(pids[name])]
         if not victims:
-            return "nobody there"
+            return "no victim"
         name, pid = self._random.choice(victims)
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM if kind == Kind.TERMINATE else signal.SIGKILL)
@@ -136,7 +136,7 @@ class Wrecker:
 
 
 def children_of(parent: int) -> list[int]:
-    """The child processes of a process, where the kernel tells (Linux); none elsewhere."""
+    """The child processes of a process (on Linux; none elsewhere)."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
