@@ -1,5 +1,5 @@
 """The cost of a model switch: against a plain copy of the same bytes, prefetched, and without any copy (choice of
-slabs, evictions, submission of layer chunks, binding of tensors).
+slabs, evictions, submission of weight shards, binding of tensors).
 
 A slot here has only what switches models: models in host memory, an arena for some of them, and a copy stream.
 """

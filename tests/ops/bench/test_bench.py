@@ -75,10 +75,10 @@ def test_a_slot_switches_between_models_and_moves_their_bytes(models: list[Bench
             slot.weights.settle()
             assert slot.weights.resident_models == (model.name,)
             assert model.host is not None
-            part = model.skeleton.parts[1]
+            shard = model.skeleton.shards[1]
             embedding = next(iter(model.skeleton.model.parameters()))
             assert embedding.data_ptr() == slot.buffer.data_ptr()
-            assert slot.buffer.count_nonzero() >= part.of(model.host).count_nonzero()
+            assert slot.buffer.count_nonzero() >= shard.of(model.host).count_nonzero()
 
 
 def test_a_slot_that_moves_nothing_binds_all_the_same(models: list[BenchModel]) -> None:
@@ -97,7 +97,7 @@ def test_a_prefetched_model_is_not_loaded_again(models: list[BenchModel]) -> Non
         slot.switch(coming)
         slot.weights.await_all(coming)
         slot.weights.settle()
-        assert slot.weights.brought_total == 2
+        assert slot.weights.loads_total == 2
         assert slot.weights.resident_models == tuple(sorted((running.name, coming.name)))
 
 
