@@ -1,1 +1,1 @@
-"""Forecasts of demand: pure functions of series, never of a clock or a database."""
+"""Forecasts of demand: pure functions of series, without clock or database."""

@@ -1,8 +1,8 @@
-"""Backtests of every series of a file: what each forecaster said at past hours, told only what was known then.
+"""Backtests of every series of a file: the forecasts at past hours, each from the demand known then.
 
-Origins lie at whole hours of UTC, and the forecasters learn hour by hour from the series' beginning (in long files,
-from two weeks before the first hour asked for), as in a fleet that ran all the time: so what is foretold at an hour
-does not depend on where the file ends.
+Origins are at whole hours of UTC. The forecasters update hour by hour from the series' beginning (in long files, from
+two weeks before the first requested hour), as in a live fleet, so that a forecast does not depend on the end of the
+file.
 """
 
 import math
@@ -24,24 +24,24 @@ from forecasts.series import DemandSeries, FloatArray
 from forecasts.settings import ForecastSettings
 
 CHAMPION = "champion"
-"""What a plan would have read, whichever forecaster gave it."""
+"""The forecast that a plan would have used, of whichever forecaster."""
 
 HOUR_S = 3600.0
 WINDOW_S_MIN = 300.0
 ROUNDING = 1e-9
-"""A peak that was foretold exactly is covered, whatever the last bit says."""
+"""A peak equal to its forecast counts as covered despite rounding."""
 
 LEARNING_HOURS_MAX = 14 * 24
-"""Before the first hour asked for: twice the hours whose errors are remembered."""
+"""Before the first requested hour: twice the hours whose errors are kept."""
 
-Told = Callable[[str, int, int], None]
-"""Called with the series, how many of its hours are done, and how many there are."""
+Progress = Callable[[str, int, int], None]
+"""Called with the series, its hours done, and its hours in total."""
 
 
 class Prediction(NamedTuple):
-    """One forecaster at one hour: median and upper quantile of its peak, and the peak that came, input tokens/s.
+    """One forecaster at one hour: median and upper quantile of its peak, and the actual peak, in input tokens/s.
 
-    `chosen` names the champion of that hour; `actual` is None where the hour is one gap.
+    `chosen` names the champion of that hour; `actual` is None if the whole hour is a gap.
     """
 
     origin_s: float
@@ -57,16 +57,16 @@ class ForecasterScore:
     """How well a forecaster did over the hours with a prediction and an outcome.
 
     Attributes:
-        forecaster: its name, "champion" for the one that was chosen hour by hour from what was known.
-        hours: how many.
+        forecaster: its name, "champion" for the one chosen hour by hour.
+        hours: the number of those hours.
         error: sum |peak - median| / sum of peaks, a share of 1; None without hours or without demand.
         coverage: share of hours whose peak was at most the upper quantile.
-        over_provision: sum of what the upper quantile lay above the peak / sum of peaks.
-        equal_cover: the same with every upper quantile times the one factor at which just the asked share of these
-            hours is covered; found with hindsight, so that forecasters of different coverage compare.
-        fit_s: time to choose its orders and fit it at the newest hour, from nothing; None of more than one.
-        forecast_s: time of one forecast with the parameters kept; of the champion, the mean over all hours of
-            everything: all forecasters, their refits when due, the choice.
+        over_provision: sum of (upper quantile - peak) where positive / sum of peaks.
+        equal_cover: the same with all upper quantiles scaled by the factor, computed in hindsight, at which exactly the
+            requested share of hours is covered; it compares forecasters of different coverage.
+        fit_s: time to choose its orders and fit it at the newest hour; None for several series.
+        forecast_s: time of one forecast with fitted parameters; for the champion, the mean time of an hour with all
+            forecasters, their refits and the choice.
     """
 
     forecaster: str
@@ -88,15 +88,15 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SeriesBacktest:
-    """One series of the file.
+    """The backtest of one series.
 
     Attributes:
         endpoint: the series.
-        predictions: of the hours asked for, hour by hour.
+        predictions: of the requested hours, in order.
         costs: by forecaster.
-        seconds: what all of it took, hours before those asked for included.
-        chosen: how often which forecaster was the champion.
-        reason: why there are no predictions, or fewer than asked for; None = all are there.
+        seconds: total time, including the hours before the requested ones.
+        chosen: by forecaster, in how many hours it was the champion.
+        reason: why there are no predictions, or fewer than requested; None = there are all.
     """
 
     endpoint: EndpointSeries
@@ -108,22 +108,22 @@ class SeriesBacktest:
 
 
 def run_backtests(
-    found: Sequence[EndpointSeries], settings: ForecastSettings, *, hours_max: int | None, told: Told
+    found: Sequence[EndpointSeries], settings: ForecastSettings, *, hours_max: int | None, progress: Progress
 ) -> tuple[list[SeriesBacktest], bool]:
     """Backtest series after series.
 
     Args:
         found: the series.
         settings: how to forecast; `bucket_s` is set to each series' own windows.
-        hours_max: the newest so many hours of each; None = those of its second half.
-        told: is told how far it is.
+        hours_max: number of newest hours of each; None = those of its second half.
+        progress: called after each hour.
 
     Returns:
-        What is done, and whether Ctrl-C ended it.
+        The finished backtests, and whether Ctrl-C interrupted them.
     """
     done: list[SeriesBacktest] = []
     for endpoint in found:
-        one, interrupted = _backtest(endpoint, settings, hours_max, told)
+        one, interrupted = _backtest(endpoint, settings, hours_max, progress)
         done.append(one)
         if interrupted:
             return done, True
@@ -131,20 +131,20 @@ def run_backtests(
 
 
 def _backtest(
-    endpoint: EndpointSeries, settings: ForecastSettings, hours_max: int | None, told: Told
+    endpoint: EndpointSeries, settings: ForecastSettings, hours_max: int | None, progress: Progress
 ) -> tuple[SeriesBacktest, bool]:
     predictions: list[Prediction] = []
     costs: dict[str, Cost] = {}
     reason, interrupted, began_s = None, False, time.perf_counter()
     try:
         hours, wanted_from_s, settings = _hours(endpoint.series, settings, hours_max)
-        predictions.extend(_predicted(endpoint, settings, hours, wanted_from_s, told))  # those before a Ctrl-C stay
+        predictions.extend(_predicted(endpoint, settings, hours, wanted_from_s, progress))  # kept after Ctrl-C
         costs[CHAMPION] = Cost(None, (time.perf_counter() - began_s) / len(hours))
         answered = {one.forecaster for one in predictions if one.origin_s == hours[-1]}
         costs |= _costs(endpoint.series.before(hours[-1]).rebin(settings.bucket_s), settings, answered)
     except ValueError as error:
         reason = str(error)
-        told(endpoint.name, 1, 1)
+        progress(endpoint.name, 1, 1)
     except KeyboardInterrupt:
         reason, interrupted = "interrupted", True
     backtest = SeriesBacktest(
@@ -159,11 +159,11 @@ def _backtest(
 
 
 def scores_of(predictions: Sequence[Prediction], quantile: float, costs: Mapping[str, Cost]) -> list[ForecasterScore]:
-    """A score for each forecaster, the champion's first, then by error.
+    """The score of each forecaster, the champion's first, then by error.
 
     Args:
-        predictions: of one series, or of several taken together.
-        quantile: which one `peak_upper` is.
+        predictions: of one or several series.
+        quantile: the one that `peak_upper` estimates.
         costs: by forecaster, as far as known.
     """
     by_forecaster: dict[str, list[Prediction]] = {}
@@ -174,23 +174,23 @@ def scores_of(predictions: Sequence[Prediction], quantile: float, costs: Mapping
 
 
 def window_s(bucket_s: float) -> float:
-    """The windows to forecast a series in: the least multiple of its bucket that divides an hour, 5 minutes or more.
+    """The window of a series' forecast: the least multiple of its bucket that divides an hour, at least 5 minutes.
 
     Raises:
-        ValueError: no multiple of the bucket makes an hour.
+        ValueError: no multiple of the bucket is an hour.
     """
     count = round(HOUR_S / bucket_s)
     if count < 1 or abs(count * bucket_s - HOUR_S) > 1e-3:
-        raise ValueError(f"buckets of {bucket_s:g} s do not divide an hour, so its peak cannot be told")
+        raise ValueError(f"buckets of {bucket_s:g} s do not divide an hour, so its peak is unknown")
     return bucket_s * next(k for k in range(1, count + 1) if count % k == 0 and k * bucket_s >= WINDOW_S_MIN)
 
 
 def hours_of(series: DemandSeries, settings: ForecastSettings) -> list[float]:
-    """Each whole hour of UTC, or the bucket that begins next, with enough before it to forecast from and all after it.
+    """The whole hours of UTC (or the next bucket start) with enough history before them and a complete hour after.
 
     Args:
         series: its buckets divide an hour.
-        settings: half of `history_min_s` lies before the first.
+        settings: half of `history_min_s` is before the first.
     """
     phase_s = series.start_s % series.bucket_s
     first = math.ceil((series.start_s + settings.history_min_s / 2 - phase_s) / HOUR_S - 1e-9)
@@ -201,7 +201,7 @@ def hours_of(series: DemandSeries, settings: ForecastSettings) -> list[float]:
 def _hours(
     series: DemandSeries, settings: ForecastSettings, hours_max: int | None
 ) -> tuple[list[float], float, ForecastSettings]:
-    """The hours to go through, the first that is asked for, and the settings with this series' windows.
+    """The origins to run, the first requested one, and the settings with this series' windows.
 
     Raises:
         ValueError: the series has no hour to forecast.
@@ -216,18 +216,22 @@ def _hours(
 
 
 def _predicted(
-    endpoint: EndpointSeries, settings: ForecastSettings, hours: Sequence[float], wanted_from_s: float, told: Told
+    endpoint: EndpointSeries,
+    settings: ForecastSettings,
+    hours: Sequence[float],
+    wanted_from_s: float,
+    progress: Progress,
 ) -> Iterator[Prediction]:
-    told(endpoint.name, 0, len(hours))
+    progress(endpoint.name, 0, len(hours))
     rolled = rolling_origins(endpoint.series, settings, hours)
     for done, (forecast, actual) in enumerate(rolled, start=1):
-        told(endpoint.name, done, len(hours))
+        progress(endpoint.name, done, len(hours))
         if forecast.known and forecast.origin_s >= wanted_from_s:
             yield from _predictions(forecast, actual)
 
 
 def _costs(history: DemandSeries, settings: ForecastSettings, answered: Collection[str]) -> dict[str, Cost]:
-    """What each forecaster that answered takes by itself: a fit from nothing, and a forecast with it."""
+    """The time of a first fit and of a forecast, for each forecaster that gave one."""
     costs = {}
     for name in FORECASTERS.keys() & answered:
         forecaster, began_s = FORECASTERS[name], time.perf_counter()
@@ -266,6 +270,6 @@ def _above(upper: FloatArray, actual: FloatArray) -> float:
 
 
 def _factor(upper: FloatArray, actual: FloatArray, quantile: float) -> float:
-    """The least factor on upper quantiles that covers the share asked for; 1 where all of them are zero."""
+    """The least factor on upper quantiles that covers the share `quantile`; 1 if all of them are zero."""
     ratios = np.sort(actual[upper > 0] / upper[upper > 0])
     return float(ratios[math.ceil(quantile * len(ratios)) - 1]) if len(ratios) else 1.0

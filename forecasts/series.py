@@ -11,7 +11,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class DemandRow(NamedTuple):
-    """One bucket of one endpoint's demand, as importers and the generator give it. None = a gap."""
+    """One bucket of one endpoint's demand, from an importer or the generator. None = a gap."""
 
     start_s: float
     region: str
@@ -34,11 +34,7 @@ class DemandSeries:
     values: FloatArray
 
     def __post_init__(self) -> None:
-        """Check and freeze.
-
-        Raises:
-            ValueError: bucket_s is not positive, or values are not 1-D, negative or infinite.
-        """
+        """Raises ValueError if bucket_s is not positive, or values are not 1-D, negative or infinite."""
         values = np.array(self.values, dtype=np.float64)
         if not self.bucket_s > 0:
             raise ValueError(f"bucket_s must be positive, got {self.bucket_s}")
@@ -55,15 +51,15 @@ class DemandSeries:
     def from_rows(
         cls, rows: Iterable[tuple[float, float | None]], *, bucket_s: float = 60.0, end_s: float | None = None
     ) -> Self:
-        """A series from (start_s, tokens_per_s) rows in any order; None, and every bucket not named, is a gap.
+        """A series from (start_s, tokens_per_s) rows in any order; None, and every bucket without a row, is a gap.
 
         Args:
             rows: one row per bucket, each start_s a whole number of buckets after the first.
             bucket_s: length of a bucket in seconds.
-            end_s: where the series ends, so that silence at the end is seen as a gap; default: after the last row.
+            end_s: the end of the series, so that missing rows at the end are a gap; default: after the last row.
 
         Raises:
-            ValueError: no rows, a start_s off the grid, named twice, or at or after end_s.
+            ValueError: no rows, or a start_s that is off the grid, repeated, or at or after end_s.
         """
         ordered = sorted(rows, key=lambda row: row[0])
         if not ordered:
@@ -73,35 +69,34 @@ class DemandSeries:
         values = np.full(round((end_s - start_s) / bucket_s), np.nan)
         seen: set[int] = set()
         for row_start_s, value in ordered:
-            place = round((row_start_s - start_s) / bucket_s)
-            if abs(start_s + place * bucket_s - row_start_s) > 1e-3:
+            index = round((row_start_s - start_s) / bucket_s)
+            if abs(start_s + index * bucket_s - row_start_s) > 1e-3:
                 raise ValueError(f"start_s {row_start_s} is not a multiple of {bucket_s} s after {start_s}")
-            if place in seen:
-                raise ValueError(f"start_s {row_start_s} comes twice")
-            if place >= len(values):
+            if index in seen:
+                raise ValueError(f"start_s {row_start_s} is repeated")
+            if index >= len(values):
                 raise ValueError(f"start_s {row_start_s} is not before end_s {end_s}")
-            seen.add(place)
-            values[place] = np.nan if value is None else value
+            seen.add(index)
+            values[index] = np.nan if value is None else value
         return cls(start_s=start_s, bucket_s=bucket_s, values=values)
 
     @property
     def end_s(self) -> float:
-        """Unix time at which the last bucket ends: the origin of a forecast."""
+        """Unix time of the end of the last bucket: the origin of a forecast."""
         return self.start_s + len(self.values) * self.bucket_s
 
     @property
     def duration_s(self) -> float:
-        """Time covered, gaps included."""
         return len(self.values) * self.bucket_s
 
     def buckets_in(self, span_s: float) -> int:
-        """How many whole buckets a span of time holds."""
+        """The number of whole buckets in a time span."""
         return int((span_s + 1e-6) // self.bucket_s)
 
     def rebin(self, bucket_s: float) -> "DemandSeries":
-        """Longer buckets, each the mean of what is known in it; a bucket with nothing known is a gap.
+        """Longer buckets, each the mean of its known values; a bucket without any is a gap.
 
-        They are counted back from the end, so that the newest one is whole; an incomplete oldest one is dropped.
+        They are aligned to the end, so that the newest one is whole; an incomplete oldest one is dropped.
 
         Raises:
             ValueError: bucket_s is not a whole multiple of the present one.
@@ -119,27 +114,27 @@ class DemandSeries:
 
     def before(self, origin_s: float) -> "DemandSeries":
         """The buckets that ended by `origin_s`."""
-        return self._cut(0, self._place(origin_s))
+        return self._cut(0, self._index(origin_s))
 
     def split(self, origin_s: float) -> tuple["DemandSeries", "DemandSeries"]:
-        """What was known at `origin_s`, and what came after it. A bucket under way at the origin is in the latter."""
-        place = self._place(origin_s)
-        return self._cut(0, place), self._cut(place, len(self.values))
+        """The buckets that ended by `origin_s`, and the others."""
+        index = self._index(origin_s)
+        return self._cut(0, index), self._cut(index, len(self.values))
 
     def last(self, span_s: float) -> "DemandSeries":
-        """The newest buckets that `span_s` seconds hold."""
+        """The newest whole buckets within `span_s` seconds."""
         return self._cut(max(0, len(self.values) - self.buckets_in(span_s)), len(self.values))
 
     def maximum(self) -> float:
-        """The largest known value; NaN where nothing is known."""
+        """The largest known value; NaN without any."""
         known = self.values[~np.isnan(self.values)]
         return float(known.max()) if known.size else float("nan")
 
     def last_hour_max(self) -> float:
-        """The largest known value of the last 60 minutes; NaN where they are one gap."""
+        """The largest known value of the last 60 minutes; NaN without any."""
         return self.last(3600.0).maximum()
 
-    def _place(self, origin_s: float) -> int:
+    def _index(self, origin_s: float) -> int:
         return min(len(self.values), max(0, self.buckets_in(origin_s - self.start_s)))
 
     def _cut(self, first: int, end: int) -> "DemandSeries":

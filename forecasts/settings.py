@@ -1,4 +1,4 @@
-"""How to forecast: one validated object that every forecaster reads."""
+"""Settings that all forecasters share."""
 
 from dataclasses import dataclass, field
 
@@ -30,20 +30,20 @@ class ArimaSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastSettings:
-    """How to forecast. The defaults were chosen once for all series; the journal says how.
+    """Settings of forecasts. The journal explains the choice of the defaults, which hold for all series.
 
     Attributes:
         quantile: of the coming hour's peak, for `peak_upper`.
         bucket_s: windows of this length are forecast.
-        horizon_s: how far ahead; also how far apart past origins lie.
-        history_min_s: known demand below which only what needs no fit answers.
-        forecasters: names that run side by side, see `forecasts.models.forecasters.FORECASTERS`.
-        origins_max: past origins to try where no state was kept.
-        memory: past origins remembered; older errors are forgotten.
-        half_life: origins after which an error counts half.
+        horizon_s: how far ahead; also the distance of past origins.
+        history_min_s: with less known demand only forecasters without a fit run.
+        forecasters: names of those to run, see `forecasts.models.forecasters.FORECASTERS`.
+        origins_max: past origins to replay without a stored state.
+        memory: number of past origins to keep.
+        half_life: origins after which an error has half its weight.
         refit_s: age at which parameters are estimated again, starting from the old ones.
-        reselect_s: age at which orders are chosen anew.
-        margin: a single forecaster answers instead of the combination where its error is smaller by this share.
+        reselect_s: age at which orders are chosen again.
+        margin: a single forecaster is used instead of the combination if its error is smaller by this share.
         ratios_min: past errors needed to choose and to calibrate; with fewer, `headroom` is the upper ratio.
         clip_ratio: no forecast above this times the maximum of the last `clip_history_s`.
     """
@@ -66,11 +66,7 @@ class ForecastSettings:
     arima: ArimaSettings = field(default_factory=ArimaSettings)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant.
-
-        Raises:
-            ValueError: a field is out of range.
-        """
+        """Raises ValueError if a field is out of range."""
         if not 0.5 < self.quantile < 1:
             raise ValueError(f"quantile must be above 0.5 and below 1, got {self.quantile}")
         if self.horizon_s < self.bucket_s:
@@ -86,5 +82,4 @@ class ForecastSettings:
 
     @property
     def windows(self) -> int:
-        """Windows in the coming hour."""
         return round(self.horizon_s / self.bucket_s)

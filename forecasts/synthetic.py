@@ -1,6 +1,6 @@
-"""Made-up demand with the traits of the real: days, weeks, time zones, a few popular models and many rare ones, bursts.
+"""Synthetic demand with daily and weekly patterns, time zones, bursts, and a Zipf distribution over models.
 
-The same arguments give the same rows, and an endpoint's rows do not depend on which other regions are generated.
+The same arguments give the same rows, and an endpoint's rows do not depend on the other regions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,16 +33,16 @@ def generate_demand(
     """Demand per minute of every model in every region, ordered by region, model and time.
 
     Args:
-        regions: names; without `utc_offsets_h` their clocks are spread evenly around the globe.
-        models: names, the most popular first; popularity falls as rank ** -1.1.
-        days: length; week days count from `start_s`, whose day is taken as a Monday in UTC.
+        regions: names; without `utc_offsets_h` their time zones are spread evenly.
+        models: names, the most popular first; popularity is rank ** -1.1.
+        days: length; the day of `start_s` counts as a Monday in UTC.
         seed: of the noise and the bursts.
         start_s: Unix time of the first minute.
-        peak_tokens_per_s: about what all models together reach in one region on a week day's busiest hour.
-        utc_offsets_h: hours each region is ahead of UTC.
+        peak_tokens_per_s: approximate sum over the models of a region in the busiest hour of a week day.
+        utc_offsets_h: offset of each region from UTC.
 
     Raises:
-        ValueError: no regions or models, a name twice, or days not positive.
+        ValueError: no regions or models, a repeated name, or days not positive.
     """
     for field, names in (("regions", regions), ("models", models)):
         if not names or len(set(names)) != len(names):
@@ -50,7 +50,7 @@ def generate_demand(
     if not days > 0:
         raise ValueError(f"days must be positive, got {days}")
     if utc_offsets_h is None:
-        utc_offsets_h = {region: 24.0 * place / len(regions) for place, region in enumerate(regions)}
+        utc_offsets_h = {region: 24.0 * index / len(regions) for index, region in enumerate(regions)}
     popularity = np.arange(1, len(models) + 1) ** -ZIPF_EXPONENT
     popularity /= popularity.sum()
     minutes = np.arange(round(days * MINUTES_PER_DAY))
@@ -68,14 +68,14 @@ def generate_demand(
 
 
 def _rhythm(local_hours: FloatArray) -> FloatArray:
-    """The share of the peak that day and week leave, 1 on a week day's busiest hour."""
+    """The daily and weekly pattern, 1 in the busiest hour of a week day."""
     day = 0.5 + 0.5 * np.cos(2 * np.pi * (local_hours - BUSIEST_HOUR) / 24.0)
     weekend = (local_hours // 24) % 7 >= 5
     return np.asarray((NIGHT_SHARE + (1 - NIGHT_SHARE) * day**1.5) * np.where(weekend, WEEKEND_SHARE, 1.0))
 
 
 def _noise(minutes: int, rng: np.random.Generator) -> FloatArray:
-    """A factor around 1 that wanders over minutes and jitters within each."""
+    """A factor around 1: an autoregressive process over minutes, and independent noise."""
     steps = rng.normal(0.0, NOISE_SIGMA * np.sqrt(1 - NOISE_MEMORY**2), minutes)
     level = np.empty(minutes)
     last = rng.normal(0.0, NOISE_SIGMA)

@@ -1,6 +1,6 @@
-"""Statistics of the buckets before and after every origin of a series at once.
+"""Statistics of the buckets before and after every origin of a series, vectorized.
 
-Origin n lies before bucket n, so a series of `buckets` values has buckets + 1 of them:
+Origin n is before bucket n, so that a series of `buckets` values has buckets + 1 origins:
 
     origin      0     1     2     3
     bucket      | v0  | v1  | v2  |
@@ -13,17 +13,17 @@ from forecasts.series import FloatArray
 
 
 def trailing_mean(values: FloatArray, count: int) -> FloatArray:
-    """Mean of what is known in the `count` buckets before each origin, NaN where nothing is; shape (buckets + 1,)."""
+    """Mean of the known values of the `count` buckets before each origin, NaN without any; shape (buckets + 1,)."""
     return _means(_before(values, count))
 
 
 def trailing_max(values: FloatArray, count: int) -> FloatArray:
-    """Largest known value in the `count` buckets before each origin, NaN where nothing is; shape (buckets + 1,)."""
+    """Largest known value of the `count` buckets before each origin, NaN without any; shape (buckets + 1,)."""
     return _maxima(_before(values, count))
 
 
 def coming_max(values: FloatArray, count: int) -> FloatArray:
-    """Largest known value in the `count` buckets after each origin, NaN where they are not all past; (buckets + 1,)."""
+    """Largest known value of the `count` buckets after each origin, NaN if fewer follow; shape (buckets + 1,)."""
     result = np.full(len(values) + 1, np.nan)
     if len(values) >= count:
         result[: len(values) - count + 1] = _maxima(np.lib.stride_tricks.sliding_window_view(values, count))
@@ -41,14 +41,14 @@ def days_before(values: FloatArray, per_day: int, days: int) -> FloatArray:
 
 def carried_over(values: FloatArray, count: int) -> FloatArray:
     """Gaps filled with the last known value, for at most `count` buckets after it."""
-    places = np.arange(len(values))
-    newest = np.maximum.accumulate(np.where(np.isnan(values), -1, places))
-    near = (newest >= 0) & (places - newest <= count)
+    indices = np.arange(len(values))
+    newest = np.maximum.accumulate(np.where(np.isnan(values), -1, indices))
+    near = (newest >= 0) & (indices - newest <= count)
     return np.where(near, values[np.maximum(newest, 0)], np.nan)
 
 
 def known_mean(table: FloatArray) -> FloatArray:
-    """Mean over the rows of what is known in each column, NaN where nothing is; shape (columns,)."""
+    """Mean of the known values of each column, NaN without any; shape (columns,)."""
     return _means(table.T)
 
 

@@ -1,4 +1,4 @@
-"""Recorded demand from files: a plain CSV, and public traces as they are published. See `formats.FORMATS`."""
+"""Recorded demand from files: a plain CSV, and public traces in their published formats. See `formats.FORMATS`."""
 
 from forecasts.importers.lines import DemandFileError
 from forecasts.importers.rates import read_azure_week, read_demand_csv, read_sageserve_week

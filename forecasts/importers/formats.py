@@ -16,11 +16,11 @@ class DemandFormat:
     """One format.
 
     Attributes:
-        about: what the file holds, in one line.
-        read: reads it.
-        takes: the names of the `ImportSettings` that mean something to it.
-        bucket_s: what a row covers; None = the file's own affair.
-        regions_max: most regions that its demand may be dealt out to.
+        about: the content of a file, in one line.
+        read: the reader.
+        takes: the names of the `ImportSettings` that apply to it.
+        bucket_s: time covered by a row; None = defined by the file.
+        regions_max: most regions that its demand may be distributed over.
     """
 
     about: str
@@ -30,10 +30,10 @@ class DemandFormat:
     regions_max: int = 1
 
     def settings(self, **given: Any) -> ImportSettings:
-        """Settings for this format from what a user gave, by field of `ImportSettings`; None = not given.
+        """Settings for this format by field of `ImportSettings`; None = not given.
 
         Raises:
-            ValueError: a field means nothing to this format, or is out of range.
+            ValueError: a field does not apply to this format, or is out of range.
         """
         meant = {name: value for name, value in given.items() if value is not None}
         for name in meant:

@@ -1,4 +1,4 @@
-"""Lines of a demand file and the values in them; what cannot be read is named by file, line and column."""
+"""Lines of a demand file and their values; errors name file, line and column."""
 
 import csv
 import gzip
@@ -15,42 +15,38 @@ TIME_S_MAX = 253_402_300_799.0
 """The last second of the year 9999."""
 
 _GZIP_MAGIC = b"\x1f\x8b"
-_TELL_LINES = 2_000
+_REPORT_LINES = 2_000
 _SHOWN = 50
 
-Told = Callable[[int], None]
-"""Called now and then with how many bytes of the file, packed as it is, are read."""
+Progress = Callable[[int], None]
+"""Called periodically with the bytes read of the file, in its compressed form."""
 
 
 class DemandFileError(ValueError):
     """A demand file that cannot be read; the message names file, line and column."""
 
 
-def not_told(_: int) -> None:
-    """Nobody is told."""
+def no_progress(_: int) -> None:
+    """Ignore the progress."""
 
 
 class Line:
-    """One line of a file; its readers say where a bad value stands."""
+    """One line of a file. Its methods raise DemandFileError with the position of an invalid value."""
 
-    __slots__ = ("_fields", "_path", "_places", "number_in_file")
+    __slots__ = ("_fields", "_indices", "_path", "number_in_file")
 
-    def __init__(self, path: Path, number: int, fields: list[str], places: Mapping[str, int]) -> None:
+    def __init__(self, path: Path, number: int, fields: list[str], indices: Mapping[str, int]) -> None:
         self._path = path
         self.number_in_file = number
         self._fields = fields
-        self._places = places
+        self._indices = indices
 
     def text(self, column: str) -> str:
-        """The value as it stands, without blanks around it."""
-        return self._fields[self._places[column]].strip()
+        """The value without surrounding blanks."""
+        return self._fields[self._indices[column]].strip()
 
     def word(self, column: str) -> str:
-        """A name.
-
-        Raises:
-            DemandFileError: it is empty, or holds what cannot be printed.
-        """
+        """A name: not empty, and printable."""
         word = self.text(column)
         if not word:
             raise self.error(column, "is empty")
@@ -59,8 +55,7 @@ class Line:
         return word
 
     def number(self, column: str) -> float:
-        """A finite number."""
-        text = self._fields[self._places[column]]
+        text = self._fields[self._indices[column]]
         try:
             number = float(text)
         except ValueError:
@@ -70,14 +65,14 @@ class Line:
         return number
 
     def amount(self, column: str) -> float:
-        """A finite number that is not negative."""
+        """A number that is not negative."""
         amount = self.number(column)
         if amount < 0:
             raise self.error(column, f"must be finite and not negative, is {amount}")
         return amount
 
     def amount_or_gap(self, column: str) -> float | None:
-        """As `amount`; None where the field is empty."""
+        """None if the field is empty."""
         return self.amount(column) if self.text(column) else None
 
     def unix_time_s(self, column: str) -> float:
@@ -88,14 +83,14 @@ class Line:
         return time_s
 
     def time_after_s(self, start_s: float, column: str, unit_s: float) -> float:
-        """The Unix time that lies so many units after a start, up to the year 9999."""
+        """The Unix time of so many units after a start, up to the year 9999."""
         time_s = start_s + self.amount(column) * unit_s
         if time_s > TIME_S_MAX:
             raise self.error(column, f"lies after the year 9999: {self.text(column)[:_SHOWN]}")
         return time_s
 
     def date_time_s(self, column: str) -> float:
-        """A date and time, in UTC where it names no zone, as Unix time."""
+        """A date and time, in UTC if it has no zone, as Unix time."""
         text = self.word(column)
         try:
             return unix_time_s(text)
@@ -103,15 +98,14 @@ class Line:
             raise self.error(column, f"is no time like 2024-05-10 00:00:00: {text[:_SHOWN]!r}") from error
 
     def error(self, column: str, complaint: str) -> DemandFileError:
-        """What to raise about a value."""
         return DemandFileError(f"{self._path}: line {self.number_in_file}: column {column} {complaint}")
 
 
 def unix_time_s(text: str) -> float:
-    """A date and time like 2024-05-10 00:00:00, in UTC where it names no zone, as Unix time.
+    """A date and time like 2024-05-10 00:00:00, in UTC if it has no zone, as Unix time.
 
     Raises:
-        ValueError: it is none, or before 1970.
+        ValueError: it is invalid, or before 1970.
     """
     time = datetime.fromisoformat(text)
     time_s = (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
@@ -121,30 +115,27 @@ def unix_time_s(text: str) -> float:
 
 
 class CsvFile:
-    """A CSV that is open: its header, and its lines once."""
+    """An open CSV: its header, and its lines, which can be read once."""
 
-    def __init__(self, path: Path, text: IO[str], tell: Callable[[], None]) -> None:
+    def __init__(self, path: Path, text: IO[str], report: Callable[[], None]) -> None:
         self.path = path
         self._reader = csv.reader(text, strict=True)
-        self._tell = tell
+        self._report = report
         self.header = [name.strip() for name in self._next() or []]
 
     def lines(self, columns: tuple[str, ...]) -> Iterator[Line]:
-        """The lines after the header; empty ones are passed over.
-
-        Args:
-            columns: what the header must name, in any order; more is allowed.
+        """The lines after the header without empty ones. The header must have `columns`, and may have others.
 
         Raises:
-            DemandFileError: a column is missing or there twice, or a line has too few or too many fields.
+            DemandFileError: a column is missing or repeated, or a line has too few or too many fields.
         """
-        places = self._places(columns)
+        indices = self._indices(columns)
         while (fields := self._next()) is not None:
             number = self._reader.line_num
-            if number % _TELL_LINES == 0:
-                self._tell()
+            if number % _REPORT_LINES == 0:
+                self._report()
             if len(fields) == len(self.header):
-                yield Line(self.path, number, fields, places)
+                yield Line(self.path, number, fields, indices)
             elif fields:
                 complaint = f"{len(fields)} columns, the header has {len(self.header)}"
                 raise DemandFileError(f"{self.path}: line {number}: {complaint}")
@@ -155,38 +146,30 @@ class CsvFile:
         except csv.Error as error:
             raise DemandFileError(f"{self.path}: line {self._reader.line_num}: {error}") from error
 
-    def _places(self, columns: tuple[str, ...]) -> dict[str, int]:
+    def _indices(self, columns: tuple[str, ...]) -> dict[str, int]:
         for column in columns:
             if self.header.count(column) != 1:
-                complaint = "is there twice" if column in self.header else "is missing"
+                complaint = "is repeated" if column in self.header else "is missing"
                 found = ", ".join(self.header)[:200] or "nothing"
                 raise DemandFileError(f"{self.path}: line 1: column {column} {complaint}; found: {found}")
         return {column: self.header.index(column) for column in columns}
 
 
 @contextmanager
-def open_csv(path: Path, told: Told = not_told) -> Iterator[CsvFile]:
-    """A CSV in UTF-8, packed by gzip or not.
-
-    Args:
-        path: the file.
-        told: is told how far the reading is.
-
-    Raises:
-        DemandFileError: the file cannot be read, now or later.
-    """
-    with _opened(path, told) as (text, tell):
-        yield CsvFile(path, text, tell)
+def open_csv(path: Path, progress: Progress = no_progress) -> Iterator[CsvFile]:
+    """A CSV in UTF-8, compressed by gzip or not. Raises DemandFileError, in the block too, if it cannot be read."""
+    with _opened(path, progress) as (text, report):
+        yield CsvFile(path, text, report)
 
 
-def json_lines(path: Path, columns: tuple[str, ...], told: Told = not_told) -> Iterator[Line]:
+def json_lines(path: Path, columns: tuple[str, ...], progress: Progress = no_progress) -> Iterator[Line]:
     """The objects of a JSON lines file as lines with those columns. See `open_csv`.
 
     Raises:
         DemandFileError: the file cannot be read, a line is no JSON object, or lacks one of the columns.
     """
-    places = {column: place for place, column in enumerate(columns)}
-    with _opened(path, told) as (text, tell):
+    indices = {column: index for index, column in enumerate(columns)}
+    with _opened(path, progress) as (text, report):
         for number, line in enumerate(text, start=1):
             if line.isspace():
                 continue
@@ -194,9 +177,9 @@ def json_lines(path: Path, columns: tuple[str, ...], told: Told = not_told) -> I
             for column in columns:
                 if column not in found:
                     raise DemandFileError(f"{path}: line {number}: field {column} is missing")
-            if number % _TELL_LINES == 0:
-                tell()
-            yield Line(path, number, [_plain(found[column]) for column in columns], places)
+            if number % _REPORT_LINES == 0:
+                report()
+            yield Line(path, number, [_plain(found[column]) for column in columns], indices)
 
 
 def _plain(value: Any) -> str:
@@ -214,16 +197,16 @@ def _json_object(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _opened(path: Path, told: Told) -> Iterator[tuple[IO[str], Callable[[], None]]]:
-    """The text of a file, and what to call to tell how much of it is read."""
+def _opened(path: Path, progress: Progress) -> Iterator[tuple[IO[str], Callable[[], None]]]:
+    """The text of a file, and a function that reports the progress."""
     try:
         with path.open("rb") as raw:
-            packed = raw.peek(2)[:2] == _GZIP_MAGIC
-            source = gzip.GzipFile(fileobj=raw) if packed else raw
+            compressed = raw.peek(2)[:2] == _GZIP_MAGIC
+            source = gzip.GzipFile(fileobj=raw) if compressed else raw
             seekable = raw.seekable()
             yield (
                 io.TextIOWrapper(source, encoding="utf-8-sig", newline=""),
-                lambda: told(raw.tell() if seekable else 0),
+                lambda: progress(raw.tell() if seekable else 0),
             )
     except UnicodeDecodeError as error:
         raise DemandFileError(f"{path}: {_undecodable(path)}not UTF-8: {error.reason}") from error
@@ -232,7 +215,7 @@ def _opened(path: Path, told: Told) -> Iterator[tuple[IO[str], Callable[[], None
 
 
 def _undecodable(path: Path) -> str:
-    """Where the first line is that is no UTF-8; nothing for what cannot be read twice."""
+    """The first line that is not UTF-8, for an error; empty for a pipe, which cannot be read again."""
     if not path.is_file():
         return ""
     with path.open("rb") as raw:

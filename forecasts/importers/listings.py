@@ -1,4 +1,4 @@
-"""Formats that list every request: where a line says when it came, for what, and how long it was."""
+"""Formats with a line per request: the columns of its time, model and lengths."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from forecasts.importers.lines import Line, Told, json_lines, not_told, open_csv
+from forecasts.importers.lines import Line, Progress, json_lines, no_progress, open_csv
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """Columns of a format. `model`: None = its files name none. `unit_s`: of its times, which count from the
-    recording's start; None = they are dates.
+    """Columns of a format. `model`: None = its files have none. `unit_s`: unit of its times, which count from the start
+    of the recording; None = they are dates.
     """
 
     time: str
@@ -24,31 +24,32 @@ class Listing:
 
     @property
     def demand_columns(self) -> tuple[str, ...]:
-        """Those that demand is made of."""
+        """The columns that demand is computed from."""
         return (self.time, self.input_tokens) if self.model is None else (self.time, self.input_tokens, self.model)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All of them."""
         return (*self.demand_columns, self.output_tokens)
 
     def time_s(self, line: Line, start_s: float = 0.0) -> float:
-        """When a request came, as Unix time. `start_s`: that of the recording's start, where times count from it."""
+        """Arrival of a request as Unix time. `start_s`: that of the start of the recording, if times count from it."""
         if self.unit_s is None:
             return line.date_time_s(self.time)
         return line.time_after_s(start_s, self.time, self.unit_s)
 
     @contextmanager
-    def open(self, path: Path, told: Told = not_told) -> Iterator[Callable[[tuple[str, ...]], Iterator[Line]]]:
-        """A file, to ask for the lines with some columns.
+    def open(
+        self, path: Path, progress: Progress = no_progress
+    ) -> Iterator[Callable[[tuple[str, ...]], Iterator[Line]]]:
+        """Open a file. Yields a function that returns the lines with given columns.
 
         Raises:
-            forecasts.importers.lines.DemandFileError: it cannot be read, now or later.
+            forecasts.importers.lines.DemandFileError: it cannot be read, in the block too.
         """
         if self.json:
-            yield partial(json_lines, path, told=told)
+            yield partial(json_lines, path, progress=progress)
         else:
-            with open_csv(path, told) as file:
+            with open_csv(path, progress) as file:
                 yield file.lines
 
 

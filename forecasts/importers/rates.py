@@ -1,13 +1,10 @@
-"""Recordings that are rates already: a plain CSV, and the weeks of SageServe, Azure 2024 and ServeGen.
-
-A value that the source does not have is a gap.
-"""
+"""Recordings of rates: a plain CSV, and the weeks of SageServe, Azure 2024 and ServeGen. A missing value is a gap."""
 
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from forecasts.importers.lines import CsvFile, DemandFileError, Line, Told, not_told, open_csv
+from forecasts.importers.lines import CsvFile, DemandFileError, Line, Progress, no_progress, open_csv
 from forecasts.importers.requests import CODING, azure_requests
 from forecasts.importers.settings import MINUTE_S, ImportSettings
 from forecasts.series import DemandRow
@@ -21,18 +18,18 @@ SERVEGEN_CLIENTS = ("client_chunk", "timestamp_s", "rate_rps")
 _DEFAULTS = ImportSettings()
 
 
-def read_demand_csv(path: Path, _: ImportSettings = _DEFAULTS, told: Told = not_told) -> Iterator[DemandRow]:
+def read_demand_csv(path: Path, _: ImportSettings = _DEFAULTS, progress: Progress = no_progress) -> Iterator[DemandRow]:
     """A CSV with the columns start_s (Unix time), region, model, tokens_per_s, in its own order; empty = a gap.
 
     Raises:
         DemandFileError: a column is missing, or a value is no number, negative or empty where it must not be.
     """
-    with open_csv(path, told) as file:
+    with open_csv(path, progress) as file:
         yield from map(demand_row, file.lines(DEMAND))
 
 
 def demand_row(line: Line) -> DemandRow:
-    """What a line with the columns of `DEMAND` says."""
+    """The row of a line with the columns of `DEMAND`."""
     return DemandRow(
         start_s=line.unix_time_s("start_s"),
         region=line.word("region"),
@@ -41,7 +38,9 @@ def demand_row(line: Line) -> DemandRow:
     )
 
 
-def read_sageserve_week(path: Path, settings: ImportSettings = _DEFAULTS, told: Told = not_told) -> Iterator[DemandRow]:
+def read_sageserve_week(
+    path: Path, settings: ImportSettings = _DEFAULTS, progress: Progress = no_progress
+) -> Iterator[DemandRow]:
     """SageServe's week of November 2024: prompt tokens per minute and model, regions summed; minute 0 is a Monday's.
 
     The workload "prod" is the interactive one, "dev" the other.
@@ -50,7 +49,7 @@ def read_sageserve_week(path: Path, settings: ImportSettings = _DEFAULTS, told: 
         DemandFileError: as for `read_demand_csv`, or the file holds no row of that workload.
     """
     found: set[str] = set()
-    with open_csv(path, told) as file:
+    with open_csv(path, progress) as file:
         for workload, row in sageserve_rows(file, settings):
             found.add(workload)
             if workload == settings.workload:
@@ -75,16 +74,19 @@ def sageserve_rows(file: CsvFile, settings: ImportSettings) -> Iterator[tuple[st
         )
 
 
-def read_azure_week(path: Path, settings: ImportSettings = _DEFAULTS, told: Told = not_told) -> Iterator[DemandRow]:
-    """Azure's week of May 2024: as published, a line for each request, or counted, as requests per 10 s.
+def read_azure_week(
+    path: Path, settings: ImportSettings = _DEFAULTS, progress: Progress = no_progress
+) -> Iterator[DemandRow]:
+    """Azure's week of May 2024: as published, with a line per request, or as requests per 10 s.
 
     Counts have the columns Time (UTC) and TIMESTAMP; the latter, so named in the source, is the number of requests.
-    They are taken times `tokens_per_request`; the coding trace has about 2,560. A minute counts what is known in it.
+    They are multiplied by `tokens_per_request`; the coding trace has about 2,560. A minute is the mean of its known
+    counts.
 
     Raises:
         DemandFileError: as for `read_demand_csv`.
     """
-    with open_csv(path, told) as file:
+    with open_csv(path, progress) as file:
         yield from (_azure_minutes if "Time" in file.header else azure_requests)(file, settings)
 
 
@@ -101,23 +103,25 @@ def _azure_minutes(file: CsvFile, settings: ImportSettings) -> Iterator[DemandRo
 
 
 def azure_counts(file: CsvFile) -> Iterator[tuple[float, float | None]]:
-    """Unix times, and how many requests came in the `AZURE_BUCKET_S` from then on; None = a gap."""
+    """Unix times, and the number of requests in the `AZURE_BUCKET_S` from then on; None = a gap."""
     for line in file.lines(("Time", "TIMESTAMP")):
         yield line.date_time_s("Time"), line.amount_or_gap("TIMESTAMP")
 
 
-def read_servegen(path: Path, settings: ImportSettings = _DEFAULTS, told: Told = not_told) -> Iterator[DemandRow]:
-    """ServeGen per 10 minutes: the rates of whole models, or the rates of one model's clients. See README of the data.
+def read_servegen(
+    path: Path, settings: ImportSettings = _DEFAULTS, progress: Progress = no_progress
+) -> Iterator[DemandRow]:
+    """ServeGen per 10 minutes: the rates of whole models, or of one model's clients. See the README of the data.
 
-    Requests of all clients are taken times `tokens_per_request`. Of whole models, its default is the mean over the
-    clients with known lengths and the whole file: they are 15 to 94 % of the requests, now these and now those, so a
-    mean of each 10 minutes would say more about who is known than about what was asked. Of clients nothing is known, so
-    it is needed; they are dealt out to the regions in turn. A time at which every client is at zero is a gap.
+    Requests are multiplied by `tokens_per_request`. Its default for whole models is the mean of the whole file over the
+    clients with known lengths: these are a changing 15 to 94 % of the requests, so that a mean of 10 minutes would
+    mostly show which clients are known. For clients it is required; they are distributed round-robin over the regions.
+    A time at which all clients are at zero is a gap.
 
     Raises:
         DemandFileError: as for `read_demand_csv`, or `tokens_per_request` or a single region is needed.
     """
-    with open_csv(path, told) as file:
+    with open_csv(path, progress) as file:
         if "client_chunk" in file.header:
             if settings.tokens_per_request is None:
                 raise DemandFileError(f"{path}: holds requests of clients only: tokens_per_request is needed")
@@ -149,13 +153,13 @@ def _servegen_models(file: CsvFile, settings: ImportSettings) -> Iterator[Demand
 
 def _servegen_clients(file: CsvFile, settings: ImportSettings, tokens_per_request: float) -> Iterator[DemandRow]:
     regions = settings.regions
-    places: dict[str, int] = {}
+    indices: dict[str, int] = {}
     rates: defaultdict[float, list[float]] = defaultdict(lambda: [0.0] * len(regions))
     for line in file.lines(SERVEGEN_CLIENTS):
-        place = places.setdefault(line.word("client_chunk"), len(places) % len(regions))
+        index = indices.setdefault(line.word("client_chunk"), len(indices) % len(regions))
         start_s = line.time_after_s(settings.start_s, "timestamp_s", 1.0)
-        rates[start_s][place] += line.amount("rate_rps")
-    for place, region in enumerate(regions):
+        rates[start_s][index] += line.amount("rate_rps")
+    for index, region in enumerate(regions):
         for start_s, by_region in sorted(rates.items()):
-            rate = by_region[place] * tokens_per_request if any(by_region) else None
+            rate = by_region[index] * tokens_per_request if any(by_region) else None
             yield DemandRow(start_s=start_s, region=region, model=settings.model or "servegen", tokens_per_s=rate)

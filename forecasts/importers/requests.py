@@ -1,7 +1,7 @@
-"""Traces that list every request: their input tokens are summed by minute.
+"""Traces with a line per request: their input tokens are summed by minute.
 
-Such a trace is complete, so a minute without a request is a zero and no gap, from a model's first request to the
-trace's last. The first and the last minute may be covered in part only.
+Such a trace is complete, so that a minute without a request is zero and no gap, from a model's first request to the end
+of the trace. The first and the last minute may be covered partially.
 """
 
 import math
@@ -9,59 +9,67 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from forecasts.importers.lines import CsvFile, Line, Told, not_told
+from forecasts.importers.lines import CsvFile, Line, Progress, no_progress
 from forecasts.importers.listings import AZURE, BURSTGPT, MOONCAKE, Listing
 from forecasts.importers.settings import MINUTE_S, ImportSettings
 from forecasts.series import DemandRow
 
 SPAN_S_MAX = 3 * 366 * 86_400.0
-"""Most time between a trace's first and last request: a stray time must not become millions of empty minutes."""
+"""Most time between the first and last request: one wrong time must not become millions of empty minutes."""
 
 CODING = "coding"
 _DEFAULTS = ImportSettings()
 
 
-def read_azure_requests(path: Path, settings: ImportSettings = _DEFAULTS, told: Told = not_told) -> Iterator[DemandRow]:
+def read_azure_requests(
+    path: Path, settings: ImportSettings = _DEFAULTS, progress: Progress = no_progress
+) -> Iterator[DemandRow]:
     """Azure's LLM inference traces of 2023 and 2024, a line for each request: TIMESTAMP (UTC), ContextTokens, ...
 
     Raises:
         DemandFileError: the file cannot be read, or spans more than `SPAN_S_MAX`.
     """
-    yield from _read(path, AZURE, settings, CODING, told)
+    yield from _read(path, AZURE, settings, CODING, progress)
 
 
 def azure_requests(file: CsvFile, settings: ImportSettings) -> Iterator[DemandRow]:
-    """As `read_azure_requests`, of a file that is open."""
+    """`read_azure_requests` for an open file."""
     return _summed(file.lines(AZURE.demand_columns), AZURE, settings, CODING)
 
 
-def read_burstgpt(path: Path, settings: ImportSettings = _DEFAULTS, told: Told = not_told) -> Iterator[DemandRow]:
+def read_burstgpt(
+    path: Path, settings: ImportSettings = _DEFAULTS, progress: Progress = no_progress
+) -> Iterator[DemandRow]:
     """BurstGPT: a line for each request with Timestamp (seconds after the first midnight), Model, Request tokens, ...
 
-    Failed requests, which have no response tokens, count: their prompts came in too.
+    Failed requests, which have no response tokens, count: their prompts were received too.
 
     Raises:
         DemandFileError: as `read_azure_requests`.
     """
-    yield from _read(path, BURSTGPT, settings, "", told)
+    yield from _read(path, BURSTGPT, settings, "", progress)
 
 
-def read_mooncake(path: Path, settings: ImportSettings = _DEFAULTS, told: Told = not_told) -> Iterator[DemandRow]:
+def read_mooncake(
+    path: Path, settings: ImportSettings = _DEFAULTS, progress: Progress = no_progress
+) -> Iterator[DemandRow]:
     """Mooncake: a JSON object for each request with timestamp (milliseconds after the start), input_length, ...
 
     Raises:
         DemandFileError: as `read_azure_requests`.
     """
-    yield from _read(path, MOONCAKE, settings, "mooncake", told)
+    yield from _read(path, MOONCAKE, settings, "mooncake", progress)
 
 
-def _read(path: Path, listing: Listing, settings: ImportSettings, model: str, told: Told) -> Iterator[DemandRow]:
-    with listing.open(path, told) as lines:
+def _read(
+    path: Path, listing: Listing, settings: ImportSettings, model: str, progress: Progress
+) -> Iterator[DemandRow]:
+    with listing.open(path, progress) as lines:
         yield from _summed(lines(listing.demand_columns), listing, settings, model)
 
 
 def _summed(lines: Iterable[Line], listing: Listing, settings: ImportSettings, model: str) -> Iterator[DemandRow]:
-    """`model`: its name where neither the file nor the user names one."""
+    """`model`: the name if neither the file nor the settings have one."""
     minutes = _Minutes()
     for line in lines:
         name = line.word(listing.model) if listing.model else settings.model or model

@@ -1,28 +1,28 @@
-"""What an importer is told beside the file: names, times and lengths that the public formats leave out."""
+"""Settings of an import: names, times and lengths that the public formats leave out."""
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from forecasts.importers.lines import TIME_S_MAX, Told
+from forecasts.importers.lines import TIME_S_MAX, Progress
 from forecasts.series import DemandRow
 
 MINUTE_S = 60.0
 MONDAY_S = 1_731_283_200.0
-"""2024-11-11 00:00 UTC, a Monday: what "time 0" of a recording is taken for unless told otherwise."""
+"""2024-11-11 00:00 UTC, a Monday: the default for time 0 of a recording."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportSettings:
-    """What the file does not say.
+    """Values that the file does not have.
 
     Attributes:
         start_s: Unix time of time 0, for formats with relative times; a whole minute.
-        regions: the regions to name. One, but for formats that tell their clients apart: these are dealt out in turn.
-        model: the model to name, for formats that name none; None = the format's own default.
-        tokens_per_request: mean input tokens of a request, for formats that count requests; None = the format's own.
-        workload: which workload to take, for formats with several.
+        regions: one region, or several for formats with clients, which are distributed over them round-robin.
+        model: the model, for formats without one; None = the default of the format.
+        tokens_per_request: mean input tokens per request, for formats that count requests; None = the format's default.
+        workload: the workload to read, for formats with several.
     """
 
     start_s: float = MONDAY_S
@@ -32,11 +32,7 @@ class ImportSettings:
     workload: str = "prod"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant.
-
-        Raises:
-            ValueError: a field is out of range.
-        """
+        """Raises ValueError if a field is out of range."""
         if not (0 <= self.start_s <= TIME_S_MAX and self.start_s % MINUTE_S == 0):
             raise ValueError(f"start_s: must be a Unix time of a whole minute, got {self.start_s:.15g}")
         if not self.regions or len(set(self.regions)) < len(self.regions):
@@ -54,5 +50,5 @@ class ImportSettings:
         return self.regions[0]
 
 
-Reader = Callable[[Path, ImportSettings, Told], Iterator[DemandRow]]
-"""Rows of demand from a file, as they come. Raises DemandFileError."""
+Reader = Callable[[Path, ImportSettings, Progress], Iterator[DemandRow]]
+"""Rows of demand from a file in its order. Raises DemandFileError."""

@@ -1,4 +1,4 @@
-"""ARIMA with orders by AIC, bounded in time, and forecasts that know nothing after their origin.
+"""ARIMA with orders by AIC and bounded fit time.
 
 Fitting every order by maximum likelihood takes about ten seconds a series. The order grid is therefore ranked first by
 Hannan and Rissanen's two regressions (a long autoregression gives residuals; a second one uses them as the
@@ -31,7 +31,6 @@ class ArimaOrder:
     q: int
 
     def __str__(self) -> str:
-        """As it is usually written."""
         return f"ARIMA({self.p},{self.d},{self.q})"
 
 
@@ -45,10 +44,10 @@ class ArimaFit:
     scale: float
 
     def path(self, values: FloatArray, windows: int) -> FloatArray:
-        """Filter the values with these parameters, without a refit, and look ahead from their end.
+        """Filter the values with these parameters, without a refit, and forecast from their end.
 
         Returns:
-            Shape (windows,), in the values' unit; may be negative or wild, the caller clips.
+            Shape (windows,), in the values' unit; may be negative or very large, the caller clips.
 
         Raises:
             ForecastError: the filter cannot run on these values.
@@ -88,7 +87,7 @@ def fit_arima(values: FloatArray, settings: ArimaSettings) -> ArimaFit:
 def fit_order(
     order: ArimaOrder, values: FloatArray, settings: ArimaSettings, start: FloatArray | None = None
 ) -> ArimaFit:
-    """The parameters of a given order; with `start`, from those found before: cheap.
+    """The parameters of a given order; a `start` from an earlier fit makes it fast.
 
     Raises:
         ForecastError: the fit fails on these values.
@@ -112,7 +111,7 @@ def _differenced(values: FloatArray, d: int) -> FloatArray:
 
 
 def _ahead(space: Any, state: FloatArray, windows: int) -> FloatArray:
-    """The means that follow a predicted state: a third of the time of the library's forecast, which filters again."""
+    """The forecast means from a predicted state; the library's forecast filters again and takes three times as long."""
     design, transition = np.asarray(space["design"]).ravel(), np.asarray(space["transition"])
     intercept = np.asarray(space["state_intercept"]).reshape(len(state), -1)[:, -1]
     path = np.empty(windows)
@@ -124,7 +123,7 @@ def _ahead(space: Any, state: FloatArray, windows: int) -> FloatArray:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Of poor starting values and steps that overflow on the way; what comes out is checked."""
+    """Suppress warnings of poor starting values and overflow in the search; the result is checked."""
     import statsmodels.tools.sm_exceptions  # noqa: F401, PLC0415 - sets filters of its own when first imported
 
     with warnings.catch_warnings():
@@ -195,7 +194,7 @@ class _LaggedTerms:
 
 
 def _long_residuals(series: FloatArray) -> FloatArray:
-    """What a long autoregression leaves unexplained, NaN where its lags touch a gap."""
+    """The residuals of a long autoregression, NaN where its lags include a gap."""
     lags = min(LONG_AUTOREGRESSION, max(1, len(series) // 6))
     terms = np.column_stack([_lags(series, lags), np.ones(len(series))])
     whole = ~np.isnan(terms).any(axis=1) & ~np.isnan(series)

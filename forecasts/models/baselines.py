@@ -1,4 +1,4 @@
-"""Forecasters without parameters. The maximum of the last hour, no model at all, is the mark to beat."""
+"""Forecasters without parameters. The maximum of the last hour is the baseline."""
 
 import math
 
@@ -16,17 +16,17 @@ RATIO_MAX = 3.0
 
 
 def last_known_hour(history: DemandSeries) -> DemandSeries:
-    """The hour up to the newest known bucket; an empty series where nothing is known."""
+    """The hour up to the newest known bucket; an empty series without any."""
     known = np.flatnonzero(~np.isnan(history.values))
     newest_end_s = history.start_s + (known[-1] + 1) * history.bucket_s if known.size else history.start_s
     return history.before(newest_end_s).last(3600.0)
 
 
 def level(history: DemandSeries) -> float:
-    """Mean of what is known in the last half hour, or else in the last hour, tokens per second.
+    """Mean of the known values of the last half hour, or else of the last hour, tokens per second.
 
     Raises:
-        ForecastError: the last hour is one gap.
+        ForecastError: the last hour has none.
     """
     for span_s in (LEVEL_S, 2 * LEVEL_S):
         recent = history.last(span_s).values
@@ -51,8 +51,8 @@ def _yesterdays_shape(history: DemandSeries, params: Params, settings: ForecastS
 def _typical_shape(history: DemandSeries, params: Params, settings: ForecastSettings) -> FloatArray:
     """The geometric mean over the past days of "next hour's peak over the level before it", at today's level.
 
-    A mean of paths would flatten peaks that come some minutes earlier or later each day; so peaks are averaged, and
-    the mean path only gives the shape.
+    A mean of paths would flatten peaks that are some minutes earlier or later each day; so peaks are averaged, and the
+    mean path gives the shape only.
     """
     now, peaks, shapes = level(history), [], []
     for day in range(1, DAYS_MAX + 1):
@@ -69,7 +69,7 @@ def _typical_shape(history: DemandSeries, params: Params, settings: ForecastSett
 
 
 def scaled_to_peak(path: FloatArray, peak: float) -> FloatArray:
-    """The path with its maximum at `peak`; flat where it is nowhere above zero."""
+    """The path scaled to a maximum of `peak`; flat if it has no value above zero."""
     highest = float(path.max())
     return path * (peak / highest) if highest > 0 else np.full_like(path, peak)
 
@@ -83,12 +83,12 @@ def _hour_after(history: DemandSeries, days: int, settings: ForecastSettings) ->
 
 
 def _relative_hour(history: DemandSeries, days: int, settings: ForecastSettings) -> FloatArray:
-    """The same over the level that went before it."""
-    came = _hour_after(history, days, settings)
+    """`_hour_after` over the level before it."""
+    actual = _hour_after(history, days, settings)
     before = level(history.before(history.end_s - days * DAY_S))
     if before <= 0:
         raise ForecastError(f"no demand at this time {days} day" + "s" * (days > 1) + " ago")
-    return came / before
+    return actual / before
 
 
 def _filled(hour: FloatArray) -> FloatArray:

@@ -1,7 +1,7 @@
-"""Three ARIMA forecasters: as it is, with Fourier terms of the day taken off first, and on differences from yesterday.
+"""Three ARIMA forecasters: plain, after removal of Fourier terms of the day, and on differences from yesterday.
 
 A state-space SARIMA with a season of 288 buckets takes minutes; the differences from yesterday of a (2,0,1)(0,1,0) are
-taken by hand instead and leave a plain ARMA(2,1): the same likelihood in well under a second.
+computed here instead and leave a plain ARMA(2,1): the same likelihood in well under a second.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def _seasonal_path(history: DemandSeries, params: Params, settings: ForecastSett
 def _without_day(
     history: DemandSeries, settings: ForecastSettings
 ) -> tuple[FloatArray, FloatArray, Callable[[FloatArray], FloatArray]]:
-    """What a regression on Fourier terms of the day leaves, those terms over the coming windows, and the way back."""
+    """Residuals of a regression on Fourier terms of the day, its values in the coming windows, and the inverse."""
     values, unscale = _logs_where_safe(history.values)
     phase = 2 * np.pi * np.arange(len(values) + settings.windows) / history.buckets_in(DAY_S)
     waves = [wave(pair * phase) for pair in range(1, FOURIER_PAIRS + 1) for wave in (np.sin, np.cos)]
@@ -68,7 +68,7 @@ def _without_day(
 def _from_yesterday(
     history: DemandSeries, settings: ForecastSettings
 ) -> tuple[FloatArray, FloatArray, Callable[[FloatArray], FloatArray]]:
-    """Differences from a day before, the hour that followed a day ago, and the way back."""
+    """Differences from a day before, the hour that followed a day ago, and the inverse."""
     values, unscale = _logs_where_safe(history.values)
     per_day = history.buckets_in(DAY_S)
     differences = (values[per_day:] - values[:-per_day])[-history.buckets_in(settings.arima.history_s) :]
@@ -79,7 +79,7 @@ def _from_yesterday(
 
 
 def _logs_where_safe(values: FloatArray) -> tuple[FloatArray, Callable[[FloatArray], FloatArray]]:
-    """Logarithms where every known value is well above zero, else the values themselves; and the way back."""
+    """Logarithms if all known values are well above zero, else the values; and the inverse function."""
     known = values[~np.isnan(values)]
     if known.size and known.min() > LOG_FLOOR_SHARE * known.mean():
         return np.log(values), _bounded_exp

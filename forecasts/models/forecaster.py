@@ -1,6 +1,6 @@
-"""What a forecaster is: a name, a fit whose result can be kept as JSON, and a path over the coming windows.
+"""The interface of forecasters: a name, a fit whose result can be kept as JSON, and a path over the coming windows.
 
-Only what was known at the origin is handed to either, so that no forecaster can look ahead.
+Both get only the demand before the origin, so that no forecaster can use later values.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ Path = Callable[[DemandSeries, Params, ForecastSettings], FloatArray]
 
 
 class ForecastError(Exception):
-    """This forecaster has no answer here; the message says why, in words for the plan."""
+    """This forecaster has no forecast here; the message, which plans show, says why."""
 
 
 def no_fit(history: DemandSeries, settings: ForecastSettings, known: Params | None) -> Params:
@@ -29,9 +29,9 @@ class Forecaster:
     """One way to forecast the coming hour.
 
     Attributes:
-        name: how the plan calls it.
+        name: its name in plans.
         path: (history, params, settings) -> shape (settings.windows,), tokens per second; its maximum is the forecast
-            peak. May be wild, the caller clips. Raises ForecastError.
+            peak. The caller clips it. Raises ForecastError.
         fit: (history, settings, old params or None) -> params, a JSON object. None: choose orders; else only refit.
             Raises ForecastError.
         mean_path: the path follows the mean, whose maximum is below the mean maximum; past ratios correct it.

@@ -1,9 +1,9 @@
-"""The next hour's peak straight from a regression on what the last hours and the same hours of past days were.
+"""The next hour's peak by a regression on the last hours and on the same hours of past days.
 
-At every past origin the logarithm of "next hour's peak over the level of the last half hour" is known, and so are
-traits of the hours before it. A weighted ridge regression for the *median* (least absolute deviations, by iteratively
-reweighted least squares: the weighted error is an absolute one) learns the one from the other, on all origins whose
-hour had passed; recent ones and busy ones count more. Nothing is kept: it is trained afresh each time in milliseconds.
+The target at every past origin is the logarithm of "next hour's peak over the level of the last half hour"; the terms
+are statistics of the hours before it. A weighted ridge regression for the *median* (least absolute deviations, by
+iteratively reweighted least squares: the weighted error is an absolute one) is fitted to all origins whose hour is
+over; recent ones and those with high demand have more weight. No parameters are kept: each fit takes milliseconds.
 """
 
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ def _peak(history: DemandSeries, settings: ForecastSettings, *, days: int) -> fl
 
 
 def _table(history: DemandSeries, settings: ForecastSettings, *, days: int, floor: float) -> _Table:
-    """Terms of the last hours; with `days`, also how the same terms and what followed were on those days.
+    """Terms of the last hours; with `days`, also the same terms and targets of those days.
 
     The target is then the difference from the past days' mean, shrunk towards zero while there are few of them.
     """
@@ -115,16 +115,14 @@ def _median_ridge(terms: FloatArray, target: FloatArray, weights: FloatArray) ->
 
 
 def _shaped(history: DemandSeries, peak: float, settings: ForecastSettings) -> FloatArray:
-    """The peak in the shape that the coming hour had on the mean of the past days; flat where none is known."""
+    """The peak with the mean shape of the coming hour on past days; flat if none is known."""
     per_day, values = history.buckets_in(DAY_S), history.values
     firsts = range(len(values) - per_day, max(-1, len(values) - (DAYS_MAX + 1) * per_day), -per_day)
     hours = [values[first : first + settings.windows] for first in firsts]
     shape = known_mean(np.array(hours)) if hours else np.full(settings.windows, np.nan)
-    return (
-        scaled_to_peak(np.nan_to_num(shape, nan=float(np.nanmean(shape))), peak)
-        if not np.isnan(shape).all()
-        else (np.full(settings.windows, peak))
-    )
+    if np.isnan(shape).all():
+        return np.full(settings.windows, peak)
+    return scaled_to_peak(np.nan_to_num(shape, nan=float(np.nanmean(shape))), peak)
 
 
 RECENT_PEAKS = Forecaster(name="regression on recent hours", path=_recent_path, history_min_s=6 * 3600.0)

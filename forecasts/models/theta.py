@@ -17,7 +17,7 @@ def _theta_fit(history: DemandSeries, settings: ForecastSettings, known: Params 
 
 
 def _theta_path(history: DemandSeries, params: Params, settings: ForecastSettings) -> FloatArray:
-    """The mean of the straight line through the rest and of its smoothing: smoothing with half the line's slope.
+    """The mean of the regression line and the exponential smoothing: smoothing with half the slope of the line.
 
     Hyndman and Billah (2003), "Unmasking the Theta method".
     """
@@ -45,8 +45,8 @@ def _without_gaps(values: FloatArray) -> FloatArray:
     known = ~np.isnan(values)
     if not known.any():
         raise ForecastError("every bucket is a gap")
-    places = np.arange(len(values))
-    return np.interp(places, places[known], values[known])
+    indices = np.arange(len(values))
+    return np.interp(indices, indices[known], values[known])
 
 
 def _best_alpha(values: FloatArray) -> float:

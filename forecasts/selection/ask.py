@@ -1,4 +1,4 @@
-"""Ask every forecaster for the coming hour: refit what is due, clip, correct by past ratios, combine, calibrate."""
+"""Run every forecaster for the coming hour: refit those due, clip, correct by past ratios, combine, calibrate."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,16 +18,16 @@ from forecasts.settings import ForecastSettings
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Answer:
-    """One forecaster's coming hour, tokens per second.
+    """One forecaster's forecast of the coming hour, tokens per second.
 
     Attributes:
         name: of the forecaster.
         path: shape (windows,), clipped and corrected.
-        raw: the peak as the forecaster gave it, clipped.
+        raw: the clipped peak of the forecaster, without correction.
         upper: upper quantile of the peak.
         error: weighted error over past origins, None before the first.
-        coverage: share of past peaks under the upper quantile said before each.
-        origins: past peaks that it has said and that have come.
+        coverage: share of past peaks under their forecast upper quantile.
+        origins: number of its past forecasts with a known actual peak.
     """
 
     name: str
@@ -45,22 +45,22 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """All answers by name; by forecaster why it gave none; whose fit or forecast failed; why no model was asked."""
+class Answers:
+    """The answers by forecaster; why the others declined; whose fit or forecast failed; why no model was run."""
 
-    answers: Mapping[str, Answer]
+    by_name: Mapping[str, Answer]
     declined: Mapping[str, str]
     failed: frozenset[str]
     refusal: str | None
     fitted: Mapping[str, Fitted]
 
 
-def ask_all(history: DemandSeries, state: SeriesState, settings: ForecastSettings) -> Told:
-    """Every forecaster's answer from what is known; the last hour's maximum always gives one.
+def ask_all(history: DemandSeries, state: SeriesState, settings: ForecastSettings) -> Answers:
+    """The answers of all forecasters; the last hour's maximum always gives one.
 
     Args:
         history: in buckets of `settings.bucket_s`, with at least one known value.
-        state: with all past peaks scored that have come.
+        state: with all known peaks scored.
         settings: see ForecastSettings.
     """
     past, covered_s = state.past.known(), _known_s(history)
@@ -86,8 +86,8 @@ def ask_all(history: DemandSeries, state: SeriesState, settings: ForecastSetting
         path = _corrected(forecaster, raw, past, history, settings)
         answers[forecaster.name] = _answer(forecaster.name, path, float(raw.max()), past, state, history, settings)
     combined = _combined(answers, past, state, history, settings)
-    return Told(
-        answers=answers if combined is None else {COMBINATION: combined, **answers},
+    return Answers(
+        by_name=answers if combined is None else {COMBINATION: combined, **answers},
         declined=declined,
         failed=frozenset(failed),
         refusal=refusal,
@@ -116,8 +116,9 @@ def _why_no_model(history: DemandSeries, covered_s: float, settings: ForecastSet
 
 
 def _fit_due(forecaster: Forecaster, history: DemandSeries, kept: Fitted | None, settings: ForecastSettings) -> Fitted:
-    """The parameters as kept, or refitted when they are old; with new orders where those are old, or where there is
-    twice the history that they were chosen from."""
+    """The kept parameters, or refitted ones if they are old; with new orders if those are old, or if there is twice the
+    history that they were chosen from.
+    """
     now_s = history.end_s
     if kept is not None and now_s - kept.fitted_s < settings.refit_s and not _orders_are_due(kept, now_s, settings):
         return kept
@@ -148,14 +149,14 @@ def _raw_path(forecaster: Forecaster, history: DemandSeries, kept: Fitted, setti
 def _corrected(
     forecaster: Forecaster, raw: FloatArray, past: PastPeaks, history: DemandSeries, settings: ForecastSettings
 ) -> FloatArray:
-    """A path that follows the mean, times the median of what past peaks were to such paths' maxima."""
+    """For a path that follows the mean: the path times the median ratio of past peaks to the maxima of such paths."""
     if not forecaster.mean_path:
         return raw
     ratios = past.log_ratios(past.raw, forecaster.name)
     usable = ~np.isnan(ratios)
     if usable.sum() < settings.ratios_min:
         return raw
-    median = weighted_quantile(ratios[usable], (past.weights(settings.half_life) * past.came)[usable], 0.5)
+    median = weighted_quantile(ratios[usable], (past.weights(settings.half_life) * past.actual)[usable], 0.5)
     return np.clip(raw * math.exp(median), 0.0, _ceiling(history, settings))
 
 
@@ -173,17 +174,19 @@ def _answer(
     history: DemandSeries,
     settings: ForecastSettings,
 ) -> Answer:
-    ratios = past.log_ratios(past.said, name)
+    ratios = past.log_ratios(past.median, name)
     usable = ~np.isnan(ratios)
     origins, peak = int(usable.sum()), float(path.max())
     if origins < settings.ratios_min:
         upper = peak * settings.headroom
     else:
         level = state.level.get(name, settings.quantile)
-        log_ratio = upper_log_ratio(ratios[usable], np.log(past.said[name][usable]), math.log(max(peak, 1e-300)), level)
+        log_ratio = upper_log_ratio(
+            ratios[usable], np.log(past.median[name][usable]), math.log(max(peak, 1e-300)), level
+        )
         upper = peak * math.exp(max(0.0, log_ratio))
     uppers = past.upper.get(name, np.empty(0))
-    judged = past.came[~np.isnan(uppers)] <= uppers[~np.isnan(uppers)]
+    judged = past.actual[~np.isnan(uppers)] <= uppers[~np.isnan(uppers)]
     return Answer(
         name=name,
         path=path,
@@ -202,7 +205,7 @@ def _combined(
     history: DemandSeries,
     settings: ForecastSettings,
 ) -> Answer | None:
-    """None while fewer than two have been tried often enough."""
+    """None while fewer than two forecasters have enough past errors."""
     errors = {name: each.error for name, each in answers.items() if each.origins >= settings.ratios_min}
     tried = {name: error for name, error in errors.items() if error is not None and math.isfinite(error)}
     if len(tried) < 2:

@@ -1,9 +1,9 @@
-"""From a forecast peak to its upper quantile, by what past peaks were to past forecasts.
+"""From a forecast peak to its upper quantile, by the ratios of past peaks to past forecasts.
 
-No band of a model is used: they are too narrow (`algorithms.md`, section 1). The upper ratio is a weighted quantile of
-past ratios "peak that came / peak said". Ratios scatter more where there is little demand, so forecasts of a size near
-today's count most, and recent ones more than old. Which quantile is read is adapted online so that the share covered
-comes out as asked (adaptive conformal inference, Gibbs and Candes 2021): up after a miss, down a little after a hit.
+The confidence bands of models are not used: they are too narrow. The upper ratio is a weighted quantile of past ratios
+"actual peak / forecast peak". Ratios scatter more at low demand, so that forecasts of a similar size have the most
+weight, and recent ones more than old. The level of the quantile is adapted online so that the covered share becomes the
+requested one (adaptive conformal inference, Gibbs and Candes 2021): up after a miss, down a little after a hit.
 """
 
 import numpy as np
@@ -14,25 +14,25 @@ from forecasts.series import FloatArray
 STEP = 0.02
 LEVEL_MIN = 0.5
 MISS_SHARE_MIN = 0.3
-"""Misses at the highest level, over the misses asked for: beyond it a level is the one largest ratio seen."""
+"""Least share of misses, over the requested share: above that level the quantile is the largest ratio only."""
 HALF_LIFE = 100.0
 SIMILAR_LOG_SIZE = 0.7
 
 
-def upper_log_ratio(log_ratios: FloatArray, log_said: FloatArray, log_now: float, level: float) -> float:
-    """The weighted quantile `level` of past log ratios, counted as if the coming one were the largest.
+def upper_log_ratio(log_ratios: FloatArray, log_forecasts: FloatArray, log_now: float, level: float) -> float:
+    """The weighted quantile `level` of past log ratios, with the next ratio counted as the largest.
 
     Args:
-        log_ratios: shape (origins,), oldest first: log(peak that came / peak said).
-        log_said: shape (origins,): logarithms of those forecasts.
-        log_now: logarithm of the forecast to put an upper quantile on.
-        level: which quantile, below 1.
+        log_ratios: shape (origins,), oldest first: log(actual peak / forecast peak).
+        log_forecasts: shape (origins,): logarithms of those forecasts.
+        log_now: logarithm of the forecast whose upper quantile is needed.
+        level: the quantile, below 1.
 
     Raises:
         ValueError: no past ratios.
     """
     ages = np.arange(len(log_ratios))[::-1]
-    distance = (log_said - log_now) / SIMILAR_LOG_SIZE
+    distance = (log_forecasts - log_now) / SIMILAR_LOG_SIZE
     nearest = float(np.min(np.abs(distance), initial=np.inf))
     weights = 0.5 ** (ages / HALF_LIFE) * np.exp(-0.5 * (distance**2 - nearest**2))
     count = float(weights.sum() / weights.max(initial=1e-300))
@@ -40,6 +40,6 @@ def upper_log_ratio(log_ratios: FloatArray, log_said: FloatArray, log_now: float
 
 
 def adapted_level(level: float, quantile: float, *, covered: bool) -> float:
-    """The level for the next origin, after one was covered or missed."""
+    """The level for the next origin, after a peak was covered or missed."""
     moved = level + STEP * ((quantile - 1.0) if covered else quantile)
     return float(np.clip(moved, LEVEL_MIN, 1.0 - MISS_SHARE_MIN * (1.0 - quantile)))

@@ -1,4 +1,4 @@
-"""One forecast from several: their geometric mean, weighted by how small their past errors are."""
+"""One forecast from several: their geometric mean, weighted by past errors."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def combination_weights(errors: Mapping[str, float]) -> dict[str, float]:
 def combined_path(paths: Mapping[str, FloatArray], weights: Mapping[str, float]) -> FloatArray:
     """The weighted geometric mean of the peaks in the weighted mean of the shapes; shape (windows,).
 
-    Any peak of zero makes the whole zero, as a geometric mean does.
+    It is zero if any peak is zero, as a geometric mean.
     """
     peaks = {name: float(paths[name].max()) for name in weights}
     if min(peaks.values()) <= 0:

@@ -1,6 +1,6 @@
-"""What was said at past origins and what came: kept between forecasts as a JSON object, so that nothing is redone.
+"""Past forecasts and actual peaks, kept between forecasts as a JSON object.
 
-Tables have one column per origin, oldest first. A peak that has not come yet, or that a forecaster declined to give, is
+Tables have one column per origin, oldest first. A peak that is not known yet, or that a forecaster declined to give, is
 NaN here and null in JSON.
 """
 
@@ -19,72 +19,72 @@ STATE_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PastPeaks:
-    """Origins in Unix time, shape (origins,); the peak that came; by forecaster its raw, median and upper peak."""
+    """Origins in Unix time, shape (origins,); the actual peak; by forecaster its raw, median and upper peak."""
 
     origins_s: FloatArray = field(default_factory=lambda: np.empty(0))
-    came: FloatArray = field(default_factory=lambda: np.empty(0))
+    actual: FloatArray = field(default_factory=lambda: np.empty(0))
     raw: Mapping[str, FloatArray] = field(default_factory=dict)
-    said: Mapping[str, FloatArray] = field(default_factory=dict)
+    median: Mapping[str, FloatArray] = field(default_factory=dict)
     upper: Mapping[str, FloatArray] = field(default_factory=dict)
 
     def scored(self, series: DemandSeries, horizon_s: float, bucket_s: float) -> Self:
-        """With the peaks filled in that have come by the end of the series; hours that were one gap are dropped."""
-        came = self.came.copy()
+        """With the peaks that are known at the end of the series; hours without data are dropped."""
+        actual = self.actual.copy()
         over = self.origins_s + horizon_s <= series.end_s + 1e-6
-        for place in np.flatnonzero(np.isnan(came) & over):
-            hour = series.before(self.origins_s[place] + horizon_s).last(horizon_s)
-            came[place] = _six_digits(hour.rebin(bucket_s).maximum())
-        return replace(self, came=came).kept(~(np.isnan(came) & over))
+        for index in np.flatnonzero(np.isnan(actual) & over):
+            hour = series.before(self.origins_s[index] + horizon_s).last(horizon_s)
+            actual[index] = _six_digits(hour.rebin(bucket_s).maximum())
+        return replace(self, actual=actual).kept(~(np.isnan(actual) & over))
 
     def with_origin(
         self,
         origin_s: float,
         *,
         raw: Mapping[str, float],
-        said: Mapping[str, float],
+        median: Mapping[str, float],
         upper: Mapping[str, float],
         memory: int,
     ) -> Self:
-        """With one more origin, not yet scored; the same origin said again replaces what was said there."""
+        """With one more origin, not scored yet, which replaces the forecast of the same origin."""
         before = self.kept(self.origins_s < origin_s - 1e-6)
         longer = replace(
             before,
             origins_s=np.append(before.origins_s, origin_s),
-            came=np.append(before.came, np.nan),
-            raw=_extended(before.raw, raw, len(before.came)),
-            said=_extended(before.said, said, len(before.came)),
-            upper=_extended(before.upper, upper, len(before.came)),
+            actual=np.append(before.actual, np.nan),
+            raw=_extended(before.raw, raw, len(before.actual)),
+            median=_extended(before.median, median, len(before.actual)),
+            upper=_extended(before.upper, upper, len(before.actual)),
         )
-        return longer.kept(np.arange(len(longer.came)) >= len(longer.came) - memory)
+        return longer.kept(np.arange(len(longer.actual)) >= len(longer.actual) - memory)
 
     def known(self) -> Self:
-        """Only origins whose peak has come."""
-        return self.kept(~np.isnan(self.came))
+        """Only origins with a known peak."""
+        return self.kept(~np.isnan(self.actual))
 
-    def log_ratios(self, said: Mapping[str, FloatArray], name: str) -> FloatArray:
-        """log(came / said) at each origin, shape (origins,); NaN where either is not above zero or not known."""
-        peaks = said.get(name, np.full(len(self.came), np.nan))
-        usable = (peaks > 0) & (self.came > 0)
-        return np.log(np.where(usable, self.came, np.nan) / np.where(usable, peaks, 1.0))
+    def log_ratios(self, forecasts: Mapping[str, FloatArray], name: str) -> FloatArray:
+        """log(actual / forecast) at each origin, shape (origins,); NaN where either is not above zero or not known."""
+        peaks = forecasts.get(name, np.full(len(self.actual), np.nan))
+        usable = (peaks > 0) & (self.actual > 0)
+        return np.log(np.where(usable, self.actual, np.nan) / np.where(usable, peaks, 1.0))
 
     def weights(self, half_life: float) -> FloatArray:
-        """How much each origin counts, 1 for the newest and half as much `half_life` origins before."""
-        return np.asarray(0.5 ** (np.arange(len(self.came))[::-1] / half_life))
+        """The weight of each origin: 1 for the newest, and half as much `half_life` origins before."""
+        return np.asarray(0.5 ** (np.arange(len(self.actual))[::-1] / half_life))
 
-    def error(self, name: str, stand_in: str, half_life: float) -> float | None:
-        """Weighted error: sum |came - said| / sum came, recent origins counting more; None without any outcome.
+    def error(self, name: str, fallback: str, half_life: float) -> float | None:
+        """Weighted error: sum |actual - median| / sum actual, with more weight on recent origins; None without any.
 
-        Where the forecaster declined, what `stand_in` said counts: it would have answered instead.
+        Where the forecaster declined, the forecast of `fallback` counts, which would have been used.
         """
-        said = self.said.get(name)
-        if said is None or np.isnan(said).all() or not len(self.came):
+        median = self.median.get(name)
+        if median is None or np.isnan(median).all() or not len(self.actual):
             return None
-        instead = self.said.get(stand_in, said)
-        filled = np.where(np.isnan(said), instead, said)
+        instead = self.median.get(fallback, median)
+        filled = np.where(np.isnan(median), instead, median)
         usable = ~np.isnan(filled)
         weights = self.weights(half_life)[usable]
-        missed = float(weights @ np.abs(self.came - filled)[usable])
-        total = float(weights @ self.came[usable])
+        missed = float(weights @ np.abs(self.actual - filled)[usable])
+        total = float(weights @ self.actual[usable])
         if total == 0:
             return 0.0 if missed == 0 else math.inf
         return missed / total
@@ -94,16 +94,16 @@ class PastPeaks:
         return replace(
             self,
             origins_s=self.origins_s[chosen],
-            came=self.came[chosen],
+            actual=self.actual[chosen],
             raw={name: column[chosen] for name, column in self.raw.items()},
-            said={name: column[chosen] for name, column in self.said.items()},
+            median={name: column[chosen] for name, column in self.median.items()},
             upper={name: column[chosen] for name, column in self.upper.items()},
         )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fitted:
-    """A forecaster's parameters, or why it has none; when its orders were chosen and from how long a history."""
+    """A forecaster's parameters, or why it has none; when its orders were chosen, and from what length of history."""
 
     params: Mapping[str, Any] | None
     failure: str | None
@@ -114,14 +114,14 @@ class Fitted:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SeriesState:
-    """All that is kept of a series between two forecasts.
+    """The state of a series between two forecasts.
 
     Attributes:
         origin_s: of the last forecast; None before the first.
-        champion: who answered last.
-        past: what was said and what came.
+        champion: the forecaster chosen last.
+        past: forecasts and actual peaks.
         fitted: parameters by forecaster.
-        level: by forecaster, the quantile of past ratios that its upper quantile is read from.
+        level: by forecaster, the quantile of past ratios that gives its upper quantile.
     """
 
     origin_s: float | None = None
@@ -137,9 +137,9 @@ class SeriesState:
             "origin_s": self.origin_s,
             "champion": self.champion,
             "origins_s": self.past.origins_s.tolist(),
-            "came": _to_list(self.past.came),
+            "came": _to_list(self.past.actual),
             "raw": {name: _to_list(column) for name, column in self.past.raw.items()},
-            "said": {name: _to_list(column) for name, column in self.past.said.items()},
+            "said": {name: _to_list(column) for name, column in self.past.median.items()},
             "upper": {name: _to_list(column) for name, column in self.past.upper.items()},
             "fitted": {name: vars(each).copy() for name, each in self.fitted.items()},
             "level": dict(self.level),
@@ -157,9 +157,9 @@ class SeriesState:
         try:
             past = PastPeaks(
                 origins_s=_to_array(stored["origins_s"]),
-                came=_to_array(stored["came"]),
+                actual=_to_array(stored["came"]),
                 raw={name: _to_array(column) for name, column in stored["raw"].items()},
-                said={name: _to_array(column) for name, column in stored["said"].items()},
+                median={name: _to_array(column) for name, column in stored["said"].items()},
                 upper={name: _to_array(column) for name, column in stored["upper"].items()},
             )
             fitted = {name: Fitted(**each) for name, each in stored["fitted"].items()}
@@ -175,7 +175,7 @@ class SeriesState:
 
 
 def weighted_quantile(values: FloatArray, weights: FloatArray, quantile: float) -> float:
-    """The smallest value below or at which `quantile` of the weight lies.
+    """The smallest value such that values up to it have the share `quantile` of the weight.
 
     Raises:
         ValueError: no values.
@@ -183,9 +183,9 @@ def weighted_quantile(values: FloatArray, weights: FloatArray, quantile: float) 
     if not len(values):
         raise ValueError("values must not be empty")
     order = np.argsort(values, kind="stable")
-    heaped = np.cumsum(weights[order])
-    place = int(np.searchsorted(heaped, quantile * heaped[-1] - 1e-12))
-    return float(values[order][min(place, len(values) - 1)])
+    cumulative = np.cumsum(weights[order])
+    index = int(np.searchsorted(cumulative, quantile * cumulative[-1] - 1e-12))
+    return float(values[order][min(index, len(values) - 1)])
 
 
 def _extended(table: Mapping[str, FloatArray], row: Mapping[str, float], length: int) -> dict[str, FloatArray]:
@@ -201,7 +201,7 @@ def _to_list(column: FloatArray) -> list[float | None]:
 
 
 def _six_digits(value: float) -> float:
-    """As stored: so that a kept and a replayed state are the same, and short."""
+    """Rounded as in the stored state, so that a kept and a replayed state are equal."""
     return float(f"{value:.6g}")
 
 

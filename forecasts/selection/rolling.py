@@ -1,6 +1,6 @@
-"""Rolling origins: what would have been said at past moments, told only what was known then, against what came.
+"""Rolling origins: the forecasts at past times against the actual peaks.
 
-The series is cut at each origin before any forecaster, the choice or the calibration sees it.
+The series is cut at each origin before the forecasters, the choice and the calibration use it.
 """
 
 import math
@@ -13,34 +13,33 @@ from forecasts.settings import ForecastSettings
 
 
 class Rolled(NamedTuple):
-    """A forecast at one origin, and the peak that came, tokens per second; None where the hour is a gap or not over."""
+    """A forecast at one origin, and the actual peak, tokens per second; None if the hour is a gap or not over."""
 
     forecast: PeakForecast
     actual: float | None
 
 
 def hourly_origins(series: DemandSeries, settings: ForecastSettings, *, count: int | None = None) -> list[float]:
-    """Origins one horizon apart whose hour is complete, the last at the end of the series; oldest first.
+    """Origins one horizon apart with a complete hour, oldest first; the last hour ends with the series.
 
     Args:
         series: the whole record.
-        settings: its horizon is the spacing, its least history lies before the first origin.
-        count: the newest so many; all where None.
+        settings: its horizon is the spacing, half of its least history is before the first origin.
+        count: the number of newest origins; None = all.
     """
-    room_s = series.duration_s - settings.history_min_s / 2
-    most = max(0, math.floor(room_s / settings.horizon_s))
+    most = max(0, math.floor((series.duration_s - settings.history_min_s / 2) / settings.horizon_s))
     count = most if count is None else min(count, most)
     return [series.end_s - back * settings.horizon_s for back in range(count, 0, -1)]
 
 
 def rolling_origins(series: DemandSeries, settings: ForecastSettings, origins: Sequence[float]) -> Iterator[Rolled]:
-    """The forecast at each origin, with all candidates, and what came.
+    """The forecast at each origin, with all candidates, and the actual peak.
 
-    The first origin starts with nothing kept, as a live series would; state then passes from each to the next.
+    The first origin starts without a state, as a live series does; each forecast passes its state to the next.
 
     Args:
         series: the whole record, in buckets that divide `settings.bucket_s`.
-        settings: `settings.forecasters` names who takes part.
+        settings: `settings.forecasters` names the forecasters.
         origins: Unix times, ascending.
     """
     state: Mapping[str, Any] | None = None

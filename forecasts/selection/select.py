@@ -1,10 +1,10 @@
-"""The peak of the coming hour: forecasters side by side, the best on the recent past answers, and says why.
+"""The peak of the coming hour, by the forecaster with the least recent error, with the reason for the choice.
 
-Input is one endpoint's demand up to the origin (the end of the series) and what the forecast before kept; nothing after
-the origin is ever seen. One step is made for each hour since then, or for the last two days where nothing was kept, so
-that a live forecast and a replayed one are the same computation:
+Inputs are one endpoint's demand up to the origin (the end of the series) and the state of the last forecast. One step
+runs for each hour since then, or for the last two days without a state, so that a live forecast and a replayed one are
+the same computation:
 
-    score what was said   ->   refit what is due   ->   ask all   ->   correct, combine, calibrate   ->   choose
+    score past forecasts   ->   refit those due   ->   run all   ->   correct, combine, calibrate   ->   choose
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from forecasts.models.baselines import LAST_HOUR_MAX, scaled_to_peak
-from forecasts.selection.ask import Answer, Told, ask_all
+from forecasts.selection.ask import Answer, Answers, ask_all
 from forecasts.selection.calibration import adapted_level
 from forecasts.selection.combination import COMBINATION
 from forecasts.selection.past import SeriesState
@@ -29,9 +29,9 @@ NO_FORECASTER = "none"
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One forecaster's answer, used or not. Peaks in tokens per second, `error` and `coverage` as shares of 1.
+    """One forecaster's forecast, chosen or not. Peaks in tokens per second, `error` and `coverage` as shares of 1.
 
-    `coverage`: how many of the `origins` past peaks stayed under the upper quantile that was said before each.
+    `coverage`: the share of the `origins` past peaks under their forecast upper quantile.
     """
 
     forecaster: str
@@ -47,15 +47,15 @@ class PeakForecast:
     """The coming hour, tokens per second.
 
     Attributes:
-        forecaster: which one answered; "none" where nothing is known and the zeros mean nothing.
-        origin_s: Unix time at which the first window begins.
+        forecaster: the chosen one; "none" without any data, when the zeros mean nothing.
+        origin_s: Unix time of the start of the first window.
         peak_q50: the median peak. peak_upper: its upper quantile.
-        windows: the path behind `peak_q50`, one value per window; its maximum is `peak_q50`.
-        windows_upper: the same path raised to `peak_upper`; what a plan uses.
-        candidates: all that answered, the chosen one first, then by error.
-        declined: by forecaster, why it gave no answer.
-        reason: in plain words, why this one.
-        state: a JSON object to hand back with the next forecast of this series.
+        windows: the forecast path, one value per window; its maximum is `peak_q50`.
+        windows_upper: the same path scaled to `peak_upper`, which plans use.
+        candidates: all forecasts, the chosen one first, then by error.
+        declined: by forecaster, why it gave none.
+        reason: why this one was chosen.
+        state: a JSON object to pass to the next forecast of this series.
     """
 
     forecaster: str
@@ -71,20 +71,19 @@ class PeakForecast:
 
     @property
     def known(self) -> bool:
-        """Whether anything was known to forecast from."""
         return self.forecaster != NO_FORECASTER
 
 
 def forecast_peak(
     series: DemandSeries, settings: ForecastSettings, state: Mapping[str, Any] | None = None
 ) -> PeakForecast:
-    """Forecast the peak of the hour that begins where the series ends.
+    """Forecast the peak of the hour after the end of the series.
 
     Args:
         series: demand per minute (or any bucket that divides `settings.bucket_s`), gaps as NaN.
         settings: see ForecastSettings.
-        state: of the same series' forecast before. Without one all is chosen anew; so it is where it is of a later
-            origin or cannot be read, and the reason says the latter.
+        state: of the last forecast of the series. Without one, or if it has a later origin or cannot be read, all is
+            chosen again; the reason then has the error.
 
     Raises:
         ValueError: the series' buckets do not divide `settings.bucket_s`, or a forecaster's name is not known.
@@ -102,12 +101,12 @@ def forecast_peak(
 
 
 def _origins_since(last_s: float | None, series: DemandSeries, settings: ForecastSettings) -> list[float]:
-    """The series' end, and before it every hour since the last forecast, or since there was enough to start from."""
+    """The hours since the last forecast, or since the first with enough history, and the end of the series."""
     known = np.flatnonzero(~np.isnan(series.values))
     first_known_s = series.start_s + (int(known[0]) if known.size else len(series.values)) * series.bucket_s
     earliest_s = max(first_known_s + settings.history_min_s / 2, -math.inf if last_s is None else last_s + 1.0)
-    room = math.floor((series.end_s - earliest_s) / settings.horizon_s)
-    count = min(max(0, room), settings.origins_max)
+    hours = math.floor((series.end_s - earliest_s) / settings.horizon_s)
+    count = min(max(0, hours), settings.origins_max)
     return [series.end_s - back * settings.horizon_s for back in reversed(range(count + 1))]
 
 
@@ -116,42 +115,44 @@ def _step(known: DemandSeries, before: SeriesState, settings: ForecastSettings) 
     state = replace(_scored(known, before, settings), origin_s=history.end_s)
     if math.isnan(history.maximum()):
         return _nothing_known(history, state, settings), state
-    told = ask_all(history, state, settings)
-    champion, reason = _choose(told.answers, state.champion, settings)
-    state = _remembered(state, told, champion, settings)
-    return _forecast(history, told, champion, reason, state, settings), state
+    answers = ask_all(history, state, settings)
+    champion, reason = _choose(answers.by_name, state.champion, settings)
+    state = _remembered(state, answers, champion, settings)
+    return _forecast(history, answers, champion, reason, state, settings), state
 
 
 def _scored(known: DemandSeries, state: SeriesState, settings: ForecastSettings) -> SeriesState:
-    """With the peaks that have come since, and the calibration adapted to which of them were covered."""
-    waiting = set(state.past.origins_s[np.isnan(state.past.came)].tolist())
+    """With the peaks known since, and the calibration levels adapted to which of them were covered."""
+    unscored = set(state.past.origins_s[np.isnan(state.past.actual)].tolist())
     past = state.past.scored(known, settings.horizon_s, settings.bucket_s)
     level = dict(state.level)
-    for place, (origin_s, came) in enumerate(zip(past.origins_s.tolist(), past.came.tolist(), strict=True)):
-        if origin_s not in waiting or math.isnan(came):
+    for index, (origin_s, actual) in enumerate(zip(past.origins_s.tolist(), past.actual.tolist(), strict=True)):
+        if origin_s not in unscored or math.isnan(actual):
             continue
         for name, upper in past.upper.items():
-            if not math.isnan(upper[place]):
+            if not math.isnan(upper[index]):
                 before = level.get(name, settings.quantile)
-                level[name] = adapted_level(before, settings.quantile, covered=bool(came <= upper[place]))
+                level[name] = adapted_level(before, settings.quantile, covered=bool(actual <= upper[index]))
     return replace(state, past=past, level=level)
 
 
-def _remembered(state: SeriesState, told: Told, champion: str, settings: ForecastSettings) -> SeriesState:
-    """With what was said now, to be scored when the hour is over."""
+def _remembered(state: SeriesState, answers: Answers, champion: str, settings: ForecastSettings) -> SeriesState:
+    """With the forecasts of now, to be scored when the hour is over."""
     assert state.origin_s is not None
     past = state.past.with_origin(
         state.origin_s,
-        raw={name: answer.raw for name, answer in told.answers.items()},
-        said={name: answer.peak for name, answer in told.answers.items()},
-        upper={name: answer.upper for name, answer in told.answers.items()},
+        raw={name: answer.raw for name, answer in answers.by_name.items()},
+        median={name: answer.peak for name, answer in answers.by_name.items()},
+        upper={name: answer.upper for name, answer in answers.by_name.items()},
         memory=settings.memory,
     )
-    return replace(state, past=past, champion=champion, fitted=told.fitted)
+    return replace(state, past=past, champion=champion, fitted=answers.fitted)
 
 
 def _choose(answers: Mapping[str, Answer], champion: str | None, settings: ForecastSettings) -> tuple[str, str]:
-    """Who answers, and why: the combination, unless a single one did better by the margin or it is not tried yet."""
+    """The chosen forecaster and the reason: the combination, unless it has too few errors or a single one is better by
+    the margin.
+    """
     tried = {name: each.error for name, each in answers.items() if each.error is not None}
     tried = {name: error for name, error in tried.items() if answers[name].origins >= settings.ratios_min}
     if not tried:
@@ -175,10 +176,10 @@ def _percent(share: float) -> str:
 
 
 def _forecast(
-    history: DemandSeries, told: Told, champion: str, reason: str, state: SeriesState, settings: ForecastSettings
+    history: DemandSeries, answers: Answers, champion: str, reason: str, state: SeriesState, settings: ForecastSettings
 ) -> PeakForecast:
-    chosen = told.answers[champion]
-    others = [answer for name, answer in told.answers.items() if name != champion]
+    chosen = answers.by_name[champion]
+    others = [answer for name, answer in answers.by_name.items() if name != champion]
     others.sort(key=lambda answer: (answer.error is None, answer.error, answer.name))
     return PeakForecast(
         forecaster=champion,
@@ -188,8 +189,8 @@ def _forecast(
         windows=tuple(chosen.path.tolist()),
         windows_upper=tuple(scaled_to_peak(chosen.path, chosen.upper).tolist()),
         candidates=tuple(_candidate(answer) for answer in (chosen, *others)),
-        declined=told.declined,
-        reason=_full_reason(history, told, chosen, reason, settings),
+        declined=answers.declined,
+        reason=_full_reason(history, answers, chosen, reason, settings),
         state=state.to_json(),
     )
 
@@ -205,8 +206,10 @@ def _candidate(answer: Answer) -> Candidate:
     )
 
 
-def _full_reason(history: DemandSeries, told: Told, chosen: Answer, reason: str, settings: ForecastSettings) -> str:
-    parts = [told.refusal or reason]
+def _full_reason(
+    history: DemandSeries, answers: Answers, chosen: Answer, reason: str, settings: ForecastSettings
+) -> str:
+    parts = [answers.refusal or reason]
     if math.isnan(history.last_hour_max()):
         newest = np.flatnonzero(~np.isnan(history.values))[-1]
         silent_s = history.end_s - (history.start_s + (newest + 1) * history.bucket_s)
@@ -214,7 +217,7 @@ def _full_reason(history: DemandSeries, told: Told, chosen: Answer, reason: str,
     if chosen.origins < settings.ratios_min:
         few = f"{chosen.origins} past peaks are too few to calibrate on"
         parts.append(f"{few}: upper = peak x {settings.headroom:g}")
-    parts += [f"{name}: {why}" for name, why in told.declined.items() if name in told.failed]
+    parts += [f"{name}: {why}" for name, why in answers.declined.items() if name in answers.failed]
     return "; ".join(parts)
 
 

@@ -93,7 +93,7 @@ def _run(
         with reading(file) as report:
             found = read_series(file, report)
         with _progress(len(found)) as progress:
-            return run_backtests(found, settings, hours_max=origins, told=progress)
+            return run_backtests(found, settings, hours_max=origins, progress=progress)
     except (DemandFileError, PlotError, ValueError) as error:
         raise CommandError(str(error)) from error
 

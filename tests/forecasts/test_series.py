@@ -22,7 +22,7 @@ def test_rows_in_any_order_and_what_is_not_named_is_a_gap() -> None:
     ("rows", "message"),
     [
         ([], "at least one row"),
-        ([(0, 1.0), (0, 2.0)], "start_s 0 comes twice"),
+        ([(0, 1.0), (0, 2.0)], "start_s 0 is repeated"),
         ([(0, 1.0), (90, 2.0)], "start_s 90 is not a multiple of 60.0 s after 0"),
         ([(0, 1.0), (600, 2.0)], "start_s 600 is not before end_s 300"),
     ],

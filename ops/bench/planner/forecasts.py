@@ -128,7 +128,7 @@ def _binned(rows: list[tuple[float, float | None]], fine_s: float, bucket_s: flo
 def measure_accuracy(each: EndpointSeries, settings: ForecastSettings) -> Accuracy:
     """Forecast every hour of the second half of a series; the hours before teach."""
     began_s = time.monotonic()
-    (done,), _ = run_backtests([each], settings, hours_max=None, told=lambda *_: None)
+    (done,), _ = run_backtests([each], settings, hours_max=None, progress=lambda *_: None)
     scores = {score.forecaster: score for score in scores_of(done.predictions, settings.quantile, done.costs)}
     errors = {name: score.error for name, score in scores.items() if score.error is not None}
     champion = scores[CHAMPION]

@@ -41,7 +41,7 @@ def test_line_ends_marks_blanks_and_packing_make_no_difference(tmp_path: Path, d
 
 def test_what_is_no_csv_is_named_with_its_line(tmp_path: Path) -> None:
     assert "line 1: column a is missing; found: nothing" in refusal(written(tmp_path, b""))
-    assert "line 1: column b is there twice" in refusal(written(tmp_path, b"a,b,b\n"))
+    assert "line 1: column b is repeated" in refusal(written(tmp_path, b"a,b,b\n"))
     assert "line 3: 1 columns, the header has 2" in refusal(written(tmp_path, b"a,b\nx,1\ny\n"))
     assert "line 3: not UTF-8" in refusal(written(tmp_path, b"a,b\nx,1\n\xff\xfe,2\n"))
     assert "line 2: not UTF-8" in refusal(written(tmp_path, gzip.compress(b"a,b\n\xe9,1\n")))

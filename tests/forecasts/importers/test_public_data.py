@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forecasts.importers.formats import FORMATS
-from forecasts.importers.lines import not_told
+from forecasts.importers.lines import no_progress
 from forecasts.series import DemandRow
 
 DATA = Path(os.environ.get("TIDEPOOL_DATA", Path(__file__).resolve().parents[3].parent / "shared" / "data"))
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not (DATA / "servegen").is_dir(), reason=f"no re
 
 
 def read(name: str, file: str, **given: object) -> list[DemandRow]:
-    return list(FORMATS[name].read(DATA / file, FORMATS[name].settings(**given), not_told))
+    return list(FORMATS[name].read(DATA / file, FORMATS[name].settings(**given), no_progress))
 
 
 def tokens(rows: list[DemandRow], bucket_s: float = 60.0) -> float:

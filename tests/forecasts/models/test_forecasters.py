@@ -46,8 +46,8 @@ def test_fitted_ones_miss_by_less_than_half_of_what_the_last_hour_does(name: str
     time = np.arange(5.75 * 288) / 288
     values = 1000 * np.exp(1.5 * np.sin(2 * np.pi * time) + np.random.default_rng(0).normal(0, 0.02, len(time)))
     history = DemandSeries(start_s=0, bucket_s=300, values=values[: 5 * 288])
-    came = values[5 * 288 : 5 * 288 + 12].max()
-    assert abs(path(name, history).max() - came) < abs(path("last hour's maximum", history).max() - came) / 2
+    actual = values[5 * 288 : 5 * 288 + 12].max()
+    assert abs(path(name, history).max() - actual) < abs(path("last hour's maximum", history).max() - actual) / 2
 
 
 @pytest.mark.parametrize("name", DEFAULT_FORECASTERS)

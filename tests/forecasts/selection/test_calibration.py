@@ -13,10 +13,10 @@ def test_a_weighted_quantile_is_where_the_weight_lies(quantile: float, expected:
 
 def test_ratios_of_forecasts_of_like_size_count() -> None:
     """Forecasts of 10 were missed by half, those of 1,000 by nothing."""
-    ratios, said = np.tile([0.5, 0.0], 50), np.tile(np.log([10.0, 1000.0]), 50)
-    assert upper_log_ratio(ratios, said, np.log(10.0), 0.9) == 0.5
-    assert upper_log_ratio(ratios, said, np.log(1000.0), 0.9) == 0.0
-    assert upper_log_ratio(ratios, said, np.log(1e9), 0.9) == 0.0  # nothing is near: the nearest counts
+    ratios, forecasts = np.tile([0.5, 0.0], 50), np.tile(np.log([10.0, 1000.0]), 50)
+    assert upper_log_ratio(ratios, forecasts, np.log(10.0), 0.9) == 0.5
+    assert upper_log_ratio(ratios, forecasts, np.log(1000.0), 0.9) == 0.0
+    assert upper_log_ratio(ratios, forecasts, np.log(1e9), 0.9) == 0.0  # nothing is near: the nearest counts
 
 
 def test_recent_ratios_count_more() -> None:

@@ -8,39 +8,39 @@ from forecasts.selection.past import Fitted, PastPeaks, SeriesState
 from tests.forecasts.demand import hourly
 
 
-def said(*peaks: tuple[float, float | None]) -> PastPeaks:
-    """Hourly origins from 0: what "x" said, None where it declined, and what came; "y" always said 10."""
+def past_of(*peaks: tuple[float, float | None]) -> PastPeaks:
+    """Hourly origins from 0: pairs of actual peak and forecast of "x", None if it declined; "y" forecasts 10."""
     past = PastPeaks()
     for hour, (_, peak) in enumerate(peaks):
         each = {"y": 10.0} if peak is None else {"y": 10.0, "x": peak}
-        past = past.with_origin(3600.0 * hour, raw=each, said=each, upper=each, memory=100)
-    return past.scored(hourly(*(came for came, _ in peaks)), 3600.0, 300.0)
+        past = past.with_origin(3600.0 * hour, raw=each, median=each, upper=each, memory=100)
+    return past.scored(hourly(*(actual for actual, _ in peaks)), 3600.0, 300.0)
 
 
-def test_what_came_is_filled_in_when_the_hour_is_over() -> None:
+def test_the_actual_peak_is_filled_in_when_the_hour_is_over() -> None:
     past = PastPeaks()
     for hour in range(3):
-        past = past.with_origin(3600.0 * hour, raw={}, said={"x": 5.0}, upper={}, memory=100)
+        past = past.with_origin(3600.0 * hour, raw={}, median={"x": 5.0}, upper={}, memory=100)
     series = hourly(7.0, np.nan, 9.0)
     first = past.scored(series.before(3600), 3600.0, 300.0)
-    np.testing.assert_array_equal(first.came, [7, np.nan, np.nan])
+    np.testing.assert_array_equal(first.actual, [7, np.nan, np.nan])
     second = first.scored(series, 3600.0, 300.0)  # the hour of the gap is dropped
     assert second.origins_s.tolist() == [0, 7200]
-    assert second.came.tolist() == [7, 9]
-    assert len(first.known().came) == 1
+    assert second.actual.tolist() == [7, 9]
+    assert len(first.known().actual) == 1
 
 
-def test_the_error_weighs_and_the_stand_in_answers_for_who_declined() -> None:
-    past = said((10, 20), (20, 15), (40, None))
+def test_the_error_is_weighted_and_uses_the_fallback_for_declined_forecasts() -> None:
+    past = past_of((10, 20), (20, 15), (40, None))
     assert past.error("x", "y", 1e9) == pytest.approx((10 + 5 + 30) / 70)
     assert past.error("x", "y", 1.0) == pytest.approx((10 / 4 + 5 / 2 + 30) / (10 / 4 + 20 / 2 + 40))
     assert past.error("z", "y", 1.0) is None
-    assert said((0, 0)).error("x", "y", 1.0) == 0
-    assert said((0, 3)).error("x", "y", 1.0) == math.inf
+    assert past_of((0, 0)).error("x", "y", 1.0) == 0
+    assert past_of((0, 3)).error("x", "y", 1.0) == math.inf
 
 
 def test_ratios_are_of_what_is_above_zero() -> None:
-    ratios = said((10, 20), (0, 15), (40, None), (9, 0)).log_ratios({"x": np.array([20, 15, np.nan, 0])}, "x")
+    ratios = past_of((10, 20), (0, 15), (40, None), (9, 0)).log_ratios({"x": np.array([20, 15, np.nan, 0])}, "x")
     assert ratios[0] == pytest.approx(math.log(0.5))
     assert np.isnan(ratios[1:]).all()
 
@@ -48,15 +48,15 @@ def test_ratios_are_of_what_is_above_zero() -> None:
 def test_the_same_origin_again_replaces_and_the_oldest_are_forgotten() -> None:
     past = PastPeaks()
     for origin_s, peak in ((0.0, 1.0), (3600.0, 2.0), (3600.0, 3.0), (7200.0, 4.0)):
-        past = past.with_origin(origin_s, raw={"x": peak}, said={"x": peak}, upper={}, memory=2)
+        past = past.with_origin(origin_s, raw={"x": peak}, median={"x": peak}, upper={}, memory=2)
     assert past.origins_s.tolist() == [3600, 7200]
-    assert past.said["x"].tolist() == [3, 4]
+    assert past.median["x"].tolist() == [3, 4]
 
 
 def test_a_state_comes_back_from_json_as_it_was() -> None:
     fitted = {"x": Fitted(params={"a": [1, 2]}, failure=None, fitted_s=1.0, selected_s=0.0, selected_from_s=3.0)}
     state = SeriesState(
-        origin_s=5.0, champion="x", past=said((10, 20.123456789), (5, None)), fitted=fitted, level={"x": 0.9}
+        origin_s=5.0, champion="x", past=past_of((10, 20.123456789), (5, None)), fitted=fitted, level={"x": 0.9}
     )
     stored = json.loads(json.dumps(state.to_json()))
     assert SeriesState.from_json(stored).to_json() == stored
