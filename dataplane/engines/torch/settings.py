@@ -69,7 +69,7 @@ class TorchEngineSettings:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.host_link_bytes_per_s is not None and not self.host_link_bytes_per_s > 0:
-            raise ValueError(f"wire_bytes_per_s must be over 0, got {self.host_link_bytes_per_s}")
+            raise ValueError(f"host_link_bytes_per_s must be over 0, got {self.host_link_bytes_per_s}")
         if self.host_kv_bytes < 0:
             raise ValueError(f"host_kv_bytes must be at least 0, got {self.host_kv_bytes}")
         if self.slab_bytes is not None and (self.slab_bytes < 256 or self.slab_bytes % 256):

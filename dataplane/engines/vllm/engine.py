@@ -1,14 +1,14 @@
-"""The vLLM engine: models of vLLM in one process, which take turns by our policy.
+"""The vLLM engine: vLLM models in one process, which take turns by our scheduler.
 
-A turn's step is one step of vLLM's engine of that model: it prefills and decodes together, and finds room for KV by
-itself (what it preempts, it prefills again). Where the next model does not fit beside those that are awake, the one
-that was not used for longest leaves. Its requests stay with it and go on after their tokens were prefilled again.
+A turn's step is one step of vLLM's engine of that model, which prefills and decodes together and handles KV pressure
+itself (what it preempts, it prefills again). If the next model does not fit with those that are awake, the least
+recently used one is put to sleep. It keeps its requests, whose tokens are prefilled again when it wakes.
 
-Where models share a slot, the loading of one holds up the others' turns: vLLM keeps the present configuration, forward
-pass, default dtype and scratch memory in globals of the process, so nothing of it may run beside a load. What can be
-done before is (`read_ahead`); `tidepool_load_seconds` counts the rest. It is nothing where `models_max` is 1.
+If models share a slot, loading one blocks the others' turns: vLLM keeps its configuration, forward context, default
+dtype and scratch memory in globals of the process, so that nothing of it may run concurrently with a load.
+`read_ahead` does beforehand what is possible; `tidepool_load_seconds` counts the rest, which is 0 if `models_max` is 1.
 
-The process is this slot's alone: `interfaces.prepare_process` comes before this module is imported.
+The process belongs to this slot alone: `interfaces.prepare_process` must run before this module is imported.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -35,34 +35,32 @@ from dataplane.scheduling.schedule import Turn
 from dataplane.scheduling.tiers import TIER_RANKS
 
 _BYTES_PER_S = {"cpu": 1e9, "cuda": 1e10}
-"""How fast weights come, and are read by a step, until that was seen."""
+"""Guess of the rate at which weights are loaded, and read by a step, until it is measured."""
 
 
 class VllmEngine(SlotEngine[VllmModel, VllmKv]):
-    """Meets `Engine`. `load` builds a model on the owner's thread: requests of others wait for it."""
+    """Meets `Engine`. `load` builds a model on the owner's thread, which blocks other models' requests."""
 
     def __init__(self, settings: VllmEngineSettings, clock: Callable[[], float]) -> None:
-        """Build an empty slot.
-
-        Raises:
-            ModelLoadError: vLLM is not installed, or in a version that was not tested.
+        """Raises:
+        ModelLoadError: vLLM is not installed, or in a version that was not tested.
         """
         check_version()
         self._settings = settings
         self._cache = None if settings.cache_folder is None else ModelCache(settings.cache_folder, settings.cache_bytes)
         self._preemptions_before = 0
         self._read_ahead: set[str] = set()
-        self._held_up_s = 0.0
+        self._blocked_s = 0.0
         super().__init__(settings, clock, VllmKvMemory(), reclaim=lambda _: False)
 
     def close(self) -> None:
-        """End vLLM's engines. The engine is of no use then."""
+        """End vLLM's engines. The engine cannot be used afterwards."""
         for model in self._models.values():
             model.runner.close()
         self._models.clear()
 
     def prepare(self, model: ModelSpec) -> None:
-        """Check that the checkpoint is there and fits, and read it once, so that vLLM has it at hand in `load`.
+        """Check that the checkpoint exists and fits, and read it once, so that it is in the page cache for `load`.
 
         Raises:
             ModelLoadError: it cannot be read, or its weights exceed the slot's memory.
@@ -76,11 +74,11 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             self._read_ahead.add(model.path)
 
     def load(self, instance_id: str, model: ModelSpec, *, gpus: int = 1) -> None:
-        """See `dataplane.engines.interface.Engine.load`.
+        """See `Engine.load`.
 
         Raises:
             ModelLoadError: as there.
-            DeviceLostError: in this process nothing can be loaded any more.
+            DeviceLostError: this process cannot load anything any more.
         """
         try:
             super().load(instance_id, model, gpus=gpus)
@@ -94,7 +92,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             here = ", ".join(sorted(self._models))
             raise ModelLoadError(f"{spec.name}: models_max={settings.models_max}, and this slot has {here}")
         size_bytes = stored_bytes(folder, settings.dtype)
-        self._make_room(size_bytes, keep=None)
+        self._sleep_until_fits(size_bytes, keep=None)
         runner = Runner(spec.name, folder, settings, self._cache)
         try:
             if settings.models_max > 1:
@@ -105,7 +103,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             raise
         self._read_ahead.discard(spec.path)
         if others_wait:
-            self._held_up_s += self._clock() - began_s
+            self._blocked_s += self._clock() - began_s
         guess_s = size_bytes / _BYTES_PER_S[settings.device.partition(":")[0]]
         return VllmModel(
             name=spec.name,
@@ -125,13 +123,13 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         model.runner.close()
 
     def _settle(self) -> None:
-        """Nothing moves between steps."""
+        """No transfer is under way between steps."""
 
     def _awake(self) -> list[VllmModel]:
         return [model for model in self._models.values() if model.runner.awake]
 
-    def _make_room(self, needed_bytes: int, *, keep: VllmModel | None) -> None:
-        """Let models leave, those not used for longest first, until one more of that size fits."""
+    def _sleep_until_fits(self, needed_bytes: int, *, keep: VllmModel | None) -> None:
+        """Put models to sleep, the least recently used first, until one more of that size fits."""
         staying = sorted((m for m in self._awake() if m is not keep), key=lambda model: model.used_s)
         while staying and not self._fits((*(m.stored_bytes for m in staying), needed_bytes)):
             staying.pop(0).runner.sleep()
@@ -153,7 +151,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         return True  # its host copy was made when it was loaded
 
     def _run(self, turn: Turn, model: VllmModel, now_s: float) -> Made[VllmKv] | None:
-        """A model that fails takes no other down; a lost device ends the worker."""
+        """A failing model ends its own requests only; a lost device ends the worker."""
         try:
             self._wake(model, now_s)
             return self._step_of(model)
@@ -167,20 +165,20 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
     def _wake(self, model: VllmModel, now_s: float) -> None:
         model.used_s = now_s
         if not model.runner.awake:
-            self._make_room(model.stored_bytes, keep=model)
+            self._sleep_until_fits(model.stored_bytes, keep=model)
             model.runner.wake()
             model.wake_s = self._clock() - now_s
 
     def _step_of(self, model: VllmModel) -> Made[VllmKv]:
-        """Hand vLLM what is new, let it step, and see which answers have ended by themselves."""
+        """Submit new requests to vLLM, run its step, and find the answers that ended by themselves."""
         mine = {str(sequence.order): sequence for sequence in self._requests if sequence.model == model.name}
         for name, sequence in mine.items():
             if sequence.kv.vllm_id is None:
-                self._hand_in(name, sequence, model)
+                self._submit(name, sequence, model)
             sequence.cached = sequence.kv.tokens
         began_s = self._clock()
         step = model.runner.step()
-        self._note_what_ran(step, mine, model, self._clock() - began_s)
+        self._observe(step, mine, model, self._clock() - began_s)
         made: dict[str, tuple[VllmSequence, int | None]] = {}
         for name, token in step.tokens.items():
             sequence = mine[name]
@@ -189,11 +187,11 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
                 self._requests.begin(sequence)
                 made[name] = sequence, None if ended else token
         for name in step.ended.keys() - made.keys():
-            self._requests.end_all([mine[name]], f"vLLM ended it before its time: {step.ended[name]}")
+            self._requests.end_all([mine[name]], f"vLLM ended it too early: {step.ended[name]}")
         return list(made.values())
 
-    def _note_what_ran(self, step: Step, mine: Mapping[str, VllmSequence], model: VllmModel, took_s: float) -> None:
-        """Note which tokens have KV now, and what the step cost."""
+    def _observe(self, step: Step, mine: Mapping[str, VllmSequence], model: VllmModel, took_s: float) -> None:
+        """Record which tokens have KV now, and the cost of the step."""
         chunks = []
         for name, sequence in mine.items():
             cached = len(sequence.tokens) if name in step.tokens else sequence.kv.tokens
@@ -203,14 +201,14 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         for chunk in chunks:
             chunk.sequence.cached = chunk.end
 
-    def _hand_in(self, name: str, sequence: VllmSequence, model: VllmModel) -> None:
+    def _submit(self, name: str, sequence: VllmSequence, model: VllmModel) -> None:
         request = sequence.request
         params = sampling_params(request, model.eos_ids, left=request.max_tokens - sequence.generated)
         priority = TIER_RANKS[request.tier]
         sequence.kv.vllm_id = model.runner.add(name, list(sequence.tokens), params, priority=priority)
 
     def _wait(self, now_s: float) -> None:
-        """Whatever waits can run."""
+        """Waiting requests can always run."""
 
     def _kv_tokens_max(self, model: VllmModel) -> int:
         return model.runner.context_tokens
@@ -222,10 +220,12 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         return tuple(model.name for model in self._awake())
 
     def stats(self) -> EngineStats:
-        """The load right now; preemptions are vLLM's. `load_s`: how long loads of others held requests up."""
+        """The present load. `preemptions` are vLLM's; `load_s`: how long loads of models blocked other models'
+        requests.
+        """
         stats = super().stats()
         total = self._preemptions_before + sum(m.runner.preemptions_total for m in self._models.values())
-        mine = {"preemptions": float(total), "recomputed": float(total), "load_s": self._held_up_s}
+        mine = {"preemptions": float(total), "recomputed": float(total), "load_s": self._blocked_s}
         return replace(stats, extra={**stats.extra, **mine})
 
     def _memory_stats(self, now_s: float) -> PoolStats:
@@ -244,7 +244,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
 
 
 def _first_estimate(step_s: float) -> CostEstimate:
-    """What steps cost before any was timed."""
+    """The cost of steps before any was timed."""
     latency = LatencyModel(
         prefill_base_s=step_s,
         prefill_per_token_s=step_s / 100,

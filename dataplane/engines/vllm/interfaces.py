@@ -1,4 +1,4 @@
-"""All that we ask of vLLM beyond its public interface, in one place, and the versions for which that was tested.
+"""All use of vLLM beyond its public interface, and the versions for which that was tested.
 
 Public, and used elsewhere in this package: `EngineArgs`, `LLMEngine` (`from_engine_args`, `add_request`, `step` and its
 `RequestOutput`s, `abort_request`, `reset_prefix_cache`, `vllm_config.model_config`, `collective_rpc` with functions of
@@ -13,14 +13,14 @@ this module alone:
     engine.engine_core._finalizer                       unload: the public way to end an engine takes
     .engine_core.model_executor, .scheduler: shutdown() torch.distributed from all engines of the process
     worker.model_runner.kv_caches                       sleep
-    vllm.v1.worker.workspace._manager                   turns: scratch memory on a GPU, one for all of a process; the
-                                                        engine made last replaces it, one that ends takes it away
+    vllm.v1.worker.workspace._manager                   turns: scratch memory on a GPU, one per process; the engine
+                                                        made last replaces it, one that ends removes it
     vllm.distributed.parallel_state._EP, and the        load: made with the first model of a process, and only if that
-    functions that make it                              one has experts
+    functions that make it                              model has experts
     ModelRegistry.models[...].load_model_cls()          load: else vLLM imports itself anew to look at a model
     vllm._custom_ops._supports_onednn                   sleep on a CPU: what oneDNN packed cannot leave
 
-A version that was not tested is refused at start. To take one in: `make test-vllm` with it, and on a GPU
+A version that was not tested is refused at start. To support one: run `make test-vllm` with it, and on a GPU
 `pytest tests/gpu`, then add it to `version.TESTED`.
 """
 
@@ -34,8 +34,8 @@ from dataplane.engines.vllm.version import installed_version
 from dataplane.protocol.errors import ModelLoadError
 
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in our process, and steps when we say
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # on GPUs vLLM would take it, and refuse our logits processor
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in our process, and steps when called
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # on GPUs it would be the default, and refuse our logits processor
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_PLUGINS": "",
@@ -45,7 +45,7 @@ _DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.
 
 
 def prepare_process(device: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what vLLM reads when it is imported. Of "cuda:N" the process sees the Nth of its GPUs alone."""
+    """Set the environment that vLLM reads on import. For "cuda:N" the process sees only the Nth of its GPUs."""
     environment.update(_ENVIRONMENT)
     for name, value in _DEFAULTS.items():
         environment.setdefault(name, value)
@@ -55,12 +55,12 @@ def prepare_process(device: str, environment: MutableMapping[str, str] = os.envi
 
 
 def layout_settings(environment: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
-    """What the environment tells vLLM, which may choose kernels by it, and by them how weights are laid out."""
+    """vLLM's environment variables, which may select kernels and thereby the layout of weights."""
     return sorted((name, value) for name, value in environment.items() if name.startswith("VLLM_"))
 
 
 def check_interfaces(engine: Any) -> None:
-    """See that an engine has all that this module touches.
+    """Check that an engine has all that this module uses.
 
     Raises:
         ModelLoadError: names what is missing.
@@ -84,13 +84,13 @@ def check_interfaces(engine: Any) -> None:
 
 
 def computed_tokens(engine: Any, vllm_id: str) -> int:
-    """Tokens of a request that have KV; 0 if it waits, or is gone."""
+    """Tokens of a request that have KV; 0 if it waits or has ended."""
     request = _scheduler(engine).requests.get(vllm_id)
     return 0 if request is None else int(request.num_computed_tokens)
 
 
 def preemptions(engine: Any, vllm_id: str) -> int:
-    """How often a request lost its KV; 0 if it is gone."""
+    """How often a request was preempted; 0 if it has ended."""
     request = _scheduler(engine).requests.get(vllm_id)
     return 0 if request is None else int(request.num_preemptions)
 
@@ -102,7 +102,7 @@ def kv_usage(engine: Any) -> float:
 
 
 def kv_tokens(engine: Any) -> int:
-    """The tokens that an engine's KV blocks hold, of requests as long as its context."""
+    """The tokens whose KV fits in an engine's blocks, of requests as long as its context."""
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config  # noqa: PLC0415
 
     config = engine.vllm_config
@@ -117,38 +117,38 @@ def kv_tensors(worker: Any) -> list[Any]:
 
 
 def keeps_kv_addresses(engine: Any) -> bool:
-    """Whether an engine zeroes KV where it noted it to be, as models with recurrent layers want: it must not move."""
+    """Whether an engine zeroes KV at recorded addresses, as models with recurrent layers require: it must not move."""
     zeroes: bool = _scheduler(engine).needs_kv_cache_zeroing
     return zeroes
 
 
 def scratch() -> Any:
-    """The scratch memory of the process: of the engine that was made last, unless `use_scratch` came after it."""
+    """The scratch memory of the process: of the engine that was made last, unless `use_scratch` was called after."""
     from vllm.v1.worker import workspace  # noqa: PLC0415
 
     return workspace._manager  # noqa: SLF001
 
 
 def use_scratch(manager: Any) -> None:
-    """Have the next step compute in the scratch memory of its own engine."""
+    """Make the next step use the scratch memory of its own engine."""
     from vllm.v1.worker import workspace  # noqa: PLC0415
 
     workspace._manager = manager  # noqa: SLF001
 
 
 def end_engine(engine: Any) -> None:
-    """End an engine and no other of the process: vLLM's own finalizer would take torch.distributed from them all."""
+    """End an engine and no other of the process: vLLM's own finalizer would end torch.distributed for all of them."""
     core = engine.engine_core
     core._finalizer.detach()  # noqa: SLF001
     core.engine_core.model_executor.shutdown()
     core.engine_core.scheduler.shutdown()
-    gc.unfreeze()  # vLLM froze what was there when it started
+    gc.unfreeze()  # vLLM froze all objects when it started
     gc.collect()
-    gc.freeze()  # what is left stays, and vLLM collects several times at each start
+    gc.freeze()  # the rest stays, and vLLM collects several times at each start
 
 
 def import_model_class(architecture: str) -> None:
-    """Import a model's class here and now. Unknown architectures are left to vLLM's own complaint."""
+    """Import a model's class now. Unknown architectures are left to vLLM's own error."""
     from vllm import ModelRegistry  # noqa: PLC0415
 
     known = ModelRegistry.models.get(architecture)
@@ -157,7 +157,7 @@ def import_model_class(architecture: str) -> None:
 
 
 def make_expert_group() -> None:
-    """Let a model with experts come after one without: vLLM makes their process group with the first model only."""
+    """Allow a model with experts after one without: vLLM makes their process group with the first model only."""
     from torch import distributed  # noqa: PLC0415
     from vllm.distributed import parallel_state  # noqa: PLC0415
 
@@ -170,7 +170,7 @@ def make_expert_group() -> None:
 
 
 def keep_weights_in_torch() -> None:
-    """Have matrices on a CPU stay torch tensors, which can leave, rather than be packed by oneDNN."""
+    """Keep matrices on a CPU as torch tensors, which can be offloaded, instead of oneDNN's packed format."""
     from vllm import _custom_ops  # noqa: PLC0415
 
     _custom_ops._supports_onednn = False  # noqa: SLF001

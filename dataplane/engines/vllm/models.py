@@ -1,4 +1,4 @@
-"""A model of the slot as the vLLM engine keeps it, and what stands for the KV of its sequences."""
+"""A model of the vLLM engine, and what represents the KV of its sequences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from dataplane.engines.vllm.runner import Runner
 
 @dataclass(eq=False, kw_only=True)
 class VllmKv:
-    """The KV of a sequence: the request of vLLM that has it, or will have it again. `vllm_id` None: not asked yet."""
+    """The KV of a sequence: the vLLM request that has it, or will have it again. `vllm_id` None: not submitted yet."""
 
     runner: Runner
     bytes_per_token: float
@@ -20,56 +20,48 @@ class VllmKv:
 
     @property
     def location(self) -> KvLocation:
-        """Where it is. What vLLM preempted comes back by itself, so it counts as on the device."""
+        """KV that vLLM preempted counts as on the DEVICE, because vLLM restores it itself."""
         return KvLocation.NONE if self.vllm_id is None else KvLocation.DEVICE
 
     @property
     def tokens(self) -> int:
-        """How many tokens have keys and values now."""
         return 0 if self.vllm_id is None else self.runner.computed_tokens(self.vllm_id)
 
     @property
     def size_bytes(self) -> int:
-        """What it takes on the slot."""
         return int(self.tokens * self.bytes_per_token)
 
 
 class VllmKvMemory:
-    """Meets `dataplane.engines.core.kv.KvMemory`. vLLM itself makes room, so that only dropping is asked of it."""
+    """Meets `dataplane.engines.core.kv.KvMemory`. vLLM allocates itself, so that only `drop` has an effect."""
 
     freeing = False
     swapped_out_total = 0
     swapped_in_total = 0
 
     def grow(self, kv: VllmKv, tokens: int) -> bool:
-        """vLLM does it."""
         raise AssertionError("vLLM gives its requests their KV itself")
 
     def fits(self, kv: VllmKv, *, spare: int) -> bool:
-        """vLLM knows."""
         raise AssertionError("vLLM gives its requests their KV itself")
 
     def swap_out(self, kv: VllmKv, tokens: int) -> bool:
-        """No KV goes to host memory."""
         return False
 
     def swap_in(self, kv: VllmKv) -> bool:
-        """None is there."""
         return False
 
     def drop(self, kv: VllmKv) -> None:
-        """Have vLLM forget the request."""
         if kv.vllm_id is not None:
             kv.runner.end(kv.vllm_id)
             kv.vllm_id = None
 
     def adopt(self, kv: VllmKv, handle: KvHandle) -> bool:
-        """KV of other slots is of another shape; it is computed anew."""
+        """False: KV of other slots has another shape and is recomputed."""
         return False
 
     def handle(self, kv: VllmKv, tokens: int) -> KvHandle:
-        """Nothing is handed over."""
-        raise AssertionError("the settings allow no hand-over")
+        raise AssertionError("the settings allow no KV transfer")
 
 
 VllmSequence = TokenSequence[VllmKv]
@@ -77,8 +69,8 @@ VllmSequence = TokenSequence[VllmKv]
 
 @dataclass(eq=False, kw_only=True)
 class VllmModel(ServedModel[VllmKv]):
-    """One model. `stored_bytes`: of its weights; `kv_bytes`: of its KV blocks; `come_s`: how long its weights took to
-    come, with making room, the last time; `used_s`: when it had its last step.
+    """One model. `stored_bytes`: of its weights; `kv_bytes`: of its KV blocks; `wake_s`: how long it took to load its
+    weights, with putting others to sleep, the last time; `used_s`: when its last step began.
     """
 
     runner: Runner
@@ -90,21 +82,19 @@ class VllmModel(ServedModel[VllmKv]):
 
     @property
     def weights_bytes(self) -> int:
-        """The size of its weights."""
         return self.stored_bytes
 
     @property
     def switch_s(self) -> float:
-        """How long it takes until it decodes again after it was away: its weights come, and KV is prefilled anew."""
+        """Seconds until it decodes again after sleeping: its weights are loaded, and its KV is prefilled again."""
         lost = [len(sequence.tokens) for sequence in self.decoding]
         return self.wake_s + (self.estimate.prefill_s(sum(lost), sum(n * n for n in lost)) if lost else 0.0)
 
     def new_kv(self) -> VllmKv:
-        """The KV of a sequence that has none yet."""
         return VllmKv(runner=self.runner, bytes_per_token=self.kv_bytes / self.runner.kv_tokens)
 
     def observe(self, chunks: Sequence[Chunk[VllmKv]], took_s: float) -> None:
-        """Learn what steps cost from one that only decoded, or only prefilled."""
+        """Update the estimate by a step that only decoded, or only prefilled."""
         decodes = [chunk.sequence.cached > 0 and chunk.sequence.pending == 1 for chunk in chunks]
         if chunks and all(decodes):
             context = sum(chunk.sequence.cached for chunk in chunks)

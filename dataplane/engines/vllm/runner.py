@@ -1,4 +1,4 @@
-"""One model in one vLLM engine in our process: what it runs, and how it leaves the device and comes back."""
+"""One model in one vLLM engine in our process: its steps, and how it sleeps and wakes."""
 
 import gc
 import hashlib
@@ -19,15 +19,15 @@ from dataplane.protocol.errors import ModelLoadError
 
 _SAMPLING = "dataplane.engines.vllm.sampling:SeededSampling"
 _FREE_SHARE_MIN = 0.01
-"""Of a GPU's memory, when a model comes. vLLM would want nearly all of it, whatever is there already."""
+"""Share of a GPU's memory that must be free for a load. By default vLLM would require nearly all of it."""
 _READ_BYTES = 2**24
 _ENVIRONMENT = interfaces.layout_settings()
-"""As the process was given it: vLLM adds what differs from load to load."""
+"""As the process inherited it: vLLM adds variables that differ from load to load."""
 
 
 @dataclass(eq=False, kw_only=True)
 class HostCopy:
-    """Weights in host memory: flat uint8, the sizes of the storages they come from, and the file that they are in."""
+    """Weights in host memory: flat uint8, the sizes of their storages, and the file that contains them."""
 
     host: torch.Tensor
     sizes: list[int]
@@ -36,15 +36,15 @@ class HostCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step did, by the requests' names: the token that each got, and why vLLM has ended some."""
+    """The result of a step, by the requests' names: the token of each, and why vLLM ended some."""
 
     tokens: dict[str, int]
     ended: dict[str, str]
 
 
 class Runner:
-    """A model that is awake: on its device, with its KV. `context_tokens`: of one request at most; `kv_tokens`: of all
-    that its KV blocks hold.
+    """A model that is awake: on its device, with its KV. `context_tokens`: of one request at most; `kv_tokens`: tokens
+    whose KV fits in its blocks.
     """
 
     def __init__(self, name: str, folder: Path, settings: VllmEngineSettings, cache: ModelCache | None) -> None:
@@ -70,36 +70,33 @@ class Runner:
 
     @property
     def awake(self) -> bool:
-        """Whether it is on its device."""
         return self._kv_sizes is None
 
     @property
     def kv_usage(self) -> float:
-        """The share of its KV blocks that are in use; none while it sleeps."""
+        """The share of its KV blocks that are in use; 0 while it sleeps."""
         return interfaces.kv_usage(self._engine) if self.awake else 0.0
 
     @property
     def preemptions_total(self) -> int:
-        """How often a request lost its KV for want of blocks or because the model had to leave."""
+        """How often a request was preempted, for blocks or because the model was put to sleep."""
         return self._preemptions_ended + sum(self._preempted.values())
 
     def add(self, name: str, tokens: list[int], params: SamplingParams, *, priority: int) -> str:
-        """Queue a request, whether awake or not: vLLM's own id of it. `step` will call it `name`."""
+        """Queue a request, also while asleep; returns vLLM's id of it. `step` refers to it by `name`."""
         vllm_id = self._engine.add_request(name, {"prompt_token_ids": tokens}, params, priority=priority)
         self._preempted[vllm_id] = 0
         return str(vllm_id)
 
     def end(self, vllm_id: str) -> None:
-        """Forget a request and free its KV. One that has ended by itself is forgotten too."""
+        """Remove a request, ended or not, and free its KV."""
         self._preemptions_ended += self._preempted.pop(vllm_id, 0)
         self._engine.abort_request([vllm_id], internal=True)
 
     def computed_tokens(self, vllm_id: str) -> int:
-        """Tokens of a request that have KV here."""
         return interfaces.computed_tokens(self._engine, vllm_id) if self.awake else 0
 
     def step(self) -> Step:
-        """Run one step."""
         assert self.awake
         interfaces.use_scratch(self._scratch)
         step = Step(tokens={}, ended={})
@@ -113,16 +110,18 @@ class Runner:
         return step
 
     def keep_host_copy(self) -> None:
-        """Copy the weights to host memory, once, so that the model may leave.
+        """Copy the weights to host memory, once, so that the model can sleep.
 
         Raises:
-            ModelLoadError: the model cannot leave.
-            dataplane.memory.model_cache.HostMemoryError: there is no room for them.
+            ModelLoadError: the model cannot sleep.
+            dataplane.memory.model_cache.HostMemoryError: host memory is full.
         """
         if self._copy is not None:
             return
         if interfaces.keeps_kv_addresses(self._engine):
-            raise ModelLoadError(f"{self._name}: its KV cannot move, so it takes no turns; models_max must be 1 for it")
+            raise ModelLoadError(
+                f"{self._name}: its KV cannot move, so that it cannot share a slot; models_max must be 1 for it"
+            )
         (sizes,) = self._engine.collective_rpc(sleep.weight_sizes)
 
         def fill(view: memoryview) -> None:
@@ -138,26 +137,27 @@ class Runner:
         self._copy = HostCopy(host=host, sizes=sizes, cached=cached)
 
     def sleep(self) -> None:
-        """Leave the device. Requests stay: their tokens are prefilled again after `wake`.
+        """Free the device memory. Requests stay: their tokens are prefilled again after `wake`.
 
         Raises:
-            ModelLoadError: vLLM does not let go of its KV; the model stays as it is.
+            ModelLoadError: vLLM does not free its KV; the model stays awake.
         """
         assert self._copy is not None, "keep_host_copy comes first"
         is_reset = self._engine.reset_prefix_cache(reset_running_requests=True)
         if not is_reset:
-            raise ModelLoadError(f"{self._name}: vLLM did not reset its KV cache, so the model cannot leave the device")
+            raise ModelLoadError(
+                f"{self._name}: vLLM did not reset its KV cache, so that the model cannot leave the device"
+            )
         self._note_preemptions()
         (self._kv_sizes,) = self._engine.collective_rpc(sleep.offload)
 
     def wake(self) -> None:
-        """Come back to the device."""
         assert self._copy is not None
         self._engine.collective_rpc(sleep.restore, args=(self._copy.host, self._copy.sizes, self._kv_sizes))
         self._kv_sizes = None
 
     def close(self) -> None:
-        """Free everything. The runner is of no use then."""
+        """Free everything. The runner cannot be used afterwards."""
         interfaces.end_engine(self._engine)
         copy, self._copy = self._copy, None
         if copy is not None and copy.cached is not None:
@@ -170,10 +170,10 @@ class Runner:
 
 
 def stored_bytes(folder: Path, dtype: str) -> int:
-    """What the tensors of a checkpoint take in a dtype.
+    """The size of a checkpoint's tensors in a dtype.
 
     Raises:
-        ModelLoadError: no safetensors there, or a header that does not describe its file.
+        ModelLoadError: there are no safetensors, or a header does not describe its file.
     """
     item_bytes = 4 if dtype == "float32" else 2
     shapes = (stored.shape for stored in list_tensors(folder).values())
@@ -181,7 +181,9 @@ def stored_bytes(folder: Path, dtype: str) -> int:
 
 
 def read_ahead(folder: Path) -> None:
-    """All of a load that may run beside steps: import the model's class, and have the system read the files."""
+    """The part of a load that may run concurrently with steps: import the model's class, and read the files into the
+    page cache.
+    """
     for architecture in _architectures(folder):
         interfaces.import_model_class(architecture)
     buffer = bytearray(_READ_BYTES)
@@ -202,7 +204,7 @@ def _build(name: str, folder: Path, settings: VllmEngineSettings) -> Any:
         model=str(folder),
         served_model_name=name,
         skip_tokenizer_init=True,
-        generation_config="vllm",  # what a request leaves open is ours to choose
+        generation_config="vllm",  # defaults of requests are ours
         trust_remote_code=False,
         dtype=settings.dtype,
         max_model_len=-1,  # as much as fits the KV memory
@@ -214,7 +216,7 @@ def _build(name: str, folder: Path, settings: VllmEngineSettings) -> Any:
         enable_prefix_caching=False,
         enforce_eager=settings.eager,
         scheduling_policy="priority",
-        async_scheduling=False,  # what a step made must be known when it ends
+        async_scheduling=False,  # a step must return its own tokens
         logits_processors=[_SAMPLING],
         disable_log_stats=True,
     )
@@ -222,7 +224,7 @@ def _build(name: str, folder: Path, settings: VllmEngineSettings) -> Any:
         return LLMEngine.from_engine_args(arguments)
     except torch.AcceleratorError:
         raise
-    except Exception as error:  # whatever vLLM dislikes, the slot's other models go on
+    except Exception as error:  # whatever vLLM refuses, the slot's other models continue
         reason = f"{type(error).__name__}: {error}"
     gc.collect()  # the half-built engine, which the error held: the next load needs its memory
     raise ModelLoadError(f"{name}: vLLM cannot run it: {reason}")
@@ -234,8 +236,8 @@ def _architectures(folder: Path) -> Iterable[str]:
 
 
 def _cache_key(folder: Path, settings: VllmEngineSettings, sizes: list[int]) -> str:
-    """What the bytes hang on: the files as they are now, and how vLLM laid them out, which its version, its settings,
-    torch and the device decide.
+    """A key of all that determines the bytes: the files' state, and vLLM's layout, which depends on its version, its
+    settings, torch and the device.
     """
     files = sorted({stored.file for stored in list_tensors(folder).values()})
     state = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]

@@ -1,7 +1,7 @@
-"""Our way to choose tokens, inside vLLM: what is drawn at a position depends on (seed, position) and the logits alone.
+"""Our sampling inside vLLM: what is drawn at a position depends on (seed, position) and the logits alone.
 
-vLLM draws from a generator that walks through a request, so that one continued elsewhere would draw anew. Here it is
-always asked for the greatest logit, and a logits processor leaves only the token that `choose_tokens` chose.
+vLLM draws from a generator that advances with a request, so that one continued elsewhere would draw other tokens. Here
+vLLM always takes the greatest logit, and a logits processor leaves only the token that `choose_tokens` chose.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _KEY = "tidepool"
 
 
 def sampling_params(request: EngineRequest, eos_ids: Sequence[int], *, left: int) -> SamplingParams:
-    """How vLLM shall answer a request with `left` tokens to go. One that ends an answer is the last it tells of."""
+    """vLLM's parameters for a request with `left` tokens to go."""
     chosen_by_us = {
         "temperature": request.temperature,
         "top_p": request.top_p,
@@ -37,14 +37,14 @@ def sampling_params(request: EngineRequest, eos_ids: Sequence[int], *, left: int
 
 
 class SeededSampling(AdapterLogitsProcessor):  # type: ignore[misc]
-    """Leaves one token to requests that sample, and takes those that end an answer from requests that ignore them."""
+    """Leaves one token to requests that sample, and masks end-of-sequence tokens of requests that ignore them."""
 
     def is_argmax_invariant(self) -> bool:
-        """It decides which logit is the greatest."""
+        """False: it changes which logit is the greatest."""
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> "_Chooser | None":
-        """What the requests of `sampling_params` need; the greedy ones need nothing."""
+        """The processor of a request; greedy ones need none."""
         chosen_by_us = (params.extra_args or {}).get(_KEY)
         return None if chosen_by_us is None else _Chooser(**chosen_by_us)
 
@@ -65,7 +65,7 @@ class _Chooser:
             banned=self._banned,
         )
         (token,) = choose_tokens(logits.unsqueeze(0).clone(), [draw])
-        if token is None:  # not numbers: vLLM gets them as they are
+        if token is None:  # not numbers: passed on to vLLM
             return logits
         logits.fill_(float("-inf"))
         logits[token] = 0.0

@@ -11,11 +11,12 @@ from dataplane.scheduling.schedule import TurnSettings
 class VllmEngineSettings:
     """What a slot gives its engine.
 
-    Weights of the models that are awake take at most `weights_bytes`. `kv_bytes` are cut into `awake_max` equal pools,
-    one for each model that may be awake at once. `models_max` 1: the slot is one model's alone, which vLLM may compile
-    and capture. More: they take turns, without CUDA graphs, which bake addresses; the weights of those that sleep are
-    in `cache_folder`, the node's model cache of `cache_bytes`, or without one in private memory. A step runs at most
-    `batch_max` sequences and prefills at most `prefill_tokens_per_step_max` tokens. `block_tokens` None: vLLM's choice.
+    Weights of the models that are awake take at most `weights_bytes`. `kv_bytes` are divided into `awake_max` equal KV
+    memories, one for each model that may be awake at once. `models_max` 1: the slot serves one model alone, which vLLM
+    may compile and capture. More: they take turns, without CUDA graphs, which contain addresses; the weights of those
+    that sleep are in `cache_folder`, the node's model cache of `cache_bytes`, or without one in private memory. A step
+    runs at most `batch_max` sequences and prefills at most `prefill_tokens_per_step_max` tokens. `block_tokens` None:
+    vLLM's choice.
     """
 
     device: str = "cpu"
@@ -48,10 +49,10 @@ class VllmEngineSettings:
 
     @property
     def pool_bytes(self) -> int:
-        """KV of one model."""
+        """KV memory of one model."""
         return self.kv_bytes // self.awake_max
 
     @property
     def eager(self) -> bool:
-        """Whether vLLM must neither compile nor capture: where memory moves, and on a CPU (it may lack a compiler)."""
+        """Whether vLLM must neither compile nor capture: if memory moves, and on a CPU (which may lack a compiler)."""
         return self.models_max > 1 or self.device == "cpu"

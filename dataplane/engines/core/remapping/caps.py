@@ -1,7 +1,9 @@
-"""How many layers a model may give up (Oneiros 5.3): as many as can be loaded while it computes, as measured. Pure.
+"""How many layers of a model may be offloaded (Oneiros 5.3): as many as can be loaded while it computes, as measured.
+Pure.
 
-What it computes meanwhile is, for a model that decodes, one step; for an inactive one, the prefill it will begin with,
-which takes longer, so that it can give up more. When it becomes active it has to get back what its steps do not hide.
+A model that decodes computes one step meanwhile; an inactive one computes the prefill it will begin with, which takes
+longer, so that more of its layers can be offloaded. When it becomes active, layers whose loads its steps do not hide
+must be reclaimed.
 """
 
 from dataclasses import dataclass
@@ -19,20 +21,20 @@ from dataplane.engines.core.remapping.circle import (
 from dataplane.engines.core.remapping.settings import RemapSettings
 
 Reason = Literal["unmeasured", "not hidden", "share_max", "layers", "switching"]
-"""What keeps a model from giving up more: its times are not known, its loads would not be hidden, the setting, that of
-one layer's frame at least must stay, or that its place is kept for another model, which is to come in.
+"""Why no more layers of a model are offloaded: its times are unknown, their loads would not be hidden, the setting, one
+layer's frame at least must stay, or its region is kept for another model that is to be loaded.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """A model whose weights are on the slot. Layers are alike: `layer_bytes` each, `load_s` to load one (T_T).
+    """A model whose weights are on the slot. Its layers are equal: `layer_bytes` each, `load_s` to load one (T_T).
 
-    `given_up`: of how many layers KV has the memory now (alpha). `active`: it decodes now: the running model where
-    models take turns, every model with requests where they share the slot. `compute_s`: measured time in its layers, of
-    a decode step with the batch it has now if active, else of a usual prefill; None when not known. `priority`: the
-    lower ones give up first. `used_s`: when it was last made active, on any clock that only grows. `kept`: it is to
-    give up no more, since another model may need its whole place.
+    `offloaded`: how many layers are offloaded (alpha). `active`: it decodes now: the running model if models take
+    turns, every model with requests if they share the slot. `compute_s`: measured seconds in its layers, of a decode
+    step with the present batch if active, else of a usual prefill; None if unknown. `priority`: lower ones are
+    offloaded first. `used_s`: when it was last made active, on any clock that only grows. `kept`: no more of it may be
+    offloaded, because another model may need its whole region.
     """
 
     model: str
@@ -47,7 +49,6 @@ class ModelFacts:
     kept: bool = False
 
     def __post_init__(self) -> None:
-        """Hold that something of the model is there."""
         assert 0 <= self.offloaded < self.layers, (self.offloaded, self.layers)
         assert self.layer_bytes > 0, self.layer_bytes
         assert self.load_s > 0, self.load_s
@@ -55,20 +56,19 @@ class ModelFacts:
 
     @property
     def offloaded_bytes(self) -> int:
-        """What KV has of its memory."""
         return self.offloaded * self.layer_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cap:
-    """`layers`: that the model may give up at most; `reason`: why not more."""
+    """`layers`: how many may be offloaded; `reason`: why no more."""
 
     layers: int
     reason: Reason
 
 
 def circle_of(facts: ModelFacts, settings: RemapSettings) -> Circle | None:
-    """Its circle, the margin in the loads; None when its compute time is not known."""
+    """Its circle, with the margin added to load times; None if its compute time is unknown."""
     if facts.compute_s is None:
         return None
     return Circle(
@@ -79,7 +79,7 @@ def circle_of(facts: ModelFacts, settings: RemapSettings) -> Circle | None:
 
 
 def wait_s(facts: ModelFacts, rotation: Rotation) -> float:
-    """What a step of the model would wait for loads, by the times as measured; 0 when they are hidden or not known."""
+    """Seconds that a step of the model would wait for loads, by measured times; 0 if hidden or unknown."""
     circle = circle_of(facts, RemapSettings(margin=0.0))
     if circle is None or is_hidden(circle, rotation):
         return 0.0
@@ -87,7 +87,7 @@ def wait_s(facts: ModelFacts, rotation: Rotation) -> float:
 
 
 def choose_cap(facts: ModelFacts, settings: RemapSettings) -> Cap:
-    """How many layers the model may give up, and why not more. Never all: one frame at least stays."""
+    """How many layers may be offloaded, and why no more. Never all: one frame at least stays."""
     circle = circle_of(facts, settings)
     if circle is None:
         return Cap(layers=0, reason="unmeasured")
@@ -104,8 +104,8 @@ def choose_cap(facts: ModelFacts, settings: RemapSettings) -> Cap:
 
 
 def rotation_of(facts: ModelFacts, offloaded: int, settings: RemapSettings) -> Rotation:
-    """Which layers of the model rotate while it gives up so many: the fewest that hide their loads, or, where none
-    does, those that wait least.
+    """Which layers of the model rotate while so many are offloaded: the fewest whose loads are hidden, or, if none are,
+    those that wait least.
     """
     circle = circle_of(facts, settings)
     if circle is None:

@@ -1,8 +1,8 @@
-"""Which layers of a model take turns in memory, and whether their loads hide behind the computing (Oneiros 5.4). Pure.
+"""Which layers of a model share memory in rotation, and whether their loads are hidden (Oneiros 5.4). Pure.
 
-Decoding runs the layers round and round. A model of n layers gives up the memory of alpha of them; beta frames of one
-layer each are then shared by m = alpha + beta layers, the *rotating* ones, and n - m stay where they are. A frame is
-free once its layer has run; the next rotating layer that is not there is loaded into it, one load at a time.
+Decoding runs the layers in a circle. When alpha of a model's n layers are offloaded, beta frames of one layer's memory
+each are shared by m = alpha + beta layers, the *rotating* ones, and n - m layers stay. A frame is free once its layer
+has run; the next rotating layer that is not in memory is loaded into it, one load at a time.
 
     n = 8, alpha = 1, beta = 1:    [0] 1 2 3 [4] 5 6 7 [0] 1 ...    0 runs | 4 loads during 1 2 3 | 4 runs | 0 loads ...
 
@@ -13,9 +13,9 @@ are hidden if and only if, for every window of rotating layers,
     d T_T <= T_c (layers in d + beta - 1 gaps - 1)   and   m T_T <= T_c n
 
 Evenly spaced, at floor(i n / m), the worst window of w gaps has floor(w n / m) layers; no spacing has more in its worst
-window, for m windows of w gaps go w times round the circle. Even spacing is thus best for every d at once. The paper's
-two inequalities are d = 1 of beta = 1, and the second condition of beta = 2, where m divides n; where it does not, some
-gaps are shorter than n / m, and inequality 4 alone would promise what the shortest gap does not hold.
+window, because m windows of w gaps go w times round the circle. Even spacing is thus best for every d at once. The
+paper's two inequalities are d = 1 of beta = 1, and the second condition of beta = 2, if m divides n; if it does not,
+some gaps are shorter than n / m, and inequality 4 alone would promise more than the shortest gap allows.
 """
 
 from bisect import bisect_left
@@ -36,7 +36,6 @@ class Circle:
     compute_s: float
 
     def __post_init__(self) -> None:
-        """Hold what the inequalities need."""
         assert self.layers > 0, self.layers
         assert self.load_s > 0, self.load_s
         assert self.compute_s > 0, self.compute_s
@@ -44,11 +43,11 @@ class Circle:
 
 @dataclass(frozen=True, kw_only=True)
 class Rotation:
-    """A model that has given up the memory of `given_up` of its layers (alpha; 0: all is as ever).
+    """How the layers of a model share memory while `offloaded` of them (alpha) are offloaded; 0: nothing rotates.
 
-    `frames`: beta, 0 when nothing is given up. Load number j, counted without end from 0, is of layer
-    `rotating[j % m]` and goes into frame `j % frames`, as soon as load number j - frames has run there: where frames
-    do not divide m, a layer's frame changes from round to round.
+    `frames`: beta, 0 if nothing is offloaded. Load number j, counted from 0 without end, is of layer
+    `rotating[j % m]` into frame `j % frames`, as soon as load number j - frames has run there: if frames do not divide
+    m, a layer's frame changes from round to round.
     """
 
     layers: int
@@ -56,19 +55,18 @@ class Rotation:
     frames: int = 0
 
     def __post_init__(self) -> None:
-        """Hold that something stays: there is a frame, so never is a whole model given up."""
         assert 0 <= self.offloaded < self.layers, (self.offloaded, self.layers)
         assert (self.frames > 0) == (self.offloaded > 0), (self.frames, self.offloaded)
         assert self.offloaded + self.frames <= self.layers, (self.offloaded, self.frames, self.layers)
 
     @property
     def rotating_layers(self) -> int:
-        """M: how many layers take turns, each loaded once per step."""
+        """M: how many layers rotate, each loaded once per step."""
         return self.offloaded + self.frames
 
     @property
     def rotating(self) -> tuple[int, ...]:
-        """Their numbers, evenly spaced on the circle, ascending from 0; empty when nothing is given up."""
+        """Their numbers, evenly spaced on the circle, ascending from 0; empty if nothing is offloaded."""
         return spaced(self.layers, self.rotating_layers)
 
 
@@ -81,8 +79,8 @@ def spaced(layers: int, count: int) -> tuple[int, ...]:
 def is_hidden(circle: Circle, rotation: Rotation) -> bool:
     """Whether no layer ever waits for a load, by the two conditions above.
 
-    Of one frame d = 1 is the worst. Of more, no d is broken where the wire keeps up and beta - 1 gaps have two layers:
-    rounding takes less than one, and the layer that must have run before is the other.
+    Of one frame d = 1 is the worst case. Of more, no d is violated if the link keeps up and beta - 1 gaps have two
+    layers: rounding takes less than one, and the layer that must have run before is the other.
     """
     n, m, frames = circle.layers, rotation.rotating_layers, rotation.frames
     assert rotation.layers == n, (rotation, circle)
@@ -101,9 +99,9 @@ def is_hidden(circle: Circle, rotation: Rotation) -> bool:
 def choose_rotation(
     circle: Circle, offloaded: int, *, frames_min: int = 1, frames_max: int = FRAMES_MAX
 ) -> Rotation | None:
-    """The rotation of the fewest layers that hides its loads while `given_up` are given up; None when none does.
+    """The rotation of the fewest layers whose loads are hidden while so many are offloaded; None if there is none.
 
-    Fewer rotating layers mean fewer bytes on the wire. `frames_min`, `frames_max`: 1, 1 is m = alpha + 1 always,
+    Fewer rotating layers mean fewer bytes over the link. `frames_min`, `frames_max`: 1, 1 is m = alpha + 1 always,
     2, 2 is m = alpha + 2 always.
     """
     if not offloaded:
@@ -129,8 +127,8 @@ def least_waiting(circle: Circle, offloaded: int, *, frames_min: int = 1, frames
 
 
 def deepest(circle: Circle, *, frames_min: int = 1, frames_max: int = FRAMES_MAX) -> int:
-    """How many layers can be given up at most so that loads are hidden. All fewer can be, too: with as many frames,
-    every window of fewer rotating layers is as long or longer.
+    """How many layers can be offloaded at most so that loads are hidden. For fewer they are hidden too: with as many
+    frames, every window of fewer rotating layers is as long or longer.
     """
     found = 0
     for frames in range(frames_min, frames_max + 1):
@@ -144,9 +142,9 @@ def _waits(circle: Circle, frames: int, offloaded: int) -> bool:
 
 
 def step_s(circle: Circle, rotation: Rotation) -> float:
-    """Seconds of a step in the long run: n T_c, and whatever it waits for loads.
+    """Seconds of a step in the long run: n T_c, and the waits for loads.
 
-    An exact schedule of loads and computes round the circle, until it repeats: after a few rounds it does, every
+    An exact schedule of loads and computes round the circle until it repeats, which after a few rounds it does, every
     lcm(1 .. `FRAMES_MAX`) of them.
     """
     n, m, frames = circle.layers, rotation.rotating_layers, rotation.frames

@@ -1,4 +1,4 @@
-"""What an operator can choose about remapping."""
+"""The settings of remapping."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,16 +6,16 @@ from typing import Literal
 from dataplane.engines.core.remapping.circle import FRAMES_MAX
 
 Victims = Literal["mru", "lru"]
-"""Among inactive models of equal priority, whose layers go first: the most or the least recently used one's."""
+"""Whose layers are offloaded first among inactive models of equal priority: the most or the least recently used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemapSettings:
     """`margin`: loads must be hidden even if each takes this share longer than measured. `share_max`: of a model's
-    layers that it may give up, whatever could be hidden. `frames_min`, `frames_max`: 1, 1 is m = alpha + 1 always, 2, 2
-    is m = alpha + 2 always. `capped` False: give up layers whether or not their loads are hidden (to compare).
-    `reverts` False: what was given up stays so. `spare_layers`, `settle_s`: a layer comes back when this many more of
-    its size would still be free, and so long after the last was given up.
+    layers that may be offloaded, whatever could be hidden. `frames_min`, `frames_max`: 1, 1 is m = alpha + 1 always, 2,
+    2 is m = alpha + 2 always. `capped` False: offload layers whether or not their loads are hidden (to compare).
+    `reverts` False: offloaded layers stay so. `spare_layers`, `settle_s`: a layer is reclaimed when this many more of
+    its size would still be free, and so long after the last one was offloaded.
     """
 
     margin: float = 0.1
@@ -29,7 +29,7 @@ class RemapSettings:
     settle_s: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what means nothing.
+        """Check the ranges.
 
         Raises:
             ValueError: a setting is out of range; the message names it.

@@ -1,8 +1,8 @@
-"""Copy streams: bytes move beside the computation, each submission tracked by an event.
+"""Copy streams: transfers that are concurrent with the computation, each submission tracked by an event.
 
-A stream works off its submissions in order. On the CPU (`cpu.py`) its thread copies. On CUDA (`cuda.py`) its thread
-only issues copies, and moves bytes itself where the host side is not pinned.
-Whoever submits leaves sources alone, and both sides allocated, until the event has passed.
+A stream executes its submissions in order. On the CPU (`cpu.py`) its thread copies. On CUDA (`cuda.py`) its thread only
+issues copies, and copies itself only where the host side is not pinned.
+The caller must not modify the source, nor free source or target, before the event has passed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,19 +27,19 @@ class Copy:
 
 
 class CopyStream(Protocol):
-    """Copies in order of submission."""
+    """Executes submissions in order."""
 
     def submit(self, copies: Sequence[Copy], after: Sequence[Event] = ()) -> Event:
-        """Copy once all of `after` have passed; fail when one of them failed. Later submissions run either way."""
+        """Copy once all of `after` have passed; fail if one of them failed. Later submissions run in either case."""
         ...
 
     def close(self) -> None:
-        """End the stream's threads. The submission that runs is finished, those behind it fail."""
+        """End the stream's threads. The submission that runs is finished, those after it fail."""
         ...
 
 
 class Line:
-    """A thread that does one task after the other and finishes the event of each."""
+    """A thread that runs one task after another and finishes the event of each."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -47,13 +47,13 @@ class Line:
         self._closed = False
 
     def submit(self, task: Callable[[], None]) -> FlagEvent:
-        """Do the task after those before it; what it raises becomes the event's error."""
+        """Run the task after those before it; an exception becomes the event's error."""
         event = FlagEvent()
         self._thread.submit(self._do, task, event)
         return event
 
     def close(self) -> None:
-        """Wait for the task that runs; those behind it fail."""
+        """Wait for the task that runs; those after it fail."""
         self._closed = True
         self._thread.shutdown()
 
@@ -76,7 +76,7 @@ class Movers:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"{name}-mover") if threads > 1 else None
 
     def move(self, copies: Iterable[Copy]) -> None:
-        """Make all copies. torch lets go of the interpreter lock meanwhile. Nothing is in flight when this raises."""
+        """Execute all copies. torch releases the interpreter lock meanwhile. When this raises, no copy is running."""
         if self._pool is None:
             for copy in copies:
                 _move(copy)
@@ -87,7 +87,6 @@ class Movers:
             move.result()
 
     def close(self) -> None:
-        """End the threads."""
         if self._pool is not None:
             self._pool.shutdown()
 
@@ -106,7 +105,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_copies(copies: Iterable[Copy]) -> None:
-    """Assert what a `Copy` promises; on the caller's thread, where the stack says who broke it."""
+    """Assert the contract of `Copy`, on the caller's thread, whose stack shows who broke it."""
     for copy in copies:
         assert copy.source.is_contiguous(), "the source is not contiguous"
         assert copy.target.is_contiguous(), "the target is not contiguous"

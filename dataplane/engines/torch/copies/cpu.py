@@ -14,7 +14,6 @@ class ThreadStream:
         self._line = Line(name)
 
     def submit(self, copies: Sequence[Copy], after: Sequence[Event] = ()) -> Event:
-        """See `CopyStream`."""
         check_copies(copies)
 
         def run() -> None:
@@ -25,6 +24,5 @@ class ThreadStream:
         return self._line.submit(run)
 
     def close(self) -> None:
-        """See `CopyStream`."""
         self._line.close()
         self._movers.close()

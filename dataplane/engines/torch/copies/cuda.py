@@ -1,12 +1,12 @@
-"""The copy stream of a CUDA device, with its pinned stage buffer (Aegaeon 5.2 and Table 2).
+"""The copy stream of a CUDA device, with its pinned staging buffer (Aegaeon 5.2 and Table 2).
 
 A thread issues the copies in order, so that submitting never blocks. Pinned or device memory is copied directly. The
-rest goes through one of two halves of the stage buffer, chunk by chunk, so that host and wire work at the same time:
+rest goes through one of two halves of the staging buffer, chunk by chunk, so that host and link work at the same time:
 
-    host to device    host fills half 0 | wire takes half 0 | ...
-                                        | host fills half 1 | wire takes half 1 | ...
-    device to host    wire fills half 0 | host empties half 0 | ...
-                                        | wire fills half 1   | host empties half 1 | ...
+    host to device    host fills half 0 | link takes half 0 | ...
+                                        | host fills half 1 | link takes half 1 | ...
+    device to host    link fills half 0 | host empties half 0 | ...
+                                        | link fills half 1   | host empties half 1 | ...
 """
 
 import time
@@ -30,40 +30,40 @@ class RecordedEvent:
         self._recorded = recorded
 
     def done(self) -> bool:
-        """Whether the device has come past it (`cudaEventQuery`)."""
+        """Whether the device has passed it (`cudaEventQuery`)."""
         return bool(self._recorded.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Let the calling thread's current stream wait for it (`cudaStreamWaitEvent`); the thread goes on."""
+        """Make the calling thread's current stream wait for it (`cudaStreamWaitEvent`); the thread continues."""
         torch.cuda.current_stream().wait_event(self._recorded)
 
 
 class IssuedCopies:
-    """The event of copies that a thread issues: passed when they are issued and the device has come past them.
+    """The event of copies that a thread issues: passed when they are issued and the device has passed them.
 
-    `ended_s`: when that was first seen. Nobody is told by the device, so it is late by up to a step of the engine.
+    `ended_s`: when that was first seen by a poll, so that it is late by up to a step of the engine.
     """
 
     def __init__(self, issued: Event, recorded: torch.cuda.Event) -> None:
         self._issued = issued
-        self._mark = RecordedEvent(recorded)
+        self._event = RecordedEvent(recorded)
         self.ended_s: float | None = None
 
     def done(self) -> bool:
-        """Whether the copies are over, or could not be issued."""
-        over = self._issued.done() and (self.error is not None or self._mark.done())
+        """Whether the copies have ended, or could not be issued."""
+        over = self._issued.done() and (self.error is not None or self._event.done())
         if over and self.ended_s is None:
             self.ended_s = time.monotonic()
         return over
 
     def wait(self) -> None:
-        """Block until the copies are issued, then let the current stream wait for them.
+        """Block until the copies are issued, then make the current stream wait for them.
 
         Raises:
             TransferError: they could not be issued.
         """
         self._issued.wait()
-        self._mark.wait()
+        self._event.wait()
 
     @property
     def error(self) -> BaseException | None:
@@ -80,7 +80,6 @@ class CudaStream:
         self._line = Line(name)
 
     def submit(self, copies: Sequence[Copy], after: Sequence[Event] = ()) -> Event:
-        """See `CopyStream`."""
         check_copies(copies)
         assert all(copy.source.is_cuda or copy.target.is_cuda for copy in copies), "a copy between host tensors"
         recorded = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -99,16 +98,15 @@ class CudaStream:
         return IssuedCopies(self._line.submit(issue), recorded)
 
     def close(self) -> None:
-        """See `CopyStream`."""
         self._line.close()
         self._stage.close()
         self._stream.synchronize()
 
     def _issue(self, copies: Sequence[Copy]) -> None:
-        for way, group in groupby(copies, key=_way):
-            if way == "upload":
+        for route, group in groupby(copies, key=_route):
+            if route == "upload":
                 self._stage.upload(group)
-            elif way == "download":
+            elif route == "download":
                 self._stage.download(group)
             else:
                 for copy in group:
@@ -116,7 +114,7 @@ class CudaStream:
 
 
 class Stage:
-    """Two pinned halves, used in turn. The host touches one only after the device has come past its event."""
+    """Two pinned halves, used alternately. The host touches one only after the device has passed its event."""
 
     def __init__(self, half_bytes: int, movers: Movers) -> None:
         assert half_bytes >= 1, half_bytes
@@ -125,7 +123,7 @@ class Stage:
         self._halves = cycle([_pinned_half(half_bytes), _pinned_half(half_bytes)])
 
     def upload(self, copies: Iterable[Copy]) -> None:
-        """Issue copies from host memory to the device on the current stream; sources are read when this returns."""
+        """Issue copies from host memory to the device on the current stream; sources have been read on return."""
         for load, (half, passed) in zip(self._loads(copies), self._halves, strict=False):
             passed.synchronize()
             staged = _split(half, load)
@@ -135,7 +133,7 @@ class Stage:
             passed.record()
 
     def download(self, copies: Iterable[Copy]) -> None:
-        """Copy from the device to host memory, after what the current stream holds; all is there when this returns."""
+        """Copy from the device to host memory, after the work on the current stream; complete when this returns."""
         behind: tuple[list[Copy], torch.cuda.Event] | None = None
         for load, (half, passed) in zip(self._loads(copies), self._halves, strict=False):
             passed.synchronize()
@@ -148,7 +146,6 @@ class Stage:
         self._empty(behind)
 
     def close(self) -> None:
-        """End the threads that copy on the host."""
         self._movers.close()
 
     def _empty(self, filled: tuple[list[Copy], torch.cuda.Event] | None) -> None:
@@ -160,13 +157,13 @@ class Stage:
     def _loads(self, copies: Iterable[Copy]) -> Iterator[list[Copy]]:
         """The copies in pieces, as many at a time as a half holds."""
         load: list[Copy] = []
-        room_bytes = self._half_bytes
+        free_bytes = self._half_bytes
         for piece in cut(copies, min(CHUNK_BYTES, self._half_bytes)):
-            if piece.source.nbytes > room_bytes:
+            if piece.source.nbytes > free_bytes:
                 yield load
-                load, room_bytes = [], self._half_bytes
+                load, free_bytes = [], self._half_bytes
             load.append(piece)
-            room_bytes -= piece.source.nbytes
+            free_bytes -= piece.source.nbytes
         if load:
             yield load
 
@@ -177,21 +174,21 @@ def _pinned_half(half_bytes: int) -> tuple[torch.Tensor, torch.cuda.Event]:
 
 
 def _split(half: torch.Tensor, load: Iterable[Copy]) -> list[torch.Tensor]:
-    """A place in the half for each piece, one after the other."""
+    """A slice of the half for each piece, one after the other."""
     sizes = [piece.source.nbytes for piece in load]
     return list(torch.split(half[: sum(sizes)], sizes))
 
 
-def _way(copy: Copy) -> str:
+def _route(copy: Copy) -> str:
     if all(tensor.is_cuda or tensor.is_pinned() for tensor in (copy.source, copy.target)):
         return "direct"
     return "upload" if copy.target.is_cuda else "download"
 
 
 def pin(host: torch.Tensor) -> None:
-    """Lock host memory, such as a piece of a mapped model, so that it is copied directly.
+    """Pin host memory, such as a piece of a mapped model, so that it is copied directly.
 
-    Takes about 0.1 s/GB and driver-wide locks: little at a time. Undone by `unpin`, before the memory goes.
+    It takes about 0.1 s/GB and driver-wide locks: pin little at a time. Undone by `unpin`, before the memory is freed.
 
     Raises:
         TransferError: the driver refuses, for instance beyond `ulimit -l`.
@@ -215,7 +212,7 @@ def _cudart() -> Any:
 def _check(call: str, host: torch.Tensor, result: Any) -> None:
     if int(result) == 0:
         return
-    with suppress(RuntimeError):  # the runtime keeps the error for this thread's next launch: let that be this one
+    with suppress(RuntimeError):  # the runtime reports the error at this thread's next launch, which is this one
         torch.zeros(1, device="cuda")
-    said = _cudart().cudaGetErrorString(_cudart().cudaError(int(result)))
-    raise TransferError(f"{call} of {host.nbytes} bytes: {said} (CUDA error {int(result)})")
+    message = _cudart().cudaGetErrorString(_cudart().cudaError(int(result)))
+    raise TransferError(f"{call} of {host.nbytes} bytes: {message} (CUDA error {int(result)})")

@@ -1,4 +1,4 @@
-"""What a device needs for copies: its streams, its marks, and the host memory pinned for it."""
+"""Streams and events of a device, and the host memory pinned for it."""
 
 import mmap
 import resource
@@ -18,21 +18,21 @@ from dataplane.memory.events import PASSED, Event, TransferError
 log = structlog.get_logger()
 
 PIN_BYTES = 64 * 2**20
-"""What one call of the driver pins or unpins, some 6 ms: steps of the engine wait for the locks that it holds."""
+"""Bytes that one call of the driver pins or unpins, in some 6 ms: steps of the engine wait for the locks it holds."""
 
 
 def make_stream(device: torch.device, name: str, *, threads: int = 1, staging_bytes: int = STAGING_BYTES) -> CopyStream:
-    """A stream between host memory and `device`. `threads` copy on the host; only CUDA takes pinned `staging_bytes`."""
+    """A stream between host memory and `device`. `threads` copy on the host; only CUDA uses pinned `staging_bytes`."""
     if device.type == "cuda":
         return CudaStream(device, name, threads=threads, staging_bytes=staging_bytes)
     return ThreadStream(name, threads=threads)
 
 
 class Pins:
-    """The host memory that this process has pinned for CUDA. `refused` says why some is not, and how much: copies of
-    it go through the stage buffer, at a fraction of the rate. Threads may share it.
+    """The host memory that this process has pinned for CUDA. `refused`: why some is not, and how much: copies of it go
+    through the staging buffer, at a fraction of the rate. Thread-safe.
 
-    The driver is called by a thread of its own, for `PIN_BYTES` at a time: the engine's steps go on in between.
+    A thread of its own calls the driver for `PIN_BYTES` at a time, so that the engine's steps run in between.
     """
 
     def __init__(self) -> None:
@@ -44,18 +44,18 @@ class Pins:
 
     @property
     def refused(self) -> str | None:
-        """The last refusal in words; None when there was none."""
+        """The last refusal as a message; None if there was none."""
         if self._reason is None:
             return None
         return f"{self._refused_bytes} bytes of host memory are not pinned: {self._reason}"
 
     def pin(self, host: torch.Tensor) -> None:
-        """Pin all of it and wait for that, or none and note the refusal. The first one is logged."""
+        """Pin all of it and wait for that, or none and record the refusal. The first one is logged."""
         self._thread.submit(self._pin, host).result()
 
     def unpin(self, host: torch.Tensor, then: Callable[[], None]) -> None:
-        """Undo `pin`; nothing is undone where that was refused. `then` is called at the end, by the thread that unpins,
-        or at once where nothing is to be undone.
+        """Undo `pin`, unless that was refused, and call `then`: on the thread that unpins, or at once if nothing is
+        pinned.
         """
         with self._lock:
             is_pinned = host.data_ptr() in self._addresses
@@ -103,7 +103,7 @@ def _pieces(host: torch.Tensor) -> list[torch.Tensor]:
 
 def _unpin_all(pieces: list[torch.Tensor]) -> None:
     for piece in pieces:
-        with suppress(TransferError):  # the driver has let go of it by itself
+        with suppress(TransferError):  # the driver has released it itself
             unpin(piece)
 
 
@@ -111,15 +111,15 @@ PINS = Pins()
 
 
 def pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Host memory that CUDA copies directly, where it may be pinned; elsewhere, and refused (see `PINS`), as it is."""
+    """Host memory pinned for CUDA, if it may be; on other devices, and refused (see `PINS`), as it is."""
     if device.type == "cuda" and host.nbytes:
         PINS.pin(host)
     return host
 
 
 def unpinned(host: torch.Tensor, device: torch.device, then: Callable[[], None] = lambda: None) -> None:
-    """Undo `pinned`, before the memory goes, and call `then`; on another thread where something is to be undone. No
-    copy may be under way.
+    """Undo `pinned`, before the memory is freed, and call `then`; on another thread if it is pinned. No copy may be
+    under way.
     """
     if device.type == "cuda" and host.nbytes:
         PINS.unpin(host, then)
@@ -128,7 +128,9 @@ def unpinned(host: torch.Tensor, device: torch.device, then: Callable[[], None] 
 
 
 def record_event(device: torch.device) -> Event:
-    """An event of what the calling thread has given `device` to compute so far: later copies may wait for it."""
+    """An event after the kernels that the calling thread has submitted to `device` so far, for later copies to wait
+    for.
+    """
     if device.type == "cuda":
         return RecordedEvent(torch.cuda.current_stream(device).record_event())
     return PASSED

@@ -1,9 +1,9 @@
-"""A model that runs while some of its layers are in host memory only: KV has their places (Oneiros 5.4).
+"""A model that runs while some of its layers are in host memory only, and KV uses their regions (Oneiros 5.4).
 
-Each place that is left has one layer at a time. A layer is sent for when it has a place: before a step begins, or when
-the layer whose place it takes has run. Three rules keep the bytes right. A copy into a place begins only after what was
-computed there, and after the last copy into it. A layer runs only after its copy. Slabs are KV's only once no copy
-writes to them.
+Each region that is left holds one layer at a time. A layer is loaded when it gets a region: before a step begins, or
+when the layer whose region it takes has run. Three rules ensure that the bytes are right. A copy into a region begins
+only after the kernels that use the region, and after the last copy into it. A layer runs only after its copy. KV gets
+slabs only once no copy writes to them.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ from dataplane.memory.layer_locations import LayerLocations, Load
 from dataplane.memory.slabs import Run, SlabArena
 
 LOAD_TRIES_MAX = 5
-"""How often in a row the load of a layer that is to run may fail before its step does."""
+"""How often in a row the load of a layer that is to run may fail before its step fails."""
 
 Send = Callable[[int, torch.Tensor, Sequence[Event]], Event]
-"""Copies a part of the model from host memory to a place, after some events."""
+"""Copies a shard of the model from host memory to a region, after some events."""
 
 
 class RemappedLayers:
-    """The layers of one model, whose run in `arena` is `owner`'s. `slabs` and `buffers` are those of each place."""
+    """The layers of one model, whose run in `arena` is `owner`'s. `slabs` and `buffers` are those of each region."""
 
     def __init__(
         self,
@@ -43,61 +43,60 @@ class RemappedLayers:
         self._slabs = tuple(slabs)
         self._buffers = tuple(buffers)
         self._send = send
-        self._places = LayerLocations(len(self._buffers))
-        self._arrivals: dict[int, Event] = {}  # by place: the last copy into it
+        self._locations = LayerLocations(len(self._buffers))
+        self._arrivals: dict[int, Event] = {}  # by region: the last copy into it
         self.loads_total = 0
 
     @property
     def offloaded(self) -> int:
-        """How many layers' places KV has."""
-        return len(self._places.lent)
+        """How many layers are offloaded."""
+        return len(self._locations.lent)
 
     @property
     def whole(self) -> bool:
-        """Whether every layer is there. One whose copy failed is not: it is sent for again when it is to run."""
+        """Whether every layer is loaded. One whose copy failed is not: it is loaded again when it is to run."""
         arrived = (event.done() and event.error is None for event in self._arrivals.values())
-        return self._places.whole and all(arrived)
+        return self._locations.whole and all(arrived)
 
     @property
     def in_flight(self) -> list[Event]:
-        """Copies that are not over."""
         return [event for event in self._arrivals.values() if not event.done()]
 
     @property
     def offloaded_runs(self) -> tuple[Run, ...]:
-        """The slabs of each lent place, whether KV has taken them or not."""
-        return tuple(self._slabs[place] for place in sorted(self._places.lent))
+        """The slabs of each offloaded layer's region, whether KV uses them or not."""
+        return tuple(self._slabs[location] for location in sorted(self._locations.lent))
 
     def rotate(self, rotation: Rotation) -> None:
-        """Lend as many places as `rotation` gives up, at least as many as now, and have its layers share the rest."""
+        """Offload as many layers as the rotation says, at least as many as now; the others share the regions left."""
         more = rotation.offloaded - self.offloaded
-        assert more >= 0, f"{self.offloaded} are given up, not {rotation.offloaded}: `take_back` gives back"
-        self._places.rotate(rotation.rotating)
-        for place, layer in self._places.lend(more) if more else ():
+        assert more >= 0, f"{self.offloaded} layers are offloaded, not {rotation.offloaded}: `reclaim` gives back"
+        self._locations.rotate(rotation.rotating)
+        for location, layer in self._locations.lend(more) if more else ():
             if layer is not None:
                 self._skeleton.unbind_shard(layer + 1)
-            self._arena.lend(self._owner, self._slabs[place].slabs, Settled(self._arrivals.pop(place, PASSED)))
-        self._places.check()
+            self._arena.lend(self._owner, self._slabs[location].slabs, Settled(self._arrivals.pop(location, PASSED)))
+        self._locations.check()
 
     def reclaim(self, count: int) -> int:
-        """End the loan of at most `count` places, those that KV has left; of how many. `rotate` must follow."""
-        taken = 0
-        for place in sorted(self._places.lent):
-            if taken < count and self._arena.reclaim(self._owner, self._slabs[place].slabs):
-                self._places.reclaim(place)
-                taken += 1
-        return taken
+        """Reclaim the regions of at most `count` layers, as far as KV has left them; of how many. Then `rotate`."""
+        reclaimed = 0
+        for location in sorted(self._locations.lent):
+            if reclaimed < count and self._arena.reclaim(self._owner, self._slabs[location].slabs):
+                self._locations.reclaim(location)
+                reclaimed += 1
+        return reclaimed
 
     def fill(self) -> None:
-        """Send for what is to be there before a step begins."""
-        for load in self._places.loads():
+        """Load the layers that must be there before a step begins."""
+        for load in self._locations.loads():
             self._load(load)
 
     def await_shard(self, shard: int) -> None:
         """See `Skeleton`.
 
         Raises:
-            TransferError: the layer fails to come.
+            TransferError: the load of the layer failed.
         """
         if shard == 0:
             self.fill()
@@ -107,27 +106,27 @@ class RemappedLayers:
 
     def passed_shard(self, shard: int) -> None:
         """See `Skeleton`."""
-        load = self._places.load_after(shard - 1)
+        load = self._locations.load_after(shard - 1)
         if load is not None:
             self._load(load)
 
     def _await(self, layer: int) -> None:
-        place = self._places.location_of(layer)
-        if place is None:  # the step before broke off, so that the layers are not where a step expects them
-            load = self._places.load_now(layer)
+        location = self._locations.location_of(layer)
+        if location is None:  # the last step was aborted, so that layers are not where a step expects them
+            load = self._locations.load_now(layer)
             self._load(load)
-            place = load.location
+            location = load.location
         for _ in range(LOAD_TRIES_MAX):
             try:
-                self._arrivals.get(place, PASSED).wait()
+                self._arrivals.get(location, PASSED).wait()
             except TransferError:
-                self._load(Load(layer=layer, location=place, replaces=None))
+                self._load(Load(layer=layer, location=location, replaces=None))
             else:
                 return
-        self._arrivals[place].wait()
+        self._arrivals[location].wait()
 
     def _load(self, load: Load) -> None:
-        """The place is the layer's from now on: what it held before fails loudly if it runs."""
+        """Assign the region to the layer: running the one it held before then fails loudly."""
         if load.replaces is not None:
             self._skeleton.unbind_shard(load.replaces + 1)
         shard = load.layer + 1

@@ -1,4 +1,4 @@
-"""How fast bytes move between host memory and the device: as a plain copy did at first, then as real transfers do."""
+"""Transfer rates between host memory and the device: that of a plain copy at first, then of real transfers."""
 
 import time
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ from dataplane.memory.events import Event, TimedEvent
 
 RATE_SAMPLE_BYTES = 2**25
 RATE_BYTES_MIN = 2**24
-"""A transfer of fewer bytes says little about the rate: starting its copies takes as long as they do."""
+"""Smaller transfers are not measured: starting their copies takes as long as the copies."""
 RATE_SHARE = 0.25
-"""What the last transfer counts in the rate; those before it fade by the rest."""
+"""The weight of the last transfer in the exponentially weighted mean."""
 
 
 class TransferRate:
-    """The rate of one kind of transfers, which come one after another. `known`: it is told, and nothing changes it."""
+    """The rate of one kind of transfers, which run one after another. `known`: it is configured and never updated."""
 
     def __init__(self, bytes_per_s: float, *, known: bool = False) -> None:
         self.s_per_byte = 1 / bytes_per_s
@@ -27,12 +27,11 @@ class TransferRate:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes a second."""
         return 1 / self.s_per_byte
 
     def learn(self, size_bytes: int, sent_s: float, events: Iterable[Event]) -> None:
-        """Let a transfer that was sent at `sent_s` by `time.monotonic`, and is over, correct the estimate. What it
-        waited for the one before it does not count.
+        """Update the estimate by a transfer that was submitted at `sent_s` by `time.monotonic` and has ended. Time it
+        waited for the transfer before it does not count.
         """
         ends_s = [event.ended_s for event in events if isinstance(event, TimedEvent)]
         ended_s = max((end_s for end_s in ends_s if end_s is not None), default=time.monotonic())
@@ -44,7 +43,7 @@ class TransferRate:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferRates:
-    """Of a slot: `weights` and `kv_in` to the device, `kv_out` from it."""
+    """The rates of a slot: `weights` and `kv_in` to the device, `kv_out` from it."""
 
     weights: TransferRate
     kv_in: TransferRate
@@ -52,10 +51,10 @@ class TransferRates:
 
 
 def transfer_rates(buffer: torch.Tensor, known_bytes_per_s: float | None = None) -> TransferRates:
-    """Those of the wire to `buffer`, whose content is lost: as a plain copy each way does, or as is `known`."""
+    """The rates of the host link to `buffer`, whose content is lost: of a plain copy each way, or as `known`."""
     if known_bytes_per_s is not None:
-        told = [TransferRate(known_bytes_per_s, known=True) for _ in range(3)]
-        return TransferRates(weights=told[0], kv_in=told[1], kv_out=told[2])
+        known = [TransferRate(known_bytes_per_s, known=True) for _ in range(3)]
+        return TransferRates(weights=known[0], kv_in=known[1], kv_out=known[2])
     in_bytes_per_s, out_bytes_per_s = measured_rates(buffer)
     return TransferRates(
         weights=TransferRate(in_bytes_per_s), kv_in=TransferRate(in_bytes_per_s), kv_out=TransferRate(out_bytes_per_s)
@@ -63,8 +62,8 @@ def transfer_rates(buffer: torch.Tensor, known_bytes_per_s: float | None = None)
 
 
 def measured_rates(buffer: torch.Tensor) -> tuple[float, float]:
-    """Bytes per second of a plain copy into `buffer`, whose content is lost, and out of it. The host memory is such as
-    models have: written before, and pinned where CUDA allows it.
+    """Bytes per second of a plain copy into `buffer`, whose content is lost, and out of it. The host memory is like
+    that of models: written before, and pinned where CUDA allows it.
     """
     device = buffer[:RATE_SAMPLE_BYTES]
     host = pinned(torch.ones(device.shape, dtype=torch.uint8), buffer.device)
@@ -74,7 +73,7 @@ def measured_rates(buffer: torch.Tensor) -> tuple[float, float]:
 
 
 def _copy_rate(source: torch.Tensor, target: torch.Tensor) -> float:
-    """The best of three; the first one takes the pages of `target`."""
+    """The best of three; the first one allocates the pages of `target`."""
     times_s = []
     for _ in range(3):
         began_s = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Weights on the device: who is in the arena, who is arriving part by part, and who makes room.
+"""Weights on the device: which models are in the arena, which are being loaded, and which are evicted for others.
 
-Bringing a model in is one copy per part, tracked by one event each. A forward pass may begin at once: each part is
-waited for when it is used. Leaving costs nothing, for the host keeps a copy of every weight.
+Loading a model is one copy per shard, each tracked by an event. A forward pass may begin at once: it waits for each
+shard when it uses it. Evicting costs nothing, because the host keeps a copy of every weight.
 """
 
 import time
@@ -21,15 +21,15 @@ from dataplane.memory.residency import ResidencyFacts, ResidentModel, choose_run
 from dataplane.memory.slabs import Run, SlabArena
 
 TRIES_MAX = 5
-"""How often in a row a part may fail to arrive before its model's requests fail."""
+"""How often in a row the load of a shard may fail before its model's requests fail."""
 POLL_S = 0.0002
 
 
 @dataclass(eq=False, kw_only=True)
 class Resident:
-    """A model whose parts are in the arena or on their way. `events`: one for each part, empty once all are there;
-    `began_s` by the engine's clock, `sent_s` by `time.monotonic`, that of the events. `remapped` once it has given up
-    layers, also when it has them again.
+    """A model whose shards are in the arena or being loaded. `events`: one for each shard, empty once all are loaded;
+    `began_s` by the engine's clock, `sent_s` by `time.monotonic`, that of the events. `remapped`: set once layers have
+    been offloaded, also when they are loaded again.
     """
 
     model: HostModel
@@ -42,19 +42,18 @@ class Resident:
 
     @property
     def whole(self) -> bool:
-        """Whether every part is there."""
         return not self.events and (self.remapped is None or self.remapped.whole)
 
     @property
     def in_flight(self) -> list[Event]:
-        """Copies into its places that are not over."""
+        """Copies into its memory that have not ended."""
         in_flight = [event for event in self.events if not event.done()]
         return in_flight if self.remapped is None else in_flight + self.remapped.in_flight
 
 
 class WeightStore:
-    """The weights in one arena, whose bytes are `buffer`. Called by one thread. Layers that take turns come by
-    `layer_stream`, beside a model that is prefetched and not behind it; None: by the same stream as all.
+    """The weights in one arena, whose bytes are `buffer`. Called by one thread. Rotating layers are loaded by
+    `layer_stream`, concurrently with a prefetched model and not after it; None: by the same stream as all.
     """
 
     def __init__(
@@ -79,35 +78,35 @@ class WeightStore:
 
     @property
     def resident_models(self) -> tuple[str, ...]:
-        """Names of the models that are wholly there, in name order."""
+        """Names of the models that are whole, in name order."""
         return tuple(sorted(name for name, resident in list(self._residents.items()) if resident.whole))
 
     @property
     def arriving_models(self) -> tuple[str, ...]:
-        """Names of the models of which parts are on their way."""
+        """Names of the models that are being loaded."""
         return tuple(sorted(name for name, resident in list(self._residents.items()) if resident.events))
 
     @property
     def offloaded(self) -> dict[str, int]:
-        """How many layers' places KV has, by model."""
+        """How many layers are offloaded, by model."""
         remapped = {name: resident.remapped for name, resident in self._residents.items()}
         return {name: layers.offloaded for name, layers in remapped.items() if layers is not None and layers.offloaded}
 
     @property
     def bytes_per_s(self) -> float:
-        """How fast weights come; see `WireRate`."""
+        """The rate of weight transfers; see `TransferRate`."""
         return self._rate.bytes_per_s
 
     def used_s(self, model: HostModel) -> float:
-        """When the model was last brought, by the engine's clock."""
+        """When the model was last needed, by the engine's clock."""
         return self._used_s[model.name]
 
     def whole_s(self, model: HostModel) -> float:
-        """Estimated seconds that all of the model's weights take to come."""
+        """Estimated seconds to load all of the model's weights."""
         return model.skeleton.size_bytes * self._rate.s_per_byte
 
     def missing_s(self, model: HostModel, *, now_s: float) -> float:
-        """Estimated seconds until the model would be wholly there, were it brought now."""
+        """Estimated seconds until the model would be loaded if it were requested now."""
         resident = self._residents.get(model.name)
         whole_s = self.whole_s(model)
         if resident is None:
@@ -115,24 +114,23 @@ class WeightStore:
         return max(0.0, resident.began_s + whole_s - now_s) if resident.events else 0.0
 
     def fit_together(self, models: Iterable[HostModel]) -> bool:
-        """Whether all of them can stay in the arena beside the KV that is there, but for what they lent it."""
+        """Whether all of them fit in the arena with the present KV, except for KV in their offloaded layers."""
         needed = sum(model.skeleton.slabs(self._slab_bytes) for model in models)
         return needed <= self._arena.slabs - self._arena.unlent_kv_slabs
 
     def holds(self, model: HostModel) -> bool:
-        """Whether the model is there or arriving."""
         return model.name in self._residents
 
     def fits_with(self, model: HostModel, *, others: Collection[str]) -> bool:
-        """Whether a model that is away could come into the reserve, to run, while these and all KV stay."""
+        """Whether a model that is not resident could be loaded into the weight region while `others` and KV stay."""
         facts = self._facts(model, None)
         residents = tuple(replace(resident, pinned=resident.model in others) for resident in facts.residents)
         return choose_run(replace(facts, residents=residents)) is not None
 
     def load(self, model: HostModel, now_s: float, *, keep: str | None = None) -> bool:
-        """See to it that the model is there or arriving, evicting others; False if there is no room now, or its host
-        copy is away. With `keep`, the model that runs meanwhile, it may borrow slabs of KV; without, it is to run now
-        and takes the reserve.
+        """Load a model if it is not resident, evicting others; False if there is no memory now, or no host copy. With
+        `keep`, the model that runs meanwhile, it may borrow slabs of KV; without, it is to run now and is loaded into
+        the weight region.
         """
         self._used_s[model.name] = now_s
         resident, host = self._residents.get(model.name), model.host
@@ -140,7 +138,7 @@ class WeightStore:
             if host is not None:
                 resident.remapped.fill()
                 return True
-            self.evict(model.name)  # nowhere to load the missing layers from
+            self.evict(model.name)  # there is no copy to load the missing layers from
         elif resident is not None:
             return True
         if host is None:
@@ -156,7 +154,7 @@ class WeightStore:
         self._residents[model.name] = resident
         model.copies = [event for event in model.copies if not event.done()]
         resident.sent_s = time.monotonic()
-        computed = record_event(self._buffer.device)  # what ran on these slabs until now
+        computed = record_event(self._buffer.device)  # the kernels that use these slabs
         resident.events = [
             model.send(self._stream, number, buffer, [computed]) for number, buffer in enumerate(resident.buffers)
         ]
@@ -167,7 +165,7 @@ class WeightStore:
         return True
 
     def layer_slabs(self, model: HostModel) -> int | None:
-        """How many slabs each layer takes; None where they differ, or the model is not settled: gone or arriving."""
+        """How many slabs each layer takes; None if they differ, or the model is not resident or still being loaded."""
         resident = self._residents.get(model.name)
         if resident is None or resident.events:
             return None
@@ -176,7 +174,7 @@ class WeightStore:
         return sizes.pop() if len(sizes) == 1 else None
 
     def remapped(self, model: HostModel) -> RemappedLayers:
-        """The layers of a model that has `layer_slabs`."""
+        """The layers of a model that has `layer_slabs`, for remapping."""
         resident, count = self._residents[model.name], self.layer_slabs(model)
         assert count is not None, f"{model.name} cannot give up layers"
         if resident.remapped is None:
@@ -196,8 +194,9 @@ class WeightStore:
         return resident.remapped
 
     def blocking_kv_slabs(self, model: HostModel) -> frozenset[int]:
-        """KV below the reserve that keeps the model, which is to run now, from coming in: it has to leave. Who lent it
-        the room is evicted, so that no other takes its place. None where something else is in the way.
+        """Slabs with KV that a model to run needs in the weight region. That KV must be evicted; the models with
+        offloaded layers there are evicted here, so that nothing else uses the slabs. Empty if something else is in the
+        way.
         """
         facts = self._facts(model, None)
         choice = choose_run(replace(facts, blocked=facts.blocked - self._arena.borrowed_slabs))
@@ -208,14 +207,14 @@ class WeightStore:
         return self._arena.borrowed_slabs.intersection(range(choice.start, choice.start + facts.slabs_needed))
 
     def ran(self, model: HostModel) -> None:
-        """Note that a step of the model came to its end."""
+        """Record that a step of the model has completed."""
         resident = self._residents[model.name]
         if not resident.events:
             resident.tries = 0
             model.copies = [event for event in model.copies if not event.done()]
 
     def settle(self) -> None:
-        """Note what has arrived whole, and how long it took."""
+        """Complete the loads that have ended, and measure their rate."""
         for resident in self._residents.values():
             if resident.events and all(event.done() and event.error is None for event in resident.events):
                 if not resident.tries:
@@ -225,15 +224,15 @@ class WeightStore:
                 resident.model.skeleton.await_shard = None
 
     def await_all(self, model: HostModel) -> None:
-        """Wait for every part.
+        """Wait for every shard.
 
         Raises:
-            TransferError: one failed.
+            TransferError: a load failed.
         """
         AllOf(self._residents[model.name].events).wait()
 
     def try_again(self, model: HostModel) -> bool:
-        """Send failed parts once more; False when they failed too often."""
+        """Repeat failed loads; False if they failed too often."""
         resident = self._residents[model.name]
         host = model.host
         resident.tries += 1
@@ -245,9 +244,7 @@ class WeightStore:
         return True
 
     def evict(self, name: str) -> None:
-        """Forget a model's weights on the device; nothing happens when they are not there. Its slabs are free once
-        no transfer writes to them.
-        """
+        """Evict a model if it is resident. Its slabs are free once no transfer writes to them."""
         resident = self._residents.pop(name, None)
         if resident is not None:
             resident.model.skeleton.await_shard = resident.model.skeleton.passed_shard = None
@@ -255,7 +252,7 @@ class WeightStore:
             self._arena.free_run(name, AllOf(resident.in_flight))
 
     def evict_idle_above(self, slab: int, *, keep: str | None) -> bool:
-        """Evict the model that was used longest ago of those that lie above `slab`; False when there is none."""
+        """Evict the least recently used model of those with slabs above `slab`; False if there is none."""
         runs = self._arena.runs
         idle = [
             name
@@ -268,7 +265,7 @@ class WeightStore:
         return True
 
     def await_one(self) -> None:
-        """Wait until a part that is on its way has arrived, if there is one."""
+        """Wait until a load has ended, if one is under way."""
         in_flight = [event for resident in self._residents.values() for event in resident.in_flight]
         time.sleep(POLL_S)
         while in_flight and not any(event.done() for event in in_flight):
@@ -287,7 +284,9 @@ class WeightStore:
         return tuple(buffers)
 
     def _facts(self, model: HostModel, keep: str | None) -> ResidencyFacts:
-        """Home counts only while nobody else lives there: two models with one home would drive each other out."""
+        """A model's last location counts only while no other model is there: two with one location would evict each
+        other again and again.
+        """
         slabs = model.skeleton.slabs(self._slab_bytes)
         home = self._homes.get(model.name, self._arena.slabs)
         limit = self._arena.slabs if keep is not None else self._arena.weights_slabs

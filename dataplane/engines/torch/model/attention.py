@@ -1,8 +1,8 @@
 """Attention over the paged KV cache, called by transformers' own model classes.
 
-A forward pass runs on flattened tokens `[1, T]` of several sequences. First come the sequences with one new token
-(decodes), one row each, attended together; then the spans of longer ones (prefill chunks), one after another.
-Each sequence sees its own blocks only.
+A forward pass runs on flattened tokens `[1, T]` of several sequences: first those with one new token (decodes), one row
+each, attended together; then the spans of longer ones (prefill chunks), one after another. Each sequence attends to its
+own blocks only.
 """
 
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ ATTENTION_NAME = "tidepool_paged"
 class Span:
     """A group of `n` sequences with `t` new tokens each: a decode batch (t = 1) or one prefill chunk (n = 1).
 
-    Its rows are `[first_row, first_row + n * t)` of the flattened batch. `tables` `[2, n, b]` are slabs of blocks and
-    their places in these, padded with any valid ones; `positions` `[n, t]` those of the new tokens.
+    Its rows are `[first_row, first_row + n * t)` of the flattened batch. `tables` `[2, n, b]`: the slabs of blocks and
+    the blocks' indices in them, padded with any valid ones; `positions` `[n, t]`: those of the new tokens.
     """
 
     first_row: int
@@ -30,10 +30,10 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class KvStep:
-    """What attention must know of one forward pass.
+    """The inputs of attention in one forward pass.
 
     `cache` is `[slabs, blocks_per_slab, layers, 2, block_tokens, kv_heads, head_dim]`: a block is contiguous over all
-    layers. The new token of row `r` goes to slab `write[0, r]`, block `write[1, r]` in it, offset `write[2, r]`.
+    layers. The new token of row `r` is written to slab `write[0, r]`, block `write[1, r]` in it, offset `write[2, r]`.
     """
 
     cache: torch.Tensor
@@ -42,7 +42,7 @@ class KvStep:
     masks: dict[tuple[int, int | None, int], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, index: int, window: int | None, groups: int) -> torch.Tensor:
-        """Who span `index` may look at: bool `[n, 1, groups * t, s]`, made once per step and kind of layer.
+        """The attention mask of span `index`: bool `[n, 1, groups * t, s]`, made once per step and kind of layer.
 
         A token at p sees `max(0, p - window + 1) .. p`; `window` None is unlimited.
         """
@@ -95,7 +95,7 @@ def paged_attention(
 
 
 def _gather(blocks: torch.Tensor, at: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """`blocks[at]`, in elements of 16 bytes where rows are made of such: indexing costs by the element."""
+    """`blocks[at]`, in elements of 16 bytes where rows allow it: the cost of indexing is per element."""
     if blocks.shape[-1] * blocks.itemsize % torch.complex128.itemsize:
         return blocks[at]
     return blocks.view(torch.complex128)[at].view(blocks.dtype)
@@ -129,10 +129,10 @@ def _attend(
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Spare transformers its own mask; `KvStep.mask` makes ours."""
+    """Replaces transformers' own mask by `KvStep.mask`."""
 
 
 def register() -> None:
-    """Make `ATTENTION_NAME` a choice of `attn_implementation`. Harmless when done twice."""
+    """Register `ATTENTION_NAME` as an `attn_implementation`. Idempotent."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
     AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)

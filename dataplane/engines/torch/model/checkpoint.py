@@ -18,15 +18,15 @@ from dataplane.protocol.errors import ModelLoadError
 __all__ = ["StoredTensor", "list_tensors", "read_json", "read_tensors"]
 
 READ_ELEMENTS = 16 * 2**20
-"""What one thread reads in one go."""
+"""Elements that one thread reads at a time."""
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def list_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint folder by name, over all shards.
+    """Every tensor of a checkpoint folder by name, over all its files.
 
     Raises:
-        ModelLoadError: no safetensors there, a header that does not describe its file, or a dtype that no model has.
+        ModelLoadError: there are no safetensors, a header does not describe its file, or a dtype is not supported.
     """
     tensors = safetensors_file.list_tensors(folder)
     for stored in tensors.values():
@@ -75,8 +75,8 @@ def _split(file: FileIO, stored: StoredTensor, target: torch.Tensor) -> Iterator
 def _read(read: _Read) -> None:
     dtype = _DTYPES[read.stored.dtype]
     same = read.target.dtype == dtype
-    place = read.target if same else torch.empty(read.target.shape, dtype=dtype)
-    array: Any = place.view(torch.uint8).numpy()
+    buffer = read.target if same else torch.empty(read.target.shape, dtype=dtype)
+    array: Any = buffer.view(torch.uint8).numpy()
     view = memoryview(array)
     filled = 0
     while filled < len(view):
@@ -85,4 +85,4 @@ def _read(read: _Read) -> None:
             raise ModelLoadError(f"{read.stored.file} ends inside tensor {read.stored.name}")
         filled += count
     if not same:
-        read.target.copy_(place)
+        read.target.copy_(buffer)

@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint goes where in a model's run-time layout, and the name of the bytes that come of it."""
+"""The mapping of a checkpoint's tensors to a model's run-time layout, and the cache key of the resulting bytes."""
 
 import hashlib
 from pathlib import Path
@@ -10,7 +10,7 @@ from dataplane.engines.torch.model.skeleton import PlacedTensor
 from dataplane.protocol.errors import ModelLoadError
 
 LAYOUT_VERSION = 1
-"""Part of a cache key: raise it when bytes are laid out differently."""
+"""Part of the cache key: increment it when the layout changes."""
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 """Old checkpoints store these; they follow from the config."""
 
@@ -47,7 +47,7 @@ def match_tensors(
 
 
 def cache_key(folder: Path, dtype: torch.dtype, pairs: list[tuple[PlacedTensor, StoredTensor]]) -> str:
-    """What the bytes hang on: the files as they are now, the dtype and the layout."""
+    """A key of all that determines the bytes: the files' state, the dtype and the layout."""
     files = sorted({stored.file for _, stored in pairs})
     state = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     layout = [(place.names[0], place.shard, place.offset_bytes) for place, _ in pairs]

@@ -1,4 +1,4 @@
-"""Linear layers that are quick on a CPU for the few rows of a decode step."""
+"""Linear layers that are fast on a CPU for the few rows of a decode step."""
 
 import torch
 
@@ -16,13 +16,13 @@ class FewRowsLinear(torch.nn.Linear):
         rows = input.reshape(-1, self.in_features)
         if len(rows) not in FEW_ROWS:
             return super().forward(input)
-        # What comes next reads row by row: without this copy it costs what the product saves.
+        # The next operation reads row by row: without this copy it would cost what the product saves.
         out = (self.weight @ rows.t()).t().contiguous().view(*input.shape[:-1], self.out_features)
         return out if self.bias is None else out.add_(self.bias)
 
 
 def speed_up(model: torch.nn.Module) -> None:
-    """Let the linear layers of a model be `FewRowsLinear`."""
+    """Make the linear layers of a model `FewRowsLinear`."""
     for module in model.modules():
         if type(module) is torch.nn.Linear:
             module.__class__ = FewRowsLinear

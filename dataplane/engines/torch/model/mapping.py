@@ -1,7 +1,7 @@
-"""How the tensors of a checkpoint make up a model's parameters, where the two are not cut alike.
+"""The mapping of a checkpoint's tensors to a model's parameters where the two are split differently.
 
 transformers keeps all experts of a layer in one parameter; checkpoints hold them expert by expert. In row-major order
-such a parameter is nothing but its stored tensors one after another, so each is read straight to its place:
+such a parameter is its stored tensors one after another, so that each is read straight to its location:
 
     gate_up_proj [experts, 2 * f, h] | gate 0 [f, h] | up 0 [f, h] | gate 1 [f, h] | up 1 [f, h] | ...
     down_proj    [experts, h, f]     | down 0 [h, f] | down 1 [h, f] | ...
@@ -19,16 +19,16 @@ _EXPERTS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "mlp.experts.down_proj": (("mlp.experts.{}.down_proj.weight", "block_sparse_moe.experts.{}.w2.weight"),),
 }
-"""End of a parameter's name -> the tensors of one expert in their order, each by the names it may be stored under."""
+"""Suffix of a parameter's name -> the tensors of one expert in order, each by the names it may be stored under."""
 
 _RENAMED = {"mlp.gate.weight": "block_sparse_moe.gate.weight"}
-"""End of a parameter's name -> what else it may be stored as."""
+"""Suffix of a parameter's name -> another name it may be stored under."""
 
 
 def as_stored(places: Iterable[PlacedTensor], stored: Container[str]) -> tuple[PlacedTensor, ...]:
-    """The places cut and named as the checkpoint has them; `stored` are the names of its tensors.
+    """The places split and named as in the checkpoint; `stored` are the names of its tensors.
 
-    A parameter that the checkpoint holds in one piece stays as it is.
+    A parameter that the checkpoint holds as one tensor is unchanged.
     """
     return tuple(piece for place in places for piece in _pieces(place, stored))
 

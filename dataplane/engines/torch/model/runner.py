@@ -25,8 +25,8 @@ def run_chunks(skeleton: Skeleton, cache: torch.Tensor, chunks: Sequence[Chunk])
     write = torch.stack((blocks // per_slab, blocks % per_slab, offsets))
     ends = torch.tensor([len(chunk_rows) for chunk_rows in rows], device=cache.device).cumsum(0) - 1
     spans = _spans([chunks[index] for index in order], positions, block_tokens, per_slab)
-    # A block is written from its first slot on. What an earlier owner left is cleared then: masked slots are multiplied
-    # by zero in attention, and zero times an old NaN would be one.
+    # A block is written from its first offset on, and cleared then: attention multiplies masked entries by zero, and
+    # zero times a NaN of an earlier owner would be NaN.
     begun = write[:2, offsets == 0]
     if begun.numel():
         cache[tuple(begun)] = 0
@@ -47,7 +47,7 @@ def _rows(chunk: Chunk, block_tokens: int) -> list[tuple[int, int, int, int]]:
 
 
 def _spans(chunks: Sequence[Chunk], positions: torch.Tensor, block_tokens: int, per_slab: int) -> tuple[Span, ...]:
-    """All single-token chunks as one span, in front; every longer chunk as one of its own."""
+    """All single-token chunks as one span in front; each longer chunk as its own."""
     singles = [chunk for chunk in chunks if chunk.count == 1]
     groups = [singles] * bool(singles) + [[chunk] for chunk in chunks if chunk.count > 1]
     spans = []

@@ -1,11 +1,11 @@
-"""A model without weights: transformers' own classes, built once on `meta`, pointed at bytes when they are there.
+"""A model without weights: transformers' own classes, built once on `meta`, bound to buffers while it is loaded.
 
 Building on `meta` costs milliseconds even for large models. Every Parameter is then replaced by a view into a buffer
-(`bind`), and by its empty self again when the bytes go away (`unbind`): a forward pass over weights that are not there
-fails loudly. Tied weights are one tensor with several names.
+(`bind`), and by its empty self again when the weights are evicted (`unbind`): a forward pass over missing weights fails
+loudly. Tied weights are one tensor with several names.
 
-Weights are cut into *parts* in the order of use: what stands before the layers, each decoder layer, what comes after
-them. A part is contiguous and may lie, and arrive, apart from the others: each waits for its own event when it runs.
+Weights are cut into *shards* in the order of use: what precedes the layers, each decoder layer, what follows them. A
+shard is contiguous and may be located, and loaded, apart from the others: each waits for its own event when it runs.
 """
 
 import copy
@@ -47,13 +47,13 @@ MODEL_TYPES = frozenset(
 """Architectures whose output was compared with transformers' own `generate`; others are refused, not guessed at."""
 
 ADDRESSES_KEPT = 4
-"""Places of the arena where a part was whose views a skeleton remembers."""
+"""How many locations of a shard in the arena a skeleton keeps views for."""
 _UNSUPPORTED_ROPE = frozenset(("dynamic", "longrope"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedTensor:
-    """A weight and where it lies in its part. `names`: all it is known by, the model's own first."""
+    """A weight and its location in its shard. `names`: all its names, the model's own first."""
 
     names: tuple[str, ...]
     shard: int
@@ -62,7 +62,7 @@ class PlacedTensor:
     dtype: torch.dtype
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor inside `buffer`, a flat uint8 tensor that starts where the part starts."""
+        """The tensor inside `buffer`, a flat uint8 tensor that starts where the shard starts."""
         elements = 1
         for side in self.shape:
             elements *= side
@@ -81,28 +81,28 @@ class Geometry:
     context_tokens: int
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Keys and values of one token over all layers."""
+        """The bytes of keys and values of one token over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightShard:
-    """Consecutive bytes of a model's weights in host memory that travel together."""
+    """Consecutive bytes of a model's weights in host memory that are transferred together."""
 
     offset_bytes: int
     size_bytes: int
 
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The part inside a model's flat uint8 buffer."""
+        """The shard inside a model's flat uint8 buffer."""
         return buffer[self.offset_bytes : self.offset_bytes + self.size_bytes]
 
 
 class Skeleton:
-    """A model's modules. `places` and `parts` lay its weights out; in host memory they take `size_bytes`.
+    """A model's modules. `places` and `shards` describe the layout of its weights; in host memory they take
+    `size_bytes`.
 
-    `await_part` is called before a part is used; whoever brings the weights sets it while they are on their way.
-    `passed_part` is called once a layer, or the output embedding, has been given to the device to compute; whoever has
-    layers take turns in one place sets it.
+    `await_shard` is called before a shard is used; it is set while the weights are loaded. `passed_shard` is called
+    once the kernels of a layer, or of the output embedding, are submitted; it is set while layers rotate.
     """
 
     def __init__(self, model: torch.nn.Module, geometry: Geometry, eos_ids: frozenset[int], dtype: torch.dtype) -> None:
@@ -126,16 +126,16 @@ class Skeleton:
         model.register_forward_pre_hook(self._gate(0))
 
     def slabs(self, slab_bytes: int) -> int:
-        """How many slabs the weights take on the device, where each part begins a slab."""
+        """How many slabs the weights take on the device, where each shard begins a slab."""
         return sum(-(-shard.size_bytes // slab_bytes) for shard in self.shards)
 
     def bind(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Make every Parameter a view into the buffer of its part: flat uint8, one for each of `parts`."""
+        """Make every Parameter a view into the buffer of its shard: flat uint8, one for each of `shards`."""
         for shard, buffer in enumerate(buffers):
             self.bind_shard(shard, buffer)
 
     def bind_shard(self, shard: int, buffer: torch.Tensor) -> None:
-        """The same for one part. Where it was before, the views of then are put back: making them is what costs."""
+        """Bind one shard. Views for an earlier location are reused: making them is what costs."""
         views = self._views[shard]
         address = buffer.data_ptr()
         parameters = views.pop(address, None)
@@ -149,12 +149,11 @@ class Skeleton:
             del views[next(iter(views))]
 
     def unbind(self) -> None:
-        """Point nowhere again."""
+        """Restore the empty Parameters."""
         for shard in range(len(self.shards)):
             self.unbind_shard(shard)
 
     def unbind_shard(self, shard: int) -> None:
-        """The same for one part."""
         for _, (meta, owners) in self._slots[shard]:
             _replace(owners, meta)
 
@@ -166,11 +165,11 @@ class Skeleton:
         return wait
 
     def _passed(self, shard: int) -> Callable[..., None]:
-        def tell(*_: Any) -> None:
+        def notify(*_: Any) -> None:
             if self.passed_shard is not None:
                 self.passed_shard(shard)
 
-        return tell
+        return notify
 
 
 _Owner = tuple[str, torch.nn.Module, str]
@@ -181,7 +180,7 @@ def build_skeleton(folder: Path, dtype: torch.dtype, device: torch.device) -> Sk
     """The model that `folder/config.json` describes, its buffers on `device`, its Parameters on `meta`.
 
     Raises:
-        ModelLoadError: no such folder or config, or an architecture that is not supported.
+        ModelLoadError: no such folder or config, or an unsupported architecture.
     """
     if not folder.is_dir():
         raise ModelLoadError(f"{folder} is no folder")
@@ -214,7 +213,7 @@ def _check_supported(folder: Path, described: dict[str, Any]) -> None:
 
 
 def _check_rope(folder: Path, rope_parameters: dict[str, Any] | None) -> None:
-    """Refuse angles that depend on the longest sequence of a step batch: a text would depend on its company."""
+    """Refuse angles that depend on the longest sequence of a step batch: a text would depend on other requests."""
     given = rope_parameters or {}
     kinds = [given, *(kind for kind in given.values() if isinstance(kind, dict))]
     unsupported = [kind["rope_type"] for kind in kinds if kind.get("rope_type") in _UNSUPPORTED_ROPE]
@@ -234,7 +233,7 @@ def _geometry(config: Any) -> Geometry:
 
 
 def _fill_buffers(model: Any, device: torch.device) -> None:
-    """Give non-persistent buffers (rotary frequencies, Gemma's scale) real values; no checkpoint holds them.
+    """Initialize non-persistent buffers (rotary frequencies, Gemma's scale), which no checkpoint contains.
 
     `initialize_weights` is what transformers itself calls for them after loading. On the Parameters, still on
     `meta`, it does nothing.
@@ -259,7 +258,7 @@ def _parameter_slots(model: torch.nn.Module) -> list[_Slot]:
 
 
 def _stages(model: Any) -> list[torch.nn.Module]:
-    """The modules that wait for a part of their own: the decoder layers in order, then the output embedding."""
+    """The modules with a shard of their own: the decoder layers in order, then the output embedding."""
     head = model.get_output_embeddings()
     tied = head is None or head.weight is model.get_input_embeddings().weight
     return [*model.get_decoder().layers, *([] if tied else [head])]
@@ -268,7 +267,7 @@ def _stages(model: Any) -> list[torch.nn.Module]:
 def _lay_out(
     slots: list[_Slot], stages: list[torch.nn.Module]
 ) -> tuple[tuple[PlacedTensor, ...], tuple[WeightShard, ...]]:
-    """Part 0 is everything outside of the stages; parameters keep their order within a part."""
+    """Shard 0 is everything outside of the stages; parameters keep their order within a shard."""
     shard_of = {id(module): number for number, stage in enumerate(stages, start=1) for module in stage.modules()}
     sizes = [0] * (len(stages) + 1)
     places = []
