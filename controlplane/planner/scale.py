@@ -146,8 +146,8 @@ def _scaling_settings(settings: Settings) -> ScalingSettings:
 def _slot_settings(settings: Settings) -> SlotSettings:
     return SlotSettings(
         stale_s=settings.heartbeat_stale_s,
-        spot_enabled=settings.spot_enabled,
-        spot_max_age_s=settings.spot_max_age_s,
+        donation_enabled=settings.spot_enabled,
+        donation_max_age_s=settings.spot_max_age_s,
     )
 
 

@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from controlplane.errors import UnavailableError
 from controlplane.policies.assignment.evacuation import NodePresence, choose_leaving
-from controlplane.policies.assignment.facts import PlacedInstance, SpotFacts
+from controlplane.policies.assignment.facts import Donation, PlacedInstance
 from controlplane.policies.demand import forecast_at
 from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, ModelGpu, NodeFacts, NodeSlot, RegionGpu
 from controlplane.policies.lifecycle import InstanceState
@@ -150,7 +150,7 @@ def _snapshot(
                 stuck=_is_stuck(row, profiles, settings, now_s),
                 remaining_tokens=reports[row.id].remaining_tokens if row.id in reports else 0,
                 kind=InstanceKind(row.kind),
-                spot=_spot_facts(row, leases.get(row.id), now_s),
+                donation=_donation(row, leases.get(row.id), now_s),
                 leaving=leaving.get(row.node),
                 succeeds=row.succeeds,
                 pooled=row.pooled,
@@ -204,11 +204,11 @@ def _is_stuck(row: Instance, profiles: Mapping[ModelGpu, Profile], settings: Set
     return waited_s > max(settings.scale_start_patience_s, start_s)
 
 
-def _spot_facts(row: Instance, lease: SpotLease | None, now_s: float) -> SpotFacts | None:
+def _donation(row: Instance, lease: SpotLease | None, now_s: float) -> Donation | None:
     if row.spot_at is None:
         return None
     noticed = lease is not None and lease.reclaim_at is not None
-    return SpotFacts(age_s=now_s - row.spot_at.timestamp(), leased=lease is not None, noticed=noticed)
+    return Donation(age_s=now_s - row.spot_at.timestamp(), leased=lease is not None, noticed=noticed)
 
 
 def _presence(inventory: FleetInventory) -> Iterable[NodePresence]:

@@ -97,7 +97,7 @@ def _release_steps(decision: PoolSlotDecision, instances: Iterable[PlacedInstanc
 
 def _without_pools(decision: PoolSlotDecision, slots: Iterable[SlotRoom]) -> tuple[SlotRoom, ...]:
     """The slots as `choose_slots` may fill them: those of the pools are full."""
-    return tuple(replace(slot, gpus_free=0, pooled=True) if slot.place in decision.slots else slot for slot in slots)
+    return tuple(replace(slot, gpus_free=0, pooled=True) if slot.ref in decision.slots else slot for slot in slots)
 
 
 def _joined(decision: SlotDecision, pooling: PoolSlotDecision) -> SlotDecision:

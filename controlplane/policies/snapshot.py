@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from controlplane.policies.assignment.facts import PlacedInstance, SlotRoom
+from controlplane.policies.assignment.facts import PlacedInstance, SlotRef, SlotRoom
 from controlplane.policies.assignment.pools import PoolSlotFacts
 from controlplane.policies.facts import Backlog, Endpoint, EndpointGpu, ModelGpu, NodeFacts, RegionGpu
 from controlplane.policies.fit import ModelSize, WeightsRoom, why_unfit
@@ -118,9 +118,9 @@ class FleetSnapshot:
 
 def slot_rooms(snapshot: FleetSnapshot) -> tuple[SlotRoom, ...]:
     """The slots for `choose_slots` and `choose_pool_slots`, with their free GPUs."""
-    held: Counter[tuple[str, int]] = Counter()
+    held: Counter[SlotRef] = Counter()
     for each in snapshot.instances:
-        held[each.place] += each.gpus
+        held[each.ref] += each.gpus
     return tuple(
         SlotRoom(
             node_id=node.name,
@@ -197,7 +197,7 @@ def scaling_facts(
             continue
         if each.serving:
             serving[each.endpoint].append(each)
-        elif each.spot is not None:
+        elif each.donation is not None:
             donated[each.endpoint.region].append(each)
     tokens_per_s: dict[str, dict[str, float]] = defaultdict(dict)
     for key, profile in snapshot.profiles.items():
@@ -244,8 +244,8 @@ def _endpoint_facts(
         settled=snapshot.settled.get(endpoint),
         observed_tokens_per_s=snapshot.observed.get(endpoint),
         forecast_tokens_per_s=snapshot.forecast.get(endpoint),
-        spot_same=_by_gpu_type(each for each in donated if each.endpoint.model == endpoint.model),
-        spot_other=_by_gpu_type(each for each in donated if each.endpoint.model != endpoint.model),
+        donated_same=_by_gpu_type(each for each in donated if each.endpoint.model == endpoint.model),
+        donated_other=_by_gpu_type(each for each in donated if each.endpoint.model != endpoint.model),
     )
 
 
@@ -268,7 +268,7 @@ def poolable_facts(snapshot: FleetSnapshot, demand: Demand, *, stale_s: float) -
     pooled = [each for each in snapshot.pooled if each.serving]
     slot_gpus = {(node.name, slot.number): slot.gpus for node in snapshot.nodes for slot in node.slots}
     present: Counter[RegionGpu] = Counter()
-    for slot, at in {each.place: each.key.place for each in pooled}.items():
+    for slot, at in {each.ref: each.key.place for each in pooled}.items():
         present[at] += slot_gpus[slot]
     return PoolableFacts(
         profiles={
@@ -302,7 +302,7 @@ def placement_facts(
         capacity=capacity,
         profiles=snapshot.profiles,
         present=Counter(each.key for each in snapshot.dedicated if each.serving),
-        spot=Counter(each.key for each in snapshot.dedicated if each.spot is not None),
+        spot=Counter(each.key for each in snapshot.dedicated if each.donation is not None),
         demand={endpoint: windows for endpoint, windows in demand.items() if endpoint in everywhere},
         pins=snapshot.overrides,
         limits={**everywhere, **snapshot.limits},

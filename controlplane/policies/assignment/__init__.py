@@ -1,1 +1,1 @@
-"""Which slot an instance takes, and which instance goes (SageServe 6.4): `choose.choose_slots` is the way in."""
+"""Assignment of instances to slots, and which instance goes (SageServe 6.4). Entry point: `choose.choose_slots`."""

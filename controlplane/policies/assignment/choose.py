@@ -1,10 +1,10 @@
-"""From counts to places (part of SageServe 6.4).
+"""Assign instances to slots (part of SageServe 6.4).
 
-A start takes, in this order: a draining instance of the same model (it still has its requests); a spot instance of the
-same model (it still has its weights) that nobody leases, or whose lease has notice; the place of spot instances of
-other models that nobody leases; free GPUs; and last, with notice, a leased instance of the same model, then the place
-of leased ones of others. New instances spread over nodes, so that one lost node costs an endpoint little. A slot's GPUs
-are never given twice.
+A start takes, in this order: a draining instance of the same model (it still has its requests); a donated instance of
+the same model (it still has its weights) without a lease, or whose lease has notice; the GPUs of donated instances of
+other models without leases; free GPUs; and last, with notice, a leased instance of the same model, then the GPUs of
+leased instances of others. New instances spread over nodes, so that a lost node takes few instances of an endpoint with
+it. No GPU is assigned twice.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from controlplane.policies.scaling.facts import Counts, KindStep, ScaleStep
 
 
 def choose_slots(facts: SlotFacts, now_s: float, settings: SlotSettings) -> SlotDecision:
-    """Turn steps into places. Scarce GPUs go round the endpoints, one instance each, until they are used up.
+    """Assign each step to slots. Endpoints share scarce GPUs round robin, one instance at a time.
 
     Args:
         facts: steps, slots, instances. Their order does not matter.
@@ -42,8 +42,8 @@ def choose_slots(facts: SlotFacts, now_s: float, settings: SlotSettings) -> Slot
     for step in _ordered(facts.steps):
         for instance in filling.let_go(step):
             change = InstanceChange(instance_id=instance.instance_id, reason=step.reason, kind=instance.kind)
-            (donates if filling.may_be_lent(instance) else drains).append(change)
-    stops, notices = _end_spot(filling, settings)
+            (donates if filling.may_be_donated(instance) else drains).append(change)
+    stops, notices = _end_donations(filling, settings)
     return SlotDecision(
         revives=tuple(starts.revives),
         reclaims=tuple(starts.reclaims),
@@ -62,8 +62,8 @@ def choose_slots(facts: SlotFacts, now_s: float, settings: SlotSettings) -> Slot
 
 
 def moved_endpoints(steps: Iterable[ScaleStep], unplaced: Iterable[Unplaced]) -> tuple[Endpoint, ...]:
-    """Endpoints that were scaled, ordered. One of which nothing found a place was not: it keeps the time at which it
-    was scaled last, so that what does not come up is tried elsewhere in the end.
+    """Endpoints that were scaled, ordered. An endpoint none of whose instances found a slot was not: it keeps the time
+    at which it was last scaled, so that the replacement of a stuck instance is retried on another node in the end.
     """
     asked: Counter[Endpoint] = Counter()
     for step in steps:
@@ -76,7 +76,7 @@ def moved_endpoints(steps: Iterable[ScaleStep], unplaced: Iterable[Unplaced]) ->
 def settled_endpoints(
     settled: Mapping[Endpoint, Counts | None], unplaced: Iterable[Unplaced]
 ) -> dict[Endpoint, Counts | None]:
-    """What endpoints are settled at, less what found no place."""
+    """The counts that endpoints are settled at, without the instances that found no slot."""
     missing: dict[Endpoint, Counter[str]] = {}
     for each in unplaced:
         missing.setdefault(each.endpoint, Counter())[each.gpu_type or ""] += each.count
@@ -87,7 +87,7 @@ def settled_endpoints(
 
 
 class _Starts:
-    """Where starts went so far."""
+    """The starts that were assigned so far."""
 
     def __init__(self) -> None:
         self.revives: list[InstanceChange] = []
@@ -98,21 +98,21 @@ class _Starts:
         self.missing: dict[ScaleStep, int] = {}
 
     def place(self, step: ScaleStep, filling: Filling) -> None:
-        """Place one instance."""
+        """Assign one instance."""
         if revived := filling.take_draining(step):
             self.revives.append(_change(revived, step))
-        elif reclaimed := filling.take_spot(step):
+        elif reclaimed := filling.take_donated(step):
             self.reclaims.append(_change(reclaimed, step))
-        elif filling.await_spot(step, noticed=True):
+        elif filling.await_donated(step, noticed=True):
             return
-        elif redeployed := filling.replace_spot(step):
+        elif redeployed := filling.replace_donated(step):
             self.redeploys.append(redeployed)
         elif added := filling.add(step):
             self.adds.append(added)
-        elif mine := filling.await_spot(step, noticed=False):
+        elif mine := filling.await_donated(step, noticed=False):
             self.notices.append(_change(mine, step))
         elif (leased := filling.wait_for_leases(step)) is not None:
-            self.notices += [_change(each, step) for each in leased if each.spot and not each.spot.noticed]
+            self.notices += [_change(each, step) for each in leased if each.leased and not each.noticed]
         else:
             self.missing[step] = self.missing.get(step, 0) + 1
 
@@ -129,21 +129,21 @@ def _change_kind(filling: Filling, step: KindStep) -> list[InstanceChange]:
     ]
 
 
-def _end_spot(filling: Filling, settings: SlotSettings) -> tuple[list[InstanceChange], list[InstanceChange]]:
-    """Spot instances that shall be lent no longer: those to stop, and those whose lessees get notice first."""
+def _end_donations(filling: Filling, settings: SlotSettings) -> tuple[list[InstanceChange], list[InstanceChange]]:
+    """Donated instances that are donated no longer: those to stop, and those whose leases get notice first."""
     stops, notices = [], []
-    for instance in filling.spot_left():
-        assert instance.spot is not None, "these are the spot ones"
-        reason = filling.why_not_lent(instance)
-        too_old = settings.spot_max_age_s is not None and instance.spot.age_s > settings.spot_max_age_s
-        if reason is None and too_old and not instance.spot.leased:
-            reason = f"nobody leases it, and it has been spot for {instance.spot.age_s:.0f} s"
+    for instance in filling.donated_left():
+        assert instance.donation is not None, "these are the donated ones"
+        reason = filling.why_not_donated(instance)
+        too_old = settings.donation_max_age_s is not None and instance.donation.age_s > settings.donation_max_age_s
+        if reason is None and too_old and not instance.leased:
+            reason = f"it has no lease and was donated {instance.donation.age_s:.0f} s ago"
         if reason is None:
             continue
         change = InstanceChange(instance_id=instance.instance_id, reason=reason, kind=instance.kind)
-        if not instance.spot.leased:
+        if not instance.leased:
             stops.append(change)
-        elif not instance.spot.noticed:
+        elif not instance.noticed:
             notices.append(change)
     return stops, notices
 
@@ -153,7 +153,7 @@ def _ordered(steps: tuple[ScaleStep, ...]) -> list[ScaleStep]:
 
 
 def _one_by_one(steps: tuple[ScaleStep, ...]) -> Iterator[ScaleStep]:
-    for turn in range(max((step.delta for step in steps), default=0)):
+    for number in range(max((step.delta for step in steps), default=0)):
         for step in _ordered(steps):
-            if turn < step.delta:
+            if number < step.delta:
                 yield step

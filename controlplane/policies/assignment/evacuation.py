@@ -1,7 +1,7 @@
-"""Instances leave a node that goes: a successor is started elsewhere first, and the instance drains once that is ready.
+"""Evacuation of nodes: a successor starts on another node first, and the instance drains once that is ready.
 
-A node goes when an operator drains it, when its agent is shutting down, or when it has been silent for a while. Pooled
-instances are moved by `policies.assignment.pools`, which gives them slots on accepting nodes only.
+A node is evacuated when an operator drains it, when its agent shuts down, or when it has been silent for a while.
+Pooled instances are moved by `policies.assignment.pools`, which assigns slots on accepting nodes only.
 """
 
 from collections.abc import Iterable
@@ -13,12 +13,12 @@ from controlplane.policies.scaling.facts import ScaleStep
 
 @dataclass(frozen=True, kw_only=True)
 class Evacuation:
-    """What becomes of instances on nodes that go.
+    """Changes of instances on nodes that are evacuated.
 
     Attributes:
         steps: successors to start, one instance each; `succeeds` names the instance.
         drains: instances whose successor is ready, and those that never served and have one.
-        succeeded: instances with a live successor, by id. The successor counts for the endpoint in their place.
+        succeeded: ids of instances with a live successor, which counts for the endpoint instead of them.
         settled: successors of instances whose node stays after all; they are ordinary instances from now on.
     """
 
@@ -31,14 +31,14 @@ class Evacuation:
 def choose_evacuation(instances: Iterable[PlacedInstance], rooms: Iterable[SlotRoom], *, stale_s: float) -> Evacuation:
     """Successors and drains for the instances that leave their nodes.
 
-    A successor that does not come up is replaced by the rules of scaling (`policies.scaling.limits`), not by another
-    successor, so a broken model starts no row of them. Where a region has no accepting slot of the same GPU type, any
-    other profiled type will do.
+    A stuck successor is replaced by the rules of scaling (`policies.scaling.limits`), not by another successor, so a
+    broken model starts no chain of them. Where a region has no accepting slot of the same GPU type, the successor may
+    start on any profiled type.
 
     Args:
-        instances: all instances with GPUs of their own; `leaving` says why one must go.
+        instances: all dedicated instances; `leaving` is the reason why an instance must leave its node.
         rooms: all slots.
-        stale_s: a node silent for longer takes nothing new.
+        stale_s: no instance starts on a node that is silent for longer.
     """
     serving = sorted((each for each in instances if each.serving), key=lambda each: each.instance_id)
     successors = {each.succeeds: each for each in serving if each.succeeds is not None}
@@ -77,11 +77,11 @@ def choose_evacuation(instances: Iterable[PlacedInstance], rooms: Iterable[SlotR
 
 @dataclass(frozen=True, kw_only=True)
 class NodePresence:
-    """What tells whether a node goes.
+    """The facts by which a node is evacuated or not.
 
     Attributes:
         silent_s: seconds since its last heartbeat; None: it never sent one.
-        has_instances: whether an instance is wanted there or still drains. A node that is gone for good has none left.
+        has_instances: whether an instance is wanted there or still drains.
     """
 
     name: str
@@ -92,18 +92,18 @@ class NodePresence:
 
 
 def choose_leaving(nodes: Iterable[NodePresence], *, replace_after_s: float) -> dict[str, str]:
-    """The nodes whose instances shall be served elsewhere, with the reason.
+    """The nodes that are evacuated, with the reason.
 
-    Silent nodes with instances are replaced only while they are no more than the nodes that are heard of: else it is
-    the control plane that was away, and replacing everything would make an outage worse. Nodes without instances that
-    went away long ago and were never deleted do not count.
+    Silent nodes with instances are evacuated only while they are no more than the nodes with fresh heartbeats: else the
+    control plane itself was unreachable, and replacing everything would make an outage worse. Silent nodes without
+    instances, which were never deleted, do not count.
     """
     nodes = list(nodes)
     reported = [(node, node.silent_s) for node in nodes if node.silent_s is not None]
-    heard = [node for node, silent_s in reported if silent_s <= replace_after_s]
+    alive = [node for node, silent_s in reported if silent_s <= replace_after_s]
     silent = [node for node, silent_s in reported if silent_s > replace_after_s and node.has_instances]
     reasons: dict[str, str] = {}
-    if len(silent) <= len(heard):
+    if len(silent) <= len(alive):
         reasons |= {node.name: f"node {node.name} has been silent for over {replace_after_s:g} s" for node in silent}
     reasons |= {node.name: f"node {node.name} is shutting down" for node in nodes if node.leaving}
     return reasons | {node.name: f"node {node.name} is being drained" for node in nodes if node.draining}

@@ -1,4 +1,4 @@
-"""What the choice of places is told and what it answers."""
+"""The facts and decisions of the assignment of instances to slots."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,17 +8,21 @@ from controlplane.policies.fit import UNKNOWN_ROOM, ModelSize, WeightsRoom
 from controlplane.policies.scaling.facts import KindStep, ScaleStep
 from dataplane.protocol.tiers import InstanceKind
 
+SlotRef = tuple[str, int]
+"""A slot: its node's name and its number there."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SlotRoom:
-    """One slot of a node. `gpus_free` are not held by any instance, draining and spot ones included.
+    """One slot of a node.
 
     Attributes:
-        workers: worker processes that share its GPUs; an instance takes no more than those of one.
+        gpus_free: GPUs that no instance holds; draining and donated instances hold theirs.
+        workers: worker processes that share its GPUs; an instance takes at most the GPUs of one worker.
         age_s: seconds since its node's last heartbeat.
-        accepting: False for a node that is being drained.
-        pooled: it is in the pool, or shall be; nothing but pooled instances starts there or is lent out there.
-        weights: what each of its workers has for weights.
+        accepting: False while its node is drained or shuts down.
+        pooled: it belongs to a pool, or will; only pooled instances start there, and none is donated there.
+        weights: memory for weights of each of its workers.
     """
 
     node_id: str
@@ -39,14 +43,13 @@ class SlotRoom:
         return self.gpus // self.workers
 
     @property
-    def place(self) -> tuple[str, int]:
-        """What tells it from all others: its node and its index there."""
+    def ref(self) -> SlotRef:
         return (self.node_id, self.slot)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpotFacts:
-    """That an instance is lent out: for how long, whether somebody leases it, and whether that lease has notice."""
+class Donation:
+    """An idle instance that is lent out for `age_s` seconds now; whether it is leased, and its lease has notice."""
 
     age_s: float
     leased: bool = False
@@ -58,12 +61,12 @@ class PlacedInstance:
     """An instance on a slot.
 
     Attributes:
-        gpus: GPUs of its own. `pooled`: it has none and shares its slot.
+        gpus: GPUs of its own; 0 for a pooled instance, which shares its slot.
         stuck: it should be ready and is not.
-        remaining_tokens: of its requests, as last reported.
-        spot: None: it is not lent out.
+        remaining_tokens: tokens left of its requests, as last reported.
+        donation: None: it is not lent out.
         leaving: why it must leave its node; None: the node stays.
-        succeeds: the instance on another node that it was started to succeed.
+        succeeds: the instance on another node that it was started to replace.
         report: its last report; None: there is none.
     """
 
@@ -78,7 +81,7 @@ class PlacedInstance:
     stuck: bool = False
     remaining_tokens: int = 0
     kind: InstanceKind = InstanceKind.MIXED
-    spot: SpotFacts | None = None
+    donation: Donation | None = None
     leaving: str | None = None
     succeeds: str | None = None
     pooled: bool = False
@@ -87,10 +90,19 @@ class PlacedInstance:
     @property
     def serving(self) -> bool:
         """Whether it is wanted for our own requests."""
-        return not self.draining and self.spot is None
+        return not self.draining and self.donation is None
 
     @property
-    def place(self) -> tuple[str, int]:
+    def leased(self) -> bool:
+        return self.donation is not None and self.donation.leased
+
+    @property
+    def noticed(self) -> bool:
+        """Whether its lease has notice."""
+        return self.donation is not None and self.donation.noticed
+
+    @property
+    def ref(self) -> SlotRef:
         return (self.node_id, self.slot)
 
     @property
@@ -100,8 +112,8 @@ class PlacedInstance:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotFacts:
-    """Steps to carry out, the fleet's slots and what is on them. `gpus`: GPUs of one instance, for each profile;
-    `sizes`: of models' weights, as far as they matter.
+    """Steps to carry out, the fleet's slots and the instances on them. `gpus`: GPUs of one instance, for each profile;
+    `sizes`: sizes of models' weights; a missing model fits on every slot.
     """
 
     steps: tuple[ScaleStep, ...]
@@ -114,24 +126,22 @@ class SlotFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotSettings:
-    """How to place.
+    """How to assign instances to slots.
 
     Attributes:
-        stale_s: a node silent for longer gets nothing new.
-        spot_enabled: whether what is let go is lent out instead of stopped.
-        spot_max_age_s: a spot instance that nobody leases is stopped after so long; None = never.
+        stale_s: no instance starts on a node that is silent for longer.
+        donation_enabled: whether instances that are not needed are donated instead of stopped.
+        donation_max_age_s: a donated instance without a lease is stopped after so long; None = never.
     """
 
     stale_s: float = 5.0
-    spot_enabled: bool = True
-    spot_max_age_s: float | None = None
+    donation_enabled: bool = True
+    donation_max_age_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotAdd:
-    """Start an instance here, in the place of the spot instances `replaces`, which are stopped. `succeeds`: see
-    ScaleStep.
-    """
+    """An instance to start on this slot. `replaces`: donated instances to stop for it. `succeeds`: see ScaleStep."""
 
     endpoint: Endpoint
     gpu_type: str
@@ -146,7 +156,7 @@ class SlotAdd:
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceChange:
-    """Something else is wanted of this instance. `kind`: what it shall be for when it serves. `succeeds`: see
+    """A change of what is wanted of an instance. `kind`: the requests that it serves from then on. `succeeds`: see
     ScaleStep.
     """
 
@@ -168,19 +178,19 @@ class Unplaced:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotDecision:
-    """Where the steps go, in the order in which starts are tried.
+    """The slots of the steps, in the order in which starts are tried.
 
     Attributes:
-        revives: draining instances taken back.
-        reclaims: spot instances of the same model taken back.
-        redeploys: starts in the place of spot instances of other models.
+        revives: draining instances that serve again.
+        reclaims: donated instances of the same model that serve again.
+        redeploys: starts on GPUs of donated instances of other models.
         adds: starts on free GPUs.
-        notices: leases to be ended with notice, so that a later call can take their instances.
+        notices: leases to be ended with notice, so that a later call can reclaim their instances.
         drains: instances to be stopped once they are empty.
-        donates: instances to be lent out once they are empty.
-        stops: spot instances that are stopped.
-        changed_kinds: instances that serve on as another kind.
-        unplaced: what could not be placed, and why. What waits for a lease to end is not among it.
+        donates: instances to be donated once they are empty.
+        stops: donated instances that are stopped.
+        changed_kinds: serving instances that become another kind.
+        unplaced: starts without a slot, and why. Starts that wait for a lease to end are not among them.
     """
 
     revives: tuple[InstanceChange, ...] = ()

@@ -1,22 +1,20 @@
-"""The fleet's slots and instances while a decision fills them: every taking is noted, so nothing is taken twice."""
+"""The fleet's free GPUs and instances while a decision assigns them; nothing is assigned twice."""
 
 import heapq
 from collections import Counter
 from dataclasses import replace
 
-from controlplane.policies.assignment.facts import PlacedInstance, SlotAdd, SlotFacts, SlotRoom, SlotSettings
+from controlplane.policies.assignment.facts import PlacedInstance, SlotAdd, SlotFacts, SlotRef, SlotRoom, SlotSettings
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.fit import fits, why_unfit
 from controlplane.policies.scaling.facts import KindStep, ScaleStep
 
-Place = tuple[str, int]
 _Room = tuple[int, int, int, str, int]
-"""A slot in a heap, the best first: how dear it is to others, minus the free GPUs of its node and of itself, its place.
-"""
+"""A slot in a heap, the best first: its worth to pools, minus the free GPUs of its node and its own, its `SlotRef`."""
 
 
 class Filling:
-    """Slots that fill up."""
+    """The slots and instances that are left for the next step."""
 
     def __init__(self, facts: SlotFacts, settings: SlotSettings) -> None:
         self._settings = settings
@@ -25,16 +23,16 @@ class Filling:
         self._profiled: dict[str, list[str]] = {}
         for model, gpu_type in sorted(self._gpus):
             self._profiled.setdefault(model, []).append(gpu_type)
-        self._slots = sorted(facts.slots, key=lambda slot: slot.place)
+        self._slots = sorted(facts.slots, key=lambda slot: slot.ref)
         alive = [slot for slot in self._slots if slot.accepting and slot.age_s <= settings.stale_s]
         self._alive = {slot.node_id for slot in alive}
-        self._pooled = {slot.place for slot in self._slots if slot.pooled}
-        self._open = {slot.place: slot for slot in alive if not slot.pooled}
+        self._pooled = {slot.ref for slot in self._slots if slot.pooled}
+        self._open = {slot.ref: slot for slot in alive if not slot.pooled}
         self._draining_nodes = {slot.node_id for slot in self._slots if not slot.accepting}
-        self._free: dict[Place, int] = {}
+        self._free: dict[SlotRef, int] = {}
         self._free_on: Counter[str] = Counter()
-        for place, slot in self._open.items():
-            self._free[place] = slot.gpus_free
+        for ref, slot in self._open.items():
+            self._free[ref] = slot.gpus_free
             self._free_on[slot.node_id] += slot.gpus_free
         self._on_node: dict[str, list[SlotRoom]] = {}
         self._emptiest: dict[tuple[str, str], list[_Room]] = {}
@@ -43,69 +41,67 @@ class Filling:
             self._emptiest.setdefault((slot.region, slot.gpu_type), []).append(self._room(slot))
         for rooms in self._emptiest.values():
             heapq.heapify(rooms)
-        self._promised: dict[Place, int] = {}
+        self._promised: dict[SlotRef, int] = {}
         self._changed: set[str] = set()
         instances = sorted(facts.instances, key=lambda each: each.instance_id)
-        self._beside = Counter((each.endpoint, each.node_id) for each in instances if each.serving)
+        self._serving_on = Counter((each.endpoint, each.node_id) for each in instances if each.serving)
         self._stuck = {(each.endpoint, each.node_id) for each in instances if each.stuck}
         self._of_endpoint: dict[Endpoint, list[PlacedInstance]] = {}
-        self._spot: dict[Place, list[PlacedInstance]] = {}
+        self._donated: dict[SlotRef, list[PlacedInstance]] = {}
         for each in instances:
             self._of_endpoint.setdefault(each.endpoint, []).append(each)
-            if each.spot is not None:
-                self._spot.setdefault(each.place, []).append(each)
-        self._spot_places: dict[str, list[Place]] = {}
-        for place in sorted(self._spot):
-            if place in self._open:
-                self._spot_places.setdefault(self._open[place].region, []).append(place)
+            if each.donation is not None:
+                self._donated.setdefault(each.ref, []).append(each)
+        self._donated_slots: dict[str, list[SlotRef]] = {}
+        for ref in sorted(self._donated):
+            if ref in self._open:
+                self._donated_slots.setdefault(self._open[ref].region, []).append(ref)
 
     def take_draining(self, step: ScaleStep) -> PlacedInstance | None:
-        """The draining instance that has most left to do, if its node can be relied on."""
+        """The draining instance with the most tokens left, on a node that accepts instances."""
         found = [each for each in self._of(step) if each.draining and not each.stuck and self._is_open(each)]
         return self._taken(max(found, key=lambda each: (each.ready, each.remaining_tokens), default=None))
 
-    def take_spot(self, step: ScaleStep) -> PlacedInstance | None:
-        """A spot instance of the same model that nobody leases."""
-        found = [each for each in self._spot_of(step) if each.spot and not each.spot.leased]
-        return self._taken(min(found, key=_spot_rank, default=None))
+    def take_donated(self, step: ScaleStep) -> PlacedInstance | None:
+        """A donated instance of the same model without a lease."""
+        found = [each for each in self._donated_of(step) if not each.leased]
+        return self._taken(min(found, key=_donation_rank, default=None))
 
-    def await_spot(self, step: ScaleStep, *, noticed: bool) -> PlacedInstance | None:
-        """A spot instance of the same model to be taken once its lease has ended, which has notice or not."""
-        found = [
-            each for each in self._spot_of(step) if each.spot and each.spot.leased and each.spot.noticed == noticed
-        ]
-        return self._taken(min(found, key=_spot_rank, default=None))
+    def await_donated(self, step: ScaleStep, *, noticed: bool) -> PlacedInstance | None:
+        """A leased instance of the same model to be reclaimed once its lease has ended, which has notice or not."""
+        found = [each for each in self._donated_of(step) if each.leased and each.noticed == noticed]
+        return self._taken(min(found, key=_donation_rank, default=None))
 
-    def replace_spot(self, step: ScaleStep) -> SlotAdd | None:
-        """The place of spot instances that nobody leases: of as few as possible, then of those lent out longest."""
-        found = self._with_spot(step, leased=False)
+    def replace_donated(self, step: ScaleStep) -> SlotAdd | None:
+        """GPUs of donated instances without leases: of as few as possible, then of those donated longest ago."""
+        found = self._with_donated(step, leased=False)
         return self._placed(step, found[0], found[1]) if found else None
 
     def add(self, step: ScaleStep) -> SlotAdd | None:
-        """Free GPUs, on the node with fewest instances of the endpoint; then where workers do not serve together, and
-        where a pool could not grow anyway; then on the node with most free GPUs.
+        """Free GPUs, on the node with fewest instances of the endpoint; then on the slot that pools need least (see
+        `_worth`), then on the node with most free GPUs.
         """
         found = [slot for gpu_type in self._gpu_types(step) if (slot := self._best_free(step, gpu_type)) is not None]
         return self._placed(step, min(found, key=lambda slot: self._rank(step, slot)), ()) if found else None
 
     def wait_for_leases(self, step: ScaleStep) -> tuple[PlacedInstance, ...] | None:
-        """Spot instances, leased ones among them, whose place will do once the leases have ended; none of them where
-        those that others wait for leave room enough.
+        """Donated instances, leased ones among them, whose GPUs suffice once the leases have ended; none of them where
+        the GPUs that other steps wait for suffice.
         """
-        found = self._with_spot(step, leased=True)
+        found = self._with_donated(step, leased=True)
         if found is None:
             return None
         slot, spare = found
-        place, held = slot.place, sum(each.gpus for each in spare)
-        missing = self._need(step, slot) - self._promised.get(place, 0) - held
-        self._promised[place] = max(0, -missing)
+        ref, held = slot.ref, sum(each.gpus for each in spare)
+        missing = self._need(step, slot) - self._promised.get(ref, 0) - held
+        self._promised[ref] = max(0, -missing)
         self._take(slot, max(0, missing))
         self._changed.update(each.instance_id for each in spare)
         return spare
 
     def let_go(self, step: ScaleStep) -> list[PlacedInstance]:
-        """What does not come up, then what must leave its node anyway, then what is not ready yet, then what has least
-        left to do.
+        """Stuck instances, then those that leave their node anyway, then those not ready yet, then those with the
+        fewest tokens left.
         """
         found = [each for each in self._of(step) if each.serving and each.kind == step.kind]
         found.sort(key=lambda each: (not each.stuck, each.leaving is None, each.ready, each.remaining_tokens))
@@ -114,34 +110,34 @@ class Filling:
         return chosen
 
     def change_kind(self, step: KindStep) -> list[PlacedInstance]:
-        """Instances that shall be of another kind, ready ones first; from here on they are."""
+        """Instances that become another kind, ready ones first."""
         mine = self._of_endpoint.get(step.endpoint, [])
         found = [each for each in mine if each.serving and each.kind == step.before]
         chosen = sorted(found, key=lambda each: not each.ready)[: step.count]
         self._of_endpoint[step.endpoint] = [replace(each, kind=step.after) if each in chosen else each for each in mine]
         return chosen
 
-    def spot_left(self) -> list[PlacedInstance]:
-        """Spot instances that no step took."""
-        found = [each for held in self._spot.values() for each in held if each.instance_id not in self._changed]
+    def donated_left(self) -> list[PlacedInstance]:
+        """Donated instances that no step took."""
+        found = [each for held in self._donated.values() for each in held if each.instance_id not in self._changed]
         return sorted(found, key=lambda each: each.instance_id)
 
-    def may_be_lent(self, instance: PlacedInstance) -> bool:
-        """Whether an instance that is let go is worth keeping: it has its model, and its node may go on."""
-        return instance.ready and self._is_open(instance) and self.why_not_lent(instance) is None
+    def may_be_donated(self, instance: PlacedInstance) -> bool:
+        """Whether an instance that is not needed can be donated: its model is loaded, and its node and slot stay."""
+        return instance.ready and self._is_open(instance) and self.why_not_donated(instance) is None
 
-    def why_not_lent(self, instance: PlacedInstance) -> str | None:
-        """Why an instance should not be lent out; None: it may be."""
-        if not self._settings.spot_enabled:
-            return "spot is disabled"
+    def why_not_donated(self, instance: PlacedInstance) -> str | None:
+        """Why an instance must not be donated; None: it may be."""
+        if not self._settings.donation_enabled:
+            return "donations are disabled"
         if instance.node_id in self._draining_nodes:
             return f"node {instance.node_id} is being drained"
-        if instance.place in self._pooled:
+        if instance.ref in self._pooled:
             return f"slot {instance.slot} of node {instance.node_id} goes to the pool"
         return f"it failed on node {instance.node_id}" if instance.stuck else None
 
     def why_not(self, step: ScaleStep) -> str:
-        """Why a step found no slot, in plain words."""
+        """Why a step found no slot, for operators."""
         gpu_types = sorted(gpu_type for model, gpu_type in self._gpus if model == step.endpoint.model)
         if not gpu_types:
             return f"{step.endpoint.model} has no profile on any GPU type (`tidepool model profile` sets one)"
@@ -159,7 +155,7 @@ class Filling:
                 return unfit
             here = [slot for slot in here if fits(size, slot.weights)]
         silent = len({slot.node_id for slot in here} - self._alive)
-        free = sum(self._free.get(slot.place, 0) for slot in here)
+        free = sum(self._free.get(slot.ref, 0) for slot in here)
         need = min(self._gpus[step.endpoint.model, gpu_type] for gpu_type in wanted)
         words = (
             f"GPUs full in {region}: {free} of {sum(slot.gpus for slot in here)} {names} free, needs {need} in one slot"
@@ -168,50 +164,48 @@ class Filling:
             words += f", whose workers have {max(slot.worker_gpus for slot in here)} at most"
         return f"{words}; {silent} nodes silent or draining" if silent else words
 
-    def _with_spot(self, step: ScaleStep, *, leased: bool) -> tuple[SlotRoom, tuple[PlacedInstance, ...]] | None:
-        """The best slot where spot instances of other models can make room, and those instances."""
+    def _with_donated(self, step: ScaleStep, *, leased: bool) -> tuple[SlotRoom, tuple[PlacedInstance, ...]] | None:
+        """The best slot where donated instances of other models can be stopped for the step, and those instances."""
         found = []
         gpu_types = self._gpu_types(step)
-        for place in self._spot_places.get(step.endpoint.region, ()):
-            slot = self._open[place]
+        for ref in self._donated_slots.get(step.endpoint.region, ()):
+            slot = self._open[ref]
             if slot.gpu_type not in gpu_types:
                 continue
             need = self._need(step, slot)
             if need > slot.worker_gpus or not self._holds_weights(step, slot):
                 continue
             spare: tuple[PlacedInstance, ...] = ()
-            promised = self._promised.get(place, 0) if leased else 0
-            free = self._free[place] + promised
-            for each in self._spot_on(place, step, leased=leased):
+            promised = self._promised.get(ref, 0) if leased else 0
+            free = self._free[ref] + promised
+            for each in self._donated_on(ref, step, leased=leased):
                 if free < need or not (spare or promised):
                     spare, free = (*spare, each), free + each.gpus
             if (spare or promised) and free >= need:
-                noticed = sum(not each.spot.noticed for each in spare if each.spot and each.spot.leased)
-                found.append(((noticed, len(spare), self._rank(step, slot)), slot, spare))
+                notices = sum(each.leased and not each.noticed for each in spare)
+                found.append(((notices, len(spare), self._rank(step, slot)), slot, spare))
         if not found:
             return None
         _, slot, spare = min(found, key=lambda each: each[0])
         return slot, spare
 
-    def _spot_of(self, step: ScaleStep) -> list[PlacedInstance]:
-        return [each for each in self._of(step) if each.spot and not each.stuck and self._is_open(each)]
+    def _donated_of(self, step: ScaleStep) -> list[PlacedInstance]:
+        return [each for each in self._of(step) if each.donation and not each.stuck and self._is_open(each)]
 
-    def _spot_on(self, place: Place, step: ScaleStep, *, leased: bool) -> list[PlacedInstance]:
+    def _donated_on(self, ref: SlotRef, step: ScaleStep, *, leased: bool) -> list[PlacedInstance]:
         found = [
             each
-            for each in self._spot.get(place, [])
-            if each.endpoint != step.endpoint
-            and each.instance_id not in self._changed
-            and (leased or not (each.spot and each.spot.leased))
+            for each in self._donated.get(ref, [])
+            if each.endpoint != step.endpoint and each.instance_id not in self._changed and (leased or not each.leased)
         ]
-        return sorted(found, key=_spot_rank)
+        return sorted(found, key=_donation_rank)
 
     def _placed(self, step: ScaleStep, slot: SlotRoom, spare: tuple[PlacedInstance, ...]) -> SlotAdd:
-        """Take GPUs of a slot, with those of spot instances that make room."""
+        """Take GPUs of a slot, with those of donated instances that are stopped."""
         gpus = self._need(step, slot)
         self._take(slot, gpus - sum(each.gpus for each in spare))
         self._changed.update(each.instance_id for each in spare)
-        self._beside[step.endpoint, slot.node_id] += 1
+        self._serving_on[step.endpoint, slot.node_id] += 1
         return SlotAdd(
             endpoint=step.endpoint,
             gpu_type=slot.gpu_type,
@@ -227,54 +221,55 @@ class Filling:
     def _taken(self, instance: PlacedInstance | None) -> PlacedInstance | None:
         if instance is not None:
             self._changed.add(instance.instance_id)
-            self._beside[instance.endpoint, instance.node_id] += 1
+            self._serving_on[instance.endpoint, instance.node_id] += 1
         return instance
 
     def _take(self, slot: SlotRoom, gpus: int) -> None:
-        """Note GPUs that are gone; the node's slots are in the heap anew, as they are now."""
-        self._free[slot.place] -= gpus
+        """Note that GPUs are taken, and push the node's slots into the heap with their new rank."""
+        self._free[slot.ref] -= gpus
         self._free_on[slot.node_id] -= gpus
         for each in self._on_node[slot.node_id] if gpus else ():
             heapq.heappush(self._emptiest[each.region, each.gpu_type], self._room(each))
 
     def _room(self, slot: SlotRoom) -> _Room:
-        free = self._free[slot.place]
-        return (self._dearness(slot), -self._free_on[slot.node_id], -free, slot.node_id, slot.slot)
+        free = self._free[slot.ref]
+        return (self._worth(slot), -self._free_on[slot.node_id], -free, slot.node_id, slot.slot)
 
-    def _dearness(self, slot: SlotRoom) -> int:
-        """How much a pool would rather have the slot. Pools gain by workers that serve together, an instance of its own
-        does not, and a pool takes a slot whole: so single workers come first, then slots that hold one already.
+    def _worth(self, slot: SlotRoom) -> int:
+        """How much a slot is worth to pools, the smaller the better. A pool gains from slots with several workers, an
+        instance with GPUs of its own does not, and a pool takes a slot whole: so slots with one worker come first, then
+        slots that hold an instance already.
         """
         if slot.workers == 1:
             return 0
-        return 1 if self._free[slot.place] < slot.gpus else 2
+        return 1 if self._free[slot.ref] < slot.gpus else 2
 
     def _best_free(self, step: ScaleStep, gpu_type: str) -> SlotRoom | None:
-        """The slot of best rank that has the GPUs: as a rule the emptiest, which is at the top of the heap. Only those
-        on nodes where the endpoint is already are looked at one by one.
+        """The slot of best rank that has the GPUs: as a rule the emptiest, which is at the top of the heap. Only slots
+        on nodes that have the endpoint already are compared one by one.
         """
         rooms = self._emptiest.get((step.endpoint.region, gpu_type), [])
         seen: list[_Room] = []
-        beside: list[SlotRoom] = []
+        found: list[SlotRoom] = []
         while rooms:
             room = heapq.heappop(rooms)
             slot = self._open[room[3:]]
-            if room != self._room(slot) or not self._free[slot.place] or (seen and room == seen[-1]):
-                continue  # as it was once
+            if room != self._room(slot) or not self._free[slot.ref] or (seen and room == seen[-1]):
+                continue  # an outdated entry
             seen.append(room)
             need = self._need(step, slot)
-            if need > min(self._free[slot.place], slot.worker_gpus) or not self._holds_weights(step, slot):
+            if need > min(self._free[slot.ref], slot.worker_gpus) or not self._holds_weights(step, slot):
                 continue
-            beside.append(slot)
+            found.append(slot)
             here = (step.endpoint, slot.node_id)
-            if here not in self._stuck and not self._beside[here]:
+            if here not in self._stuck and not self._serving_on[here]:
                 break
         for room in seen:
             heapq.heappush(rooms, room)
-        return min(beside, key=lambda slot: self._rank(step, slot), default=None)
+        return min(found, key=lambda slot: self._rank(step, slot), default=None)
 
     def _gpu_types(self, step: ScaleStep) -> list[str]:
-        """Those that the step may take and the model has a profile for."""
+        """GPU types that the step may take and the model has a profile for."""
         if step.gpu_type is not None:
             return [step.gpu_type] if (step.endpoint.model, step.gpu_type) in self._gpus else []
         return self._profiled.get(step.endpoint.model, [])
@@ -287,12 +282,12 @@ class Filling:
         return size is None or fits(size, slot.weights)
 
     def _rank(self, step: ScaleStep, slot: SlotRoom) -> tuple[bool, int, _Room]:
-        """Not where the endpoint's instances do not come up, else spread."""
+        """The smaller the better: nodes where the endpoint's instances are stuck come last, then instances spread."""
         here = (step.endpoint, slot.node_id)
-        return (here in self._stuck, self._beside[here], self._room(slot))
+        return (here in self._stuck, self._serving_on[here], self._room(slot))
 
     def _is_open(self, instance: PlacedInstance) -> bool:
-        return instance.place in self._open
+        return instance.ref in self._open
 
     def _of(self, step: ScaleStep) -> list[PlacedInstance]:
         return [
@@ -302,7 +297,7 @@ class Filling:
         ]
 
 
-def _spot_rank(instance: PlacedInstance) -> tuple[bool, bool, float, str]:
-    """Free ones first, then those whose lease has notice; of each, those lent out longest."""
-    assert instance.spot is not None, "the caller chose spot ones"
-    return (instance.spot.leased, not instance.spot.noticed, -instance.spot.age_s, instance.instance_id)
+def _donation_rank(instance: PlacedInstance) -> tuple[bool, bool, float, str]:
+    """Instances without a lease first, then those whose lease has notice; of each, those donated longest ago."""
+    assert instance.donation is not None, "the caller chose donated ones"
+    return (instance.leased, not instance.noticed, -instance.donation.age_s, instance.instance_id)

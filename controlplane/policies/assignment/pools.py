@@ -1,25 +1,23 @@
-"""Which slots are a pool, and which pooled endpoint stands on which of them: from the plan's pools to places.
+"""Which slots make up a plan's pools, and the slot of each pooled endpoint.
 
-A slot is in the pool while it holds pooled instances; all its GPUs then belong to the pool. An endpoint has one pooled
-instance in a region, and its slot switches between the models it holds (Aegaeon). What stands somewhere stays there, so
-that host copies of weights are used again; who leaves is drained only when its replacement is ready.
+A slot belongs to the pool while it holds pooled instances; all its GPUs then belong to the pool. An endpoint has one
+pooled instance in a region, and its slot switches between the models it holds (Aegaeon). Pooled instances keep their
+slots, so that host copies of weights are reused; an instance that moves is drained only when its replacement is ready.
 
-A pool grows by slots that already are one, then free ones, then such as hold nothing but instances of endpoints that
-are to be pooled: those serve on beside the pooled ones until these are ready. Last come slots of spot instances, which
-are stopped, or get notice first. It takes slots whole, see `pool_sizes`. A slot that leaves the pool is handed to the
-last endpoint on it where that is to have instances of its own.
+A pool grows by slots that are in it already, then by free slots, then by slots that hold only instances of endpoints
+that are to be pooled: those serve until the pooled instances are ready. Slots of donated instances are last: these are
+stopped, or get notice first. A pool takes slots whole, see `pool_sizes`. Where the last endpoint on a slot that leaves
+the pool is to have instances of its own, its pooled instance gets the GPUs of the slot.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from controlplane.policies.assignment.facts import InstanceChange, PlacedInstance, SlotAdd, SlotRoom, Unplaced
+from controlplane.policies.assignment.facts import InstanceChange, PlacedInstance, SlotAdd, SlotRef, SlotRoom, Unplaced
 from controlplane.policies.assignment.pool_sizes import Holds, Rank, whole_slots
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
 from controlplane.policies.fit import ModelSize, fits, why_unfit
-
-Place = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +30,10 @@ class PoolSlotFacts:
         slots: all slots.
         instances: pooled instances, draining ones included.
         served: endpoints that need no pooled instance where the plan does not pool them: they have ready dedicated
-            ones, or shall have nothing at all.
-        dedicated: instances with GPUs of their own, draining and spot ones included.
-        missing: dedicated instances that are wanted and not there, by endpoint and GPU type.
-        sizes: of models' weights, as far as they matter.
+            instances, or are to have none.
+        dedicated: instances with GPUs of their own, draining and donated ones included.
+        missing: dedicated instances that are wanted and do not exist yet, by endpoint and GPU type.
+        sizes: sizes of models' weights; a missing model fits on every slot.
     """
 
     pool_gpus: Mapping[RegionGpu, int]
@@ -50,17 +48,17 @@ class PoolSlotFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSlotDecision:
-    """What becomes of pooled instances.
+    """Changes of pooled instances.
 
     Attributes:
-        adds: to start, with no GPU of their own.
-        revives: draining ones that are wanted again.
-        drains: to be stopped once they are empty.
-        dedicates: to be given the GPUs of their slot, and be pooled no more.
+        adds: instances to start, with no GPU of their own.
+        revives: draining instances that are wanted again.
+        drains: instances to be stopped once they are empty.
+        dedicates: instances that get the GPUs of their slot and are no longer pooled.
         unplaced: pooled endpoints that found no slot.
         slots: all slots of the pool: those it has, those it leaves and those it waits for.
-        ready: endpoints that the pool serves now: instances of their own may go.
-        stranded: endpoints of which no pooled instance comes up: one of their own must stand in.
+        ready: endpoints that the pool serves now: their dedicated instances may go.
+        stranded: endpoints whose pooled instances are all stuck: they need a dedicated instance as fallback.
     """
 
     adds: tuple[SlotAdd, ...] = ()
@@ -68,14 +66,14 @@ class PoolSlotDecision:
     drains: tuple[InstanceChange, ...] = ()
     dedicates: tuple[InstanceChange, ...] = ()
     unplaced: tuple[Unplaced, ...] = ()
-    slots: frozenset[Place] = frozenset()
+    slots: frozenset[SlotRef] = frozenset()
     ready: frozenset[Endpoint] = frozenset()
     stranded: frozenset[EndpointGpu] = frozenset()
 
 
 @dataclass(kw_only=True)
 class _PoolSlot:
-    """A slot of the pool while it is being filled. `leased`: a lessee is still there, so that nothing starts."""
+    """A slot of the pool while it is being filled. `leased`: an instance there is still leased, so nothing starts."""
 
     room: SlotRoom
     leased: bool = False
@@ -94,7 +92,7 @@ def choose_pool_slots(facts: PoolSlotFacts, now_s: float, *, stale_s: float) -> 
     Args:
         facts: the plan's pools and the fleet. Their order does not matter.
         now_s: Unix time; ages are in the facts, so it changes nothing.
-        stale_s: a node silent for longer gets nothing new.
+        stale_s: no instance starts on a node that is silent for longer.
     """
     filling = _Filling(facts, stale_s)
     for place in sorted({*facts.pool_gpus, *(key.place for key in facts.occupancy)}):
@@ -107,9 +105,7 @@ def choose_pool_slots(facts: PoolSlotFacts, now_s: float, *, stale_s: float) -> 
         drains=tuple(change for change in filling.drains() if change.instance_id not in staying),
         dedicates=dedicates,
         unplaced=tuple(filling.unplaced),
-        slots=frozenset(
-            {*filling.chosen, *(each.place for each in facts.instances if each.instance_id not in staying)}
-        ),
+        slots=frozenset({*filling.chosen, *(each.ref for each in facts.instances if each.instance_id not in staying)}),
         ready=frozenset(each.endpoint for each in filling.kept.values() if each.ready and not each.draining),
         stranded=frozenset(each.key for each in filling.kept.values() if each.stuck),
     )
@@ -123,43 +119,42 @@ class _Filling:
         self.revives: list[InstanceChange] = []
         self.unplaced: list[Unplaced] = []
         self.kept: dict[str, PlacedInstance] = {}
-        self.chosen: dict[Place, _PoolSlot] = {}
+        self.chosen: dict[SlotRef, _PoolSlot] = {}
         self._facts = facts
         self._usable: dict[RegionGpu, list[SlotRoom]] = defaultdict(list)
         for slot in facts.slots:
             if slot.accepting and slot.age_s <= stale_s:
                 self._usable[RegionGpu(region=slot.region, gpu_type=slot.gpu_type)].append(slot)
-        self._pooled_on: dict[Place, list[PlacedInstance]] = defaultdict(list)
+        self._pooled_on: dict[SlotRef, list[PlacedInstance]] = defaultdict(list)
         self._pooled_of: dict[EndpointGpu, list[PlacedInstance]] = defaultdict(list)
         for each in sorted(facts.instances, key=lambda each: each.instance_id):
-            self._pooled_on[each.place].append(each)
+            self._pooled_on[each.ref].append(each)
             self._pooled_of[each.key].append(each)
-        self._dedicated_on: dict[Place, list[PlacedInstance]] = defaultdict(list)
+        self._dedicated_on: dict[SlotRef, list[PlacedInstance]] = defaultdict(list)
         for placed in facts.dedicated:
-            self._dedicated_on[placed.place].append(placed)
+            self._dedicated_on[placed.ref].append(placed)
         self._keys: dict[RegionGpu, list[EndpointGpu]] = defaultdict(list)
         for key in sorted(facts.occupancy):
             self._keys[key.place].append(key)
 
     def fill(self, place: RegionGpu) -> None:
-        """Choose the slots of one pool and a slot for each of its endpoints: first those who have one already, so that
-        the rest fills up around them, then by falling occupancy.
+        """Choose the slots of one pool and a slot for each of its endpoints: first for endpoints that have one already,
+        then by falling occupancy.
         """
-        slots = {slot.room.place: slot for slot in self._sized(place)}
+        slots = {slot.room.ref: slot for slot in self._sized(place)}
         self.chosen |= slots
         open_slots = {at: slot for at, slot in slots.items() if not slot.leased}
         occupancy = self._facts.occupancy
         for key in sorted(self._keys[place], key=lambda key: (key not in self._pooled_of, -occupancy[key], key)):
             fitting = {at: slot for at, slot in open_slots.items() if self._holds_weights(key, slot.room)}
-            slot = self._stand(key, fitting) or self._start(key, fitting)
+            slot = self._keep(key, fitting) or self._start(key, fitting)
             if slot is not None:
                 slot.occupied += occupancy[key]
             else:
                 unfit = self._why_unfit(key, open_slots.values())
                 what = f"slot of {place.gpu_type} in {place.region} for the pool"
                 reason = unfit or (f"no {what} but leased ones" if slots else f"no free {what}")
-                endpoint = key.endpoint
-                self.unplaced.append(Unplaced(endpoint=endpoint, gpu_type=key.gpu_type, count=1, reason=reason))
+                self.unplaced.append(Unplaced(endpoint=key.endpoint, gpu_type=key.gpu_type, count=1, reason=reason))
 
     def _holds_weights(self, key: EndpointGpu, room: SlotRoom) -> bool:
         size = self._facts.sizes.get(key.model)
@@ -171,20 +166,20 @@ class _Filling:
         return None if size is None else why_unfit(key.model, size, rooms, key.region)
 
     def dedicates(self) -> Iterator[InstanceChange]:
-        """Pooled instances that are alone on a slot which leaves the pool, and may have it for themselves."""
-        fresh = {slot.place for slots in self._usable.values() for slot in slots}
+        """Pooled instances that are alone on a slot that leaves the pool and are to have GPUs of their own."""
+        fresh = {slot.ref for slots in self._usable.values() for slot in slots}
         pooled = {key.endpoint for key in self._facts.occupancy}
-        for place, instances in sorted(self._pooled_on.items()):
+        for ref, instances in sorted(self._pooled_on.items()):
             running = [each for each in instances if not each.draining]
-            if place in self.chosen or place not in fresh or len(running) != 1 or self._dedicated_on[place]:
+            if ref in self.chosen or ref not in fresh or len(running) != 1 or self._dedicated_on[ref]:
                 continue
             [last] = running
             if last.ready and last.endpoint not in pooled and self._facts.missing.get(last.key, 0) > 0:
                 yield InstanceChange(instance_id=last.instance_id, reason="the slot is its own now")
 
     def drains(self) -> Iterator[InstanceChange]:
-        """Who need not stay: once its replacement is ready, or at once where it is not ready itself. Where none of an
-        endpoint's comes up, all stay: their nodes try again.
+        """Instances that are not needed: once their replacement is ready, or at once where they are not ready. Where
+        all instances of an endpoint are stuck, all stay: their nodes retry.
         """
         pooled = {key.endpoint for key in self._facts.occupancy}
         kept_endpoints = {each.endpoint for each in self.kept.values()}
@@ -202,7 +197,7 @@ class _Filling:
                 yield InstanceChange(instance_id=each.instance_id, reason=reason)
 
     def _sized(self, place: RegionGpu) -> list[_PoolSlot]:
-        """The slots that make up a pool of the planned size. Never smaller than one slot where anything is pooled."""
+        """The slots that make up a pool of the planned size; at least one slot where anything is pooled."""
         wanted = max(1, self._facts.pool_gpus.get(place, 0)) if self._keys[place] else 0
         ranked = sorted(
             ((rank, slot) for slot in self._usable[place] if (rank := self._rank(slot)) is not None),
@@ -212,73 +207,70 @@ class _Filling:
 
     def _rank(self, slot: SlotRoom) -> Rank | None:
         """How well a slot suits the pool, whatever its size, the smaller the better; None: it must not join."""
-        if slot.place in self._pooled_on:
-            running = [each for each in self._pooled_on[slot.place] if not each.draining]
+        if slot.ref in self._pooled_on:
+            running = [each for each in self._pooled_on[slot.ref] if not each.draining]
             occupied = sum(self._facts.occupancy.get(each.key, 0.0) for each in running)
-            return Holds.POOLED, -len(running), -occupied, slot.place
-        beside = self._dedicated_on[slot.place]
-        if not beside:
-            return (Holds.NOTHING, -slot.workers, 0.0, slot.place) if slot.gpus_free == slot.gpus else None
+            return Holds.POOLED, -len(running), -occupied, slot.ref
+        dedicated = self._dedicated_on[slot.ref]
+        if not dedicated:
+            return (Holds.NOTHING, -slot.workers, 0.0, slot.ref) if slot.gpus_free == slot.gpus else None
         if self._is_leased(slot):
             kind = Holds.LEASED
-        elif any(each.spot for each in beside):
-            kind = Holds.SPOT
+        elif any(each.donation for each in dedicated):
+            kind = Holds.DONATED
         else:
             kind = Holds.LEAVING
-        leaves = all(each.spot is not None or each.key in self._facts.occupancy for each in beside)
-        return (kind, -slot.workers, float(len(beside)), slot.place) if leaves else None
+        leaves = all(each.donation is not None or each.key in self._facts.occupancy for each in dedicated)
+        return (kind, -slot.workers, float(len(dedicated)), slot.ref) if leaves else None
 
     def _is_leased(self, slot: SlotRoom) -> bool:
-        return any(each.spot and each.spot.leased for each in self._dedicated_on[slot.place])
+        return any(each.leased for each in self._dedicated_on[slot.ref])
 
-    def _stand(self, key: EndpointGpu, slots: Mapping[Place, _PoolSlot]) -> _PoolSlot | None:
-        """Where the endpoint stays: on a slot of the pool with room for it, or where it is if all are full. A running
-        instance rather than a draining one, a ready one rather than a starting one. One that does not come up is tried
-        on one other slot, no more: where that fails too, their nodes try again, and an instance of its own stands in.
+    def _keep(self, key: EndpointGpu, slots: Mapping[SlotRef, _PoolSlot]) -> _PoolSlot | None:
+        """The slot that the endpoint keeps: one of the pool with capacity for it, or its present one if all are full.
+        Running instances go before draining ones, ready ones before starting ones. A stuck instance is retried on one
+        other slot only: where that fails too, their nodes retry, and a dedicated instance is the fallback.
         """
-        mine = [each for each in self._pooled_of[key] if each.place in slots]
+        mine = [each for each in self._pooled_of[key] if each.ref in slots]
         mine.sort(key=lambda each: (each.stuck, each.draining, not each.ready, each.instance_id))
         if mine and mine[0].stuck and len(mine) == 1 and len(slots) > 1:
             return None
         share = self._facts.occupancy[key]
-        roomy = [each for each in mine if slots[each.place].takes(share)]
-        if not roomy and any(slot.takes(share) for slot in slots.values()):
+        with_capacity = [each for each in mine if slots[each.ref].takes(share)]
+        if not with_capacity and any(slot.takes(share) for slot in slots.values()):
             return None
-        chosen = next(iter(roomy or mine), None)
+        chosen = next(iter(with_capacity or mine), None)
         if chosen is None:
             return None
         self.kept[chosen.instance_id] = chosen
         if chosen.draining:
             self.revives.append(InstanceChange(instance_id=chosen.instance_id, reason="the plan pools it again"))
-        return slots[chosen.place]
+        return slots[chosen.ref]
 
-    def _start(self, key: EndpointGpu, slots: Mapping[Place, _PoolSlot]) -> _PoolSlot | None:
-        """The slot that is emptiest with it and does not hold it yet, on a node where it did not fail if there is one;
-        among equals, one where it runs without a pool, since its weights are there.
+    def _start(self, key: EndpointGpu, slots: Mapping[SlotRef, _PoolSlot]) -> _PoolSlot | None:
+        """The slot that is emptiest with the endpoint and does not hold it yet, if possible on a node where it did not
+        fail; among equals, one with a dedicated instance of it, since its weights are there.
         """
-        endpoint = key.endpoint
         share = self._facts.occupancy[key]
-        taken = {each.place for each in self._pooled_of[key]}
+        taken = {each.ref for each in self._pooled_of[key]}
         failed_on = {each.node_id for each in self._pooled_of[key] if each.stuck}
         found = [slot for at, slot in slots.items() if at not in taken]
         if not found:
             return None
 
-        def rank(slot: _PoolSlot) -> tuple[bool, float, bool, Place]:
-            here = any(each.endpoint == endpoint for each in self._dedicated_on[slot.room.place])
-            return slot.room.node_id in failed_on, slot.fullness(share), not here, slot.room.place
+        def rank(slot: _PoolSlot) -> tuple[bool, float, bool, SlotRef]:
+            here = any(each.endpoint == key.endpoint for each in self._dedicated_on[slot.room.ref])
+            return slot.room.node_id in failed_on, slot.fullness(share), not here, slot.room.ref
 
         slot = min(found, key=rank)
-        self.adds.append(_add(endpoint, slot.room))
+        self.adds.append(
+            SlotAdd(
+                endpoint=key.endpoint,
+                gpu_type=slot.room.gpu_type,
+                node_id=slot.room.node_id,
+                slot=slot.room.slot,
+                gpus=0,
+                reason="the plan pools it",
+            )
+        )
         return slot
-
-
-def _add(endpoint: Endpoint, room: SlotRoom) -> SlotAdd:
-    return SlotAdd(
-        endpoint=endpoint,
-        gpu_type=room.gpu_type,
-        node_id=room.node_id,
-        slot=room.slot,
-        gpus=0,
-        reason="the plan pools it",
-    )

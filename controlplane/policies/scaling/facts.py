@@ -77,8 +77,8 @@ class EndpointScaleFacts:
     forecast_tokens_per_s: float | None = None
     backlog_tokens: float = 0.0
     backlog_due_s: float | None = None
-    spot_same: Counts = field(default_factory=dict)
-    spot_other: Counts = field(default_factory=dict)
+    donated_same: Counts = field(default_factory=dict)
+    donated_other: Counts = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check what the arithmetic relies on.

@@ -131,7 +131,7 @@ def _preferred(facts: EndpointScaleFacts, gpu_types: list[str]) -> str | None:
     """The GPU type on which an instance starts soonest: by spot of the same model, then of others."""
     if not gpu_types:
         return None
-    return min(gpu_types, key=lambda name: (not facts.spot_same.get(name), not facts.spot_other.get(name), name))
+    return min(gpu_types, key=lambda name: (not facts.donated_same.get(name), not facts.donated_other.get(name), name))
 
 
 def _most_missing(facts: EndpointScaleFacts, changes: Mapping[str, int]) -> str | None:

@@ -15,7 +15,7 @@ from functools import partial
 from math import inf
 from typing import Unpack
 
-from controlplane.policies.assignment.facts import PlacedInstance, SlotAdd, SlotDecision, SpotFacts
+from controlplane.policies.assignment.facts import Donation, PlacedInstance, SlotAdd, SlotDecision, SlotRef
 from controlplane.policies.facts import Endpoint, InstanceFacts, NodeFacts, NodeSlot
 from controlplane.policies.placement.facts import StartTimes
 from controlplane.policies.scale import ScaleDecision
@@ -95,7 +95,7 @@ class Fleet:
                 ready=one.state == "serving",
                 remaining_tokens=one.server.remaining_tokens,
                 kind=one.kind,
-                spot=SpotFacts(age_s=now_s - one.spot_s) if one.state == "spot" else None,
+                donation=Donation(age_s=now_s - one.donated_s) if one.state == "spot" else None,
                 pooled=one.pooled,
                 report=reports.get(name),
             )
@@ -111,7 +111,7 @@ class Fleet:
         """Do what was decided. Pooled instances that get GPUs of their own are as all others from here on."""
         for name, gpus in decision.dedicated.items():
             self._turn(self.held[name], pooled=False, gpus=gpus)
-            self._settle_slot(self.held[name].place)
+            self._settle_slot(self.held[name].ref)
         for name, kind in decision.kinds.items():
             self._turn(self.held[name], kind=kind)
         self._apply_slots(decision.slots)
@@ -187,7 +187,7 @@ class Fleet:
         held = Held(server=server, node=node, slot=add.slot, gpus=add.gpus, kind=add.kind, pooled=pooled)
         self.held[name] = held
         self.usage.change(None, held.use, self._events.now_s)
-        self._settle_slot(held.place)
+        self._settle_slot(held.ref)
         self._warm(held, start, takes_s, add.kind)
 
     def _warm(self, held: Held, start: Start, takes_s: float, kind: InstanceKind) -> None:
@@ -222,7 +222,7 @@ class Fleet:
 
     def _donate(self, name: str) -> None:
         held = self.held[name]
-        held.spot_s = self._events.now_s
+        held.donated_s = self._events.now_s
         self._turn(held, state="spot")
 
     def _stop(self, name: str) -> None:
@@ -232,18 +232,18 @@ class Fleet:
         held.state, held.ready_s = "draining", inf
         if isinstance(held.server, PooledServer):
             held.server.leave()
-            self._settle_slot(held.place)
+            self._settle_slot(held.ref)
 
-    def _settle_slot(self, place: tuple[str, int]) -> None:
+    def _settle_slot(self, ref: SlotRef) -> None:
         """Let a slot be a pool's as long as a pooled instance is there, and count its other instances accordingly."""
-        if place not in self.pools:
+        if ref not in self.pools:
             return
-        here = [one for one in self.held.values() if one.place == place]
+        here = [one for one in self.held.values() if one.ref == ref]
         pooled = any(one.pooled for one in here)
         if not pooled:
-            self.pools.end(place)
+            self.pools.end(ref)
         for one in here:
-            self._turn(one, beside=pooled and not one.pooled)
+            self._turn(one, in_pool_slot=pooled and not one.pooled)
 
     def _turn(self, held: Held, **changes: Unpack[Changes]) -> None:
         """Let an instance be something else, as which it counts from now on."""

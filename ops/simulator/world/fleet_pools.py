@@ -5,7 +5,7 @@ A slot is in a pool while it holds pooled instances: all its GPUs count as the p
 
 from collections.abc import Callable, Mapping
 
-from controlplane.policies.assignment.facts import SlotAdd
+from controlplane.policies.assignment.facts import SlotAdd, SlotRef
 from controlplane.policies.facts import RegionGpu
 from dataplane.protocol.messages import ModelSpec
 from dataplane.protocol.tiers import InstanceKind
@@ -16,8 +16,6 @@ from ops.simulator.world.world import World
 MakePoolSlot = Callable[[SlotAdd, int], PoolSlot]
 """Makes the engine of a slot where a pooled instance is to start; the slot has so many GPUs."""
 
-Place = tuple[str, int]
-
 
 class FleetPools:
     """Where the pools are. `models`: what may be pooled, by name."""
@@ -26,32 +24,32 @@ class FleetPools:
         self._make = make
         self._models = models
         self._world = world
-        self._slots: dict[Place, PoolSlot] = {}
-        self._uses: dict[Place, Use] = {}
+        self._slots: dict[SlotRef, PoolSlot] = {}
+        self._uses: dict[SlotRef, Use] = {}
 
-    def __contains__(self, place: Place) -> bool:
+    def __contains__(self, ref: SlotRef) -> bool:
         """Whether a slot is a pool's."""
-        return place in self._uses
+        return ref in self._uses
 
     def start(self, add: SlotAdd, instance_id: str, gpus: int) -> PooledServer:
         """A pooled instance on a slot of so many GPUs, which is the pool's from now on. Where the slot's engine has
         the model already, for an instance that drains or has the slot for its own now, those who come get a new one.
         """
-        place, model = (add.node_id, add.slot), add.endpoint.model
-        if place not in self:
+        ref, model = (add.node_id, add.slot), add.endpoint.model
+        if ref not in self:
             of = RegionGpu(region=add.endpoint.region, gpu_type=add.gpu_type)
-            use = self._uses[place] = Use(of, "pooled", InstanceKind.MIXED, add.gpu_type, gpus)
+            use = self._uses[ref] = Use(of, "pooled", InstanceKind.MIXED, add.gpu_type, gpus)
             self._world.usage.change(None, use, self._world.events.now_s)
-        slot = self._slots.get(place)
+        slot = self._slots.get(ref)
         if slot is None or slot.has(model):
-            slot = self._slots[place] = self._make(add, gpus)
+            slot = self._slots[ref] = self._make(add, gpus)
             self._world.present.employ(slot.server)
         return slot.add(instance_id, self._models[model], lambda: self.load(add.node_id))
 
-    def end(self, place: Place) -> None:
+    def end(self, ref: SlotRef) -> None:
         """The last pooled instance of a slot is gone."""
-        del self._slots[place]
-        self._world.usage.change(self._uses.pop(place), None, self._world.events.now_s)
+        del self._slots[ref]
+        self._world.usage.change(self._uses.pop(ref), None, self._world.events.now_s)
 
     def load(self, node_id: str) -> float:
         """That of a node's busiest slot, of those that are a pool's."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TypedDict
 
+from controlplane.policies.assignment.facts import SlotRef
 from controlplane.policies.facts import Endpoint
 from dataplane.protocol.tiers import InstanceKind
 from ops.simulator.results.results import State
@@ -38,12 +39,12 @@ class Held:
     kind: InstanceKind
     state: State = "warming"
     ready_s: float = 0.0
-    spot_s: float = 0.0
+    donated_s: float = 0.0
     pooled: bool = False
-    beside: bool = False
+    in_pool_slot: bool = False
 
     @property
-    def place(self) -> tuple[str, int]:
+    def ref(self) -> SlotRef:
         return self.node.name, self.slot
 
     @property
@@ -58,7 +59,7 @@ class Held:
     @property
     def use(self) -> Use:
         state: State = "pooled" if self.pooled and self.state == "serving" else self.state
-        return Use(self.endpoint, state, self.kind, self.node.gpu_type, 0 if self.beside else self.gpus)
+        return Use(self.endpoint, state, self.kind, self.node.gpu_type, 0 if self.in_pool_slot else self.gpus)
 
 
 class Changes(TypedDict, total=False):
@@ -67,5 +68,5 @@ class Changes(TypedDict, total=False):
     state: State
     kind: InstanceKind
     pooled: bool
-    beside: bool
+    in_pool_slot: bool
     gpus: int

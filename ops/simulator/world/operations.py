@@ -65,7 +65,7 @@ def operate(
         planner = Planner(plan, world.demand, truth, begins_s=begins_s)
     settings = LoopSettings(
         scaling=scaling.settings(),
-        slots=SlotSettings(spot_enabled=scaling.spot, spot_max_age_s=scaling.spot_max_age_s),
+        slots=SlotSettings(donation_enabled=scaling.spot, donation_max_age_s=scaling.spot_max_age_s),
         every_s=scaling.every_s,
     )
     loops = Loops(world, fleet, planner, settings, plan)

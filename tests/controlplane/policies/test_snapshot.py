@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from controlplane.policies.assignment.facts import PlacedInstance, SlotSettings, SpotFacts
+from controlplane.policies.assignment.facts import Donation, PlacedInstance, SlotSettings
 from controlplane.policies.facts import (
     Backlog,
     Endpoint,
@@ -75,7 +75,7 @@ def test_who_is_served_has_what_he_shall_have_or_no_more_starts() -> None:
     assert served({C: 3}, own(B), own(C, 1)) == {A, B, C}
     assert served({B: 2}, own(B), own(B, 1, ready=False)) == {A, C}
     assert served({B: 2}, own(B)) == {A, B, C}, "nothing starts any more"
-    for changes in ({"stuck": True}, {"draining": True}, {"spot": SpotFacts(age_s=1.0)}, {"ready": False}):
+    for changes in ({"stuck": True}, {"draining": True}, {"donation": Donation(age_s=1.0)}, {"ready": False}):
         assert B not in served({}, own(B, **changes))
 
 
@@ -116,7 +116,7 @@ def test_an_endpoint_with_its_instances_by_state_and_kind(
         own(B, 1, ready=False, kind=InstanceKind.NIW),
         own(B, 2, ready=False, stuck=True),
         own(B, 3, draining=True),
-        own(C, 4, spot=SpotFacts(age_s=1.0)),
+        own(C, 4, donation=Donation(age_s=1.0)),
         limits={B: (1, 4), Endpoint(model="b", region="west"): (0, 4)},
         overrides={B: 3},
         backlogs={"b": Backlog(tokens=80.0, due_s=9.0)},
@@ -129,7 +129,7 @@ def test_an_endpoint_with_its_instances_by_state_and_kind(
     assert (facts.min, facts.max) == (3, 3), "an override is both"
     assert (facts.backlog_tokens, facts.backlog_due_s) == (40.0, 9.0), "regions share a backlog"
     assert (facts.observed_tokens_per_s, facts.tokens_per_s) == (7.0, {"H800": 100.0})
-    assert (facts.spot_same, facts.spot_other) == ({}, {"H800": 1})
+    assert (facts.donated_same, facts.donated_other) == ({}, {"H800": 1})
     assert scaled(snapshot, succeeded={"b0"})[B].present == {"H800": 2}, "its successor counts in its place"
 
 

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from controlplane.policies.assignment.choose import choose_slots
 from controlplane.policies.assignment.facts import (
+    Donation,
     InstanceChange,
     PlacedInstance,
     SlotDecision,
     SlotFacts,
     SlotRoom,
     SlotSettings,
-    SpotFacts,
 )
 from controlplane.policies.facts import Endpoint, ModelGpu
 from controlplane.policies.fit import ModelSize, WeightsRoom
@@ -66,10 +66,10 @@ def instance(
     return PlacedInstance(instance_id=name, endpoint=endpoint, node_id=node_id, **values)
 
 
-def spot(name: str, endpoint: Endpoint = A, *, age_s: float = 60, lease: str = "", **changes: Any) -> PlacedInstance:
+def donated(name: str, endpoint: Endpoint = A, *, age_s: float = 60, lease: str = "", **changes: Any) -> PlacedInstance:
     """A spot instance; `lease` is empty, "leased" or "noticed"."""
-    facts = SpotFacts(age_s=age_s, leased=bool(lease), noticed=lease == "noticed")
-    return instance(name, endpoint, ready=False, spot=facts, **changes)
+    facts = Donation(age_s=age_s, leased=bool(lease), noticed=lease == "noticed")
+    return instance(name, endpoint, ready=False, donation=facts, **changes)
 
 
 def decide(
@@ -106,7 +106,7 @@ def test_one_instance_never_spans_slots() -> None:
 def test_an_instance_fits_on_one_worker() -> None:
     decision = decide([step(B, 3)], [slot("n1", workers=4), slot("n2", workers=2)])
     assert [add.node_id for add in decision.adds] == ["n2", "n2"], "two GPUs, and those of n1 have workers of their own"
-    spare = [spot(f"s{number}", node_id="n1") for number in range(4)]
+    spare = [donated(f"s{number}", node_id="n1") for number in range(4)]
     full = decide([step(B, 1)], [slot("n1", free=0, workers=4)], spare)
     assert not full.redeploys
     words = "GPUs full in west: 0 of 4 H free, needs 2 in one slot, whose workers have 1 at most"
@@ -177,7 +177,7 @@ def test_what_is_let_go_is_lent_out_if_it_is_worth_keeping() -> None:
     decision = decide([step(A, -2)], [slot("n1")], instances)
     assert (names(decision.donates), names(decision.drains)) == (["ready"], ["new"])
     for slots, changes in (
-        ([slot("n1")], {"spot_enabled": False}),
+        ([slot("n1")], {"donation_enabled": False}),
         ([slot("n1", accepting=False)], {}),
         ([slot("n1", age_s=9)], {}),
     ):
@@ -204,10 +204,10 @@ def test_the_order_of_scale_out() -> None:
     room = slot("n1", free=1)
     everything = [
         instance("drains", draining=True),
-        spot("mine"),
-        spot("lent", lease="leased"),
-        spot("other", B),
-        spot("lent other", B, lease="leased"),
+        donated("mine"),
+        donated("lent", lease="leased"),
+        donated("other", B),
+        donated("lent other", B, lease="leased"),
     ]
     expected: list[dict[str, Any]] = [
         {"revives": ["drains"]},
@@ -233,32 +233,32 @@ def test_the_order_of_scale_out() -> None:
 
 def test_notice_is_given_once_and_to_as_many_as_are_missing() -> None:
     """A lease that has notice stands for one missing instance until it ends."""
-    leased = [spot("a", lease="leased"), spot("b", lease="noticed"), spot("c", lease="leased")]
+    leased = [donated("a", lease="leased"), donated("b", lease="noticed"), donated("c", lease="leased")]
     assert placed(decide([step(A, 1)], [slot("n1", free=0)], leased)) == {}
     assert placed(decide([step(A, 2)], [slot("n1", free=0)], leased)) == {"notices": ["a"]}
-    others = [spot("a", B, lease="leased", gpus=2), spot("b", B, lease="noticed", gpus=2)]
+    others = [donated("a", B, lease="leased", gpus=2), donated("b", B, lease="noticed", gpus=2)]
     assert placed(decide([step(A, 1)], [slot("n1", free=0)], others)) == {}
     assert placed(decide([step(A, 2)], [slot("n1", free=0)], others)) == {}, "both will have room where one is now"
     assert placed(decide([step(A, 3)], [slot("n1", free=0)], others)) == {"notices": ["a"]}
 
 
 def test_nobody_loses_a_lease_while_gpus_are_free() -> None:
-    leased = [spot("lent", lease="leased")]
+    leased = [donated("lent", lease="leased")]
     assert placed(decide([step(A, 1)], [slot("n1", free=0), slot("n2")], leased)) == {"adds": 1}
-    told = [spot("told", lease="noticed")]
+    told = [donated("told", lease="noticed")]
     assert placed(decide([step(A, 1)], [slot("n1", free=0), slot("n2")], told)) == {}, "it is about to come back"
 
 
 def test_free_gpus_beside_a_lease_are_kept_for_who_waits_for_both() -> None:
     """b needs two GPUs: a free one, and one that is leased. The second a must not take the free one meanwhile."""
     other = Endpoint(model="c", region="west")
-    held = [instance("drains", draining=True), spot("lent", other, lease="leased")]
+    held = [instance("drains", draining=True), donated("lent", other, lease="leased")]
     decision = decide([step(A, 2), step(B, 1)], [slot("n1", free=1)], held)
     assert placed(decision) == {"revives": ["drains"], "notices": ["lent"], "unplaced": [A]}
 
 
 def test_redeploying_stops_as_few_as_possible_and_the_longest_lent_first() -> None:
-    small = [spot("new", A, age_s=5), spot("old", A, age_s=50), spot("older", A, age_s=70)]
+    small = [donated("new", A, age_s=5), donated("old", A, age_s=50), donated("older", A, age_s=70)]
     decision = decide([step(B, 1)], [slot("n1", free=0)], small)
     assert [(add.gpus, add.replaces) for add in decision.redeploys] == [(2, ("older", "old"))]
     beside_free = decide([step(B, 1)], [slot("n1", free=1)], small)
@@ -269,29 +269,29 @@ def test_redeploying_stops_as_few_as_possible_and_the_longest_lent_first() -> No
 
 def test_spot_on_nodes_that_cannot_be_relied_on_is_not_taken_back() -> None:
     for room in (slot("n1", age_s=9), slot("n1", accepting=False)):
-        decision = decide([step(A, 1)], [room, slot("n2")], [spot("mine")])
+        decision = decide([step(A, 1)], [room, slot("n2")], [donated("mine")])
         assert (decision.reclaims, [add.node_id for add in decision.adds]) == ((), ["n2"])
-    failed = decide([step(A, 1)], [slot("n1")], [spot("mine", stuck=True)])
+    failed = decide([step(A, 1)], [slot("n1")], [donated("mine", stuck=True)])
     assert (names(failed.reclaims), len(failed.adds), names(failed.stops)) == ([], 1, ["mine"])
 
 
 @pytest.mark.parametrize(
     ("room", "changes", "reason"),
     [
-        (slot("n1"), {"spot_enabled": False}, "spot is disabled"),
+        (slot("n1"), {"donation_enabled": False}, "donations are disabled"),
         (slot("n1", accepting=False), {}, "node n1 is being drained"),
     ],
 )
 def test_spot_ends_where_it_may_not_be(room: SlotRoom, changes: dict[str, Any], reason: str) -> None:
-    held = [spot("free"), spot("lent", lease="leased"), spot("told", lease="noticed")]
+    held = [donated("free"), donated("lent", lease="leased"), donated("told", lease="noticed")]
     decision = decide([], [room], held, **changes)
     assert [(each.instance_id, each.reason) for each in decision.stops] == [("free", reason)]
     assert [(each.instance_id, each.reason) for each in decision.notices] == [("lent", reason)]
 
 
 def test_old_spot_that_nobody_leases_is_stopped() -> None:
-    held = [spot("young", age_s=60), spot("old", age_s=61), spot("lent", age_s=99, lease="leased")]
-    assert names(decide([], [slot("n1")], held, spot_max_age_s=60).stops) == ["old"]
+    held = [donated("young", age_s=60), donated("old", age_s=61), donated("lent", age_s=99, lease="leased")]
+    assert names(decide([], [slot("n1")], held, donation_max_age_s=60).stops) == ["old"]
     assert decide([], [slot("n1")], held).stops == ()
 
 
@@ -337,7 +337,7 @@ def test_gpus_of_spot_instances_are_never_given_twice(
 ) -> None:
     slots = [slot(f"n{place}", place, free=count) for place, count in enumerate(free)]
     instances = {
-        f"s{number}": spot(
+        f"s{number}": donated(
             f"s{number}", endpoint, lease=lease, age_s=age_s, node_id=f"n{place}", slot=place, gpus=_gpus(endpoint)
         )
         for number, (endpoint, lease, place, age_s) in enumerate(held)
@@ -346,7 +346,7 @@ def test_gpus_of_spot_instances_are_never_given_twice(
     stopped = [name for add in decision.redeploys for name in add.replaces]
     touched = [*stopped, *names(decision.reclaims), *names(decision.notices), *names(decision.stops)]
     assert len(touched) == len(set(touched)), "each instance has one fate"
-    assert not any(lease for name in [*stopped, *names(decision.reclaims)] if (lease := instances[name].spot.leased))  # type: ignore[union-attr]
+    assert not any(instances[name].leased for name in [*stopped, *names(decision.reclaims)])
     room = dict(enumerate(free))
     for name in stopped:
         room[instances[name].slot] += instances[name].gpus
@@ -396,7 +396,7 @@ def test_weights_that_do_not_fit_go_where_they_do_or_are_said() -> None:
     mib, sizes = 2**20, {"a": ModelSize(weights_bytes=257 * 2**20, parameters=257 * 2**19)}
     small = replace(slot("n1"), weights=WeightsRoom(weights_bytes=256 * mib, dtype="float32"))
     large = replace(slot("n2", free=1), weights=WeightsRoom(weights_bytes=600 * mib, dtype="float32"))
-    spare = spot("s", B, gpus=4)
+    spare = donated("s", B, gpus=4)
     for others in ((), (spare,)):
         rooms = (replace(small, gpus_free=0) if others else small, large)
         facts = SlotFacts(steps=(step(A, 2),), slots=rooms, instances=others, gpus=GPUS, sizes=sizes)

@@ -6,7 +6,7 @@ import pytest
 
 from controlplane.policies.assignment.evacuation import Evacuation, NodePresence, choose_evacuation, choose_leaving
 from controlplane.policies.assignment.facts import PlacedInstance, SlotRoom
-from tests.controlplane.policies.assignment.test_choose import instance, names, slot, spot
+from tests.controlplane.policies.assignment.test_choose import donated, instance, names, slot
 
 GOES = "node n1 is being drained"
 ROOMS = (slot("n1", accepting=False), slot("n2"))
@@ -49,7 +49,7 @@ def test_what_does_not_come_up_gets_no_row_of_successors() -> None:
 
 
 def test_what_drains_or_is_lent_out_needs_no_successor() -> None:
-    lent = spot("i2", leaving=GOES)
+    lent = donated("i2", leaving=GOES)
     assert evacuate(leaving("i1", draining=True), lent) == Evacuation()
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.policies.assignment.facts import PlacedInstance, SlotRoom, SpotFacts
+from controlplane.policies.assignment.facts import Donation, PlacedInstance, SlotRoom
 from controlplane.policies.assignment.pools import PoolSlotDecision, PoolSlotFacts, choose_pool_slots
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
 from controlplane.policies.fit import ModelSize, WeightsRoom
@@ -166,8 +166,8 @@ def test_a_full_fleet_pools_where_a_pooled_endpoint_stands() -> None:
 
 
 def test_spot_makes_room_and_a_lessee_gets_notice_first() -> None:
-    lent = own("x", "n1", spot=SpotFacts(age_s=9.0))
-    leased = own("x", "n2", spot=SpotFacts(age_s=9.0, leased=True))
+    lent = own("x", "n1", donation=Donation(age_s=9.0))
+    leased = own("x", "n2", donation=Donation(age_s=9.0, leased=True))
     slots = (room("n1", free=0), room("n2", free=0))
     decision = choose(facts(1, {"a": 0.2}, slots, dedicated=(lent, leased)))
     assert added(decision) == {"a": "n1"}
@@ -264,7 +264,7 @@ def test_a_pool_would_rather_share_a_slot_for_a_while_than_be_larger_than_planne
     own_a, larger = own("a", "n1"), room("n8", gpus=8)
     shared = choose(facts(1, {"a": 0.1}, (room("n1", free=0), larger), dedicated=(own_a,)))
     assert shared.slots == {("n1", 0)}
-    leased = own("c", "n1", spot=SpotFacts(age_s=60, leased=True))
+    leased = own("c", "n1", donation=Donation(age_s=60, leased=True))
     assert choose(facts(1, {"a": 0.1}, (room("n1", free=0), larger), dedicated=(leased,))).slots == {("n8", 0)}
     stays = choose(facts(1, {"a": 0.1}, (room("n1"), larger), (pooled("a", "n8"),)))
     assert (stays.slots, stays.adds) == ({("n8", 0)}, ())

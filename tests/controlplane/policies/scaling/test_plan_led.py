@@ -64,8 +64,8 @@ HOT, WARM, COLD = 0.75, 0.5, 0.2
         (endpoint({}, planned={"H": 2}, utilization=None, observed_tokens_per_s=0.0), {}),  # nobody asks
         (endpoint({}, planned={"H": 2}, utilization=None, observed_tokens_per_s=9.0), {"H": 1}),
         (endpoint({"H": 2}, planned=None, utilization=HOT), {}),  # no plan: nothing to go to
-        (endpoint({"A": 1, "H": 1}, planned={"A": 2, "H": 2}, utilization=HOT, spot_same={"H": 1}), {"H": 1}),
-        (endpoint({"A": 1, "H": 1}, planned={"A": 2, "H": 2}, utilization=HOT, spot_other={"H": 1}), {"H": 1}),
+        (endpoint({"A": 1, "H": 1}, planned={"A": 2, "H": 2}, utilization=HOT, donated_same={"H": 1}), {"H": 1}),
+        (endpoint({"A": 1, "H": 1}, planned={"A": 2, "H": 2}, utilization=HOT, donated_other={"H": 1}), {"H": 1}),
         (endpoint({"A": 1, "H": 1}, planned={"A": 2, "H": 2}, utilization=HOT), {"A": 1}),
     ],
 )

@@ -38,16 +38,16 @@ def check_slots(fleet: Fleet) -> None:
     """No GPU is held twice, and a slot counts as a pool's as long as a pooled instance is there."""
     held, pools = Counter[tuple[str, int]](), set()
     for one in fleet.held.values():
-        held[one.place] += one.gpus
+        held[one.ref] += one.gpus
         if one.pooled:
             assert not one.gpus
-            pools.add(one.place)
+            pools.add(one.ref)
     assert all(count <= fleet.nodes[node].gpus for (node, _), count in held.items())
     assert all((place in fleet.pools) == (place in pools) for place in {*held, *pools})
     counted = Counter[Any]()
     for one in fleet.held.values():
-        assert one.beside == (one.place in pools and not one.pooled)
-        counted[one.place] += one.use.gpus
+        assert one.in_pool_slot == (one.ref in pools and not one.pooled)
+        counted[one.ref] += one.use.gpus
     assert all(not counted[place] for place in pools), "a pool's GPUs are the pool's"
 
 
@@ -69,7 +69,7 @@ def run_with_plans(operated: Operated, wanted: list[tuple[float, set[str]]]) -> 
         nonlocal now, safe, known
         check_slots(fleet)
         new = [fleet.held[name] for name in fleet.held.keys() - known]
-        assert not any(one.place in fleet.pools and not one.pooled for one in new), "started in a pool on its own"
+        assert not any(one.ref in fleet.pools and not one.pooled for one in new), "started in a pool on its own"
         known = set(fleet.held)
         while plans and plans[0][0] <= world.events.now_s:
             before, now = now, plans.pop(0)[1]
@@ -138,7 +138,7 @@ def test_the_last_of_a_pool_keeps_its_slot() -> None:
     assert (one.gpus, one.pooled, type(one.server)) == (1, False, PooledServer)
     assert standing(operated.fleet, "b")
     assert operated.fleet.starts["local"] == 3, "b was loaded once"
-    assert one.place not in operated.fleet.pools
+    assert one.ref not in operated.fleet.pools
 
 
 def test_gpus_of_a_pool_are_counted_once_and_as_the_pool_s() -> None:
