@@ -1,4 +1,4 @@
-"""The tokens that end an answer."""
+"""End-of-sequence tokens of a checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -8,10 +8,10 @@ from dataplane.protocol.errors import ModelLoadError
 
 
 def read_eos_ids(folder: Path, described: dict[str, Any]) -> frozenset[int]:
-    """The tokens that end an answer, by a checkpoint folder and its config.
+    """The end-of-sequence tokens of a checkpoint folder with the config `described`.
 
     Raises:
-        ModelLoadError: they are no token ids.
+        ModelLoadError: `eos_token_id` is no token id or list of them.
     """
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.exists() else None

@@ -1,4 +1,4 @@
-"""Where a model's checkpoint lies on this node: at its path, or in the folder that a remote one is fetched into."""
+"""The folder of a model's checkpoint on this node: its path, or the folder that a remote one is downloaded into."""
 
 import asyncio
 import contextlib
@@ -24,15 +24,15 @@ log = structlog.get_logger()
 
 PROGRESS_EVERY_S = 5.0
 NAME_CHARACTERS_MAX = 80
-"""Of a source, in the name of its folder."""
+"""Of the source, in the name of its folder."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Where checkpoints come from. `folder`: below it are those that were fetched, as `rules` say; `roots`: folders of
-    this node that a model's path may lie in, None for all.
+    """Allowed sources. `folder`: parent of the folders of downloads, which obey `rules`; `roots`: folders of this node
+    that may contain a model's path, None for all.
     """
 
     folder: Path
@@ -40,7 +40,7 @@ class Sources:
     roots: tuple[Path, ...] | None = None
 
     def check_root(self, path: str) -> None:
-        """Raise ModelLoadError for a path on disk that is in none of the roots, wherever its links lead."""
+        """Raise ModelLoadError for a path that is in none of the roots after its links are resolved."""
         if self.roots is None:
             return
         real = Path(path).resolve()
@@ -49,11 +49,10 @@ class Sources:
 
 
 def local_checkpoint(path: str, sources: Sources, progress: Progress = no_progress, *, weights: bool = True) -> Path:
-    """The folder of a checkpoint; a remote one is fetched into a folder of its own first, all of it or all but the
-    weights. Blocks.
+    """The folder of a checkpoint. A remote one is downloaded first, with or without its weights. Blocks.
 
     Raises:
-        ModelLoadError: the checkpoint cannot be fetched, or may not be used.
+        ModelLoadError: the checkpoint cannot be fetched, or is not allowed.
     """
     try:
         check_source(path)
@@ -67,13 +66,13 @@ def local_checkpoint(path: str, sources: Sources, progress: Progress = no_progre
         return fetch_checkpoint(path, folder, weights=weights, progress=progress, rules=sources.rules)
     except ModelLoadError:
         raise
-    except Exception as error:  # the hub's client knows no common exception
+    except Exception as error:  # the hub's client has no common exception
         raise FetchError(f"{path} cannot be fetched: {error!r}") from error
 
 
 def read_ahead(folder: Path) -> None:
-    """Have the kernel read a checkpoint's weights into the page cache while the worker process is still starting. It is
-    advice: where it is not taken, or the folder cannot be read, the load itself finds out.
+    """Advise the kernel to read a checkpoint's weights into the page cache while the worker process starts. Errors are
+    ignored here, since the load reports them.
     """
     with contextlib.suppress(OSError):
         for path in folder.glob("*.safetensors"):
@@ -85,8 +84,8 @@ def read_ahead(folder: Path) -> None:
 
 
 class ProgressLog:
-    """Progress of a fetch: logs it every few seconds, and ends the fetch once nobody wants it. `done_bytes` of
-    `total_bytes` are here, as far as was told.
+    """A progress callback of a fetch that logs every few seconds and raises once the checkpoint is not wanted any more.
+    `done_bytes` and `total_bytes` are the last reported values.
     """
 
     def __init__(self, path: str, is_wanted: Callable[[], bool], now_s: Callable[[], float] = time.monotonic) -> None:
@@ -97,11 +96,7 @@ class ProgressLog:
         self.done_bytes = self.total_bytes = 0
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
-        """Hear of progress.
-
-        Raises:
-            FetchError: nobody wants the checkpoint any longer; what is there stays for the next fetch.
-        """
+        """Raises FetchError if the checkpoint is not wanted any more; the next fetch resumes the download."""
         if not self._is_wanted():
             raise FetchError(f"{self._path} is not wanted any longer")
         self.done_bytes, self.total_bytes = done_bytes, total_bytes
@@ -112,7 +107,8 @@ class ProgressLog:
 
 
 async def in_own_thread(call: Callable[[], Result]) -> Result:
-    """`asyncio.to_thread` for what takes minutes: it takes no thread from requests, and the process may end."""
+    """`asyncio.to_thread` for calls of minutes, in a daemon thread: requests keep their threads, and the process can
+    exit."""
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()
 
@@ -127,7 +123,7 @@ async def in_own_thread(call: Callable[[], Result]) -> Result:
 
 
 def _folder_name(source: str) -> str:
-    """A source as a file name: readable, and unlike that of any other source."""
+    """A source as a file name: a readable part and a hash."""
     source = source.rstrip("/")
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", source.partition("://")[2])[-NAME_CHARACTERS_MAX:]
     return f"{readable}-{sha256(source.encode()).hexdigest()[:12]}"

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints on disk: which tensors a folder holds, and where their bytes lie. No tensor is read.
+"""Hugging Face checkpoints on disk: the tensors of a folder and the offsets of their bytes. No tensor is read.
 
 A safetensors file is an 8-byte little-endian length, a JSON header, and flat bytes. A folder holds either
 `model.safetensors` or shards listed in `model.safetensors.index.json`. Standard library only.
@@ -25,12 +25,12 @@ ITEM_BYTES = {
     "I8": 1,
     "U8": 1,
 }
-"""Bytes of an element, by the format's name of its type."""
+"""Bytes of an element, by the name of its type in the format."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor lies: `size_bytes` at `offset_bytes` of `file`. `dtype` is a key of `ITEM_BYTES`."""
+    """A stored tensor: `size_bytes` at `offset_bytes` of `file`. `dtype` is a key of `ITEM_BYTES`."""
 
     name: str
     file: Path
@@ -41,11 +41,7 @@ class StoredTensor:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        ModelLoadError: it is missing, unreadable, or no object.
-    """
+    """A JSON object from a file. Raises ModelLoadError if it is missing, unreadable, or no object."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -61,7 +57,7 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint folder by name, over all shards.
 
     Raises:
-        ModelLoadError: no safetensors there, or a header that does not describe its file.
+        ModelLoadError: there is no safetensors file, or a header does not describe its file.
     """
     tensors: dict[str, StoredTensor] = {}
     for file in _files(folder):

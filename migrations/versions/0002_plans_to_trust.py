@@ -1,4 +1,4 @@
-"""Plans keep their inputs, their approval and the plan before them; pins; the state of forecasts."""
+"""Inputs, approval and predecessor of plans; replica overrides; the state of forecasts."""
 
 import sqlalchemy as sa
 from alembic import op

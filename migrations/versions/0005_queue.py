@@ -1,4 +1,4 @@
-"""The batch queue in tables of its own: what was asked, what is open, and results. Finished batches keep counts alone."""
+"""Tables of the batch queue: requests, open requests, and results. Finished batches keep only their counts."""
 
 import sqlalchemy as sa
 from alembic import op

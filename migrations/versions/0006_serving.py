@@ -1,4 +1,4 @@
-"""Objectives of models, latencies between regions."""
+"""Objectives of models; latencies between regions."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,7 +1,7 @@
-"""Counts of unfinished batches, kept in parts beside the results that they count.
+"""Counts of unfinished batches, in shards next to the results that they count.
 
-Stop every dispatcher of the version before, and start new ones after it: an old one writes results that are not in these
-counts, and `request_counts` of a batch would show too few until it has ended. Results themselves are safe either way.
+Stop all dispatchers of the previous version before the upgrade: they write results that are not in these counts, so
+that `request_counts` of a batch would be too low until it has ended. The results are kept either way.
 """
 
 import sqlalchemy as sa

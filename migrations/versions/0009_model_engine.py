@@ -1,4 +1,4 @@
-"""Which engine a model's dedicated instances run on."""
+"""The engine of a model's dedicated instances."""
 
 import sqlalchemy as sa
 from alembic import op

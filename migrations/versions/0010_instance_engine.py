@@ -1,4 +1,4 @@
-"""Which engine each instance was told to run on, and why; and what was measured of both on a GPU type."""
+"""The engine of each instance and the reason; measured rates of both engines by GPU type."""
 
 import sqlalchemy as sa
 from alembic import op

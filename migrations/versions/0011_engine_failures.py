@@ -1,4 +1,4 @@
-"""On which engines models failed, and the engine that an instance left last."""
+"""Failures of models by engine, and the previous engine of an instance."""
 
 import sqlalchemy as sa
 from alembic import op

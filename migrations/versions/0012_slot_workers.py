@@ -1,4 +1,4 @@
-"""Slots of several workers: what serves together on a node is one slot."""
+"""Slots of several workers, which serve their models together."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Nodes that leave: an agent that is shutting down, and instances that succeed those of a node that goes."""
+"""Draining nodes: agents that shut down, and the instances that replace those of such a node."""
 
 import sqlalchemy as sa
 from alembic import op

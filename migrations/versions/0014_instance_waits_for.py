@@ -1,4 +1,4 @@
-"""What an instance that is starting waits for, as its node says."""
+"""What a starting instance waits for, reported by its node."""
 
 import sqlalchemy as sa
 from alembic import op

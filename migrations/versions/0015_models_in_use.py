@@ -1,4 +1,4 @@
-"""A model that is offered somewhere cannot be deleted; before, its endpoints would have gone along."""
+"""A model with endpoints cannot be deleted; before, its endpoints were deleted with it."""
 
 from alembic import op
 

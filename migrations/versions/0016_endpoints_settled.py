@@ -1,4 +1,4 @@
-"""Endpoints: how many instances one is settled at, and what of it could not be placed."""
+"""Settled instances of endpoints, and those that could not be placed."""
 
 import sqlalchemy as sa
 from alembic import op

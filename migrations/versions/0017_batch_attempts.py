@@ -1,4 +1,4 @@
-"""Tries to validate or to finalize a batch are counted, and the next one waits."""
+"""Attempts to validate or finalize a batch, with a time before which none follows."""
 
 import sqlalchemy as sa
 from alembic import op

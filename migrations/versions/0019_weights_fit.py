@@ -1,4 +1,4 @@
-"""Whether weights fit: parameters of models, data types of nodes, room for weights of slots."""
+"""Parameters of models, data types of nodes, and weight memory of slots, to decide whether weights fit."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""When each loop last succeeded, and since when loops are expected to run: a fresh system is not late at once."""
+"""Last success of each loop, and since when loops are expected to run, so that none is late after the installation."""
 
 import sqlalchemy as sa
 from alembic import op

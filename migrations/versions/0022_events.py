@@ -1,4 +1,4 @@
-"""Events: what happens to instances, nodes and plans, written by triggers in the transaction of the change."""
+"""Events of instances, nodes and plans, written by triggers in the transaction of the change."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -16,12 +16,14 @@ DECLARE
 BEGIN
     IF TG_OP = 'INSERT' THEN
         INSERT INTO events (kind, what, subject, model, region, node, message) VALUES ('instance', 'placed', NEW.id,
-            NEW.model, NEW.region, NEW.node, 'on slot ' || NEW.slot || CASE WHEN NEW.pooled THEN ', pooled' ELSE '' END);
+            NEW.model, NEW.region, NEW.node, 'on slot ' || NEW.slot || CASE WHEN NEW.pooled THEN ', pooled' ELSE ''
+            END);
         RETURN NULL;
     END IF;
     IF NEW.engine <> OLD.engine THEN
         INSERT INTO events (kind, what, subject, model, region, node, message) VALUES ('instance', 'engine', NEW.id,
-            NEW.model, NEW.region, NEW.node, OLD.engine || ' -> ' || NEW.engine || COALESCE(': ' || NEW.engine_reason, ''));
+            NEW.model, NEW.region, NEW.node, OLD.engine || ' -> ' || NEW.engine || COALESCE(': ' || NEW.engine_reason,
+            ''));
     END IF;
     IF NEW.desired <> OLD.desired THEN
         INSERT INTO events (kind, what, subject, model, region, node, message) VALUES ('instance',
@@ -44,8 +46,8 @@ _NODES = """
 CREATE FUNCTION note_node() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     IF TG_OP = 'DELETE' THEN
-        INSERT INTO events (kind, what, subject, region, node) VALUES ('node', 'deleted', OLD.name, OLD.region, OLD.name);
-        RETURN NULL;
+        INSERT INTO events (kind, what, subject, region, node) VALUES ('node', 'deleted', OLD.name, OLD.region,
+        OLD.name); RETURN NULL;
     END IF;
     IF TG_OP = 'INSERT' THEN
         INSERT INTO events (kind, what, subject, region, node, message) VALUES ('node', 'joined', NEW.name, NEW.region,
@@ -62,7 +64,8 @@ BEGIN
     END IF;
     IF NEW.last_seen_at > OLD.last_seen_at AND EXISTS (SELECT FROM events WHERE subject = NEW.name AND kind = 'node'
             AND what = 'lost' AND at > OLD.last_seen_at) THEN
-        INSERT INTO events (kind, what, subject, region, node, message) VALUES ('node', 'returned', NEW.name, NEW.region,
+        INSERT INTO events (kind, what, subject, region, node, message) VALUES ('node', 'returned', NEW.name,
+        NEW.region,
             NEW.name, 'after ' || round(extract(epoch FROM NEW.last_seen_at - OLD.last_seen_at)) || ' s');
     END IF;
     RETURN NULL;

@@ -1,4 +1,4 @@
-"""Demand that was imported is known from demand that was measured: it may be old, and is kept from its import on."""
+"""A flag for imported demand, whose retention counts from its import instead of its time."""
 
 import sqlalchemy as sa
 from alembic import op

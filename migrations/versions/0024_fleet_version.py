@@ -1,4 +1,4 @@
-"""The fleet counts its changes, scaling's too: a decision made without its lock is applied to what it was made for."""
+"""A version of the fleet, increased by all changes, for decisions that are made without the lock."""
 
 import sqlalchemy as sa
 from alembic import op

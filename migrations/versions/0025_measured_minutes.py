@@ -1,4 +1,5 @@
-"""Minutes without demand take no row: which minutes were measured, and which endpoints there were then, says as much."""
+"""Minutes without demand take no row: which minutes were measured, and which endpoints there were then, says as
+much."""
 
 import sqlalchemy as sa
 from alembic import op
