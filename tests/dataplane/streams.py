@@ -2,7 +2,8 @@
 
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 
 import msgspec
 
@@ -27,16 +28,24 @@ def kill(node: Node, kind: str, *, at_work: bool = True) -> bool:
     return False
 
 
+async def stream(node: Node, body: Generate) -> AsyncGenerator[StreamEvent, None]:
+    """The events of a stream, or its refusal."""
+    async with node.client.stream("POST", "/generate", content=msgspec.json.encode(body)) as response:
+        if response.status_code != 200:
+            yield msgspec.json.decode(await response.aread(), type=Failed)
+            return
+        async for line in response.aiter_lines():
+            yield decode_line(line)
+
+
 async def read(
     node: Node, body: Generate, *, events_max: int | None = None, kill_at: int | None = None, kind: str = "both"
 ) -> list[StreamEvent]:
     """The events of a stream, or its refusal. The client leaves after `events_max`, a worker dies after `kill_at`."""
     events: list[StreamEvent] = []
-    async with node.client.stream("POST", "/generate", content=msgspec.json.encode(body)) as response:
-        if response.status_code != 200:
-            return [msgspec.json.decode(await response.aread(), type=Failed)]
-        async for line in response.aiter_lines():
-            events.append(decode_line(line))
+    async with aclosing(stream(node, body)) as streamed:
+        async for event in streamed:
+            events.append(event)
             if len(events) == kill_at:
                 kill(node, kind)
             if len(events) == events_max:

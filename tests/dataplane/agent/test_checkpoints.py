@@ -19,6 +19,7 @@ from tests.dataplane.agent.test_torch_node import body, checkpoint, instances, t
 from tests.dataplane.registry import Registry
 from tests.dataplane.replay_node import Node, desired, instance, running_node, settings
 from tests.dataplane.streams import read, token_ids
+from tests.event_loop import asynchronous
 
 
 @pytest.fixture
@@ -53,17 +54,15 @@ def test_a_path_outside_of_the_roots_is_refused(tmp_path: Path) -> None:
             local_checkpoint(str(path), sources)
 
 
-def test_a_node_tells_why_it_does_not_hold_a_model(registry: Registry, tmp_path: Path) -> None:
-    async def run() -> None:
-        async with running_node(settings(checkpoints_dir=tmp_path, checkpoint_roots=(tmp_path,))) as node:
-            node.agent.apply(desired(1, instance(path=registry.url)))
-            await node.until(lambda: node.agent.reports()[0].state == "failed")
-            assert "127.0.0.1 is no public address" in str(error_of(node))
-            node.agent.apply(desired(2, instance("i2", path="/etc")))
-            await node.until(lambda: node.agent.reports()[0].state == "failed")
-            assert "checkpoint_roots" in str(error_of(node))
-
-    asyncio.run(run())
+@asynchronous
+async def test_a_node_tells_why_it_does_not_hold_a_model(registry: Registry, tmp_path: Path) -> None:
+    async with running_node(settings(checkpoints_dir=tmp_path, checkpoint_roots=(tmp_path,))) as node:
+        node.agent.apply(desired(1, instance(path=registry.url)))
+        await node.until(lambda: node.agent.reports()[0].state == "failed")
+        assert "127.0.0.1 is no public address" in str(error_of(node))
+        node.agent.apply(desired(2, instance("i2", path="/etc")))
+        await node.until(lambda: node.agent.reports()[0].state == "failed")
+        assert "checkpoint_roots" in str(error_of(node))
     assert registry.requests == []
 
 
@@ -104,32 +103,26 @@ def test_a_remote_checkpoint_serves_the_tokens_of_its_folder(tmp_path: Path) -> 
         registry.close()
 
 
-def test_a_failed_fetch_is_shown_and_tried_again(registry: Registry, tmp_path: Path) -> None:
+@asynchronous
+async def test_a_failed_fetch_is_shown_and_tried_again(registry: Registry, tmp_path: Path) -> None:
     registry.answers = [404]
-
-    async def scenario() -> None:
-        async with running_node(settings(checkpoints_dir=tmp_path / "here", private_hosts=("127.0.0.1",))) as node:
-            node.agent.apply(desired(1, instance(path=registry.url)))
-            await node.until(lambda: node.states() == {"i1": "failed"})
-            assert error_of(node) == f"{registry.url}manifest.json answers 404"
-            await node.until(lambda: node.states() == {"i1": "ready"})
-            assert error_of(node) is None
-
-    asyncio.run(scenario())
+    async with running_node(settings(checkpoints_dir=tmp_path / "here", private_hosts=("127.0.0.1",))) as node:
+        node.agent.apply(desired(1, instance(path=registry.url)))
+        await node.until(lambda: node.states() == {"i1": "failed"})
+        assert error_of(node) == f"{registry.url}manifest.json answers 404"
+        await node.until(lambda: node.states() == {"i1": "ready"})
+        assert error_of(node) is None
 
 
-def test_slots_that_want_the_same_fetch_it_once(registry: Registry, tmp_path: Path) -> None:
+@asynchronous
+async def test_slots_that_want_the_same_fetch_it_once(registry: Registry, tmp_path: Path) -> None:
     slots = (WorkerSettings(gpus=1, memory_bytes=2 * 2**20),) * 2
-
-    async def scenario() -> None:
-        async with running_node(
-            settings(slots=slots, checkpoints_dir=tmp_path / "here", private_hosts=("127.0.0.1",))
-        ) as node:
-            await node.hold(1, instance("i1", path=registry.url), instance("i2", slot=1, path=registry.url))
-            held = [node.agent.workers[index].hosted.get(f"i{index + 1}") for index in range(2)]
-            assert len({one.folder for one in held if one}) == 1
-
-    asyncio.run(scenario())
+    async with running_node(
+        settings(slots=slots, checkpoints_dir=tmp_path / "here", private_hosts=("127.0.0.1",))
+    ) as node:
+        await node.hold(1, instance("i1", path=registry.url), instance("i2", slot=1, path=registry.url))
+        held = [node.agent.workers[index].hosted.get(f"i{index + 1}") for index in range(2)]
+        assert len({one.folder for one in held if one}) == 1
     assert len(registry.asked("tokenizer.json")) == 1
     assert registry.asked("model.safetensors") == [], "a replay needs no weights"
     assert len([path for path in (tmp_path / "here").iterdir() if path.is_dir()]) == 1
@@ -145,7 +138,8 @@ def test_what_is_fetched_without_weights_is_completed_where_they_are_needed(regi
     assert len(registry.asked("tokenizer.json")) == 1
 
 
-def test_the_state_shows_how_far_a_fetch_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@asynchronous
+async def test_the_state_shows_how_far_a_fetch_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def fetch(source: str, folder: Path, *, progress: Progress, **_: object) -> Path:
@@ -156,19 +150,15 @@ def test_the_state_shows_how_far_a_fetch_has_come(tmp_path: Path, monkeypatch: p
         return folder
 
     monkeypatch.setattr(checkpoints, "fetch_checkpoint", fetch)
-
-    async def scenario() -> None:
-        async with running_node(settings(checkpoints_dir=tmp_path, private_hosts=("127.0.0.1",))) as node:
-            node.agent.apply(desired(1, instance(path="hf://org/tide")))
-            await node.until(begun.is_set)
-            (slot,) = (await node.client.get("/state")).json()["slots"]
-            assert slot["fetches"] == {"i1": {"done_bytes": 30, "total_bytes": 100}}
-            go_on.set()
-            await node.until(lambda: node.states() == {"i1": "ready"})
-            (slot,) = (await node.client.get("/state")).json()["slots"]
-            assert slot["fetches"] == {}
-
-    asyncio.run(scenario())
+    async with running_node(settings(checkpoints_dir=tmp_path, private_hosts=("127.0.0.1",))) as node:
+        node.agent.apply(desired(1, instance(path="hf://org/tide")))
+        await node.until(begun.is_set)
+        (slot,) = (await node.client.get("/state")).json()["slots"]
+        assert slot["fetches"] == {"i1": {"done_bytes": 30, "total_bytes": 100}}
+        go_on.set()
+        await node.until(lambda: node.states() == {"i1": "ready"})
+        (slot,) = (await node.client.get("/state")).json()["slots"]
+        assert slot["fetches"] == {}
 
 
 def test_a_folder_stays_where_it_is() -> None:
@@ -227,17 +217,14 @@ def test_a_fetch_that_nobody_wants_ends_and_the_next_goes_on(tmp_path: Path) -> 
     assert second is not None
 
 
-def test_a_thread_of_its_own_gives_results_and_errors_and_may_be_left() -> None:
+@asynchronous
+async def test_a_thread_of_its_own_gives_results_and_errors_and_may_be_left() -> None:
     go_on = threading.Event()
-
-    async def scenario() -> None:
-        assert await in_own_thread(lambda: 7) == 7
-        with pytest.raises(FetchError, match="broken"):
-            await in_own_thread(lambda: _raise(FetchError("broken")))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(in_own_thread(go_on.wait), 0.01)
-
-    asyncio.run(scenario())
+    assert await in_own_thread(lambda: 7) == 7
+    with pytest.raises(FetchError, match="broken"):
+        await in_own_thread(lambda: _raise(FetchError("broken")))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(in_own_thread(go_on.wait), 0.01)
     go_on.set()
 
 

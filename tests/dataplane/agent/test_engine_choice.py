@@ -19,6 +19,7 @@ from dataplane.engines.vllm.version import TESTED
 from dataplane.protocol.messages import DesiredInstance, EngineChoice, EngineKind
 from dataplane.worker.engines import make_engine
 from tests.dataplane.replay_node import desired, install_vllm, instance, model, settings
+from tests.event_loop import asynchronous
 
 
 def asking(engine: EngineChoice, instance_id: str = "i1", **changes: Any) -> DesiredInstance:
@@ -122,25 +123,24 @@ def test_slots_that_serve_together_run_no_vllm() -> None:
     assert errors != errors_of(asking("vllm"), together=True), "there are no others"
 
 
-def test_an_instance_follows_its_engine_where_the_slot_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@asynchronous
+async def test_an_instance_follows_its_engine_where_the_slot_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install_vllm(TESTED[0], tmp_path, monkeypatch)
+    agent = Agent(settings(engine="torch", profile=None), boot_id="boot")
+    (worker,) = agent.workers
 
-    async def scenario() -> None:
-        agent = Agent(settings(engine="torch", profile=None), boot_id="boot")
-        (worker,) = agent.workers
+    async def errors(generation: int, first: EngineChoice, second: EngineChoice) -> list[str]:
+        agent.apply(desired(generation, asking(first), asking(second, "i2")))
+        return [str(error) for error in (await errors_in_the_end(agent)).values()]
 
-        async def errors(generation: int, first: EngineChoice, second: EngineChoice) -> list[str]:
-            agent.apply(desired(generation, asking(first), asking(second, "i2")))
-            return [str(error) for error in (await errors_in_the_end(agent)).values()]
-
-        assert all("/nowhere" in error for error in await errors(1, "auto", "torch"))
-        moved, stayed = await errors(2, "vllm", "torch")
-        assert moved == "slot 0 runs torch for other models; model-i1 wants vllm"
-        assert "/nowhere" in stayed
-        assert all("/nowhere" in error for error in await errors(3, "vllm", "vllm"))
-        assert worker.engine == "vllm"
-
-    asyncio.run(scenario())
+    assert all("/nowhere" in error for error in await errors(1, "auto", "torch"))
+    moved, stayed = await errors(2, "vllm", "torch")
+    assert moved == "slot 0 runs torch for other models; model-i1 wants vllm"
+    assert "/nowhere" in stayed
+    assert all("/nowhere" in error for error in await errors(3, "vllm", "vllm"))
+    assert worker.engine == "vllm"
 
 
 def test_vllm_is_preferred_where_gpus_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,8 @@
 """A node with real worker processes: streams, refusals, vanished clients, killed workers, draining."""
 
-import asyncio
-import os
-import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 import msgspec
 import pytest
 
@@ -16,60 +11,43 @@ from dataplane.protocol.messages import (
     ChatMessage,
     Failed,
     Finished,
-    Generate,
     Sampling,
     Started,
     StreamEvent,
     Token,
-    decode_line,
 )
 from tests.dataplane.replay_node import Node, desired, generate, instance, running_node, settings
-
-
-def read(response: httpx.Response) -> list[StreamEvent]:
-    assert response.status_code == 200, response.text
-    return [decode_line(line) for line in response.text.splitlines()]
-
-
-def token_ids(events: list[StreamEvent]) -> list[int]:
-    return [token_id for event in events if isinstance(event, Token) for token_id in event.token_ids]
+from tests.dataplane.streams import read, stream, token_ids
+from tests.event_loop import asynchronous
 
 
 def text(events: list[StreamEvent]) -> str:
     return "".join(event.text for event in events if isinstance(event, Token))
 
 
-async def stream(node: Node, body: Generate) -> AsyncIterator[StreamEvent]:
-    async with node.client.stream("POST", "/generate", content=msgspec.json.encode(body)) as response:
-        async for line in response.aiter_lines():
-            yield decode_line(line)
+@asynchronous
+async def test_streams_stops_and_counts() -> None:
+    async with running_node() as node:
+        await node.hold(1, instance())
+        events = await read(node, generate(max_tokens=20))
+        assert events[0] == Started(prompt_tokens=3)
+        assert events[-1] == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=20)
+        words = text(events).split()
+        assert len(words) == len(token_ids(events)) == 20
 
+        stop = Sampling(max_tokens=20, temperature=0.0, stop=(words[5] + " " + words[6],))
+        stopped = await read(node, generate("r2", sampling=stop))
+        assert text(stopped).split() == words[:5]
+        assert stopped[-1] == Finished(finish_reason="stop", prompt_tokens=3, completion_tokens=7)
+        await node.until(node.idle)
 
-def test_streams_stops_and_counts() -> None:
-    async def scenario() -> None:
-        async with running_node() as node:
-            await node.hold(1, instance())
-            events = read(await node.post(generate(max_tokens=20)))
-            assert events[0] == Started(prompt_tokens=3)
-            assert events[-1] == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=20)
-            words = text(events).split()
-            assert len(words) == len(token_ids(events)) == 20
-
-            stop = Sampling(max_tokens=20, temperature=0.0, stop=(words[5] + " " + words[6],))
-            stopped = read(await node.post(generate("r2", sampling=stop)))
-            assert text(stopped).split() == words[:5]
-            assert stopped[-1] == Finished(finish_reason="stop", prompt_tokens=3, completion_tokens=7)
-            await node.until(node.idle)
-
-            chat = generate("r3", max_tokens=2, prompt=None, messages=(ChatMessage(role="user", content="the sea"),))
-            assert read(await node.post(chat))[0] == Started(prompt_tokens=4)
-            unbounded = generate("r4", max_tokens=None, prompt=None, prompt_tokens=(1,) * 2000)
-            # 1 MiB of KV at 512 bytes a token holds 2048 tokens
-            finished = Finished(finish_reason="length", prompt_tokens=2000, completion_tokens=48)
-            assert read(await node.post(unbounded))[-1] == finished
-            await check_views(node)
-
-    asyncio.run(scenario())
+        chat = generate("r3", max_tokens=2, prompt=None, messages=(ChatMessage(role="user", content="the sea"),))
+        assert (await read(node, chat))[0] == Started(prompt_tokens=4)
+        unbounded = generate("r4", max_tokens=None, prompt=None, prompt_tokens=(1,) * 2000)
+        # 1 MiB of KV at 512 bytes a token holds 2048 tokens
+        finished = Finished(finish_reason="length", prompt_tokens=2000, completion_tokens=48)
+        assert (await read(node, unbounded))[-1] == finished
+        await check_views(node)
 
 
 async def check_views(node: Node) -> None:
@@ -86,7 +64,8 @@ async def check_views(node: Node) -> None:
     assert (await node.client.get("/livez", headers={"authorization": ""})).status_code == 200
 
 
-def test_refusals_are_failed_messages_with_their_status() -> None:
+@asynchronous
+async def test_refusals_are_failed_messages_with_their_status() -> None:
     cases: list[tuple[dict[str, Any], int, str, str | None]] = [
         ({"instance_id": "other"}, 409, "instance_not_ready", "instance_id"),
         ({"model": "another"}, 400, "invalid_value", "model"),
@@ -100,165 +79,128 @@ def test_refusals_are_failed_messages_with_their_status() -> None:
         ({"sampling": Sampling(max_tokens=5000)}, 400, "context_length_exceeded", "max_tokens"),
         ({"prompt": "the " * 3000, "sampling": Sampling()}, 400, "context_length_exceeded", "prompt"),
     ]
-
-    async def scenario() -> None:
-        async with running_node(settings(body_bytes_max=20_000)) as node:
-            await node.hold(1, instance())
-            for changes, status, code, param in cases:
-                response = await node.post(generate(**changes))
-                failed = msgspec.json.decode(response.content, type=Failed)
-                assert (response.status_code, failed.status, failed.code, failed.param) == (status, status, code, param)
-                assert failed.retryable == (status == 409)
-            for content, status in ((b"{}", 400), (b"no json", 400), (b'"' + b"x" * 30_000, 413)):
-                assert (await node.client.post("/generate", content=content)).status_code == status
-            for key in ("", "Bearer wrong", "Bearer é"):
-                headers = {b"authorization": key.encode()}
-                for response in (
-                    await node.client.post("/generate", content=b"{}", headers=headers),
-                    await node.client.get("/state", headers=headers),
-                ):
-                    assert response.status_code == 401
-
-    asyncio.run(scenario())
+    async with running_node(settings(body_bytes_max=20_000)) as node:
+        await node.hold(1, instance())
+        for changes, status, code, param in cases:
+            response = await node.post(generate(**changes))
+            failed = msgspec.json.decode(response.content, type=Failed)
+            assert (response.status_code, failed.status, failed.code, failed.param) == (status, status, code, param)
+            assert failed.retryable == (status == 409)
+        for content, status in ((b"{}", 400), (b"no json", 400), (b'"' + b"x" * 30_000, 413)):
+            assert (await node.client.post("/generate", content=content)).status_code == status
+        for key in ("", "Bearer wrong", "Bearer é"):
+            headers = {b"authorization": key.encode()}
+            for response in (
+                await node.client.post("/generate", content=b"{}", headers=headers),
+                await node.client.get("/state", headers=headers),
+            ):
+                assert response.status_code == 401
 
 
-def test_a_full_queue_refuses_and_a_vanished_client_frees_its_request() -> None:
-    async def scenario() -> None:
-        async with running_node(settings(queue_max=1)) as node:
-            await node.hold(1, instance())
-            async for event in stream(node, generate("long", max_tokens=2000)):
-                if isinstance(event, Token):
-                    break
-            else:
-                raise AssertionError("no token came")
-            await node.until(lambda: node.in_flight() == 0)
-            await node.until(node.idle)
+@asynchronous
+async def test_a_full_queue_refuses_and_a_vanished_client_frees_its_request() -> None:
+    async with running_node(settings(queue_max=1)) as node:
+        await node.hold(1, instance())
+        assert isinstance((await read(node, generate("long", max_tokens=2000), events_max=2))[-1], Token)
+        await node.until(node.idle)
 
-            long = stream(node, generate("long again", max_tokens=2000))
-            assert isinstance(await anext(long), Started)
-            refused = await node.post(generate("one too many"))
-            assert refused.status_code == 429
-            assert msgspec.json.decode(refused.content, type=Failed).retryable
-            await long.aclose()  # type: ignore[attr-defined]
-            await node.until(lambda: node.in_flight() == 0)
-            assert read(await node.post(generate("next")))
-
-    asyncio.run(scenario())
+        long = stream(node, generate("long again", max_tokens=2000))
+        assert isinstance(await anext(long), Started)
+        refused = await node.post(generate("one too many"))
+        assert refused.status_code == 429
+        assert msgspec.json.decode(refused.content, type=Failed).retryable
+        await long.aclose()
+        await node.until(lambda: node.in_flight() == 0)
+        assert isinstance((await read(node, generate("next")))[-1], Finished)
 
 
-def test_a_killed_worker_is_replaced_and_its_streams_go_on() -> None:
-    async def scenario() -> None:
-        async with running_node() as node:
-            await node.hold(1, instance(), instance("i2", name="ebb"))
-            sampled = Sampling(max_tokens=300, temperature=1.0, seed=11)
-            undisturbed = token_ids(read(await node.post(generate("calm", sampling=sampled))))
-            events: list[StreamEvent] = []
-            await node.until(lambda: node.agent.switches_total == 1)
-            killed = node.agent.workers[0].pid
-            assert killed is not None
-            async for event in stream(node, generate("storm", sampling=sampled)):
-                events.append(event)
-                if len(events) == 20:
-                    os.kill(killed, signal.SIGKILL)
-            assert token_ids(events) == undisturbed
-            assert events[-1] == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=300)
-            assert node.agent.workers[0].pid not in (None, killed)
-            assert node.agent.workers[0].restarts_total == 1
-            await node.until(lambda: node.states() == {"i1": "ready", "i2": "ready"})
-            await node.until(lambda: node.agent.switches_total == 2)  # those of the lost worker still count
-
-    asyncio.run(scenario())
+@asynchronous
+async def test_a_killed_worker_is_replaced_and_its_streams_go_on() -> None:
+    async with running_node() as node:
+        await node.hold(1, instance(), instance("i2", name="ebb"))
+        sampled = Sampling(max_tokens=300, temperature=1.0, seed=11)
+        undisturbed = token_ids(await read(node, generate("calm", sampling=sampled)))
+        await node.until(lambda: node.agent.switches_total == 1)
+        killed = node.agent.workers[0].pid
+        events = await read(node, generate("storm", sampling=sampled), kill_at=20)
+        assert token_ids(events) == undisturbed
+        assert events[-1] == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=300)
+        assert node.agent.workers[0].pid not in (None, killed)
+        assert node.agent.workers[0].restarts_total == 1
+        await node.until(lambda: node.states() == {"i1": "ready", "i2": "ready"})
+        await node.until(lambda: node.agent.switches_total == 2)  # those of the lost worker still count
 
 
-def test_a_request_that_loses_too_many_workers_fails() -> None:
-    async def scenario() -> None:
-        async with running_node(settings(worker_losses_max=0)) as node:
-            await node.hold(1, instance())
-            events: list[StreamEvent] = []
-            async for event in stream(node, generate("doomed", max_tokens=2000)):
-                events.append(event)
-                pid = node.agent.workers[0].pid
-                if len(events) == 3 and pid is not None:
-                    os.kill(pid, signal.SIGKILL)
-            last = events[-1]
-            assert isinstance(last, Failed)
-            assert (last.status, last.code, last.retryable) == (503, "worker_lost", True)
-
-    asyncio.run(scenario())
+@asynchronous
+async def test_a_request_that_loses_too_many_workers_fails() -> None:
+    async with running_node(settings(worker_losses_max=0)) as node:
+        await node.hold(1, instance())
+        last = (await read(node, generate("doomed", max_tokens=2000), kill_at=3))[-1]
+        assert isinstance(last, Failed)
+        assert (last.status, last.code, last.retryable) == (503, "worker_lost", True)
 
 
-def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
-    async def scenario() -> None:
-        async with running_node() as node:
-            await node.hold(1, instance(), instance("i2", name="ebb"))
-            events: list[StreamEvent] = []
-            async for event in stream(node, generate("last", max_tokens=1000)):
-                events.append(event)
-                if len(events) == 2:
-                    node.agent.apply(desired(2, instance(draining=True), instance("i2", name="ebb")))
-                    assert node.states()["i1"] == "draining"
-                    assert (await node.post(generate("late"))).status_code == 409
-            assert events[-1] == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=1000)
-            await node.until(lambda: node.states() == {"i2": "ready"})
-            with pytest.raises(StaleGenerationError):
-                node.agent.apply(desired(1))
-            await node.hold(3, instance(), instance("i2", name="ebb"))
-            assert read(await node.post(generate("back again")))
-            node.agent.apply(desired(4, instance("i3", draining=True)))
-            assert node.states() == {}, "what shall only drain is not loaded for it"
-
-    asyncio.run(scenario())
+@asynchronous
+async def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
+    async with running_node() as node:
+        await node.hold(1, instance(), instance("i2", name="ebb"))
+        async for event in stream(node, generate("last", max_tokens=1000)):
+            last = event
+            if isinstance(event, Started):
+                node.agent.apply(desired(2, instance(draining=True), instance("i2", name="ebb")))
+                assert node.states()["i1"] == "draining"
+                assert (await node.post(generate("late"))).status_code == 409
+        assert last == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=1000)
+        await node.until(lambda: node.states() == {"i2": "ready"})
+        with pytest.raises(StaleGenerationError):
+            node.agent.apply(desired(1))
+        await node.hold(3, instance(), instance("i2", name="ebb"))
+        assert isinstance((await read(node, generate("back again")))[-1], Finished)
+        node.agent.apply(desired(4, instance("i3", draining=True)))
+        assert node.states() == {}, "what shall only drain is not loaded for it"
 
 
-def test_removal_ends_streams_and_a_changed_model_is_loaded_anew() -> None:
-    async def scenario() -> None:
-        async with running_node() as node:
-            await node.hold(1, instance())
-            events: list[StreamEvent] = []
-            async for event in stream(node, generate("cut", max_tokens=2000)):
-                events.append(event)
-                if len(events) == 2:
-                    node.agent.apply(desired(2, instance(name="flood")))
-            last = events[-1]
-            assert isinstance(last, Failed)
-            assert (last.status, last.retryable) == (409, True)
-            await node.until(lambda: node.states() == {"i1": "ready"})
-            assert read(await node.post(generate("new", model="flood")))
-
-    asyncio.run(scenario())
+@asynchronous
+async def test_removal_ends_streams_and_a_changed_model_is_loaded_anew() -> None:
+    async with running_node() as node:
+        await node.hold(1, instance())
+        async for event in stream(node, generate("cut", max_tokens=2000)):
+            if isinstance(event, Started):
+                node.agent.apply(desired(2, instance(name="flood")))
+            last = event
+        assert isinstance(last, Failed)
+        assert (last.status, last.retryable) == (409, True)
+        await node.until(lambda: node.states() == {"i1": "ready"})
+        assert isinstance((await read(node, generate("new", model="flood")))[-1], Finished)
 
 
-def test_a_failed_load_is_reported_and_tried_again(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with running_node() as node:
-            broken = tmp_path / "tokenizer.json"
-            broken.write_text("{}")
-            wanted = (
-                instance("big", name="big", weights_bytes=10**12),
-                instance("broken", name="broken", path=str(tmp_path)),
-                instance("far", slot=3),
-                instance(),
-            )
-            node.agent.apply(desired(1, *wanted))
-            states = {"big": "failed", "broken": "failed", "far": "failed", "i1": "ready"}
-            await node.until(lambda: node.states() == states)
-            errors = {report.instance_id: report.error or "" for report in node.agent.reports()}
-            assert "weights_bytes" in errors["big"]
-            assert "tokenizer" in errors["broken"]
-            assert "slot 3" in errors["far"]
-            broken.unlink()
-            await node.until(lambda: node.states()["broken"] == "ready")
-            assert read(await node.post(generate()))
-
-    asyncio.run(scenario())
+@asynchronous
+async def test_a_failed_load_is_reported_and_tried_again(tmp_path: Path) -> None:
+    async with running_node() as node:
+        broken = tmp_path / "tokenizer.json"
+        broken.write_text("{}")
+        wanted = (
+            instance("big", name="big", weights_bytes=10**12),
+            instance("broken", name="broken", path=str(tmp_path)),
+            instance("far", slot=3),
+            instance(),
+        )
+        node.agent.apply(desired(1, *wanted))
+        states = {"big": "failed", "broken": "failed", "far": "failed", "i1": "ready"}
+        await node.until(lambda: node.states() == states)
+        errors = {report.instance_id: report.error or "" for report in node.agent.reports()}
+        assert "weights_bytes" in errors["big"]
+        assert "tokenizer" in errors["broken"]
+        assert "slot 3" in errors["far"]
+        broken.unlink()
+        await node.until(lambda: node.states()["broken"] == "ready")
+        assert isinstance((await read(node, generate()))[-1], Finished)
 
 
-def test_a_worker_that_cannot_start_fails_its_instances(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with running_node(settings(profile=tmp_path / "missing.toml", load_retry_s=60)) as node:
-            node.agent.apply(desired(1, instance()))
-            await node.until(lambda: node.states() == {"i1": "failed"})
-            (report,) = node.agent.reports()
-            assert "ended at their start" in (report.error or "")
-
-    asyncio.run(scenario())
+@asynchronous
+async def test_a_worker_that_cannot_start_fails_its_instances(tmp_path: Path) -> None:
+    async with running_node(settings(profile=tmp_path / "missing.toml", load_retry_s=60)) as node:
+        node.agent.apply(desired(1, instance()))
+        await node.until(lambda: node.states() == {"i1": "failed"})
+        (report,) = node.agent.reports()
+        assert "ended at their start" in (report.error or "")

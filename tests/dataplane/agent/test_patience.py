@@ -13,6 +13,7 @@ from dataplane.protocol.messages import Failed, Finished, Sampling
 from dataplane.worker.frames import Configure, Loaded, LoadFailed, Report
 from tests.dataplane.replay_node import Node, generate, instance, running_node, settings
 from tests.dataplane.streams import read, token_ids
+from tests.event_loop import asynchronous
 
 LONG = Sampling(max_tokens=300, temperature=0.0)
 
@@ -65,78 +66,67 @@ async def in_the_middle(node: Node, request_id: str) -> "asyncio.Task[Any]":
     return stream
 
 
-def test_workers_that_die_at_their_start_fail_no_request_that_can_wait() -> None:
+@asynchronous
+async def test_workers_that_die_at_their_start_fail_no_request_that_can_wait() -> None:
     starts = Starts()
-
-    async def scenario() -> None:
-        async with running_node(slow(load_retry_s=3600.0), start_worker=starts.start) as node:
-            await node.hold(1, instance())
-            calm = await read(node, generate("calm", sampling=LONG))
-            storm = await in_the_middle(node, "storm")
-            starts.deaths = START_FAILURES_MAX + 2
-            kill(node)
-            await node.until(lambda: node.states() == {"i1": "failed"})
-            refused = await read(node, generate("new"))
-            assert isinstance(refused[0], Failed), "what is new had better go elsewhere"
-            assert refused[0].retryable
-            events = await storm
-            assert isinstance(events[-1], Finished), "the next worker loads again at once, whatever load_retry_s says"
-            assert token_ids(events) == token_ids(calm)
-            assert starts.died == START_FAILURES_MAX + 2
-
-    asyncio.run(scenario())
+    async with running_node(slow(load_retry_s=3600.0), start_worker=starts.start) as node:
+        await node.hold(1, instance())
+        calm = await read(node, generate("calm", sampling=LONG))
+        storm = await in_the_middle(node, "storm")
+        starts.deaths = START_FAILURES_MAX + 2
+        kill(node)
+        await node.until(lambda: node.states() == {"i1": "failed"})
+        refused = await read(node, generate("new"))
+        assert isinstance(refused[0], Failed), "what is new had better go elsewhere"
+        assert refused[0].retryable
+        events = await storm
+        assert isinstance(events[-1], Finished), "the next worker loads again at once, whatever load_retry_s says"
+        assert token_ids(events) == token_ids(calm)
+        assert starts.died == START_FAILURES_MAX + 2
 
 
-def test_nobody_waits_longer_than_the_limit() -> None:
+@asynchronous
+async def test_nobody_waits_longer_than_the_limit() -> None:
     starts = Starts()
-
-    async def scenario() -> None:
-        async with running_node(slow(worker_wait_max_s=0.5), start_worker=starts.start) as node:
-            await node.hold(1, instance())
-            storm = await in_the_middle(node, "storm")
-            starts.deaths = 10**6
-            kill(node)
-            failed = (await storm)[-1]
-            assert isinstance(failed, Failed)
-            assert (failed.status, failed.code) == (503, "worker_lost")
-            assert failed.message.endswith("no other took over within worker_wait_max_s=0.5")
-            assert node.in_flight() == 0
-
-    asyncio.run(scenario())
+    async with running_node(slow(worker_wait_max_s=0.5), start_worker=starts.start) as node:
+        await node.hold(1, instance())
+        storm = await in_the_middle(node, "storm")
+        starts.deaths = 10**6
+        kill(node)
+        failed = (await storm)[-1]
+        assert isinstance(failed, Failed)
+        assert (failed.status, failed.code) == (503, "worker_lost")
+        assert failed.message.endswith("no other took over within worker_wait_max_s=0.5")
+        assert node.in_flight() == 0
 
 
-def test_a_load_that_kills_workers_ends_no_request_before_it_was_tried_again() -> None:
-    async def scenario() -> None:
-        async with running_node(slow(load_retry_s=1.0)) as node:
-            await node.hold(1, instance())
-            calm = await read(node, generate("calm", sampling=LONG))
-            storm = await in_the_middle(node, "storm")
-            hosted = node.agent.workers[0].hosted.get("i1")
-            assert hosted is not None
-            kill(node)
-            while hosted.state != "failed":  # each process is killed while it loads
-                if hosted.load_serial is not None and node.agent.workers[0].pid is not None:
-                    kill(node)
-                await asyncio.sleep(0)
-            assert "2 worker processes ended while they loaded this model" in str(hosted.error)
-            events = await storm
-            assert isinstance(events[-1], Finished)
-            assert token_ids(events) == token_ids(calm)
-
-    asyncio.run(scenario())
+@asynchronous
+async def test_a_load_that_kills_workers_ends_no_request_before_it_was_tried_again() -> None:
+    async with running_node(slow(load_retry_s=1.0)) as node:
+        await node.hold(1, instance())
+        calm = await read(node, generate("calm", sampling=LONG))
+        storm = await in_the_middle(node, "storm")
+        hosted = node.agent.workers[0].hosted.get("i1")
+        assert hosted is not None
+        kill(node)
+        while hosted.state != "failed":  # each process is killed while it loads
+            if hosted.load_serial is not None and node.agent.workers[0].pid is not None:
+                kill(node)
+            await asyncio.sleep(0)
+        assert "2 worker processes ended while they loaded this model" in str(hosted.error)
+        events = await storm
+        assert isinstance(events[-1], Finished)
+        assert token_ids(events) == token_ids(calm)
 
 
-def test_a_model_that_a_living_worker_cannot_load_keeps_nobody_waiting() -> None:
+@asynchronous
+async def test_a_model_that_a_living_worker_cannot_load_keeps_nobody_waiting() -> None:
     starts = Starts()
-
-    async def scenario() -> None:
-        async with running_node(slow(), start_worker=starts.start) as node:
-            await node.hold(1, instance())
-            storm = await in_the_middle(node, "storm")
-            starts.link = FailingLoads
-            kill(node)
-            failed = (await storm)[-1]
-            assert isinstance(failed, Failed)
-            assert failed.message == "instance i1 failed: no such checkpoint"
-
-    asyncio.run(scenario())
+    async with running_node(slow(), start_worker=starts.start) as node:
+        await node.hold(1, instance())
+        storm = await in_the_middle(node, "storm")
+        starts.link = FailingLoads
+        kill(node)
+        failed = (await storm)[-1]
+        assert isinstance(failed, Failed)
+        assert failed.message == "instance i1 failed: no such checkpoint"

@@ -18,6 +18,7 @@ from dataplane.protocol.messages import Failed, Finished, ModelSpec
 from tests.dataplane.agent.test_torch_node import body, calm_tokens, checkpoint, instances, torch_settings
 from tests.dataplane.replay_node import Node, running_node
 from tests.dataplane.streams import kill, read, token_ids
+from tests.event_loop import asynchronous
 
 log = structlog.get_logger()
 
@@ -93,7 +94,8 @@ def specs_in(folder: Path) -> list[ModelSpec]:
 
 
 @pytest.mark.slow
-def test_nothing_is_lost_and_nothing_leaks(tmp_path: Path) -> None:
+@asynchronous
+async def test_nothing_is_lost_and_nothing_leaks(tmp_path: Path) -> None:
     specs = specs_in(tmp_path)
     calm = dict(zip(SEEDS, calm_tokens(specs, SEEDS), strict=True))
     largest_bytes = max(spec.weights_bytes for spec in specs)
@@ -105,21 +107,17 @@ def test_nothing_is_lost_and_nothing_leaks(tmp_path: Path) -> None:
             "worker_wait_max_s": 3600.0,  # a request may wait for many a worker here, on a slow machine
         }
     )
-
-    async def scenario() -> None:
-        async with running_node(settings) as node:
-            node.client.timeout = 600.0
-            await node.hold(1, *instances(specs))
-            storm = Storm(node, time.monotonic() + SOAK_S)
-            cache = ModelCache(tmp_path / "host" / "models", settings.cache_bytes)
-            clients = (storm.client(random.Random(seed), calm) for seed in range(6))
-            await asyncio.gather(
-                *clients, storm.killer(random.Random(50)), storm.filler(random.Random(51), cache, largest_bytes)
-            )
-            assert storm.seen["finished"] > 0, storm.seen
-            await node.until(lambda: set(node.states().values()) == {"ready"})
-            await node.until(node.idle)
-            restarts = sum(worker.restarts_total for worker in node.agent.workers)
-            log.info("soak over", took_s=SOAK_S, restarts=restarts, switches=node.agent.switches_total, **storm.seen)
-
-    asyncio.run(scenario())
+    async with running_node(settings) as node:
+        node.client.timeout = 600.0
+        await node.hold(1, *instances(specs))
+        storm = Storm(node, time.monotonic() + SOAK_S)
+        cache = ModelCache(tmp_path / "host" / "models", settings.cache_bytes)
+        clients = (storm.client(random.Random(seed), calm) for seed in range(6))
+        await asyncio.gather(
+            *clients, storm.killer(random.Random(50)), storm.filler(random.Random(51), cache, largest_bytes)
+        )
+        assert storm.seen["finished"] > 0, storm.seen
+        await node.until(lambda: set(node.states().values()) == {"ready"})
+        await node.until(node.idle)
+        restarts = sum(worker.restarts_total for worker in node.agent.workers)
+        log.info("soak over", took_s=SOAK_S, restarts=restarts, switches=node.agent.switches_total, **storm.seen)

@@ -7,6 +7,7 @@ import pytest
 
 from dataplane.protocol.messages import DesiredInstance
 from tests.dataplane.replay_node import Node, desired, generate, instance, running_node
+from tests.event_loop import asynchronous
 
 
 def pooled(name: str) -> DesiredInstance:
@@ -18,42 +19,37 @@ async def serve(node: Node, name: str) -> None:
     assert response.status_code == 200, response.text
 
 
-def test_models_share_a_slot_and_one_may_have_it_for_itself_at_once() -> None:
-    async def scenario() -> None:
-        async with running_node() as node:
-            await node.hold(1, pooled("ebb"), pooled("flood"))
-            for name in ("ebb", "flood"):
-                await serve(node, name)
-            node.agent.apply(desired(2, instance("ebb", name="ebb")))
-            assert node.states() == {"ebb": "ready"}, "the same instance with a GPU of its own is not loaded anew"
-            await serve(node, "ebb")
-
-    asyncio.run(scenario())
+@asynchronous
+async def test_models_share_a_slot_and_one_may_have_it_for_itself_at_once() -> None:
+    async with running_node() as node:
+        await node.hold(1, pooled("ebb"), pooled("flood"))
+        for name in ("ebb", "flood"):
+            await serve(node, name)
+        node.agent.apply(desired(2, instance("ebb", name="ebb")))
+        assert node.states() == {"ebb": "ready"}, "the same instance with a GPU of its own is not loaded anew"
+        await serve(node, "ebb")
 
 
 @pytest.mark.parametrize("beside", [pooled, lambda name: instance(name, name=name)])
-def test_the_kv_of_a_pooled_instance_is_that_of_its_slot(beside: "type[DesiredInstance]") -> None:
+@asynchronous
+async def test_the_kv_of_a_pooled_instance_is_that_of_its_slot(beside: "type[DesiredInstance]") -> None:
     """An idle model on a busy slot is no place to send much to; one with a GPU of its own counts its own requests."""
-
-    async def scenario() -> None:
-        async with running_node() as node:
-            busy, idle = pooled("busy"), beside("idle")  # type: ignore[call-arg]
-            await node.hold(1, busy, idle)
-            asking = asyncio.create_task(
-                node.post(generate("r1", instance_id="busy", model="busy", max_tokens=1000, prompt="x " * 400))
-            )
-            await node.until(lambda: used(node, "busy") > 0)
-            reports = {report.instance_id: report for report in node.agent.reports()}
-            assert (used(node, "idle") > 0) == (idle.gpus == 0)
-            if not idle.gpus:
-                assert reports["idle"].kv_capacity_bytes == reports["busy"].kv_capacity_bytes
-                assert reports["idle"].kv_used_bytes == reports["busy"].kv_used_bytes
-                assert reports["idle"].remaining_tokens == 0, "but the work is not its own"
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            await node.until(node.idle)
-
-    asyncio.run(scenario())
+    async with running_node() as node:
+        busy, idle = pooled("busy"), beside("idle")  # type: ignore[call-arg]
+        await node.hold(1, busy, idle)
+        asking = asyncio.create_task(
+            node.post(generate("r1", instance_id="busy", model="busy", max_tokens=1000, prompt="x " * 400))
+        )
+        await node.until(lambda: used(node, "busy") > 0)
+        reports = {report.instance_id: report for report in node.agent.reports()}
+        assert (used(node, "idle") > 0) == (idle.gpus == 0)
+        if not idle.gpus:
+            assert reports["idle"].kv_capacity_bytes == reports["busy"].kv_capacity_bytes
+            assert reports["idle"].kv_used_bytes == reports["busy"].kv_used_bytes
+            assert reports["idle"].remaining_tokens == 0, "but the work is not its own"
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await node.until(node.idle)
 
 
 def used(node: Node, instance_id: str) -> int:

@@ -12,6 +12,7 @@ from dataplane.protocol.errors import OverloadedError
 from dataplane.protocol.messages import ChatMessage, Failed, Finished
 from tests.dataplane.replay_node import PATIENCE_S, generate, instance, running_node, settings
 from tests.dataplane.streams import read
+from tests.event_loop import asynchronous
 
 LONG_CHARS = 1000
 LONG = "tide " * 300
@@ -44,55 +45,47 @@ class SteppedTokenizer(WordTokenizer):
         return super().encode_text(prompt, tokens_max=tokens_max)
 
 
-def test_streams_of_the_node_go_on_while_long_prompts_are_tokenized() -> None:
+@asynchronous
+async def test_streams_of_the_node_go_on_while_long_prompts_are_tokenized() -> None:
     tokenizer = SteppedTokenizer()
-
-    async def scenario() -> None:
-        async with running_node(settings(**LIMITS), load_tokenizer=lambda *_: tokenizer) as node:
-            await node.hold(1, instance())
-            long = [asyncio.create_task(read(node, generate(f"long{n}", prompt=LONG))) for n in range(4)]
-            await node.until(lambda: tokenizer.running == 2)
-            for number in range(20):
-                events = await read(node, generate(f"short{number}"))
-                assert events[-1] == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=20)
-            assert not any(reading.done() for reading in long)
-            tokenizer.step(4)
-            for reading in long:
-                assert (await reading)[-1] == Finished(finish_reason="length", prompt_tokens=300, completion_tokens=20)
-            assert tokenizer.running_most == 2
-
-    asyncio.run(scenario())
-
-
-def test_too_many_long_prompts_are_refused_and_may_go_elsewhere() -> None:
-    tokenizer = SteppedTokenizer()
-
-    async def scenario() -> None:
-        prompts = PromptTokenizer(settings(**LIMITS))
-
-        def one() -> "asyncio.Task[tuple[int, ...]]":
-            return asyncio.create_task(prompts.tokenize(generate(prompt=LONG), tokenizer, tokens_max=4096))
-
-        admitted = [one() for _ in range(2 + 16)]
-        await asyncio.sleep(0)
-        with pytest.raises(OverloadedError, match="16 prompts of 1000 characters or more wait"):
-            await one()
-        admitted[-1].cancel()
-        await asyncio.wait(admitted[-1:])
-        again = one()
-        tokenizer.step(18)
-        assert {len(await task) for task in (*admitted[:-1], again)} == {300}
+    async with running_node(settings(**LIMITS), load_tokenizer=lambda *_: tokenizer) as node:
+        await node.hold(1, instance())
+        long = [asyncio.create_task(read(node, generate(f"long{n}", prompt=LONG))) for n in range(4)]
+        await node.until(lambda: tokenizer.running == 2)
+        for number in range(20):
+            events = await read(node, generate(f"short{number}"))
+            assert events[-1] == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=20)
+        assert not any(reading.done() for reading in long)
+        tokenizer.step(4)
+        for reading in long:
+            assert (await reading)[-1] == Finished(finish_reason="length", prompt_tokens=300, completion_tokens=20)
         assert tokenizer.running_most == 2
 
-    asyncio.run(scenario())
+
+@asynchronous
+async def test_too_many_long_prompts_are_refused_and_may_go_elsewhere() -> None:
+    tokenizer = SteppedTokenizer()
+    prompts = PromptTokenizer(settings(**LIMITS))
+
+    def one() -> "asyncio.Task[tuple[int, ...]]":
+        return asyncio.create_task(prompts.tokenize(generate(prompt=LONG), tokenizer, tokens_max=4096))
+
+    admitted = [one() for _ in range(2 + 16)]
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError, match="16 prompts of 1000 characters or more wait"):
+        await one()
+    admitted[-1].cancel()
+    await asyncio.wait(admitted[-1:])
+    again = one()
+    tokenizer.step(18)
+    assert {len(await task) for task in (*admitted[:-1], again)} == {300}
+    assert tokenizer.running_most == 2
 
 
-def test_the_length_of_a_prompt_of_tokens_is_checked_first() -> None:
-    async def scenario() -> None:
-        async with running_node() as node:
-            await node.hold(1, instance())
-            [failed] = await read(node, generate(prompt=None, prompt_tokens=(99_999,) * 5000))
-            assert isinstance(failed, Failed)
-            assert (failed.code, failed.param) == ("context_length_exceeded", "prompt_tokens")
-
-    asyncio.run(scenario())
+@asynchronous
+async def test_the_length_of_a_prompt_of_tokens_is_checked_first() -> None:
+    async with running_node() as node:
+        await node.hold(1, instance())
+        [failed] = await read(node, generate(prompt=None, prompt_tokens=(99_999,) * 5000))
+        assert isinstance(failed, Failed)
+        assert (failed.code, failed.param) == ("context_length_exceeded", "prompt_tokens")

@@ -11,6 +11,7 @@ from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.protocol.messages import DesiredInstance, Failed, Finished, Generate, Sampling
 from tests.dataplane.replay_node import Node, desired, generate, instance, running_node, settings
 from tests.dataplane.streams import kill, read, token_ids
+from tests.event_loop import asynchronous
 
 INSTANCES = (instance(), instance("i2", name="ebb"))
 MODELS = {"i1": "tide", "i2": "ebb"}
@@ -46,45 +47,40 @@ async def calm_answers(count: int) -> dict[tuple[str, int | None], list[int]]:
         return {same_request(one): token_ids(events) for one, events in zip(wanted, answers, strict=True)}
 
 
-def test_streams_equal_those_of_one_slot() -> None:
-    async def scenario() -> None:
-        calm = await calm_answers(5)
-        async with running_node(split(3, prefill_ratio=0.3)) as node:
-            assert [worker.kind for worker in node.agent.workers] == ["prefill", "decode", "decode"]
-            await hold_on_every_slot(node)
-            assert [report.slot for report in node.agent.reports()] == [0, 0], "one report for each instance"
-            wanted = bodies(5)
-            answers = await asyncio.gather(*(read(node, one) for one in wanted))
-            for one, events in zip(wanted, answers, strict=True):
-                assert token_ids(events) == calm[same_request(one)]
-                tokens = one.sampling.max_tokens or 0
-                assert events[-1] == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=tokens)
-            await node.until(node.idle)
-            await check_views(node, handovers=len(wanted))
-
-    asyncio.run(scenario())
+@asynchronous
+async def test_streams_equal_those_of_one_slot() -> None:
+    calm = await calm_answers(5)
+    async with running_node(split(3, prefill_ratio=0.3)) as node:
+        assert [worker.kind for worker in node.agent.workers] == ["prefill", "decode", "decode"]
+        await hold_on_every_slot(node)
+        assert [report.slot for report in node.agent.reports()] == [0, 0], "one report for each instance"
+        wanted = bodies(5)
+        answers = await asyncio.gather(*(read(node, one) for one in wanted))
+        for one, events in zip(wanted, answers, strict=True):
+            assert token_ids(events) == calm[same_request(one)]
+            tokens = one.sampling.max_tokens or 0
+            assert events[-1] == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=tokens)
+        await node.until(node.idle)
+        await check_views(node, handovers=len(wanted))
 
 
-def test_slots_that_do_both_serve_together() -> None:
+@asynchronous
+async def test_slots_that_do_both_serve_together() -> None:
     """Streams are those of one slot; each slot has both instances, and both work."""
-
-    async def scenario() -> None:
-        calm = await calm_answers(5)
-        given = tuple(WorkerSettings(gpus=1, memory_bytes=2 * 2**20) for _ in range(2))
-        async with running_node(settings(slots=given, together=True)) as node:
-            assert [worker.kind for worker in node.agent.workers] == ["both", "both"]
-            await hold_on_every_slot(node)
-            assert [report.slot for report in node.agent.reports()] == [0, 0], "one report for each instance"
-            wanted = bodies(5)
-            answers = await asyncio.gather(*(read(node, one) for one in wanted))
-            for one, events in zip(wanted, answers, strict=True):
-                assert token_ids(events) == calm[same_request(one)]
-            await node.until(node.idle)
-            state = await state_with_turns(node)
-            assert [(pool["slots"], pool["handovers_total"]) for pool in state["pools"]] == [([0, 1], 0)]
-            assert "prefill" in {turn["kind"] for turn in state["slots"][1]["pool"]["turns"]}, "both slots work"
-
-    asyncio.run(scenario())
+    calm = await calm_answers(5)
+    given = tuple(WorkerSettings(gpus=1, memory_bytes=2 * 2**20) for _ in range(2))
+    async with running_node(settings(slots=given, together=True)) as node:
+        assert [worker.kind for worker in node.agent.workers] == ["both", "both"]
+        await hold_on_every_slot(node)
+        assert [report.slot for report in node.agent.reports()] == [0, 0], "one report for each instance"
+        wanted = bodies(5)
+        answers = await asyncio.gather(*(read(node, one) for one in wanted))
+        for one, events in zip(wanted, answers, strict=True):
+            assert token_ids(events) == calm[same_request(one)]
+        await node.until(node.idle)
+        state = await state_with_turns(node)
+        assert [(pool["slots"], pool["handovers_total"]) for pool in state["pools"]] == [([0, 1], 0)]
+        assert "prefill" in {turn["kind"] for turn in state["slots"][1]["pool"]["turns"]}, "both slots work"
 
 
 async def hold_on_every_slot(node: Node) -> None:
@@ -126,76 +122,71 @@ async def check_views(node: Node, handovers: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
-def test_a_killed_worker_loses_nothing(kind: str) -> None:
-    async def scenario() -> None:
-        calm = await calm_answers(5)
-        chance = random.Random(kind)
-        async with running_node(split(2)) as node:
-            await node.hold(1, *INSTANCES)
-            for losses in (1, 2):
-                wanted = bodies(5)
-                killing = chance.randrange(len(wanted)), chance.randrange(1, 30)
-                streams = (
-                    read(node, one, kill_at=killing[1] if number == killing[0] else None, kind=kind)
-                    for number, one in enumerate(wanted)
-                )
-                for one, events in zip(wanted, await asyncio.gather(*streams), strict=True):
-                    assert token_ids(events) == calm[same_request(one)]
-                await node.until(lambda losses=losses: _restarts(node) == losses)  # a loss is not noticed at once
-                await node.until(lambda: set(node.states().values()) == {"ready"})
-            await node.until(node.idle)
-            assert _restarts(node) == 2
-
-    asyncio.run(scenario())
+@asynchronous
+async def test_a_killed_worker_loses_nothing(kind: str) -> None:
+    calm = await calm_answers(5)
+    chance = random.Random(kind)
+    async with running_node(split(2)) as node:
+        await node.hold(1, *INSTANCES)
+        for losses in (1, 2):
+            wanted = bodies(5)
+            killing = chance.randrange(len(wanted)), chance.randrange(1, 30)
+            streams = (
+                read(node, one, kill_at=killing[1] if number == killing[0] else None, kind=kind)
+                for number, one in enumerate(wanted)
+            )
+            for one, events in zip(wanted, await asyncio.gather(*streams), strict=True):
+                assert token_ids(events) == calm[same_request(one)]
+            await node.until(lambda losses=losses: _restarts(node) == losses)  # a loss is not noticed at once
+            await node.until(lambda: set(node.states().values()) == {"ready"})
+        await node.until(node.idle)
+        assert _restarts(node) == 2
 
 
 def _restarts(node: Node) -> int:
     return sum(worker.restarts_total for worker in node.agent.workers)
 
 
-def test_a_client_that_leaves_frees_both_sides() -> None:
-    async def scenario() -> None:
-        async with running_node(split(2)) as node:
-            await node.hold(1, *INSTANCES)
-            endless = Sampling(max_tokens=1500, temperature=0.0)
-            for events_max in range(1, 8):
-                assert len(await read(node, body(events_max, sampling=endless), events_max=events_max)) == events_max
-                await node.until(node.idle)
-
-    asyncio.run(scenario())
-
-
-def test_an_instance_is_ready_when_each_kind_of_slot_has_it() -> None:
-    async def scenario() -> None:
-        async with running_node(split(2)) as node:
-            await node.hold(1, *INSTANCES)
-            events = await read(
-                node, body(1, sampling=Sampling(max_tokens=900, temperature=0.0)), kill_at=20, kind="decode"
-            )
-            assert len(token_ids(events)) == 900
-            assert kill(node, "prefill")
-            await node.until(lambda: node.states()["i1"] == "loading")
-            assert (await node.post(body(2))).status_code == 503
-            await node.until(lambda: node.states()["i1"] == "ready")
-
-            draining = asyncio.create_task(read(node, body(3)))
-            await node.until(lambda: node.in_flight() == 1)
-            node.agent.apply(desired(2, instance(draining=True), INSTANCES[1]))
-            assert isinstance((await draining)[-1], Finished)
-            await node.until(lambda: node.states() == {"i2": "ready"})
-
-            cut = asyncio.create_task(read(node, body(4, "i2", sampling=Sampling(max_tokens=1500, temperature=0.0))))
-            await node.until(lambda: node.in_flight() == 1)
-            node.agent.apply(desired(3))
-            assert isinstance((await cut)[-1], Failed)
-            assert node.states() == {}
+@asynchronous
+async def test_a_client_that_leaves_frees_both_sides() -> None:
+    async with running_node(split(2)) as node:
+        await node.hold(1, *INSTANCES)
+        endless = Sampling(max_tokens=1500, temperature=0.0)
+        for events_max in range(1, 8):
+            assert len(await read(node, body(events_max, sampling=endless), events_max=events_max)) == events_max
             await node.until(node.idle)
 
-    asyncio.run(scenario())
+
+@asynchronous
+async def test_an_instance_is_ready_when_each_kind_of_slot_has_it() -> None:
+    async with running_node(split(2)) as node:
+        await node.hold(1, *INSTANCES)
+        events = await read(
+            node, body(1, sampling=Sampling(max_tokens=900, temperature=0.0)), kill_at=20, kind="decode"
+        )
+        assert len(token_ids(events)) == 900
+        assert kill(node, "prefill")
+        await node.until(lambda: node.states()["i1"] == "loading")
+        assert (await node.post(body(2))).status_code == 503
+        await node.until(lambda: node.states()["i1"] == "ready")
+
+        draining = asyncio.create_task(read(node, body(3)))
+        await node.until(lambda: node.in_flight() == 1)
+        node.agent.apply(desired(2, instance(draining=True), INSTANCES[1]))
+        assert isinstance((await draining)[-1], Finished)
+        await node.until(lambda: node.states() == {"i2": "ready"})
+
+        cut = asyncio.create_task(read(node, body(4, "i2", sampling=Sampling(max_tokens=1500, temperature=0.0))))
+        await node.until(lambda: node.in_flight() == 1)
+        node.agent.apply(desired(3))
+        assert isinstance((await cut)[-1], Failed)
+        assert node.states() == {}
+        await node.until(node.idle)
 
 
 @pytest.mark.slow
-def test_a_soak_of_leaving_clients_and_dying_workers() -> None:
+@asynchronous
+async def test_a_soak_of_leaving_clients_and_dying_workers() -> None:
     async def client(node: Node, chance: random.Random, calm: dict[Any, list[int]], ends_s: float) -> int:
         whole = 0
         while time.monotonic() < ends_s:
@@ -222,16 +213,13 @@ def test_a_soak_of_leaving_clients_and_dying_workers() -> None:
             kills += kill(node, chance.choice(("prefill", "decode")))
         return kills
 
-    async def scenario() -> None:
-        calm = await calm_answers(5)
-        async with running_node(split(3, prefill_ratio=0.3)) as node:
-            await node.hold(1, *INSTANCES)
-            ends_s = time.monotonic() + SOAK_S
-            clients = (client(node, random.Random(seed), calm, ends_s) for seed in range(6))
-            kills, *whole = await asyncio.gather(killer(node, random.Random(99), ends_s), *clients)
-            assert kills > 0
-            assert sum(whole) > 0
-            await node.until(lambda: set(node.states().values()) == {"ready"})
-            await node.until(node.idle)
-
-    asyncio.run(scenario())
+    calm = await calm_answers(5)
+    async with running_node(split(3, prefill_ratio=0.3)) as node:
+        await node.hold(1, *INSTANCES)
+        ends_s = time.monotonic() + SOAK_S
+        clients = (client(node, random.Random(seed), calm, ends_s) for seed in range(6))
+        kills, *whole = await asyncio.gather(killer(node, random.Random(99), ends_s), *clients)
+        assert kills > 0
+        assert sum(whole) > 0
+        await node.until(lambda: set(node.states().values()) == {"ready"})
+        await node.until(node.idle)

@@ -8,6 +8,7 @@ from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.protocol.messages import DesiredInstance, InstanceReport
 from tests.dataplane.replay_node import Node, desired, generate, instance, running_node, settings
 from tests.dataplane.streams import read
+from tests.event_loop import asynchronous
 
 
 def together() -> AgentSettings:
@@ -36,42 +37,35 @@ async def hold_everywhere(node: Node, generation: int, *instances: DesiredInstan
     )
 
 
-def test_instances_stand_where_their_pool_is() -> None:
-    async def scenario() -> None:
-        async with running_node(together()) as node:
-            await hold_everywhere(node, 1, instance("i1", name="tide"), instance("i2", slot=1, name="ebb"))
-            held = [[worker.hosted.get(name) is not None for worker in node.agent.workers] for name in ("i1", "i2")]
-            assert held == [[True, False, True], [False, True, False]]
-            assert {name: report.slot for name, report in reports(node).items()} == {"i1": 0, "i2": 1}
-            for name, model in (("i1", "tide"), ("i2", "ebb")):
-                await read(node, generate(f"r-{name}", instance_id=name, model=model))
-            node.agent.apply(desired(2, instance("i3", slot=2)))
-            assert [report.error for report in node.agent.reports()] == ["slot 2 does not exist; this node has 2"]
-
-    asyncio.run(scenario())
+@asynchronous
+async def test_instances_stand_where_their_pool_is() -> None:
+    async with running_node(together()) as node:
+        await hold_everywhere(node, 1, instance("i1", name="tide"), instance("i2", slot=1, name="ebb"))
+        held = [[worker.hosted.get(name) is not None for worker in node.agent.workers] for name in ("i1", "i2")]
+        assert held == [[True, False, True], [False, True, False]]
+        assert {name: report.slot for name, report in reports(node).items()} == {"i1": 0, "i2": 1}
+        for name, model in (("i1", "tide"), ("i2", "ebb")):
+            await read(node, generate(f"r-{name}", instance_id=name, model=model))
+        node.agent.apply(desired(2, instance("i3", slot=2)))
+        assert [report.error for report in node.agent.reports()] == ["slot 2 does not exist; this node has 2"]
 
 
-def test_kv_of_a_pool_counts_once() -> None:
+@asynchronous
+async def test_kv_of_a_pool_counts_once() -> None:
     """Instances of one model share what is free on all its slots; to a pooled one the whole of it is the pool's."""
-
-    async def scenario() -> None:
-        async with running_node(together()) as node:
-            await hold_everywhere(node, 1, instance("i1"))
-            whole_bytes = reports(node)["i1"].kv_capacity_bytes
-            assert whole_bytes == sum(w.stats.instances[0].kv_capacity_bytes for w in node.agent.groups[0].workers)
-            await hold_everywhere(node, 2, instance("i1"), instance("i2"), pooled("ebb"))
-            kv_bytes = {name: report.kv_capacity_bytes for name, report in reports(node).items()}
-            assert kv_bytes == {"i1": whole_bytes // 2, "i2": whole_bytes // 2, "ebb": whole_bytes}
-            asking = asyncio.create_task(
-                node.post(generate("r1", instance_id="i1", max_tokens=1000, prompt="x " * 400))
-            )
-            await node.until(lambda: reports(node)["i1"].kv_used_bytes > 0)
-            said = reports(node)
-            assert said["i1"].kv_capacity_bytes + said["i2"].kv_capacity_bytes <= whole_bytes
-            assert said["ebb"].kv_used_bytes == said["i1"].kv_used_bytes
-            assert said["i2"].kv_used_bytes == 0
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            await node.until(node.idle)
-
-    asyncio.run(scenario())
+    async with running_node(together()) as node:
+        await hold_everywhere(node, 1, instance("i1"))
+        whole_bytes = reports(node)["i1"].kv_capacity_bytes
+        assert whole_bytes == sum(w.stats.instances[0].kv_capacity_bytes for w in node.agent.groups[0].workers)
+        await hold_everywhere(node, 2, instance("i1"), instance("i2"), pooled("ebb"))
+        kv_bytes = {name: report.kv_capacity_bytes for name, report in reports(node).items()}
+        assert kv_bytes == {"i1": whole_bytes // 2, "i2": whole_bytes // 2, "ebb": whole_bytes}
+        asking = asyncio.create_task(node.post(generate("r1", instance_id="i1", max_tokens=1000, prompt="x " * 400)))
+        await node.until(lambda: reports(node)["i1"].kv_used_bytes > 0)
+        said = reports(node)
+        assert said["i1"].kv_capacity_bytes + said["i2"].kv_capacity_bytes <= whole_bytes
+        assert said["ebb"].kv_used_bytes == said["i1"].kv_used_bytes
+        assert said["i2"].kv_used_bytes == 0
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await node.until(node.idle)

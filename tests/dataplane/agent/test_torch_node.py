@@ -18,6 +18,7 @@ from tests.dataplane.agent.test_tokenization import write_tokenizer
 from tests.dataplane.engines.torch.tiny import save_tiny
 from tests.dataplane.replay_node import generate, running_node, settings
 from tests.dataplane.streams import kill, read, token_ids
+from tests.event_loop import asynchronous
 
 CONTEXT_TOKENS = 256
 
@@ -52,17 +53,15 @@ def instances(specs: list[ModelSpec]) -> list[DesiredInstance]:
 
 
 @pytest.mark.slow
-def test_a_killed_torch_worker_changes_no_token(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with running_node(torch_settings(1)) as node:
-            await node.hold(1, *instances([checkpoint(tmp_path)]))
-            calm = await read(node, body("calm", 139))
-            assert calm[-1] == Finished(finish_reason="length", prompt_tokens=14, completion_tokens=79)
-            storm = await read(node, body("storm", 139), kill_at=5)
-            assert token_ids(storm) == token_ids(calm)
-            assert node.agent.workers[0].restarts_total == 1
-
-    asyncio.run(scenario())
+@asynchronous
+async def test_a_killed_torch_worker_changes_no_token(tmp_path: Path) -> None:
+    async with running_node(torch_settings(1)) as node:
+        await node.hold(1, *instances([checkpoint(tmp_path)]))
+        calm = await read(node, body("calm", 139))
+        assert calm[-1] == Finished(finish_reason="length", prompt_tokens=14, completion_tokens=79)
+        storm = await read(node, body("storm", 139), kill_at=5)
+        assert token_ids(storm) == token_ids(calm)
+        assert node.agent.workers[0].restarts_total == 1
 
 
 def calm_tokens(specs: list[ModelSpec], seeds: list[tuple[str, int]]) -> list[list[int]]:
@@ -84,26 +83,23 @@ def calm_tokens(specs: list[ModelSpec], seeds: list[tuple[str, int]]) -> list[li
 
 
 @pytest.mark.slow
-def test_split_torch_slots_change_no_token_whatever_dies(tmp_path: Path) -> None:
+@asynchronous
+async def test_split_torch_slots_change_no_token_whatever_dies(tmp_path: Path) -> None:
     chance = random.Random(2)
     layers = {"tide": 3, "ebb": 2}
     specs = [checkpoint(tmp_path / name, name, num_hidden_layers=count) for name, count in layers.items()]
     seeds = [(name, seed) for name in layers for seed in range(4)]
     calm = calm_tokens(specs, seeds)
-
-    async def scenario() -> None:
-        async with running_node(torch_settings(2, split=True)) as node:
-            await node.hold(1, *instances(specs))
-            for kind in (None, "prefill", "decode"):
-                whole = asyncio.gather(*(read(node, body(f"split-{kind}", seed, name)) for name, seed in seeds))
-                if kind is not None:
-                    await node.until(lambda: node.in_flight() == len(seeds))
-                    await asyncio.sleep(chance.uniform(0.0, 0.3))
-                    assert kill(node, kind)
-                assert [token_ids(events) for events in await whole] == calm
-                await node.until(lambda: set(node.states().values()) == {"ready"})
-                left = (read(node, body(f"left-{kind}", seed, name), events_max=seed + 2) for name, seed in seeds)
-                await asyncio.gather(*left)
-                await node.until(node.idle)
-
-    asyncio.run(scenario())
+    async with running_node(torch_settings(2, split=True)) as node:
+        await node.hold(1, *instances(specs))
+        for kind in (None, "prefill", "decode"):
+            whole = asyncio.gather(*(read(node, body(f"split-{kind}", seed, name)) for name, seed in seeds))
+            if kind is not None:
+                await node.until(lambda: node.in_flight() == len(seeds))
+                await asyncio.sleep(chance.uniform(0.0, 0.3))
+                assert kill(node, kind)
+            assert [token_ids(events) for events in await whole] == calm
+            await node.until(lambda: set(node.states().values()) == {"ready"})
+            left = (read(node, body(f"left-{kind}", seed, name), events_max=seed + 2) for name, seed in seeds)
+            await asyncio.gather(*left)
+            await node.until(node.idle)

@@ -1,6 +1,5 @@
 """The environment of worker processes: each sees the GPUs of its slot as its first ones. No GPU is needed for it."""
 
-import asyncio
 import errno
 from collections.abc import Mapping
 
@@ -11,11 +10,13 @@ from dataplane.agent.worker_link import WorkerLink
 from dataplane.agent.workers import worker_environment
 from dataplane.worker.frames import Configure
 from tests.dataplane.replay_node import running_node, settings
+from tests.event_loop import asynchronous
 
 SLOTS = (WorkerSettings(gpus=1, memory_bytes=2**22), WorkerSettings(gpus=1, memory_bytes=2**22))
 
 
-def test_each_worker_is_started_with_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@asynchronous
+async def test_each_worker_is_started_with_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     started: set[tuple[str, ...]] = set()
@@ -25,12 +26,8 @@ def test_each_worker_is_started_with_its_own_gpu(monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.ENOMEM, "no memory for a process")
 
     given = settings(slots=SLOTS, device="cuda", engine="torch", profile=None)
-
-    async def scenario() -> None:
-        async with running_node(given, start_worker=refuse) as node:
-            await node.until(lambda: len(started) == 2)
-
-    asyncio.run(scenario())
+    async with running_node(given, start_worker=refuse) as node:
+        await node.until(lambda: len(started) == 2)
     assert started == {("4", "3", "cuda:0"), ("GPU-7", "3", "cuda:0")}, "the device is the first that the worker sees"
 
 

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from dataplane.protocol.tls import check_tls_files, client_context
 from ops.local.ports import free_port
 from tests.dataplane.replay_node import settings
+from tests.event_loop import asynchronous
 
 
 @pytest.fixture(scope="module")
@@ -35,36 +36,34 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_only_who_is_signed_is_believed(files: Path) -> None:
+@asynchronous
+async def test_only_who_is_signed_is_believed(files: Path) -> None:
     async def app(_scope: Any, _receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body"})
 
-    async def scenario() -> None:
-        port = free_port()
-        config = uvicorn.Config(
-            app,
-            port=port,
-            lifespan="off",
-            log_config=None,
-            ssl_certfile=files / "node.pem",
-            ssl_keyfile=files / "node.key",
-        )
-        server = uvicorn.Server(config)
-        serving = asyncio.create_task(server.serve())
-        while not server.started:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        url = f"https://127.0.0.1:{port}/"
-        async with aiohttp.ClientSession() as session:
-            async with session.get(url, ssl=client_context(files / "ca.pem")) as answer:
-                assert answer.status == 204
-            for authorities in (files / "other.pem", None):
-                with pytest.raises(aiohttp.ClientConnectorCertificateError):
-                    await session.get(url, ssl=client_context(authorities))
-        server.should_exit = True
-        await serving
-
-    asyncio.run(scenario())
+    port = free_port()
+    config = uvicorn.Config(
+        app,
+        port=port,
+        lifespan="off",
+        log_config=None,
+        ssl_certfile=files / "node.pem",
+        ssl_keyfile=files / "node.key",
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    url = f"https://127.0.0.1:{port}/"
+    async with aiohttp.ClientSession() as session:
+        async with session.get(url, ssl=client_context(files / "ca.pem")) as answer:
+            assert answer.status == 204
+        for authorities in (files / "other.pem", None):
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await session.get(url, ssl=client_context(authorities))
+    server.should_exit = True
+    await serving
 
 
 def test_files_that_cannot_be_used_are_named(files: Path) -> None:

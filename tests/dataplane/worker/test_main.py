@@ -31,6 +31,7 @@ from dataplane.worker.frames import (
     encode_frame,
 )
 from tests.dataplane.replay_node import model, settings
+from tests.event_loop import asynchronous
 
 Kind = TypeVar("Kind")
 
@@ -55,94 +56,84 @@ async def until(reports: AsyncIterator[Report], kind: type[Kind]) -> Kind:
     raise AssertionError(f"the worker ended without {kind.__name__}")
 
 
-def test_round_trip() -> None:
-    async def scenario() -> None:
-        link, reports = await start()
-        hello = await until(reports, Stats)
-        assert hello.stats.instances == ()
-        link.send(Load(instance_id="i1", serial=7, model=model(), gpus=1))
-        assert (await until(reports, Loaded)).serial == 7
-        link.send(Add(request=request("r1")))
-        made: list[int] = []
-        while True:
-            (output,) = (await until(reports, Outputs)).outputs
-            made.extend(output.token_ids)
-            if output.finish_reason is not None:
-                break
-        assert len(made) == 3
-        link.send(Unload(instance_id="i1"))
-        link.send(Unload(instance_id="i1"))
-        link.send(AskStats())
-        link.send(Add(request=request("late")))
-        refused = await until(reports, Refused)
-        assert (refused.request_id, refused.status, refused.code) == ("late", 409, "instance_not_ready")
-        assert await link.stop() == 0
-
-    asyncio.run(scenario())
+@asynchronous
+async def test_round_trip() -> None:
+    link, reports = await start()
+    hello = await until(reports, Stats)
+    assert hello.stats.instances == ()
+    link.send(Load(instance_id="i1", serial=7, model=model(), gpus=1))
+    assert (await until(reports, Loaded)).serial == 7
+    link.send(Add(request=request("r1")))
+    made: list[int] = []
+    while True:
+        (output,) = (await until(reports, Outputs)).outputs
+        made.extend(output.token_ids)
+        if output.finish_reason is not None:
+            break
+    assert len(made) == 3
+    link.send(Unload(instance_id="i1"))
+    link.send(Unload(instance_id="i1"))
+    link.send(AskStats())
+    link.send(Add(request=request("late")))
+    refused = await until(reports, Refused)
+    assert (refused.request_id, refused.status, refused.code) == ("late", 409, "instance_not_ready")
+    assert await link.stop() == 0
 
 
-def test_a_failed_load_leaves_the_worker_working() -> None:
-    async def scenario() -> None:
-        link, reports = await start()
-        link.send(Load(instance_id="big", serial=1, model=model(weights_bytes=10**12), gpus=1))
-        failed = await until(reports, LoadFailed)
-        assert failed.instance_id == "big"
-        assert "weights_bytes" in failed.error
-        link.send(Load(instance_id="i1", serial=2, model=model(), gpus=1))
-        assert (await until(reports, Loaded)).instance_id == "i1"
-        assert await link.stop() == 0
-
-    asyncio.run(scenario())
+@asynchronous
+async def test_a_failed_load_leaves_the_worker_working() -> None:
+    link, reports = await start()
+    link.send(Load(instance_id="big", serial=1, model=model(weights_bytes=10**12), gpus=1))
+    failed = await until(reports, LoadFailed)
+    assert failed.instance_id == "big"
+    assert "weights_bytes" in failed.error
+    link.send(Load(instance_id="i1", serial=2, model=model(), gpus=1))
+    assert (await until(reports, Loaded)).instance_id == "i1"
+    assert await link.stop() == 0
 
 
-def test_cancel_frees_the_kv() -> None:
-    async def scenario() -> None:
-        link, reports = await start()
-        link.send(Load(instance_id="i1", serial=1, model=model(), gpus=1))
-        await until(reports, Loaded)
-        link.send(Add(request=request("r1", max_tokens=1000)))
-        await until(reports, Outputs)
-        link.send(Cancel(request_id="r1"))
-        while True:
-            stats = (await until(reports, Stats)).stats
-            if stats.tokens_total and stats.instances[0].kv_used_bytes == 0:
-                break
-        await link.stop()
-
-    asyncio.run(scenario())
+@asynchronous
+async def test_cancel_frees_the_kv() -> None:
+    link, reports = await start()
+    link.send(Load(instance_id="i1", serial=1, model=model(), gpus=1))
+    await until(reports, Loaded)
+    link.send(Add(request=request("r1", max_tokens=1000)))
+    await until(reports, Outputs)
+    link.send(Cancel(request_id="r1"))
+    while True:
+        stats = (await until(reports, Stats)).stats
+        if stats.tokens_total and stats.instances[0].kv_used_bytes == 0:
+            break
+    await link.stop()
 
 
-def test_the_worker_ends_when_its_agent_is_gone_even_in_the_middle_of_work() -> None:
-    async def scenario() -> None:
-        link, reports = await start()
-        link.send(Load(instance_id="i1", serial=1, model=model(), gpus=1))
-        await until(reports, Loaded)
-        link.send(Add(request=request("r1", max_tokens=1000)))
-        await until(reports, Outputs)
-        assert await link.stop() == 0, "closing the socket was enough"
-        try:
-            os.kill(link.pid, 0)
-        except ProcessLookupError:
-            return
-        raise AssertionError("the process is still there")
-
-    asyncio.run(scenario())
+@asynchronous
+async def test_the_worker_ends_when_its_agent_is_gone_even_in_the_middle_of_work() -> None:
+    link, reports = await start()
+    link.send(Load(instance_id="i1", serial=1, model=model(), gpus=1))
+    await until(reports, Loaded)
+    link.send(Add(request=request("r1", max_tokens=1000)))
+    await until(reports, Outputs)
+    assert await link.stop() == 0, "closing the socket was enough"
+    try:
+        os.kill(link.pid, 0)
+    except ProcessLookupError:
+        return
+    raise AssertionError("the process is still there")
 
 
-def test_a_worker_that_cannot_read_a_command_says_so_and_ends(capfd: pytest.CaptureFixture[str]) -> None:
-    async def scenario() -> None:
-        link, reports = await start()
-        await until(reports, Stats)
-        link._writer.write(LENGTH.pack(3) + b"\xc1\xc1\xc1")
-        async with asyncio.timeout(60):
-            async for _ in reports:
-                pass
-        assert await link.stop() == 1
-        logged = capfd.readouterr().err
-        assert "a command of the agent cannot be read" in logged
-        assert "FrameError" in logged
-
-    asyncio.run(scenario())
+@asynchronous
+async def test_a_worker_that_cannot_read_a_command_says_so_and_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    link, reports = await start()
+    await until(reports, Stats)
+    link._writer.write(LENGTH.pack(3) + b"\xc1\xc1\xc1")
+    async with asyncio.timeout(60):
+        async for _ in reports:
+            pass
+    assert await link.stop() == 1
+    logged = capfd.readouterr().err
+    assert "a command of the agent cannot be read" in logged
+    assert "FrameError" in logged
 
 
 def test_a_worker_that_is_busy_leaves_commands_unread_and_still_hears_its_agent_go(
