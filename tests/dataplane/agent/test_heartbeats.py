@@ -1,7 +1,8 @@
 """The link to the control plane: join, heartbeat, follow, join again, outlive an outage."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx2 as httpx
@@ -14,6 +15,7 @@ from dataplane.agent.node import Agent
 from dataplane.agent.settings import WorkerSettings
 from dataplane.protocol.messages import DesiredInstances, Heartbeat, Join, SlotSpec
 from tests.dataplane.replay_node import KEY, desired, instance, settings
+from tests.event_loop import asynchronous
 
 URL = "http://127.0.0.1:9999"
 
@@ -50,28 +52,23 @@ class FakeControl:
         return httpx.Response(200, content=b"{" if self.garbled else msgspec.json.encode(self.desired))
 
 
-def run_link(
-    play: Callable[[FakeControl, Agent], Any], *, refusal: httpx.Response | None = None, **changes: Any
-) -> None:
-    """Run a link against a fake control plane, which begins with a refusal if there is one, while `play` acts."""
-
-    async def scenario() -> None:
-        control = FakeControl()
-        control.refusal = refusal
-        values = {"heartbeat_every_s": 0.05, "heartbeat_gap_s": 0.01, "control_backoff_max_s": 0.1} | changes
-        agent = Agent(settings(**values), boot_id="boot")
-        link = asyncio.create_task(ControlLink(agent, URL, transport=httpx.MockTransport(control.handle)).run())
-        try:
-            await play(control, agent)
-        finally:
-            agent.changed.set()  # a change at the very moment of the end must not make the link miss it
-            link.cancel()
-            done, _ = await asyncio.wait({link}, timeout=30)
-            assert done, "the link ends when it is cancelled"
-            for group in agent.groups:
-                group.follow(())
-
-    asyncio.run(scenario())
+@asynccontextmanager
+async def linked(refusal: httpx.Response | None = None, **changes: Any) -> AsyncIterator[tuple[FakeControl, Agent]]:
+    """A link to a fake control plane, which begins with a refusal if there is one."""
+    control = FakeControl()
+    control.refusal = refusal
+    values = {"heartbeat_every_s": 0.05, "heartbeat_gap_s": 0.01, "control_backoff_max_s": 0.1} | changes
+    agent = Agent(settings(**values), boot_id="boot")
+    link = asyncio.create_task(ControlLink(agent, URL, transport=httpx.MockTransport(control.handle)).run())
+    try:
+        yield control, agent
+    finally:
+        agent.changed.set()  # a change at the very moment of the end must not make the link miss it
+        link.cancel()
+        done, _ = await asyncio.wait({link}, timeout=30)
+        assert done, "the link ends when it is cancelled"
+        for group in agent.groups:
+            group.follow(())
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -80,8 +77,9 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_joins_heartbeats_and_follows() -> None:
-    async def play(control: FakeControl, agent: Agent) -> None:
+@asynchronous
+async def test_joins_heartbeats_and_follows() -> None:
+    async with linked() as (control, agent):
         control.desired = desired(3, instance())
         await until(lambda: len(control.heartbeats) >= 3)
         (join,) = control.joins
@@ -99,8 +97,6 @@ def test_joins_heartbeats_and_follows() -> None:
         last = control.heartbeats[-1]
         assert (last.generation, agent.generation) == (3, 3)
         assert [(report.instance_id, report.state) for report in last.instances] == [("i1", "loading")]
-
-    run_link(play)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +132,9 @@ def test_workers_that_cannot_share_are_refused(said: bytes) -> None:
         msgspec.json.decode(said, type=SlotSpec)
 
 
-def test_an_older_generation_is_refused() -> None:
-    async def play(control: FakeControl, agent: Agent) -> None:
+@asynchronous
+async def test_an_older_generation_is_refused() -> None:
+    async with linked() as (control, agent):
         control.desired = desired(3, instance())
         await until(lambda: agent.generation == 3)
         control.desired = desired(2)
@@ -146,11 +143,10 @@ def test_an_older_generation_is_refused() -> None:
         assert agent.generation == 3
         assert len(agent.reports()) == 1
 
-    run_link(play)
 
-
-def test_an_unknown_node_joins_again_and_starts_its_count_anew() -> None:
-    async def play(control: FakeControl, agent: Agent) -> None:
+@asynchronous
+async def test_an_unknown_node_joins_again_and_starts_its_count_anew() -> None:
+    async with linked() as (control, agent):
         control.desired = desired(7)
         await until(lambda: agent.generation == 7)
         control.joined = False
@@ -158,11 +154,10 @@ def test_an_unknown_node_joins_again_and_starts_its_count_anew() -> None:
         await until(lambda: len(control.joins) == 2 and agent.generation == 1)
         assert len(agent.reports()) == 1
 
-    run_link(play)
 
-
-def test_an_outage_changes_nothing_and_is_logged_once() -> None:
-    async def play(control: FakeControl, agent: Agent) -> None:
+@asynchronous
+async def test_an_outage_changes_nothing_and_is_logged_once() -> None:
+    async with linked() as (control, agent):
         control.desired = desired(2, instance())
         await until(lambda: agent.generation == 2)
         control.away = True
@@ -177,32 +172,29 @@ def test_an_outage_changes_nothing_and_is_logged_once() -> None:
         assert events.count("the control plane is away") == 1
         assert len(control.joins) == 1
 
-    run_link(play)
 
-
-def test_a_garbled_answer_is_an_outage_too() -> None:
-    async def play(control: FakeControl, agent: Agent) -> None:
+@asynchronous
+async def test_a_garbled_answer_is_an_outage_too() -> None:
+    async with linked() as (control, agent):
         control.garbled = True
         await until(lambda: len(control.heartbeats) >= 2)
         control.garbled = False
         await until(lambda: agent.generation == 1)
 
-    run_link(play)
 
-
-def test_joining_is_tried_until_it_succeeds() -> None:
-    async def play(control: FakeControl, agent: Agent) -> None:
+@asynchronous
+async def test_joining_is_tried_until_it_succeeds() -> None:
+    async with linked() as (control, agent):
         control.away = True
         await until(lambda: control.attempts >= 3)
         assert not control.joins
         control.away = False
         await until(lambda: agent.generation == 1)
 
-    run_link(play)
 
-
-def test_a_change_of_state_is_told_before_the_next_heartbeat_is_due() -> None:
-    async def play(control: FakeControl, agent: Agent) -> None:
+@asynchronous
+async def test_a_change_of_state_is_told_before_the_next_heartbeat_is_due() -> None:
+    async with linked(heartbeat_every_s=30.0, heartbeat_gap_s=0.05) as (control, agent):
         await until(lambda: agent.generation == 1)
         agent.apply(desired(2, instance()))
         await until(lambda: any(heartbeat.generation == 2 for heartbeat in control.heartbeats))
@@ -214,8 +206,6 @@ def test_a_change_of_state_is_told_before_the_next_heartbeat_is_due() -> None:
             await asyncio.sleep(0.01)
         most = (loop.time() - started_s) / 0.05 + 2
         assert 1 <= len(control.heartbeats) - seen <= most, "but not more often than the least gap"
-
-    run_link(play, heartbeat_every_s=30.0, heartbeat_gap_s=0.05)
 
 
 def problem(status: int, detail: str, param: str | None = None) -> httpx.Response:
@@ -254,14 +244,13 @@ def problem(status: int, detail: str, param: str | None = None) -> httpx.Respons
         ),
     ],
 )
-def test_a_refusal_says_what_the_server_said(answer: httpx.Response, reason: str, change: str) -> None:
-    async def play(control: FakeControl, agent: Agent) -> None:
-        await until(lambda: control.attempts >= 3)
-        control.refusal = None
-        await until(lambda: agent.generation == 1)
-
+@asynchronous
+async def test_a_refusal_says_what_the_server_said(answer: httpx.Response, reason: str, change: str) -> None:
     with capture_logs() as logs:
-        run_link(play, refusal=answer)
+        async with linked(refusal=answer) as (control, agent):
+            await until(lambda: control.attempts >= 3)
+            control.refusal = None
+            await until(lambda: agent.generation == 1)
     (refused,) = [entry for entry in logs if entry["event"] == "the control plane refuses this node"]
     assert (refused["reason"], refused["change"], refused["node"]) == (reason, change, "n1")
     assert refused["status"] == answer.status_code
@@ -270,20 +259,19 @@ def test_a_refusal_says_what_the_server_said(answer: httpx.Response, reason: str
     assert "the control plane is back" in events
 
 
-def test_a_key_that_is_revoked_while_the_node_serves_is_said_too() -> None:
-    async def play(control: FakeControl, agent: Agent) -> None:
-        control.desired = desired(2, instance())
-        await until(lambda: agent.generation == 2)
-        control.refusal = problem(401, "Incorrect API key provided.")
-        tried = control.attempts
-        await until(lambda: control.attempts >= tried + 3)
-        control.refusal = problem(503, "the database does not answer")
-        tried = control.attempts
-        await until(lambda: control.attempts >= tried + 3)
-        assert len(agent.reports()) == 1
-
+@asynchronous
+async def test_a_key_that_is_revoked_while_the_node_serves_is_said_too() -> None:
     with capture_logs() as logs:
-        run_link(play)
+        async with linked() as (control, agent):
+            control.desired = desired(2, instance())
+            await until(lambda: agent.generation == 2)
+            control.refusal = problem(401, "Incorrect API key provided.")
+            tried = control.attempts
+            await until(lambda: control.attempts >= tried + 3)
+            control.refusal = problem(503, "the database does not answer")
+            tried = control.attempts
+            await until(lambda: control.attempts >= tried + 3)
+            assert len(agent.reports()) == 1
     said = [entry for entry in logs if entry["event"].startswith("the control plane")]
     assert [entry["event"] for entry in said] == ["the control plane refuses this node", "the control plane is away"]
     assert said[1]["error"] == "503: the database does not answer"
