@@ -16,11 +16,10 @@ from dataplane.agent.http import make_app
 from dataplane.agent.node import Agent
 from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.protocol.messages import DesiredInstance, DesiredInstances, Generate, ModelSpec, Sampling
+from tests.event_loop import PATIENCE_S, until
 
 PROFILE = Path(__file__).parents[2] / "ops" / "profiles" / "h800.toml"
 KEY = "node-key-for-tests"
-PATIENCE_S = 240.0
-"""How long anything may take: a worker that starts again needs minutes where the machine is busy."""
 
 
 def settings(**changes: Any) -> AgentSettings:
@@ -85,10 +84,8 @@ class Node:
         self.agent = agent
         self.client = client
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
-        async with asyncio.timeout(timeout_s):
-            while not condition():  # noqa: ASYNC110  (conditions are about other processes)
-                await asyncio.sleep(0.01)
+    async def until(self, condition: Callable[[], bool]) -> None:
+        await until(condition)
 
     def states(self) -> dict[str, str]:
         return {report.instance_id: report.state for report in self.agent.reports()}
@@ -126,8 +123,7 @@ async def running_node(agent_settings: AgentSettings | None = None, **parts: Any
     server = uvicorn.Server(config)
     slots = asyncio.create_task(agent.run())
     serving = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110  (uvicorn has no event for it)
-        await asyncio.sleep(0.01)
+    await until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
     headers = {"authorization": f"Bearer {KEY}"}
     try:

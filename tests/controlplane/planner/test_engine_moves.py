@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Self
@@ -26,6 +26,7 @@ from dataplane.worker.frames import Command, Configure, Load, Loaded, LoadFailed
 from tests.controlplane.world import World
 from tests.dataplane.replay_node import install_vllm
 from tests.dataplane.replay_node import settings as node_settings
+from tests.event_loop import until
 
 URL = "http://127.0.0.1:9"
 
@@ -111,12 +112,6 @@ class Fleet:
         with self.world.database.transaction() as session:
             rows = session.scalars(select(AuditEvent).where(AuditEvent.actor == "scale").order_by(AuditEvent.id))
             return [f"{row.action}: {(row.after or {})['engine']}" for row in rows]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110  (instances change in many places)
-            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager

@@ -1,7 +1,7 @@
 """The link to the control plane: join, heartbeat, follow, join again, outlive an outage."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from dataplane.agent.node import Agent
 from dataplane.agent.settings import WorkerSettings
 from dataplane.protocol.messages import DesiredInstances, Heartbeat, Join, SlotSpec
 from tests.dataplane.replay_node import KEY, desired, instance, settings
-from tests.event_loop import asynchronous
+from tests.event_loop import asynchronous, until
 
 URL = "http://127.0.0.1:9999"
 
@@ -69,12 +69,6 @@ async def linked(refusal: httpx.Response | None = None, **changes: Any) -> Async
         assert done, "the link ends when it is cancelled"
         for group in agent.groups:
             group.follow(())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110  (conditions are about another task)
-            await asyncio.sleep(0.005)
 
 
 @asynchronous

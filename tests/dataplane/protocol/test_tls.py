@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from dataplane.protocol.tls import check_tls_files, client_context
 from ops.local.ports import free_port
 from tests.dataplane.replay_node import settings
-from tests.event_loop import asynchronous
+from tests.event_loop import asynchronous, until
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,7 @@ async def test_only_who_is_signed_is_believed(files: Path) -> None:
     )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: server.started)
     url = f"https://127.0.0.1:{port}/"
     async with aiohttp.ClientSession() as session:
         async with session.get(url, ssl=client_context(files / "ca.pem")) as answer:
