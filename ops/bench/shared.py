@@ -66,7 +66,6 @@ class SimulatedClock:
         return self.now_s
 
     def sleep(self, time_s: float) -> None:
-        """Move the clock."""
         self.now_s += time_s
 
 

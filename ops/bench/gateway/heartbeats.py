@@ -45,7 +45,6 @@ class Used:
     cpu_s: dict[str, float]
 
     def share(self, process: str) -> float:
-        """Of one core."""
         return self.cpu_s[process] / self.wall_s
 
 

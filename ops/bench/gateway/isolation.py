@@ -256,7 +256,7 @@ class _Bench:
         return _round(arm, number, answers, done, took_s)
 
     async def _watch(self, batch_id: str | None, seconds: float) -> tuple[float | None, float | None]:
-        """The share of a batch's lines that have ended after so many seconds; and when all had, if they had."""
+        """The share of a batch's lines that ended within `seconds`, and after how long all had ended; None: not all."""
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         done = took_s = None

@@ -136,7 +136,7 @@ class Row:
 
     @property
     def kept(self) -> bool:
-        """Whether all were served, and 90 % of the service was in time."""
+        """Whether all requests were served, with 90 % service attainment."""
         return not self.unserved and self.service_attainment >= 0.9
 
 
@@ -354,7 +354,7 @@ def trials(
 def _climb(
     workloads: Path, steps: tuple[int, int, int], setups: Sequence[Setup], plot: Path | None
 ) -> list[tuple[Setup, list[Row]]]:
-    """Each setup on workloads of more and more models, until it is hopeless."""
+    """Measure each setup with more and more models, until its attainment is hopeless."""
     check_plot(plot)
     found: list[tuple[Setup, list[Row]]] = []
     with _sizes(workloads, *steps) as sizes:

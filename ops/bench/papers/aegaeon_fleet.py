@@ -152,7 +152,7 @@ def _fewest(part: Part, duration_s: float, seed: int, attainment: float) -> Fewe
 
 
 def _scenario(part: Part, split: tuple[int, int], duration_s: float, seed: int, folder: Path) -> Scenario:
-    """A deployment as a pool. A slot's memory holds two of its largest models."""
+    """A deployment as a shared pool. A slot's memory holds two of its largest models."""
     largest_bytes = max(model.weights_bytes for model in part.kinds)
     memory_bytes = int(0.9 * load_gpu_profile(H20).memory_bytes) * part.gpus
     workload = _write_traffic(part, duration_s, seed, folder / "traffic.csv")
@@ -192,7 +192,7 @@ def _write_traffic(part: Part, duration_s: float, seed: int, path: Path) -> Path
 
 
 def _write_profile(part: Part, path: Path) -> Path:
-    """The H20's profile for a slot of so many GPUs; models larger than any measured take as much longer."""
+    """The H20's profile for a slot of so many GPUs; times of models larger than the measured ones are scaled up."""
     profile = load_gpu_profile(H20)
     lines = [
         f'gpu_type = "{part.gpus} x H20"',

@@ -61,7 +61,7 @@ class Watch:
     _switches_before: int | None = None
 
     def look(self, slot: dict[str, Any]) -> None:
-        """Take the newest turns. Those of the last look are known by their lengths, which do not change."""
+        """Take the newest time slices. Those of the last look are recognised by their lengths, which do not change."""
         if self._switches_before is None:
             self._switches_before = slot["switches_total"]
         self.switches = slot["switches_total"] - self._switches_before
@@ -93,7 +93,7 @@ class _Live:
         self.watch = Watch()
 
     async def run(self, requests: Sequence[Request]) -> tuple[list[Answer], float]:
-        """Send each at its time; answers, and seconds until the last one ended."""
+        """Send each request at its time; the answers, and seconds until the last one ended."""
         async with self._http, self._node:
             over = asyncio.Event()
             watching = asyncio.create_task(self._watch(over))
@@ -127,7 +127,7 @@ class _Live:
         }
 
     async def _answer(self, body: dict[str, Any]) -> tuple[float, float]:
-        """When the first and the last token came, on `time.monotonic`."""
+        """The times of the first and the last token, by `time.monotonic`."""
         first_s: float | None = None
         async with self._http.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code != httpx.codes.OK:
@@ -206,12 +206,11 @@ class Row:
 
     @property
     def difference(self) -> float:
-        """Of the simulated one to the live one, as a share of the latter."""
+        """The simulated figure over the live one, less 1."""
         return self.simulated / self.live - 1 if self.live else 0.0
 
     @property
     def slowed_difference(self) -> float:
-        """The same of the slowed one."""
         return self.slowed / self.live - 1 if self.live else 0.0
 
 

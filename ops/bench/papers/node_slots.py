@@ -137,7 +137,7 @@ def dealt(asked: Sequence[Asked], slots: int) -> Iterator[list[Asked]]:
 
 
 def _requests(workloads: Path, models: int) -> list[Asked]:
-    """Of the first so many models of the smallest workload that has them."""
+    """Requests of the first so many models of the smallest workload that has them."""
     try:
         sizes = [one for one in workloads_of(workloads) if one.rate == RATE and one.models != HALF_AS_LONG]
         found = next((one for one in sizes if one.models >= models), None)

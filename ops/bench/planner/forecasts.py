@@ -119,7 +119,7 @@ def _series(where: str, rows: Any, bucket_s: float) -> list[EndpointSeries]:
 
 
 def _binned(rows: list[tuple[float, float | None]], fine_s: float, bucket_s: float) -> DemandSeries:
-    """Whole buckets counted from the first row."""
+    """Whole buckets, counted from the first row."""
     fine = DemandSeries.from_rows(rows, bucket_s=fine_s)
     whole_s = fine.duration_s // bucket_s * bucket_s
     return fine.before(fine.start_s + whole_s).rebin(bucket_s)

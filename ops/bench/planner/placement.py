@@ -73,7 +73,7 @@ def plain_program(grid: Grid) -> PlainProgram:
 
 
 def _ask(problem: Any, cost: list[Any], cells: list[tuple[float, Any]], wanted: float, price: float, name: str) -> None:
-    """A demand row, in instances of the fastest GPU type: numbers near 1 are kinder to solvers."""
+    """Add a demand row, in instances of the fastest GPU type: solvers handle numbers near 1 better."""
     if wanted <= 0:
         return
     unit = max((speed for speed, _count in cells), default=1.0)
@@ -107,7 +107,6 @@ class Solving:
 
     @property
     def reached(self) -> bool:
-        """The gap asked for was proven."""
         return self.gap is not None and self.gap <= self.wanted_gap + 1e-9
 
 
@@ -161,7 +160,7 @@ def measure_against_plain(shape: ProblemShape, seeds: Sequence[int], limit_s: fl
 
 
 def _ours(grid: Grid, shape: ProblemShape, seed: int, gap: float, limit_s: float) -> tuple[Solving, float]:
-    """As the plan does it, small fleets exactly and others by prices; and the price per hour of the fleet found."""
+    """Solve as the planner does, small fleets exactly, others by prices; also the price per hour of the result."""
     settings, watch = PlacementSettings(gap=gap, time_limit_s=limit_s), _Watch()
     if len(grid.cells) <= settings.exact_cells_max:
         program = build_program(grid)
@@ -179,7 +178,7 @@ def _ours(grid: Grid, shape: ProblemShape, seed: int, gap: float, limit_s: float
 
 
 def _by_highs(grid: Grid, shape: ProblemShape, seed: int, gap: float, limit_s: float, fleet: float) -> Solving:
-    """HiGHS stops at the same distance in cost per hour: the gap of a fleet that costs `fleet`."""
+    """Solve by HiGHS, which stops at the same distance in cost per hour: the gap of a fleet that costs `fleet`."""
     watch = _Watch()
     program = plain_program(grid)
 

@@ -120,7 +120,7 @@ class _Maker:
         gpus: NDArray[np.int64],
         speeds: NDArray[np.float64],
     ) -> NDArray[np.int64]:
-        """Instances of one random way to serve these peaks: each endpoint on one or two types it can run on."""
+        """Instances of one random way to serve these peaks, each endpoint on one or two types that it fits."""
         chance = self._random.random((*peak.shape, len(self._types))) * (gpus > 0)[:, None, :]
         first = chance.argmax(axis=2)
         np.put_along_axis(chance, first[..., None], 0.0, axis=2)
@@ -136,7 +136,7 @@ class _Maker:
     def _within(
         self, present: NDArray[np.int64], gpus: NDArray[np.int64], capacity: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """The same, with the last models' instances left out where a region has no GPUs for them."""
+        """The same, without the last models' instances where a region lacks GPUs for them."""
         taken = np.cumsum(present * gpus[:, None, :], axis=0)
         return np.where(taken <= capacity[None], present, 0)
 

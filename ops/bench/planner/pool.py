@@ -168,7 +168,6 @@ def _models(count: int) -> list[ModelSpec]:
 
 
 def _arrivals(load: PoolLoad) -> list[_Inflight]:
-    """All requests, in order of arrival."""
     rng = np.random.default_rng(load.seed)
     in_flight = []
     for model in range(load.models):

@@ -160,7 +160,7 @@ class Progress:
         self._began_s = self._told_s = time.monotonic()
 
     def tell(self, name: str, share: float) -> None:
-        """So much of a run is done; it is said now and then."""
+        """Print the progress of a run, at most every `_TELL_EVERY_S`."""
         now_s = time.monotonic()
         if now_s - self._told_s >= _TELL_EVERY_S:
             self._told_s, passed_s, done = now_s, now_s - self._began_s, self._done + share
@@ -183,11 +183,10 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """The file of its figures."""
         return self.folder / f"{self.case}-{self.variant}-{self.seed}.json"
 
     def figures(self) -> dict[str, Any] | None:
-        """Those that are kept, if they are of the same scenario, and all there."""
+        """The stored figures, if they are complete and of the same scenario."""
         if not self.path.exists():
             return None
         found: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
@@ -195,7 +194,7 @@ class Run:
         return found if told and found["digest"] == digest_of(self.scenario) else None
 
     def measure(self, progress: Progress) -> None:
-        """Simulate, and keep the figures."""
+        """Simulate, and store the figures."""
         scenario, name = self.scenario, self.path.stem
         until_s, learn_s = getattr(scenario.traffic, "duration_s", None), scenario.planning.learn_s
         assert until_s is not None

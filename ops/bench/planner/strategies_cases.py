@@ -138,7 +138,7 @@ def parts_of(
 
 
 def _peaks(needed: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """For every minute the mean of the fullest five minutes of its hour."""
+    """For every minute the mean of the highest five minutes of its hour."""
     peaks = np.empty_like(needed)
     for first in range(0, len(needed), _HOUR):
         hour = needed[first : first + _HOUR]
@@ -148,7 +148,6 @@ def _peaks(needed: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _longest(flags: list[bool]) -> int:
-    """The longest run of True."""
     return max((len(list(run)) for flag, run in groupby(flags) if flag), default=0)
 
 
@@ -169,7 +168,7 @@ class Case:
     settings: tuple[str, ...] = ()
 
     def all_settings(self) -> tuple[str, ...]:
-        """As `--set` takes them."""
+        """Settings in the form of `--set`."""
         if self.days is None:
             return self.settings
         since, served, until = (86_400 * day for day in self.days)

@@ -383,7 +383,6 @@ def _run_pgqueuer(url: str, start: Any, seconds: float, results: Any) -> None:
 
 
 def _plain(url: str) -> str:
-    """The address as libpq writes it."""
     return make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
 
 

@@ -22,7 +22,7 @@ class ModelCosts:
 
     @property
     def switch_s(self) -> float:
-        """How long its weights take to arrive."""
+        """The transfer time of its weights."""
         return self.weights_bytes / self.bytes_per_s
 
 

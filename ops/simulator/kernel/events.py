@@ -75,13 +75,13 @@ class Events:
         self._keeps_up = False
 
     def at(self, at_s: float, kind: Kind, action: Callable[[*Told], None], *told: *Told) -> None:
-        """Ask for `action` at a moment, which is not over yet; it is told the rest."""
+        """Schedule `action` with its arguments at a moment that has not passed."""
         assert at_s >= self.now_s, f"{at_s} lies before {self.now_s}"
         self._asked += 1
         heappush(self._heap, (at_s, kind, self._asked, action, told))
 
     def run_before(self, at_s: float, kind: Kind) -> None:
-        """Move to something of this moment and kind, which is counted and the caller's to run: all before it is run."""
+        """Run all events before a moment and kind, and move there. The caller runs that event; it is counted here."""
         heap, first = self._heap, (at_s, kind + 1)
         while heap and heap[0] < first:
             self.run(1)
@@ -89,22 +89,21 @@ class Events:
         self.count += 1
 
     def follow(self, follower: Follower) -> None:
-        """Let it lag behind, as long as anybody does."""
+        """Advance it lazily until `keep_up` is called."""
         self._followers[follower] = None
         if self._keeps_up:
             follower.keep_up()
 
     def unfollow(self, follower: Follower) -> None:
-        """Nobody need look after it any more."""
         self._followers.pop(follower, None)
 
     def catch_up(self) -> None:
-        """Nobody lags behind the present moment."""
+        """Advance all followers to the present."""
         for follower in list(self._followers):
             follower.advance(self.now_s)
 
     def keep_up(self) -> None:
-        """Nobody lags behind from now on."""
+        """From now on followers are advanced by events instead of lazily."""
         self._keeps_up = True
         for follower in list(self._followers):
             follower.keep_up()
@@ -128,7 +127,7 @@ class Alarm:
         self._set_s = inf
 
     def set(self) -> None:
-        """Ring when the next thing ends; to be said whenever that may have become earlier."""
+        """Schedule the next event; call it whenever that may have become earlier."""
         next_s = self._clocked.next_s
         if next_s < self._set_s:
             self._set_s = next_s
@@ -152,12 +151,12 @@ class EventLog:
         self._fresh: list[bytes] = []
 
     def note(self, at_s: float, what: int, request: int, value: int = 0) -> None:
-        """Something happened to a request. `what` is the teller's code, `value` what else counts."""
+        """Record something that happened to a request. `what` is the caller's code, `value` any other number."""
         self._fresh.append(_record(at_s, what, request, value))
 
     @property
     def noted(self) -> int:
-        """How many records went in."""
+        """The number of records."""
         return self._hashed + len(self._fresh)
 
     @property
@@ -167,7 +166,7 @@ class EventLog:
         return self._hash.hexdigest()
 
     def close(self) -> None:
-        """Of the moments so far nothing more will be told, but for the present one."""
+        """Hash the records so far, if they are many. No later record is of an earlier moment."""
         if len(self._fresh) >= _RECORDS_MAX:
             self._close()
 

@@ -20,7 +20,7 @@ class Pace(Struct, frozen=True, gc=False):
         return steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
 
     def steps_to(self, seconds: float) -> int:
-        """The fewest steps, at least one, that are not over before then."""
+        """The fewest steps, at least one, that take `seconds` or longer."""
         first_s, growth_s = self.first_s, self.growth_s
         if seconds <= first_s:
             return 1
@@ -47,7 +47,7 @@ class FastForward(Struct, frozen=True, gc=False):
     steps: int
 
     def ended_s(self, step: int) -> float:
-        """When a step, from 1, was over."""
+        """The end of a step, from 1."""
         return self.started_s + self.pace.seconds(step)
 
     def in_time(self, due_s: float, tbt_s: float) -> int:
@@ -66,14 +66,14 @@ class FastForward(Struct, frozen=True, gc=False):
         return ends - begins
 
     def late_s(self, due_s: float, tbt_s: float) -> float:
-        """The most that any step was late; negative when all were early."""
+        """The largest lateness of a step; negative if all were early."""
         return max(self._late_s(1, due_s, tbt_s), self._late_s(self.steps, due_s, tbt_s))
 
     def _late_s(self, step: int, due_s: float, tbt_s: float) -> float:
         return self.ended_s(step) - due_s - (step - 1) * tbt_s
 
     def _least_late(self, tbt_s: float) -> int:
-        """The step that is late by least: the last that takes no longer than `tbt_s`."""
+        """The step with the least lateness: the last that takes no longer than `tbt_s`."""
         if self.pace.first_s >= tbt_s:
             return 1
         if self.pace.growth_s <= 0:

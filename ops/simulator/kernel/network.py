@@ -14,14 +14,13 @@ class Network:
         self._preferences: dict[str, tuple[str, ...]] = {}
 
     def preference(self, origin: str) -> tuple[str, ...]:
-        """The regions, in the order in which requests from there prefer them."""
+        """The regions in the order that requests from `origin` prefer."""
         known = self._preferences.get(origin)
         if known is None:
             known = self._preferences[origin] = choose_preference(self._regions, origin, self._latencies_ms)
         return known
 
     def travel_s(self, origin: str, destination: str) -> float:
-        """How long it is from one to the other."""
         if origin == destination:
             return 0.0
         return self._latencies_ms.get((origin, destination), 0.0) / 1000

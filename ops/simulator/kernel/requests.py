@@ -40,17 +40,17 @@ class Served(Struct, eq=False):
     """When the first token must leave."""
 
     def __post_init__(self) -> None:
-        """Reckon the way back in."""
+        """Subtract the way back from the deadline."""
         self.due_s = self.request.arrived_s + self.target.ttft_s - self.back_s
 
     @property
     def left(self) -> int:
-        """Tokens still to make."""
+        """Output tokens still to make."""
         return self.request.output_tokens - self.made
 
     @property
     def next_due_s(self) -> float:
-        """When the next token must leave."""
+        """The deadline of the next token at the instance."""
         return self.due_s + self.made * self.target.tbt_s
 
     def token(self, at_s: float) -> None:
@@ -60,7 +60,7 @@ class Served(Struct, eq=False):
         self.take(1, late_s, 1 if late_s <= 0 else 0, at_s)
 
     def fast_forward(self, fast_forward: FastForward) -> None:
-        """A token is out after each of many steps."""
+        """Count one token for each step."""
         if not self.made:
             self.first_s = fast_forward.ended_s(1)
         due_s, tbt_s = self.next_due_s, self.target.tbt_s
@@ -69,7 +69,7 @@ class Served(Struct, eq=False):
         self.take(fast_forward.steps, late_s, in_time, fast_forward.ended_s(fast_forward.steps))
 
     def take(self, tokens: int, late_s: float, in_time: int, last_s: float) -> None:
-        """Tokens are out: the most that one of them was late, how many were not, and when the last one left."""
+        """Count tokens: the largest lateness, the number in time, and the time of the last one."""
         self.made += tokens
         self.in_time += in_time
         self.late_s = max(self.late_s, late_s)
@@ -78,17 +78,17 @@ class Served(Struct, eq=False):
 
     @property
     def ttft_s(self) -> float:
-        """From its arrival until its first token was where it came from."""
+        """From arrival until the first token is back at the origin."""
         return self.first_s + self.back_s - self.request.arrived_s
 
     @property
     def service_s(self) -> float:
-        """From its arrival until its last token was where it came from."""
+        """From arrival until the last token is back at the origin."""
         return self.last_s + self.back_s - self.request.arrived_s
 
     @property
     def share(self) -> float:
-        """Share of its service in which no token was overdue: `dataplane.scheduling.attainment.service_share` of it."""
+        """Share of its service time without an overdue token: see `dataplane.scheduling.attainment.service_share`."""
         return 1.0 - self.late_s / self.service_s if self.late_s > 0 else 1.0
 
 
@@ -104,7 +104,6 @@ class Sequence(Struct, eq=False):
 
     @property
     def model(self) -> str:
-        """The model's name."""
         return self.served.request.model
 
     @property

@@ -26,12 +26,12 @@ class Timeline:
         """The largest t(g) - g d of each, by d."""
 
     def expect(self, tbt_s: float) -> None:
-        """Somebody with this TBT joins."""
+        """Keep the lateness for this TBT from now on."""
         if tbt_s not in self._lates_s:
             self._lates_s[tbt_s] = [math.nan] * len(self.fast_forwards)
 
     def add(self, fast_forward: FastForward, over_s: float) -> None:
-        """Steps that follow those before, the last of them over at `over_s`."""
+        """Append steps, the last of which ends at `over_s`."""
         first = self.step + 1
         self.step = last = self.step + fast_forward.steps
         self.over_s = over_s
@@ -49,7 +49,7 @@ class Timeline:
         return max(self._lates_s[tbt_s][bisect_left(self._firsts, first) :]) - due_s + first * tbt_s
 
     def in_time(self, first: int, due_s: float, tbt_s: float) -> int:
-        """How many steps from `first` on were not late."""
+        """The number of steps from `first` on that were not late."""
         place = bisect_left(self._firsts, first)
         return sum(
             fast_forward.in_time(due_s + (began - first) * tbt_s, tbt_s)
@@ -57,7 +57,7 @@ class Timeline:
         )
 
     def forget(self, first: int) -> None:
-        """Nobody asks any more about steps before `first`, with which a fast-forward begins."""
+        """Drop the steps before `first`, with which a fast-forward begins."""
         place = bisect_left(self._firsts, first)
         del self._firsts[:place], self.fast_forwards[:place]
         for lates_s in self._lates_s.values():

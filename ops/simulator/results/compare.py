@@ -102,7 +102,7 @@ class Line:
 
     @property
     def difference(self) -> float | None:
-        """Of the second to the first, in the figure's unit."""
+        """The second less the first, in the figure's unit."""
         return None if self.a is None or self.b is None else self.b - self.a
 
     @property
@@ -112,7 +112,7 @@ class Line:
 
     @property
     def mood(self) -> str:
-        """Whether the second is good or bad beside the first; empty: neither, or too near."""
+        """Whether the second is good or bad against the first; empty: neither, or too close."""
         if self.difference is None or self.a is None or self.b is None or not self.better:
             return ""
         if abs(self.difference) <= _TELLING * max(abs(self.a), abs(self.b)):
@@ -120,7 +120,7 @@ class Line:
         return "good" if (self.difference > 0) == (self.better == "more") else "bad"
 
     def document(self) -> dict[str, Any]:
-        """For scripts. Shares are of 1, whatever is shown."""
+        """The figure as JSON. Shares are of 1, whatever is shown."""
         return {
             "part": self.part,
             "name": self.name,
@@ -132,7 +132,7 @@ class Line:
         }
 
     def texts(self) -> tuple[str, str, str, str]:
-        """Both figures, the difference and its share, as people read them."""
+        """Both figures, the difference and its share, for people."""
         difference = "" if self.difference is None else _text(self.difference, self.unit, sign="+")
         if self.unit == "%":
             difference = difference.replace("%", "pt")

@@ -114,7 +114,7 @@ def _cards(result: Result) -> Iterable[tuple[str, str]]:
 
 
 def _gpu_types(totals: Totals) -> str | None:
-    """A row for each; None where there is but one."""
+    """A row for each GPU type; None if there is only one."""
     if len(totals.gpu_types) < 2:
         return None
     states = [state for state in figures.STATE_COLOURS if totals.gpu_hours.get(state)]

@@ -55,7 +55,6 @@ class _Kept:
 
     @property
     def several(self) -> bool:
-        """Whether it must be said what is of which GPU type."""
         return len(self.gpu_types) > 1
 
 
@@ -76,7 +75,7 @@ class LiveScenario:
     notes: Sequence[str]
 
     def text(self) -> str:
-        """As TOML, the notes first."""
+        """The scenario as TOML, after the notes."""
         return "".join(f"# {note}\n" for note in self.notes) + "\n" + tomlkit.dumps(self.document)
 
 
@@ -156,7 +155,7 @@ def write_demand(path: Path, demand: LiveDemand) -> None:
 
 
 def _kept(fleet: LiveFleet, demand: LiveDemand) -> _Kept:
-    """Models that somebody asks for, on GPU types where they have a profile and a node is alive."""
+    """Models with demand, on GPU types where they have a profile and a node is alive."""
     alive = {node["gpu_type"] for node in _alive(fleet)}
     asked = {row[2] for row in demand.rows}
     names = {row["name"] for row in fleet.models} & asked
@@ -190,7 +189,6 @@ def _instances(kept: _Kept, running: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def _pooling(kept: _Kept) -> dict[str, Any]:
-    """How plans pool."""
     if kept.pooling is None:
         return {}
     names = ("fill", "prompt_tokens", "output_tokens", "tbt_s", "round_s")
@@ -207,7 +205,7 @@ def _model(model: Row, kept: _Kept) -> dict[str, Any]:
 
 
 def _alive(fleet: LiveFleet) -> Iterable[Row]:
-    """Nodes that take instances: one that is silent or drains does not."""
+    """Nodes that take instances: neither silent nor draining."""
     return (
         node for node in fleet.nodes if node["gpu_type"] in fleet.gpu_types and node["alive"] and not node["draining"]
     )
@@ -235,7 +233,7 @@ def _nodes(fleet: LiveFleet, kept: _Kept, profiles: Mapping[str, str]) -> list[d
 
 
 def _memory(fleet: LiveFleet, kept: _Kept, gpu_type: str) -> dict[str, int]:
-    """Of a GPU, for KV; and what that leaves of nine tenths of it for the weights of a pool."""
+    """Memory of a GPU for KV, and, for pools, what that leaves of nine tenths of it for weights."""
     kv_bytes, largest_bytes = _kv_bytes(fleet, kept, gpu_type), _largest_bytes(kept, gpu_type)
     if kept.pooling is None:
         return {"kv_bytes": kv_bytes}
@@ -244,7 +242,7 @@ def _memory(fleet: LiveFleet, kept: _Kept, gpu_type: str) -> dict[str, int]:
 
 
 def _kv_bytes(fleet: LiveFleet, kept: _Kept, gpu_type: str) -> int:
-    """What instances told; else what the largest model there leaves of nine tenths of a GPU's memory."""
+    """What instances reported; else what the largest model leaves of nine tenths of a GPU's memory."""
     if told := fleet.kv_bytes.get(gpu_type):
         return int(statistics.median(told))
     return max(1, round(0.9 * _gpu_bytes(fleet, gpu_type) - _largest_bytes(kept, gpu_type)))
@@ -257,7 +255,6 @@ def _gpu_bytes(fleet: LiveFleet, gpu_type: str) -> float:
 
 
 def _largest_bytes(kept: _Kept, gpu_type: str) -> int:
-    """The weights of the largest model there."""
     largest_bytes: int = max(row["weights_bytes"] for row in kept.models if (row["name"], gpu_type) in kept.rates)
     return largest_bytes
 

@@ -90,7 +90,7 @@ def model_costs(name: str, model: ModelPart, profile: GpuProfile) -> ModelCosts:
 
 
 def _parts(fleet: FleetPart) -> list[_Part]:
-    """Whatever has GPUs."""
+    """All parts of the fleet that have GPUs."""
     nodes = [
         _Part(
             f"fleet.nodes.{index}",

@@ -125,7 +125,6 @@ class ProvisioningPart(Part):
     weights: dict[str, list[str]] = Field(default_factory=dict)
 
     def times(self) -> StartTimes:
-        """For `choose_placement`."""
         return StartTimes(
             local_s=self.local_s, remote_s=self.remote_s, spot_same_s=self.spot_same_s, spot_other_s=self.spot_other_s
         )

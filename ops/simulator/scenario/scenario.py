@@ -162,7 +162,7 @@ class Scenario(Part):
 
     @model_validator(mode="after")
     def _names(self) -> "Scenario":
-        """Whatever is named is there."""
+        """Check that all names refer to something."""
         models, regions = [model.name for model in self.models], set(self.regions)
         if len(set(models)) < len(models):
             raise ValueError("models: a name is there twice")
@@ -183,7 +183,7 @@ class Scenario(Part):
 
     @model_validator(mode="after")
     def _scaled(self) -> "Scenario":
-        """What comes and goes can."""
+        """Check the tables of fleets that are scaled."""
         regions, models = set(self.regions), {model.name for model in self.models}
         named = [(f"fleet.nodes.{i}.region", node.region, regions) for i, node in enumerate(self.fleet.nodes)]
         named += [(f"failures.{i}.region", one.region, regions) for i, one in enumerate(self.failures)]
@@ -206,7 +206,7 @@ class Scenario(Part):
 
     @model_validator(mode="after")
     def _pooled(self) -> "Scenario":
-        """Plans can pool if they shall."""
+        """Check what plans need for pools."""
         if self.planning.pools:
             for index, node in enumerate(self.fleet.nodes):
                 if node.host_bytes is None:
@@ -216,7 +216,7 @@ class Scenario(Part):
         return self
 
     def _of_scaling(self) -> Iterator[str]:
-        """Keys of the file that are for instances that come and go."""
+        """Keys of the file that need [scaling]."""
         for key, given in (("failures", self.failures), ("fleet.nodes", self.fleet.nodes)):
             if given:
                 yield key
@@ -238,12 +238,10 @@ class Scenario(Part):
 
     @property
     def origins(self) -> set[str]:
-        """Where requests come from."""
         return set(self.traffic.origins or self.regions)
 
     @staticmethod
     def ends(key: str) -> tuple[str, ...]:
-        """Origin and destination."""
         return tuple(end.strip() for end in key.split(">"))
 
 
@@ -277,14 +275,14 @@ def load_scenario(path: Path, *, trace: str | None = None, settings: Sequence[st
 
 
 def _key(places: tuple[int | str, ...]) -> str:
-    """Where an error lies, as the file has it: below `traffic` its kind is no table of its own, nor is a form."""
+    """The key of an error as in the file, without the tags of unions."""
     table, *rest = places or ("",)
     kept = rest[1:] if table == "traffic" else [place for place in rest if place not in FORMS]
     return ".".join(map(str, (table, *kept)))
 
 
 def _located(document: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The document with its files where they are."""
+    """The document with paths relative to its folder resolved."""
     traffic, fleet = document.get("traffic"), document.get("fleet")
     if isinstance(traffic, dict):
         files = {key: folder / traffic[key] for key in ("path", "lengths") if isinstance(traffic.get(key), str)}
@@ -297,7 +295,7 @@ def _located(document: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _profiled(table: Any, folder: Path) -> Any:
-    """A table with its profile where that is, if it names one."""
+    """A table with the path of its profile resolved, if it names one."""
     if not isinstance(table, dict) or not isinstance(table.get("profile"), str):
         return table
     own = folder / table["profile"]

@@ -29,16 +29,15 @@ class Batch:
         self._fast_forwards_max = FAST_FORWARDS_KEPT
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Those that decode."""
         return (sequence for _, _, sequence in self._ends)
 
     @property
     def kv_tokens(self) -> int:
-        """What its KV takes: all contexts, and room for one more token of each."""
+        """KV of all contexts, and of one more token of each sequence."""
         return self.context_tokens + self.size
 
     def join(self, sequence: Sequence) -> None:
-        """Let a sequence decode from the next step on."""
+        """Decode a sequence from the next step on."""
         served, timeline = sequence.served, self._timeline
         left = served.request.output_tokens - served.made
         assert left > 0
@@ -49,13 +48,13 @@ class Batch:
         heappush(self._ends, (timeline.step + left, sequence.order, sequence))
 
     def steps_max(self, reserved_tokens: int) -> int:
-        """Steps until a sequence ends or KV runs out, `reserved_tokens` of it being others'."""
+        """Steps until a sequence ends or KV is full, `reserved_tokens` of it being others'."""
         steps = self._ends[0][0] - self._timeline.step
         free_tokens = self._kv_tokens_max - reserved_tokens - self.context_tokens
         return steps if steps * self.size <= free_tokens else free_tokens // self.size
 
     def fast_forward(self, now_s: float, steps_max: int, reserved_tokens: int) -> FastForward | None:
-        """The steps that it takes from now on, at most so many; None: there is no room for one, or nobody decodes."""
+        """The next steps, at most `steps_max`; None if KV is full or the batch is empty."""
         if not self.size:
             return None
         steps = self.steps_max(reserved_tokens)
@@ -82,7 +81,7 @@ class Batch:
         return ended
 
     def drive_out(self, now_s: float) -> Sequence:
-        """Who gives its KV up, so that the first in the order of service goes on; that itself, where it is alone."""
+        """Preempt a sequence, so that the first in the order of service can go on; that one itself if it is alone."""
         first = min(self, key=lambda sequence: sequence.key)
         victim = choose_victim(self, first) or first
         self._ends = [entry for entry in self._ends if entry[2] is not victim]
@@ -90,12 +89,12 @@ class Batch:
         return self._leave(victim, now_s)
 
     def dissolve(self) -> list[Sequence]:
-        """Let all out, in the order in which they would have ended."""
+        """Remove all sequences, in the order in which they would have ended."""
         ends, self._ends = sorted(self._ends), []
         return [self._leave(sequence, self._timeline.over_s) for _, _, sequence in ends]
 
     def _leave(self, sequence: Sequence, now_s: float) -> Sequence:
-        """See a sequence off, and write down what it got."""
+        """Remove a sequence, and count its tokens."""
         served, timeline = sequence.served, self._timeline
         tokens = timeline.step - sequence.joined
         self.size -= 1

@@ -70,27 +70,26 @@ class Instance:
 
     @property
     def kv_tokens(self) -> int:
-        """Room that is taken."""
+        """KV in use or reserved."""
         return self._batch.kv_tokens + self._reserved_tokens
 
     @property
     def prefill_wait_s(self) -> float:
-        """Seconds that the prompts which wait will take."""
+        """Prefill time of the waiting prompts."""
         return self._prompts.load_s
 
     @property
     def inside(self) -> list[Served]:
-        """All that are here, in the order in which they came."""
+        """All requests in flight, ordered by arrival."""
         prompts = [*self._prompts.waiting.values(), *self._prompts.new]
         moving = [*self._away, *self._arrived, *(sequence for _, sequence in self._arriving)]
         return [one.served for one in sorted([*prompts, *self._batch, *moving], key=lambda one: one.order)]
 
     def fits(self, request: Request) -> bool:
-        """Whether a request could ever be served here."""
         return request.prompt_tokens + request.output_tokens <= self.kv_tokens_max
 
     def submit(self, served: Served, now_s: float) -> None:
-        """Take in a request that fits. A fast-forward that runs ends with the step it is in."""
+        """Queue a request that fits. It ends a running fast-forward with the present step."""
         if self.next_s <= now_s:
             self.advance(now_s)
         request = served.request
@@ -100,7 +99,7 @@ class Instance:
         self._cut_or_begin(now_s)
 
     def adopt(self, served: Served, now_s: float) -> None:
-        """Take in a request whose KV another instance has made: it comes as KV that was away."""
+        """Queue a request that another instance has prefilled, as if its KV had been swapped out here."""
         assert self.fits(served.request)
         assert served.made
         self.advance(now_s)
@@ -111,7 +110,7 @@ class Instance:
         self._bring_back(now_s)
 
     def advance(self, now_s: float) -> None:
-        """Live through all that ends by then."""
+        """Simulate up to a moment."""
         while self.next_s <= now_s:
             at_s, fast_forward = self._over_at_s, self._fast_forward
             if self._arrives_s < at_s:
@@ -126,7 +125,7 @@ class Instance:
             self._go_on(at_s)
 
     def _cut_or_begin(self, now_s: float) -> None:
-        """Something has come: end the fast-forward with the step that runs now, or begin where nothing runs."""
+        """End the running fast-forward with the present step, or begin a step if none runs."""
         fast_forward = self._fast_forward
         if fast_forward is not None:
             if fast_forward.steps > 1:
@@ -137,7 +136,7 @@ class Instance:
             self._go_on(now_s)
 
     def _go_on(self, now_s: float) -> None:
-        """Between two steps: what came meanwhile joins in, what is away may come back, and the next thing begins."""
+        """Between two steps: admit what arrived, load swapped KV if it fits, and begin the next step."""
         prompts, batch, steps_max = self._prompts, self._batch, _ANY
         if prompts.new:
             prompts.take_in(now_s)
@@ -163,14 +162,14 @@ class Instance:
             self._run_until(inf)
 
     def _decode(self, fast_forward: FastForward, now_s: float) -> None:
-        """Begin a fast-forward, or what is left of it."""
+        """Begin a fast-forward, or the rest of one."""
         self._fast_forward = fast_forward
         self._takes_s = takes_s = fast_forward.pace.seconds(fast_forward.steps)
         over_at_s = fast_forward.started_s + takes_s
         self._run_until(over_at_s if over_at_s > now_s else now_s)
 
     def _run_until(self, over_at_s: float) -> None:
-        """What runs now is over then; infinite: nothing runs."""
+        """Set the end of what runs; infinite: nothing runs."""
         self._over_at_s = over_at_s
         self.next_s = over_at_s if over_at_s < self._arrives_s else self._arrives_s
 
@@ -191,7 +190,7 @@ class Instance:
             self._ended(sequence.served)
 
     def _settle(self, *, prefill: bool, decode: bool) -> None:
-        """Let the turn policy settle its account, knowing which kinds wait."""
+        """Let the scheduling policy settle its account of shares, knowing which kinds wait."""
         self._over_s, self._owed = settle_shares(
             self._over_s,
             self._owed,
@@ -204,7 +203,7 @@ class Instance:
         self._prefill_spent_s = self._decode_spent_s = 0.0
 
     def _prefilled(self, now_s: float) -> None:
-        """A prefill step is over."""
+        """End a prefill step."""
         self._prefill_spent_s += self._takes_s
         chunks, self._chunks = self._chunks, []
         for sequence, count in chunks:
@@ -224,7 +223,7 @@ class Instance:
                     self._ended(served)
 
     def _bring_back(self, now_s: float) -> None:
-        """Send for KV that is away, in the order of service, while there is room."""
+        """Load swapped KV, in the order of service, while it fits."""
         while self._away and self.kv_tokens + self._away[0].cached + 1 <= self.kv_tokens_max:
             sequence = self._away.pop(0)
             self._reserved_tokens += sequence.cached + 1
@@ -234,7 +233,7 @@ class Instance:
         self._run_until(self._over_at_s)
 
     def _arrive(self) -> None:
-        """KV is here again: it joins the batch between two steps."""
+        """End a load of KV: the sequence joins the batch between two steps."""
         at_s, sequence = self._arriving.pop(0)
         self._arrived.append(sequence)
         self._arrives_s = self._arriving[0][0] if self._arriving else inf
@@ -248,7 +247,7 @@ class Instance:
         self._arrived.clear()
 
     def _prefill_goes_first(self) -> bool:
-        """Whether what waits goes before the batch, if there is one."""
+        """Whether waiting prompts go before the batch, if there is one."""
         self._settle(prefill=True, decode=self._batch.size > 0)
         return self._owed != "decode"
 

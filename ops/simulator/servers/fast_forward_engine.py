@@ -37,7 +37,6 @@ class _Silent(Answers):
     """Tokens that nobody reads."""
 
     def next_token(self, sequence: ReplaySequence) -> int | None:
-        """Always the same."""
         return 0
 
 
@@ -69,29 +68,27 @@ class FastForwardEngine(ReplayEngine):
 
     @property
     def switches_total(self) -> int:
-        """Switches since the start."""
         return self._log.switches_total
 
     @property
     def turns_stats(self) -> EngineStats:
-        """Of its stats what a dispatcher reads: whose turn it is, and the pace of its prefills."""
+        """The stats that a dispatcher reads: the running model, and the pace of prefills."""
         turn, pace = self._state.turn, self._log.prefill_pace
         pool = PoolStats(now_s=self._clock(), running_model=turn.model if turn else None, prefill_pace=pace)
         return EngineStats(pool=pool)
 
     @property
     def kv_used_bytes(self) -> int:
-        """The slot's memory that KV takes."""
         return self._kv.used_bytes
 
     @property
     def kv_capacity_bytes(self) -> int:
-        """That and what it could take now."""
+        """KV memory in use and free."""
         return self._kv.used_bytes + self._kv.free_bytes
 
     @property
     def lone_model(self) -> str | None:
-        """Whose turn it is, when nobody else's batch can run; then who comes gets the next turn at once."""
+        """The scheduled model if no other batch can run; then a new request is scheduled at once."""
         return self._last_model if self._alone else None
 
     @property
@@ -142,7 +139,7 @@ class FastForwardEngine(ReplayEngine):
         return self._decode(model, singles, now_s)
 
     def _steps_singly(self, model: FastForwardModel) -> bool:
-        """Whether layers are given up, or may be in this step: then each step waits for loads as it comes."""
+        """Whether layers are offloaded, or may be in this step: then each step waits for its own loads."""
         if not self._may_lend:
             return False
         model.look()
@@ -150,7 +147,7 @@ class FastForwardEngine(ReplayEngine):
         return bool(lends) or model.kv_needed_bytes() > self._kv.free_bytes
 
     def _ready(self, model: FastForwardModel) -> list[ReplaySequence]:
-        """See to the KV of those that decode, for one step. Returns those with room for it that do not ride."""
+        """Allocate KV for one step. Returns the decoding sequences with KV that are not riders."""
         model.look()
         if len(model.decoding) > self._slot.batch_max or model.kv_needed_bytes() > self._kv.free_bytes:
             self._get_off_all()
@@ -173,7 +170,7 @@ class FastForwardEngine(ReplayEngine):
         return []
 
     def _decode(self, model: FastForwardModel, singles: list[ReplaySequence], now_s: float) -> Made[SequenceKv]:
-        """Let all that are ready take a fast-forward."""
+        """Run a fast-forward of all ready sequences."""
         riders = len(model.riders)
         batch = riders + len(singles)
         context_tokens = model.riding_tokens + (sum([one.cached for one in singles]) if singles else 0)
@@ -203,7 +200,7 @@ class FastForwardEngine(ReplayEngine):
     def _steps_max(
         self, model: FastForwardModel, singles: list[ReplaySequence], batch: int, pace: Pace, now_s: float
     ) -> int:
-        """How many steps may be taken unasked from now on."""
+        """The number of steps in which nothing can change."""
         if self._requests.prefills.groups:
             return 1
         steps = min(model.steps_max(), 1 + self._kv.free_bytes // (batch * model.kv_bytes_per_token))

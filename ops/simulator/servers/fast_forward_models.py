@@ -35,16 +35,15 @@ class FastForwardModel(ReplayModel):
     """Tokens with KV of those that `_facts` are about."""
 
     def __post_init__(self) -> None:
-        """Nobody rides."""
+        """Begin without riders."""
         self._batch = Batch(self.latency, _ANY)
 
     @property
     def riding_tokens(self) -> int:
-        """Tokens with KV of all that ride."""
         return self._batch.context_tokens
 
     def look(self) -> None:
-        """See who decodes, if others do than before."""
+        """Update the sequences that decode, if they have changed."""
         decoding = self.decoding
         if self._known is not decoding:
             riders = self.riders
@@ -55,7 +54,7 @@ class FastForwardModel(ReplayModel):
     def batch_facts(
         self, *, now_s: float | None, switch_s: float, prefetched: bool, ready: bool, batch_max: int
     ) -> BatchFacts:
-        """See `ServedModel`; worked out anew when something is new."""
+        """See `ServedModel`; computed again only if something has changed."""
         decoding = self.decoding
         if now_s is not None or len(decoding) > batch_max:
             self.get_off_all()
@@ -82,18 +81,18 @@ class FastForwardModel(ReplayModel):
         return facts
 
     def kv_needed_bytes(self) -> int:
-        """Room for the next step: all that is away comes, and each sequence grows by a token."""
+        """KV of the next step: swapped KV is loaded, and each sequence grows by a token."""
         tokens = len(self._known)
         if self.standing:
             tokens += sum([one.kv.moved_tokens for one in self.standing if one.kv.location is KvLocation.HOST])
         return tokens * self.kv_bytes_per_token
 
     def steps_max(self) -> int:
-        """Steps until a rider ends; many if nobody rides."""
+        """Steps until a rider ends; `_ANY` without riders."""
         return self._batch.steps_max(0) if self.riders else _ANY
 
     def get_on(self, sequence: ReplaySequence, served: Served) -> None:
-        """Let a sequence ride that stood, and has room for its next token, as all that ride have."""
+        """Make a rider of a sequence that has KV for its next token, as all riders have."""
         assert self.roomy or not self.riders
         self.roomy = True
         self.riders[sequence.order] = sequence
@@ -110,13 +109,13 @@ class FastForwardModel(ReplayModel):
         ]
 
     def get_off_all(self) -> None:
-        """Have all riders stand."""
+        """Make no sequence a rider."""
         for one in self._batch.dissolve():
             self._get_off(one, told=0)
         self.look()
 
     def _get_off(self, one: Sequence, *, told: int) -> ReplaySequence:
-        """Bring a rider's books up to date. `told`: tokens that are written down when its output is told."""
+        """Update the engine's state of a rider. `told`: tokens that are added with its output."""
         sequence = self.riders.pop(one.order)
         sequence.tokens.extend([0] * (one.cached - sequence.cached - told))
         sequence.cached = one.cached

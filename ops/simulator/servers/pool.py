@@ -60,7 +60,7 @@ class PoolServer:
 
     @property
     def busy_s(self) -> float:
-        """For how long its slots have worked: steps, switches, and waits for KV."""
+        """Busy time of all slots: steps, switches, and waits for KV."""
         return sum(process.busy_s for process in self._processes)
 
     @property
@@ -69,16 +69,15 @@ class PoolServer:
 
     @property
     def active_models(self) -> int:
-        """Models with a request in service."""
+        """The number of models with a request in flight."""
         return sum(tokens > 0 for tokens in self._left_tokens.values())
 
     @property
     def load_alpha(self) -> float:
-        """That of the busiest slot that decodes: above 1 it does not keep up."""
+        """The load of the busiest slot that decodes; above 1 it is overloaded."""
         return max(process.engine.load_alpha for process in self._processes if process.kind != "prefill")
 
     def load(self, model: ModelSpec) -> None:
-        """Take a model in that is not here."""
         assert model.name not in self._models
         self._models[model.name] = model
         self._left_tokens[model.name] = 0
@@ -86,26 +85,25 @@ class PoolServer:
             process.load([model])
 
     def unload(self, model: str) -> None:
-        """Let a model go, none of whose requests is here."""
+        """Remove a model without requests in flight."""
         assert not self.inside(model)
         del self._models[model], self._left_tokens[model]
         for process in self._processes:
             process.unload(model)
 
     def has(self, model: str) -> bool:
-        """Whether a model is here."""
         return model in self._models
 
     def left_tokens(self, model: str) -> int:
-        """Prompt tokens and tokens to make, of a model's requests."""
+        """Prompt tokens and output tokens to make, of a model's requests."""
         return self._left_tokens[model]
 
     def inside(self, model: str) -> list[Served]:
-        """A model's requests, in the order in which they came."""
+        """A model's requests in flight, ordered by arrival."""
         return [served for served, _ in self._in_flight.values() if served.request.model == model]
 
     def lose(self, model: str) -> list[Served]:
-        """Be lost, and never heard of again; returns the requests of a model."""
+        """Stop for good; returns the requests of a model."""
         for process in self._processes:
             process.stop()
         lost = self.inside(model)
@@ -115,13 +113,11 @@ class PoolServer:
         return lost
 
     def fits(self, request: Request) -> bool:
-        """Whether a slot's KV memory could hold the request."""
         model = self._models[request.model]
         tokens = request.prompt_tokens + request.output_tokens
         return tokens <= min(model.context_tokens, self._settings.kv_bytes // model.kv_bytes_per_token)
 
     def submit(self, served: Served) -> None:
-        """Take in a request."""
         request = served.request
         sent = EngineRequest(
             request_id=str(request.number),
@@ -135,7 +131,7 @@ class PoolServer:
         self._in_flight[sent.request_id] = served, self._dispatcher.submit(sent, request.model)
 
     def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
-        """Each model on the pool; they share its memory and its prefill slots."""
+        """Reports of each model on the pool; they share its memory and its prefill slots."""
         decoding = [process for process in self._processes if process.kind != "prefill"]
         used_bytes = sum(process.engine.kv_used_bytes for process in decoding)
         capacity_bytes = sum(process.engine.kv_capacity_bytes for process in decoding)
@@ -162,7 +158,7 @@ class PoolServer:
             )
 
     def _heard(self, slot: SlotProcess, outputs: list[EngineOutput], fast_forward: FastForward | None) -> None:
-        """Most outputs change nothing for the dispatcher, and nobody reads their tokens: they are not passed on."""
+        """Pass on the outputs that change something for the dispatcher, without their tokens."""
         if ridden_tokens := slot.engine.ridden_tokens:
             model = slot.engine.present_model
             assert model is not None
@@ -183,7 +179,6 @@ class PoolServer:
         return self._in_flight[request_id][0]
 
     def _count(self, served: Served, fast_forward: FastForward | None, now_s: float) -> None:
-        """Write down the tokens of a step."""
         before = served.made
         if fast_forward is None:
             served.token(now_s)

@@ -43,17 +43,16 @@ class PoolSlot:
         self._instances: dict[str, PooledServer] = {}
 
     def has(self, model: str) -> bool:
-        """Whether an instance of the model is here."""
         return model in self._instances
 
     def add(self, instance_id: str, model: ModelSpec, node_load: Callable[[], float]) -> "PooledServer":
-        """An instance of a model that has none here; it serves once it is opened."""
+        """Add an instance of a model that has none here; it serves once it is opened."""
         assert not self.has(model.name)
         self._instances[model.name] = instance = PooledServer(instance_id, self, model, node_load)
         return instance
 
     def remove(self, model: str) -> None:
-        """Let an instance go that has no requests."""
+        """Remove an instance without requests."""
         del self._instances[model]
         if self.server.has(model):
             self.server.unload(model)
@@ -84,21 +83,18 @@ class PooledServer:
 
     @property
     def remaining_tokens(self) -> int:
-        """Prompt tokens and tokens to make."""
         server, name = self._slot.server, self._model.name
         return server.left_tokens(name) if server.has(name) else 0
 
     def fits(self, request: Request) -> bool:
-        """Whether the slot's KV memory could hold the request."""
         return self._slot.server.fits(request)
 
     def submit(self, served: Served) -> None:
-        """Take in a request."""
         assert self.accepting
         self._slot.server.submit(served)
 
     def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
-        """The instance as its node tells of it: KV is that of all the slot."""
+        """The report of the instance; KV is that of the whole slot."""
         node_id, number = self._slot.place
         if not self._slot.server.has(self._model.name):
             return
@@ -114,18 +110,18 @@ class PooledServer:
             )
 
     def open(self, kind: InstanceKind) -> None:
-        """Take requests, again or for the first time."""
+        """Accept requests."""
         self.accepting, self.kind, self._emptied = True, kind, None
         if not self._slot.server.has(self._model.name):
             self._slot.server.load(self._model)
 
     def close(self, emptied: Callable[[], None]) -> None:
-        """Take no more; `emptied` is called when the last one is out, at once where there is none."""
+        """Accept no more requests; call `emptied` when the last one has ended, or at once."""
         self.accepting, self._emptied = False, emptied
         self.settle()
 
     def lose(self) -> list[Served]:
-        """Be gone with all it has, and the slot with it; returns that."""
+        """Lose the instance and its slot; returns its requests."""
         self.accepting, self._emptied = False, None
         return self._slot.server.lose(self._model.name)
 
@@ -133,7 +129,7 @@ class PooledServer:
         self._slot.remove(self._model.name)
 
     def settle(self) -> None:
-        """Say so if it is closed and empty."""
+        """Call `emptied` if it is closed and empty."""
         if self._emptied is not None and not self._slot.server.inside(self._model.name):
             emptied, self._emptied = self._emptied, None
             emptied()

@@ -30,7 +30,7 @@ class Prompts:
 
     @property
     def load_s(self) -> float:
-        """Seconds that those that wait will take."""
+        """Prefill time of the waiting prompts."""
         if not self.waiting:
             return 0.0
         self._queue_alone()
@@ -38,11 +38,11 @@ class Prompts:
 
     @property
     def begun(self) -> list[Sequence]:
-        """Those that hold their room already: while the first in order finds none, they go on."""
+        """Prompts with KV: they go on while KV lacks for the first in order."""
         return [sequence for sequence in self.waiting.values() if sequence.cached]
 
     def take_in(self, now_s: float) -> None:
-        """Let those wait that came, as between two steps."""
+        """Queue new prompts, between two steps."""
         for sequence in self.new:
             if self.waiting:
                 self._queue_alone()
@@ -53,7 +53,6 @@ class Prompts:
         self.new.clear()
 
     def remove(self, sequence: Sequence) -> None:
-        """One is past its prefill."""
         del self.waiting[sequence.order]
         if self._alone:
             self._alone = None
@@ -61,7 +60,7 @@ class Prompts:
             self._queue = self._queue.remove(str(sequence.order))
 
     def first_group(self, now_s: float) -> Iterable[Sequence]:
-        """The group that goes first, in order; there is one."""
+        """The first group, in order."""
         if self._alone:
             first, _ = self._alone
             self._began = first.order
@@ -72,7 +71,7 @@ class Prompts:
         return [self.waiting[int(one.request_id)] for one in choice.group.in_order(now_s, self._settings)]
 
     def _queue_alone(self) -> None:
-        """Queue who waits alone, as its group's only one, and as the group that is served if it has gone first."""
+        """Queue the prompt that waits alone, as its own group, which is being served if it has gone first."""
         if self._alone:
             self._join(*self._alone)
             if self._began == self._alone[0].order:

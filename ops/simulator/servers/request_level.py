@@ -59,12 +59,11 @@ class RequestLevelCluster:
 
     @property
     def busy_s(self) -> float:
-        """Work and switches."""
+        """Time of work and switches."""
         running_s = sum(gpu.instance.busy_s for gpu in self._gpus if gpu.instance)
         return self._retired_s + self._switching_s + running_s
 
     def fits(self, request: Request) -> bool:
-        """Whether a GPU's KV memory could hold the request."""
         token_bytes = self._models[request.model].kv_bytes_per_token
         return (request.prompt_tokens + request.output_tokens) * token_bytes <= self._settings.kv_bytes
 
@@ -78,7 +77,7 @@ class RequestLevelCluster:
         self._assign()
 
     def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
-        """Every model, on the cluster as a whole: it queues by itself."""
+        """Reports of every model on the whole cluster, which queues by itself."""
         waiting = sum(served.request.prompt_tokens + served.left for served in self._waiting)
         used_bytes = sum(gpu.instance.kv_tokens * gpu.token_bytes for gpu in self._gpus if gpu.instance)
         for name in self._models if model is None else [model]:
@@ -95,7 +94,7 @@ class RequestLevelCluster:
             )
 
     def _assign(self) -> None:
-        """Send on who finds a GPU with its model, or an idle one; the others keep their places."""
+        """Assign requests to GPUs with their model, or idle ones; the others keep their order."""
         self._waiting = [one for one in self._waiting if not self._join(one) and not self._switch(one)]
         for gpu in self._gpus:
             while gpu.line and (self._take(gpu, gpu.line[0]) or self._turn(gpu, gpu.line[0])):
@@ -111,7 +110,7 @@ class RequestLevelCluster:
         return min((gpu for gpu in self._gpus if gpu not in own), key=lambda gpu: (gpu.works, gpu.idle_since_s))
 
     def _takes_s(self, served: Served) -> float:
-        """How long what is left of a request would take, alone."""
+        """The remaining time of a request served alone."""
         latency, tokens = self._models[served.request.model].latency, served.request.prompt_tokens
         prefill_s = 0.0 if served.made else latency.prefill_s(tokens, tokens**2)
         return prefill_s + served.left * latency.decode_s(tokens, 1)
@@ -120,7 +119,7 @@ class RequestLevelCluster:
         return any(self._take(gpu, served) for gpu in self._gpus)
 
     def _take(self, gpu: "_Gpu", served: Served) -> bool:
-        """Let a GPU of the request's model serve it, if there is room."""
+        """Serve a request on a GPU of its model, if KV allows."""
         tokens = served.request.prompt_tokens + served.request.output_tokens
         if gpu.model != served.request.model:
             return False
@@ -137,7 +136,7 @@ class RequestLevelCluster:
         return bool(idle) and self._turn(next((one for one in idle if one.model is None), idle[0]), served)
 
     def _turn(self, gpu: "_Gpu", served: Served) -> bool:
-        """Let an idle GPU turn to the request's model."""
+        """Switch an idle GPU to the request's model."""
         if gpu.requests:
             return False
         model = self._models[served.request.model]
@@ -183,7 +182,6 @@ class SplitCluster:
 
     @property
     def busy_s(self) -> float:
-        """Work and switches of both."""
         return self._prefill.busy_s + self._decode.busy_s
 
     @property
@@ -191,15 +189,12 @@ class SplitCluster:
         return self._prefill.switches + self._decode.switches
 
     def fits(self, request: Request) -> bool:
-        """Whether a GPU's KV memory could hold the request."""
         return self._decode.fits(request)
 
     def submit(self, served: Served) -> None:
-        """Take in a request."""
         self._prefill.submit(served)
 
     def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
-        """Every model, as the prefill cluster tells it."""
         return self._prefill.reports(model)
 
 
@@ -218,17 +213,16 @@ class _Gpu:
 
     @property
     def works(self) -> bool:
-        """Whether it has anything to do."""
         return bool(self.requests or self.line)
 
     @property
     def last_model(self) -> str | None:
-        """That of the last request in its line, or the one it serves."""
+        """The model of the last request in its queue, or the one it serves."""
         return self.line[-1].request.model if self.line else self.model
 
     @property
     def last_run(self) -> int:
-        """How many in a row it serves of that in the end."""
+        """The number of requests of that model at the end of its queue."""
         model = self.last_model
         count = sum(1 for _ in takewhile(lambda served: served.request.model == model, reversed(self.line)))
         return count + (len(self.requests) if count == len(self.line) and model == self.model else 0)

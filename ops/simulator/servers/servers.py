@@ -48,34 +48,31 @@ class DedicatedServer:
 
     @property
     def next_s(self) -> float:
-        """When something ends here next; never, if it is lost."""
+        """The next end of a step or load; infinite if it is lost."""
         return inf if self._lost else self._instance.next_s
 
     @property
     def busy_s(self) -> float:
-        """For how long it has worked."""
         self.advance(self._events.now_s)
         return self._instance.busy_s
 
     @property
     def remaining_tokens(self) -> int:
-        """Prompt tokens and tokens to make, as of the last step that is over."""
+        """Prompt tokens and output tokens to make, as of the last completed step."""
         self.advance(self._events.now_s)
         return self._instance.remaining_tokens
 
     def fits(self, request: Request) -> bool:
-        """Whether its KV memory could hold the request."""
         return self._instance.fits(request)
 
     def submit(self, served: Served) -> None:
-        """Take in a request."""
         assert self.accepting
         self._instance.submit(served, self._events.now_s)
         if self._alarm is not None:
             self._alarm.set()
 
     def advance(self, now_s: float) -> None:
-        """Live through all that ends by then, unless it is lost."""
+        """Simulate up to a moment, unless it is lost."""
         if self._instance.next_s <= now_s and not self._lost:
             self._instance.advance(now_s)
         if self._emptied is not None and self.next_s == inf:
@@ -84,13 +81,13 @@ class DedicatedServer:
             emptied()
 
     def keep_up(self) -> None:
-        """Lag behind no more."""
+        """Advance now, and by events from now on."""
         self.advance(self._events.now_s)
         self._alarm = self._alarm or Alarm(self, self._events)
         self._alarm.set()
 
     def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
-        """The instance as of the last step that is over."""
+        """The report of the instance as of the last completed step."""
         self.advance(self._events.now_s)
         instance = self._instance
         token_bytes = instance.model.kv_bytes_per_token
@@ -113,17 +110,17 @@ class DedicatedServer:
         )
 
     def open(self, kind: InstanceKind) -> None:
-        """Take requests, again or for the first time."""
+        """Accept requests."""
         self.accepting, self.kind, self._emptied = True, kind, None
         self._events.follow(self)
 
     def close(self, emptied: Callable[[], None]) -> None:
-        """Take no more; `emptied` is called when the last one is out, at once where there is none."""
+        """Accept no more requests; call `emptied` when the last one has ended, or at once."""
         self.accepting, self._emptied = False, emptied
         self.keep_up()
 
     def lose(self) -> list[Served]:
-        """Be gone with all it has; returns that."""
+        """Lose the instance; returns its requests."""
         self._emptied = None
         self.advance(self._events.now_s)
         self.accepting, self._lost = False, True

@@ -59,7 +59,6 @@ class SlotProcess:
         self._greenlet = greenlet(self._live)
 
     def load(self, models: Iterable[ModelSpec]) -> None:
-        """Load models, each under its name."""
         for model in models:
             self._change_models(partial(self.engine.load, model.name, model, gpus=self._gpus))
 
@@ -68,16 +67,14 @@ class SlotProcess:
 
     @property
     def now_s(self) -> float:
-        """The present moment."""
         return self._events.now_s
 
     def is_ready(self, instance_id: str) -> bool:
-        """Whether it takes requests of an instance: from the start."""
         return True
 
     @property
     def stats(self) -> EngineStats:
-        """What it told last, as far as a dispatcher reads it."""
+        """The stats that a dispatcher reads, up to `STATS_S` old."""
         if self._events.now_s >= self._stats_s + STATS_S:
             self._stats, self._stats_s = self.engine.turns_stats, self._events.now_s
         return self._stats
@@ -102,7 +99,7 @@ class SlotProcess:
         self.engine.release(request_id)
 
     def stop(self) -> None:
-        """Take no further step, and wake up no more."""
+        """Stop for good."""
         self._sleep_number += 1
         self._parked, self._fast_forward = False, None
 
@@ -114,7 +111,7 @@ class SlotProcess:
             self._inbox.append(change)
 
     def _concerned(self, request: EngineRequest) -> bool:
-        """Whether a request may change what runs: it would join the batch, be prefilled, or end a lone turn."""
+        """Whether a request may change the running batch or time slice: join it, be prefilled, or end a lone slice."""
         own = request.instance_id == self.engine.present_model
         return own or request.kv is None or self.engine.lone_model is not None
 
@@ -147,7 +144,7 @@ class SlotProcess:
         return slept
 
     def _begin_fast_forward(self, fast_forward: FastForward) -> None:
-        """Wake up after a fast-forward, and not after the longer one that it was before."""
+        """Set the wake-up to the end of a fast-forward; it replaces that of a longer one."""
         self._fast_forward = fast_forward
         self._sleep_number += 1
         ends_s = max(self._events.now_s, fast_forward.ended_s(fast_forward.steps))

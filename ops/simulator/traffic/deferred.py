@@ -27,30 +27,29 @@ class Deferred:
         self._backoffs: Mapping[Endpoint, Backoff] = {}
 
     def add(self, request: Request) -> None:
-        """Let a request wait."""
         self._queues.setdefault(request.model, deque()).append(request)
         self._tokens[request.model] = self._tokens.get(request.model, 0) + request.prompt_tokens
 
     def put_back(self, request: Request) -> None:
-        """Let one wait again that was let go; it goes first."""
+        """Queue a released request again, first."""
         self._again.add(request.number)
         self._queues[request.model].appendleft(request)
         self._tokens[request.model] += request.prompt_tokens
 
     def waiting(self, now_s: float) -> dict[str, tuple[int, float]]:
-        """By model, how many wait, and the age of the oldest; 0 where none does."""
+        """Queue length and age of the oldest request by model; 0 in empty queues."""
         queues = self._queues.items()
         return {model: (len(queue), now_s - queue[0].arrived_s if queue else 0.0) for model, queue in queues}
 
     def backlog(self, model: str) -> Backlog | None:
-        """What waits of a model; None where nothing does."""
+        """The queued requests of a model; None if there are none."""
         queue = self._queues.get(model)
         if not queue:
             return None
         return Backlog(tokens=float(self._tokens[model]), due_s=queue[0].arrived_s + self._window_s)
 
     def expire(self, now_s: float) -> Iterator[Request]:
-        """Requests whose window is over."""
+        """Remove requests whose window has passed."""
         for queue in self._queues.values():
             while queue and queue[0].arrived_s + self._window_s <= now_s:
                 yield self._take(queue)

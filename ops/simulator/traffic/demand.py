@@ -31,7 +31,7 @@ class Demand:
 
     @classmethod
     def of(cls, requests: Iterable[Request]) -> "Demand":
-        """The whole record of the interactive requests of a stream."""
+        """The demand of all interactive requests of a stream."""
         demand = cls()
         for request in requests:
             if request.tier != Tier.NIW:
@@ -39,33 +39,33 @@ class Demand:
         return demand
 
     def count(self, request: Request) -> None:
-        """An interactive request came."""
+        """Count an interactive request."""
         minute = int(request.arrived_s // MINUTE_S)
         self._interactive[request.model, request.origin][minute] += request.prompt_tokens
 
     def count_deferred(self, request: Request, region: str, now_s: float) -> None:
-        """A deferred request was sent to a region for the first time."""
+        """Count a deferred request that is sent to a region for the first time."""
         self._deferred[request.model, region][int(now_s // MINUTE_S)] += request.prompt_tokens
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
-        """Those from which interactive requests ever came, ordered."""
+        """Endpoints with any interactive request so far, ordered."""
         return tuple(Endpoint(model=model, region=region) for model, region in sorted(self._interactive))
 
     def series(self, endpoint: Endpoint, *, since_s: float, until_s: float) -> DemandSeries:
-        """Interactive tokens/s by minute, from a minute's begin to another's."""
+        """Interactive tokens/s by minute, between two whole minutes."""
         return DemandSeries(
             start_s=since_s, bucket_s=MINUTE_S, values=_rates(self._interactive, endpoint, since_s, until_s)
         )
 
     def mean(self, endpoint: Endpoint, *, since_s: float, until_s: float, deferred: bool = False) -> float:
-        """Tokens/s over the minutes that lie between; 0 without any."""
+        """Mean tokens/s over the minutes between; 0 without any."""
         of = self._deferred if deferred else self._interactive
         values = _rates(of, endpoint, since_s, until_s)
         return float(values.mean()) if len(values) else 0.0
 
     def observed(self, endpoint: Endpoint, now_s: float) -> float:
-        """Tokens/s that arrive now, by the last whole minutes."""
+        """Present tokens/s, of the last whole minutes."""
         until_s = now_s // MINUTE_S * MINUTE_S
         return self.mean(endpoint, since_s=max(0.0, until_s - OBSERVED_S), until_s=until_s)
 
@@ -75,7 +75,7 @@ def _minutes() -> defaultdict[int, int]:
 
 
 def _rates(of: _Minutes, endpoint: Endpoint, since_s: float, until_s: float) -> npt.NDArray[np.float64]:
-    """Tokens/s of each minute that lies between."""
+    """Tokens/s of each minute between."""
     minutes: Mapping[int, int] = of.get((endpoint.model, endpoint.region), {})
     span = range(round(since_s / MINUTE_S), round(until_s / MINUTE_S))
     return np.array([minutes.get(minute, 0) / MINUTE_S for minute in span], dtype=np.float64)

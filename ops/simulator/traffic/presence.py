@@ -46,7 +46,7 @@ class Presence:
         self._views: dict[str, dict[str, InstanceFacts]] = {}
 
     def place(self, server: Server) -> None:
-        """Let a server stand, under the ids of its instances."""
+        """Register a server under the ids of its instances."""
         self.servers[server] = None
         for report in server.reports():
             assert report.instance_id not in self._standing
@@ -55,25 +55,25 @@ class Presence:
             self._numbers.setdefault(report.instance_id, len(self._numbers))
 
     def employ(self, server: Server) -> None:
-        """Let one work whose instances stand by themselves."""
+        """Count a server whose instances are registered by themselves."""
         self.servers[server] = None
 
     def withdraw(self, server: Server) -> None:
-        """Send it nothing more; it may have been withdrawn before. What is on the way there is sent elsewhere."""
+        """Unregister a server, if it is registered. Requests on the way to it are sent elsewhere."""
         for report in server.reports():
             self._standing.pop(report.instance_id, None)
             self._of_model.get(report.endpoint.model, {}).pop(server, None)
 
     def at(self, instance_id: str) -> Server | None:
-        """The server of an instance, if it stands."""
+        """The server of an instance, if it is registered."""
         return self._standing.get(instance_id)
 
     def tick(self) -> None:
-        """Look anew."""
+        """Discard the views."""
         self._views.clear()
 
     def view(self, model: str) -> dict[str, InstanceFacts]:
-        """The instances of a model, by id, as of the first look since the last tick."""
+        """The instances of a model by id, as of the first view since the last tick."""
         view = self._views.get(model)
         if view is None:
             reports = [report for server in self._of_model.get(model, {}) for report in server.reports(model)]

@@ -130,7 +130,7 @@ def draw(buckets: Iterable[Bucket], part: RecordedPart, seed: int) -> Iterator[R
 def _drawn(
     flow: Flow, start_s: float, width_s: float, scale: float, rng: np.random.Generator
 ) -> tuple[npt.NDArray[np.generic], ...]:
-    """Times, models, origins, tiers, prompts and answers."""
+    """Times, models, origins, tiers, prompt and output tokens of a flow's requests."""
     expected = flow.requests * scale
     count = int(expected + rng.random()) if flow.counted else int(rng.poisson(expected))
     pattern, shape = flow.intervals

@@ -35,7 +35,7 @@ class Names:
         self._given: dict[str, str] = {name: name for name in models}
 
     def __call__(self, recorded: str) -> str:
-        """A model of the scenario; the recorded name itself if names are kept."""
+        """A model of the scenario, or the recorded name if names are kept."""
         if self._keep:
             return recorded
         if recorded not in self._given:

@@ -104,7 +104,7 @@ def _client_lengths(line: Line) -> ClientLengths:
 
 
 def _lengths(text: str) -> LengthHistogram:
-    """From a histogram like {163: 0.25, 164: 0.75}. Counts below 1 are taken for 1."""
+    """Parse a histogram like {163: 0.25, 164: 0.75}. Counts below 1 become 1."""
     pairs = np.array(text.strip("{}").replace(":", ",").split(","), dtype=float).reshape(-1, 2)
     if not pairs[:, 1].sum() > 0 or pairs.min() < 0:
         raise ValueError("no shares")
@@ -112,7 +112,7 @@ def _lengths(text: str) -> LengthHistogram:
 
 
 def _lengths_at(known: ClientLengths, at_s: float) -> tuple[LengthHistogram, LengthHistogram] | None:
-    """The last known until a moment, or the first after it; None: nothing is known of the client."""
+    """The last histograms until a moment, or the first after it; None if the client has none."""
     if not known:
         return None
     return known[max((start_s for start_s in known if start_s <= at_s), default=min(known))]

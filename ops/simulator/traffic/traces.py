@@ -127,7 +127,7 @@ def _not_before(last_s: float | None, time_s: float, line: Line, column: str) ->
 
 
 def _tokens(line: Line, column: str) -> int:
-    """A number of tokens; a request has at least one of each kind."""
+    """A number of tokens, at least 1."""
     return max(1, round(line.amount(column)))
 
 

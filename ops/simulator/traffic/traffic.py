@@ -76,7 +76,7 @@ class _Clock:
         self._passed = np.cumsum(np.append(0.0, np.diff(edges) * self._rates_per_s))
 
     def times_s(self, expected: FloatArray) -> FloatArray:
-        """The moments of rising numbers of arrivals, as far as there are so many."""
+        """The times of ascending numbers of arrivals, up to the end."""
         expected = expected[expected <= self._passed[-1]]
         steps = np.searchsorted(self._passed[1:], expected)
         times_s: FloatArray = self._begins_s[steps] + (expected - self._passed[steps]) / self._rates_per_s[steps]

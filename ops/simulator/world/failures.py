@@ -33,7 +33,7 @@ class Failures:
         self._rng = np.random.default_rng([seed, 0xFA11])
 
     def begin(self, failures: Iterable[Failure], begins_s: float) -> None:
-        """Schedule all that is known."""
+        """Schedule all failures."""
         for failure in failures:
             for node in failure.nodes:
                 if failure.at_s is None:
@@ -46,7 +46,7 @@ class Failures:
         self._at(at_s, partial(self._fail, failure, node))
 
     def _fail(self, failure: Failure, node: str) -> None:
-        """A node is down; one that is down already stays so for as long as it would have."""
+        """Fail a node; one that is down already recovers as scheduled before."""
         now_s = self._world.events.now_s
         if node not in self._fleet.down:
             for served in self._fleet.fail(node):

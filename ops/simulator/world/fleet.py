@@ -63,7 +63,6 @@ class Fleet:
 
     @property
     def usage(self) -> Usage:
-        """Who held what for how long."""
         return self._world.usage
 
     def node_facts(self) -> tuple[NodeFacts, ...]:
@@ -103,12 +102,12 @@ class Fleet:
         )
 
     def begin_with(self, adds: Iterable[SlotAdd]) -> None:
-        """Instances that are there at the beginning."""
+        """Start instances at the beginning, without any wait."""
         for add in adds:
             self._start(add, "present", 0.0)
 
     def apply(self, decision: ScaleDecision) -> None:
-        """Do what was decided. Pooled instances that get GPUs of their own are as all others from here on."""
+        """Apply a decision. Pooled instances that get GPUs of their own are dedicated from now on."""
         for name, gpus in decision.dedicated.items():
             self._turn(self.held[name], pooled=False, gpus=gpus)
             self._settle_slot(self.held[name].ref)
@@ -156,23 +155,23 @@ class Fleet:
         return lost
 
     def forget(self, name: str) -> None:
-        """What a failed node held is given up."""
+        """Remove all instances of a failed node."""
         for instance_id in [key for key, one in self.held.items() if one.node.name == name]:
             self._stop(instance_id)
 
     def recover(self, name: str) -> None:
-        """A node is back, with nothing on it."""
+        """Bring a node back, empty."""
         self.forget(name)
         self.down.discard(name)
 
     def _source(self, add: SlotAdd, *, near: Start, near_s: float) -> tuple[Start, float]:
-        """From what a fresh instance starts, and how long that takes."""
+        """The source of a fresh instance's weights, and its start time."""
         if not add.gpus and self._in_host_memory(add):
             return "host", self._times.spot_same_s
         return (near, near_s) if add.endpoint in self.weights else ("remote", self._times.remote_s)
 
     def _in_host_memory(self, add: SlotAdd) -> bool:
-        """Whether a node has a model loaded already."""
+        """Whether a node has the model loaded already."""
         here = (one for one in self.held.values() if one.node.name == add.node_id and one.endpoint == add.endpoint)
         return any(one.state != "warming" for one in here)
 
@@ -191,7 +190,7 @@ class Fleet:
         self._warm(held, start, takes_s, add.kind)
 
     def _warm(self, held: Held, start: Start, takes_s: float, kind: InstanceKind) -> None:
-        """Let it serve after a while."""
+        """Start an instance, which serves after `takes_s`."""
         self.starts[start] += 1
         ready_s = held.ready_s = self._events.now_s + takes_s
         self._turn(held, state="warming", kind=kind)
@@ -235,7 +234,7 @@ class Fleet:
             self._settle_slot(held.ref)
 
     def _settle_slot(self, ref: SlotRef) -> None:
-        """Let a slot be a pool's as long as a pooled instance is there, and count its other instances accordingly."""
+        """Keep a slot in a pool while it has a pooled instance, and count its other instances accordingly."""
         if ref not in self.pools:
             return
         here = [one for one in self.held.values() if one.ref == ref]
@@ -246,7 +245,7 @@ class Fleet:
             self._turn(one, in_pool_slot=pooled and not one.pooled)
 
     def _turn(self, held: Held, **changes: Unpack[Changes]) -> None:
-        """Let an instance be something else, as which it counts from now on."""
+        """Change fields of an instance, and count it accordingly from now on."""
         before = held.use
         for name, value in changes.items():
             setattr(held, name, value)

@@ -28,7 +28,7 @@ class FleetPools:
         self._uses: dict[SlotRef, Use] = {}
 
     def __contains__(self, ref: SlotRef) -> bool:
-        """Whether a slot is a pool's."""
+        """Whether a slot is in a pool."""
         return ref in self._uses
 
     def start(self, add: SlotAdd, instance_id: str, gpus: int) -> PooledServer:
@@ -47,10 +47,10 @@ class FleetPools:
         return slot.add(instance_id, self._models[model], lambda: self.load(add.node_id))
 
     def end(self, ref: SlotRef) -> None:
-        """The last pooled instance of a slot is gone."""
+        """Take a slot out of its pool, after its last pooled instance."""
         del self._slots[ref]
         self._world.usage.change(self._uses.pop(ref), None, self._world.events.now_s)
 
     def load(self, node_id: str) -> float:
-        """That of a node's busiest slot, of those that are a pool's."""
+        """The load of a node's busiest slot in a pool."""
         return max((slot.server.load_alpha for (node, _), slot in self._slots.items() if node == node_id), default=0.0)

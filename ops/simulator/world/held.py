@@ -53,7 +53,7 @@ class Held:
 
     @property
     def wanted(self) -> bool:
-        """Whether it is for our own requests, now or soon."""
+        """Whether it serves our own requests, now or soon."""
         return self.state in {"serving", "warming"}
 
     @property

@@ -27,7 +27,7 @@ class Histogram:
         self.bins: Counter[int] = Counter()
 
     def add(self, times_s: FloatArray) -> None:
-        """Count times that are not negative."""
+        """Count times, none of them negative."""
         if not len(times_s):
             return
         self.count += len(times_s)
@@ -40,14 +40,14 @@ class Histogram:
                 self.bins[place] += count
 
     def join(self, other: "Histogram") -> None:
-        """Count what another has counted."""
+        """Add the counts of another."""
         self.count += other.count
         self.sum_s += other.sum_s
         self.max_s = max(self.max_s, other.max_s)
         self.bins += other.bins
 
     def quantile(self, share: float) -> float:
-        """The least time that this share of all does not exceed, to 1 %; NaN without any."""
+        """The least time that this share of all times does not exceed, to 1 %; NaN without any."""
         rank, seen = share * self.count, 0
         for place in sorted(self.bins):
             seen += self.bins[place]
@@ -84,7 +84,7 @@ class Tally:
         return whole
 
     def add(self, block: "Block") -> None:
-        """Requests were served to their ends."""
+        """Count served requests."""
         self.ended += len(block.ttft_s)
         self.share_sum += float(block.share.sum())
         self.tokens += int(block.made.sum())
@@ -96,23 +96,22 @@ class Tally:
         self.token_gap.add(block.token_gap_s)
 
     def fail(self, request: Request) -> None:
-        """A request ended without an answer."""
+        """Count a request that ended without an answer."""
         self.failed += 1
         self.tokens += request.output_tokens
 
     @property
     def requests(self) -> int:
-        """Those that are over."""
         return self.ended + self.failed
 
     @property
     def service_attainment(self) -> float:
-        """The mean over the requests of `Served.share`; 1 without any."""
+        """The mean of `Served.share`; 1 without requests."""
         return self.share_sum / self.requests if self.requests else 1.0
 
     @property
     def token_attainment(self) -> float:
-        """The share of all tokens that were out in time; 1 without any."""
+        """The share of tokens in time; 1 without any."""
         return self.tokens_in_time / self.tokens if self.tokens else 1.0
 
 

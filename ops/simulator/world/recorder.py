@@ -55,11 +55,11 @@ class Recorder:
         self._before: Mapping[Use, float] = {}
 
     def begin(self, now_s: float) -> None:
-        """The first step begins, at a whole minute."""
+        """Begin the first step, at a whole minute."""
         self._start_s = now_s
 
     def ended(self, tier: str, block: Block) -> None:
-        """Requests of a tier were served."""
+        """Count served requests of a tier."""
         self._first_tokens[tier].add(block.ttft_s)
 
     def close(
@@ -70,7 +70,7 @@ class Recorder:
         *,
         switches: int,
     ) -> None:
-        """A step is over. `queues`: by model, how many wait and the age of the oldest; `switches`: so far."""
+        """End a step. `queues`: by model, its length and the age of the oldest request; `switches`: so far."""
         self._switches.append(switches)
         seconds = self._usage.seconds(now_s)
         planned = self.planned()
@@ -95,7 +95,7 @@ class Recorder:
         self._steps += 1
 
     def _count(self, seconds: Mapping[Use, float]) -> None:
-        """Who was there in the step, on average."""
+        """Mean counts of instances and GPUs in the step."""
         pools: defaultdict[RegionGpu, float] = defaultdict(float)
         for use, total_s in seconds.items():
             count = (total_s - self._before.get(use, 0.0)) / STEP_S
@@ -110,7 +110,7 @@ class Recorder:
             self._pools.setdefault(place, [(0.0, None)] * self._steps).append((pools[place], planned.get(place)))
 
     def _add(self, column: list[float], value: float) -> None:
-        """Add to the present step of a list that is short where nothing came."""
+        """Add to the present step of a list, which is padded with zeros."""
         column += [0.0] * (self._steps + 1 - len(column))
         column[-1] += value
 

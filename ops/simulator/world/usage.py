@@ -28,12 +28,12 @@ class Usage:
         self._now_s = 0.0
 
     def begin(self, now_s: float) -> None:
-        """Nothing before this moment counts."""
+        """Discard everything before this moment."""
         self._seconds.clear()
         self._now_s = now_s
 
     def change(self, before: Use | None, after: Use | None, now_s: float) -> None:
-        """An instance is something else now; None: not there."""
+        """Change what an instance is counted as; None: it does not exist."""
         self._advance(now_s)
         if before is not None:
             self._counts[before] -= 1
@@ -42,7 +42,6 @@ class Usage:
             self._counts[after] += 1
 
     def seconds(self, now_s: float) -> Mapping[Use, float]:
-        """A copy of the sums."""
         self._advance(now_s)
         return dict(self._seconds)
 

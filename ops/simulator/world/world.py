@@ -86,11 +86,11 @@ class World:
 
     @property
     def over(self) -> bool:
-        """Whether nothing comes any more and nothing is in the system."""
+        """Whether all requests have arrived and ended."""
         return self._coming is None and not self.in_flight
 
     def run(self) -> Iterator[float]:
-        """Learn, then serve until all that came is over; now and then the time is told."""
+        """Learn, then serve until all requests have ended. Yields the simulated time now and then."""
         yield from self._learn()
         begins_s = self.events.now_s = self.settings.learn_s
         self.usage.begin(begins_s)
@@ -112,7 +112,7 @@ class World:
         self._take_in_served()
 
     def _learn(self) -> Iterator[float]:
-        """Count the demand of the past, up to the first request that is served."""
+        """Count the demand up to the first request that is served."""
         for number, request in enumerate(self._traffic):
             if request.arrived_s >= self.settings.learn_s:
                 self._coming = request
@@ -123,7 +123,7 @@ class World:
                 yield request.arrived_s
 
     def _tick(self) -> None:
-        """Instances report, and deferred requests go where there is room."""
+        """Renew the views, and release deferred requests where there is capacity."""
         self.present.tick()
         now_s = self.events.now_s
         self.events.catch_up()
@@ -164,7 +164,7 @@ class World:
                 self._admit(request, self.settings.admission)
 
     def _admit(self, request: Request, settings: AdmissionSettings, tried: int = 0) -> None:
-        """Let an interactive request in, or refuse it, which was refused `tried` times."""
+        """Admit an interactive request that was refused `tried` times, or refuse it."""
         decision = choose_admission(self._facts(request), self.events.now_s, settings)
         if not isinstance(decision, Refuse):
             self._send(request)
@@ -175,7 +175,7 @@ class World:
             self._fail(request, "refused: no instance would have begun it in time")
 
     def _send(self, request: Request, within: str | None = None, tried: frozenset[str] = frozenset()) -> None:
-        """Send a request where the policy says. `within`: only there, in this region. `tried`: not there again."""
+        """Send a request where the policy decides, `within` a region if given, not to the instances `tried`."""
         now_s = self.events.now_s
         route = choose_route(self._facts(request, within, tried), now_s, self.settings.routing)
         if isinstance(route, NoRoute):
@@ -194,7 +194,7 @@ class World:
             self._deliver(served, name, within, tried)
 
     def _deliver(self, served: Served, instance_id: str, within: str | None, tried: frozenset[str]) -> None:
-        """A request is at its instance, which takes it in unless it is gone since the view was taken."""
+        """Submit a request to its instance, or send it elsewhere if the instance has gone since the view."""
         request, server = served.request, self.present.at(instance_id)
         if server is None:
             tried |= {instance_id}
@@ -208,7 +208,7 @@ class World:
             server.submit(served)
 
     def ended(self, served: Served) -> None:
-        """The last token of a request is out, or was before it was looked at."""
+        """Count a request whose last token was made."""
         request, block = served.request, self._served
         self.log.note(served.last_s, ENDED, request.number, served.in_time)
         self._over(request, served.last_s)
@@ -217,7 +217,7 @@ class World:
             self._take_in_served()
 
     def begin_anew(self, served: Served) -> None:
-        """A request has lost its instance, and what it had made there."""
+        """Send a request again that has lost its instance and its tokens."""
         request = served.request
         self.log.note(self.events.now_s, INTERRUPTED, request.number)
         if request.tier == Tier.NIW:
@@ -254,7 +254,7 @@ class World:
             self.events.stopped = self._coming is None
 
     def _take_in_served(self) -> None:
-        """Count those that were served since the last time."""
+        """Count the requests served since the last call."""
         for (model, tier), block in by_model_and_tier(self._served).items():
             self.tallies[model, tier].add(block)
             self.recorder.ended(tier, block)
