@@ -11,7 +11,16 @@ import numpy as np
 from dataplane.protocol.tiers import Tier
 from ops.plots.pages import Cell, page, section, table
 from ops.plots.panels import add_legend, draw_svg
-from ops.simulator.results.drawing import FloatArray, add_up, finish_time_axis, span_s, thin, unit_of, values_of
+from ops.simulator.results.drawing import (
+    FloatArray,
+    add_up,
+    draw_bars,
+    finish_time_axis,
+    span_s,
+    thin,
+    unit_of,
+    values_of,
+)
 from ops.simulator.results.report import wasted_share
 from ops.simulator.results.results import GpuTotals, Quantiles, Result, Row, State, held_hours
 
@@ -29,19 +38,11 @@ def attainment_of_both(names: tuple[str, str], a: Result, b: Result) -> str | No
         return None
 
     def paint(figure: "Figure") -> None:
-        axes = figure.subplots()
-        places = np.arange(len(tiers))[::-1]
-        for offset, name, colour, of in zip((0.2, -0.2), names, BOTH_COLOURS, values, strict=True):
-            shown = [100 * of.get(tier, math.nan) for tier in tiers]
-            bars = axes.barh(places + offset, shown, 0.38, color=colour, label=name)
-            texts = ["-" if math.isnan(value) else f"{value:.2f} %" for value in shown]
-            axes.bar_label(bars, texts, padding=3, fontsize=7.5, color="#444444")
-        axes.set_yticks(places, tiers)
-        axes.set_xlim(0, 108)
-        axes.set_xticks(range(0, 101, 20))
-        axes.set_xlabel("service attainment, %")
-        axes.grid(visible=False, axis="y")
-        add_legend(axes)
+        columns = [
+            (name, colour, [of.get(tier, math.nan) for tier in tiers])
+            for name, colour, of in zip(names, BOTH_COLOURS, values, strict=True)
+        ]
+        draw_bars(figure.subplots(), tiers, columns, "service attainment")
 
     return draw_svg(paint, 1.0 + 0.5 * len(tiers))
 
@@ -219,27 +220,23 @@ def _pooled_hours(one: Result) -> float:
     return sum(states.get("pooled", 0.0) for states in one.totals.instance_hours.values())
 
 
+_OF_ROWS: Sequence[tuple[str, Unit, Better, Callable[[Row], float | None]]] = (
+    ("requests", "", "", lambda row: row.requests),
+    ("service attainment", "%", "more", lambda row: row.service_attainment),
+    ("first token late", "%", "less", lambda row: row.ttft_violations),
+    ("TTFT p95", "s", "less", lambda row: _p95(row.ttft_s)),
+    ("TBT p95", "s", "less", lambda row: _p95(row.tbt_mean_s)),
+)
+
+
 def _rows(part: str, a: Sequence[Row], b: Sequence[Row]) -> Iterator[Line]:
     before, after = {_key(row): row for row in a}, {_key(row): row for row in b}
     for key in sorted({*before, *after}):
-        one, other = before.get(key), after.get(key)
+        rows = (before.get(key), after.get(key))
         name = " ".join(word for word in key if word)
-
-        def line(what: str, unit: Unit, better: Better, of: Callable[[Row], float | None]) -> Line:
-            return Line(
-                part=part,
-                name=f"{name}: {what}",  # noqa: B023 - called in this turn of the loop
-                unit=unit,
-                better=better,
-                a=None if one is None else of(one),  # noqa: B023
-                b=None if other is None else of(other),  # noqa: B023
-            )
-
-        yield line("requests", "", "", lambda row: row.requests)
-        yield line("service attainment", "%", "more", lambda row: row.service_attainment)
-        yield line("first token late", "%", "less", lambda row: row.ttft_violations)
-        yield line("TTFT p95", "s", "less", lambda row: _p95(row.ttft_s))
-        yield line("TBT p95", "s", "less", lambda row: _p95(row.tbt_mean_s))
+        for what, unit, better, of in _OF_ROWS:
+            one, other = (None if row is None else of(row) for row in rows)
+            yield Line(part=part, name=f"{name}: {what}", unit=unit, better=better, a=one, b=other)
 
 
 def _key(row: Row) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from ops.plots.panels import add_legend
 from ops.simulator.results.results import Series
 
 if TYPE_CHECKING:
@@ -46,6 +47,23 @@ def thin(
     thinned: FloatArray = np.array([np.nan if np.isnan(group).all() else take(group) for group in groups], dtype=float)
     edges_s: FloatArray = series.start_s + series.step_s * np.minimum(each * np.arange(len(groups) + 1), len(values))
     return edges_s / (unit_s or unit_of(series)[0]), np.append(thinned, thinned[-1:])
+
+
+def draw_bars(
+    axes: "Axes", labels: Sequence[str], columns: Sequence[tuple[str, str, Sequence[float]]], name: str
+) -> None:
+    """Two horizontal bars for each label. `columns`: name, colour and shares of 1 of each bar; NaN is drawn as "-"."""
+    places = np.arange(len(labels))[::-1]
+    for offset, (label, colour, shares) in zip((0.2, -0.2), columns, strict=True):
+        bars = axes.barh(places + offset, [100 * share for share in shares], 0.38, color=colour, label=label)
+        texts = ["-" if math.isnan(share) else f"{share:.2%}" for share in shares]
+        axes.bar_label(bars, texts, padding=3, fontsize=7.5, color="#444444")
+    axes.set_yticks(places, labels)
+    axes.set_xlim(0, 108)
+    axes.set_xticks(range(0, 101, 20))
+    axes.set_xlabel(f"{name}, %")
+    axes.grid(visible=False, axis="y")
+    add_legend(axes)
 
 
 def unit_of(series: Series) -> tuple[float, str]:

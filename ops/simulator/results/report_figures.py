@@ -9,44 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ops.plots.panels import CAME, FORECAST, add_legend, draw_svg
-from ops.simulator.results.drawing import FloatArray, add_up, finish_time_axis, thin, values_of
+from ops.simulator.results.drawing import FloatArray, add_up, draw_bars, finish_time_axis, thin, values_of
 from ops.simulator.results.results import EndpointSeries, Result, Series, State
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-def pools(result: Result) -> str | None:
-    """GPUs that are held, by what for, and what the plans give to pools; pooled endpoints that are served; switches."""
-    series = result.series
-    if not series.pools:
-        return None
-
-    def paint(figure: "Figure") -> None:
-        held, endpoints, switches = figure.subplots(3, 1, sharex=True, height_ratios=[1.8, 1.0, 1.0])
-        add_stack(
-            held, series, {state: values_of(series.gpus[state]) for state in STATE_COLOURS if state in series.gpus}
-        )
-        planned = add_up([one.planned for one in series.pools])
-        if not np.isnan(planned).all():
-            line = {"color": CAME, "linewidth": 1.1, "linestyle": "--", "label": "planned for pools"}
-            held.step(*thin(series, planned, np.nanmax), where="post", **line)
-        counts = add_up([one.pooled for one in series.endpoints])
-        endpoints.step(*thin(series, counts, np.nanmean), where="post", color=STATE_COLOURS["pooled"], linewidth=1.3)
-        times, per_step = thin(series, series.switches, np.nanmean)
-        switches.step(times, per_step * 60 / series.step_s, where="post", color=TIER_COLOURS["IW-F"], linewidth=1.0)
-        for axes, words in ((held, "GPUs"), (endpoints, "pooled endpoints"), (switches, "switches per minute")):
-            axes.set_ylabel(words)
-            axes.set_ylim(bottom=0)
-        add_legend(held)
-        finish_time_axis(switches, series)
-
-    return draw_svg(paint, 6.4)
-
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 ENDPOINTS_MAX = 4
 """Endpoints with a panel of their own: the busiest; all of them are in the first panel, added up."""
@@ -67,6 +36,31 @@ TIER_COLOURS = {"IW-F": "#d55e00", "IW-N": "#0072b2", "NIW": "#009e73"}
 SERVICE, TOKEN = "#0072b2", "#9ecae1"
 
 
+def pools(result: Result) -> str | None:
+    """GPUs that are held, by what for, and what the plans give to pools; pooled endpoints that are served; switches."""
+    series = result.series
+    if not series.pools:
+        return None
+
+    def paint(figure: "Figure") -> None:
+        held, endpoints, switches = figure.subplots(3, 1, sharex=True, height_ratios=[1.8, 1.0, 1.0])
+        add_stack(
+            held, series, {state: values_of(series.gpus[state]) for state in STATE_COLOURS if state in series.gpus}
+        )
+        _draw_planned(held, series, [one.planned for one in series.pools], "planned for pools")
+        counts = add_up([one.pooled for one in series.endpoints])
+        endpoints.step(*thin(series, counts, np.nanmean), where="post", color=STATE_COLOURS["pooled"], linewidth=1.3)
+        times, per_step = thin(series, series.switches, np.nanmean)
+        switches.step(times, per_step * 60 / series.step_s, where="post", color=TIER_COLOURS["IW-F"], linewidth=1.0)
+        for axes, words in ((held, "GPUs"), (endpoints, "pooled endpoints"), (switches, "switches per minute")):
+            axes.set_ylabel(words)
+            axes.set_ylim(bottom=0)
+        add_legend(held)
+        finish_time_axis(switches, series)
+
+    return draw_svg(paint, 6.4)
+
+
 def attainment(result: Result) -> str | None:
     """Bars of both attainments, by tier over all models, and below them by model and tier, the worst first."""
     rows = [row for row in result.rows if row.requests]
@@ -78,20 +72,11 @@ def attainment(result: Result) -> str | None:
         entries += [(f"{row.model}  {row.tier}", row) for row in worst]
 
     def paint(figure: "Figure") -> None:
-        axes = figure.subplots()
-        places = np.arange(len(entries))[::-1]
-        for offset, name, colour, values in (
-            (0.2, "service", SERVICE, [row.service_attainment for _, row in entries]),
-            (-0.2, "token", TOKEN, [row.token_attainment for _, row in entries]),
-        ):
-            bars = axes.barh(places + offset, [100 * value for value in values], 0.38, color=colour, label=name)
-            axes.bar_label(bars, [f"{value:.1%}" for value in values], padding=3, fontsize=7.5, color="#444444")
-        axes.set_yticks(places, [label for label, _ in entries])
-        axes.set_xlim(0, 108)
-        axes.set_xticks(range(0, 101, 20))
-        axes.set_xlabel("attainment, %")
-        axes.grid(visible=False, axis="y")
-        add_legend(axes)
+        columns = [
+            ("service", SERVICE, [row.service_attainment for _, row in entries]),
+            ("token", TOKEN, [row.token_attainment for _, row in entries]),
+        ]
+        draw_bars(figure.subplots(), [label for label, _ in entries], columns, "attainment")
 
     return draw_svg(paint, 0.9 + 0.42 * len(entries))
 
@@ -253,11 +238,7 @@ def _instances_panel(axes: "Axes", series: Series, endpoints: Sequence[EndpointS
         "spot": add_up([one.spot for one in endpoints]),
     }
     add_stack(axes, series, states)
-    planned = add_up([one.planned for one in endpoints])
-    if not np.isnan(planned).all():
-        axes.step(
-            *thin(series, planned, np.nanmax), where="post", color=CAME, linewidth=1.1, linestyle="--", label="planned"
-        )
+    _draw_planned(axes, series, [one.planned for one in endpoints], "planned")
     axes.set_ylabel("instances")
     axes.margins(y=0.1)
     axes.set_ylim(bottom=0)
@@ -277,6 +258,13 @@ def add_stack(axes: "Axes", series: Series, states: Mapping[State, FloatArray]) 
                 times, floor, top, step="post", color=STATE_COLOURS[state], alpha=0.85, linewidth=0, label=state
             )
         below = top
+
+
+def _draw_planned(axes: "Axes", series: Series, columns: Sequence[Sequence[int | None]], label: str) -> None:
+    planned = add_up(columns)
+    if not np.isnan(planned).all():
+        times, counts = thin(series, planned, np.nanmax)
+        axes.step(times, counts, where="post", color=CAME, linewidth=1.1, linestyle="--", label=label)
 
 
 def _steps(series: Series) -> int:
