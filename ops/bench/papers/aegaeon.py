@@ -8,17 +8,16 @@ The testbed: 16 GPUs, models of 7B to 13B. Token k is due 10 s + k * 0.1 s after
 artifact's H100 profiles, where a switch takes bytes / 16 GB/s, as its simulator assumes; or any other profile.
 """
 
-import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import typer
 
-from forecasts.importers.lines import DemandFileError, open_csv
+from ops.bench.papers.workloads import HALF_AS_LONG, Workload, merged, workloads_of
+from ops.bench.shared import chosen, work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.plots.lines_plot import LinesPanel, draw_lines
 from ops.plots.plot_option import check_plot
@@ -34,10 +33,10 @@ MODELS = (
     + [ModelPart(name=f"9B-{n}", weights_bytes=17_658_814_464, kv_bytes_per_token=98_304) for n in range(2)]
     + [ModelPart(name=f"13B-{n}", weights_bytes=26_031_728_640, kv_bytes_per_token=819_200) for n in range(2)]
 )
-"""Model i of a workload is the one at place i modulo 10: Qwen2.5-7B, Yi-1.5-9B, Llama-2-13B, two bytes a parameter."""
+"""Model i of a workload is the one at index i modulo 10: Qwen2.5-7B, Yi-1.5-9B, Llama-2-13B, two bytes a parameter."""
 LARGEST_BYTES = MODELS[-1].weights_bytes
 TWO_MODELS_BYTES = 53 * 10**9
-"""Two of the largest, so that one can come while the other runs."""
+"""Two of the largest, so that one can be loaded while the other runs."""
 GPU_BYTES = 76 * 10**9
 """Of 80 GiB; the rest is the engine's."""
 
@@ -55,9 +54,10 @@ System = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class SystemPlan:
-    """How a system uses the GPUs. `weights_bytes`: of a GPU's memory; the rest is for KV. `fleet` by prefill slots."""
+    """How a system uses the GPUs. `weights_bytes`: memory of a GPU for weights, the rest is for KV. `fleet`: keys of
+    the scenario's fleet by the number of prefill slots.
+    """
 
-    what: str
     weights_bytes: int
     fleet: Callable[[int], Mapping[str, Any]]
     policy: Mapping[str, Any] = field(default_factory=dict)
@@ -72,37 +72,19 @@ def _gpus(_: int) -> Mapping[str, Any]:
 
 
 SYSTEMS: Mapping[System, SystemPlan] = {
-    "pooled": SystemPlan(
-        what="Tidepool's pools, slots that prefill and slots that decode", weights_bytes=TWO_MODELS_BYTES, fleet=_split
-    ),
-    "pooled-both": SystemPlan(
-        what="Tidepool's pools, every slot does both",
-        weights_bytes=TWO_MODELS_BYTES,
-        fleet=lambda _: {"both_slots": GPUS},
-    ),
-    "request-level": SystemPlan(
-        what="GPUs that switch when idle (ServerlessLLM), one line for all", weights_bytes=LARGEST_BYTES, fleet=_gpus
-    ),
-    "request-level-sjf": SystemPlan(
-        what="the same, shortest job first (ServerlessLLM+)",
-        weights_bytes=LARGEST_BYTES,
-        fleet=_gpus,
-        policy={"switching": "shortest-first"},
-    ),
-    "request-level-line": SystemPlan(
-        what="the same, a line at each GPU, as the artifact has it",
-        weights_bytes=LARGEST_BYTES,
-        fleet=_gpus,
-        policy={"switching": "line-per-gpu"},
-    ),
-    "request-level-split": SystemPlan(
-        what="one line, GPUs that prefill and GPUs that decode", weights_bytes=LARGEST_BYTES, fleet=_split
-    ),
-    "static": SystemPlan(what="two models a GPU for good (MuxServe)", weights_bytes=TWO_MODELS_BYTES, fleet=_gpus),
-    "dedicated": SystemPlan(
-        what="a GPU for each model", weights_bytes=LARGEST_BYTES, fleet=lambda _: {"gpus": GPUS, "models_per_gpu": 1}
-    ),
+    "pooled": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_split),
+    "pooled-both": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=lambda _: {"both_slots": GPUS}),
+    "request-level": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=_gpus),
+    "request-level-sjf": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=_gpus, policy={"switching": "shortest-first"}),
+    "request-level-line": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=_gpus, policy={"switching": "line-per-gpu"}),
+    "request-level-split": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=_split),
+    "static": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_gpus),
+    "dedicated": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=lambda _: {"gpus": GPUS, "models_per_gpu": 1}),
 }
+"""Tidepool's shared pools with disaggregated and with aggregated prefill and decode; request-level switching
+(ServerlessLLM) with a global queue, the same with the shortest job first (ServerlessLLM+), with per-GPU queues as in
+the artifact, and disaggregated with a global queue; two models on each GPU for good (MuxServe); a GPU for each model.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +100,7 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What came of a workload. `models` at `rate` requests per second each; `unserved`: requests no GPU could take."""
+    """Figures of a workload. `models` at `rate` requests per second each; `unserved`: requests that no GPU could hold."""
 
     system: System
     models: int
@@ -138,16 +120,6 @@ class Row:
     def kept(self) -> bool:
         """Whether all requests were served, with 90 % service attainment."""
         return not self.unserved and self.service_attainment >= 0.9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """One of a file, with unscaled lengths. `rate`: requests per second and model."""
-
-    path: Path
-    name: str
-    models: int
-    rate: str
 
 
 def scenario_of(setup: Setup, workload: Workload) -> Scenario:
@@ -171,44 +143,6 @@ def scenario_of(setup: Setup, workload: Workload) -> Scenario:
         ),
         policy=PolicyPart.model_validate({**plan.policy, **setup.policy}),
     )
-
-
-def workloads_of(path: Path) -> list[Workload]:
-    """Those of a file with unscaled lengths, by number of models, then by rate.
-
-    Raises:
-        forecasts.importers.lines.DemandFileError: it cannot be read.
-    """
-    pattern = re.compile(r"synth-(\d+)-([0-9.]+)-1\.0-1\.0")
-    with open_csv(path) as file:
-        names = {line.word("workload") for line in file.lines(("workload",))}
-    matches = (pattern.fullmatch(name) for name in names)
-    found = [Workload(path=path, name=one[0], models=int(one[1]), rate=one[2]) for one in matches if one]
-    return sorted(found, key=lambda one: (one.models, float(one.rate)))
-
-
-def merged(first: Workload, second: Workload, folder: Path) -> Workload:
-    """Two workloads of one file as one, the models of the second after those of the first; written to `folder`.
-
-    Raises:
-        forecasts.importers.lines.DemandFileError: the file cannot be read.
-    """
-    assert first.path == second.path
-    shifts = {first.name: 0, second.name: first.models}
-    models = first.models + second.models
-    name = f"synth-{models}-{first.rate}-1.0-1.0"
-    columns = ("workload", "request_time", "model_name", "input_len", "output_len")
-    rows = []
-    with open_csv(first.path) as file:
-        for line in file.lines(columns):
-            if line.word("workload") in shifts:
-                model = int(line.word("model_name").rpartition("_")[2]) + shifts[line.word("workload")]
-                rest = [line.word("input_len"), line.word("output_len")]
-                rows.append([line.word("request_time"), f"synth_model_{model:02d}", *rest])
-    path = folder / f"{name}.csv"
-    lines = [",".join(columns), *(",".join([name, *row]) for row in sorted(rows))]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return Workload(path=path, name=name, models=models, rate=first.rate)
 
 
 def measure(setup: Setup, workload: Workload) -> Row:
@@ -248,18 +182,7 @@ COLUMNS: Columns = {
     "token": lambda row: f"{row['token_attainment']:.2%}",
     "busy": lambda row: f"{row['busy_share']:.0%}",
     "switches": "switches",
-    "change": "change",
 }
-TRIALS: Mapping[str, Mapping[str, Any]] = {
-    "none": {},
-    "Q_MAX 2 s": {"quota_max_s": 2.0},
-    "Q_MAX 8 s": {"quota_max_s": 8.0},
-    "groups of 4": {"group_requests_max": 4},
-    "groups of 16": {"group_requests_max": 16},
-    "no prefetch": {"prefetch": False},
-    "batches of 16": {"batch_max": 16},
-}
-
 HOPELESS = 0.7
 """With this service attainment more models are not tried."""
 
@@ -267,7 +190,10 @@ app = typer.Typer(help=(__doc__ or "").partition("\n")[0], no_args_is_help=True,
 File = Annotated[Path, typer.Argument(metavar="WORKLOADS", help="Aegaeon's workloads.csv.gz.", dir_okay=False)]
 Profile = Annotated[Path, typer.Option(help="A GPU profile: step times and the wire.", dir_okay=False)]
 Systems = Annotated[list[str] | None, typer.Option("--system", help=f"Of {', '.join(SYSTEMS)}; all if not given.")]
-Prefill = Annotated[int, typer.Option(min=1, max=GPUS - 1, help="GPUs that prefill, of 16; the others decode.")]
+Prefill = Annotated[
+    list[int] | None,
+    typer.Option(min=1, max=GPUS - 1, help="GPUs that prefill, of 16; the others decode. 6 if not given; repeatable."),
+]
 Scales = Annotated[list[float] | None, typer.Option(min=0.01, help="Of both targets, 10 s and 0.1 s.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw it here: .png, .svg or .pdf.", dir_okay=False)]
 Least = Annotated[int, typer.Option(min=2, help="Models at least.")]
@@ -283,7 +209,7 @@ def models(
     every: Every = 4,
     system: Systems = None,
     profile: Profile = ARTIFACT_PROFILE,
-    prefill_slots: Prefill = 6,
+    prefill_slots: Prefill = None,
     slo_scale: Scales = None,
     plot: Plot = None,
     as_json: AsJson = False,
@@ -291,9 +217,9 @@ def models(
     """Attainment by the number of models at rate 0.1, and how many keep 90 % (Figures 11a and 13)."""
     setups = _setups(system, profile, prefill_slots, slo_scale)
     found = _climb(workloads, (least, most, every), setups, plot)
-    _show([{**asdict(row), "change": ""} for _, rows in found for row in rows], as_json)
+    _show([asdict(row) for _, rows in found for row in rows], as_json)
     for setup, rows in found:
-        _tell_best(_named(setup), rows, setup)
+        _print_best(setup, rows)
     _draw("models", [(_named(setup), rows) for setup, rows in found], plot)
 
 
@@ -302,53 +228,18 @@ def rates(
     workloads: File,
     system: Systems = None,
     profile: Profile = ARTIFACT_PROFILE,
-    prefill_slots: Prefill = 6,
+    prefill_slots: Prefill = None,
     slo_scale: Scales = None,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
     """40 models at rates from 0.05 to 0.7 each (Figure 11c)."""
     check_plot(plot)
-    sizes = [each for each in _read(workloads) if each.models == 40]
+    sizes = [each for each in workloads_of(workloads) if each.models == 40]
     setups = _setups(system, profile, prefill_slots, slo_scale)
     found = [(setup, [_measured(setup, each) for each in sizes]) for setup in setups]
-    _show([{**asdict(row), "change": ""} for _, rows in found for row in rows], as_json)
+    _show([asdict(row) for _, rows in found for row in rows], as_json)
     _draw("rate", [(_named(setup), rows) for setup, rows in found], plot)
-
-
-@app.command()
-def splits(
-    workloads: File,
-    least: Least = 76,
-    most: Most = 96,
-    every: Every = 4,
-    profile: Profile = ARTIFACT_PROFILE,
-    prefill: Annotated[list[int] | None, typer.Option(min=1, max=GPUS - 1, help="GPUs that prefill.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """The pool under other splits of the GPUs into those that prefill and those that decode."""
-    setups = [Setup(profile=profile, prefill_slots=slots) for slots in prefill or [3, 4, 5, 6, 7]]
-    found = _climb(workloads, (least, most, every), setups, None)
-    _show([{**asdict(row), "change": ""} for _, rows in found for row in rows], as_json)
-    for setup, rows in found:
-        _tell_best(f"{setup.prefill_slots} + {GPUS - setup.prefill_slots}", rows, None)
-
-
-@app.command()
-def trials(
-    workloads: File,
-    least: Least = 80,
-    most: Most = 88,
-    every: Every = 4,
-    profile: Profile = ARTIFACT_PROFILE,
-    prefill_slots: Prefill = 6,
-    as_json: AsJson = False,
-) -> None:
-    """The pool with one setting of its policies changed at a time."""
-    setups = [Setup(profile=profile, prefill_slots=prefill_slots, policy=policy) for policy in TRIALS.values()]
-    found = _climb(workloads, (least, most, every), setups, None)
-    named = zip(TRIALS, found, strict=True)
-    _show([{**asdict(row), "change": name} for name, (_, rows) in named for row in rows], as_json)
 
 
 def _climb(
@@ -373,9 +264,11 @@ def _sizes(workloads: Path, least: int, most: int, every: int) -> Iterator[list[
     """The workloads at rate 0.1; those of the size of two different ones together are merged of these. That of 40
     models is half as long as the others, and left out.
     """
-    single = {each.models: each for each in _read(workloads) if each.rate == "0.1" and each.models != 40}
+    single = {
+        each.models: each for each in workloads_of(workloads) if each.rate == "0.1" and each.models != HALF_AS_LONG
+    }
     largest = max(single, default=0)
-    with tempfile.TemporaryDirectory(prefix="tidepool-bench-") as folder:
+    with work_folder() as folder:
         sizes = []
         for models in range(least, most + 1, every):
             halves = [
@@ -385,7 +278,7 @@ def _sizes(workloads: Path, least: int, most: int, every: int) -> Iterator[list[
                 sizes.append(single[models])
             elif models > largest and halves:
                 first, second = halves[0]
-                sizes.append(merged(single[first], single[second], Path(folder)))
+                sizes.append(merged(single[first], single[second], folder))
         if not sizes:
             raise typer.BadParameter(f"{workloads} has no workload of {least} to {most} models at rate 0.1")
         yield sizes
@@ -400,30 +293,20 @@ def _measured(setup: Setup, workload: Workload) -> Row:
     return row
 
 
-def _read(workloads: Path) -> list[Workload]:
-    try:
-        return workloads_of(workloads)
-    except DemandFileError as error:
-        raise typer.BadParameter(str(error), param_hint="WORKLOADS") from error
-
-
-def _systems(names: list[str] | None) -> list[System]:
-    for name in names or ():
-        if name not in SYSTEMS:
-            raise typer.BadParameter(f"{name}: must be one of {', '.join(SYSTEMS)}", param_hint="--system")
-    return [cast("System", name) for name in names or SYSTEMS]
-
-
-def _setups(systems: list[str] | None, profile: Path, prefill_slots: int, scales: list[float] | None) -> list[Setup]:
+def _setups(
+    systems: list[str] | None, profile: Path, prefill_slots: list[int] | None, scales: list[float] | None
+) -> list[Setup]:
     return [
-        Setup(system=one, profile=profile, prefill_slots=prefill_slots, slo_scale=scale)
+        Setup(system=one, profile=profile, prefill_slots=slots, slo_scale=scale)
         for scale in scales or [1.0]
-        for one in _systems(systems)
+        for one in chosen(systems, SYSTEMS, "--system")
+        for slots in prefill_slots or [6]
     ]
 
 
 def _named(setup: Setup) -> str:
-    return f"{setup.system}, SLO x {setup.slo_scale:g}"
+    split = "" if setup.prefill_slots == 6 else f", {setup.prefill_slots} + {GPUS - setup.prefill_slots} GPUs"
+    return f"{setup.system}, SLO x {setup.slo_scale:g}{split}"
 
 
 def _show(rows: Iterable[Mapping[str, Any]], as_json: bool) -> None:
@@ -433,11 +316,11 @@ def _show(rows: Iterable[Mapping[str, Any]], as_json: bool) -> None:
         print_table("Aegaeon's workloads, 16 GPUs", COLUMNS, rows)
 
 
-def _tell_best(what: str, rows: Sequence[Row], setup: Setup | None) -> None:
+def _print_best(setup: Setup, rows: Sequence[Row]) -> None:
     best = max((row.models for row in rows if row.kept), default=0)
-    published = PUBLISHED.get(setup.system) if setup and setup.slo_scale == 1.0 else None
-    beside = f"; published: {published}" if published else ""
-    notes().print(f"{what}: {best} models at 90 % service attainment{beside}")
+    published = PUBLISHED.get(setup.system) if setup.slo_scale == 1.0 else None
+    against = f"; published: {published}" if published else ""
+    notes().print(f"{_named(setup)}: {best} models at 90 % service attainment{against}")
 
 
 def _draw(against: str, lines: Sequence[tuple[str, Sequence[Row]]], plot: Path | None) -> None:

@@ -7,8 +7,7 @@ held many instances of each model, for peaks and failures in several regions, wh
 compared here are the least numbers, with an instance of each model alone, and pooled.
 """
 
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +17,8 @@ import typer
 
 from dataplane.scheduling.attainment import expected_active_models
 from dataplane.scheduling.profile import load_gpu_profile
+from ops.bench.papers.workloads import write_workload
+from ops.bench.shared import work_folder
 from ops.client.screen import AsJson, notes, print_fields, print_json, print_table
 from ops.plots.lines_plot import LinesPanel, draw_lines
 from ops.plots.plot_option import check_plot
@@ -25,6 +26,7 @@ from ops.simulator.kernel.events import Kind
 from ops.simulator.run import build_world, simulate
 from ops.simulator.scenario.scenario import PROFILES, FleetPart, ModelPart, PolicyPart, Scenario, TargetPart
 from ops.simulator.servers.pool import PoolServer
+from ops.simulator.traffic.traces import Recorded
 from ops.simulator.traffic.traffic_parts import AegaeonPart
 
 H20 = PROFILES / "h20.toml"
@@ -74,8 +76,8 @@ def active(
     """Models with a request in service, by time and beside theorem 3.1."""
     check_plot(plot)
     part = Part(name="all", kinds=SMALL, gpus=1, rates_per_s=[rate_per_s] * models)
-    with tempfile.TemporaryDirectory(prefix="tidepool-bench-") as folder:
-        world, _, _ = build_world(_scenario(part, (6, 10), duration_s, seed, Path(folder)), seed)
+    with work_folder() as folder:
+        world, _, _ = build_world(_scenario(part, (6, 10), duration_s, seed, folder), seed)
         (pool,) = (server for server in world.present.servers if isinstance(server, PoolServer))
         points: list[tuple[float, float]] = []
 
@@ -137,9 +139,9 @@ class Fewest:
 
 
 def _fewest(part: Part, duration_s: float, seed: int, attainment: float) -> Fewest:
-    with tempfile.TemporaryDirectory(prefix="tidepool-bench-") as folder:
+    with work_folder() as folder:
         for split in SPLITS:
-            result = simulate(_scenario(part, split, duration_s, seed, Path(folder)), seed=seed).result
+            result = simulate(_scenario(part, split, duration_s, seed, folder), seed=seed).result
             notes().print(f"{part.name}, {split[0]} + {split[1]} slots: {result.service_attainment:.2%}")
             if result.service_attainment >= attainment:
                 return Fewest(
@@ -155,12 +157,12 @@ def _scenario(part: Part, split: tuple[int, int], duration_s: float, seed: int, 
     """A deployment as a shared pool. A slot's memory holds two of its largest models."""
     largest_bytes = max(model.weights_bytes for model in part.kinds)
     memory_bytes = int(0.9 * load_gpu_profile(H20).memory_bytes) * part.gpus
-    workload = _write_traffic(part, duration_s, seed, folder / "traffic.csv")
+    workload = write_workload(folder / "traffic.csv", _requests(part, duration_s, seed))
     return Scenario(
         name=f"{part.name}, {split[0]} + {split[1]} slots",
         regions=["one"],
         targets={"IW-F": TargetPart(ttft_s=10.0, tbt_s=0.1)},
-        traffic=AegaeonPart(kind="aegaeon", path=workload, workload="fleet"),
+        traffic=AegaeonPart(kind="aegaeon", path=workload.path, workload=workload.name),
         models=list(part.kinds),
         fleet=FleetPart(
             serving="pooled",
@@ -174,21 +176,16 @@ def _scenario(part: Part, split: tuple[int, int], duration_s: float, seed: int, 
     )
 
 
-def _write_traffic(part: Part, duration_s: float, seed: int, path: Path) -> Path:
-    """Poisson arrivals of each model, lengths like ShareGPT's, in the format of Aegaeon's workloads."""
+def _requests(part: Part, duration_s: float, seed: int) -> Iterator[Recorded]:
+    """Poisson arrivals of each model, with lengths like ShareGPT's."""
     rng = np.random.default_rng(seed)
-    rows: list[tuple[float, int]] = []
+    arrivals: list[tuple[float, int]] = []
     for model, rate_per_s in enumerate(part.rates_per_s):
-        rows += [(float(at_s), model) for at_s in rng.uniform(0.0, duration_s, rng.poisson(rate_per_s * duration_s))]
-    lines = ["workload,request_time,model_name,input_len,output_len"]
-    for at_s, model in sorted(rows):
+        count = rng.poisson(rate_per_s * duration_s)
+        arrivals += [(float(at_s), model) for at_s in rng.uniform(0.0, duration_s, count)]
+    for at_s, model in sorted(arrivals):
         prompt, output = (int(np.clip(rng.lognormal(np.log(median), 1.0), 4, 2000)) for median in (150, 200))
-        minutes, seconds = divmod(at_s, 60.0)
-        lines.append(
-            f"fleet,{int(minutes // 60):02d}:{int(minutes % 60):02d}:{seconds:06.3f},m_{model},{prompt},{output}"
-        )
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+        yield Recorded(time_s=at_s, model=f"m_{model}", prompt_tokens=prompt, output_tokens=output)
 
 
 def _write_profile(part: Part, path: Path) -> Path:

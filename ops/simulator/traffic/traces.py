@@ -21,7 +21,7 @@ from ops.simulator.traffic.traffic_parts import RecordedPart
 LISTINGS = {"azure-2023": AZURE, "burstgpt": BURSTGPT, "mooncake": MOONCAKE}
 """By the kind of traffic."""
 
-_AEGAEON = ("workload", "request_time", "model_name", "input_len", "output_len")
+AEGAEON = ("workload", "request_time", "model_name", "input_len", "output_len")
 _CHUNK = 1024
 
 
@@ -42,7 +42,7 @@ def read_aegaeon(path: Path, workload: str) -> Iterator[Recorded]:
     """
     last_s: float | None = None
     with open_csv(path) as file:
-        for line in file.lines(_AEGAEON):
+        for line in file.lines(AEGAEON):
             if line.word("workload") == workload:
                 last_s = _not_before(last_s, _clock_time_s(line, "request_time"), line, "request_time")
                 yield Recorded(

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dataplane.protocol.tiers import Objective
-from ops.bench.papers import aegaeon
+from ops.bench.papers import aegaeon, workloads
 from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
 from ops.simulator.kernel.events import Events, Kind
 from ops.simulator.kernel.requests import Request, Served
@@ -98,7 +98,7 @@ def test_a_line_at_each_gpu_does_not_move_to_an_idle_one() -> None:
     assert at_once[2].first_s < at_once[0].last_s
 
 
-def workloads_of(folder: Path, sizes: Sequence[int] = (4, 6)) -> Path:
+def written(folder: Path, sizes: Sequence[int] = (4, 6)) -> Path:
     lines = ["workload,request_time,model_name,input_len,output_len"]
     for models in sizes:
         for number in range(40):
@@ -110,7 +110,7 @@ def workloads_of(folder: Path, sizes: Sequence[int] = (4, 6)) -> Path:
 
 
 def test_a_gpu_keeps_as_many_models_as_it_holds_and_nobody_serves_the_others(tmp_path: Path) -> None:
-    one_each, more, most = aegaeon.workloads_of(workloads_of(tmp_path, (16, 22, 34)))
+    one_each, more, most = workloads.workloads_of(written(tmp_path, (16, 22, 34)))
     assert aegaeon.measure(aegaeon.Setup(system="dedicated"), one_each).kept
     alone = aegaeon.measure(aegaeon.Setup(system="dedicated"), more)
     assert 0 < alone.unserved < alone.requests
@@ -120,8 +120,8 @@ def test_a_gpu_keeps_as_many_models_as_it_holds_and_nobody_serves_the_others(tmp
 
 
 def test_workloads_merged_have_the_requests_of_both(tmp_path: Path) -> None:
-    one, other = aegaeon.workloads_of(workloads_of(tmp_path))
-    whole = aegaeon.merged(one, other, tmp_path)
+    one, other = workloads.workloads_of(written(tmp_path))
+    whole = workloads.merged(one, other, tmp_path)
     rows = [line.split(",") for line in whole.path.read_text().splitlines()[1:]]
     assert len(rows) == 80
     assert {row[2] for row in rows} == {f"synth_model_{n:02d}" for n in range(10)}
@@ -130,7 +130,7 @@ def test_workloads_merged_have_the_requests_of_both(tmp_path: Path) -> None:
 
 def test_turns_are_told_a_scaled_objective(tmp_path: Path) -> None:
     """One slot decodes four models: with less time for each token its turns are others."""
-    one, _ = aegaeon.workloads_of(workloads_of(tmp_path))
+    one, _ = workloads.workloads_of(written(tmp_path))
     logs = [
         aegaeon.measure(aegaeon.Setup(prefill_slots=15, slo_scale=scale), one).event_log_hash for scale in (1.0, 0.3)
     ]
@@ -139,7 +139,7 @@ def test_turns_are_told_a_scaled_objective(tmp_path: Path) -> None:
 
 def test_the_table(tmp_path: Path) -> None:
     plot = tmp_path / "plot.png"
-    arguments = ["models", str(workloads_of(tmp_path)), "--least", "4", "--most", "10", "--every", "6", "--json"]
+    arguments = ["models", str(written(tmp_path)), "--least", "4", "--most", "10", "--every", "6", "--json"]
     arguments += ["--system", "pooled", "--system", "request-level", "--plot", str(plot)]
     result = CliRunner().invoke(aegaeon.app, arguments)
     assert result.exit_code == 0, result.output
@@ -148,6 +148,6 @@ def test_the_table(tmp_path: Path) -> None:
     assert [(row["system"], row["models"]) for row in rows] == expected
     assert "pooled, SLO x 1: 10 models at 90 % service attainment" in " ".join(result.stderr.split())
     assert plot.stat().st_size > 0
-    wrong = CliRunner().invoke(aegaeon.app, ["models", str(workloads_of(tmp_path)), "--system", "none"])
+    wrong = CliRunner().invoke(aegaeon.app, ["models", str(written(tmp_path)), "--system", "none"])
     assert wrong.exit_code == 2
     assert "--system" in wrong.stderr

@@ -9,18 +9,21 @@ import pytest
 from typer.testing import CliRunner
 
 from ops.bench.papers import node_slots as bench
-from ops.bench.papers.node_slots import Asked, dealt, drawn_anew, layouts
+from ops.bench.papers.node_slots import dealt, drawn_anew, layouts
+from ops.bench.papers.workloads import model_name
+from ops.simulator.traffic.traces import Recorded
 
 
-def asked(*models: int) -> list[Asked]:
-    return [
-        Asked(time=f"{number}.0", model=model, prompt_tokens=10, output_tokens=5) for number, model in enumerate(models)
-    ]
+def asked(*models: int) -> list[Recorded]:
+    return [Recorded(float(n), model_name(model), prompt_tokens=10, output_tokens=5) for n, model in enumerate(models)]
 
 
 def test_models_are_dealt_out_by_their_requests_and_none_twice() -> None:
     parts = list(dealt(asked(0, 0, 0, 1, 1, 2, 2, 3), 2))
-    assert [sorted({each.model for each in part}) for part in parts] == [[0, 3], [1, 2]]
+    assert [sorted({each.model for each in part}) for part in parts] == [
+        [model_name(0), model_name(3)],
+        [model_name(1), model_name(2)],
+    ]
     assert [len(part) for part in dealt(asked(0, 0), 8)] == [2], "a slot without requests is none"
 
 
@@ -39,7 +42,7 @@ def test_every_layout_serves_all_requests() -> None:
 def test_popularity_is_drawn_and_the_requests_stay() -> None:
     given = asked(*range(10)) * 50
     drawn = drawn_anew(given, 20, 1.0, random.Random(3))
-    assert [each.time for each in drawn] == [each.time for each in given]
+    assert [each.time_s for each in drawn] == [each.time_s for each in given]
     (_, first), *_, (_, last) = Counter(each.model for each in drawn).most_common()
     assert first > 5 * last
     assert drawn == drawn_anew(given, 20, 1.0, random.Random(3))
