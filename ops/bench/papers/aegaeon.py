@@ -100,7 +100,7 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Figures of a workload. `models` at `rate` requests per second each; `unserved`: requests that no GPU could hold."""
+    """Figures of a workload. `models` at `rate` requests per second each; `unserved`: requests too long for a GPU."""
 
     system: System
     models: int
