@@ -1,4 +1,4 @@
-"""The API process: one FastAPI app with the OpenAI-compatible, admin, node and health faces."""
+"""The API process: one FastAPI app with the OpenAI-compatible, admin, node and health endpoints."""
 
 import contextlib
 import functools
@@ -136,7 +136,7 @@ def _wrap(app: FastAPI, settings: Settings) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Says 503 on `/readyz` from the first SIGTERM on, while open streams finish."""
+    """Answers 503 on `/readyz` from the first SIGTERM on, while open streams finish."""
 
     def handle_exit(self, sig: int, frame: object) -> None:
         state = getattr(self.config.app.state, "tidepool", None) if isinstance(self.config.app, FastAPI) else None
@@ -146,7 +146,7 @@ class _Server(uvicorn.Server):
 
 
 def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
-    """How the API process listens."""
+    """The configuration of the API process's server."""
     return uvicorn.Config(
         app,
         host=settings.host,
@@ -157,7 +157,7 @@ def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         access_log=False,
         timeout_graceful_shutdown=20,
         server_header=False,
-        http=connection_class(settings),  # type: ignore[arg-type]  # it makes the class that is asked for
+        http=connection_class(settings),  # type: ignore[arg-type]
         h11_max_incomplete_event_size=settings.header_bytes_max,
     )
 

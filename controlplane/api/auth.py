@@ -31,7 +31,7 @@ async def authenticate(request: Request, credentials: Credentials) -> Caller:
     """The caller of a request.
 
     Raises:
-        AuthenticationError: no key came, or it is not a good one.
+        AuthenticationError: the request has no key, or an invalid one.
     """
     if credentials is None:
         raise AuthenticationError(NO_KEY)
@@ -41,8 +41,8 @@ async def authenticate(request: Request, credentials: Credentials) -> Caller:
 
 
 def needs(role: Role, scope: KeyScope | None = None) -> Callable[[Request, Credentials], Awaitable[Caller]]:
-    """A dependency that lets only those pass who may do what `role` may, and (`scope`, of a whole part of `/v1`) whose
-    key is not for other parts only. All in one: each dependency of a dependency costs every request.
+    """A dependency that requires a key with the rights of `role` and, for a part of `/v1`, with its `scope`. It is one
+    dependency, since nested ones cost time in every request.
     """
 
     async def check(request: Request, credentials: Credentials) -> Caller:
@@ -58,14 +58,14 @@ def needs(role: Role, scope: KeyScope | None = None) -> Callable[[Request, Crede
 
 
 async def _caller(request: Request) -> Caller:
-    """Who passed the check of the endpoint's router."""
+    """The caller that the check of the endpoint's router has accepted."""
     caller = request.state.caller
     assert isinstance(caller, Caller)
     return caller
 
 
 def may_use(caller: Caller, model: str) -> bool:
-    """Whether a key is for this model. To one that is not, the model does not exist."""
+    """Whether a key is for this model; for other keys the model does not exist."""
     return caller.models is None or model in caller.models
 
 

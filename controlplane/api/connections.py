@@ -1,4 +1,4 @@
-"""Connections to clients that send too slowly, or do not read: they end, so that nothing waits for them for ever."""
+"""Connections of clients: those that send or read too slowly are closed."""
 
 import asyncio
 import socket
@@ -15,22 +15,21 @@ from controlplane.api.errors import RoutingError, problem
 from controlplane.settings import Settings
 
 _UNSENT_BYTES_MAX = 65_536
-"""Kept by the kernel for a client whose window is shut; the rest waits here, where it is seen."""
+"""What the kernel buffers for a client that does not read; the rest stays in the process, which can measure it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long a client may take: to send a request's head, and to read what was written, in seconds."""
+    """How long a client may take to send a request's head, and to read what was written, in seconds."""
 
     header_s: float
     reading_s: float
 
 
 class PatientConnection(H11Protocol):
-    """One client. A request's head must arrive within `header_s`, from the connection or from its own first byte on.
-    Who leaves more than the transport's high mark (64 KiB) unread, and within `reading_s` does not read down to its low
-    mark (16 KiB), is cut off, be it that he reads too slowly or not at all; the request then ends as it does for every
-    client that went away.
+    """The connection of one client. A request's head must arrive within `header_s` of the connection's start or of its
+    own first byte. A client that leaves more than the transport's high-water mark (64 KiB) unread, and does not read
+    down to its low-water mark (16 KiB) within `reading_s`, is disconnected.
     """
 
     def __init__(self, *args: Any, patience: Patience, **options: Any) -> None:
@@ -40,7 +39,6 @@ class PatientConnection(H11Protocol):
         self._reading_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the first request."""
         super().connection_made(transport)
         raw = transport.get_extra_info("socket")
         if raw is not None and raw.family in {socket.AF_INET, socket.AF_INET6} and hasattr(socket, "TCP_NOTSENT_LOWAT"):
@@ -48,28 +46,24 @@ class PatientConnection(H11Protocol):
         self._watch_header()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes in."""
         super().data_received(data)
         self._watch_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timers."""
         self._header_timer = _stopped(self._header_timer)
         self._reading_timer = _stopped(self._reading_timer)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client does not keep up with what is written."""
         super().pause_writing()
         self._reading_timer = self.loop.call_later(self._patience.reading_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It reads on."""
         super().resume_writing()
         self._reading_timer = _stopped(self._reading_timer)
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP gets a problem too, and the connection ends."""
+        """Answer invalid HTTP with a problem as well, and close the connection."""
         body = msgspec.json.encode(problem(RoutingError(msg, status=400)))
         headers = [
             (b"content-type", b"application/problem+json"),
@@ -82,7 +76,7 @@ class PatientConnection(H11Protocol):
         self.transport.close()
 
     def _watch_header(self) -> None:
-        """Time the head of a request, and the rest of a body that nobody waits for: its answer is out already."""
+        """Limit the time for a request's head, and for the rest of a body whose answer has been sent already."""
         is_due = self.conn.their_state is h11.IDLE or (
             self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
         )
@@ -93,13 +87,12 @@ class PatientConnection(H11Protocol):
 
 
 def _stopped(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
-    """No timer any more."""
     if timer is not None:
         timer.cancel()
     return None
 
 
 def connection_class(settings: Settings) -> Callable[..., asyncio.Protocol]:
-    """What uvicorn makes a connection of."""
+    """The factory of connections for uvicorn."""
     patience = Patience(header_s=settings.header_timeout_s, reading_s=settings.client_idle_timeout_s)
     return partial(PatientConnection, patience=patience)

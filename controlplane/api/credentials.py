@@ -1,4 +1,4 @@
-"""Keys a gateway has seen lately, so that no request waits for Postgres to know its caller."""
+"""A cache of the keys that a gateway has seen recently: most requests need no query to authenticate."""
 
 import asyncio
 import contextlib
@@ -25,14 +25,12 @@ _STALE_KEY_KEEP_S = 300.0
 _KEYS_MAX = 10_000
 _FOLLOW_EVERY_S = 1.0
 _LOADS_MAX = 10
-"""Keys that are looked up at once. The threads are not those of other requests: each may wait for a Postgres that
-hangs.
-"""
+"""Concurrent look-ups of keys. They have their own threads, since each may wait for a Postgres that hangs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """Who is asking. `scopes`, `models`: None is all; `node`: the only one that a node's key may act for."""
+    """The owner of a key. `scopes`, `models`: None is all; `node`: the only node that a node's key may act for."""
 
     key_id: str
     name: str
@@ -46,21 +44,21 @@ class Caller:
 
 @dataclass(frozen=True, kw_only=True)
 class _Known:
-    """What Postgres said of a secret, and when. No caller: it is no good key. Times are of the monotonic clock."""
+    """What Postgres knew of a secret at `at_s`. No caller: the key is not valid. Times are of the monotonic clock."""
 
     caller: Caller | None
     at_s: float
     good_until_s: float = math.inf
 
     def is_good_for(self, keep_s: float) -> bool:
-        """Whether it still counts if answers count for `keep_s`."""
+        """Whether it is younger than `keep_s`, and the key has not expired."""
         now_s = time.monotonic()
         return now_s - self.at_s < keep_s and now_s < self.good_until_s
 
 
 class KeyCache:
-    """Keys by the hash of their secret. A revoked key stops working once Redis has told of it (a second), or after
-    `key_cache_s`. While Postgres is away, good keys work for minutes more, and bad ones stay bad.
+    """Keys by the hash of their secret. A revoked key stops working after a second, by way of Redis, or after
+    `key_cache_s`. While Postgres is unavailable, known keys work for five minutes, and invalid ones stay invalid.
     """
 
     def __init__(self, database: Database, settings: Settings) -> None:
@@ -90,34 +88,36 @@ class KeyCache:
         return any(known.is_good_for(_STALE_KEY_KEEP_S) for known in self._good.values())
 
     def forget(self, hashes: frozenset[str]) -> None:
-        """These secrets are good no more, whatever the cache says."""
+        """Refuse these secrets from now on."""
         for hashed in hashes & self._good.keys():
             self._note(hashed, _Known(caller=None, at_s=time.monotonic()))
 
     @contextlib.asynccontextmanager
     async def following(self, live: LiveStore) -> AsyncIterator[None]:
-        """Hear of revocations in the background, every second."""
+        """Read revocations from Redis every second while the block runs."""
         async with in_background(self._follow(live)):
             yield
 
     async def _follow(self, live: LiveStore) -> None:
         while True:
-            with contextlib.suppress(UnavailableError):  # then keys are asked for anew after `key_cache_s`
+            with contextlib.suppress(UnavailableError):  # then keys are read again after `key_cache_s`
                 self.forget(await anyio.to_thread.run_sync(live.read_revoked, limiter=self._follow_threads))
             await asyncio.sleep(_FOLLOW_EVERY_S)
 
     async def _ask(self, hashed: str, secret: str, last: _Known | None) -> _Known:
-        """What Postgres says; while it is away or slow, what it said last. Requests with one key ask once."""
+        """What Postgres knows, or, while it is unavailable or slow, what it knew last. Concurrent requests with one key
+        share a query.
+        """
         now_s = time.monotonic()
         if hashed not in self._loading:
             task = asyncio.create_task(self._load(hashed, secret))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # even if nobody waits any more
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # even without a waiting request
             self._loading[hashed] = (now_s, task)
         asked_s, loading = self._loading[hashed]
-        may_go_on = last is not None and last.is_good_for(_STALE_KEY_KEEP_S)
+        may_reuse = last is not None and last.is_good_for(_STALE_KEY_KEEP_S)
         patience_s = max(0.0, asked_s + self._settings.key_wait_s - now_s)
         try:
-            async with asyncio.timeout(patience_s if may_go_on else None):
+            async with asyncio.timeout(patience_s if may_reuse else None):
                 return await asyncio.shield(loading)
         except (SQLAlchemyError, TimeoutError):
             if last is not None and last.is_good_for(_STALE_KEY_KEEP_S):
@@ -136,7 +136,7 @@ class KeyCache:
         kept, other = (self._bad, self._good) if known.caller is None else (self._good, self._bad)
         other.pop(hashed, None)
         if len(kept) >= _KEYS_MAX:
-            kept.clear()  # made-up keys fill a table of their own, and push no good one out
+            kept.clear()  # invalid keys have a table of their own and evict no valid one
         kept[hashed] = known
 
     def _read(self, secret: str) -> _Known:

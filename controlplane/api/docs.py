@@ -1,4 +1,4 @@
-"""Where things are: `GET /`, and the API's documentation at `/docs`, which needs nothing from elsewhere."""
+"""`GET /` with the paths of the API, and its documentation at `/docs`, which loads nothing from other servers."""
 
 import gzip
 from importlib.resources import files
@@ -17,7 +17,7 @@ _ASSETS = {
     name: (files("controlplane.api") / "assets" / f"{name}.gz").read_bytes()
     for name in ("swagger-ui-bundle.js", "swagger-ui.css")
 }
-_NOTHING_FROM_ELSEWHERE = (
+_SAME_ORIGIN_ONLY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
 )
 _ICON = "data:image/svg+xml,<svg xmlns=%22http://www.w3.org/2000/svg%22/>"
@@ -36,7 +36,7 @@ PLACES = {
 
 @router.get("/")
 async def root(request: Request) -> Response:
-    """The addresses of all else, as JSON, or as a page for browsers."""
+    """The paths of the API, as JSON, or as a page for browsers."""
     base = request.scope.get("root_path", "").rstrip("/")
     places = {name: base + path for name, path in PLACES.items()}
     if "text/html" not in request.headers.get("accept", ""):
@@ -57,7 +57,7 @@ async def documentation(request: Request) -> HTMLResponse:
         swagger_favicon_url=_ICON,
         swagger_ui_parameters={"validatorUrl": None},  # it would ask validator.swagger.io
     )
-    page.headers["Content-Security-Policy"] = _NOTHING_FROM_ELSEWHERE
+    page.headers["Content-Security-Policy"] = _SAME_ORIGIN_ONLY
     return page
 
 

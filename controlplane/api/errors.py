@@ -1,4 +1,4 @@
-"""Errors at the edge: OpenAI's shape under /v1, RFC 9457 problem+json elsewhere. Nothing leaves as a bare 500."""
+"""Errors of the API: OpenAI's shape under /v1, RFC 9457 problem+json elsewhere, and never a bare 500."""
 
 from dataclasses import asdict
 from http import HTTPStatus
@@ -34,7 +34,7 @@ _NO_SUCH_TABLE = {"42P01", "42703"}  # undefined table, undefined column
 
 
 class RoutingError(TidepoolError):
-    """What the web framework itself refuses: an unknown path, a wrong method."""
+    """A refusal by the web framework itself: an unknown path, a wrong method."""
 
     code = "request_error"
 
@@ -44,7 +44,7 @@ class RoutingError(TidepoolError):
 
 
 class InternalError(TidepoolError):
-    """A defect of ours. The log has the rest, under the request id."""
+    """A defect. The log has the details under the request id."""
 
 
 def problem(error: TidepoolError) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def problem(error: TidepoolError) -> dict[str, Any]:
 
 
 def error_response(request: Request, error: TidepoolError) -> JSONResponse:
-    """The answer to a failed request, in the shape its path promises."""
+    """The answer to a failed request, in the shape of its path."""
     if (record := record_of(request)) is not None:
         note_failure(record, error)
     headers = {}
@@ -74,7 +74,7 @@ def error_response(request: Request, error: TidepoolError) -> JSONResponse:
     if error.retry_helps is not None:
         headers["x-should-retry"] = str(error.retry_helps).lower()  # OpenAI's clients obey it
     if error.status == HTTPStatus.REQUEST_TIMEOUT:
-        headers["Connection"] = "close"  # the rest of its body is not waited for
+        headers["Connection"] = "close"  # the rest of its body is not read
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     if request.url.path.startswith("/v1/"):
@@ -85,7 +85,7 @@ def error_response(request: Request, error: TidepoolError) -> JSONResponse:
 
 
 def translate_validation(error: RequestValidationError) -> InvalidValueError:
-    """The first thing wrong with a body or query, naming the field."""
+    """The first fault of a body or query, with its field."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return InvalidValueError(f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
@@ -93,7 +93,7 @@ def translate_validation(error: RequestValidationError) -> InvalidValueError:
 
 
 def translate_database(error: SQLAlchemyError) -> TidepoolError:
-    """A database that is away is worth a retry; anything else it says is a defect."""
+    """An unavailable database is worth a retry; most other errors of it are defects."""
     away = isinstance(error, PoolTimeoutError) or (isinstance(error, DBAPIError) and error.connection_invalidated)
     state = getattr(error.orig, "sqlstate", None) if isinstance(error, DBAPIError) else None
     if state in _COLLISIONS:
@@ -122,7 +122,7 @@ def install(app: FastAPI) -> None:
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        if isinstance(error.__cause__, ClientDisconnect):  # the framework takes it for a body that cannot be read
+        if isinstance(error.__cause__, ClientDisconnect):  # the framework reports it as an unreadable body
             return await on_disconnect(request, error.__cause__)
         if error.status_code == HTTPStatus.NOT_FOUND:
             return error_response(request, NotFoundError(f"no such path: {request.method} {request.url.path}"))
@@ -140,8 +140,8 @@ def install(app: FastAPI) -> None:
     async def on_any(request: Request, error: Exception) -> JSONResponse:
         log.exception("unhandled error", path=request.url.path, exc_info=error)
         answer = error_response(request, InternalError("internal error; the request id finds it in the log"))
-        answer.headers["x-request-id"] = request.state.request_id  # it is made outside of what stamps the others
-        answer.headers["connection"] = "close"  # the server closes it after such an error: nobody may send on it again
+        answer.headers["x-request-id"] = request.state.request_id  # this handler runs outside of `AnswerHeaders`
+        answer.headers["connection"] = "close"  # the server closes it after such an error
         return answer
 
     app.add_exception_handler(TidepoolError, on_tidepool)

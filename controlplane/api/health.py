@@ -1,8 +1,8 @@
-"""Liveness, readiness and metrics. `/livez` asks nobody; `/readyz` says whether requests can be served.
+"""Liveness, readiness and metrics. `/livez` queries no server; `/readyz` reports whether requests can be served.
 
-Interactive requests need a view, a catalog and a key, not the servers these came from: while Postgres or Redis is away,
-a gateway that has them goes on for minutes and stays ready. What needs Postgres, the Batch API above all, answers 503.
-`read_health` is the one verdict on the system: probes, `/admin/status` and with it the command line, and metrics.
+Interactive requests need a live view, a catalog and a key, but not Postgres and Redis themselves: while one of them is
+unavailable, a gateway serves from its caches for minutes and stays ready. What needs Postgres, such as the Batch API,
+answers 503. `read_health` decides for all: probes, `/admin/status` and with it the command line, and metrics.
 """
 
 from collections.abc import Callable
@@ -38,8 +38,8 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """What Postgres knows of the system's health: its own Unix time, the loops' runs, and nodes that are lost; or only
-    what is wrong with its schema.
+    """What Postgres knows of the system's health: its own Unix time, the loops' runs, and lost nodes; or only the fault
+    of its schema.
     """
 
     now_s: float = 0.0
@@ -50,26 +50,26 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class SystemHealth:
-    """The verdict, and what it rests on; `stored` is empty while Postgres is away."""
+    """The verdict and its facts; `stored` is empty while Postgres is unavailable."""
 
     verdict: Health
     stored: Stored
 
 
 async def read_health(state: StateDep) -> SystemHealth:
-    """Ask both servers, each for two seconds at most, and judge."""
+    """Query both servers, each for two seconds at most, and decide."""
     stored = await _answer(lambda: _read_stored(state), state.postgres_probes)
     redis = await _answer(lambda: _ping(state), state.redis_probes)
     away = [name for name, answer in (("postgres", stored), ("redis", redis)) if answer is None]
     missing = [*(["draining"] if state.draining else []), *state.fleet.missing()]
     if stored is None and not state.keys.knows_any():
         missing.append("keys")
-    told = stored or Stored()
-    if told.schema_fault is not None:
-        missing.append(told.schema_fault)
-    late = choose_late_loops(told.loops, told.now_s, loop_periods_s(state.settings))
-    verdict = choose_health(HealthFacts(missing=tuple(missing), away=tuple(away), late=late, lost=told.lost))
-    return SystemHealth(verdict=verdict, stored=told)
+    known = stored or Stored()
+    if known.schema_fault is not None:
+        missing.append(known.schema_fault)
+    late = choose_late_loops(known.loops, known.now_s, loop_periods_s(state.settings))
+    verdict = choose_health(HealthFacts(missing=tuple(missing), away=tuple(away), late=late, lost=known.lost))
+    return SystemHealth(verdict=verdict, stored=known)
 
 
 HealthDep = Annotated[SystemHealth, Depends(read_health)]
@@ -77,7 +77,7 @@ HealthDep = Annotated[SystemHealth, Depends(read_health)]
 
 @router.get("/livez")
 async def livez() -> dict[str, str]:
-    """The process runs."""
+    """Answers while the process runs."""
     return {"status": "ok"}
 
 
@@ -106,7 +106,7 @@ async def metrics(state: StateDep, health: HealthDep) -> Response:
 
 
 def _read_stored(state: State) -> Stored:
-    if not state.schema_fits:  # one that fits is not looked at again
+    if not state.schema_fits:  # a schema that fits is checked once
         try:
             check_schema(state.database)
         except SchemaError as error:
@@ -124,7 +124,7 @@ def _ping(state: State) -> bool:
 
 
 async def _answer(ask: Callable[[], Answer], threads: anyio.CapacityLimiter) -> Answer | None:
-    """What a server answers; None: nothing in time. One that hangs keeps its own threads, and no probe waits for it."""
+    """What a server answers; None: nothing in time. A server that hangs blocks only its own threads and no probe."""
     try:
         with anyio.move_on_after(_ANSWERS_WITHIN_S):
             return await anyio.to_thread.run_sync(ask, abandon_on_cancel=True, limiter=threads)

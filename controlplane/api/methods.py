@@ -1,4 +1,4 @@
-"""Methods that every path knows: HEAD wherever there is GET, and OPTIONS for web pages of other origins (CORS)."""
+"""Methods of every path: HEAD wherever there is GET, and OPTIONS for web pages of other origins (CORS)."""
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -18,19 +18,18 @@ _PREFLIGHT_KEEP_S = 600
 
 
 class HeadRequests:
-    """Answers HEAD as GET; the server sends the headers alone."""
+    """Answers HEAD as GET; the server sends only the headers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
         is_head = scope["type"] == "http" and scope["method"] == "HEAD"
         await self._app({**scope, "method": "GET"} if is_head else scope, receive, send)
 
 
 def allow_origins(app: FastAPI, settings: Settings) -> None:
-    """Let pages of `cors_origins` call the API, with a key of their own; cookies are never used."""
+    """Allow pages of `cors_origins` to call the API with a key; cookies are never used."""
     if not settings.cors_origins:
         return
     app.add_middleware(

@@ -1,4 +1,4 @@
-"""What a gateway measures, by Prometheus and OpenTelemetry names that dashboards know."""
+"""Metrics of a gateway, with the names of Prometheus and OpenTelemetry conventions."""
 
 from collections.abc import Callable
 
@@ -18,12 +18,12 @@ class Metrics:
         self._registry = CollectorRegistry()
         own = ("model", "tier")
         self.requests = self._counter("requests", "Requests by how they ended.", *own, "region", "outcome")
-        self.refusals = self._counter("refusals", "Requests refused for want of room.", *own, "reason")
-        self.continuations = self._counter("continuations", "Streams that went on on another instance.", *own)
+        self.refusals = self._counter("refusals", "Requests refused for lack of capacity.", *own, "reason")
+        self.continuations = self._counter("continuations", "Streams that continued on another instance.", *own)
         self.input_tokens = self._counter("input_tokens", "Prompt tokens served.", *own)
         self.output_tokens = self._counter("output_tokens", "Completion tokens served.", *own)
-        self.slo_tokens = self._counter("slo_tokens", "Tokens by whether they came when they were due.", *own, "met")
-        self.slo_requests = self._counter("slo_requests", "Answers by whether they kept the objectives.", *own, "met")
+        self.slo_tokens = self._counter("slo_tokens", "Tokens by whether they were on time.", *own, "met")
+        self.slo_requests = self._counter("slo_requests", "Answers by whether they met the objectives.", *own, "met")
         self.slo_violations = self._counter(
             "slo_violations", "Answers that missed an objective: ttft, tbt, or failed.", *own, "objective"
         )
@@ -47,9 +47,9 @@ class Metrics:
             "tidepool_limits_local", "1 while limits are counted in this process alone.", registry=self._registry
         )
         self.request_log_dropped = self._counter(
-            "request_log_dropped", "Records of requests that were dropped: Postgres was away, or too many ended."
+            "request_log_dropped", "Request records dropped because Postgres was unavailable or too slow."
         )
-        self.streams = Gauge("tidepool_streams", "Requests being answered right now.", registry=self._registry)
+        self.streams = Gauge("tidepool_streams", "Requests that are being answered.", registry=self._registry)
         self._loop_success_s = Gauge(
             "tidepool_loop_last_success_timestamp_seconds",
             "Unix time of a loop's last success.",
@@ -59,10 +59,11 @@ class Metrics:
         self._loop_late = Gauge(
             "tidepool_loop_late", "1 while a loop has not succeeded for too long.", ("loop",), registry=self._registry
         )
-        self._flex_waiting = Gauge("tidepool_flex_waiting", "Flex requests in line.", registry=self._registry)
+        self._flex_waiting = Gauge(
+            "tidepool_flex_waiting", "Flex requests that wait for spare capacity.", registry=self._registry
+        )
 
     def note_limit_refusal(self, limit: Limit, *, model: str, input_tokens: int) -> None:
-        """A tenant's limit has refused a request."""
         self._limit_refusals.labels(limit.value).inc()
         self._limit_refused_tokens.labels(limit.value, model).inc(input_tokens)
 
@@ -74,11 +75,11 @@ class Metrics:
                 self._loop_success_s.labels(facts.loop).set(facts.last_success_s)
 
     def watch_flex(self, waiting: Callable[[], int]) -> None:
-        """Ask `waiting` for the length of the line whenever somebody looks."""
+        """Read the number of waiting flex requests from `waiting` at every scrape."""
         self._flex_waiting.set_function(waiting)
 
     def render(self) -> bytes:
-        """The exposition format."""
+        """The metrics in Prometheus's exposition format."""
         return generate_latest(self._registry)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:

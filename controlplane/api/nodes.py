@@ -1,4 +1,4 @@
-"""The node API: nodes join, send heartbeats, and are told what they shall hold."""
+"""The node API: nodes join, send heartbeats, and receive their desired instances."""
 
 import contextlib
 import ipaddress
@@ -34,7 +34,7 @@ router = APIRouter(prefix="/node", tags=["nodes"], dependencies=[Depends(needs(R
 
 @router.post("/join", summary="A node introduces itself", openapi_extra=_BODY)
 async def join(request: Request, state: StateDep, caller: NodeCaller) -> Response:
-    """Body: `dataplane.protocol.messages.Join`. Answers what the node shall hold."""
+    """Body: `dataplane.protocol.messages.Join`. Answers the node's desired instances."""
     message = _decoded(await request.body(), Join)
     _check_own(caller, message.node, state)
     if not NODE_NAME.fullmatch(message.node):
@@ -45,10 +45,10 @@ async def join(request: Request, state: StateDep, caller: NodeCaller) -> Respons
 
 @router.post("/heartbeat", summary="What a node sees", openapi_extra=_BODY)
 async def heartbeat(request: Request, state: StateDep, caller: NodeCaller) -> Response:
-    """Body: `dataplane.protocol.messages.Heartbeat`. Answers what the node shall hold; 404 asks it to join first.
+    """Body: `dataplane.protocol.messages.Heartbeat`. Answers the node's desired instances; 404 asks it to join first.
 
-    Postgres has the truth: without Redis the node is told what it shall hold all the same. Without Postgres it is not,
-    but the view is kept fresh, so that requests go on.
+    The desired instances are in Postgres: without Redis the node receives them as well. Without Postgres it does not,
+    but the live view stays fresh, so that requests are still routed to the node.
     """
     message = _decoded(await request.body(), Heartbeat)
     _check_own(caller, message.node, state)
@@ -68,7 +68,7 @@ async def heartbeat(request: Request, state: StateDep, caller: NodeCaller) -> Re
 
 
 def _check_own(caller: Caller, node: str, state: State) -> None:
-    """A node's key speaks for its node alone; one of no node is for a stack on one machine (`node_keys_unbound`)."""
+    """A node's key is for its node alone; a key without a node is for a stack on one machine (`node_keys_unbound`)."""
     if caller.node is None and not state.settings.node_keys_unbound:
         raise PermissionDeniedError("the key is for no node; make one with `tidepool key create --role node --node`")
     if caller.node not in {None, node}:
@@ -76,7 +76,7 @@ def _check_own(caller: Caller, node: str, state: State) -> None:
 
 
 def _check_url(url: str) -> None:
-    """A node's requests, and our key for nodes, go to its url: to no cloud's metadata, and to no group of machines.
+    """Refuse urls that requests, with the key for nodes, must not be sent to, such as a cloud's metadata service.
 
     Raises:
         InvalidValueError: it is no http(s) url, or of a link-local, multicast or unspecified address.
@@ -94,7 +94,7 @@ def _check_url(url: str) -> None:
 
 
 def _address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that a host is, however it is spelt; None: it is a name."""
+    """The IP address that a host is, in any notation; None: it is a name."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -116,20 +116,20 @@ def _join(state: State, message: Join, actor: str) -> DesiredInstances:
             after = {"reason": f"node {message.node} came back with no place for it"}
             record(session, actor=actor, action="instance.lose", subject=instance_id, after=after)
         desired = desired_of(session, message.node)
-    enqueue("scale")  # new GPUs may be waited for
+    enqueue("scale")  # instances may wait for GPUs
     return desired
 
 
 def _heartbeat(state: State, message: Heartbeat, renewed: NodeView | None) -> DesiredInstances:
-    """The view gets what the node reports of its own instances; of others nobody may send it requests."""
+    """Write the heartbeat; the live view gets only the reports of instances that the node is to host."""
     with state.database.transaction() as session:
         node = touch_node(session, message.node, leaving=message.leaving)
         observe(session, message)
-        starts = message.generation == 0  # it follows nothing yet
+        starts = message.generation == 0  # it has no desired state yet
         desired = desired_of(session, message.node, starts_s=int(time.time()) if starts else None)
         place = {"region": node.region, "gpu_type": node.gpu_type, "url": node.url}
     if message.leaving and desired.instances and not desired.handing_over:
-        enqueue("scale")  # the node waits to hear whether its instances are started elsewhere
+        enqueue("scale")  # the node waits until its instances are started elsewhere
     own = {(instance.instance_id, instance.model.name) for instance in desired.instances}
     with contextlib.suppress(UnavailableError):
         state.live.write_heartbeat(of_instances(message, own), **place, renewed=renewed)

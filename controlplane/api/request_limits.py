@@ -1,4 +1,4 @@
-"""ASGI wrappers around the whole app: headers of every answer, and limits of what clients send."""
+"""ASGI middleware of the whole app: headers of every answer, and limits of what clients send."""
 
 import asyncio
 import re
@@ -28,15 +28,14 @@ _FORM_BYTES = 64 * 1024
 
 
 class AnswerHeaders:
-    """Every answer carries `x-request-id` (the caller's own if it is a plain word, else a new one), and what its
-    endpoint put into `request.state.answer_headers`, refusals too.
+    """Adds to every answer, also to errors, `x-request-id` (the caller's own if it is a plain word, else a new one) and
+    the headers that its endpoint put into `request.state.answer_headers`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -56,7 +55,7 @@ class AnswerHeaders:
 
 
 class RequestLimits:
-    """Answers 431 to too many headers, 413 to bodies over the limit, declared or not, and 408 to those that come too
+    """Answers 431 to too many headers, 413 to bodies over the limit, declared or not, and 408 to bodies that arrive too
     slowly. Uploads have a limit of their own.
     """
 
@@ -65,7 +64,6 @@ class RequestLimits:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -74,7 +72,7 @@ class RequestLimits:
 
         async def noted(message: Message) -> None:
             nonlocal started
-            if body.refusal is None or started:  # else the framework's own words about a body that it could not read
+            if body.refusal is None or started:  # else it is the framework's error about an unreadable body
                 started = True
                 await send(message)
 
@@ -101,7 +99,7 @@ class RequestLimits:
 
 
 class _Body:
-    """A body on its way in. `refusal`: why it was not taken."""
+    """The body of a request while it arrives. `refusal`: why it is not accepted."""
 
     def __init__(self, receive: Receive, bytes_max: int, settings: Settings) -> None:
         self.bytes_max = bytes_max
@@ -117,10 +115,10 @@ class _Body:
         """The next piece.
 
         Raises:
-            TidepoolError: it is too large, or does not come.
+            TidepoolError: the body is too large, or too slow.
         """
         if self._is_whole:
-            return await self._receive()  # waits for the client to go away
+            return await self._receive()  # waits for the disconnect
         try:
             async with asyncio.timeout(min(self._idle_s, self._begun_s + self._total_s - time.monotonic())):
                 message = await self._receive()
@@ -140,15 +138,14 @@ def _too_large(bytes_max: int) -> TooLargeError:
 
 
 class UploadGate:
-    """Answers 401 to uploads without a good key before a byte of them is read: the framework reads a whole form
-    before it asks who sent it. What the key may do is the endpoint's question.
+    """Answers 401 to uploads without a valid key before it reads their body: the framework would read the whole form
+    before it authenticates. The endpoint checks what the key may do.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(_UPLOAD_PATHS):
             request = Request(scope)
             kind, _, secret = request.headers.get("authorization", "").partition(" ")

@@ -12,19 +12,18 @@ from controlplane.serving.openai_requests import REQUESTS
 from controlplane.store.request_log import CANCELLED, RequestRecord
 
 CLIENT_GONE = 499
-"""nginx's status for a request whose client went away; nobody reads it, logs do."""
+"""nginx's status for a request whose client disconnected; only logs show it."""
 _BAD_REQUEST, _DEFECT = 400, 500
 _CHARACTERS_MAX = 300
 
 
 class RequestRecords:
-    """Wraps the app: puts a record into `request.state.record`, which fills on the way, and logs it at the end."""
+    """Wraps the app: puts a record into `request.state.record`, which the endpoints fill, and logs it at the end."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
         if scope["type"] != "http" or scope["path"] not in REQUESTS or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -35,7 +34,7 @@ class RequestRecords:
         try:
             await self._app(scope, receive, send)
         finally:
-            if not record.outcome:  # nobody told the client anything: an error that nobody caught
+            if not record.outcome:  # an error that no handler caught
                 record.outcome, record.status = "internal_error", _DEFECT
             record.ended_at = datetime.now(UTC)
             record.duration_s = time.monotonic() - began_s
@@ -45,20 +44,20 @@ class RequestRecords:
 
 
 def record_of(request: Request) -> RequestRecord | None:
-    """The record of a request that is logged."""
+    """The record of a request; None: its path is not logged."""
     record: RequestRecord | None = getattr(request.state, "record", None)
     return record
 
 
 def note_gone(record: RequestRecord) -> None:
-    """Its client left; what has ended already stays so."""
+    """Record that the client disconnected, unless the request has ended already."""
     if not record.outcome:
         record.outcome, record.status = CANCELLED, CLIENT_GONE
 
 
 def note_failure(record: RequestRecord, error: TidepoolError) -> None:
-    """Put into a request's record what its client is told, unless it has ended otherwise. Words about a bad field may
-    repeat it, so they are left out.
+    """Record the error that the client receives, unless the request has ended already. Messages about an invalid field
+    may quote the prompt, so they are left out.
     """
     if record.outcome:
         return
@@ -70,6 +69,6 @@ def note_failure(record: RequestRecord, error: TidepoolError) -> None:
         record.error = plain(error.message)
 
 
-def plain(words: str) -> str:
-    """Words as they can be stored."""
-    return words[:_CHARACTERS_MAX].replace("\0", "\ufffd").encode(errors="replace").decode()
+def plain(text: str) -> str:
+    """A text as it can be stored: of limited length and valid Unicode."""
+    return text[:_CHARACTERS_MAX].replace("\0", "\ufffd").encode(errors="replace").decode()

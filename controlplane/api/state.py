@@ -1,4 +1,4 @@
-"""What one API process holds, and the dependencies that hand it to endpoints."""
+"""The state of one API process, and the dependencies by which endpoints get it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,8 +26,8 @@ from controlplane.store.session import Database
 
 @dataclass(kw_only=True)
 class BeatThreads:
-    """Threads of heartbeats, apart from those of requests, and by server: a Postgres that hangs keeps only its own.
-    `writing`: nodes whose heartbeat is on its way into Postgres.
+    """Threads of heartbeats by server, separate from those of requests: a Postgres that hangs blocks only its own.
+    `writing`: nodes whose heartbeat is being written to Postgres.
     """
 
     redis: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(8))
@@ -37,7 +37,7 @@ class BeatThreads:
 
 @dataclass(kw_only=True)
 class State:
-    """Everything a request may need. `draining`: finish streams, take nothing new."""
+    """Everything that a request may need. `draining`: streams finish, and new requests are refused."""
 
     settings: Settings
     database: Database
@@ -58,7 +58,7 @@ class State:
     redis_probes: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
     draining: bool = False
     schema_fits: bool = False
-    """Whether the database was seen with a schema that this version can use."""
+    """Whether the database's schema was checked and fits this version."""
 
 
 def state_of(request: Request) -> State:
@@ -69,7 +69,7 @@ def state_of(request: Request) -> State:
 
 
 async def _state(request: Request) -> State:
-    """`state_of` as a dependency: a plain function would wait for a thread, and a Postgres that hangs may hold all."""
+    """`state_of` as a dependency; async, since a plain function would need a thread, and all may be blocked."""
     return state_of(request)
 
 

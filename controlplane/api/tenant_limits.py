@@ -1,6 +1,6 @@
-"""Limits of tenants at the edge: every interactive request is charged before it is sent on, and settled when it ends.
+"""Limits of tenants: every interactive request is charged before it is sent, and settled when it ends.
 
-While Redis is away each gateway goes on with its share of the limits; the log says so once, a metric all the while.
+While Redis is unavailable, each gateway admits its share of the limits; the log says so once, and a metric shows it.
 """
 
 import asyncio
@@ -88,12 +88,11 @@ class LimitKeeper:
                     await self._settle(charge, in_flight.used_tokens if shared else charge.tokens)
 
     async def _admit(self, charge: Charge) -> tuple[TenantLimits, Admission, bool]:
-        """The decision, the limits that it was made with, and whether they are the tenant's, counted for all gateways;
-        else they are this gateway's share of them.
+        """The decision, its limits, and whether these are the tenant's, counted for all gateways; else they are this
+        gateway's share.
 
-        The charge is known here before Redis is asked, and settled whoever cancels: an answer that nobody waits for
-        any longer must not leave a lease that is renewed for ever. Whether that charge was made nobody knows, so no
-        tokens come back.
+        The charge is registered before Redis is called, and settled if the call is cancelled: otherwise its lease would
+        be renewed for ever. Whether it was charged is unknown then, so no tokens are returned.
         """
         self._charges[charge.lease] = charge
         try:
@@ -119,7 +118,7 @@ class LimitKeeper:
         return limits, self._admit_here(charge, limits), False
 
     def _admit_here(self, charge: Charge, limits: TenantLimits) -> Admission:
-        """By this gateway's own count. A request larger than the share takes all of it."""
+        """The decision by this gateway's own count. A request larger than the share takes all of it."""
         running = sum(other.tenant == charge.tenant for other in self._charges.values()) - 1
         usage = replace(self._local.get(charge.tenant, Usage()), running=running)
         tokens = min(charge.tokens, limits.tokens_per_minute or charge.tokens)
@@ -130,7 +129,7 @@ class LimitKeeper:
     async def _settle(self, charge: Charge, used_tokens: int) -> None:
         del self._charges[charge.lease]
         if time.monotonic() < self._away_until_s:
-            return  # the lease ends by itself, and buckets refill within a minute
+            return  # the lease expires, and buckets refill within a minute
         try:
             await self.store.settle(charge, used_tokens=used_tokens)
         except UnavailableError as error:
@@ -138,7 +137,7 @@ class LimitKeeper:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Renew leases in the background, several times within their length."""
+        """Renew leases, three times within their duration, while the block runs."""
         try:
             async with in_background(self._renew_forever()):
                 yield
@@ -162,7 +161,7 @@ class LimitKeeper:
             if charge.limits.concurrent_max is not None:
                 leases.setdefault(charge.tenant, []).append(lease)
         await self.store.renew(leases)
-        for tenant, renewed in leases.items():  # what ended meanwhile may have been put back
+        for tenant, renewed in leases.items():  # the renewal may have restored what ended meanwhile
             if ended := [lease for lease in renewed if lease not in self._charges]:
                 await self.store.drop(tenant, ended)
 

@@ -1,4 +1,4 @@
-"""Validating a batch's input: all lines become requests in one transaction, or the batch fails and says why."""
+"""Validating a batch's input: all lines become requests in one transaction, or the batch fails with its errors."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -31,7 +31,7 @@ _OUTPUT_TOKENS_GUESS = 256
 
 
 class LineError(Exception):
-    """What is wrong with one line."""
+    """The fault of one line."""
 
     def __init__(self, code: str, message: str, param: str | None) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class LineError(Exception):
 
 
 class _Line(msgspec.Struct):
-    """A line's fields as they came. The body stays JSON."""
+    """A line's fields, not yet validated. The body stays JSON."""
 
     custom_id: Any = None
     method: Any = None
@@ -50,8 +50,8 @@ class _Line(msgspec.Struct):
 
 
 class LineReader:
-    """Checks the lines of one batch file, each once, on their way into the queue. `errors` says what is wrong with
-    them; once one is, the rest is checked, and no more goes on. `tokens`: what the good ones among them may take.
+    """Validates the lines of one batch file, each once. `errors`: the faults found; after the first one, other lines
+    are only checked. `tokens`: an estimate of what the valid lines may take.
     """
 
     def __init__(self, batch: Batch, models: dict[str, Model], lines_max: int) -> None:
@@ -64,7 +64,7 @@ class LineReader:
         self.tokens = 0
 
     def requests(self, stream: Iterable[bytes]) -> Iterator[NewRequest]:
-        """The lines as requests; those behind a bad one are only checked."""
+        """The lines as requests, up to the first invalid one."""
         count = 0
         for number, line in enumerate(stream, start=1):
             if not line.strip():
@@ -90,7 +90,7 @@ class LineReader:
         """A line as a request.
 
         Raises:
-            LineError: it is not one.
+            LineError: the line is invalid.
         """
         try:
             fields = self._decoder.decode(line)
@@ -132,7 +132,6 @@ class LineReader:
         return custom_id
 
     def _check_body(self, body: bytes) -> AnyRequest:
-        """The request that the body is."""
         try:
             request = parse_json(self._endpoint, body)
             if request.stream:
@@ -148,10 +147,10 @@ class LineReader:
 
 
 def validate(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> None:
-    """Put all lines of a batch in the queue, or fail the batch with what is wrong with them.
+    """Put all lines of a batch in the queue, or fail the batch with its errors.
 
     Raises:
-        SQLAlchemyError, OSError, UnavailableError: Postgres or the files keep it from that; nothing was done.
+        SQLAlchemyError, OSError, UnavailableError: Postgres or the files are unavailable; nothing was changed.
     """
     errors = _errors_of(session, batch, blobs, settings)
     if errors:
@@ -164,24 +163,24 @@ VALIDATE = Step(Due.VALIDATION, validate)
 
 
 def _errors_of(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> list[BatchError]:
-    """Take a batch in, all of it or, where something is wrong with it, nothing."""
+    """Ingest a batch, all of it or, if it has errors, nothing."""
     try:
-        with session.begin_nested() as intake:
-            errors = _take_in(session, batch, blobs, settings)
+        with session.begin_nested() as savepoint:
+            errors = _ingest(session, batch, blobs, settings)
             if errors:
-                intake.rollback()
+                savepoint.rollback()
             return errors
     except NotFoundError as error:
         return [BatchError(code="file_not_found", message=error.message, param="input_file_id")]
     except Exception as error:
         if isinstance(error, SQLAlchemyError | OSError | UnavailableError) and not isinstance(error, DataError):
-            raise  # the trouble of Postgres, of the disk or of the bucket is not the batch's: it waits
-        log.exception("a batch cannot be validated", batch=batch.id)  # a defect of ours blocks no other batch
+            raise  # an outage of Postgres, of the disk or of the bucket is no error of the batch: it waits
+        log.exception("a batch cannot be validated", batch=batch.id)  # a defect here must not block other batches
         return [BatchError(code="internal_error", message="the batch could not be validated; nothing of it ran")]
 
 
-def _take_in(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> list[BatchError]:
-    """Put all lines of a batch in the queue, or say what is wrong; then the caller takes back what is there."""
+def _ingest(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> list[BatchError]:
+    """Put all lines of a batch in the queue; if there are errors, the caller rolls back."""
     reader = LineReader(batch, load_catalog(session).models, settings.batch_lines_max)
     left = batch_tokens_left(session, batch.tenant, settings)
     with blobs.open(batch.input_file_id) as stream:
@@ -196,5 +195,5 @@ def _take_in(session: Session, batch: Batch, blobs: BlobStore, settings: Setting
 
 
 def _quoted(value: Any) -> str:
-    """A string or number as a message quotes it; of others, which may be of any size and depth, only what they are."""
+    """A string or number as a message quotes it; of other values, which may be of any size and depth, only the type."""
     return type(value).__name__ if isinstance(value, dict | list) else repr(value)

@@ -1,12 +1,12 @@
-"""How long the release loop rests between two looks into the queue."""
+"""The polling interval of the release loop."""
 
 import asyncio
 import contextlib
 
 
 class Pauses:
-    """Of `least_s` seconds while something waits, twice as long after each look that found nothing, up to `most_s`.
-    `wake` ends a pause: something waits now.
+    """An interval of `least_s` seconds while requests wait, doubled after each poll that found none, up to `most_s`.
+    `wake` ends a pause at once.
     """
 
     def __init__(self, *, least_s: float, most_s: float) -> None:
@@ -16,16 +16,15 @@ class Pauses:
         self.next_s = least_s
 
     def note(self, *, found: bool) -> None:
-        """What a look found."""
+        """Record whether a poll found waiting requests."""
         self.next_s = self._least_s if found else min(2 * self.next_s, max(self._least_s, self._most_s))
 
     def wake(self) -> None:
-        """Look now, and often again."""
         self.next_s = self._least_s
         self._woken.set()
 
     async def rest(self) -> None:
-        """Until the next look."""
+        """Wait until the next poll."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.next_s):
                 await self._woken.wait()

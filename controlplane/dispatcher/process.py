@@ -1,5 +1,5 @@
-"""The dispatcher's process: loops over the same parts, and one that notes whether they succeed. Any number may run;
-Postgres keeps them apart.
+"""The dispatcher's process: its loops, and one that records whether they succeed. Any number of processes may run;
+Postgres coordinates them.
 """
 
 import asyncio
@@ -36,15 +36,15 @@ from controlplane.store.session import Database, make_engine
 log = structlog.get_logger()
 _RELEASE_EVERY_S = 0.25
 _RELEASE_IDLE_S = 2.0
-"""The longest pause between looks into an empty queue. The dispatcher that puts a batch in looks at once; this is how
-late another may see it, or what was given back.
+"""The longest interval between polls of an empty queue. The dispatcher that ingests a batch polls at once; others see
+it, and requests that were returned, this much later.
 """
 _BATCHES_EVERY_S = 0.5
 _RETRY_AFTER_S = 1.0
 
 
 class Dispatcher:
-    """Runs until it is cancelled; what it was working on is given back."""
+    """Runs until it is cancelled; its requests are then returned to the queue."""
 
     def __init__(self, settings: Settings, *, agents: AgentClient | None = None) -> None:
         self._settings = settings
@@ -85,7 +85,7 @@ class Dispatcher:
 
 
 async def _all_due(steps: Stepper, taken: Callable[[], None] | None) -> None:
-    """Take every batch that is due a step further; `taken` is called after each."""
+    """Advance every batch that is due by a step; `taken` is called after each."""
     while await anyio.to_thread.run_sync(steps.one) is not None:
         if taken is not None:
             taken()
@@ -100,7 +100,7 @@ def _every(seconds: float) -> Callable[[], Awaitable[None]]:
 
 
 async def _noting(database: Database, fleet: FleetCache, outcomes: Outcomes, every_s: float) -> None:
-    """Note again and again whether the loops succeed, and where not, why."""
+    """Record every `every_s` seconds whether the loops succeed, or why not."""
     while True:
         trouble = outcomes.trouble(time.monotonic()) if fleet.is_fresh() else "the live view is old"
         await anyio.to_thread.run_sync(note, database, Loop.DISPATCHER, trouble)
@@ -110,8 +110,8 @@ async def _noting(database: Database, fleet: FleetCache, outcomes: Outcomes, eve
 async def _forever(
     work: Callable[[], Awaitable[None]], rest: Callable[[], Awaitable[None]], what: str, outcomes: Outcomes
 ) -> None:
-    """Do it again and again, with a rest after each time. While Postgres, Redis or the disk is away, say so once and
-    try every second.
+    """Repeat `work` with a rest after each run. While Postgres, Redis or the disk is unavailable, log it once and retry
+    every second.
     """
     outcomes.begin(what, time.monotonic())
     while True:

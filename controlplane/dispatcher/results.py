@@ -1,4 +1,4 @@
-"""Writing results: those that come while others are being written go together in the next transaction."""
+"""Writing results: those that arrive during a transaction are written together by the next one."""
 
 import asyncio
 
@@ -24,11 +24,11 @@ class ResultWriter:
         self._work: asyncio.Task[None] | None = None
 
     async def write(self, outcome: Outcome) -> bool:
-        """Whether the result was written; False: the claim is no longer ours, and nothing was. While Postgres is away
-        it waits: an answer is worth it, and a lost lease ends the wait.
+        """Whether the result was written; False: the claim is no longer the newest. While Postgres is unavailable, the
+        result waits; the loss of its lease cancels it.
 
         Raises:
-            sqlalchemy.exc.DataError: Postgres does not take this result.
+            sqlalchemy.exc.DataError: Postgres refuses this result.
         """
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.append((outcome, done))
@@ -47,7 +47,7 @@ class ResultWriter:
             self._work = None
 
     async def _write_group(self, group: list[tuple[Outcome, "asyncio.Future[bool]"]]) -> int:
-        """Write some; returns how many to take next."""
+        """Write a group; returns the size of the next one."""
         if not group:
             return _TOGETHER_MAX
         try:
@@ -56,7 +56,7 @@ class ResultWriter:
             if len(group) == 1:
                 _settle(group[0][1], error)
                 return 1
-            self._waiting = group + self._waiting  # one of them is at fault: each by itself
+            self._waiting = group + self._waiting  # one of them is at fault: retry them one by one
             return 1
         except SQLAlchemyError as error:
             log.warning("results wait for Postgres", results=len(group), error=str(error).splitlines()[0])

@@ -1,4 +1,4 @@
-"""Taking batches a step further, one after the other; what goes wrong with one is its own trouble."""
+"""Advancing batches by a step, one after the other; a failing batch is quarantined with backoff."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,20 +18,20 @@ from controlplane.store.session import Database
 
 log = structlog.get_logger()
 _OUTAGES = {"08", "25", "40", "53", "55", "57", "58"}
-"""Classes of SQLSTATE that speak of the server or of other transactions."""
+"""Classes of SQLSTATE whose cause is the server or other transactions."""
 _QUERY_CANCELED = "57014"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step in a batch's life. `take` takes it, in the caller's transaction, with the batch locked."""
+    """A step that batches are `due` for. `take` runs in the caller's transaction, with the batch locked."""
 
     due: Due
     take: Callable[[Session, Batch, BlobStore, Settings], None]
 
 
 class Stepper:
-    """Takes one step with all batches that it is due for. Any number of processes may have one."""
+    """Takes one step with all batches that are due for it. Any number of processes may have one."""
 
     def __init__(self, step: Step, database: Database, blobs: BlobStore, settings: Settings) -> None:
         self._step = step
@@ -41,10 +41,10 @@ class Stepper:
         self._tenant = ""
 
     def one(self) -> str | None:
-        """Take the next batch a step further; returns its id, whether or not that went well. None: none is due.
+        """Take the step with the next batch; returns its id, also if the step failed. None: none is due.
 
         Raises:
-            SQLAlchemyError, OSError, UnavailableError: Postgres or the files are away; the batch is tried again later.
+            SQLAlchemyError, OSError, UnavailableError: Postgres or the files are unavailable; the batch is retried.
         """
         due, attempts_max = self._step.due, self._settings.batch_attempts_max
         with self._database.transaction() as session:
@@ -57,17 +57,22 @@ class Stepper:
                 return batch.id
         try:
             self._take(batch.id)
-        except Exception as error:  # whatever it is, the batches behind this one go on
+        except Exception as error:  # whatever it is, it does not block the other batches
             self._note(batch, error)
             if _is_outage(error):
                 raise
         return batch.id
 
     def _note(self, batch: Batch, error: Exception) -> None:
-        ours = not isinstance(error, SQLAlchemyError | OSError | TidepoolError)
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        defect = not isinstance(error, SQLAlchemyError | OSError | TidepoolError)
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
         log.warning(
-            "batch not moved on", batch=batch.id, step=self._step.due, attempt=batch.attempts, error=said, exc_info=ours
+            "batch not moved on",
+            batch=batch.id,
+            step=self._step.due,
+            attempt=batch.attempts,
+            error=text,
+            exc_info=defect,
         )
         with self._database.transaction() as session:
             note_failure(
@@ -90,8 +95,8 @@ class Stepper:
 
 
 def _is_outage(error: Exception) -> bool:
-    """Whether Postgres, the disk or the bucket is away, or busy, which no batch is to blame for. A statement that took
-    too long may be its batch's fault.
+    """Whether Postgres, the disk or the bucket is unavailable or busy, which is no fault of the batch. A statement that
+    timed out may be its batch's fault.
     """
     if not isinstance(error, DBAPIError):
         return isinstance(error, OSError | UnavailableError | PoolTimeoutError)
@@ -102,11 +107,11 @@ def _is_outage(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """What the batch's owner may read of it: no paths, no statements."""
+    """The error for the batch's owner, without paths and statements."""
     if isinstance(error, TidepoolError):
         return error.message
     if isinstance(error, OSError):
         return f"its files cannot be read or written ({error.strerror or type(error).__name__})"
     if isinstance(error, DBAPIError):
         return f"Postgres refuses it ({str(error.orig).splitlines()[0]})"
-    return f"an error inside ({type(error).__name__}), which the dispatcher's log tells"
+    return f"an internal error ({type(error).__name__}); the dispatcher's log has the details"

@@ -1,7 +1,7 @@
-"""Who is let in: an interactive request only if an instance can begin it in time, a flex request only into spare room.
+"""Admission: an interactive request needs an instance that can begin it in time, a flex request spare capacity.
 
-Where all would miss their objective, refusing some keeps it for the others. What is unknown refuses nobody: without
-fresh reports, or before a node has told its prefill pace, requests are admitted, and the nodes' own queue limits stand.
+Under overload, refusing some requests keeps the objective for the others. Unknown waits refuse nobody: without fresh
+reports, or before a node has measured its prefill pace, requests are admitted, up to the nodes' own queue limits.
 """
 
 import math
@@ -17,8 +17,8 @@ _RETRY_MAX_S = 60
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionSettings:
-    """Shares of the TTFT objective at which a tier is refused; IW-F is admitted longer. `flex_below`: utilization under
-    which a flex request finds room.
+    """Multiples of the TTFT objective at which a tier is refused; IW-F is admitted longer. `flex_below`: utilization
+    below which there is spare capacity for a flex request.
     """
 
     routing: RoutingSettings = field(default_factory=RoutingSettings)
@@ -28,7 +28,7 @@ class AdmissionSettings:
 
 
 def choose_admission(facts: RoutingFacts, now_s: float, settings: AdmissionSettings) -> Admit | Refuse | Wait:
-    """Admit, refuse for some seconds, or (flex) let it wait."""
+    """Admit the request, refuse it for some seconds, or (flex) queue it."""
     if facts.tier == Tier.NIW:
         route = choose_route(facts, now_s, settings.routing)
         full = not isinstance(route, NoRoute) and route.utilization >= settings.flex_below
@@ -44,8 +44,8 @@ def choose_admission(facts: RoutingFacts, now_s: float, settings: AdmissionSetti
 
 
 def shortest_wait_s(facts: RoutingFacts, settings: RoutingSettings) -> float | None:
-    """The shortest wait that an instance offers which routing would take; None where there is none, or one of them is
-    unknown.
+    """The shortest predicted wait among the instances that routing may choose; None if there are none, or one of their
+    waits is unknown.
     """
     waits = [predicted_wait_s(instance, facts.tier) for instance in takers(facts, settings.stale_s)]
     known = [wait_s for wait_s in waits if wait_s is not None]

@@ -1,4 +1,4 @@
-"""What policies answer: frozen records. Applying them is somebody else's work."""
+"""The answers of policies: frozen records, which their callers apply."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from controlplane.policies.facts import Endpoint, SlotId
 
 
 class Route(Struct, frozen=True, kw_only=True):
-    """Where a request goes. `utilization` is the chosen endpoint's, as a share of 1."""
+    """The instance that gets a request. `utilization`: of its endpoint, as a share of 1."""
 
     instance_id: str
     node_id: str
@@ -18,19 +18,19 @@ class Route(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class NoRoute:
-    """Why a request cannot be placed now."""
+    """Why no instance can take a request now."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Admit:
-    """Let a request in."""
+    """Admit a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """Let it wait for room."""
+    """Queue it for spare capacity."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,7 @@ class Refuse:
 
 
 class Release(Struct, frozen=True, kw_only=True):
-    """Let `count` NIW requests of a batch of this tenant go to an endpoint. `slot`: whose room they take; None: they
-    take what there is.
-    """
+    """Send `count` NIW requests of a batch of this tenant to an endpoint. `slot`: whose capacity they use; None: any."""
 
     endpoint: Endpoint
     batch: int

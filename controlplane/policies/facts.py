@@ -1,4 +1,4 @@
-"""What policies are told: frozen records with units in their names. Nobody but the gathering code makes them."""
+"""The inputs of policies: frozen records with units in their names, made only by the gathering code."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from dataplane.protocol.tiers import InstanceKind, Tier
 
 
 class Endpoint(Struct, frozen=True, kw_only=True, order=True):
-    """A model in a region: what traffic is routed to and what placement decides about."""
+    """A model in a region: the target of traffic, and the subject of placement."""
 
     model: str
     region: str
@@ -104,13 +104,13 @@ class Backlog:
 
 
 class InstanceFacts(Struct, frozen=True, kw_only=True):
-    """One instance as the live view knows it. `age_s`: seconds since its node's last heartbeat.
+    """One instance in the live view. `age_s`: seconds since its node's last heartbeat.
 
-    `sent_tokens` is what this very process sent there since that heartbeat, `sent_input_tokens` the prompts of it; the
-    heartbeat does not show them yet. `prefill_wait_s`: until its slot would begin a request that came now, at
-    `prefill_token_s` a token, `prefill_urgent_wait_s`: one of IW-F, as the node itself measures; None: it has not said.
-    `slot`: of its node; instances of several models in one slot take turns. `load`: of the node's busiest slot, above 1
-    it cannot keep up with its decodes.
+    `sent_tokens`: what this process has sent to it since that heartbeat, `sent_input_tokens`: the prompts of these.
+    `prefill_wait_s`: seconds until its slot would begin a request that arrives now, at `prefill_token_s` a token;
+    `prefill_urgent_wait_s`: the same for IW-F; None: its node has not measured them. `slot`: of its node; instances of
+    several models in one slot are multiplexed. `load`: of the node's busiest slot; above 1 it cannot keep up with its
+    decodes.
     """
 
     instance_id: str
@@ -134,9 +134,9 @@ class InstanceFacts(Struct, frozen=True, kw_only=True):
 
 
 class RoutingFacts(Struct, frozen=True, kw_only=True):
-    """A request to place. `preference`: regions in the order this origin prefers them, its own first. `excluded`:
-    instances that failed it; `avoided`: instances and nodes that keep failing, taken only where there are no others.
-    `ttft_s`: when its first token is due; instances that would keep it waiting for longer come last.
+    """A request to route. `preference`: regions in the order in which its origin prefers them, its own first.
+    `excluded`: instances that failed it; `avoided`: instances and nodes that keep failing, chosen only if there are no
+    others. `ttft_s`: when its first token is due; instances that would begin later are chosen last.
     """
 
     model: str

@@ -1,11 +1,11 @@
-"""Health by outcome: a circuit for each instance and node, opened by failures, closed by a success. Pure.
+"""Circuit breakers: a circuit for each instance and node, opened by failures, closed by a success. Pure.
 
     closed --(failures in a row, or their share)--> open for open_s, twice as long each time --(over)--> one probe
        ^                                                  ^                                                |
        +---------------- it succeeds --------------------- + ------------------ it fails ------------------+
 
-A probe opens the circuit for as long again while it is out, so that nobody sends a second one and a lost one is
-followed by another.
+A probe keeps the circuit open for as long again, so that no second probe is sent meanwhile, and another one follows if
+it is lost.
 """
 
 from dataclasses import dataclass, replace
@@ -29,8 +29,8 @@ class CircuitSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Circuit:
-    """`outcomes`: when, and whether it went well, oldest first. `openings`: since it was last closed. `probing`: one
-    request is out to see whether it is well again.
+    """`outcomes`: times and successes, oldest first. `openings`: since it was last closed. `probing`: one request is in
+    flight as a probe.
     """
 
     outcomes: tuple[tuple[float, bool], ...] = ()
@@ -39,20 +39,20 @@ class Circuit:
     probing: bool = False
 
     def is_open(self, now_s: float) -> bool:
-        """Whether nothing should be sent there now."""
+        """Whether no requests may be sent now."""
         return self.openings > 0 and now_s < self.open_until_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutcomeFacts:
-    """What was known of an instance or node, and how a request to it has just ended."""
+    """The circuit of an instance or node, and whether a request to it has just succeeded."""
 
     circuit: Circuit
     ok: bool
 
 
 def choose_circuit(facts: OutcomeFacts, now_s: float, settings: CircuitSettings) -> Circuit:
-    """What is known now. A success closes the circuit; failures of what was sent before it opened do not count."""
+    """The circuit after the outcome. A success closes it; failures of requests sent before it opened do not count."""
     circuit = facts.circuit
     if facts.ok and circuit.openings:
         return Circuit(outcomes=((now_s, True),))
@@ -72,14 +72,14 @@ def choose_circuit(facts: OutcomeFacts, now_s: float, settings: CircuitSettings)
 
 
 def probed(circuit: Circuit, now_s: float, settings: CircuitSettings) -> Circuit:
-    """The circuit once a request was sent there: if it had been open, that one is the probe and no other goes."""
+    """The circuit after a request was sent: if it had been open, the request is the probe, and no other is sent."""
     if not circuit.openings:
         return circuit
     return replace(circuit, probing=True, open_until_s=now_s + _open_s(circuit.openings, settings))
 
 
 def is_forgotten(circuit: Circuit, now_s: float, settings: CircuitSettings) -> bool:
-    """Whether nothing was heard of it for so long, its circuit not even open, that it need not be remembered."""
+    """Whether the circuit is closed and its last outcome so old that it can be deleted."""
     last_s = circuit.outcomes[-1][0] if circuit.outcomes else 0.0
     return now_s - max(last_s, circuit.open_until_s) > max(settings.open_max_s, settings.window_s)
 

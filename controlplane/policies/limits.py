@@ -1,7 +1,7 @@
 """A tenant's limits: token buckets that refill evenly over a minute, and a number of requests at once.
 
-Gateways share the counts in Redis, where a script decides (`store.limits`); its rules are these, and a test compares
-the two. While Redis is away each gateway decides here, for its own share.
+Gateways share the counts in Redis, where a script applies the same rules (`store.redis.limits`); a test compares the
+two. While Redis is unavailable, each gateway decides here, for its own share.
 """
 
 from dataclasses import dataclass, replace
@@ -9,11 +9,11 @@ from enum import StrEnum
 
 MINUTE_S = 60.0
 RUNNING_RETRY_S = 1.0
-"""When a request refused for too many at once should come back; nobody knows when one of them ends."""
+"""Retry-After of a request refused for concurrency: when another one ends is unknown."""
 
 
 class Limit(StrEnum):
-    """What a request was refused for."""
+    """The limit by which a request was refused."""
 
     REQUESTS = "requests"
     TOKENS = "tokens"
@@ -22,7 +22,7 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class TenantLimits:
-    """What a tenant may use; None: without limit."""
+    """The limits of a tenant; None: unlimited."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -30,13 +30,13 @@ class TenantLimits:
     queued_batch_tokens_max: int | None = None
 
     def meter_interactive(self) -> bool:
-        """Whether interactive requests must be counted at all."""
+        """Whether interactive requests have a limit."""
         return any(
             limit is not None for limit in (self.requests_per_minute, self.tokens_per_minute, self.concurrent_max)
         )
 
     def share(self, gateways: int) -> "TenantLimits":
-        """What one of so many gateways may admit by itself: an even part, and never nothing."""
+        """The even share of one of so many gateways, at least 1."""
         return replace(
             self,
             requests_per_minute=_part(self.requests_per_minute, gateways),
@@ -51,24 +51,24 @@ def _part(limit: int | None, gateways: int) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """What was left of a limit at a time. Below zero: more was used than was guessed."""
+    """What was left of a limit at `at_s`. Below zero: requests used more than estimated."""
 
     level: float
     at_s: float
 
     def refilled(self, limit: int, now_s: float) -> "Bucket":
-        """The bucket now: it fills up within a minute, and never over its limit."""
+        """The bucket at `now_s`: it fills to its limit within a minute."""
         gained = max(0.0, now_s - self.at_s) * limit / MINUTE_S
         return Bucket(level=min(float(limit), self.level + gained), at_s=now_s)
 
     def add(self, amount: float, limit: int) -> "Bucket":
-        """Put something back, or (below zero) take more."""
+        """Return an amount or, if negative, take it."""
         return replace(self, level=min(float(limit), self.level + amount))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What a tenant used; a bucket not seen before is full."""
+    """A tenant's usage; None: a full bucket."""
 
     requests: Bucket | None = None
     tokens: Bucket | None = None
@@ -77,14 +77,14 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """Whether a request may run, and the usage after that. `refused`: the first limit that it met."""
+    """Whether a request may run, and the usage after it. `refused`: the first limit that it exceeds."""
 
     refused: Limit | None
     usage: Usage
 
 
 def choose_admission(usage: Usage, tokens: int, limits: TenantLimits, now_s: float) -> Admission:
-    """Charge one request that may take `tokens`, all of it or (refused) nothing. The caller counts what runs."""
+    """Charge one request that may take `tokens`, or refuse it. The caller counts running requests."""
     requests = _now(usage.requests, limits.requests_per_minute, now_s)
     left = _now(usage.tokens, limits.tokens_per_minute, now_s)
     refused: Limit | None = None
@@ -102,7 +102,7 @@ def choose_admission(usage: Usage, tokens: int, limits: TenantLimits, now_s: flo
 
 
 def retry_after_s(refused: Limit, usage: Usage, tokens: int, limits: TenantLimits) -> float:
-    """Seconds until the limit that refused a request lets it through, if nobody else comes."""
+    """Seconds until the limit that refused a request admits it, if there are no others."""
     if refused == Limit.REQUESTS and usage.requests is not None and limits.requests_per_minute is not None:
         return (1 - usage.requests.level) * MINUTE_S / limits.requests_per_minute
     if refused == Limit.TOKENS and usage.tokens is not None and limits.tokens_per_minute is not None:
@@ -111,7 +111,7 @@ def retry_after_s(refused: Limit, usage: Usage, tokens: int, limits: TenantLimit
 
 
 def until_full_s(bucket: Bucket, limit: int) -> float:
-    """Seconds until the whole limit is there again."""
+    """Seconds until the bucket is full."""
     return (limit - bucket.level) * MINUTE_S / limit
 
 

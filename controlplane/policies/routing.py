@@ -1,5 +1,5 @@
-"""Where a request goes: region by preference and effective memory utilization, then the instance with the fewest
-tokens left (SageServe 6.1, 6.2). Views are about a second old, so what this process itself just sent is counted in.
+"""The route of a request: a region by preference and effective memory utilization, then the instance with the fewest
+remaining tokens (SageServe 6.1, 6.2). Views are about a second old, so what this process has sent since counts as well.
 """
 
 import math
@@ -16,20 +16,20 @@ _IW_F = Tier.IW_F
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingSettings:
-    """Regions above `utilization_max` give way to regions below it; reports older than `stale_s` are unknown."""
+    """Regions below `utilization_max` are preferred to regions above it; reports older than `stale_s` do not count."""
 
     utilization_max: float = 0.7
     stale_s: float = 5.0
 
 
 def is_usable(instance: InstanceFacts, stale_s: float) -> bool:
-    """Whether an instance takes requests and was heard of lately."""
+    """Whether an instance accepts requests and has reported recently."""
     return instance.accepting and instance.age_s <= stale_s
 
 
 def utilization_of(instances: Iterable[InstanceFacts]) -> float:
-    """Effective memory utilization of an endpoint: KV used over KV available, over its instances (SageServe 6.1).
-    What was sent and not yet reported counts as used. 1 where nothing is available.
+    """Effective memory utilization of an endpoint: KV used over KV capacity of its instances (SageServe 6.1). Tokens
+    sent and not yet reported count as used. 1 without capacity.
     """
     used_bytes = capacity_bytes = 0
     for instance in instances:
@@ -39,8 +39,9 @@ def utilization_of(instances: Iterable[InstanceFacts]) -> float:
 
 
 def predicted_wait_s(instance: InstanceFacts, tier: Tier) -> float | None:
-    """Until an instance begins what is sent to it now: what waits there and is not overtaken, and what this process
-    just sent. None: its node has not said. The prompt's own time does not count: load makes none of it.
+    """Seconds until an instance begins a request that is sent now: the prefills that precede it, and what this process
+    has sent since. None: its node has not reported it. The prompt's own prefill, which load does not change, is
+    excluded.
     """
     wait_s = instance.prefill_urgent_wait_s if tier is _IW_F else instance.prefill_wait_s
     if wait_s is None or instance.prefill_token_s is None:
@@ -49,7 +50,7 @@ def predicted_wait_s(instance: InstanceFacts, tier: Tier) -> float | None:
 
 
 def _in_time(instances: list[InstanceFacts], facts: RoutingFacts) -> list[InstanceFacts]:
-    """Those that would begin in time, as far as is known; all where none would."""
+    """The instances that would begin in time or whose wait is unknown; all if there are none."""
     tier, ttft_s = facts.tier, facts.ttft_s
     if ttft_s is None:
         return instances
@@ -62,7 +63,7 @@ def _in_time(instances: list[InstanceFacts], facts: RoutingFacts) -> list[Instan
 
 
 def takers(facts: RoutingFacts, stale_s: float) -> list[InstanceFacts]:
-    """Instances that may take the request: those that are well or, if none is, all usable ones."""
+    """Instances that may take the request: those that are not avoided or, if there are none, all usable ones."""
     model, tier, excluded, avoided = facts.model, facts.tier, facts.excluded, facts.avoided
     usable = [
         instance
@@ -79,7 +80,7 @@ def takers(facts: RoutingFacts, stale_s: float) -> list[InstanceFacts]:
 
 def choose_route(facts: RoutingFacts, now_s: float, settings: RoutingSettings) -> Route | NoRoute:
     """The first preferred region below the threshold, else the least utilized one; there, join the shortest queue.
-    What keeps failing, and what would begin too late, is taken only where there is nothing else.
+    Instances that keep failing or would begin too late are chosen only if there are no others.
     """
     candidates = takers(facts, settings.stale_s)
     if not candidates:
@@ -99,7 +100,7 @@ def choose_route(facts: RoutingFacts, now_s: float, settings: RoutingSettings) -
 def _choose_region(
     by_region: Mapping[str, Iterable[InstanceFacts]], preference: tuple[str, ...], utilization_max: float
 ) -> tuple[str, float]:
-    """A region, and its utilization. Those that nobody prefers come last, by name."""
+    """A region and its utilization. Regions outside of the preference are last, by name."""
     load: dict[str, float] = {}
     for region in preference:
         if region in by_region:
@@ -115,7 +116,7 @@ def _choose_region(
 
 
 def _shortest_queue(instances: Iterable[InstanceFacts]) -> InstanceFacts:
-    """The one with the fewest tokens left; of several the first by id."""
+    """The instance with the fewest remaining tokens; of several the first by id."""
     chosen, fewest = None, 0
     for instance in instances:
         tokens = instance.remaining_tokens + instance.sent_tokens
@@ -129,13 +130,13 @@ def choose_preference(
     regions: Sequence[str], origin: str | None, latencies_ms: Mapping[tuple[str, str], float]
 ) -> tuple[str, ...]:
     """The regions as a request from `origin` prefers them: its own, then by latency (milliseconds, by origin and
-    destination). Those as far, and those of unknown latency, which come last, keep their order.
+    destination). Regions of equal latency, and those of unknown latency, which are last, keep their order.
     """
 
-    def far_ms(region: str) -> float:
+    def latency_ms(region: str) -> float:
         return -1.0 if region == origin else latencies_ms.get((origin or "", region), math.inf)
 
-    return tuple(sorted(regions, key=far_ms))
+    return tuple(sorted(regions, key=latency_ms))
 
 
 def _why_none(facts: RoutingFacts, settings: RoutingSettings) -> str:
@@ -147,5 +148,5 @@ def _why_none(facts: RoutingFacts, settings: RoutingSettings) -> str:
     if all(instance.instance_id in facts.excluded for instance in of_model):
         return f"every instance of '{facts.model}' has just failed this request"
     if all(instance.age_s > settings.stale_s for instance in of_model):
-        return f"no node with '{facts.model}' was heard of in the last {settings.stale_s:g} s"
+        return f"no node with '{facts.model}' has reported in the last {settings.stale_s:g} s"
     return f"no instance of '{facts.model}' is ready yet"

@@ -16,7 +16,7 @@ from dataplane.protocol.tiers import Tier
 
 
 class AdmissionController:
-    """Admits requests; one for each gateway. Flex requests queue by model, first come, first served."""
+    """Admits requests; one for each gateway. Flex requests queue by model, first in, first out."""
 
     def __init__(self, sender: Sender, settings: Settings) -> None:
         self._sender = sender

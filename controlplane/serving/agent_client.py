@@ -1,4 +1,4 @@
-"""The HTTP client to node agents: one request, one stream of events."""
+"""The HTTP client of node agents: one request, one stream of events."""
 
 import asyncio
 import contextlib
@@ -23,9 +23,9 @@ from dataplane.protocol.messages import (
 from dataplane.protocol.tls import client_context
 
 _CONNECT_TIMEOUT_S = 2.0
-"""To reach a node, and to wait for one of our own connections where all are in use."""
+"""To connect to a node, and to wait for a free connection of this process."""
 _IDLE_CONNECTION_S = 4.0
-"""A connection is kept for less long than nodes keep it (5 s): else one might be closing as it is used."""
+"""Idle connections close before nodes close them (5 s), so that none is closing when it is used."""
 _END_TIMEOUT_S = 2.0
 _REQUEST_AT_FAULT = frozenset({400, 413})
 _STATUS_FOR_CLIENTS = {400: 400, 409: 503, 413: 413, 429: 429, 503: 503}
@@ -38,9 +38,9 @@ class AgentClient:
         self._first_token_s = settings.first_token_timeout_s
         self._idle_s = settings.stream_idle_timeout_s
         self._silence_s = max(self._first_token_s, self._idle_s)
-        self._room = asyncio.Semaphore(settings.node_connections_max)
+        self._free = asyncio.Semaphore(settings.node_connections_max)
         key = settings.node_key.get_secret_value()
-        self._session = aiohttp.ClientSession(  # nodes are ours: no proxy stands between, and no cookie is kept
+        self._session = aiohttp.ClientSession(  # no proxy and no cookies: nodes belong to this installation
             connector=aiohttp.TCPConnector(
                 limit=0, keepalive_timeout=_IDLE_CONNECTION_S, ssl=client_context(settings.tls_ca_file)
             ),
@@ -51,18 +51,17 @@ class AgentClient:
         )
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._session.close()
 
     async def generate(
         self, url: str, request: Generate, headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[list[StreamEvent], None]:
-        """The events of one request; those that came together, together. Leaving the iteration early drops the request
-        on the node. `headers`: more of them, such as a trace's.
+        """The events of one request; those that arrived together are one list. Leaving the iteration early cancels the
+        request on the node. `headers`: further headers, such as a trace's.
 
         Raises:
-            NodeError: the node refused, broke off, or cannot be reached; `retryable` says whether another may do. Its
-                code is `gateway_busy` where all our connections are in use: that is no fault of the node's.
+            NodeError: the node refused, broke off, or cannot be reached; `retryable`: another node may do. Its code is
+                `gateway_busy` when all connections of this process are in use, which is not the node's fault.
         """
         try:
             async with self._connection(), self._post(f"{url}/generate", request, headers) as (status, chunks):
@@ -77,14 +76,14 @@ class AgentClient:
         except aiohttp.ClientError as error:
             raise NodeError(f"the node at {url} broke off: {error or type(error).__name__}") from error
         except msgspec.DecodeError as error:
-            raise NodeError(f"the node at {url} speaks another protocol: {error}") from error
+            raise NodeError(f"the node at {url} breaks the protocol: {error}") from error
 
     @contextlib.asynccontextmanager
     async def _connection(self) -> AsyncGenerator[None, None]:
-        """One of those that we may have open."""
+        """Limit the connections of this process."""
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                await self._room.acquire()
+                await self._free.acquire()
         except TimeoutError as error:
             raise NodeError(
                 "this gateway has no connection left; try again", status=429, code="gateway_busy"
@@ -92,27 +91,27 @@ class AgentClient:
         try:
             yield
         finally:
-            self._room.release()
+            self._free.release()
 
     @contextlib.asynccontextmanager
     async def _post(
         self, url: str, request: Generate, headers: Mapping[str, str] | None
     ) -> AsyncGenerator[tuple[int, AsyncIterator[bytes]], None]:
-        """The status of the node's answer, and its body as it comes."""
+        """The status of the node's answer, and the pieces of its body."""
         body = msgspec.json.encode(request)
         async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
             yield response.status, response.content.iter_any()
 
     async def _events(self, chunks: AsyncIterator[bytes]) -> AsyncGenerator[list[StreamEvent], None]:
-        """Started, tokens, Finished: a stream that begins or ends otherwise has failed."""
+        """The events of a valid stream: `Started`, tokens, `Finished`."""
         last: StreamEvent | None = None
         rest = b""
         while not isinstance(last, Finished):
-            patience_s = self._idle_s if isinstance(last, Token) else self._first_token_s
-            if patience_s < self._silence_s:
-                async with asyncio.timeout(patience_s):
+            timeout_s = self._idle_s if isinstance(last, Token) else self._first_token_s
+            if timeout_s < self._silence_s:
+                async with asyncio.timeout(timeout_s):
                     chunk = await anext(chunks, None)
-            else:  # the connection has that limit, and a timer of our own for every token is not cheap
+            else:  # the connection has that timeout; one more timer for every token costs time
                 chunk = await anext(chunks, None)
             if chunk is None:
                 raise NodeError("the node ended the stream without a finish reason")
@@ -129,7 +128,7 @@ class AgentClient:
                 raise _error_of(failed)
             last = events[-1]
             yield events
-        with contextlib.suppress(TimeoutError, aiohttp.ClientError):  # read to the end, it is used again
+        with contextlib.suppress(TimeoutError, aiohttp.ClientError):  # read to the end: the connection is reused
             async with asyncio.timeout(_END_TIMEOUT_S):
                 await anext(chunks, None)
 
@@ -157,7 +156,7 @@ def _refusal(body: bytes, status: int) -> NodeError:
 
 
 def _error_of(event: Failed) -> NodeError:
-    """Only what the request itself did wrong is the client's to mend; for the rest another node may do better."""
+    """The failure that a node reports. Only faults of the request are final; otherwise another node may do better."""
     return NodeError(
         event.message,
         status=_STATUS_FOR_CLIENTS.get(event.status, 502),

@@ -1,4 +1,4 @@
-"""How requests of this process ended, by instance and by node: what keeps failing is left alone for a while."""
+"""Circuit breakers by instance and by node: what keeps failing receives no requests for a while."""
 
 import time
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from controlplane.policies.health import Circuit, CircuitSettings, OutcomeFacts,
 
 log = structlog.get_logger()
 _NO_OUTCOME = frozenset({400, 409, 413, 429})
-"""Statuses that say nothing of health: the request's own fault, or an instance that is full or not ready."""
+"""Statuses that do not count: the request was at fault, or the instance was full or not ready."""
 _NODE_FAILED = "node_error"
-"""The code of what the node itself did not put into words: it is away, silent, or speaks another protocol."""
+"""The code of failures that the node did not report itself: it is unreachable, silent, or breaks the protocol."""
 
 
 class Circuits:
@@ -25,22 +25,20 @@ class Circuits:
         self._circuits: dict[str, Circuit] = {}
 
     def avoided(self) -> frozenset[str]:
-        """Ids of instances and names of nodes whose circuit is open. What was not heard of for long is forgotten: ids
-        of instances that are gone never come back.
-        """
+        """Ids of instances and names of nodes whose circuit is open. Circuits without recent outcomes are deleted."""
         now_s = self._clock()
         for name in [name for name, circuit in self._circuits.items() if is_forgotten(circuit, now_s, self._settings)]:
             del self._circuits[name]
         return frozenset(name for name, circuit in self._circuits.items() if circuit.is_open(now_s))
 
     def note_sent(self, route: Route) -> None:
-        """A request goes there; where a circuit was open, it is the probe."""
+        """Record a request that is sent; after an open circuit it is the probe."""
         for name in (route.instance_id, route.node_id):
             if name in self._circuits:
                 self._circuits[name] = probed(self._circuits[name], self._clock(), self._settings)
 
     def note_end(self, route: Route, error: NodeError | None) -> None:
-        """A request ended there. A node's circuit is that of its connection; an instance's hears of every failure."""
+        """Record how a request ended. Every failure counts for the instance, those of the connection for its node."""
         if error is not None and error.code != _NODE_FAILED and error.status in _NO_OUTCOME:
             return
         self._note(route.instance_id, ok=error is None)
@@ -49,7 +47,7 @@ class Circuits:
     def _note(self, name: str, *, ok: bool) -> None:
         before = self._circuits.get(name)
         if ok and before is None:
-            return  # what never failed is not worth remembering
+            return  # only what has failed is remembered
         now_s = self._clock()
         after = choose_circuit(OutcomeFacts(circuit=before or Circuit(), ok=ok), now_s, self._settings)
         if after.openings > (before.openings if before is not None else 0):

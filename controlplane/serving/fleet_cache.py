@@ -1,7 +1,7 @@
-"""What a gateway or dispatcher knows of the fleet without asking Postgres or Redis: the live view and the catalog.
+"""A gateway's or dispatcher's cache of the fleet: the live view from Redis and the catalog from Postgres.
 
-Both are refreshed in the background, and the last good copy serves on while its source is away. A process that starts
-without Redis takes its first view from Postgres.
+Both are refreshed in the background; while a source is unavailable, its last copy is used. A process that starts
+without Redis reads its first view from Postgres.
 """
 
 import asyncio
@@ -33,15 +33,15 @@ from dataplane.protocol.tiers import Objective, Tier
 log = structlog.get_logger()
 _CATALOG_REFRESH_S = 2.0
 _LOOK_UP_EVERY_S = 1.0
-"""At most this often the catalog is read for names that it does not have: anybody can make up names."""
+"""The shortest interval between reads of the catalog for unknown names, which clients can invent."""
 _VIEW_KEEP_S = 600.0
 _AGE_STEP_S = 0.5
-"""Ages of instances are right to within this."""
+"""The precision of instances' ages."""
 
 
 class FleetCache:
-    """The live view (refreshed several times a second) and the catalog of models and regions (every two seconds).
-    `sent`: tokens this process sent to instances since they last reported.
+    """The live view (refreshed several times a second), the catalog of models and regions (every two seconds), and the
+    tokens that this process has sent to each instance since its last heartbeat.
     """
 
     def __init__(self, database: Database, live: LiveStore, settings: Settings) -> None:
@@ -67,7 +67,7 @@ class FleetCache:
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Read both once (errors are logged, not raised), then keep them fresh while the block runs."""
+        """Read both once (errors are logged, not raised), then refresh them while the block runs."""
         await self._refresh(self._read_catalog, "catalog")
         await self._refresh(self.read_view, "live view")
         async with (
@@ -77,10 +77,10 @@ class FleetCache:
             yield
 
     async def model(self, name: str) -> Model:
-        """A registered model; a name not seen yet is looked up once more in Postgres, within about a second.
+        """A registered model; an unknown name is looked up in Postgres, within about a second.
 
         Raises:
-            UnknownModelError: nobody registered it.
+            UnknownModelError: it is not registered.
         """
         if name not in self._catalog.models:
             await self._look_up()
@@ -90,7 +90,6 @@ class FleetCache:
         return found
 
     def models(self) -> list[Model]:
-        """All registered models by name."""
         return [self._catalog.models[name] for name in sorted(self._catalog.models)]
 
     def context_tokens(self, model: Model) -> int:
@@ -98,23 +97,21 @@ class FleetCache:
         a node's KV memory holds no more.
         """
         reports = (report for node in self._view.nodes.values() for report in node.heartbeat.instances)
-        said = (each.context_tokens for each in reports if each.model == model.name and each.state == "ready")
-        return min([model.context_tokens, *(tokens for tokens in said if tokens is not None)])
+        reported = (each.context_tokens for each in reports if each.model == model.name and each.state == "ready")
+        return min([model.context_tokens, *(tokens for tokens in reported if tokens is not None)])
 
     def preference(self, origin: str | None) -> tuple[str, ...]:
-        """Regions in the order a request from `origin` prefers them."""
+        """The regions in the order in which a request from `origin` prefers them."""
         return choose_preference(self._catalog.regions, origin, self._catalog.latencies_ms)
 
     def node_url(self, node: str) -> str | None:
-        """Where a node's agent listens."""
         view = self._view.nodes.get(node)
         return view.url if view is not None else self._catalog.nodes.get(node)
 
     def instances(self, model: str | None = None) -> tuple[InstanceFacts, ...]:
-        """Every instance of the view (of one model, if that is named), aged by the time since it was read, with what
-        was sent since it reported. Those of a model are made once for a view: a request costs little, however many
-        there are. While Redis is away nobody can know better, so the view does not age for its first ten minutes; which
-        instances are gone is found out by trying.
+        """Every instance of the view, or of one model, aged by the time since the view was read, with the tokens sent
+        since its heartbeat. The facts of a model are built once for a view. While Redis is unavailable, the view does
+        not age for ten minutes: requests are routed by the last reports, and failures show which instances are gone.
         """
         self._drop_old_facts()
         if model is None:
@@ -130,47 +127,45 @@ class FleetCache:
         return instance_facts(aged, models=catalog.models, sent=self._sent.of, model=model)
 
     def _drop_old_facts(self) -> None:
-        """Facts are of the view and catalog of now, and as old as these are."""
+        """Drop the facts of older views and catalogs, and those whose age has changed."""
         view, catalog, aged_s = self._facts_of
         now_aged_s = self._aged_s()
         if view is not self._view:
-            self._sent.forget(self._heard_at_s())
+            self._sent.forget(self._reported_at_s())
         if view is not self._view or catalog is not self._catalog or abs(now_aged_s - aged_s) > _AGE_STEP_S:
             self._facts, self._facts_of = {}, (self._view, self._catalog, now_aged_s)
 
     def is_starting(self, model: str, within_s: float) -> bool:
-        """Whether an instance of the model is on some node, or was within so many seconds: one that is not ready now
-        may be soon, and a node that restarts comes back. A process that has just started cannot know better than yes.
+        """Whether an instance of the model is on some node, or was within so many seconds: it may soon be ready, and a
+        node may restart. A process that has just started answers yes.
         """
         return time.monotonic() - self._placed_s.get(model, self._made_s) <= within_s
 
     def objective(self, model: Model, tier: Tier) -> Objective | None:
-        """What a tier promises of a model; None for deferred requests."""
+        """The objective of a model and tier; None for deferred requests."""
         return choose_objective(tier, model.slo, self._objectives)
 
     def note_sent(self, instance_id: str, tokens: int, input_tokens: int = 0) -> Sending:
-        """Count what is on its way to an instance (`tokens`, and the prompt's part of them) until its next heartbeat
-        shows it.
-        """
+        """Count a request of `tokens`, with `input_tokens` in its prompt, until the instance's next heartbeat."""
         sending = self._sent.add(instance_id, tokens, input_tokens)
         self._show_sent(instance_id)
         return sending
 
     def note_refused(self, instance_id: str, sending: Sending) -> None:
-        """Count it no more: the instance did not take it."""
+        """Uncount a request that the instance refused."""
         self._sent.take_back(instance_id, sending)
         self._show_sent(instance_id)
 
     def _show_sent(self, instance_id: str) -> None:
-        """Bring the one instance's facts up to date."""
+        """Update the facts of one instance."""
         tokens, input_tokens = self._sent.of(instance_id)
         for facts in list(self._facts.values()):
             if instance_id in facts:
                 shown = msgspec.structs.replace(facts[instance_id], sent_tokens=tokens, sent_input_tokens=input_tokens)
                 facts[instance_id] = shown
 
-    def _heard_at_s(self) -> dict[str, float]:
-        """When each instance's last heartbeat came, on this process's monotonic clock."""
+    def _reported_at_s(self) -> dict[str, float]:
+        """When Redis received each instance's last report, on this process's monotonic clock."""
         return {
             report.instance_id: self._view_at - (self._view.read_s - node.received_s)
             for node in self._view.nodes.values()
@@ -186,15 +181,15 @@ class FleetCache:
         return time.monotonic() - self._view_at < self._settings.heartbeat_stale_s
 
     def missing(self) -> list[str]:
-        """What requests cannot be served without: a view that still counts, and the catalog."""
+        """What the process lacks to serve requests: a view that is not stale, the catalog."""
         missing = [] if self._has_view and self._aged_s() < self._settings.heartbeat_stale_s else ["live view"]
         return missing if self._has_catalog else [*missing, "catalog"]
 
     def read_view(self) -> None:
-        """Read the live view now, as happens every `view_refresh_s` while `following()`.
+        """Read the live view now, as `following()` does every `view_refresh_s`.
 
         Raises:
-            UnavailableError: Redis is away; a first view then comes from Postgres.
+            UnavailableError: Redis is unavailable; a first view is then read from Postgres.
         """
         keep_s = self._settings.heartbeat_stale_s
         try:
@@ -212,7 +207,7 @@ class FleetCache:
         self._placed_s |= {report.model: self._view_at for report in reports if report.state != "failed"}
 
     async def _look_up(self) -> None:
-        """Read the catalog as it is from now on. Requests that wait for this share one read."""
+        """Read the catalog again. Concurrent requests share one read."""
         now_s = time.monotonic()
         async with self._looking_up:
             if self._catalog_asked_s >= now_s:
@@ -234,29 +229,31 @@ class FleetCache:
             if read == self.read_view:
                 self._view_away = not ok
             if ok and down:
-                log.info("source is back", what=what)
+                log.info("a source is available again", what=what)
             down = not ok
 
     async def _refresh(self, read: Callable[[], None], what: str, *, quiet: bool = False) -> bool:
-        """Threads of its own: others may all be waiting for a Postgres that hangs. One read of a source at a time."""
+        """Read a source in its own thread, one read at a time: others may all wait for a Postgres that hangs."""
         threads = self._view_threads if read == self.read_view else self._catalog_threads
         try:
             await anyio.to_thread.run_sync(read, limiter=threads)
         except (TidepoolError, SQLAlchemyError) as error:
             if not quiet:
-                log.warning("source is away; the last copy serves on", what=what, error=str(error).splitlines()[0])
+                log.warning(
+                    "a source is unavailable; its last copy is used", what=what, error=str(error).splitlines()[0]
+                )
             return False
         return True
 
 
 def _merged(before: FleetView, now: FleetView, *, was_away: bool, keep_s: float) -> FleetView:
-    """The newer of what is known of each node. A Redis that comes back may have forgotten them, and nobody was heard
-    while it was away: their silence begins anew.
+    """The newer view of each node. Redis may have lost nodes and received no heartbeats while it was unavailable: their
+    age then starts at zero.
     """
-    heard = dict(now.nodes)
+    merged = dict(now.nodes)
     for name, node in before.nodes.items():
         received_s = now.read_s if was_away else node.received_s
-        newer = name not in heard or heard[name].received_s < received_s
+        newer = name not in merged or merged[name].received_s < received_s
         if newer and now.read_s - received_s <= keep_s:
-            heard[name] = msgspec.structs.replace(heard.get(name, node), received_s=received_s)
-    return FleetView(read_s=now.read_s, nodes=heard)
+            merged[name] = msgspec.structs.replace(merged.get(name, node), received_s=received_s)
+    return FleetView(read_s=now.read_s, nodes=merged)

@@ -1,4 +1,4 @@
-"""Tokens on their way: what this process sent to instances since they last reported."""
+"""In-flight tokens: what this process has sent to each instance since its last heartbeat (unreported load)."""
 
 import math
 import time
@@ -10,7 +10,7 @@ Sending = tuple[float, int, int]
 
 
 class _Instance:
-    """What went to one instance, oldest first, and the sums of it."""
+    """What was sent to one instance, oldest first, and its sums."""
 
     def __init__(self) -> None:
         self.log: deque[Sending] = deque()
@@ -19,13 +19,13 @@ class _Instance:
 
 
 class SentTokens:
-    """Sums by instance. A request costs the same however many came before it."""
+    """Sums by instance. The cost of a request does not grow with the requests before it."""
 
     def __init__(self) -> None:
         self._instances: dict[str, _Instance] = {}
 
     def add(self, instance_id: str, tokens: int, input_tokens: int) -> Sending:
-        """Note a request of `tokens`, of which `input_tokens` are its prompt's."""
+        """Count a request of `tokens`, of which `input_tokens` are its prompt's."""
         sent = self._instances.setdefault(instance_id, _Instance())
         sending = (time.monotonic(), tokens, input_tokens)
         sent.log.append(sending)
@@ -34,7 +34,7 @@ class SentTokens:
         return sending
 
     def take_back(self, instance_id: str, sending: Sending) -> None:
-        """The instance refused it. What was forgotten meanwhile stays so."""
+        """Uncount a request that the instance refused, unless it was dropped by `forget`."""
         sent = self._instances.get(instance_id)
         if sent is not None and sending in sent.log:
             sent.log.remove(sending)
@@ -42,14 +42,13 @@ class SentTokens:
             sent.input_tokens -= sending[2]
 
     def of(self, instance_id: str) -> tuple[int, int]:
-        """Tokens, and input tokens."""
         sent = self._instances.get(instance_id)
         return (0, 0) if sent is None else (sent.tokens, sent.input_tokens)
 
-    def forget(self, heard_at_s: Mapping[str, float]) -> None:
-        """Drop what was sent before an instance was last heard of, and all of instances that are gone."""
+    def forget(self, reported_at_s: Mapping[str, float]) -> None:
+        """Drop what was sent before an instance's last report, and all of instances without one."""
         for instance_id, sent in list(self._instances.items()):
-            until_s = heard_at_s.get(instance_id, math.inf)
+            until_s = reported_at_s.get(instance_id, math.inf)
             while sent.log and sent.log[0][0] <= until_s:
                 _, tokens, input_tokens = sent.log.popleft()
                 sent.tokens -= tokens

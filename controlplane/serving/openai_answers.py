@@ -1,4 +1,4 @@
-"""OpenAI's answers, made from a stream of events: whole objects, server-sent chunks, and errors."""
+"""OpenAI's answers, built from a stream of events: whole objects, server-sent chunks, and errors."""
 
 import time
 from contextlib import aclosing
@@ -23,7 +23,7 @@ _OPENAI_TYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerHead:
-    """What every object of one answer repeats."""
+    """The fields that every object of one answer repeats."""
 
     id: str
     model: str
@@ -55,7 +55,7 @@ class AnswerHead:
         }
 
     def whole(self, text: str, end: Finished) -> dict[str, Any]:
-        """The answer of a request that did not stream."""
+        """The answer of a request that does not stream."""
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": end.finish_reason}
         if self.chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None, "annotations": []}
@@ -69,17 +69,16 @@ class AnswerHead:
         return self._chunk({"role": "assistant", "content": "", "refusal": None}, None) if self.chat else None
 
     def text_chunk(self, text: str) -> dict[str, Any]:
-        """A piece of text."""
         return self._chunk({"content": text}, None) if self.chat else self._completion_chunk(text, None)
 
     def text_frame(self) -> tuple[bytes, bytes]:
-        """What stands before and after the text, as JSON, in the server-sent event of any piece of text."""
-        mark = "\0text"
-        before, _, after = sse(self.text_chunk(mark)).rpartition(msgspec.json.encode(mark))
+        """The bytes before and after the text, as JSON, in the server-sent event of any piece of text."""
+        placeholder = "\0text"
+        before, _, after = sse(self.text_chunk(placeholder)).rpartition(msgspec.json.encode(placeholder))
         return before, after
 
     def last_chunk(self, end: Finished) -> dict[str, Any]:
-        """The chunk that says why the text ended."""
+        """The chunk with the finish reason."""
         return self._chunk({}, end.finish_reason) if self.chat else self._completion_chunk("", end.finish_reason)
 
     def usage_chunk(self, end: Finished) -> dict[str, Any]:
@@ -102,14 +101,14 @@ def sse(value: dict[str, Any]) -> bytes:
 
 
 def openai_error(error: TidepoolError) -> dict[str, Any]:
-    """The error object OpenAI's clients parse: all four keys, always."""
+    """The error object that OpenAI's clients parse, always with all four keys."""
     default = "invalid_request_error" if error.status < 500 else "server_error"
     kind = _OPENAI_TYPES.get(error.status, default)
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
 def usage_of(end: Finished) -> dict[str, int]:
-    """Tokens used."""
+    """OpenAI's `usage` object."""
     return {
         "prompt_tokens": end.prompt_tokens,
         "completion_tokens": end.completion_tokens,

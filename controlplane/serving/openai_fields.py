@@ -1,5 +1,5 @@
-"""Fields of OpenAI's and vLLM's requests that nothing here acts on: taken where they mean the default, else refused in
-plain words, so that nobody believes in a penalty or a tool that was never applied.
+"""Fields of OpenAI's and vLLM's requests that are not supported: accepted with their default value, else refused with a
+message, so that no client assumes a penalty or a tool that was never applied.
 """
 
 from typing import Annotated, Any
@@ -10,11 +10,11 @@ from pydantic_core import PydanticCustomError
 
 STOP_STRINGS_MAX = 4
 UNSUPPORTED = "unsupported_parameter"
-"""Pydantic's type of the errors made here, and OpenAI's code for them."""
+"""Pydantic's type of these errors, and OpenAI's code for them."""
 
 
 def _valid_unicode(text: str) -> str:
-    """JSON can spell half a surrogate pair, which is no character and cannot be sent on."""
+    """Refuse half of a surrogate pair, which JSON can spell but UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -25,17 +25,17 @@ def _valid_unicode(text: str) -> str:
 Text = Annotated[str, AfterValidator(_valid_unicode)]
 
 
-def unsupported(words: str) -> PydanticCustomError:
-    """The refusal of a value, in words for the client's user."""
-    return PydanticCustomError(UNSUPPORTED, "{words}", {"words": words})
+def unsupported(message: str) -> PydanticCustomError:
+    """The refusal of a value; its message is for the client's user."""
+    return PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
 
 
-def _only(words: str, *neutral: Any) -> BeforeValidator:
-    """Take null and the values that mean the default; refuse all else."""
+def _only(message: str, *neutral: Any) -> BeforeValidator:
+    """Accept null and the values that mean the default; refuse all others."""
 
     def check(value: Any) -> None:
         if value is not None and not any(type(value) is type(each) and value == each for each in neutral):
-            raise unsupported(words)
+            raise unsupported(message)
 
     return BeforeValidator(check)
 
@@ -55,7 +55,7 @@ OneAnswer = Annotated[SkipJsonSchema[None], _only("only one answer for each requ
 
 
 class NeutralFields(BaseModel):
-    """Fields of both endpoints. They are left out of the OpenAPI document, which has what can be used."""
+    """Fields of both endpoints. The OpenAPI document leaves them out: it lists what is supported."""
 
     n: OneAnswer = None
     frequency_penalty: NoPenalty = None

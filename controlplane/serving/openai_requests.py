@@ -34,7 +34,7 @@ _SERVED_AS = {Tier.IW_F: "priority", Tier.IW_N: "default", Tier.NIW: "flex"}
 
 
 class TextPart(BaseModel):
-    """A part of a message's content; text is what these models read."""
+    """A part of a message's content; only text is supported."""
 
     model_config = ConfigDict(extra="forbid")
     type: Literal["text"]
@@ -42,7 +42,7 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     model_config = ConfigDict(extra="ignore")
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -52,26 +52,26 @@ class Message(BaseModel):
     function_call: NoTools = None
 
     def flattened(self) -> ChatMessage:
-        """The turn as plain text; `developer` is what older templates call `system`."""
+        """The message as plain text; older chat templates call `developer` `system`."""
         parts = self.content if isinstance(self.content, list) else None
         text = "".join(part.text for part in parts) if parts is not None else str(self.content or "")
         return ChatMessage(role="system" if self.role == "developer" else self.role, content=text)
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries beside its text. Other options are ignored; `x-tidepool-warning` names them."""
+    """What a stream has in addition to its text. Other options are ignored; `x-tidepool-warning` names them."""
 
     model_config = ConfigDict(extra="allow")
     include_usage: bool | None = None
     include_obfuscation: bool | None = Field(None, description="ignored: nothing is padded")
 
     def ignored(self) -> list[str]:
-        """Names of unknown options that ask for something."""
+        """Names of the unknown options that are set."""
         return sorted(name for name, value in (self.__pydantic_extra__ or {}).items() if value)
 
 
 class GenerationRequest(NeutralFields, ABC):
-    """What both endpoints share. A field that is null counts as absent, even one that is not known."""
+    """The fields of both endpoints. A field that is null counts as absent, even an unknown one."""
 
     model_config = ConfigDict(extra="forbid")
     model: Text = Field(min_length=1, max_length=200)
@@ -109,7 +109,7 @@ class GenerationRequest(NeutralFields, ABC):
 
     @abstractmethod
     def tokens_max(self) -> int | None:
-        """The most tokens to make; None: as many as fit."""
+        """The most tokens to generate; None: as many as fit."""
 
     @abstractmethod
     def prompt_fields(self) -> dict[str, Any]:
@@ -128,11 +128,9 @@ class GenerationRequest(NeutralFields, ABC):
         )
 
     def tier(self) -> Tier:
-        """The tier this asks for."""
         return _TIERS.get(self.service_tier, Tier.IW_N)
 
     def sampling(self) -> Sampling:
-        """How to choose tokens."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return Sampling(
             max_tokens=self.tokens_max(),
@@ -154,11 +152,9 @@ class ChatRequest(NeutralChatFields, GenerationRequest):
     metadata: dict[str, str] | None = None
 
     def tokens_max(self) -> int | None:
-        """The newer name wins."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def prompt_fields(self) -> dict[str, Any]:
-        """The conversation."""
         return {"messages": tuple(message.flattened() for message in self.messages)}
 
 
@@ -172,11 +168,9 @@ class CompletionRequest(NeutralCompletionFields, GenerationRequest):
     max_tokens: int | None = Field(COMPLETION_MAX_TOKENS, ge=1)
 
     def tokens_max(self) -> int | None:
-        """OpenAI's default is 16 here."""
         return self.max_tokens
 
     def prompt_fields(self) -> dict[str, Any]:
-        """Text, or token ids."""
         if isinstance(self.prompt, str):
             return {"prompt": self.prompt}
         if isinstance(self.prompt[0], str):
@@ -212,7 +206,7 @@ def parse_json(endpoint: str, body: bytes) -> AnyRequest:
     """A batch line's body, JSON that was not decoded, as the endpoint's request.
 
     Raises:
-        InvalidValueError: it is not one; the message names the field.
+        InvalidValueError: the body is invalid; the message names the field.
     """
     try:
         return REQUESTS[endpoint].model_validate_json(body)
@@ -221,8 +215,8 @@ def parse_json(endpoint: str, body: bytes) -> AnyRequest:
 
 
 def first_fault(fault: Mapping[str, Any]) -> InvalidValueError:
-    """A validation error of pydantic's as ours. `loc` is the path to the field; the names of a union's branches, which
-    pydantic mixes in, are left out.
+    """A validation error of pydantic as one of this API. `loc` is the path to the field, without the names of union
+    branches that pydantic inserts.
     """
     path = [str(part) for part in fault["loc"] if not _UNION_BRANCH.fullmatch(str(part))]
     field = ".".join(path).encode(errors="replace").decode() or None

@@ -1,5 +1,5 @@
-"""OpenTelemetry spans of a request on its way to nodes. Only OpenTelemetry's API is used: without a provider, which the
-process may set up at its start, it does nothing, and nothing is done per token at all.
+"""OpenTelemetry spans of a request and its attempts. Only OpenTelemetry's API is used: without a provider, which the
+process may set up at its start, it does nothing. No span is made per token.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ tracer = trace.get_tracer("tidepool.control")
 
 @contextmanager
 def step(name: str) -> Iterator[None]:
-    """Around a part of a request's work: a span, a child of the current one, if that is recorded."""
+    """A span around a part of a request's work, a child of the current span if that is recorded."""
     if not trace.get_current_span().is_recording():
         yield
         return
@@ -26,8 +26,8 @@ def step(name: str) -> Iterator[None]:
 
 @contextmanager
 def attempting(request_id: str, route: Route) -> Iterator[dict[str, str]]:
-    """Around one attempt at an instance, however long its stream: a span, a child of the current one, if that is
-    recorded. Gives the headers by which the node adds to it.
+    """A span around one attempt at an instance and its stream, a child of the current span if that is recorded. Yields
+    the headers by which the node's spans become its children.
     """
     if not trace.get_current_span().is_recording():
         yield {}

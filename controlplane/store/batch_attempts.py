@@ -1,7 +1,7 @@
-"""Taking batches a step further: which is next, and how often each was tried.
+"""Attempts to advance batches: which batch is next, and how often each was tried.
 
-A try is counted in a transaction of its own before it begins, so that a batch that ends its dispatchers is counted too,
-and the next try waits longer each time. Tenants take turns, so that no number of batches of one delays another's.
+An attempt is counted in its own transaction before it begins, so that a batch that crashes dispatchers is counted too,
+and the backoff doubles. Tenants rotate, so that no number of batches of one delays another's.
 """
 
 from enum import StrEnum
@@ -18,15 +18,15 @@ _DELAY_MAX_S = 300
 
 
 class Due(StrEnum):
-    """What a batch waits for: its validation, or, as no request of it is open, its end."""
+    """What a batch waits for: its validation, or, when none of its requests is open, its end."""
 
     VALIDATION = "validation"
     END = "end"
 
 
 def begin_attempt(session: Session, due: Due, *, after: str = "") -> Batch | None:
-    """The next batch that is due, with this try counted; none tries it again for 2 s, then 4 s, and so on to 300 s. The
-    tenants' turns go by their names, on from `after`; of one tenant, the batch with the fewest tries is first.
+    """The next batch that is due, with this attempt counted; the next attempt at it is allowed after 2 s, then 4 s, and
+    so on to 300 s. Tenants rotate by name, from `after` on; of one tenant, the batch with the fewest attempts is first.
     """
     batch = session.scalar(
         select(Batch)
@@ -43,14 +43,14 @@ def begin_attempt(session: Session, due: Due, *, after: str = "") -> Batch | Non
 
 
 def lock_due(session: Session, due: Due, batch_id: str) -> Batch | None:
-    """The batch, locked until the transaction ends. None: somebody else has it, or it is due no more."""
+    """The batch, locked until the transaction ends. None: another transaction has it, or it is no longer due."""
     query = select(Batch).where(Batch.id == batch_id, *_is(due))
     return session.scalar(query.with_for_update(skip_locked=True, of=Batch))
 
 
 def note_failure(session: Session, batch_id: str, due: Due, *, reason: str, counts: bool, attempts_max: int) -> None:
-    """After a try that failed: the batch ends with `reason` if this was the last of `attempts_max`, or if its deadline
-    passed before it was validated. `counts` False: the batch is not to blame, and the try is not counted.
+    """After a failed attempt: the batch ends with `reason` if this was the last of `attempts_max`, or if its deadline
+    passed before it was validated. `counts` False: an outage failed the attempt, which is not counted.
     """
     batch = lock_due(session, due, batch_id)
     if batch is None:
@@ -63,7 +63,7 @@ def note_failure(session: Session, batch_id: str, due: Due, *, reason: str, coun
 
 
 def give_up(session: Session, batch: Batch, due: Due, *, reason: str) -> None:
-    """End a batch that cannot be taken further. The requests and results that it has are kept."""
+    """End a batch that cannot be advanced. Its requests and results are kept."""
     what = "validated, and nothing of it ran" if due == Due.VALIDATION else "finalized"
     message = f"the batch could not be {what}: {reason}"
     fail_batch(session, batch, [BatchError(code="attempts_exhausted", message=message)])

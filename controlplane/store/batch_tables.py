@@ -1,12 +1,12 @@
 """The tables of the Files and Batch APIs and of the NIW queue.
 
-A request is a line of a batch: (`batch_number`, `line`) names it everywhere. It is *open* while it has a row in
+A request is a line of a batch; its key is (`batch_number`, `line`) in every table. It is *open* while it has a row in
 `queued_requests`, and ended when it has one in `batch_results`; the only statements that write a result delete the
-queue's row and take the key from what they deleted. So the promise "an accepted request has exactly one result" is two
-primary keys and one statement, and the queue holds what is open and nothing else, however much has ended. When the
-output files of a batch are written, its requests and results are deleted: the files are the archive.
+queue's row and use the key that they deleted. So two primary keys and one statement guarantee that an accepted request
+has exactly one result, and the queue holds only open requests. When the output files of a batch are written, its
+requests and results are deleted: the files are the archive.
 
-There are no foreign keys between these three: each would lock a row of another table for every row written. Bodies are
+These three tables have no foreign keys: each would lock a row of another table for every row written. Bodies are
 `json`, not `jsonb`: text that people and models write may hold U+0000, which `jsonb` refuses.
 """
 
@@ -42,9 +42,9 @@ class File(Base):
 
 
 class Batch(Base):
-    """An offline job. `total` is known when it was validated; `completed`, `failed` and the tokens are its last counts,
-    written with its output. `models`: those that its creator's key may use; null is all. `attempts` counts the tries to
-    move it on from its state; the next is not before `not_before`.
+    """An offline job. `total` is set by its validation; `completed`, `failed` and the tokens are its final counts,
+    written with its output. `models`: those that its creator's key may use; null is all. `attempts`: attempts to
+    advance it from its state; the next one is allowed at `not_before`.
     """
 
     __tablename__ = "batches"
@@ -83,7 +83,7 @@ class Batch(Base):
 
 
 class BatchModel(Base):
-    """A model that lines of a batch ask for: what the queue is looked through by. `tokens`: their input, guessed."""
+    """A model that lines of a batch ask for, with their number and an estimate of their input tokens."""
 
     __tablename__ = "batch_models"
     batch_number: Mapped[int] = mapped_column(
@@ -107,8 +107,8 @@ class BatchRequest(Base):
 
 
 class BatchCount(Base):
-    """How a batch's requests ended so far, and the tokens of them, in parts to be added up. Every statement that writes
-    results adds to its connection's part, so dispatchers seldom wait for each other, and nothing counts results.
+    """Counts of a batch's ended requests and their tokens, in parts to be summed. Every statement that writes results
+    adds to its connection's part, so that dispatchers seldom wait for each other, and results are never counted.
     """
 
     __tablename__ = "batch_counts"
@@ -121,11 +121,11 @@ class BatchCount(Base):
 
 
 class QueuedRequest(Base):
-    """A deferred request (NIW) without a result. It is leased until `lease_until`, or waits. `epoch` rises with each
-    claim, and when one is over without a result; it is the fence: who writes for a request names the epoch of its
-    claim, and any other is refused; who commands a node does too, and is refused if the node has seen a newer one.
-    `attempts` counts those claims in which a node may have had it. `tokens`: prompt and completion that it may take,
-    guessed; its tenant's limit counts them for as long as the row is here.
+    """A deferred request (NIW) without a result. It is leased until `lease_until`, or waits. `epoch` is its fencing
+    token: it rises with each claim, and when a claim ends without a result. Writes for a request and commands to nodes
+    name the epoch of their claim; writes of an older epoch are refused, and nodes refuse epochs older than the newest
+    that they have seen. `attempts`: claims in which a node may have had it. `tokens`: an estimate of its prompt and
+    completion; its tenant's limit counts them while the row exists.
     """
 
     __tablename__ = "queued_requests"
@@ -151,7 +151,7 @@ class QueuedRequest(Base):
 
 
 class BatchResult(Base):
-    """The one result of a request. `error` is set where no answer was made (expired, cancelled, given up)."""
+    """The one result of a request. `error`: why there is no answer (expired, cancelled, no attempts left)."""
 
     __tablename__ = "batch_results"
     __table_args__ = (CheckConstraint(f"state IN ({_ENDED})", name="state_known"),)

@@ -1,4 +1,4 @@
-"""Rows of the Batch API. States move as `policies.lifecycle.BATCH` says; counts are written with what they count."""
+"""Rows of the Batch API. `policies.lifecycle.BATCH` defines the moves between states."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _COUNTED = ("completed", "failed", "input_tokens", "output_tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class BatchCounts:
-    """Requests of a batch: all, answered well, and ended any other way; tokens read and made for them so far."""
+    """Requests of a batch: all, completed, and ended otherwise; input and output tokens so far."""
 
     total: int = 0
     completed: int = 0
@@ -41,7 +41,7 @@ class BatchError:
     line: int | None = None
 
     def shown(self) -> dict[str, Any]:
-        """As JSON that can be stored, with what is too long cut off."""
+        """The error as JSON that can be stored, truncated."""
         param = None if self.param is None else storable(self.param[:_PARAM_CHARACTERS_MAX])
         message = storable(self.message[:_MESSAGE_CHARACTERS_MAX])
         return {"code": self.code, "message": message, "param": param, "line": self.line}
@@ -114,9 +114,7 @@ def list_batches(session: Session, *, tenant: str, after: str | None, limit: int
 
 
 def counts_of(session: Session, batches: Sequence[Batch]) -> dict[str, BatchCounts]:
-    """The counts of batches by id: the last ones of those that have ended, be it meanwhile, and of the others what is
-    true now.
-    """
+    """The counts of batches by id: the final ones of batches that have ended, and the current ones of others."""
     columns = [func.coalesce(func.sum(getattr(BatchCount, name)), getattr(Batch, name)) for name in _COUNTED]
     query = select(Batch.id, Batch.total, *columns).outerjoin(BatchCount, BatchCount.batch_number == Batch.number)
     rows = session.execute(query.where(Batch.id.in_([batch.id for batch in batches])).group_by(Batch.id))
@@ -127,7 +125,7 @@ def counts_of(session: Session, batches: Sequence[Batch]) -> dict[str, BatchCoun
 
 
 def move_batch(session: Session, batch: Batch, state: BatchState) -> None:
-    """Move a batch and stamp the time that its clients see.
+    """Move a batch to a state and set the time of it.
 
     Raises:
         ValueError: the state machine has no such move.
@@ -148,14 +146,14 @@ def move_batch(session: Session, batch: Batch, state: BatchState) -> None:
 
 
 def fail_batch(session: Session, batch: Batch, errors: Sequence[BatchError]) -> None:
-    """End a batch with the errors that say why: as failed, or as cancelled if it was to be cancelled."""
+    """End a batch with its errors: as cancelled if it is being cancelled, else as failed."""
     batch.errors = {"object": "list", "data": [error.shown() for error in errors]}
     cancelled = batch.state == BatchState.CANCELLING
     move_batch(session, batch, BatchState.CANCELLED if cancelled else BatchState.FAILED)
 
 
 def cancel_batch(session: Session, batch_id: str, *, tenant: str) -> Batch:
-    """Cancel a batch: what waits never runs, what runs is not waited for. Cancelling again changes nothing.
+    """Cancel a batch: its open requests end at once, running ones too. Cancelling again changes nothing.
 
     Raises:
         NotFoundError: no such batch of this tenant.
@@ -199,7 +197,7 @@ COUNT_WRITTEN = """
         input_tokens = counts.input_tokens + excluded.input_tokens,
         output_tokens = counts.output_tokens + excluded.output_tokens
 """
-"""Counts the rows of `written`, which are results. All rows that it waits for come in the order of their keys."""
+"""Counts the results in `written`. It locks rows in the order of their keys."""
 
 _END = f"""
     WITH ended AS (DELETE FROM queued_requests WHERE {{which}} RETURNING batch_number, line), written AS (
@@ -212,7 +210,7 @@ _END = f"""
 
 
 def end_requests(session: Session, keys: Sequence[tuple[int, int]], *, state: BatchRequestState) -> int:
-    """End these open requests (batch number, line), with the result line that says why; returns how many."""
+    """End these open requests (batch number, line) with an error as their result; returns how many."""
     which = """
         (batch_number, line) IN (SELECT * FROM unnest(CAST(:numbers AS bigint[]), CAST(:lines AS bigint[])))
     """
@@ -221,7 +219,7 @@ def end_requests(session: Session, keys: Sequence[tuple[int, int]], *, state: Ba
 
 
 def end_batch_requests(session: Session, number: int, *, state: BatchRequestState) -> int:
-    """The same for all open requests of a batch. Who writes results of the batch at this moment ends first."""
+    """End all open requests of a batch, after the transactions that are writing results of it."""
     session.execute(select(func.pg_advisory_xact_lock(-number)))
     return _end(session, "batch_number = :number", {"number": number}, state)
 
@@ -233,7 +231,7 @@ def _end(session: Session, which: str, values: Mapping[str, Any], state: BatchRe
 
 
 def add_requests(session: Session, batch: Batch, requests: Iterable[NewRequest]) -> None:
-    """Put a validated batch's requests in the queue, all of them or (with the transaction) none."""
+    """Put the requests of a batch into the queue, all of them or (with the transaction) none."""
     session.execute(text("SET LOCAL statement_timeout = 0"))  # the copy lasts as long as the file is read
     batch_number = batch.number
     queued: list[tuple[int, int, str, int]] = []
@@ -282,6 +280,6 @@ def models_of(session: Session, batch: Batch) -> list[str]:
 
 
 def forget_requests(session: Session, batch: Batch) -> None:
-    """Drop the requests and results of a batch whose output is written: the files hold them from here on."""
+    """Delete the requests and results of a batch whose output files are written."""
     for table in (BatchRequest, BatchResult, BatchCount, BatchModel):
         session.execute(delete(table).where(table.batch_number == batch.number))

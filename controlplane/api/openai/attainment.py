@@ -1,4 +1,4 @@
-"""How well one answer keeps its tier's objective, and the metrics of it."""
+"""How one answer meets its tier's objective, and the metrics of it."""
 
 import time
 
@@ -28,16 +28,15 @@ class AnswerMeasure:
 
     @property
     def begun(self) -> bool:
-        """Whether a token came."""
         return self._tokens > 0
 
     @property
     def first_token_s(self) -> float | None:
-        """From its request's arrival to its first token; None before that."""
+        """Seconds from the request's arrival to its first token; None before that."""
         return self._first_s - self._arrived_s if self._tokens else None
 
     def tokens(self, count: int) -> None:
-        """Tokens came, together."""
+        """Record tokens that arrived together."""
         if not count:
             return
         self._last_s = time.monotonic()
@@ -50,7 +49,6 @@ class AnswerMeasure:
         self._tokens += count
 
     def finished(self, end: Finished) -> None:
-        """It ended well."""
         metrics, labels = self._metrics, self._labels
         metrics.input_tokens.labels(*labels).inc(end.prompt_tokens)
         metrics.output_tokens.labels(*labels).inc(end.completion_tokens)
@@ -69,7 +67,7 @@ class AnswerMeasure:
         self._count([name for name, met in kept.items() if not met])
 
     def failed(self, error: TidepoolError) -> None:
-        """It broke off, or was refused for want of room; the client's own faults miss no objective."""
+        """Record a failure, or a refusal for lack of capacity; errors of the client miss no objective."""
         if self._objective is not None and error.status >= _SERVER_ERRORS:
             self._count(["failed"])
         elif error.status == _TOO_MANY:

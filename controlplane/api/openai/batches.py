@@ -1,4 +1,4 @@
-"""The Batch API: create, list, look at and cancel. A dispatcher validates and runs what is created here."""
+"""The Batch API: create, list, retrieve and cancel. A dispatcher validates and runs the batches."""
 
 from datetime import datetime
 from typing import Annotated, Any, Literal

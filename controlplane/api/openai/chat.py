@@ -1,4 +1,4 @@
-"""The interactive flow: a request arrives, is checked, routed to an instance, and its tokens stream back."""
+"""The interactive flow: a request is validated, admitted and routed to an instance, and its tokens stream back."""
 
 import asyncio
 import re
@@ -61,7 +61,7 @@ async def _answer(body: AnyRequest, request: Request, origin: str | None) -> Res
     record: RequestRecord = request.state.record
     record.model, record.tier = plain(body.model), body.tier().value
     if state.draining:
-        raise UnavailableError("this gateway is going down; try again", retry_after_s=1)
+        raise UnavailableError("this gateway is shutting down; try again", retry_after_s=1)
     arrived_s = time.monotonic()
     model = await state.fleet.model(body.model)
     require_model(request.state.caller, model.name)
@@ -85,13 +85,13 @@ async def _attempt(request: Request) -> Attempt:
 
 
 def _warning(options: StreamOptions) -> dict[str, str]:
-    """The header that names what was ignored. Of names that are no plain words it tells nothing."""
+    """The header that names the ignored options whose names are plain words."""
     plain = [f"stream_options.{name}" for name in options.ignored() if _PLAIN_WORD.fullmatch(name)]
     return {"x-tidepool-warning": f"ignored: {', '.join(plain[:_WARNINGS_MAX])}"} if plain else {}
 
 
 def _origin(state: State, given: str | None) -> str | None:
-    """The region a request counts for: the one it names, else the gateway's own, else the first."""
+    """The region that a request counts for: the one it names, else the gateway's own, else the first."""
     known = state.fleet.preference(None)
     if given is not None and given not in known:
         raise InvalidValueError(
@@ -185,8 +185,8 @@ class Answering:
 async def _lines(
     first: list[StreamEvent], rest: EventStream, head: AnswerHead, *, include_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    """The server-sent events of a stream: one for each piece of text, and one write for what came together. A failure
-    in mid-stream is an event too, and the last.
+    """The server-sent events of a stream: one for each piece of text, and one write for all that arrived together. A
+    failure after the first event is itself the last event.
     """
     frame = head.text_frame()
     role = head.first_chunk()
@@ -217,7 +217,7 @@ def _written(events: list[StreamEvent], head: AnswerHead, frame: tuple[bytes, by
 
 
 class _EventStreamResponse(StreamingResponse):
-    """A stream whose source is closed at once when the client goes away, so that the node drops the request."""
+    """A stream that is closed at once when its client disconnects, so that the node cancels the request."""
 
     media_type = "text/event-stream"
 
@@ -226,7 +226,6 @@ class _EventStreamResponse(StreamingResponse):
         self._lines = lines
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -235,14 +234,14 @@ class _EventStreamResponse(StreamingResponse):
 
 
 class ClientGoneError(TidepoolError):
-    """The client hung up before its answer was ready; nobody reads this."""
+    """The client disconnected before its answer was ready."""
 
     status = CLIENT_GONE
     code = "client_closed_request"
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away."""
+    """The result of `work`, which is cancelled when the client disconnects."""
     result: T | None = None
     failure: TidepoolError | None = None
 

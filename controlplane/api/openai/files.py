@@ -1,4 +1,4 @@
-"""The Files API: upload, list, look at, fetch and delete. Files belong to the key's tenant."""
+"""The Files API: upload, list, retrieve, download and delete. Files belong to the key's tenant."""
 
 import contextlib
 from datetime import timedelta
@@ -99,7 +99,7 @@ def listing(rows: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
 
 
 def _store(state: State, file_id: str, source: BinaryIO) -> int:
-    """Copy an upload to its place while checking its lines; returns its size in bytes."""
+    """Store an upload while checking its lines; returns its size in bytes."""
     settings = state.settings
     if state.blobs.free_bytes() < settings.file_bytes_max + _DISK_RESERVE_BYTES:
         raise UnavailableError("the disk for files is nearly full", retry_after_s=60, retry_helps=False)

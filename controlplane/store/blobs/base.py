@@ -1,4 +1,4 @@
-"""What every store of blobs promises. A blob appears whole or not at all."""
+"""The interface of blob stores. A blob is visible only when it is complete."""
 
 import re
 from abc import ABC, abstractmethod
@@ -14,33 +14,33 @@ NAME = re.compile(rf"[A-Za-z0-9-]+({re.escape(DRAFT)})?")
 
 
 class BlobStore(ABC):
-    """Where blobs lie; a blob's name is its file id. Every call may raise UnavailableError (where they lie in a bucket)
-    or OSError (on a disk).
+    """A store of blobs; a blob's name is its file id. Every call may raise UnavailableError (a bucket) or OSError (a
+    disk).
     """
 
     @abstractmethod
     def writing(self, file_id: str) -> AbstractContextManager[IO[bytes]]:
-        """A stream to write a new blob to. It gets its name when the block ends well, and is dropped otherwise."""
+        """A stream to write a new blob to. It is stored when the block succeeds, and deleted otherwise."""
 
     @abstractmethod
     def open(self, file_id: str) -> IO[bytes]:
-        """The blob, to read. What is read may come in pieces from afar.
+        """The blob, to read.
 
         Raises:
-            NotFoundError: its bytes are gone.
+            NotFoundError: it is deleted.
         """
 
     @abstractmethod
     def delete(self, file_id: str) -> None:
-        """Forget a blob; one that is gone already is no error."""
+        """Delete a blob, if it exists."""
 
     @abstractmethod
     def older_than(self, age_s: float) -> set[str]:
-        """Names of blobs, half-written ones too, that were last written `age_s` seconds ago or earlier."""
+        """Names of blobs, also incomplete ones, that were last written at least `age_s` seconds ago."""
 
     @abstractmethod
     def free_bytes(self) -> int:
-        """Room left on the disk, for blobs or for drafts of them."""
+        """Free bytes of the disk for blobs, or for drafts of them."""
 
     def chunks(self, stream: IO[bytes]) -> Iterator[bytes]:
         """The rest of an open blob in pieces of a mebibyte; closes it."""
@@ -50,10 +50,10 @@ class BlobStore(ABC):
 
 
 def checked(name: str) -> str:
-    """A blob's name that leads nowhere else: letters, digits and dashes.
+    """The name, if it is made of letters, digits and dashes.
 
     Raises:
-        InvalidValueError: it is another one, such as a path.
+        InvalidValueError: it is not, such as a path.
     """
     if not NAME.fullmatch(name):
         raise InvalidValueError(f"a file id is letters, digits and dashes: {name[:100]!r}", param="file_id")
@@ -61,5 +61,5 @@ def checked(name: str) -> str:
 
 
 def gone(file_id: str) -> NotFoundError:
-    """There are no bytes of that name."""
+    """The error for a blob that does not exist."""
     return NotFoundError(f"the content of file '{file_id}' is gone", param="file_id")

@@ -26,15 +26,14 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 PART_BYTES = 8 << 20
-"""What goes up or comes down in one request; two at once go up."""
+"""The size of one request's part; two are uploaded concurrently."""
 _OURS = re.compile(r"file-[0-9a-f]{32}")
 _RETRY_AFTER_S = 5
 
 
 class BucketBlobs(BlobStore):
-    """`url`: s3://BUCKET[/PREFIX]. A draft lies in the folder `drafts` and goes up when it is whole, so what is refused
-    on the way never reaches the bucket; what broke off while it went up is a multipart upload, for which buckets have
-    a lifecycle rule.
+    """`url`: s3://BUCKET[/PREFIX]. A draft in the folder `drafts` is uploaded when it is complete, so refused files
+    never reach the bucket; an interrupted upload is a multipart upload, for which buckets have a lifecycle rule.
     """
 
     def __init__(self, url: str, *, drafts: Path) -> None:
@@ -42,14 +41,14 @@ class BucketBlobs(BlobStore):
         drafts.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._store = S3Store.from_url(
             url,
-            config={"disable_bulk_delete": True},  # not every server knows it
+            config={"disable_bulk_delete": True},  # some servers do not support it
             client_options={"allow_http": True, "connect_timeout": "5s", "timeout": "30s"},  # http if the endpoint is
             retry_config={"max_retries": 3, "retry_timeout": timedelta(seconds=15)},
         )
 
     @contextmanager
     def writing(self, file_id: str) -> Iterator[IO[bytes]]:
-        """A draft without a name, then a put, in parts if it is large."""
+        """Writes an unnamed draft, then uploads it, in parts if it is large."""
         name = checked(file_id)
         with TemporaryFile(dir=self._drafts) as draft:
             yield draft
@@ -58,7 +57,7 @@ class BucketBlobs(BlobStore):
                 obstore.put(self._store, name, draft, chunk_size=PART_BYTES, max_concurrency=2)
 
     def open(self, file_id: str) -> IO[bytes]:
-        """A stream that asks for a part whenever it has none left."""
+        """A stream that downloads parts as they are read."""
         with _translated():
             size = self._size(checked(file_id))
         if size is None:
@@ -66,12 +65,11 @@ class BucketBlobs(BlobStore):
         return io.BufferedReader(_Ranges(self._store, file_id, size), PART_BYTES)
 
     def delete(self, file_id: str) -> None:
-        """One request; no server minds if it is gone."""
         with _translated():
             obstore.delete(self._store, checked(file_id))
 
     def older_than(self, age_s: float) -> set[str]:
-        """By the server's time of the put. What else lies in the bucket is none of ours."""
+        """By the server's time of the upload. Other objects in the bucket are ignored."""
         before = datetime.now(UTC) - timedelta(seconds=age_s)
         with _translated():
             return {
@@ -82,7 +80,6 @@ class BucketBlobs(BlobStore):
             }
 
     def free_bytes(self) -> int:
-        """Of the disk for drafts."""
         return shutil.disk_usage(self._drafts).free
 
     def _size(self, name: str) -> int | None:
@@ -95,7 +92,7 @@ class BucketBlobs(BlobStore):
 
 
 class _Ranges(io.RawIOBase):
-    """An object of `size` bytes, read by ranges: no connection is held while nobody reads."""
+    """An object of `size` bytes, read by ranges: no connection is open between reads."""
 
     def __init__(self, store: S3Store, name: str, size: int) -> None:
         self._store = store
@@ -121,7 +118,7 @@ class _Ranges(io.RawIOBase):
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Turns the server's errors into ours; what it said may name its address, so the log alone has it."""
+    """Raises the server's errors as UnavailableError. Their text may contain its address: only the log has it."""
     try:
         yield
     except (BaseError, FileNotFoundError) as error:

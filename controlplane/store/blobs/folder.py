@@ -1,4 +1,4 @@
-"""Bytes of files in a folder, on a disk that every process reaches."""
+"""Blobs in a folder on a disk that every process can access."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from controlplane.store.blobs.base import DRAFT, NAME, BlobStore, checked, gone
 
 
 class FolderBlobs(BlobStore):
-    """One folder, on a disk that all of them reach."""
+    """One file for each blob, in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -20,7 +20,7 @@ class FolderBlobs(BlobStore):
 
     @contextmanager
     def writing(self, file_id: str) -> Iterator[IO[bytes]]:
-        """A draft beside the others, renamed when it is whole."""
+        """Writes a draft in the same folder, renamed when it is complete."""
         target = self._path(file_id)
         draft = target.with_suffix(DRAFT)
         try:
@@ -34,24 +34,21 @@ class FolderBlobs(BlobStore):
             raise
 
     def open(self, file_id: str) -> IO[bytes]:
-        """The file itself."""
         try:
             return self._path(file_id).open("rb")
         except FileNotFoundError:
             raise gone(file_id) from None
 
     def delete(self, file_id: str) -> None:
-        """Unlink it."""
         self._path(file_id).unlink(missing_ok=True)
 
     def older_than(self, age_s: float) -> set[str]:
-        """By the time of modification. What else lies in the folder is none of ours."""
+        """By modification time. Other files in the folder are ignored."""
         before_s = time.time() - age_s
         found = (entry for entry in os.scandir(self._folder) if NAME.fullmatch(entry.name))
         return {entry.name for entry in found if entry.stat().st_mtime < before_s}
 
     def free_bytes(self) -> int:
-        """Of the folder's disk."""
         return shutil.disk_usage(self._folder).free
 
     def _path(self, file_id: str) -> Path:

@@ -1,4 +1,4 @@
-"""Where an installation keeps the bytes of its files."""
+"""The blob store of an installation."""
 
 from controlplane.errors import InvalidValueError
 from controlplane.settings import Settings
@@ -7,7 +7,7 @@ from controlplane.store.blobs.folder import FolderBlobs
 
 
 def open_blobs(settings: Settings) -> BlobStore:
-    """The folder `files` in our home, or the bucket of `files_url`.
+    """The folder `files` in the home of Tidepool, or the bucket of `files_url`.
 
     Raises:
         InvalidValueError: `files_url` is set, but the extra `s3` is not installed.

@@ -1,1 +1,1 @@
-"""What is kept in Redis: live reports and the use of limits. All of it can be lost."""
+"""State in Redis: live reports and usage of limits. All of it can be lost."""

@@ -1,9 +1,8 @@
-"""Tenants' use of their limits, counted in Redis for all gateways together. Every admission is one script, and the time
-is Redis's own.
+"""Usage of tenants' limits, counted in Redis for all gateways. Every admission is one script, by Redis's clock.
 
-tidepool:limits:{<tenant>}:requests, :tokens   hash    level, at: a bucket; it is gone when it is full
-tidepool:limits:{<tenant>}:running             zset    lease -> end: requests at once; a lease not renewed ends
-tidepool:gateways                              zset    gateway -> end: who is there to share when Redis is not
+tidepool:limits:{<tenant>}:requests, :tokens   hash    level, at: a bucket; deleted when it is full
+tidepool:limits:{<tenant>}:running             zset    lease -> end: running requests; leases expire unless renewed
+tidepool:gateways                              zset    gateway -> end: those that share limits while Redis is unavailable
 """
 
 from collections.abc import Awaitable, Mapping, Sequence
@@ -86,7 +85,7 @@ return redis.call('ZCARD', KEYS[1])
 
 @dataclass(frozen=True, kw_only=True)
 class Charge:
-    """One request that was let in: what it was charged, and the lease that counts it as running."""
+    """One admitted request: the tokens charged, and the lease that counts it as running."""
 
     tenant: str
     limits: TenantLimits
@@ -95,7 +94,7 @@ class Charge:
 
 
 class LimitStore:
-    """The gateways' common counts. Every call raises UnavailableError while Redis is away, and soon: requests wait."""
+    """The counts of all gateways. Every call raises UnavailableError soon while Redis is unavailable: requests wait."""
 
     def __init__(self, settings: Settings) -> None:
         self._lease_s = settings.limit_lease_s
@@ -111,11 +110,10 @@ class LimitStore:
         self._renew = self._redis.register_script(_RENEW)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._redis.aclose()
 
     async def admit(self, charge: Charge) -> Admission:
-        """Charge a request to its tenant, all of it or (refused) nothing."""
+        """Charge a request to its tenant, or refuse it and charge nothing."""
         limits = charge.limits
         refused, requests, tokens, running, at_s = await _answered(
             self._admit(
@@ -139,7 +137,7 @@ class LimitStore:
         return Admission(refused=_REFUSED[int(refused)], usage=usage)
 
     async def settle(self, charge: Charge, *, used_tokens: int) -> None:
-        """End a request: correct its tokens by what it took, and let its lease go."""
+        """End a request: correct its tokens by what it used, and end its lease."""
         await _answered(
             self._settle(
                 keys=[_key(charge.tenant, "tokens"), _key(charge.tenant, "running")],
@@ -148,16 +146,15 @@ class LimitStore:
         )
 
     async def renew(self, leases: Mapping[str, Sequence[str]]) -> None:
-        """Keep the leases of requests that still run, by tenant. One that Redis forgot is there again."""
+        """Renew, or restore, the leases of running requests, by tenant."""
         for tenant, ids in leases.items():
             await _answered(self._renew(keys=[_key(tenant, "running")], args=[self._lease_s, *ids]))
 
     async def drop(self, tenant: str, leases: Sequence[str]) -> None:
-        """Let leases go."""
         await _answered(self._redis.zrem(_key(tenant, "running"), *leases))
 
     async def count_gateways(self, gateway: str) -> int:
-        """Say that a gateway is there, and hear how many are."""
+        """Register a gateway; returns how many there are."""
         return int(await _answered(self._renew(keys=[_GATEWAYS], args=[self._lease_s, gateway])))
 
 

@@ -1,8 +1,8 @@
-"""The live view and other fast things, in Redis. Every key is made here; flushing them loses no promise.
+"""The live view and other volatile state in Redis. All its keys are defined here; all of them can be lost.
 
 tidepool:view                  hash   node -> NodeView (JSON), rewritten by every heartbeat
 tidepool:demand:<minute>       hash   kind|model|region -> input tokens, kept 2 hours
-tidepool:signal:<model>|<region>      set while an endpoint may not signal room again; also slot|<node>|<number>
+tidepool:signal:<model>|<region>      set while an endpoint may not signal capacity again; also slot|<node>|<number>
 tidepool:revoked               zset   hash of a secret -> when it was revoked, kept 10 minutes
 """
 
@@ -32,7 +32,7 @@ _FORGET_NODE_S = 600
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's last heartbeat, and where the node is. `received_s` is Redis's own clock."""
+    """A node's last heartbeat and its location. `received_s`: when it arrived, by Redis's clock."""
 
     region: str
     gpu_type: str
@@ -63,7 +63,7 @@ EMPTY_VIEW = FleetView(read_s=0.0, nodes={})
 
 
 class LiveStore:
-    """The only Redis client of the control plane. Every call raises UnavailableError while Redis is away."""
+    """The synchronous Redis client. Every call raises UnavailableError while Redis is unavailable."""
 
     def __init__(self, settings: Settings) -> None:
         self._redis = redis.Redis.from_url(
@@ -76,7 +76,6 @@ class LiveStore:
         )
 
     def close(self) -> None:
-        """Close the connections."""
         self._redis.close()
 
     def ping(self) -> None:
@@ -87,7 +86,7 @@ class LiveStore:
     def write_heartbeat(
         self, heartbeat: Heartbeat, *, region: str, gpu_type: str, url: str, renewed: NodeView | None = None
     ) -> None:
-        """Replace what is known of a node, unless just that was `renewed`."""
+        """Replace the view of a node, unless `renewed` is already equal to it."""
         with _translated():
             received_s = self._now_s() if renewed is None else renewed.received_s
             view = NodeView(region=region, gpu_type=gpu_type, url=url, received_s=received_s, heartbeat=heartbeat)
@@ -95,8 +94,8 @@ class LiveStore:
                 self._redis.hset(_VIEW, heartbeat.node, msgspec.json.encode(view))
 
     def renew_heartbeat(self, heartbeat: Heartbeat) -> NodeView | None:
-        """Replace the last heartbeat of a node that is in the view already, and return that; its place stays what it
-        was, and what it reports beside the instances that the view has there does not count.
+        """Replace the heartbeat of a node that is in the view, and return its new view; its location is kept, and
+        reports of instances that are not in its view are dropped.
         """
         with _translated():
             pipe = self._redis.pipeline(transaction=False)
@@ -113,7 +112,7 @@ class LiveStore:
             return view
 
     def read_view(self) -> FleetView:
-        """All nodes heard of in the last ten minutes; those silent for longer are forgotten."""
+        """All nodes that reported in the last ten minutes; older ones are deleted."""
         with _translated():
             now_s = self._now_s()
             found = {name: _node_view(raw) for name, raw in self._read_hash(_VIEW).items()}
@@ -123,7 +122,7 @@ class LiveStore:
         return FleetView(read_s=now_s, nodes=nodes)
 
     def count_demand(self, counts: Mapping[tuple[str, Endpoint], float], *, minute_s: int) -> None:
-        """Add input tokens to a minute, by (kind, endpoint). Even without counts it says that someone was counting."""
+        """Add input tokens to a minute, by (kind, endpoint). Without counts it still marks the minute as counted."""
         with _translated():
             pipe = self._redis.pipeline(transaction=True)
             pipe.hset(f"{_DEMAND}{minute_s}", _COUNTING, 1)
@@ -133,7 +132,7 @@ class LiveStore:
             pipe.execute()
 
     def read_demand(self, minute_s: int) -> list[DemandCount] | None:
-        """What was counted in a minute so far; None: nobody was counting, so the minute is a gap."""
+        """The counts of a minute so far; None: no process was counting, so the minute is missing data."""
         with _translated():
             raw = self._read_hash(f"{_DEMAND}{minute_s}")
         if raw.pop(_COUNTING, None) is None:
@@ -146,7 +145,7 @@ class LiveStore:
         return counts
 
     def note_revoked(self, hashes: Iterable[str]) -> None:
-        """Tell every gateway that these secrets, by their hashes, are good no more."""
+        """Tell every gateway that these secrets, by their hashes, are revoked."""
         with _translated():
             now_s = self._now_s()
             pipe = self._redis.pipeline(transaction=True)
@@ -155,17 +154,17 @@ class LiveStore:
             pipe.execute()
 
     def read_revoked(self) -> frozenset[str]:
-        """Hashes of secrets that were revoked in the last ten minutes; no gateway's cache is older."""
+        """Hashes of secrets revoked in the last ten minutes, longer than gateways cache keys."""
         with _translated():
             return frozenset(str(hashed) for hashed in self._redis.zrange(_REVOKED, 0, -1))
 
     def take_signal(self, of: Endpoint | SlotId, *, every_s: float) -> bool:
-        """Whether an endpoint or a slot may signal room now. At most one dispatcher gets a yes in `every_s` seconds."""
+        """Whether an endpoint or a slot may signal capacity now: once in `every_s` seconds, to one dispatcher."""
         with _translated():
             return bool(self._redis.set(_signal(of), b"1", nx=True, px=int(every_s * 1000)))
 
     def hold_signal(self, of: Endpoint, *, for_s: float) -> None:
-        """Let an endpoint signal room to nobody for a while."""
+        """Let an endpoint signal no capacity for `for_s` seconds."""
         with _translated():
             self._redis.set(_signal(of), b"1", px=int(for_s * 1000))
 
@@ -197,7 +196,7 @@ def _node_view(raw: str) -> NodeView | None:
 
 
 class _translated:  # noqa: N801 - reads as a statement
-    """Turns Redis's connection errors into ours."""
+    """Raises Redis's errors as UnavailableError."""
 
     def __enter__(self) -> None:
         return None
@@ -218,8 +217,8 @@ def instance_facts(
     sent: Callable[[str], tuple[int, int]] = _nothing,
     model: str | None = None,
 ) -> tuple[InstanceFacts, ...]:
-    """The instances of a view as policies want them; those of one `model`, if it is named. `models`: for their KV bytes
-    per token. `sent`: the tokens that this process itself just sent to an instance, and the input tokens of them.
+    """The facts of a view's instances; those of one `model`, if it is given. `models`: for their KV bytes per token.
+    `sent`: tokens and input tokens that this process has sent to an instance since its heartbeat.
     """
     kv_bytes = {name: known.kv_bytes_per_token for name, known in (models or {}).items()}
     endpoint_of = functools.cache(lambda model, region: Endpoint(model=model, region=region))

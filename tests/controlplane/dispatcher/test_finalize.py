@@ -89,7 +89,7 @@ def test_a_batch_that_cannot_be_finalized_blocks_no_other_and_fails_in_the_end(w
     assert (batch.state, batch.ended_at is None) == ("failed", False)
     [error] = errors_of(batch)
     assert error["code"] == "attempts_exhausted"
-    assert "the batch could not be finalized: an error inside (RuntimeError)" in error["message"]
+    assert "the batch could not be finalized: an internal error (RuntimeError)" in error["message"]
     with world.database.transaction() as session:
         assert len(list(result_lines(session, batch))) == 1, "what it has is kept"
 

@@ -53,7 +53,7 @@ def errors_of(batch: Batch) -> list[Any]:
     [
         (refuse, "Postgres refuses it (unsupported Unicode escape sequence)"),
         (time_out, "Postgres refuses it (canceling statement due to statement timeout)"),
-        (lambda _session, _batch: 1 / 0, "an error inside (ZeroDivisionError)"),
+        (lambda _session, _batch: 1 / 0, "an internal error (ZeroDivisionError)"),
     ],
 )
 def test_a_batch_that_cannot_be_moved_on_fails_with_its_reason(
