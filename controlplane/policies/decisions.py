@@ -42,7 +42,7 @@ class Refuse:
 
 
 class Release(Struct, frozen=True, kw_only=True):
-    """Send `count` NIW requests of a batch of this tenant to an endpoint. `slot`: whose capacity they use; None: any."""
+    """Send `count` NIW requests of a batch of this tenant to an endpoint. `slot`: whose capacity it uses; None: any."""
 
     endpoint: Endpoint
     batch: int

@@ -2,7 +2,7 @@
 
 tidepool:limits:{<tenant>}:requests, :tokens   hash    level, at: a bucket; deleted when it is full
 tidepool:limits:{<tenant>}:running             zset    lease -> end: running requests; leases expire unless renewed
-tidepool:gateways                              zset    gateway -> end: those that share limits while Redis is unavailable
+tidepool:gateways                              zset    gateway -> end: they share limits while Redis is unavailable
 """
 
 from collections.abc import Awaitable, Mapping, Sequence

@@ -124,7 +124,7 @@ def test_excluded_instances_are_not_tried_again() -> None:
             "no instance of 'tide' is placed",
         ),
         ([instance("a")], {"a"}, "has just failed this request"),
-        ([instance("a", age_s=6), instance("b", age_s=9)], set(), "heard of in the last 5 s"),
+        ([instance("a", age_s=6), instance("b", age_s=9)], set(), "has reported in the last 5 s"),
         ([instance("a", accepting=False)], set(), "is ready yet"),
         ([instance("a", accepting=False), instance("b", age_s=6)], set(), "is ready yet"),
     ],
