@@ -1,4 +1,5 @@
 import itertools
+import pickle
 import random
 
 import pytest
@@ -48,7 +49,7 @@ def test_all_or_none_and_slabs_on_demand() -> None:
     with pytest.raises(OutOfBlocksError, match="6 blocks wanted, 1 too many") as caught:
         cache.allocate(ODD, 6)
     assert caught.value.missing_blocks == 1
-    assert (slabs.free_slabs, cache.free_blocks(ODD)) == (1, 2), "the slab that would not have sufficed went back"
+    assert (slabs.free_slabs, cache.free_blocks(ODD)) == (1, 2), "the slab that would not suffice is freed"
     assert len(set(first + cache.allocate(ODD, 5))) == 9
     assert cache.allocate(SMALL, 0) == []
     cache.check()
@@ -78,11 +79,11 @@ def test_new_blocks_come_from_the_fullest_slab() -> None:
     cache.free(SMALL, by_slab[2][:6])  # 2 left
     assert [block // 8 for block in cache.allocate(SMALL, 4)] == [1, 1, 0, 0]
     cache.free(SMALL, by_slab[2][6:])
-    assert slabs.free_slabs == 1, "the emptiest became empty"
+    assert slabs.free_slabs == 1, "the emptiest slab became free"
     cache.check()
 
 
-def test_blocks_in_flight_are_nobodys_until_settled() -> None:
+def test_blocks_of_a_transfer_are_not_free_until_settled() -> None:
     slabs = HostSlabs(1)
     cache = KvCache(slabs, SLAB_BYTES)
     slow, failing = FlagEvent(), FlagEvent()
@@ -131,51 +132,18 @@ def test_usage_by_shape() -> None:
     assert cache.usage()[LARGE].fragmentation == 0.0
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda cache: cache._pools[SMALL].held.pop(),  # leaked
-        lambda cache: cache._pools[SMALL].held.add(next(iter(cache._pools[SMALL].free.values()))[0]),  # free and held
-        lambda cache: cache._moves.add((SMALL, tuple(cache._pools[SMALL].held)), FlagEvent()),  # held and in flight
-        lambda cache: cache._pools[SMALL].free.update(cache._pools[LARGE].free),  # a slab of two shapes
-        lambda cache: cache._pools[SMALL]._fullest.clear(),  # free, but never found
-        lambda cache: setattr(cache._pools[SMALL], "free_blocks", 9),
-    ],
-)
-def test_the_check_sees_what_is_wrong(spoil) -> None:  # type: ignore[no-untyped-def]
-    cache = KvCache(HostSlabs(4), SLAB_BYTES)
-    cache.allocate(SMALL, 3)
-    cache.allocate(LARGE, 1)
-    cache.check()
-    spoil(cache)
-    with pytest.raises(AssertionError):
-        cache.check()
-
-
-def test_the_check_of_host_slabs_sees_a_leak() -> None:
-    slabs = HostSlabs(2)
-    taken = slabs.take_kv()
-    assert taken is not None
-    slabs.check()
-    with pytest.raises(KeyError):
-        slabs.free_kv(1 - taken)
-    slabs._kv.clear()
-    with pytest.raises(AssertionError, match="lost"):
-        slabs.check()
-
-
-def test_the_index_of_slabs_does_not_grow_without_end() -> None:
+def test_a_cache_does_not_grow_with_the_blocks_that_it_had() -> None:
     cache, chance, held = KvCache(HostSlabs(8), SLAB_BYTES), random.Random(0), list[int]()
     for _ in range(5000):
         if chance.random() < 0.5 and len(held) < 60:
             held += cache.allocate(SMALL, chance.randint(0, min(4, 64 - len(held))))
         elif held:
             cache.free(SMALL, [held.pop(chance.randrange(len(held)))])
-    assert len(cache._pools[SMALL]._fullest) <= 8 * 8
+    assert len(pickle.dumps(cache)) < 2000
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Three shapes in an arena that weights share; transfers end in any order, or fail. No block in two hands."""
+    """Three shapes in an arena that weights share; transfers end in any order, or fail. No block is allocated twice."""
 
     SLABS, WEIGHTS_SLABS = 8, 2
     SHAPES = (SMALL, ODD, LARGE)
@@ -185,7 +153,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.arena = SlabArena(self.SLABS, weights_slabs=self.WEIGHTS_SLABS)
         self.cache = KvCache(self.arena, SLAB_BYTES)
         self.grants: list[tuple[KvShape, list[int]]] = []
-        self.flying: list[tuple[FlagEvent, KvShape, list[int]]] = []
+        self.in_transfer: list[tuple[FlagEvent, KvShape, list[int]]] = []
         self.weights = 0
 
     def bytes_of(self, one: KvShape, block: int) -> tuple[int, range]:
@@ -194,7 +162,7 @@ class CacheMachine(RuleBasedStateMachine):
         return slab, range(index * one.block_bytes, (index + 1) * one.block_bytes)
 
     def in_use(self) -> list[tuple[KvShape, list[int]]]:
-        return [*self.grants, *((one, blocks) for _, one, blocks in self.flying)]
+        return [*self.grants, *((one, blocks) for _, one, blocks in self.in_transfer)]
 
     @rule(one=st.sampled_from(SHAPES), count=st.integers(0, 9))
     def allocate(self, one: KvShape, count: int) -> None:
@@ -218,25 +186,25 @@ class CacheMachine(RuleBasedStateMachine):
         one, blocks = self.grants.pop(data.draw(st.integers(0, len(self.grants) - 1)))
         keep = data.draw(st.integers(0, len(blocks) - 1))
         data.draw(st.randoms(use_true_random=False)).shuffle(blocks)
-        leaving, staying = blocks[keep:], blocks[:keep]
-        if staying:
-            self.grants.append((one, staying))
+        freed, kept = blocks[keep:], blocks[:keep]
+        if kept:
+            self.grants.append((one, kept))
         event = FlagEvent()
         if in_flight:
-            self.flying.append((event, one, leaving))
+            self.in_transfer.append((event, one, freed))
         else:
             event.finish()
-        self.cache.free(one, leaving, event)
+        self.cache.free(one, freed, event)
 
-    @precondition(lambda self: self.flying)
+    @precondition(lambda self: self.in_transfer)
     @rule(data=st.data(), fails=st.booleans())
     def a_transfer_ends(self, data: st.DataObject, fails: bool) -> None:
-        event, _, _ = self.flying.pop(data.draw(st.integers(0, len(self.flying) - 1)))
+        event, _, _ = self.in_transfer.pop(data.draw(st.integers(0, len(self.in_transfer) - 1)))
         event.finish(OSError() if fails else None)
         self.cache.settle()
 
     @rule(count=st.integers(1, 5))
-    def weights_come_or_go(self, count: int) -> None:
+    def weights_are_loaded_or_evicted(self, count: int) -> None:
         if self.weights:
             self.arena.free_run("model")
             self.weights = 0
@@ -245,7 +213,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.weights = count
 
     @invariant()
-    def no_byte_is_in_two_hands_and_none_is_lost(self) -> None:
+    def no_byte_is_allocated_twice_and_none_is_lost(self) -> None:
         self.arena.check()
         self.cache.check()
         taken: dict[int, list[range]] = {}
@@ -266,14 +234,14 @@ class CacheMachine(RuleBasedStateMachine):
         used, moving = dict.fromkeys(usage, 0), dict.fromkeys(usage, 0)
         for one, blocks in self.in_use():
             used[one] += len(blocks) * one.block_bytes
-        for _, one, blocks in self.flying:
+        for _, one, blocks in self.in_transfer:
             moving[one] += len(blocks) * one.block_bytes
         assert {one: usage[one].used_bytes for one in usage} == used
         assert {one: usage[one].moving_bytes for one in usage} == moving
         assert sum(one.held_bytes for one in usage.values()) == self.arena.kv_slabs * SLAB_BYTES
 
     def teardown(self) -> None:
-        for event, _, _ in self.flying:
+        for event, _, _ in self.in_transfer:
             event.finish()
         self.cache.settle()
         for one, blocks in self.grants:

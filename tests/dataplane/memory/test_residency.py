@@ -88,13 +88,13 @@ def test_the_reason_says_what_it_costs_the_kv_cache(
 
 
 def options(f: ResidencyFacts) -> dict[int, tuple[ResidentModel, ...]]:
-    """By brute force: every start at which the model may lie, and whom it displaces there."""
+    """By brute force: every start at which the model may lie, and whom it evicts there."""
     found = {}
     for start in range(f.slabs - f.slabs_needed + 1):
         run = set(range(start, start + f.slabs_needed))
-        leaving = tuple(r for r in f.residents if run & set(range(r.start, r.end)))
-        if not run & f.blocked and not any(r.pinned for r in leaving):
-            found[start] = leaving
+        evicted = tuple(r for r in f.residents if run & set(range(r.start, r.end)))
+        if not run & f.blocked and not any(r.pinned for r in evicted):
+            found[start] = evicted
     return found
 
 
@@ -110,11 +110,11 @@ def assert_best(f: ResidencyFacts, choice: RunChoice | None) -> None:
     if f.home in possible:
         assert choice.start == f.home
         return
-    gaps = [start for start, leaving in possible.items() if not leaving]
+    gaps = [start for start, evicted in possible.items() if not evicted]
     if gaps:
         assert (choice.start, choice.evictions) == (min(gaps), ())
         return
-    latest = {start: sorted((r.used_s for r in leaving), reverse=True) for start, leaving in possible.items()}
+    latest = {start: sorted((r.used_s for r in evicted), reverse=True) for start, evicted in possible.items()}
     assert latest[choice.start] == min(latest.values())
     assert choice.start == min(start for start in latest if latest[start] == latest[choice.start])
 
@@ -151,7 +151,7 @@ SIZES = {"a": 3, "b": 5, "c": 2, "d": 7, "e": 4}
 
 
 class ResidencyMachine(RuleBasedStateMachine):
-    """Choices carried out in a real arena, beside KV and weights that are still being read."""
+    """Choices applied to a real arena with KV and with weights that transfers still read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.events: list[FlagEvent] = []
 
     @rule(model=st.sampled_from("abcde"), pinned=st.frozensets(st.sampled_from("abcde"), max_size=2))
-    def a_model_comes_in(self, model: str, pinned: frozenset[str]) -> None:
+    def a_model_is_loaded(self, model: str, pinned: frozenset[str]) -> None:
         self.clock_s += 1
         runs = self.arena.runs
         if model not in runs:
@@ -204,7 +204,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.arena.runs)
     @rule(data=st.data())
-    def a_model_leaves_while_it_is_read(self, data: st.DataObject) -> None:
+    def a_model_is_evicted_while_it_is_read(self, data: st.DataObject) -> None:
         self.events.append(FlagEvent())
         self.arena.free_run(data.draw(st.sampled_from(sorted(self.arena.runs))), self.events[-1])
 
