@@ -81,10 +81,6 @@ class HostSlabs:
     def free_slabs(self) -> int:
         return len(self._free)
 
-    @property
-    def kv_slabs(self) -> int:
-        return len(self._kv)
-
     def take_kv(self) -> int | None:
         if not self._free:
             return None

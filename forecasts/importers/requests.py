@@ -11,25 +11,13 @@ from pathlib import Path
 
 from forecasts.importers.lines import CsvFile, Line, Progress, no_progress
 from forecasts.importers.listings import AZURE, BURSTGPT, MOONCAKE, Listing
-from forecasts.importers.settings import MINUTE_S, ImportSettings
+from forecasts.importers.settings import MINUTE_S, ImportSettings, Reader
 from forecasts.series import DemandRow
 
 SPAN_S_MAX = 3 * 366 * 86_400.0
 """Most time between the first and last request: one wrong time must not become millions of empty minutes."""
 
 CODING = "coding"
-_DEFAULTS = ImportSettings()
-
-
-def read_azure_requests(
-    path: Path, settings: ImportSettings = _DEFAULTS, progress: Progress = no_progress
-) -> Iterator[DemandRow]:
-    """Azure's LLM inference traces of 2023 and 2024, a line for each request: TIMESTAMP (UTC), ContextTokens, ...
-
-    Raises:
-        DemandFileError: the file cannot be read, or spans more than `SPAN_S_MAX`.
-    """
-    yield from _read(path, AZURE, settings, CODING, progress)
 
 
 def azure_requests(file: CsvFile, settings: ImportSettings) -> Iterator[DemandRow]:
@@ -37,35 +25,14 @@ def azure_requests(file: CsvFile, settings: ImportSettings) -> Iterator[DemandRo
     return _summed(file.lines(AZURE.demand_columns), AZURE, settings, CODING)
 
 
-def read_burstgpt(
-    path: Path, settings: ImportSettings = _DEFAULTS, progress: Progress = no_progress
-) -> Iterator[DemandRow]:
-    """BurstGPT: a line for each request with Timestamp (seconds after the first midnight), Model, Request tokens, ...
+def _reader(listing: Listing, model: str) -> Reader:
+    """A reader of files of one listing. It raises DemandFileError if the file spans more than `SPAN_S_MAX`."""
 
-    Failed requests, which have no response tokens, count: their prompts were received too.
+    def read(path: Path, settings: ImportSettings, progress: Progress = no_progress) -> Iterator[DemandRow]:
+        with listing.open(path, progress) as lines:
+            yield from _summed(lines(listing.demand_columns), listing, settings, model)
 
-    Raises:
-        DemandFileError: as `read_azure_requests`.
-    """
-    yield from _read(path, BURSTGPT, settings, "", progress)
-
-
-def read_mooncake(
-    path: Path, settings: ImportSettings = _DEFAULTS, progress: Progress = no_progress
-) -> Iterator[DemandRow]:
-    """Mooncake: a JSON object for each request with timestamp (milliseconds after the start), input_length, ...
-
-    Raises:
-        DemandFileError: as `read_azure_requests`.
-    """
-    yield from _read(path, MOONCAKE, settings, "mooncake", progress)
-
-
-def _read(
-    path: Path, listing: Listing, settings: ImportSettings, model: str, progress: Progress
-) -> Iterator[DemandRow]:
-    with listing.open(path, progress) as lines:
-        yield from _summed(lines(listing.demand_columns), listing, settings, model)
+    return read
 
 
 def _summed(lines: Iterable[Line], listing: Listing, settings: ImportSettings, model: str) -> Iterator[DemandRow]:
@@ -104,3 +71,13 @@ class _Minutes:
                     model=model,
                     tokens_per_s=tokens.get(minute, 0.0) / MINUTE_S,
                 )
+
+
+read_azure_requests = _reader(AZURE, CODING)
+"""Azure's LLM inference traces of 2023 and 2024, a line per request: TIMESTAMP (UTC), ContextTokens, ..."""
+read_burstgpt = _reader(BURSTGPT, "")
+"""BurstGPT: a line per request with Timestamp (seconds after the first midnight), Model, Request tokens, ... Failed
+requests, which have no response tokens, count: their prompts were received too.
+"""
+read_mooncake = _reader(MOONCAKE, "mooncake")
+"""Mooncake: a JSON object per request with timestamp (milliseconds after the start), input_length, ..."""

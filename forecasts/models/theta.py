@@ -25,7 +25,7 @@ def _theta_path(history: DemandSeries, params: Params, settings: ForecastSetting
     rest, alpha = _without_gaps(gappy), float(params["alpha"])
     slope = float(np.polyfit(np.arange(len(rest)), rest, 1)[0])
     ahead = np.arange(settings.windows) + (1 - (1 - alpha) ** len(rest)) / alpha
-    return (_level(rest, alpha) + slope / 2 * ahead) * profile
+    return (float(_levels(rest, alpha)[-1]) + slope / 2 * ahead) * profile
 
 
 def _theta_rest(history: DemandSeries, settings: ForecastSettings) -> tuple[FloatArray, FloatArray]:
@@ -51,10 +51,6 @@ def _without_gaps(values: FloatArray) -> FloatArray:
 
 def _best_alpha(values: FloatArray) -> float:
     return min(ALPHAS, key=lambda alpha: float(np.sum((values[1:] - _levels(values, alpha)[:-1]) ** 2)))
-
-
-def _level(values: FloatArray, alpha: float) -> float:
-    return float(_levels(values, alpha)[-1])
 
 
 def _levels(values: FloatArray, alpha: float) -> FloatArray:

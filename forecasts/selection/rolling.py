@@ -19,19 +19,6 @@ class Rolled(NamedTuple):
     actual: float | None
 
 
-def hourly_origins(series: DemandSeries, settings: ForecastSettings, *, count: int | None = None) -> list[float]:
-    """Origins one horizon apart with a complete hour, oldest first; the last hour ends with the series.
-
-    Args:
-        series: the whole record.
-        settings: its horizon is the spacing, half of its least history is before the first origin.
-        count: the number of newest origins; None = all.
-    """
-    most = max(0, math.floor((series.duration_s - settings.history_min_s / 2) / settings.horizon_s))
-    count = most if count is None else min(count, most)
-    return [series.end_s - back * settings.horizon_s for back in range(count, 0, -1)]
-
-
 def rolling_origins(series: DemandSeries, settings: ForecastSettings, origins: Sequence[float]) -> Iterator[Rolled]:
     """The forecast at each origin, with all candidates, and the actual peak.
 

@@ -132,6 +132,15 @@ def test_usage_by_shape() -> None:
     assert cache.usage()[LARGE].fragmentation == 0.0
 
 
+def test_only_an_allocated_host_slab_is_freed() -> None:
+    slabs = HostSlabs(2)
+    taken = slabs.take_kv()
+    assert taken is not None
+    with pytest.raises(KeyError):
+        slabs.free_kv(1 - taken)
+    slabs.check()
+
+
 def test_a_cache_does_not_grow_with_the_blocks_that_it_had() -> None:
     cache, chance, held = KvCache(HostSlabs(8), SLAB_BYTES), random.Random(0), list[int]()
     for _ in range(5000):

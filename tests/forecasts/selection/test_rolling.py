@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forecasts.selection.rolling import hourly_origins, rolling_origins
+from forecasts.selection.rolling import rolling_origins
 from forecasts.series import DemandSeries
 from forecasts.settings import ArimaSettings, ForecastSettings
 from tests.forecasts.demand import hourly, minutes, noisy_days
@@ -14,14 +14,7 @@ ALL = ForecastSettings(origins_max=6, arima=ArimaSettings(p_max=1, q_max=1, exac
 BASE = minutes(noisy_days(56)).rebin(300.0)
 
 
-def test_origins_are_an_hour_apart_with_a_whole_hour_after_each() -> None:
-    series = hourly(*range(10))
-    assert hourly_origins(series, ALL) == [3600.0 * hour for hour in range(2, 10)]
-    assert hourly_origins(series, ALL, count=3) == [3600.0 * hour for hour in (7, 8, 9)]
-    assert hourly_origins(series.before(3600), ALL) == []
-
-
-def test_each_origin_stands_beside_what_came() -> None:
+def test_each_origin_has_its_actual_peak() -> None:
     series = hourly(*[5.0] * 8, np.nan, 7.0)
     rolled = list(rolling_origins(series, replace(ALL, forecasters=()), [3600.0 * hour for hour in (7, 8, 9, 10)]))
     assert [each.actual for each in rolled] == [5, None, 7, None]  # a gap, and an hour that is not over
@@ -41,9 +34,9 @@ def test_no_prediction_changes_when_what_came_after_it_does(hour: int, bucket: i
     values = BASE.values.copy()
     values[12 * hour + bucket :] = {"huge": 1e6, "zero": 0.0, "gap": np.nan}[what]
     altered = DemandSeries(start_s=0, bucket_s=300, values=values)
-    told = [each.forecast for each in rolling_origins(altered, ALL, [o for o in origins if o <= 3600 * hour])]
+    after = [each.forecast for each in rolling_origins(altered, ALL, [o for o in origins if o <= 3600 * hour])]
     before = [each.forecast for each in _usual() if each.forecast.origin_s <= 3600 * hour]
-    assert told == before
+    assert after == before
 
 
 def test_a_change_is_seen_by_origins_after_it() -> None:
@@ -62,8 +55,3 @@ def _usual() -> list:  # type: ignore[type-arg]
     if not _rolled:
         _rolled.extend(rolling_origins(BASE, ALL, [3600.0 * each for each in range(48, 56)]))
     return _rolled
-
-
-@pytest.mark.parametrize("count", [0, 5])
-def test_no_more_origins_than_asked(count: int) -> None:
-    assert len(hourly_origins(BASE, ALL, count=count)) == count
