@@ -69,7 +69,7 @@ def draft_of(
         solve_time_s=solve_time_s,
         unserved=_shortfalls(placement),
         pools=_pools(placement),
-        reason=placement.reason if failed else _reason(placement.reason, problem.pools.words()),
+        reason=placement.reason if failed else _reason(placement.reason, problem.pools.summary()),
         inputs={
             "problem": to_document(problem.facts, problem.settings),
             "forecasts": problem.expected.record(),

@@ -32,14 +32,14 @@ _HEADROOM = 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedSeries:
-    """One endpoint's coming hour in tokens per second. `stand_in`: why this is no forecast from the plan's origin."""
+    """One endpoint's coming hour in tokens per second. `fallback`: why this is no forecast from the plan's origin."""
 
     endpoint: Endpoint
     forecaster: str
     peak_q50: float
     peak_upper: float
     path: tuple[float, ...]
-    stand_in: str | None = None
+    fallback: str | None = None
 
     def record(self) -> Json:
         """The series as a plan keeps it."""
@@ -49,7 +49,7 @@ class ExpectedSeries:
             "forecaster": self.forecaster,
             "peak_q50": self.peak_q50,
             "peak_upper": self.peak_upper,
-            "stand_in": self.stand_in,
+            "stand_in": self.fallback,
         }
 
 
@@ -91,7 +91,7 @@ def expected_demand(
     busiest = sorted(missing, key=lambda endpoint: (-recent.get(endpoint, 0.0), endpoint))
     made, lacking = _made_here(database, settings, busiest, at_s=at_s, keep=keep)
     with database.transaction() as session:
-        series = (*known, *made, *_stand_ins(session, lacking, at_s=at_s))
+        series = (*known, *made, *_fallbacks(session, lacking, at_s=at_s))
         deferred = mean_demand(session, kind=NIW, since_s=at_s - _HOUR_S, until_s=at_s)
     paths = {each.endpoint: each.path for each in series}
     demand = demand_to_plan(paths, deferred, niw_share=settings.niw_demand_share)
@@ -123,7 +123,7 @@ def _made_here(
     return made, lacking
 
 
-def _stand_ins(session: Session, lacking: dict[Endpoint, str], *, at_s: int) -> list[ExpectedSeries]:
+def _fallbacks(session: Session, lacking: dict[Endpoint, str], *, at_s: int) -> list[ExpectedSeries]:
     if not lacking:
         return []
     earlier = last_forecasts(session, since_s=at_s - _LAST_FORECAST_S, before_s=at_s)
@@ -148,19 +148,19 @@ def _stand_ins(session: Session, lacking: dict[Endpoint, str], *, at_s: int) -> 
                 peak_q50=peak,
                 peak_upper=_HEADROOM * peak,
                 path=(_HEADROOM * peak,),
-                stand_in=f"{why}; {words}",
+                fallback=f"{why}; {words}",
             )
         )
     return found
 
 
-def _forecast(row: Forecast, stand_in: str | None) -> ExpectedSeries:
+def _forecast(row: Forecast, fallback: str | None) -> ExpectedSeries:
     """A forecast's row; one of another hour counts with its peak throughout, its path is that hour's."""
     return ExpectedSeries(
         endpoint=Endpoint(model=row.model, region=row.region),
         forecaster=row.forecaster,
         peak_q50=row.peak_q50,
         peak_upper=row.peak_upper,
-        path=(row.peak_upper,) if stand_in else tuple(row.path),
-        stand_in=stand_in,
+        path=(row.peak_upper,) if fallback else tuple(row.path),
+        fallback=fallback,
     )

@@ -6,7 +6,14 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from controlplane.policies.facts import Endpoint
-from controlplane.policies.plan_explanations import CellTold, ForecastRecord, PlanTold, PoolTold, SeriesTold, tell_plan
+from controlplane.policies.plan_explanations import (
+    CellSummary,
+    ForecastRecord,
+    PlanSummary,
+    PoolSummary,
+    SeriesSummary,
+    explain_plan,
+)
 from controlplane.store.demand import read_record
 from controlplane.store.plans import Plan, entries_of, get_plan, inputs_of
 
@@ -24,7 +31,7 @@ def explanation_of(session: Session, plan_id: str) -> str:
     plan = get_plan(session, plan_id)
     forecasts = (inputs_of(session, plan_id) or {}).get("forecasts")
     cells = tuple(
-        CellTold(
+        CellSummary(
             name=f"{entry.model} in {entry.region} on {entry.gpu_type}",
             before=entry.before,
             after=entry.after,
@@ -34,9 +41,9 @@ def explanation_of(session: Session, plan_id: str) -> str:
         )
         for entry in entries_of(session, plan_id)
     )
-    day_before, came = _records(session, forecasts)
-    return tell_plan(
-        PlanTold(
+    day_before, outcome = _records(session, forecasts)
+    return explain_plan(
+        PlanSummary(
             plan_id=plan.id,
             state=plan.state,
             window_start_s=plan.window_start_s,
@@ -59,7 +66,7 @@ def explanation_of(session: Session, plan_id: str) -> str:
             pools=_pools(plan),
             shortfalls=tuple(_shortfall(each) for each in plan.unserved),
             day_before=day_before,
-            came=came,
+            outcome=outcome,
         )
     )
 
@@ -80,19 +87,19 @@ def _largest(series: Sequence[Mapping[str, Any]]) -> list[Endpoint]:
     return [Endpoint(model=each["model"], region=each["region"]) for each in largest]
 
 
-def _series(each: Mapping[str, Any]) -> SeriesTold:
-    return SeriesTold(
+def _series(each: Mapping[str, Any]) -> SeriesSummary:
+    return SeriesSummary(
         name=f"{each['model']} in {each['region']}",
         forecaster=each["forecaster"],
         peak_q50=each["peak_q50"],
         peak_upper=each["peak_upper"],
-        stand_in=each["stand_in"],
+        fallback=each["stand_in"],
     )
 
 
-def _pools(plan: Plan) -> tuple[PoolTold, ...]:
+def _pools(plan: Plan) -> tuple[PoolSummary, ...]:
     return tuple(
-        PoolTold(
+        PoolSummary(
             name=f"{pool['gpu_type']} in {pool['region']}",
             before=pool["before"],
             after=pool["after"],

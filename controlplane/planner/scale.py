@@ -32,9 +32,9 @@ from controlplane.store.instances import (
     touch_generations,
 )
 from controlplane.store.keys import record, snapshot
+from controlplane.store.leases import end_due_leases, give_notice
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
-from controlplane.store.spot import end_due_leases, give_notice
 from controlplane.store.tables import Desired, EndpointRow, LeaseEnd
 from dataplane.protocol.tiers import InstanceKind
 

@@ -20,13 +20,13 @@ from controlplane.settings import Settings
 from controlplane.store.demand import IW, read_demand, read_forecasts
 from controlplane.store.endpoint_summary import backlogs
 from controlplane.store.fleet import FleetInventory, fleet_version, read_inventory
-from controlplane.store.pins import pins_in_force
+from controlplane.store.leases import active_leases
+from controlplane.store.overrides import overrides_in_force
 from controlplane.store.plans import Plan, entries_of, plan_in_force
 from controlplane.store.redis.live import EMPTY_VIEW, FleetView, LiveStore, instance_facts
 from controlplane.store.session import Database
-from controlplane.store.spot import active_leases
-from controlplane.store.tables import Desired, Instance, SpotLease
-from controlplane.store.weights import room_of, sizes_of
+from controlplane.store.tables import Desired, Instance, InstanceLease
+from controlplane.store.weights import sizes_of, weights_memory
 from dataplane.protocol.tiers import InstanceKind
 
 PLAN_SILENT_S = 60.0
@@ -47,7 +47,7 @@ class ReadFleet:
 def read_to_plan(session: Session, settings: Settings, *, now_s: float, window_start_s: float) -> FleetSnapshot:
     """The fleet as the plan of the hour from `window_start_s` takes it, with the overrides that last until then."""
     inventory = read_inventory(session, silent_s=PLAN_SILENT_S)
-    overrides = pins_in_force(session, max(now_s, window_start_s))
+    overrides = overrides_in_force(session, max(now_s, window_start_s))
     snapshot = _snapshot(inventory, settings, overrides, now_s=now_s, ages_s=inventory.silent_s)
     return replace(
         snapshot,
@@ -84,7 +84,7 @@ def _to_scale(
     session: Session, inventory: FleetInventory, view: FleetView, settings: Settings, *, now_s: float
 ) -> FleetSnapshot:
     plan = plan_in_force(session)
-    overrides = pins_in_force(session, now_s)
+    overrides = overrides_in_force(session, now_s)
     snapshot = _snapshot(
         inventory,
         settings,
@@ -122,7 +122,7 @@ def _snapshot(
     now_s: float,
     ages_s: Mapping[str, float],
     reports: Mapping[str, InstanceFacts] | None = None,
-    leases: Mapping[str, SpotLease] | None = None,
+    leases: Mapping[str, InstanceLease] | None = None,
     leaving: Mapping[str, str] | None = None,
 ) -> FleetSnapshot:
     """What plans and scaling both look at. `ages_s`: seconds since the last heartbeat of each node that sent one;
@@ -173,7 +173,7 @@ def _nodes(inventory: FleetInventory, ages_s: Mapping[str, float]) -> tuple[Node
     slots: dict[str, list[NodeSlot]] = {node.name: [] for node in inventory.nodes}
     nodes = {node.name: node for node in inventory.nodes}
     for slot in inventory.slots:
-        weights = room_of(nodes[slot.node], slot)
+        weights = weights_memory(nodes[slot.node], slot)
         slots[slot.node].append(NodeSlot(number=slot.index, gpus=slot.gpus, workers=slot.workers, weights=weights))
     return tuple(
         NodeFacts(
@@ -204,7 +204,7 @@ def _is_stuck(row: Instance, profiles: Mapping[ModelGpu, Profile], settings: Set
     return waited_s > max(settings.scale_start_patience_s, start_s)
 
 
-def _donation(row: Instance, lease: SpotLease | None, now_s: float) -> Donation | None:
+def _donation(row: Instance, lease: InstanceLease | None, now_s: float) -> Donation | None:
     if row.spot_at is None:
         return None
     noticed = lease is not None and lease.reclaim_at is not None

@@ -33,7 +33,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFailure:
-    """A model could not run on an engine: so many times, the last at `failed_s`, when its node said `error`."""
+    """A model could not run on an engine: so many times, the last at `failed_s`, when its node reported `error`."""
 
     times: int
     failed_s: float
@@ -46,12 +46,12 @@ class EngineFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
-    """A running instance. `engine`: what it was told; "auto": its node decides, as it does for a new one. `came_from`:
-    the engine it left last, on which it served. `asked`: what the operator chose for its model. `node_prefers`: what
-    its node takes where that is left open; vLLM only if it is installed there. `gpus`: its own; `whole_slot`: they are
-    all of its slot; `workers`: of its slot. `ready`: it serves; `steady`: it has for a while, and is not about to move.
-    `rates`: tokens/s that engines were measured to make of its model on its GPU type; `failures`: on which its model
-    could not run there.
+    """A running instance. `engine`: the one it is assigned; "auto": its node decides, as for a new instance.
+    `came_from`: the engine it left last, on which it served. `asked`: what the operator chose for its model.
+    `node_prefers`: what its node takes where that is left open; vLLM only if it is installed there. `gpus`: its own;
+    `whole_slot`: they are all of its slot; `workers`: of its slot. `ready`: it serves; `steady`: it has for a while,
+    and is not about to move. `rates`: tokens/s that engines were measured to make of its model on its GPU type;
+    `failures`: on which its model could not run there.
     """
 
     instance_id: str

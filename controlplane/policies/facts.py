@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from controlplane.policies.fit import UNKNOWN_ROOM, WeightsRoom
+from controlplane.policies.fit import UNKNOWN_MEMORY, WeightsMemory
 from dataplane.protocol.tiers import InstanceKind, Tier
 
 
@@ -66,7 +66,7 @@ class NodeSlot:
     gpus: int
     number: int = 0
     workers: int = 1
-    weights: WeightsRoom = UNKNOWN_ROOM
+    weights: WeightsMemory = UNKNOWN_MEMORY
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ class ModelSize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightsRoom:
-    """What each worker of a slot has for weights; None: its agent does not say. `dtype`: what the node computes in;
+class WeightsMemory:
+    """Memory for weights of each worker of a slot; None: not reported. `dtype`: what the node computes in;
     None: it keeps weights as they are stored, as replays do.
     """
 
@@ -30,26 +30,26 @@ class WeightsRoom:
     dtype: str | None = None
 
 
-UNKNOWN_ROOM = WeightsRoom()
-"""Of a slot whose agent does not say."""
+UNKNOWN_MEMORY = WeightsMemory()
+"""Of a slot whose agent does not report it."""
 
 
-def needed_bytes(size: ModelSize, room: WeightsRoom) -> int | None:
+def needed_bytes(size: ModelSize, memory: WeightsMemory) -> int | None:
     """What the weights take on such a slot; None: not known."""
-    if room.dtype is None:
+    if memory.dtype is None:
         return size.weights_bytes
-    if size.parameters is None or room.dtype not in _ELEMENT_BYTES:
+    if size.parameters is None or memory.dtype not in _ELEMENT_BYTES:
         return None
-    return size.parameters * _ELEMENT_BYTES[room.dtype]
+    return size.parameters * _ELEMENT_BYTES[memory.dtype]
 
 
-def fits(size: ModelSize, room: WeightsRoom) -> bool:
+def fits(size: ModelSize, memory: WeightsMemory) -> bool:
     """Whether the weights fit on such a slot, as far as is known."""
-    needed = needed_bytes(size, room)
-    return needed is None or room.weights_bytes is None or needed <= room.weights_bytes
+    needed = needed_bytes(size, memory)
+    return needed is None or memory.weights_bytes is None or needed <= memory.weights_bytes
 
 
-def why_unfit(model: str, size: ModelSize, rooms: Iterable[tuple[str, WeightsRoom]], region: str) -> str | None:
+def why_unfit(model: str, size: ModelSize, memories: Iterable[tuple[str, WeightsMemory]], region: str) -> str | None:
     """Why the weights fit on none of the slots, in MiB and with what to change; None: they do, or there are none.
 
     Args:
@@ -58,33 +58,33 @@ def why_unfit(model: str, size: ModelSize, rooms: Iterable[tuple[str, WeightsRoo
         rooms: GPU type and memory of each slot that could be meant.
         region: where these slots are.
     """
-    largest: dict[str, WeightsRoom] = {}
-    for gpu_type, room in rooms:
-        if fits(size, room):
+    largest: dict[str, WeightsMemory] = {}
+    for gpu_type, memory in memories:
+        if fits(size, memory):
             return None
-        if gpu_type not in largest or _lack(size, room) < _lack(size, largest[gpu_type]):
-            largest[gpu_type] = room
+        if gpu_type not in largest or _lack(size, memory) < _lack(size, largest[gpu_type]):
+            largest[gpu_type] = memory
     if not largest:
         return None
-    told = [_words(size, gpu_type, room) for gpu_type, room in sorted(largest.items())]
-    halved = any(_halved(size, room) for room in largest.values())
+    sizes = [_size_message(size, gpu_type, memory) for gpu_type, memory in sorted(largest.items())]
+    halved = any(_halved(size, memory) for memory in largest.values())
     dtype = "set TIDEPOOL_AGENT_DTYPE=bfloat16 there, " if halved else ""
     return (
-        f"the weights of {model} fit on no slot in {region}: {'; '.join(told)}. To change that {dtype}give slots more"
+        f"the weights of {model} fit on no slot in {region}: {'; '.join(sizes)}. To change that {dtype}give slots more"
         " memory_bytes or a smaller TIDEPOOL_AGENT_KV_SHARE, or take a smaller model"
     )
 
 
-def _lack(size: ModelSize, room: WeightsRoom) -> int:
-    return (needed_bytes(size, room) or 0) - (room.weights_bytes or 0)
+def _lack(size: ModelSize, memory: WeightsMemory) -> int:
+    return (needed_bytes(size, memory) or 0) - (memory.weights_bytes or 0)
 
 
-def _halved(size: ModelSize, room: WeightsRoom) -> bool:
+def _halved(size: ModelSize, memory: WeightsMemory) -> bool:
     """Whether they would fit in half the bytes an element."""
-    return room.dtype == "float32" and fits(size, WeightsRoom(weights_bytes=room.weights_bytes, dtype="bfloat16"))
+    return memory.dtype == "float32" and fits(size, WeightsMemory(weights_bytes=memory.weights_bytes, dtype="bfloat16"))
 
 
-def _words(size: ModelSize, gpu_type: str, room: WeightsRoom) -> str:
-    kept = "as stored" if room.dtype is None else f"in {room.dtype}"
-    needed, most = needed_bytes(size, room) or 0, room.weights_bytes or 0
+def _size_message(size: ModelSize, gpu_type: str, memory: WeightsMemory) -> str:
+    kept = "as stored" if memory.dtype is None else f"in {memory.dtype}"
+    needed, most = needed_bytes(size, memory) or 0, memory.weights_bytes or 0
     return f"{-(-needed // _MIB):,} MiB {kept}, the largest slot of {gpu_type} has {most // _MIB:,} MiB for weights"

@@ -4,7 +4,7 @@ Who moves something asks `require_move` first and writes the new state in the sa
 move. A state with nothing after it is terminal.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from enum import StrEnum
 from types import MappingProxyType
 from typing import TypeVar
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 class InstanceState(StrEnum):
     """One copy of a model on a slot, from wanted to gone. Draining takes no new request and finishes what it has. Spot
-    has finished, keeps its model and takes requests of its lessee only.
+    (donated) has finished, keeps its model loaded and takes requests of its lessee only.
     """
 
     PENDING = "pending"
@@ -25,7 +25,7 @@ class InstanceState(StrEnum):
 
 
 class PlanState(StrEnum):
-    """One hour's placement, from the solver's answer to what became of it. A draft may wait for an operator's word."""
+    """One hour's placement, from the solver's answer to its end. A draft may wait for an operator's approval."""
 
     DRAFT = "draft"
     APPROVED = "approved"
@@ -62,62 +62,54 @@ class BatchRequestState(StrEnum):
 
 
 LOST = "lost"
-"""Shown in place of an instance's state while its node is not heard of: nobody knows what became of it."""
+"""Shown instead of an instance's state while its node sends no heartbeats: the real state is unknown."""
 
 
 def shown_state(observed: str, *, node_alive: bool) -> str:
-    """The state of an instance as everybody is shown it: what its node last said, while the node is heard of."""
+    """The state of an instance as it is displayed: what its node last reported, while the node sends heartbeats."""
     return observed if node_alive or observed == InstanceState.STOPPED else LOST
 
 
 State = TypeVar("State", bound=StrEnum)
 Machine = Mapping[State, frozenset[State]]
 
+
+def _machine(states: type[State], following: Mapping[State, Set[State]]) -> Machine[State]:
+    """A table of all states; those without following ones are terminal."""
+    return MappingProxyType({state: frozenset(following.get(state, ())) for state in states})
+
+
 _I, _P, _B, _R = InstanceState, PlanState, BatchState, BatchRequestState
 
 # Heartbeats are a second apart, so an observation may skip a state. A node that restarts or is lost takes its instances
-# back to pending; a draining instance may be taken back (ready) when demand returns before it is empty, or a spot one
+# back to pending; a draining instance may be reclaimed (ready) when demand returns before it is empty, or a donated one
 # afterwards.
-_LIVE = frozenset({_I.PENDING, _I.LOADING, _I.READY, _I.DRAINING, _I.SPOT, _I.FAILED})
-INSTANCE: Machine[InstanceState] = MappingProxyType(
-    {state: (_LIVE - {state}) | {_I.STOPPED} for state in _LIVE} | {_I.STOPPED: frozenset()}
-)
-
-PLAN: Machine[PlanState] = MappingProxyType(
+_LIVE = frozenset(_I) - {_I.STOPPED}
+INSTANCE: Machine[InstanceState] = _machine(_I, {state: (_LIVE - {state}) | {_I.STOPPED} for state in _LIVE})
+PLAN: Machine[PlanState] = _machine(
+    _P,
     {
-        _P.DRAFT: frozenset({_P.APPROVED, _P.REJECTED, _P.SUPERSEDED, _P.FAILED}),
-        _P.APPROVED: frozenset({_P.APPLYING, _P.SUPERSEDED, _P.FAILED}),
-        _P.APPLYING: frozenset({_P.APPLIED, _P.FAILED}),
-        _P.APPLIED: frozenset({_P.SUPERSEDED, _P.ROLLED_BACK}),
-        _P.SUPERSEDED: frozenset(),
-        _P.FAILED: frozenset(),
-        _P.ROLLED_BACK: frozenset(),
-        _P.REJECTED: frozenset(),
-    }
+        _P.DRAFT: {_P.APPROVED, _P.REJECTED, _P.SUPERSEDED, _P.FAILED},
+        _P.APPROVED: {_P.APPLYING, _P.SUPERSEDED, _P.FAILED},
+        _P.APPLYING: {_P.APPLIED, _P.FAILED},
+        _P.APPLIED: {_P.SUPERSEDED, _P.ROLLED_BACK},
+    },
 )
-
-BATCH: Machine[BatchState] = MappingProxyType(
+BATCH: Machine[BatchState] = _machine(
+    _B,
     {
-        _B.VALIDATING: frozenset({_B.IN_PROGRESS, _B.FAILED, _B.CANCELLING, _B.EXPIRED}),
-        _B.IN_PROGRESS: frozenset({_B.FINALIZING, _B.FAILED, _B.CANCELLING, _B.EXPIRED}),
-        _B.FINALIZING: frozenset({_B.COMPLETED, _B.FAILED, _B.EXPIRED}),
-        _B.CANCELLING: frozenset({_B.CANCELLED}),
-        _B.COMPLETED: frozenset(),
-        _B.FAILED: frozenset(),
-        _B.EXPIRED: frozenset(),
-        _B.CANCELLED: frozenset(),
-    }
+        _B.VALIDATING: {_B.IN_PROGRESS, _B.FAILED, _B.CANCELLING, _B.EXPIRED},
+        _B.IN_PROGRESS: {_B.FINALIZING, _B.FAILED, _B.CANCELLING, _B.EXPIRED},
+        _B.FINALIZING: {_B.COMPLETED, _B.FAILED, _B.EXPIRED},
+        _B.CANCELLING: {_B.CANCELLED},
+    },
 )
-
-BATCH_REQUEST: Machine[BatchRequestState] = MappingProxyType(
+BATCH_REQUEST: Machine[BatchRequestState] = _machine(
+    _R,
     {
-        _R.WAITING: frozenset({_R.RUNNING, _R.EXPIRED, _R.CANCELLED, _R.FAILED}),
-        _R.RUNNING: frozenset({_R.WAITING, _R.COMPLETED, _R.FAILED, _R.EXPIRED, _R.CANCELLED}),
-        _R.COMPLETED: frozenset(),
-        _R.FAILED: frozenset(),
-        _R.EXPIRED: frozenset(),
-        _R.CANCELLED: frozenset(),
-    }
+        _R.WAITING: {_R.RUNNING, _R.EXPIRED, _R.CANCELLED, _R.FAILED},
+        _R.RUNNING: {_R.WAITING, _R.COMPLETED, _R.FAILED, _R.EXPIRED, _R.CANCELLED},
+    },
 )
 
 
@@ -136,11 +128,6 @@ def require_move(machine: Machine[State], before: State, after: State) -> None:
         return
     allowed = ", ".join(sorted(machine[before])) or "nothing: it is terminal"
     raise ValueError(f"{type(before).__name__} {before} cannot become {after}; allowed: {allowed}")
-
-
-def is_terminal(machine: Machine[State], state: State) -> bool:
-    """Whether nothing follows this state."""
-    return not machine[state]
 
 
 def terminal_states(machine: Machine[State]) -> frozenset[State]:

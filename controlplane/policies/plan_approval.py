@@ -1,4 +1,4 @@
-"""Whether an hourly plan goes into force by itself or waits for an operator: what it moves, and what that costs."""
+"""Whether an hourly plan is applied automatically or waits for an operator, by the GPUs it moves and its cost."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,15 +22,6 @@ class GpuChange:
     place: RegionGpu
     before: int
     after: int
-
-    def __post_init__(self) -> None:
-        """Check what the sums rely on.
-
-        Raises:
-            ValueError: a negative number of GPUs.
-        """
-        if self.before < 0 or self.after < 0:
-            raise ValueError(f"before and after must not be negative, got {self.before} and {self.after}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +67,7 @@ class ApprovalSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Approval:
-    """What the policy says. `reasons`: what a plan that needs approval is held for; empty for an automatic one."""
+    """The decision. `reasons`: why a plan needs approval; empty for an automatic one."""
 
     automatic: bool
     reasons: tuple[str, ...]

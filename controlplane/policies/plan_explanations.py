@@ -1,4 +1,4 @@
-"""A plan as an engineer would tell it: what was expected, what changes and why, what binds, and how sure that is."""
+"""The explanation of a plan: what was expected, what changes and why, which constraints bind, and how certain it is."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 CHANGES_MAX = 40
-"""Changes told one by one; of more, those that matter most."""
+"""Changes listed one by one; of more, those that matter most."""
 SERIES_MAX = 5
 
 _BINDS = {
@@ -22,19 +22,19 @@ _BINDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeriesTold:
-    """What one endpoint was expected to reach, tokens per second. `stand_in`: why that is no forecast in time."""
+class SeriesSummary:
+    """What one endpoint was expected to reach, tokens per second. `fallback`: why that is no forecast in time."""
 
     name: str
     forecaster: str
     peak_q50: float
     peak_upper: float
-    stand_in: str | None
+    fallback: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastRecord:
-    """Forecast peaks against what came: how many hours, how many stayed at or under the upper quantile, and the sums
+    """Forecast peaks against actual ones: how many hours, how many stayed at or under the upper quantile, and the sums
     of |median - actual| and of actual peaks in tokens per second.
     """
 
@@ -45,7 +45,7 @@ class ForecastRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CellTold:
+class CellSummary:
     """Instances of an endpoint on a GPU type."""
 
     name: str
@@ -57,7 +57,7 @@ class CellTold:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolTold:
+class PoolSummary:
     """GPUs of a pool, and the endpoints that it serves, and those of them that are `new` in it. `occupied`: GPUs that
     they take together at their peaks.
     """
@@ -71,8 +71,10 @@ class PoolTold:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanTold:
-    """All that is told of a plan. Times are Unix times; None: not known. `shortfalls`: what is not served, in words."""
+class PlanSummary:
+    """All that an explanation contains. Times are Unix times; None: not known. `shortfalls`: what is not served, as
+    text.
+    """
 
     plan_id: str
     state: str
@@ -91,16 +93,16 @@ class PlanTold:
     gap: float | None
     origin_s: int | None
     quantile: float | None
-    series: tuple[SeriesTold, ...]
-    cells: tuple[CellTold, ...]
-    pools: tuple[PoolTold, ...]
+    series: tuple[SeriesSummary, ...]
+    cells: tuple[CellSummary, ...]
+    pools: tuple[PoolSummary, ...]
     shortfalls: tuple[str, ...]
     day_before: ForecastRecord | None
-    came: ForecastRecord | None
+    outcome: ForecastRecord | None
 
 
-def tell_plan(plan: PlanTold) -> str:
-    """The plan in words, a few short paragraphs with headings."""
+def explain_plan(plan: PlanSummary) -> str:
+    """The explanation as text: a few short paragraphs with headings."""
     paragraphs = (
         ("", _head(plan)),
         ("What was expected", _expected(plan)),
@@ -110,15 +112,15 @@ def tell_plan(plan: PlanTold) -> str:
         ("What is not served", _shortfalls(plan)),
         ("How sure this is", _certainty(plan)),
     )
-    told = []
+    sections = []
     for heading, lines in paragraphs:
         body = [f"  {line}" if heading else line for line in lines]
         if body:
-            told.append("\n".join([heading, *body] if heading else body))
-    return "\n\n".join(told)
+            sections.append("\n".join([heading, *body] if heading else body))
+    return "\n\n".join(sections)
 
 
-def _head(plan: PlanTold) -> Iterator[str]:
+def _head(plan: PlanSummary) -> Iterator[str]:
     hours = f"{_clock(plan.window_start_s)} to {_clock(plan.window_start_s + 3600)} UTC on {_day(plan.window_start_s)}"
     yield f"Plan {plan.plan_id} for {hours}: {plan.state.replace('_', ' ')}."
     yield f"Made by {plan.made_by} at fleet index {plan.index}. {_sentence(plan.reason)}".rstrip()
@@ -134,7 +136,7 @@ def _head(plan: PlanTold) -> Iterator[str]:
         yield f"Before it, plan {plan.previous_plan_id} was in force."
 
 
-def _expected(plan: PlanTold) -> Iterator[str]:
+def _expected(plan: PlanSummary) -> Iterator[str]:
     if plan.origin_s is None:
         yield "No forecast was asked: no solver made this plan."
         return
@@ -148,18 +150,18 @@ def _expected(plan: PlanTold) -> Iterator[str]:
     )
     largest = sorted(plan.series, key=lambda s: (-s.peak_upper, s.name))[:SERIES_MAX]
     yield "The largest: " + ", ".join(f"{s.name} {s.peak_upper:,.0f} ({s.forecaster})" for s in largest) + "."
-    chosen = Counter(s.forecaster for s in plan.series if s.stand_in is None)
+    chosen = Counter(s.forecaster for s in plan.series if s.fallback is None)
     if chosen:
         yield "Forecast by " + ", ".join(f"{name} for {count}" for name, count in chosen.most_common()) + "."
-    missing = [s for s in plan.series if s.stand_in is not None]
+    missing = [s for s in plan.series if s.fallback is not None]
     if missing:
         yield f"{_count(len(missing), 'endpoint')} had no forecast in time:"
-        yield from (f"- {s.name}: {s.stand_in}" for s in missing[:SERIES_MAX])
+        yield from (f"- {s.name}: {s.fallback}" for s in missing[:SERIES_MAX])
         if len(missing) > SERIES_MAX:
             yield f"- and {len(missing) - SERIES_MAX} more"
 
 
-def _changes(cells: Sequence[CellTold]) -> Iterator[str]:
+def _changes(cells: Sequence[CellSummary]) -> Iterator[str]:
     changed = [cell for cell in cells if cell.before != cell.after]
     if not changed:
         yield "Nothing: every count stays as it is." if cells else "Nothing: no instance is placed or planned."
@@ -177,13 +179,13 @@ def _changes(cells: Sequence[CellTold]) -> Iterator[str]:
         yield f"- and {len(changed) - CHANGES_MAX} changes that cost less not to make"
 
 
-def _binds(cells: Sequence[CellTold]) -> Iterator[str]:
+def _binds(cells: Sequence[CellSummary]) -> Iterator[str]:
     held = Counter(cell.constraint for cell in cells if cell.after or cell.before != cell.after)
     for constraint, count in held.most_common():
         yield f"{_count(count, 'count')}: {_BINDS.get(constraint, constraint)}"
 
 
-def _pools(pools: Sequence[PoolTold]) -> Iterator[str]:
+def _pools(pools: Sequence[PoolSummary]) -> Iterator[str]:
     for pool in pools:
         size = f"{pool.after} GPUs" if pool.after == pool.before else f"{pool.before} -> {pool.after} GPUs"
         names = ", ".join(pool.endpoints[:SERIES_MAX]) + (", ..." if len(pool.endpoints) > SERIES_MAX else "")
@@ -196,17 +198,17 @@ def _pools(pools: Sequence[PoolTold]) -> Iterator[str]:
         yield line
 
 
-def _shortfalls(plan: PlanTold) -> Iterator[str]:
+def _shortfalls(plan: PlanSummary) -> Iterator[str]:
     if plan.status == "failed":
         yield "Not known: there is no new placement, the present one stays."
     elif plan.origin_s is None:
         yield "Not known: the counts are those of an earlier plan."
     elif not plan.shortfalls:
         yield "Nothing: the plan covers all that was expected."
-    yield from (f"- {words}" for words in plan.shortfalls)
+    yield from (f"- {text}" for text in plan.shortfalls)
 
 
-def _certainty(plan: PlanTold) -> Iterator[str]:
+def _certainty(plan: PlanSummary) -> Iterator[str]:
     if plan.origin_s is None:
         yield "No solver was asked."
         return
@@ -220,8 +222,8 @@ def _certainty(plan: PlanTold) -> Iterator[str]:
     else:
         yield f"{solved}: no bound is known, so a better plan may exist."
     yield _record("In the day before", plan.day_before, plan.quantile)
-    if plan.came is not None and plan.came.hours:
-        yield _record("In this very hour", plan.came, plan.quantile)
+    if plan.outcome is not None and plan.outcome.hours:
+        yield _record("In this very hour", plan.outcome, plan.quantile)
 
 
 def _record(when: str, record: ForecastRecord | None, quantile: float | None) -> str:
@@ -239,9 +241,9 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _sentence(words: str) -> str:
-    words = words.strip().rstrip(".;")
-    return f"{words[0].upper()}{words[1:]}." if words else ""
+def _sentence(text: str) -> str:
+    text = text.strip().rstrip(".;")
+    return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
 def _clock(time_s: int) -> str:

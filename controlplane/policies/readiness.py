@@ -27,7 +27,7 @@ class Loop(StrEnum):
 
 
 class HealthStatus(StrEnum):
-    """The verdict in a word."""
+    """The verdict."""
 
     OK = "ok"
     DEGRADED = "degraded"
@@ -67,7 +67,7 @@ def choose_late_loops(loops: tuple[LoopFacts, ...], now_s: float, periods_s: Map
 @dataclass(frozen=True, kw_only=True)
 class HealthFacts:
     """What one gateway knows. `missing`: what it needs to serve and lacks; `away`: servers that do not answer; `late`:
-    loops; `lost`: nodes that are not heard of and hold instances.
+    loops; `lost`: nodes that hold instances and send no heartbeats.
     """
 
     missing: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from functools import cached_property
 from controlplane.policies.assignment.facts import PlacedInstance, SlotRef, SlotRoom
 from controlplane.policies.assignment.pools import PoolSlotFacts
 from controlplane.policies.facts import Backlog, Endpoint, EndpointGpu, ModelGpu, NodeFacts, RegionGpu
-from controlplane.policies.fit import ModelSize, WeightsRoom, why_unfit
+from controlplane.policies.fit import ModelSize, WeightsMemory, why_unfit
 from controlplane.policies.placement.facts import PlacementFacts, PlacementModel, PoolFacts, Profile
 from controlplane.policies.placement.poolable import PoolableFacts, PoolProfile
 from controlplane.policies.routing import is_usable, utilization_of
@@ -302,9 +302,9 @@ def placement_facts(
         capacity=capacity,
         profiles=snapshot.profiles,
         present=Counter(each.key for each in snapshot.dedicated if each.serving),
-        spot=Counter(each.key for each in snapshot.dedicated if each.donation is not None),
+        donated=Counter(each.key for each in snapshot.dedicated if each.donation is not None),
         demand={endpoint: windows for endpoint, windows in demand.items() if endpoint in everywhere},
-        pins=snapshot.overrides,
+        overrides=snapshot.overrides,
         limits={**everywhere, **snapshot.limits},
         gpu_cost_per_hour=snapshot.gpu_cost_per_hour,
         weights_present=snapshot.weights_present,
@@ -315,12 +315,12 @@ def placement_facts(
 
 def _unfit(snapshot: FleetSnapshot) -> dict[EndpointGpu, str]:
     """Where a model with a profile fits on no slot of the GPU type in the region, and why."""
-    rooms: dict[RegionGpu, set[tuple[str, WeightsRoom]]] = defaultdict(set)
+    memories: dict[RegionGpu, set[tuple[str, WeightsMemory]]] = defaultdict(set)
     for node in snapshot.nodes:
-        rooms[node.place] |= {(node.gpu_type, slot.weights) for slot in node.slots}
+        memories[node.place] |= {(node.gpu_type, slot.weights) for slot in node.slots}
     unfit = {}
     for profile in snapshot.profiles:
-        for at, found in rooms.items():
+        for at, found in memories.items():
             if at.gpu_type != profile.gpu_type:
                 continue
             reason = why_unfit(profile.model, snapshot.sizes[profile.model], found, at.region)

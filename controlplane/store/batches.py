@@ -11,7 +11,7 @@ from sqlalchemy import delete, func, insert, select, text
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, NotFoundError
-from controlplane.policies.lifecycle import BATCH, BatchRequestState, BatchState, can_move, is_terminal, require_move
+from controlplane.policies.lifecycle import BATCH, BatchRequestState, BatchState, can_move, require_move
 from controlplane.store.batch_tables import Batch, BatchCount, BatchModel, BatchRequest, BatchResult
 from controlplane.store.rows import Page, copy_rows, page
 from controlplane.store.storable import storable
@@ -140,7 +140,7 @@ def move_batch(session: Session, batch: Batch, state: BatchState) -> None:
         batch.finalizing_at = now
     elif state == BatchState.CANCELLING:
         batch.cancelling_at = now
-    if is_terminal(BATCH, state):
+    if not BATCH[state]:
         batch.ended_at = now
     session.flush()
 

@@ -76,7 +76,7 @@ class DemandSpan(Base):
 
 
 class Forecast(Base):
-    """What one series was expected to reach in the hour after `origin_s`, and who said so. `candidates` and `state`
+    """The forecast of one series for the hour after `origin_s`, and its forecaster. `candidates` and `state`
     take kilobytes each and are read only where they are asked for.
     """
 
@@ -106,8 +106,8 @@ class DemandRow:
 
 
 def put_demand(session: Session, rows: Iterable[DemandRow], *, imported: bool = False) -> int:
-    """Write demand; a minute written before is replaced, so the same rows may come twice. Returns how many came.
-    `imported`: it was not measured here just now but may be of any age, and is kept as if it was of today.
+    """Write demand; a minute written before is replaced, so writing the same rows again is safe. Returns the number of
+    rows read. `imported`: it was not measured here just now but may be of any age, and is kept as if it was of today.
 
     Writers take turns: two that write the same minutes in different orders would wait for each other's rows.
     """

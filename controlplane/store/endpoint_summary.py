@@ -1,8 +1,7 @@
-"""What moves from second to second: endpoints with their load, what has no place, and what waits in the NIW queue."""
+"""State that changes by the second: load of endpoints, unplaced instances, and the backlog of batch requests."""
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import func, literal, select
@@ -16,25 +15,12 @@ from controlplane.store.fleet import heard_of
 from controlplane.store.tables import Desired, EndpointRow, Instance, Node
 
 
-@dataclass(frozen=True, kw_only=True)
-class EndpointSummary:
-    """A model in a region. `instances` are the live ones by shown state. `utilization` (SageServe 6.1) and
-    `remaining_tokens` are over those that take requests and were heard of lately, `load` is that of their busiest node;
-    None where there are none.
+def read_endpoints(session: Session, facts: tuple[InstanceFacts, ...], *, stale_s: float) -> list[dict[str, Any]]:
+    """All endpoints by model and region; `facts` are the live view's instances.
+
+    `instances` are the live ones by shown state. `utilization` (SageServe 6.1) and `remaining_tokens` are over those
+    that take requests and reported within `stale_s` seconds, `load` is that of their busiest node; None without any.
     """
-
-    model: str
-    region: str
-    instances: Mapping[str, int]
-    utilization: float | None
-    remaining_tokens: int | None
-    load: float | None
-
-
-def read_endpoints(
-    session: Session, facts: tuple[InstanceFacts, ...], *, stale_s: float
-) -> tuple[EndpointSummary, ...]:
-    """All endpoints by model and region; `facts` are the live view's instances."""
     states: dict[Endpoint, Counter[str]] = {}
     counted = (
         select(Instance.model, Instance.region, Instance.observed, heard_of(stale_s).label("alive"), func.count())
@@ -51,31 +37,17 @@ def read_endpoints(
             usable.setdefault(instance.endpoint, []).append(instance)
     rows = session.execute(select(EndpointRow.model, EndpointRow.region))
     known = {Endpoint(model=model, region=region) for model, region in rows} | states.keys()
-    return tuple(
-        _summary(endpoint, states.get(endpoint, Counter()), usable.get(endpoint, []))
-        for endpoint in sorted(known, key=lambda endpoint: (endpoint.model, endpoint.region))
-    )
+    return [_summary(each, states.get(each, Counter()), usable.get(each, [])) for each in sorted(known)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnplacedSummary:
-    """Instances of an endpoint that the last run of scaling found no place for. `gpu_type` None: any would do."""
-
-    model: str
-    region: str
-    gpu_type: str | None
-    count: int
-    reason: str
-
-
-def read_unplaced(session: Session) -> tuple[UnplacedSummary, ...]:
-    """What has no place now, by model and region."""
+def read_unplaced(session: Session) -> list[dict[str, Any]]:
+    """Instances that the last run of scaling could not place, by model and region: `model`, `region`, `gpu_type` (None:
+    any), `count` and `reason`.
+    """
     rows = session.scalars(
         select(EndpointRow).where(EndpointRow.unplaced.is_not(None)).order_by(EndpointRow.model, EndpointRow.region)
     )
-    return tuple(
-        UnplacedSummary(model=row.model, region=row.region, **each) for row in rows for each in row.unplaced or ()
-    )
+    return [{"model": row.model, "region": row.region, **each} for row in rows for each in row.unplaced or ()]
 
 
 def note_outcome(
@@ -84,8 +56,8 @@ def note_outcome(
     settled: Mapping[Endpoint, Mapping[str, int] | None],
     unplaced: Mapping[Endpoint, list[dict[str, Any]]],
 ) -> None:
-    """Write down what a run of scaling left behind: what each endpoint is settled at, and what of it has no place, as
-    `gpu_type`, `count` and `reason`. Rows that say so already are not written.
+    """Store the outcome of a run of scaling: what each endpoint is settled at, and its unplaced instances, as
+    `gpu_type`, `count` and `reason`. Unchanged rows are not written.
     """
     for row in session.scalars(select(EndpointRow)):
         endpoint = Endpoint(model=row.model, region=row.region)
@@ -94,15 +66,15 @@ def note_outcome(
         row.unplaced = unplaced.get(endpoint)
 
 
-def _summary(endpoint: Endpoint, states: Counter[str], usable: list[InstanceFacts]) -> EndpointSummary:
-    return EndpointSummary(
-        model=endpoint.model,
-        region=endpoint.region,
-        instances=dict(states),
-        utilization=utilization_of(usable) if usable else None,
-        remaining_tokens=sum(each.remaining_tokens + each.sent_tokens for each in usable) if usable else None,
-        load=max(each.load for each in usable) if usable else None,
-    )
+def _summary(endpoint: Endpoint, states: Counter[str], usable: list[InstanceFacts]) -> dict[str, Any]:
+    return {
+        "model": endpoint.model,
+        "region": endpoint.region,
+        "instances": dict(states),
+        "utilization": utilization_of(usable) if usable else None,
+        "remaining_tokens": sum(each.remaining_tokens + each.sent_tokens for each in usable) if usable else None,
+        "load": max(each.load for each in usable) if usable else None,
+    }
 
 
 def backlogs(session: Session, *, count_max: int | None = None) -> dict[str, Backlog]:

@@ -1,4 +1,4 @@
-"""Events: reading them, forgetting old ones, and the one kind that no change of a row tells of: a node that is lost."""
+"""Events: reading them, and writing the one kind that no trigger writes: a node was lost."""
 
 from collections.abc import Collection, Mapping
 from datetime import datetime

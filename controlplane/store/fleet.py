@@ -86,7 +86,7 @@ def _raised(session: Session, **values: ColumnElement[int]) -> int:
 
 
 def put_region(session: Session, *, name: str, position: int | None) -> Region:
-    """Register a region, or move it in the order of preference. Without a position it goes last."""
+    """Register a region, or move it in the order of preference. Without a position it is the last."""
     fleet_index(session, lock=True)
     present = session.get(Region, name)
     if position is None:
@@ -129,7 +129,7 @@ def put_model(session: Session, model: Model) -> Model:
 
     Raises:
         ConflictError: instances of the name run from another path.
-        InvalidValueError: it asks for vLLM, and a profile of it says that it takes several GPUs.
+        InvalidValueError: its engine is vLLM, and by a profile it takes several GPUs.
     """
     fleet_index(session, lock=True)
     present = session.get(Model, model.name)
@@ -199,17 +199,17 @@ def load_catalog(session: Session) -> Catalog:
 
 
 def heard_of(within_s: float) -> ColumnElement[bool]:
-    """Whether a node was heard of in the last `within_s` seconds, on Postgres's clock: then it is alive."""
+    """Whether a node sent a heartbeat in the last `within_s` seconds, on Postgres's clock: then it is alive."""
     return func.coalesce(func.extract("epoch", func.clock_timestamp() - Node.last_seen_at) <= within_s, false())
 
 
 def alive_nodes(session: Session, nodes: Iterable[str], *, alive_s: float) -> frozenset[str]:
-    """Those of the nodes that were heard of in the last `alive_s` seconds."""
+    """Those of the nodes that sent a heartbeat in the last `alive_s` seconds."""
     return frozenset(session.scalars(select(Node.name).where(Node.name.in_(list(nodes)), heard_of(alive_s))))
 
 
 def lost_nodes(session: Session, *, alive_s: float) -> tuple[str, ...]:
-    """Nodes that were not heard of in the last `alive_s` seconds and hold instances that are wanted or still draining,
+    """Nodes without a heartbeat in the last `alive_s` seconds that hold instances which are wanted or still draining,
     by name.
     """
     holds = select(Instance.id).where(Instance.node == Node.name, Instance.desired != Desired.STOPPED).exists()
@@ -217,8 +217,8 @@ def lost_nodes(session: Session, *, alive_s: float) -> tuple[str, ...]:
 
 
 def touch_node(session: Session, name: str, *, leaving: bool = False) -> Node:
-    """Note that the node was heard of just now, and whether its agent is shutting down. This locks its row, which
-    whoever changes its instances locks first.
+    """Store that the node sent a heartbeat now, and whether its agent is shutting down. This locks its row, which must
+    be locked before its instances are changed.
 
     Raises:
         NotFoundError: it has not joined.
@@ -237,8 +237,8 @@ def all_endpoints(session: Session) -> list[EndpointRow]:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetInventory:
-    """The whole fleet at one moment. `alive`: names of nodes heard of lately. `silent_s`: seconds since each node's
-    last heartbeat, of those that ever sent one.
+    """The whole fleet at one moment. `alive`: names of nodes with a recent heartbeat. `silent_s`: seconds since each
+    node's last heartbeat, of those that ever sent one.
     """
 
     regions: list[str]

@@ -16,8 +16,8 @@ from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import INSTANCE, InstanceState, can_move
 from controlplane.store.demand import IW, mean_demand
 from controlplane.store.fleet import fleet_index
+from controlplane.store.leases import active_leases, end_leases
 from controlplane.store.rows import Page, delete_some, page
-from controlplane.store.spot import active_leases, end_leases
 from controlplane.store.storable import storable
 from controlplane.store.tables import Desired, Instance, LeaseEnd, Model, Node
 from dataplane.protocol.messages import (
@@ -69,8 +69,8 @@ def add_instance(
     kind: InstanceKind = InstanceKind.MIXED,
     succeeds: str | None = None,
 ) -> Instance:
-    """Want a new instance on a slot. One with no GPUs of its own is pooled. `succeeds`: the instance whose place it
-    takes, since that one's node goes.
+    """Add a desired instance on a slot. One without GPUs of its own is pooled. `succeeds`: the instance that it
+    replaces because that one's node is leaving.
     """
     instance = Instance(
         id=f"inst_{uuid_utils.uuid7().hex}",
@@ -91,8 +91,8 @@ def add_instance(
 
 
 def set_desired(session: Session, ids: Iterable[str], desired: Desired, *, donate: bool = False) -> None:
-    """Change what is wanted of instances; stopped ones stay stopped. `donate`: draining ones are lent out once empty.
-    A spot instance that is stopped is gone at once, with what its lessee has there.
+    """Change what is wanted of instances; stopped ones stay stopped. `donate`: draining ones are donated once empty.
+    A donated instance that is stopped ends at once, with the lessee's requests.
     """
     values: dict[str, Any] = {"desired": desired, "donate": donate, "changed_at": func.now()}
     values["spot_at"] = func.now() if desired == Desired.SPOT else None
@@ -121,7 +121,7 @@ def set_succeeds(session: Session, successors: Mapping[str, str | None]) -> None
 
 def set_engine(instance: Instance, engine: EngineChoice, *, moves: bool) -> None:
     """Let an instance run on an engine. `moves`: it leaves the other one for that, from now (the database's time) on.
-    One that had failed begins anew.
+    A failed one is pending again.
     """
     instance.engine = engine
     if moves:
@@ -139,9 +139,8 @@ def touch_generations(session: Session, nodes: Sequence[str]) -> None:
 
 
 def desired_of(session: Session, node: str, *, starts_s: int | None = None) -> DesiredInstances:
-    """The whole desired state of a node, as it goes over the wire, the oldest instance first. For a node that starts at
-    the Unix time `starts_s` and has everything to load, endpoints with most interactive demand in the hour before come
-    first.
+    """The desired state of a node as it is sent, the oldest instance first. For a node that starts at the Unix time
+    `starts_s` and must load everything, endpoints with most interactive demand in the hour before are first.
     """
     query = select(Instance, Model).join(Model, Model.name == Instance.model).where(Instance.node == node, LIVE)
     rows = session.execute(query.order_by(Instance.id)).all()
@@ -205,7 +204,7 @@ def model_spec(model: Model, engine: EngineChoice) -> ModelSpec:
 
 def observe(session: Session, heartbeat: Heartbeat) -> None:
     """Write down what a node reports. A draining instance that a node following the newest generation no longer holds
-    is stopped, one that it holds empty is lent out; a running one that it does not hold yet is pending. One that failed
+    is stopped, one that it holds empty is donated; a running one that it does not hold yet is pending. One that failed
     keeps its error, and the time of its first failure, while its node tries to load it again.
     """
     reports = {report.instance_id: report for report in heartbeat.instances}
@@ -229,7 +228,7 @@ def observe(session: Session, heartbeat: Heartbeat) -> None:
 
 
 def _follow_draining(session: Session, instance: Instance, report: InstanceReport | None) -> bool:
-    """Whether the node must be told again of an instance that drained, or that failed before it could be lent out."""
+    """Whether the node needs a new desired state: the instance drained, or failed before it could be donated."""
     if not instance.donate:
         return report is None and _end_draining(session, instance, desired=Desired.STOPPED)
     if report is not None and report.state == "spot":
@@ -240,7 +239,7 @@ def _follow_draining(session: Session, instance: Instance, report: InstanceRepor
 
 
 def _end_draining(session: Session, instance: Instance, **values: Any) -> bool:
-    """Whether a drained instance is something else now; one that scaling has just taken back is not."""
+    """Whether the state of a drained instance changed; one that scaling has just reclaimed is left alone."""
     ended = session.scalar(
         update(Instance)
         .where(Instance.id == instance.id, Instance.desired == Desired.DRAINING, Instance.donate == instance.donate)
@@ -257,7 +256,7 @@ def _state_of(report: InstanceReport | None, instance: Instance) -> InstanceStat
 
 
 def _move(instance: Instance, state: InstanceState) -> bool:
-    """Whether the instance came to its end. A failed load that is tried again is no change."""
+    """Whether the instance has stopped. A failed load that is retried is no change."""
     before = InstanceState(instance.observed)
     if before == state:
         return False
@@ -285,12 +284,12 @@ def forget_stopped(session: Session, *, keep_s: float, count_max: int) -> int:
 
 
 def lose_silent_nodes(session: Session, *, silent_s: float, heard_s: float, grace_s: float) -> list[str]:
-    """Give up what nodes hold that were not heard of for `silent_s` seconds; returns those nodes.
+    """Stop the instances of nodes that sent no heartbeat for `silent_s` seconds; returns those nodes.
 
-    Nothing is given up unless some other node was heard of within `heard_s`: else it is the control plane that was
-    away. An instance first goes back to pending and is given up `grace_s` later, so that nodes have time to come back
-    after an outage of the control plane. What drains or is lent out there is gone at once, its lease with it. The fleet
-    is locked only if there is something to give up.
+    Nothing is stopped unless some other node sent a heartbeat within `heard_s`: else the control plane itself was down.
+    An instance is first set back to pending and is stopped `grace_s` later, so that nodes can reconnect after an outage
+    of the control plane. Draining and donated ones are stopped at once, with their leases. The fleet is locked only if
+    there is something to stop.
     """
     age_s = func.extract("epoch", func.now() - Node.last_seen_at)
     if session.scalar(select(Node.name).where(age_s <= heard_s).limit(1)) is None:

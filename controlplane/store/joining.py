@@ -12,28 +12,28 @@ from controlplane.errors import ConflictError
 from controlplane.store.fleet import bump_index
 from controlplane.store.instances import instances_of, set_desired, touch_generations
 from controlplane.store.keys import snapshot
+from controlplane.store.leases import end_leases
 from controlplane.store.rows import require
-from controlplane.store.spot import end_leases
 from controlplane.store.tables import Desired, GpuType, Instance, LeaseEnd, Node, Region, Slot
 from dataplane.protocol.messages import Join, SlotSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """A node that joined. `lost`: instances that it held, by id, and has no place for any more."""
+    """A node that joined. `lost`: ids of instances that no longer fit on its slots."""
 
     node: Node
     lost: tuple[str, ...] = ()
 
 
 def join_node(session: Session, join: Join) -> Joined:
-    """Take a node in, or take it back after a restart. Instances that its slots have no place for any more are stopped,
-    with their leases: their workers ended with the agent before, and scaling starts others. A slot that is gone takes
+    """Register a node, also after a restart. Instances that no longer fit on its slots are stopped with their leases:
+    their workers ended with the previous agent, and scaling starts others. A slot that is gone takes
     the rows of its instances with it.
 
     Raises:
         NotFoundError: the region or GPU type is not registered.
-        ConflictError: the node has live instances, and comes from another region or with other GPUs.
+        ConflictError: the node has live instances, and joins from another region or with other GPUs.
     """
     require(session, Region, join.region, param="region")
     require(session, GpuType, join.gpu_type, param="gpu_type")
@@ -56,7 +56,7 @@ def join_node(session: Session, join: Join) -> Joined:
 
 
 def _give_up(session: Session, present: Node, join: Join) -> tuple[str, ...]:
-    """Stop what the node has no place for. Its instances must be of its region and GPU type, which none can change."""
+    """Stop what no longer fits on the node. Its instances must be of its region and GPU type, which none can change."""
     live = instances_of(session, present.name)
     if live and (present.region, present.gpu_type) != (join.region, join.gpu_type):
         raise ConflictError(
@@ -73,7 +73,7 @@ def _give_up(session: Session, present: Node, join: Join) -> tuple[str, ...]:
 
 
 def _misfits(live: Sequence[Instance], slots: Sequence[SlotSpec]) -> tuple[str, ...]:
-    """Instances, oldest first, whose slot is gone, or has no worker of their size, or is full with older ones."""
+    """Instances, oldest first, whose slot was removed, has no worker of their size, or is full with older ones."""
     free = [slot.gpus for slot in slots]
     lost = []
     for instance in live:

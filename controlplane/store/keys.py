@@ -91,14 +91,6 @@ class NewKey:
     secret: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredAnswer:
-    """What a POST with this idempotency key answered. No status: it is still being worked on."""
-
-    status: int | None
-    body: str | None
-
-
 def hash_secret(secret: str) -> str:
     """The form in which a secret is stored and looked up."""
     return hashlib.sha256(secret.encode()).hexdigest()
@@ -219,7 +211,7 @@ def revoke_key(session: Session, key_id: str) -> ApiKey:
 def record(
     session: Session, *, actor: str, action: str, subject: str, before: Json | None = None, after: Json | None = None
 ) -> None:
-    """Write an audit event, in the transaction of the change it tells of."""
+    """Write an audit event, in the transaction of the change."""
     session.add(AuditEvent(actor=actor, action=action, subject=subject, before=before, after=after))
 
 
@@ -251,8 +243,8 @@ def list_audit(
     return page(session, query, after=after, limit=limit, newest_first=True)
 
 
-def claim_idempotency(session: Session, *, api_key_id: str, key: str, request_hash: str) -> StoredAnswer | None:
-    """None when this request is the first of its key and shall be worked on, else what was answered.
+def claim_idempotency(session: Session, *, api_key_id: str, key: str, request_hash: str) -> IdempotencyKey | None:
+    """None if this request is the first with its key and must be executed, else the row with the stored answer.
 
     Raises:
         ConflictError: the key was used for another request.
@@ -269,7 +261,7 @@ def claim_idempotency(session: Session, *, api_key_id: str, key: str, request_ha
     assert row is not None, "nobody deletes idempotency keys of this age"
     if row.request_hash != request_hash:
         raise ConflictError("this Idempotency-Key was used for another request", param="Idempotency-Key")
-    return StoredAnswer(status=row.status, body=row.body)
+    return row
 
 
 def keep_answer(session: Session, *, api_key_id: str, key: str, status: int, body: str) -> None:

@@ -1,5 +1,5 @@
-"""Plans: written once, applied once, taken back by a new plan. Whatever changes which plan is in force checks and
-changes under the fleet's lock.
+"""Plans: written once, applied once, rolled back by a new plan. Which plan is in force is checked and changed under the
+fleet's lock.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _HOUR_S = 3600
 
 class Plan(Base):
     """One hour's placement. The schedule makes at most one per window, failed attempts aside; at most one plan is in
-    force. `approval_reason`: why it waits, or waited, for an operator. `inputs`: what the solver was told.
+    force. `approval_reason`: why it waits, or waited, for an operator. `inputs`: the solver's inputs.
     """
 
     __tablename__ = "plans"
@@ -128,7 +128,7 @@ def get_plan(session: Session, plan_id: str) -> Plan:
 
 
 def inputs_of(session: Session, plan_id: str) -> Json | None:
-    """What the solver was told, and from where; None for plans that no solver made, or older than this record.
+    """The solver's inputs and their sources; None for plans without a solver, or older than this record.
 
     Raises:
         NotFoundError: no such plan.
@@ -154,7 +154,7 @@ def newest_scheduled(session: Session) -> Plan | None:
 
 
 def apply_plan(session: Session, plan_id: str, *, index: int, now_s: float, approved_by: str = AUTOMATIC) -> Plan:
-    """Put a plan in force in place of the present one. Applying the plan in force again changes nothing.
+    """Apply a plan in place of the present one. Applying the plan in force again changes nothing.
 
     Raises:
         NotFoundError: no such plan.
@@ -183,7 +183,7 @@ def apply_plan(session: Session, plan_id: str, *, index: int, now_s: float, appr
 
 
 def approve_plan(session: Session, plan_id: str, *, now_s: float, approved_by: str) -> Plan:
-    """An operator's yes to a plan that waits: it goes in force, if the fleet is still what it was made for.
+    """Approve a plan that waits: it is applied if the fleet has not changed since it was made.
 
     Raises:
         NotFoundError: no such plan.
@@ -196,7 +196,7 @@ def approve_plan(session: Session, plan_id: str, *, now_s: float, approved_by: s
 
 
 def reject_plan(session: Session, plan_id: str, *, rejected_by: str, note: str) -> Plan:
-    """An operator's no to a draft; the present plan stays, and the schedule makes no other one of that hour.
+    """Reject a draft; the present plan stays, and the schedule makes no other plan for that hour.
 
     Raises:
         NotFoundError: no such plan.

@@ -1,8 +1,8 @@
 """Deleting models, endpoints, regions, GPU types and nodes, which is refused while anything uses them.
 
-What is deleted takes its own rows with it: profiles, latencies, ended pins, stopped instances, and spot instances that
-nobody leases. Demand, forecasts, plans, results and the audit have no foreign keys to the fleet and keep its names.
-Callers look first to say what uses it; that nothing does is held by the foreign keys.
+What is deleted takes its own rows with it: profiles, latencies, ended overrides, stopped instances, and donated
+instances that nobody leases. Demand, forecasts, plans, results and the audit have no foreign keys to the fleet and keep
+its names. Callers look first to say what uses it; that nothing does is held by the foreign keys.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ from controlplane.store.batch_tables import Batch, BatchModel
 from controlplane.store.fleet import alive_nodes, bump_index, fleet_index
 from controlplane.store.instances import LIVE, touch_generations
 from controlplane.store.keys import ApiKey
-from controlplane.store.pins import Pin
+from controlplane.store.leases import ACTIVE
+from controlplane.store.overrides import ReplicaOverride
 from controlplane.store.rows import require
-from controlplane.store.spot import ACTIVE
 from controlplane.store.tables import (
     Base,
     Desired,
@@ -26,11 +26,11 @@ from controlplane.store.tables import (
     EngineFailureRow,
     GpuType,
     Instance,
+    InstanceLease,
     Model,
     Node,
     Profile,
     Region,
-    SpotLease,
 )
 
 _NAMES_MAX = 5
@@ -69,20 +69,20 @@ def delete_endpoint(session: Session, *, model: str, region: str) -> EndpointRow
 
     Raises:
         NotFoundError: it is not offered there.
-        InUseError: it has instances, leased ones among them, or is pinned.
+        InUseError: it has instances, leased ones among them, or a replica override is in force.
     """
     fleet_index(session, lock=True)
     endpoint = require(session, EndpointRow, (model, region), param="endpoint")
     here = and_(Instance.model == model, Instance.region == region)
-    pins = select(Pin.id).where(Pin.model == model, Pin.region == region)
-    pins = pins.where(Pin.removed_at.is_(None), Pin.until > func.now())
+    overrides = select(ReplicaOverride.id).where(ReplicaOverride.model == model, ReplicaOverride.region == region)
+    overrides = overrides.where(ReplicaOverride.removed_at.is_(None), ReplicaOverride.until > func.now())
     _delete(
         session,
         endpoint,
         f"endpoint {model} in {region}",
         lambda: [
             *_instances(session, here, then="set --min 0 --max 0 and wait until it is drained, or use --drain"),
-            _use(session, "pin", pins, then="remove it"),
+            _use(session, "pin", overrides, then="remove it"),
         ],
         instances=here,
     )
@@ -141,7 +141,7 @@ def delete_gpu_type(session: Session, name: str) -> GpuType:
 
 def delete_node(session: Session, name: str, *, alive_s: float) -> tuple[Node, list[ApiKey]]:
     """Delete a node, and revoke the keys that speak for it alone: an agent of that name needs a new one to join again.
-    Returns the node and these keys. A node was heard of lately if that was at most `alive_s` seconds ago.
+    Returns the node and these keys. A node is alive if it sent a heartbeat at most `alive_s` seconds ago.
 
     Raises:
         NotFoundError: there is none of the name.
@@ -169,7 +169,9 @@ def delete_node(session: Session, name: str, *, alive_s: float) -> tuple[Node, l
 def _instances(session: Session, which: ColumnElement[bool], *, then: str) -> list[Use | None]:
     """Instances in use: those that serve or drain, and those that are leased."""
     serving = select(Instance.id).where(which, LIVE, Instance.desired != Desired.SPOT)
-    leased = select(SpotLease.instance_id).join(Instance, Instance.id == SpotLease.instance_id).where(which, ACTIVE)
+    leased = (
+        select(InstanceLease.instance_id).join(Instance, Instance.id == InstanceLease.instance_id).where(which, ACTIVE)
+    )
     return [
         _use(session, "instance", serving, then=then),
         _use(session, "leased spot instance", leased, then="wait for the lease's end, or return it"),
@@ -218,7 +220,9 @@ def _delete(
 
 
 def _forget_instances(session: Session, which: ColumnElement[bool]) -> None:
-    """Their nodes let go of what nobody leases; what is in use was refused before."""
+    """Delete stopped and unleased donated instances; their nodes unload the latter. Instances in use were refused
+    before.
+    """
     idle = and_(which, or_(Instance.desired == Desired.STOPPED, Instance.desired == Desired.SPOT))
     held = select(Instance.node).where(which, Instance.desired == Desired.SPOT).distinct().order_by(Instance.node)
     touch_generations(session, list(session.scalars(held)))

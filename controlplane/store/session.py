@@ -16,7 +16,7 @@ _SILENT_SERVER_MS = 10_000
 
 def make_engine(settings: Settings) -> Engine:
     """A connection pool to Postgres. Connections are checked before use, so a restarted server heals by itself;
-    one that vanishes without a word is noticed within about ten seconds.
+    a connection that is lost silently is noticed within about ten seconds.
     """
     connect_args: dict[str, Any] = {
         "connect_timeout": settings.database_timeout_s,

@@ -13,8 +13,8 @@ from dataplane.protocol.tiers import InstanceKind
 
 
 def stored_view(session: Session, *, heard_s: float) -> FleetView:
-    """Nodes heard of in the last `heard_s` seconds, and what is ready there. How busy it is only Redis would know: it
-    counts as full and its waits as unknown, so interactive requests go there and deferred ones do not.
+    """Nodes with a heartbeat in the last `heard_s` seconds, and their ready instances. Only Redis has their load: they
+    count as full with unknown waits, so interactive requests are sent there and deferred ones are not.
     """
     heard = Node.last_seen_at > func.now() - timedelta(seconds=heard_s)
     ready = (Instance.desired == Desired.RUNNING) & (Instance.observed == InstanceState.READY)

@@ -1,8 +1,7 @@
 """Counts of everything at one moment, for people who ask how the fleet is."""
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
@@ -14,57 +13,29 @@ from controlplane.store.plans import Plan, newest_scheduled
 from controlplane.store.tables import Desired, Instance, Model, Node, Region, Slot
 
 
-@dataclass(frozen=True, kw_only=True)
-class RegionSummary:
-    """One region: its nodes, those heard of lately, their GPUs, and how many instances are live and ready."""
-
-    name: str
-    position: int
-    nodes: int
-    nodes_alive: int
-    gpus: int
-    instances: int
-    instances_ready: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """The whole. Instances are the live ones by shown state, and how many of them are pooled; `plan` is the one in
-    force, `scheduled` the schedule's newest, whatever became of it.
+def read_summary(session: Session, *, alive_s: float) -> dict[str, Any]:
+    """Counts by the names of the API's status. Instances are the live ones by shown state; `plan` is the one in force,
+    `planning` the schedule's newest, in whatever state. A node is alive if it sent a heartbeat in the last `alive_s`
+    seconds.
     """
-
-    models: int
-    regions: tuple[RegionSummary, ...]
-    nodes_draining: int
-    instances: Mapping[str, int]
-    instances_pooled: int
-    batches: Mapping[str, int]
-    requests_waiting: int
-    requests_running: int
-    plan: Plan | None
-    scheduled: Plan | None
-
-
-def read_summary(session: Session, *, alive_s: float) -> Summary:
-    """Count everything. A node is alive if it was heard of in the last `alive_s` seconds."""
     instances = _instances(session, alive_s=alive_s)
     by_state: Counter[str] = Counter()
     for (_, state), count in instances.items():
         by_state[state] += count
     pooled = select(func.count()).where(Instance.pooled, Instance.desired != Desired.STOPPED)
     batches = select(Batch.state, func.count()).group_by(Batch.state)
-    return Summary(
-        models=session.scalar(select(func.count()).select_from(Model)) or 0,
-        regions=_regions(session, instances, alive_s=alive_s),
-        nodes_draining=session.scalar(select(func.count()).where(Node.draining)) or 0,
-        instances=by_state,
-        instances_pooled=session.scalar(pooled) or 0,
-        batches=dict(session.execute(batches).all()),
-        requests_waiting=_requests(session, QueuedRequest.lease_until.is_(None)),
-        requests_running=_requests(session, QueuedRequest.lease_until.is_not(None)),
-        plan=session.scalar(select(Plan).where(Plan.state.in_((PlanState.APPLYING, PlanState.APPLIED)))),
-        scheduled=newest_scheduled(session),
-    )
+    return {
+        "models": session.scalar(select(func.count()).select_from(Model)) or 0,
+        "regions": _regions(session, instances, alive_s=alive_s),
+        "nodes_draining": session.scalar(select(func.count()).where(Node.draining)) or 0,
+        "instances": by_state,
+        "instances_pooled": session.scalar(pooled) or 0,
+        "batches": dict(session.execute(batches).all()),
+        "requests_waiting": _requests(session, QueuedRequest.lease_until.is_(None)),
+        "requests_running": _requests(session, QueuedRequest.lease_until.is_not(None)),
+        "plan": session.scalar(select(Plan).where(Plan.state.in_((PlanState.APPLYING, PlanState.APPLIED)))),
+        "planning": newest_scheduled(session),
+    }
 
 
 def _instances(session: Session, *, alive_s: float) -> Counter[tuple[str, str]]:
@@ -85,7 +56,7 @@ def _requests(session: Session, where: ColumnElement[bool]) -> int:
     return session.scalar(select(func.count()).select_from(QueuedRequest).where(where)) or 0
 
 
-def _regions(session: Session, instances: Counter[tuple[str, str]], *, alive_s: float) -> tuple[RegionSummary, ...]:
+def _regions(session: Session, instances: Counter[tuple[str, str]], *, alive_s: float) -> list[dict[str, Any]]:
     nodes = {
         region: (total, live)
         for region, total, live in session.execute(
@@ -97,15 +68,15 @@ def _regions(session: Session, instances: Counter[tuple[str, str]], *, alive_s: 
             select(Node.region, func.sum(Slot.gpus)).join(Slot, Slot.node == Node.name).group_by(Node.region)
         ).all()
     )
-    return tuple(
-        RegionSummary(
-            name=region.name,
-            position=region.position,
-            nodes=nodes.get(region.name, (0, 0))[0],
-            nodes_alive=nodes.get(region.name, (0, 0))[1],
-            gpus=int(gpus.get(region.name, 0)),
-            instances=sum(count for (name, _), count in instances.items() if name == region.name),
-            instances_ready=instances[region.name, InstanceState.READY],
-        )
+    return [
+        {
+            "name": region.name,
+            "position": region.position,
+            "nodes": nodes.get(region.name, (0, 0))[0],
+            "nodes_alive": nodes.get(region.name, (0, 0))[1],
+            "gpus": int(gpus.get(region.name, 0)),
+            "instances": sum(count for (name, _), count in instances.items() if name == region.name),
+            "instances_ready": instances[region.name, InstanceState.READY],
+        }
         for region in session.scalars(select(Region).order_by(Region.position, Region.name))
-    )
+    ]

@@ -58,7 +58,7 @@ def one_of(column: str, states: type[StrEnum]) -> CheckConstraint:
 
 
 class Role(StrEnum):
-    """What a key may do: each role may do all that the next one may, but `client` and `node` stand apart."""
+    """What a key may do: each role may do all that the next one may, but `client` and `node` are separate."""
 
     ADMIN = "admin"
     OPERATOR = "operator"
@@ -68,7 +68,9 @@ class Role(StrEnum):
 
 
 class Desired(StrEnum):
-    """What the control plane wants of an instance. A spot instance is lent out: it stays loaded, we send it nothing."""
+    """What the control plane wants of an instance. A donated (spot) one stays loaded for a lessee and gets no requests
+    of ours.
+    """
 
     RUNNING = "running"
     DRAINING = "draining"
@@ -122,9 +124,9 @@ class GpuType(Base):
 
 class Node(Base):
     """A machine with GPUs of one type, run by one agent. `generation` counts changes of what it shall hold.
-    `host_bytes`: its model cache in host memory; None: its agent is too old to say. `dtype`: what weights are converted
-    to; None: they stay as stored, or its agent is too old to say. `draining`: an operator takes it out of service;
-    `leaving`: its agent is shutting down.
+    `host_bytes`: its model cache in host memory; None: its agent is too old to report it. `dtype`: what weights are
+    converted to; None: they stay as stored, or its agent is too old to report it. `draining`: an operator takes it out
+    of service; `leaving`: its agent is shutting down.
     """
 
     __tablename__ = "nodes"
@@ -149,8 +151,8 @@ class Node(Base):
 
 
 class Slot(Base):
-    """GPUs of a node that serve as one, in equal shares of its `workers`; an instance stands on every worker.
-    `weights_bytes`: what each worker has for weights; None: its agent is too old to say.
+    """GPUs of a node that serve as one, in equal shares of its `workers`; an instance is loaded on every worker.
+    `weights_bytes`: memory for weights of each worker; None: its agent is too old to report it.
     """
 
     __tablename__ = "slots"
@@ -220,7 +222,7 @@ class LoopRun(Base):
 
 
 class EngineFailureRow(Base):
-    """A model failed on an engine on a GPU type: so many times, and what its node said the last time."""
+    """A model failed on an engine on a GPU type: how often, and the error its node last reported."""
 
     __tablename__ = "engine_failures"
     __table_args__ = (
@@ -254,12 +256,12 @@ class EndpointRow(Base):
 
 
 class Instance(Base):
-    """One copy of a model on a slot: what is wanted of it and what its node last said.
+    """One copy of a model on a slot: its desired state and what its node last reported.
 
-    `kind`: which requests it is for. `donate`: when it has drained it becomes a spot instance instead of being
+    `kind`: which requests it is for. `donate`: when it has drained it becomes a donated instance instead of being
     stopped; `spot_at`: since when it is one. `pooled`: it shares the GPUs of its slot with others and has none of its
-    own. `engine`: what it is told to run on, and why; auto: its node decides; `came_from`: the one it left last.
-    `succeeds`: the instance on a node that goes whose place it takes. `waits_for`: what keeps it from serving.
+    own. `engine`: the one it is assigned, and why; auto: its node decides; `came_from`: the one before.
+    `succeeds`: the instance that it replaces, whose node is leaving. `waits_for`: what keeps it from serving.
     """
 
     __tablename__ = "instances"
@@ -302,7 +304,7 @@ class Instance(Base):
 
 
 class LeaseEnd(StrEnum):
-    """Why a lease of a spot instance ended. Lost: its node or the instance is gone."""
+    """Why a lease of a donated instance ended. Lost: its node or the instance was lost."""
 
     RETURNED = "returned"
     EXPIRED = "expired"
@@ -310,8 +312,8 @@ class LeaseEnd(StrEnum):
     LOST = "lost"
 
 
-class SpotLease(Base):
-    """The use of a spot instance for some time. `reclaim_at`: notice was given, the lease ends then at the latest."""
+class InstanceLease(Base):
+    """Use of a donated instance for some time. `reclaim_at`: notice was given, the lease ends then at the latest."""
 
     __tablename__ = "spot_leases"
     __table_args__ = (

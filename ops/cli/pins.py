@@ -24,7 +24,7 @@ def _minute(time: str | None) -> str | None:
 
 @pins.command("add")
 @examples('tidepool pin add llama-8b us-east --instances 4 --until 2026-11-27T18:00Z --note "launch week"')
-def add_pin(
+def add_override(
     context: typer.Context,
     model: str,
     region: str,

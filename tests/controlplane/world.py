@@ -5,6 +5,7 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from controlplane.dispatcher.steps import Step, Stepper
+from controlplane.errors import TidepoolError
 from controlplane.policies.lifecycle import BatchState
 from controlplane.settings import Settings
 from controlplane.store import fleet
@@ -161,6 +163,21 @@ def until(condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> None:
         time.sleep(0.01)
 
 
+def at_once(*works: Callable[[], Any]) -> list[Any]:
+    """What works return that start at the same moment, each in a thread of its own, or the codes of their errors."""
+    start = threading.Barrier(len(works))
+
+    def ending(work: Callable[[], Any]) -> Any:
+        start.wait()
+        try:
+            return work()
+        except TidepoolError as error:
+            return error.code
+
+    with ThreadPoolExecutor(len(works)) as threads:
+        return list(threads.map(ending, works))
+
+
 class World:
     """Two regions, one GPU type, one model with a profile and an endpoint in both regions; nodes as tests need them."""
 
@@ -261,6 +278,12 @@ class World:
     def step(self, step: Step, blobs: BlobStore, **changes: Any) -> str | None:
         """What a new dispatcher does first: this step, with the next batch that is due."""
         return Stepper(step, self.database, blobs, self.settings.model_copy(update=changes)).one()
+
+    def is_waiting_for_a_lock(self) -> bool:
+        """Whether some statement waits. A transaction sees one snapshot of who waits, so each look has its own."""
+        waits = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        with self.database.transaction() as session:
+            return bool(session.scalar(text(waits)))
 
     def no_delay(self) -> None:
         """The next try of every batch may begin at once."""

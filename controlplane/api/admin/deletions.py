@@ -6,7 +6,7 @@ from fastapi import APIRouter, BackgroundTasks, Query
 
 from controlplane.api.admin.fields import GpuTypePath, ModelName, ModelPath, NodePath, RegionName, RegionPath
 from controlplane.api.admin.idempotency import IdempotentRoute
-from controlplane.api.admin.keys import hashes_of, tell_gateways
+from controlplane.api.admin.keys import hashes_of, notify_gateways
 from controlplane.api.admin.models import Endpoint, Model
 from controlplane.api.admin.nodes import Node
 from controlplane.api.admin.regions import GpuType, Region
@@ -70,5 +70,5 @@ def delete_node(
     for key in keys:
         record(session, actor=caller.name, action="key.revoke", subject=key.id, after=snapshot(key))
     record(session, actor=caller.name, action="node.delete", subject=name, before=before)
-    after_commit.add_task(tell_gateways, state, {hashed for key in keys for hashed in hashes_of(key)})
+    after_commit.add_task(notify_gateways, state, {hashed for key in keys for hashed in hashes_of(key)})
     return Node.model_validate(before | {"alive": False, "slots": []})

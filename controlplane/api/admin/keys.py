@@ -144,7 +144,7 @@ def revoke_key(
     """The key stops working within seconds, everywhere. The last admin key cannot be revoked (409)."""
     with audited(session, caller, "key.revoke", ApiKey, key_id):
         row = keys.revoke_key(session, key_id)
-    after_commit.add_task(tell_gateways, state, hashes_of(row))
+    after_commit.add_task(notify_gateways, state, hashes_of(row))
     return Key.model_validate(row)
 
 
@@ -164,16 +164,16 @@ def rotate_key(
     with audited(session, caller, "key.rotate", ApiKey, key_id):
         made = keys.rotate_key(session, key_id, overlap_s=rotation.overlap_s)
     still_good = hashes_of(made.row) if rotation.overlap_s else {made.row.secret_hash}
-    after_commit.add_task(tell_gateways, state, known - still_good)
+    after_commit.add_task(notify_gateways, state, known - still_good)
     return MadeKey(**keys.snapshot(made.row), secret=made.secret)
 
 
 def hashes_of(row: ApiKey) -> set[str]:
-    """Of the secrets that a key has, for `tell_gateways`."""
+    """Of the secrets that a key has, for `notify_gateways`."""
     return {hashed for hashed in (row.secret_hash, row.old_secret_hash) if hashed is not None}
 
 
-def tell_gateways(state: State, hashes: set[str]) -> None:
+def notify_gateways(state: State, hashes: set[str]) -> None:
     """Of secrets that work no more, once it is committed. Without Redis they learn it after `key_cache_s`."""
     state.keys.forget(frozenset(hashes))
     if hashes:

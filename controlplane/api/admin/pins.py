@@ -26,7 +26,7 @@ from controlplane.api.state import SessionDep, StateDep
 from controlplane.errors import InvalidValueError
 from controlplane.planner.schedule import enqueue
 from controlplane.policies.facts import Endpoint
-from controlplane.store import pins
+from controlplane.store import overrides
 from controlplane.store.keys import record, snapshot
 
 router = APIRouter(tags=["admin: plans"], route_class=IdempotentRoute)
@@ -66,7 +66,7 @@ def create_pin(
     endpoint that is pinned already is refused (409): remove that pin first.
     """
     _check_until(body.until, days_max=state.settings.pin_days_max)
-    pin = pins.add_pin(
+    pin = overrides.add_override(
         session,
         endpoint=Endpoint(model=body.model, region=body.region),
         instances=body.instances,
@@ -88,20 +88,20 @@ def list_pins(
     after: After = None,
 ) -> PageOf[Pin]:
     """Pins, the oldest first."""
-    return page_of(Pin, pins.list_pins(session, after=after, limit=limit, live_only=live_only))
+    return page_of(Pin, overrides.list_overrides(session, after=after, limit=limit, live_only=live_only))
 
 
 @router.get("/pins/{pin_id}", summary="A pin")
 def get_pin(pin_id: PinPath, session: SessionDep, _: Viewer) -> Pin:
     """A pin, ended or not."""
-    return Pin.model_validate(pins.get_pin(session, pin_id))
+    return Pin.model_validate(overrides.get_override(session, pin_id))
 
 
 @router.delete("/pins/{pin_id}", summary="End a pin now")
 def remove_pin(pin_id: PinPath, session: SessionDep, caller: Operator, after_commit: BackgroundTasks) -> Pin:
     """The endpoint follows the plan and its limits again. Ending a pin that has ended changes nothing."""
-    before = snapshot(pins.get_pin(session, pin_id))
-    pin = pins.remove_pin(session, pin_id)
+    before = snapshot(overrides.get_override(session, pin_id))
+    pin = overrides.remove_override(session, pin_id)
     if before["removed_at"] is None:
         record(session, actor=caller.name, action="pin.remove", subject=pin_id, before=before, after=snapshot(pin))
         after_commit.add_task(enqueue, "scale")

@@ -22,7 +22,7 @@ from controlplane.api.state import SessionDep, StateDep
 from controlplane.errors import InvalidValueError
 from controlplane.planner.schedule import enqueue
 from controlplane.policies.lifecycle import InstanceState
-from controlplane.store import spot, tables
+from controlplane.store import leases, tables
 from controlplane.store.instances import touch_generations
 from controlplane.store.keys import record, snapshot
 
@@ -68,9 +68,9 @@ class NewLease(Body):
 @router.get("/spot", summary="List spot instances")
 def list_spot(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[SpotInstance]:
     """Donated instances by id, with their leases."""
-    page = spot.list_spot(session, after=after, limit=limit)
-    leases = spot.active_leases(session)
-    return PageOf(data=[_shown(row, leases) for row in page.rows], has_more=page.has_more, next=page.next)
+    page = leases.list_donated(session, after=after, limit=limit)
+    active = leases.active_leases(session)
+    return PageOf(data=[_shown(row, active) for row in page.rows], has_more=page.has_more, next=page.next)
 
 
 @router.post("/spot/{instance_id}/lease", summary="Lease a spot instance", status_code=201)
@@ -85,10 +85,10 @@ def lease_spot(
         raise InvalidValueError(
             f"duration_s: must be from {least:g} to {most:g}, got {body.duration_s:g}", param="duration_s"
         )
-    lease = spot.lease_spot(
+    lease = leases.lease_instance(
         session, instance_id, holder=body.holder, duration_s=body.duration_s, created_by=caller.name
     )
-    _tell_node(session, instance_id)
+    _notify_node(session, instance_id)
     record(session, actor=caller.name, action="spot.lease", subject=instance_id, after=snapshot(lease))
     return Lease.model_validate(lease)
 
@@ -98,23 +98,23 @@ def return_spot(
     instance_id: InstancePath, session: SessionDep, caller: Operator, after_commit: BackgroundTasks
 ) -> Lease:
     """Ends the lease now; the instance may be leased again, or taken back."""
-    leased = spot.active_leases(session).get(instance_id)
+    leased = leases.active_leases(session).get(instance_id)
     before = None if leased is None else snapshot(leased)
-    lease = spot.return_spot(session, instance_id)
-    _tell_node(session, instance_id)
+    lease = leases.return_lease(session, instance_id)
+    _notify_node(session, instance_id)
     record(session, actor=caller.name, action="spot.return", subject=instance_id, before=before, after=snapshot(lease))
     if lease.reclaim_at is not None:
         after_commit.add_task(enqueue, "scale")  # who gave notice waits for it
     return Lease.model_validate(lease)
 
 
-def _tell_node(session: SessionDep, instance_id: str) -> None:
+def _notify_node(session: SessionDep, instance_id: str) -> None:
     """The node lets requests of the lease in, or no more."""
     touch_generations(session, [session.get_one(tables.Instance, instance_id).node])
 
 
-def _shown(row: tables.Instance, leases: Mapping[str, tables.SpotLease]) -> SpotInstance:
-    lease = leases.get(row.id)
+def _shown(row: tables.Instance, active: Mapping[str, tables.InstanceLease]) -> SpotInstance:
+    lease = active.get(row.id)
     return SpotInstance.model_validate(
         snapshot(row)
         | {

@@ -101,22 +101,13 @@ class Status(BaseModel):
 def get_status(session: SessionDep, state: StateDep, health: HealthDep, _: Viewer) -> Status:
     """Health, regions, nodes, instances, batches, the queue and the plan in force."""
     summary = read_summary(session, alive_s=state.settings.heartbeat_stale_s)
-    return Status(
-        health=HealthStatus.model_validate(health.verdict),
-        loops=_loops(health),
-        fleet_index=fleet_index(session),
-        models=summary.models,
-        regions=[RegionStatus.model_validate(region) for region in summary.regions],
-        nodes_draining=summary.nodes_draining,
-        instances=dict(summary.instances),
-        instances_pooled=summary.instances_pooled,
-        unplaced=[UnplacedStatus.model_validate(each) for each in read_unplaced(session)],
-        batches=dict(summary.batches),
-        requests_waiting=summary.requests_waiting,
-        requests_running=summary.requests_running,
-        plan=None if summary.plan is None else PlanStatus.model_validate(summary.plan),
-        planning=None if summary.scheduled is None else PlanningStatus.model_validate(summary.scheduled),
-    )
+    here = {
+        "health": health.verdict,
+        "loops": _loops(health),
+        "fleet_index": fleet_index(session),
+        "unplaced": read_unplaced(session),
+    }
+    return Status.model_validate(summary | here)
 
 
 def _loops(health: SystemHealth) -> list[LoopStatus]:

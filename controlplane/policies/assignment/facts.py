@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, ModelGpu
-from controlplane.policies.fit import UNKNOWN_ROOM, ModelSize, WeightsRoom
+from controlplane.policies.fit import UNKNOWN_MEMORY, ModelSize, WeightsMemory
 from controlplane.policies.scaling.facts import KindStep, ScaleStep
 from dataplane.protocol.tiers import InstanceKind
 
@@ -35,7 +35,7 @@ class SlotRoom:
     accepting: bool = True
     pooled: bool = False
     workers: int = 1
-    weights: WeightsRoom = UNKNOWN_ROOM
+    weights: WeightsMemory = UNKNOWN_MEMORY
 
     @property
     def worker_gpus(self) -> int:

@@ -55,8 +55,8 @@ def choose_placement(
     grid = grid_of(facts, settings)
     if not grid.cells and not grid.options:
         nothing = Answer(counts={})
-        bound, said = grid_cost(grid, nothing), "no instances, and nothing that could be placed"
-        solved = Solved(status=PlacementStatus.OPTIMAL, solver="none", bound=bound, said=said)
+        bound, message = grid_cost(grid, nothing), "no instances, and nothing that could be placed"
+        solved = Solved(status=PlacementStatus.OPTIMAL, solver="none", bound=bound, message=message)
         return _described(facts, now_s, settings, grid, nothing, solved)
     try:
         answer, solved = _solve(grid, settings, solvers, should_stop)
@@ -80,14 +80,14 @@ def _solve(
         answer, solved = _exactly(grid, settings, solvers)
     except NothingFoundError as error:
         answer, solved = _by_prices(grid, settings, should_stop)
-        return answer, replace(solved, said=f"{error}; by prices: {solved.said}")
+        return answer, replace(solved, message=f"{error}; by prices: {solved.message}")
     if solved.status == PlacementStatus.OPTIMAL:
         return answer, solved
     other, priced = _by_prices(grid, settings, should_stop)
     bound = max(each.bound for each in (solved, priced) if each.bound is not None)
     cut_off = solved.status
     if grid_cost(grid, other) < grid_cost(grid, answer):
-        answer, solved = other, replace(priced, said=f"{solved.said}; better by prices: {priced.said}")
+        answer, solved = other, replace(priced, message=f"{solved.message}; better by prices: {priced.message}")
     return answer, replace(solved, bound=bound, status=_status(grid, settings, answer, bound, cut_off))
 
 
@@ -102,7 +102,7 @@ def _by_prices(grid: Grid, settings: PlacementSettings, should_stop: Callable[[]
     answer = _fitting(grid, priced, "prices")
     otherwise = PlacementStatus.TIME_LIMIT if should_stop() else PlacementStatus.BOUNDED
     status = _status(grid, settings, answer, priced.bound, otherwise)
-    return answer, Solved(status=status, solver="prices", bound=priced.bound, said=priced.reason)
+    return answer, Solved(status=status, solver="prices", bound=priced.bound, message=priced.reason)
 
 
 def _fitting(grid: Grid, answer: Answer, solver: str) -> Answer:
@@ -139,7 +139,7 @@ def _described(
         entries=_entries(grid, answer, explanation, marginals),
         unserved=explanation.unserved(),
         below_minimum=explanation.below_minimum(),
-        reason=f"{solved.said}{proven}",
+        reason=f"{solved.message}{proven}",
         pools=_pools(grid, answer),
         pooled=_pooled(grid, answer, explanation, marginals),
     )

@@ -1,12 +1,13 @@
 """What a placement costs per hour: the objective of the placement problem (SageServe 5), in plain arithmetic.
 
     sum price x + starts + prices of what is not served or not held      by model
-    + sum alpha P - what starts from spot instances save                 by region and GPU type
+    + sum alpha P - what starts from donated instances save                 by region and GPU type
     + moves: a `move_price` for each instance started or stopped, pool GPU added or removed, endpoint pooled or not
 
-A start costs `fresh_price`, less where it begins from a spot instance. Each place has `spot_gpus` GPUs of them: they go
-to the starts that save most per GPU, those of the spot instance's own model counted apart. An instance may start from
-spot GPUs in part, and saves in proportion. A pooled endpoint serves all its own demand and meets its minimum.
+A start costs `fresh_price`, less where it begins from a donated instance. Each place has `donated_gpus` GPUs of them:
+they go to the starts that save most per GPU, those of the donated instance's own model counted apart. An instance may
+start from donated GPUs in part, and saves in proportion. A pooled endpoint serves all its own demand and meets its
+minimum.
 """
 
 import math
@@ -19,7 +20,7 @@ ROUNDING = 1e-6
 
 
 def grid_cost(grid: Grid, answer: Answer) -> float:
-    """Cost per hour of any placement, also of one that does not fit (`violations_of` says so), in the unit of
+    """Cost per hour of any placement, also of one that does not fit (`violations_of` lists why), in the unit of
     `gpu_cost_per_hour`.
     """
     by_model = (model_cost(grid, row, answer.counts, answer.pooled) for row in grid.models)
@@ -61,33 +62,33 @@ def endpoint_cost(
 
 
 def place_cost(grid: Grid, row: PlaceRow, counts: Mapping[EndpointGpu, int], pool_gpus: int) -> float:
-    """A place's share: its pool, less what its spot instances save in starts."""
+    """A place's share: its pool, less what its donated instances save in starts."""
     pool = row.gpu_price * pool_gpus + grid.move_price * abs(pool_gpus - row.pool_before)
-    return pool - spot_saving(row, counts)
+    return pool - donated_saving(row, counts)
 
 
-def spot_saving(row: PlaceRow, counts: Mapping[EndpointGpu, int]) -> float:
-    """The most that starts at a place can save by taking spot instances back."""
-    left = float(row.spot_gpus)
+def donated_saving(row: PlaceRow, counts: Mapping[EndpointGpu, int]) -> float:
+    """The most that starts at a place can save by reclaiming donated instances."""
+    left = float(row.donated_gpus)
     saving = 0.0
     if not left:
         return saving
-    for per_gpu, gpus in sorted(_spot_offers(row.cells, counts), reverse=True):
+    for per_gpu, gpus in sorted(_donated_offers(row.cells, counts), reverse=True):
         taken = min(left, gpus)
         saving += per_gpu * taken
         left -= taken
     return saving
 
 
-def _spot_offers(cells: tuple[Cell, ...], counts: Mapping[EndpointGpu, int]) -> list[tuple[float, float]]:
-    """(saving per GPU, GPUs) of starts from spot instances of the same model, and from others."""
+def _donated_offers(cells: tuple[Cell, ...], counts: Mapping[EndpointGpu, int]) -> list[tuple[float, float]]:
+    """(saving per GPU, GPUs) of starts from donated instances of the same model, and from others."""
     offers = []
     for cell in cells:
         gpus = cell.profile.gpus
         started = max(0, counts.get(cell.key, 0) - cell.present)
-        same = min(started, cell.spot)
-        offers.append(((cell.fresh_price - cell.spot_same_price) / gpus, float(gpus * same)))
-        offers.append(((cell.fresh_price - cell.spot_other_price) / gpus, float(gpus * (started - same))))
+        same = min(started, cell.donated)
+        offers.append(((cell.fresh_price - cell.donated_same_price) / gpus, float(gpus * same)))
+        offers.append(((cell.fresh_price - cell.donated_other_price) / gpus, float(gpus * (started - same))))
     return offers
 
 
@@ -121,7 +122,7 @@ def gap_of(objective: float, bound: float, fleet_cost_per_hour: float) -> float:
 
 
 def violations_of(grid: Grid, answer: Answer) -> tuple[str, ...]:
-    """What a placement breaks that nothing may break: capacity, maximum or pin, and what pools can hold."""
+    """The hard constraints that a placement violates: capacity, maximum or replica override, and the size of pools."""
     counts, pooled, pool_gpus = answer.counts, answer.pooled, answer.pool_gpus
     placed = {key for key, count in counts.items() if count}
     found = [f"{key}: instances where none can stand" for key in sorted(placed - {cell.key for cell in grid.cells})]

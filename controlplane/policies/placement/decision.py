@@ -7,7 +7,7 @@ from controlplane.policies.facts import Endpoint
 
 
 class PlacementStatus(StrEnum):
-    """How far solving came.
+    """How the solver ended.
 
     OPTIMAL: within the gap that was asked for, proven. BOUNDED: by prices, with a proven bound that is further away.
     TIME_LIMIT: cut off before it was proven. FAILED: no answer at all.
@@ -23,14 +23,14 @@ class Constraint(StrEnum):
     """What makes a count necessary: the row that one instance less (or, where it fell, more) would break.
 
     HOME and GLOBAL are the two demand rows. CAPACITY and MAXIMUM hold a count down. COST: no row needs it, it is
-    cheaper so. NONE: nothing needs it; it stands within the solver's gap, or nothing changes at an empty place.
+    cheaper so. NONE: nothing needs it; it is kept within the solver's gap, or the cell is empty before and after.
     """
 
     HOME = "home"
     GLOBAL = "global"
     MINIMUM = "minimum"
     MAXIMUM = "maximum"
-    PIN = "pin"
+    OVERRIDE = "pin"
     CAPACITY = "capacity"
     COST = "cost"
     NONE = "none"
@@ -111,12 +111,12 @@ class Placement:
         solver: "highs" or "cbc" for the integer program, "prices" for the decomposition, "none" where there was
             nothing to solve or none answered.
         objective_per_hour: GPUs, starts, and prices of what is not served (cost.py). None if it failed.
-        bound_per_hour: no plan can be below this; None if the solver does not say.
+        bound_per_hour: no plan can be below this; None if the solver reports none.
         gap: (objective - bound) / gpu_cost_per_hour, as a share of 1; None without a bound.
         gpu_cost_per_hour: price of the placed instances and pool GPUs alone.
         entries: every cell with instances before or after, ordered by endpoint and GPU type.
-        below_minimum: endpoints that cannot have their minimum or their pin.
-        reason: what the solver said, in plain words.
+        below_minimum: endpoints that cannot have their minimum or their replica override.
+        reason: the solver's message.
         pools: every pool with GPUs before or after.
         pooled: every endpoint pooled after, ordered.
     """

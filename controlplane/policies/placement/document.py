@@ -1,6 +1,6 @@
 """Placement problems between JSON documents and facts. The schema is in `document_schema.py`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -40,7 +40,7 @@ def parse(text: bytes | str) -> tuple[PlacementFacts, PlacementSettings]:
 def to_document(facts: PlacementFacts, settings: PlacementSettings) -> dict[str, Any]:
     """The document of facts and settings, ready for JSON, in sorted order; `parse` makes the same of it again.
 
-    Loads of pools are gone: their occupancies are in it.
+    Loads of pools are not in it; the occupancies computed from them are.
     """
     problem = Problem(
         regions=list(facts.regions),
@@ -48,21 +48,14 @@ def to_document(facts: PlacementFacts, settings: PlacementSettings) -> dict[str,
         models=_models(facts),
         instance=_profiles(facts),
         present=_cell_counts(facts.present),
-        spot=_cell_counts(facts.spot),
-        demand=[
-            schema.Demand(model=at.model, region=at.region, tokens_per_s=list(windows))
-            for at, windows in sorted(facts.demand.items())
-        ],
+        spot=_cell_counts(facts.donated),
+        demand=[schema.Demand(**_names(at), tokens_per_s=list(each)) for at, each in sorted(facts.demand.items())],
         limits=[
-            schema.Limit(model=at.model, region=at.region, min=fewest, max=most)
-            for at, (fewest, most) in sorted(facts.limits.items())
+            schema.Limit(**_names(at), min=fewest, max=most) for at, (fewest, most) in sorted(facts.limits.items())
         ],
-        pins=[schema.Pin(model=at.model, region=at.region, count=pin) for at, pin in sorted(facts.pins.items())],
-        weights=[schema.Weights(model=at.model, region=at.region) for at in sorted(facts.weights_present)],
-        unfit=[
-            schema.Unfit(model=at.model, region=at.region, gpu=at.gpu_type, reason=reason)
-            for at, reason in sorted(facts.unfit.items())
-        ],
+        pins=[schema.Pin(**_names(at), count=count) for at, count in sorted(facts.overrides.items())],
+        weights=[schema.Weights(**_names(at)) for at in sorted(facts.weights_present)],
+        unfit=[schema.Unfit(**_names(at), reason=reason) for at, reason in sorted(facts.unfit.items())],
         epsilon=settings.epsilon,
         pool=None if facts.pool is None else _pool(facts.pool),
         solver=schema.Solver(
@@ -71,7 +64,7 @@ def to_document(facts: PlacementFacts, settings: PlacementSettings) -> dict[str,
         prices=schema.Prices(
             unserved=dict(settings.unserved_ratios),
             minimum=settings.minimum_ratio,
-            pin=settings.pin_ratio,
+            pin=settings.override_ratio,
             move=settings.move_ratio,
         ),
     )
@@ -97,8 +90,8 @@ def _profiles(facts: PlacementFacts) -> list[schema.Instance]:
             start_s=schema.StartSeconds(
                 local=profile.start.local_s,
                 remote=profile.start.remote_s,
-                spot_same=profile.start.spot_same_s,
-                spot_other=profile.start.spot_other_s,
+                spot_same=profile.start.donated_same_s,
+                spot_other=profile.start.donated_other_s,
             ),
         )
         for key, profile in sorted(facts.profiles.items(), key=lambda item: item[0])
@@ -122,35 +115,27 @@ def _gpus(facts: PlacementFacts) -> list[schema.Gpu]:
 
 
 def _cell_counts(counts: Mapping[EndpointGpu, int]) -> list[schema.CellCount]:
-    return [
-        schema.CellCount(model=key.model, region=key.region, gpu=key.gpu_type, count=count)
-        for key, count in sorted(counts.items())
-    ]
+    return [schema.CellCount(**_names(key), count=count) for key, count in sorted(counts.items())]
 
 
 def _pool(pool: PoolFacts) -> schema.Pool:
     return schema.Pool(
         fill=pool.fill,
-        occupancy=[
-            schema.PoolShare(model=key.model, region=key.region, gpu=key.gpu_type, share=share)
-            for key, share in sorted(pool.occupancy.items())
-        ],
+        occupancy=[schema.PoolShare(**_names(key), share=share) for key, share in sorted(pool.occupancy.items())],
         slots=_gpus_of_places(pool.slot_gpus),
         present=_gpus_of_places(pool.present),
-        pooled=[schema.PooledNow(model=key.model, region=key.region, gpu=key.gpu_type) for key in sorted(pool.pooled)],
+        pooled=[schema.PooledNow(**_names(key)) for key in sorted(pool.pooled)],
     )
 
 
 def _gpus_of_places(gpus: Mapping[RegionGpu, int]) -> list[schema.PoolGpus]:
-    return [
-        schema.PoolGpus(region=place.region, gpu=place.gpu_type, gpus=count) for place, count in sorted(gpus.items())
-    ]
+    return [schema.PoolGpus(**_names(place), gpus=count) for place, count in sorted(gpus.items())]
 
 
 def _facts(problem: Problem) -> PlacementFacts:
     present = {_cell(each): each.count for each in problem.present}
-    spot = {_cell(each): each.count for each in problem.spot}
-    here = {key.endpoint for key, n in [*present.items(), *spot.items()] if n}
+    donated = {_cell(each): each.count for each in problem.spot}
+    here = {key.endpoint for key, n in [*present.items(), *donated.items()] if n}
     return PlacementFacts(
         regions=tuple(problem.regions),
         models=tuple(
@@ -169,8 +154,8 @@ def _facts(problem: Problem) -> PlacementFacts:
                 start=StartTimes(
                     local_s=each.start_s.local,
                     remote_s=each.start_s.remote,
-                    spot_same_s=each.start_s.spot_same,
-                    spot_other_s=each.start_s.spot_other,
+                    donated_same_s=each.start_s.spot_same,
+                    donated_other_s=each.start_s.spot_other,
                 ),
             )
             for each in problem.instance
@@ -182,8 +167,8 @@ def _facts(problem: Problem) -> PlacementFacts:
         weights_present=frozenset(
             here if problem.weights is msgspec.UNSET else (_endpoint(each) for each in problem.weights)
         ),
-        spot=spot,
-        pins={_endpoint(each): each.count for each in problem.pins},
+        donated=donated,
+        overrides={_endpoint(each): each.count for each in problem.pins},
         unfit={_cell(each): each.reason for each in problem.unfit},
         pool=None if problem.pool is None or not problem.pool.on else _pool_facts(problem, problem.pool),
     )
@@ -206,8 +191,8 @@ def _pool_facts(problem: Problem, pool: schema.Pool) -> PoolFacts:
         weights_bytes={model.name: model.memory_bytes for model in problem.models if model.memory_bytes},
         host_bytes_per_gpu={gpu.name: gpu.host_bytes for gpu in problem.gpus if gpu.host_bytes},
         fill=pool.fill,
-        slot_gpus={RegionGpu(region=each.region, gpu_type=each.gpu): each.gpus for each in pool.slots},
-        present={RegionGpu(region=each.region, gpu_type=each.gpu): each.gpus for each in pool.present},
+        slot_gpus=_gpus_by_place(pool.slots),
+        present=_gpus_by_place(pool.present),
         pooled=frozenset(_cell(each) for each in pool.pooled),
     )
 
@@ -219,10 +204,19 @@ def _settings(problem: Problem) -> PlacementSettings:
         gap=problem.solver.gap,
         unserved_ratios=dict(problem.prices.unserved),
         minimum_ratio=problem.prices.minimum,
-        pin_ratio=problem.prices.pin,
+        override_ratio=problem.prices.pin,
         move_ratio=problem.prices.move,
         exact_cells_max=problem.solver.exact_cells_max,
     )
+
+
+def _gpus_by_place(entries: Iterable[schema.PoolGpus]) -> dict[RegionGpu, int]:
+    return {RegionGpu(region=each.region, gpu_type=each.gpu): each.gpus for each in entries}
+
+
+def _names(at: Endpoint | EndpointGpu | RegionGpu) -> dict[str, Any]:
+    """The names of a key, as the document calls them."""
+    return {"gpu" if name == "gpu_type" else name: value for name, value in msgspec.structs.asdict(at).items()}
 
 
 def _cell(each: Any) -> EndpointGpu:

@@ -1,4 +1,6 @@
-"""What a placement document's schema cannot say: names that fit together. Errors name the field by its path."""
+"""Checks of a placement document that its schema cannot express: references between sections. Errors name the field by
+its path.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,7 +13,7 @@ from dataplane.protocol.tiers import Tier
 
 
 def check(problem: Problem) -> None:
-    """Names that nothing declares, entries that say the same twice, and what belongs together.
+    """Refuse unknown names, duplicate entries, and sections that contradict each other.
 
     Raises:
         DocumentError: the first such field, by path.

@@ -25,6 +25,19 @@ class _Section(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True, om
     """What every part of the document has in common."""
 
 
+class _OfEndpoint(_Section, frozen=True, kw_only=True):
+    """Of a model in a region."""
+
+    model: Name
+    region: Name
+
+
+class _OfCell(_OfEndpoint, frozen=True, kw_only=True):
+    """Of a model in a region on a GPU type."""
+
+    gpu: Name
+
+
 class Gpu(_Section, frozen=True, kw_only=True):
     """A GPU type."""
 
@@ -65,71 +78,50 @@ class Instance(_Section, frozen=True, kw_only=True):
     start_s: StartSeconds = StartSeconds()
 
 
-class CellCount(_Section, frozen=True, kw_only=True):
+class CellCount(_OfCell, frozen=True, kw_only=True):
     """So many instances of a model in a region on a GPU type."""
 
-    model: Name
-    region: Name
-    gpu: Name
     count: Count
 
 
-class Demand(_Section, frozen=True, kw_only=True):
+class Demand(_OfEndpoint, frozen=True, kw_only=True):
     """Input tokens per second of a model in a region, for each window of the hour; as many windows everywhere."""
 
-    model: Name
-    region: Name
     tokens_per_s: Annotated[list[NotNegative], Meta(min_length=1)]
 
 
-class Limit(_Section, frozen=True, kw_only=True):
+class Limit(_OfEndpoint, frozen=True, kw_only=True):
     """Fewest and most instances of a model in a region, over all GPU types. Without one: 0 and no limit."""
 
-    model: Name
-    region: Name
     min: Count = 0
     max: Count
 
 
-class Pin(_Section, frozen=True, kw_only=True):
+class Pin(_OfEndpoint, frozen=True, kw_only=True):
     """An operator keeps exactly so many instances of a model in a region; overrides its limit and rules pools out."""
 
-    model: Name
-    region: Name
     count: Count
 
 
-class Weights(_Section, frozen=True, kw_only=True):
+class Weights(_OfEndpoint, frozen=True, kw_only=True):
     """A region that holds a model's weights."""
 
-    model: Name
-    region: Name
 
-
-class Unfit(_Section, frozen=True, kw_only=True):
+class Unfit(_OfCell, frozen=True, kw_only=True):
     """A GPU type in a region where a model's weights fit on no slot, and why: nothing new of it is placed there."""
 
-    model: Name
-    region: Name
-    gpu: Name
     reason: str
 
 
-class PoolShare(_Section, frozen=True, kw_only=True):
+class PoolShare(_OfCell, frozen=True, kw_only=True):
     """What a model in a region takes of one pool GPU, where that is known."""
 
-    model: Name
-    region: Name
-    gpu: Name
     share: Positive
 
 
-class PoolLoadOf(_Section, frozen=True, kw_only=True):
+class PoolLoadOf(_OfCell, frozen=True, kw_only=True):
     """A model's latency model and requests in a region, from which its share of a pool GPU follows (pools.py)."""
 
-    model: Name
-    region: Name
-    gpu: Name
     prefill_base_s: NotNegative
     prefill_per_token_s: NotNegative
     prefill_per_token2_s: NotNegative = 0.0
@@ -155,12 +147,8 @@ class PoolGpus(_Section, frozen=True, kw_only=True):
     gpus: Count
 
 
-class PooledNow(_Section, frozen=True, kw_only=True):
+class PooledNow(_OfCell, frozen=True, kw_only=True):
     """A model that is pooled in a region now."""
-
-    model: Name
-    region: Name
-    gpu: Name
 
 
 class Pool(_Section, frozen=True, kw_only=True):

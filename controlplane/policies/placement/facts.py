@@ -1,4 +1,4 @@
-"""What placement is told and how it is set. Checked when made; an error names field and limit."""
+"""Facts and settings of the placement. They are checked when they are made; an error names field and limit."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -15,8 +15,9 @@ class StartTimes:
     Attributes:
         local_s: fresh, with the weights in the region.
         remote_s: fresh, without them.
-        spot_same_s: a spot instance of the same model taken back.
-        spot_other_s: a spot instance of another model redeployed, with the weights in the region; else `remote_s`.
+        donated_same_s: a donated instance of the same model, reclaimed.
+        donated_other_s: a donated instance of another model redeployed, with the weights in the region; else
+            `remote_s`.
 
     Raises:
         ValueError: a time is negative or not finite.
@@ -24,8 +25,8 @@ class StartTimes:
 
     local_s: float = 600.0
     remote_s: float = 7200.0
-    spot_same_s: float = 60.0
-    spot_other_s: float = 600.0
+    donated_same_s: float = 60.0
+    donated_other_s: float = 600.0
 
     def __post_init__(self) -> None:
         """Check the times."""
@@ -40,8 +41,8 @@ class StartTimes:
         return cls(
             local_s=load_time_s,
             remote_s=12 * load_time_s,
-            spot_same_s=min(60.0, load_time_s),
-            spot_other_s=load_time_s,
+            donated_same_s=min(60.0, load_time_s),
+            donated_other_s=load_time_s,
         )
 
 
@@ -69,7 +70,7 @@ class PoolFacts:
     Attributes:
         occupancy: share of one GPU that an endpoint takes when pooled there; a missing key cannot be pooled there.
         weights_bytes: by model; for every model in `occupancy`.
-        host_bytes_per_gpu: by GPU type, host memory for weights that each pool GPU brings; 0 where missing.
+        host_bytes_per_gpu: by GPU type, host memory for weights per pool GPU; 0 where missing.
         fill: share of a pool's GPUs that occupancies may add up to (eta).
         slot_gpus: GPUs of a slot, of which a pool takes whole ones only; 1 where missing.
         present: pool GPUs now.
@@ -120,8 +121,8 @@ class PlacementFacts:
         limits: fewest and most instances of an endpoint over all GPU types.
         gpu_cost_per_hour: price of one GPU, for each GPU type in `capacity`.
         weights_present: endpoints whose region holds the model's weights.
-        spot: donated instances: they hold GPUs of the region, but are free to take.
-        pins: an operator keeps exactly so many instances of an endpoint; overrides `limits`, and rules pools out.
+        donated: donated instances: they hold GPUs of the region, but are free to take.
+        overrides: replica overrides: exactly so many instances of an endpoint, whatever `limits` says, and no pool.
         pool: None = no pools.
         unfit: where a model's weights fit on no slot, and why; nothing new is placed there.
 
@@ -138,8 +139,8 @@ class PlacementFacts:
     limits: Mapping[Endpoint, tuple[int, int]]
     gpu_cost_per_hour: Mapping[str, float]
     weights_present: frozenset[Endpoint] = frozenset()
-    spot: Mapping[EndpointGpu, int] = field(default_factory=dict)
-    pins: Mapping[Endpoint, int] = field(default_factory=dict)
+    donated: Mapping[EndpointGpu, int] = field(default_factory=dict)
+    overrides: Mapping[Endpoint, int] = field(default_factory=dict)
     pool: PoolFacts | None = None
     unfit: Mapping[EndpointGpu, str] = field(default_factory=dict)
 
@@ -151,9 +152,9 @@ class PlacementFacts:
         for endpoint, (fewest, most) in self.limits.items():
             if not 0 <= fewest <= most:
                 raise ValueError(f"limits[{_of(endpoint)}]: need 0 <= min <= max, got min {fewest}, max {most}")
-        for endpoint, pin in self.pins.items():
-            if pin < 0:
-                raise ValueError(f"pins[{_of(endpoint)}] must not be negative, got {pin}")
+        for endpoint, override in self.overrides.items():
+            if override < 0:
+                raise ValueError(f"pins[{_of(endpoint)}] must not be negative, got {override}")
 
     def _check_names(self) -> None:
         models = [model.name for model in self.models]
@@ -166,10 +167,10 @@ class PlacementFacts:
         named: list[tuple[str, Iterable[Endpoint | EndpointGpu | RegionGpu]]] = [
             ("capacity", self.capacity),
             ("present", self.present),
-            ("spot", self.spot),
+            ("spot", self.donated),
             ("demand", self.demand),
             ("limits", self.limits),
-            ("pins", self.pins),
+            ("pins", self.overrides),
             ("weights_present", sorted(self.weights_present)),
             ("unfit", self.unfit),
         ]
@@ -184,7 +185,7 @@ class PlacementFacts:
             for at in keys:
                 for part in at.__struct_fields__:
                     _require_known(f"{name} {words[part]}", getattr(at, part), known[part])
-        for name, counts in (("present", self.present), ("spot", self.spot)):
+        for name, counts in (("present", self.present), ("spot", self.donated)):
             for cell, count in counts.items():
                 if count and cell.pair not in self.profiles:
                     raise ValueError(f"{name}: {cell.model} on {cell.gpu_type} has no profile")
@@ -193,7 +194,7 @@ class PlacementFacts:
         counted = (
             ("capacity", self.capacity.values()),
             ("present", self.present.values()),
-            ("spot", self.spot.values()),
+            ("spot", self.donated.values()),
         )
         for name, counts in counted:
             if any(count < 0 for count in counts):
@@ -213,9 +214,9 @@ class PlacementFacts:
                 raise ValueError(f"demand[{_of(endpoint)}] must be finite and not negative, got {min(windows)}")
 
     def limits_of(self, endpoint: Endpoint) -> tuple[int, int | None]:
-        """Fewest and most instances; a pin is both; None = no limit."""
-        if (pin := self.pins.get(endpoint)) is not None:
-            return pin, pin
+        """Fewest and most instances; a replica override is both; None = no limit."""
+        if (override := self.overrides.get(endpoint)) is not None:
+            return override, override
         return self.limits.get(endpoint, (0, None))
 
     def demand_of(self, endpoint: Endpoint) -> tuple[float, ...]:
@@ -247,7 +248,7 @@ def _unserved_ratios() -> Mapping[Tier, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementSettings:
-    """How to place. The ratios are prices of what a plan may fail to do, so that it never fails as a whole.
+    """How to place. The ratios price soft constraints, so that every problem is feasible.
 
     Attributes:
         epsilon: share of an endpoint's peak that its own region must be able to serve.
@@ -257,8 +258,8 @@ class PlacementSettings:
         unserved_ratios: price of a token per second not served, in the dearest price of one served. Demand that may
             be served, but not at home, costs half of it.
         minimum_ratio: price of an instance below the minimum, in the dearest price of an instance.
-        pin_ratio: price of an instance below a pin, in the most that its GPUs could save elsewhere; above 1.5 a pin
-            comes before all demand.
+        override_ratio: price of an instance below a replica override, in the most that its GPUs could save elsewhere;
+            above 1.5 an override comes before all demand.
         move_ratio: price of a start or stop in the cheapest price of an instance; it only breaks ties.
         exact_cells_max: with more cells and ways to pool than this, prices solve it, not one integer program.
     """
@@ -268,7 +269,7 @@ class PlacementSettings:
     gap: float = 0.001
     unserved_ratios: Mapping[Tier, float] = field(default_factory=_unserved_ratios)
     minimum_ratio: float = 50.0
-    pin_ratio: float = 2.0
+    override_ratio: float = 2.0
     move_ratio: float = 1e-3
     exact_cells_max: int = 500
 

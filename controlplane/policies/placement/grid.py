@@ -1,4 +1,4 @@
-"""The facts as the placement problem sees them: cells where instances can stand, rows that ask for them, prices.
+"""The facts as the placement problem sees them: cells that can have instances, rows of demand and limits, and prices.
 
 The exact program, the decomposition, the cost function and the reasons all read this, so they mean the same problem.
 Everything is in sorted order: the same facts give the same grid, in whatever order they came.
@@ -17,23 +17,23 @@ of the long tail, with less demand than a thousandth of an instance, would be ch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """A place where instances can stand, and what one costs there, in the unit of `gpu_cost_per_hour`.
+    """A model, region and GPU type that can have instances, and what one costs, in the unit of `gpu_cost_per_hour`.
 
     Attributes:
-        fresh_price: of starting one on free GPUs. `spot_same_price` and `spot_other_price`: from a spot instance of
-            the same or of another model; never dearer than fresh.
-        spot: donated instances of this model here.
-        most: what limit, pin and capacity leave room for.
+        fresh_price: of starting one on free GPUs. `donated_same_price` and `donated_other_price`: from a donated
+            instance of the same or of another model; never dearer than fresh.
+        donated: donated instances of this model here.
+        most: what limit, replica override and capacity allow.
     """
 
     key: EndpointGpu
     profile: Profile
     price_per_hour: float
     fresh_price: float
-    spot_same_price: float
-    spot_other_price: float
+    donated_same_price: float
+    donated_other_price: float
     present: int
-    spot: int
+    donated: int
     most: int
 
     @property
@@ -64,7 +64,7 @@ class EndpointRow:
     Attributes:
         home: input tokens/s that its region must serve, epsilon x its peak, and `home_price` of one not served.
         busiest: its demand in the model's busiest window: what it takes off the model's row when it is pooled.
-        fewest: its minimum or its pin, and `few_price` of an instance that lacks. `most`: None = no limit.
+        fewest: its minimum or its replica override, and `few_price` of an instance that lacks. `most`: None = no limit.
     """
 
     endpoint: Endpoint
@@ -90,14 +90,14 @@ class ModelRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlaceRow:
-    """A GPU type in a region. `spot_gpus`: held by donated instances. `pool_before`: pool GPUs now; `pool_step`: those
-    of a slot, of which a pool takes whole ones.
+    """A GPU type in a region. `donated_gpus`: held by donated instances. `pool_before`: pool GPUs now; `pool_step`:
+    those of a slot, of which a pool takes whole ones.
     """
 
     place: RegionGpu
     capacity: int
     gpu_price: float
-    spot_gpus: int
+    donated_gpus: int
     pool_before: int
     pool_step: int
     host_bytes_per_gpu: int
@@ -133,7 +133,7 @@ class _Prices:
     token: float
     instance: float
     move: float
-    pin_per_gpu: float
+    override_per_gpu: float
 
 
 def grid_of(facts: PlacementFacts, settings: PlacementSettings) -> Grid:
@@ -163,25 +163,25 @@ def _cells(facts: PlacementFacts, model: PlacementModel) -> Iterable[Cell]:
         most = facts.limits_of(endpoint)[1]
         for gpu_type, profile in profiles.items():
             key = EndpointGpu(model=model.name, region=endpoint.region, gpu_type=gpu_type)
-            room = facts.capacity.get(RegionGpu(region=endpoint.region, gpu_type=gpu_type), 0) // profile.gpus
-            room = 0 if key in facts.unfit else room if most is None else min(room, most)
-            if facts.present.get(key, 0) or (wanted and room):
-                yield _cell(facts, key, profile, room, near=endpoint in facts.weights_present)
+            fits = facts.capacity.get(RegionGpu(region=endpoint.region, gpu_type=gpu_type), 0) // profile.gpus
+            fits = 0 if key in facts.unfit else fits if most is None else min(fits, most)
+            if facts.present.get(key, 0) or (wanted and fits):
+                yield _cell(facts, key, profile, fits, near=endpoint in facts.weights_present)
 
 
 def _cell(facts: PlacementFacts, key: EndpointGpu, profile: Profile, most: int, *, near: bool) -> Cell:
     price_per_hour = profile.gpus * facts.gpu_cost_per_hour[key.gpu_type]
     fresh_s = profile.start.local_s if near else profile.start.remote_s
-    other_s = min(fresh_s, profile.start.spot_other_s if near else profile.start.remote_s)
+    other_s = min(fresh_s, profile.start.donated_other_s if near else profile.start.remote_s)
     return Cell(
         key=key,
         profile=profile,
         price_per_hour=price_per_hour,
         fresh_price=price_per_hour * fresh_s / 3600.0,
-        spot_same_price=price_per_hour * min(other_s, profile.start.spot_same_s) / 3600.0,
-        spot_other_price=price_per_hour * other_s / 3600.0,
+        donated_same_price=price_per_hour * min(other_s, profile.start.donated_same_s) / 3600.0,
+        donated_other_price=price_per_hour * other_s / 3600.0,
         present=facts.present.get(key, 0),
-        spot=facts.spot.get(key, 0),
+        donated=facts.donated.get(key, 0),
         most=most,
     )
 
@@ -195,7 +195,7 @@ def _prices(facts: PlacementFacts, settings: PlacementSettings, cells: list[Cell
         token=token,
         instance=max(whole, default=0) or 1.0,
         move=settings.move_ratio * min((cell.price_per_hour for cell in cells if cell.price_per_hour), default=1.0),
-        pin_per_gpu=settings.pin_ratio * max(worth, default=1.0),
+        override_per_gpu=settings.override_ratio * max(worth, default=1.0),
     )
 
 
@@ -218,7 +218,7 @@ def _model_row(
         endpoint = Endpoint(model=model.name, region=region)
         fewest, most = facts.limits_of(endpoint)
         home = settings.epsilon * facts.peak_of(endpoint)
-        pinned = endpoint in facts.pins
+        overridden = endpoint in facts.overrides
         rows.append(
             EndpointRow(
                 endpoint=endpoint,
@@ -227,9 +227,11 @@ def _model_row(
                 busiest=facts.demand_of(endpoint)[window],
                 fewest=fewest,
                 most=most,
-                few_price=prices.pin_per_gpu * gpus_most if pinned else settings.minimum_ratio * prices.instance,
+                few_price=prices.override_per_gpu * gpus_most
+                if overridden
+                else settings.minimum_ratio * prices.instance,
                 cells=tuple(here.get(region, ())),
-                options=() if pinned or most == 0 else tuple(_options(facts, endpoint)),
+                options=() if overridden or most == 0 else tuple(_options(facts, endpoint)),
             )
         )
     return ModelRow(name=model.name, peak=peak, price=price(peak), endpoints=tuple(rows))
@@ -257,15 +259,15 @@ def _options(facts: PlacementFacts, endpoint: Endpoint) -> Iterable[PoolOption]:
 def _places(facts: PlacementFacts, cells: Iterable[Cell], options: Iterable[PoolOption]) -> tuple[PlaceRow, ...]:
     cells_at: dict[RegionGpu, list[Cell]] = {}
     options_at: dict[RegionGpu, list[PoolOption]] = {}
-    spot_gpus: dict[RegionGpu, int] = {}
+    donated_gpus: dict[RegionGpu, int] = {}
     for cell in cells:
         cells_at.setdefault(cell.place, []).append(cell)
     for option in options:
         options_at.setdefault(option.key.place, []).append(option)
-    for key, count in facts.spot.items():
+    for key, count in facts.donated.items():
         place = key.place
         gpus = facts.profiles[key.pair].gpus if count else 0
-        spot_gpus[place] = spot_gpus.get(place, 0) + gpus * count
+        donated_gpus[place] = donated_gpus.get(place, 0) + gpus * count
     pool_before: Mapping[RegionGpu, int] = facts.pool.present if facts.pool is not None else {}
     pool_step: Mapping[RegionGpu, int] = facts.pool.slot_gpus if facts.pool is not None else {}
     host_bytes: Mapping[str, int] = facts.pool.host_bytes_per_gpu if facts.pool is not None else {}
@@ -274,7 +276,7 @@ def _places(facts: PlacementFacts, cells: Iterable[Cell], options: Iterable[Pool
             place=place,
             capacity=facts.capacity.get(place, 0),
             gpu_price=facts.gpu_cost_per_hour[place.gpu_type],
-            spot_gpus=spot_gpus.get(place, 0),
+            donated_gpus=donated_gpus.get(place, 0),
             pool_before=pool_before.get(place, 0),
             pool_step=pool_step.get(place, 1),
             host_bytes_per_gpu=host_bytes.get(place.gpu_type, 0),

@@ -1,10 +1,10 @@
-"""What it costs not to make a change: the placement once more, with that one change taken back.
+"""What it costs not to make a change: the cost of the placement with that one change undone.
 
 Taken back means: the cell stands at its count of before, or as near to it as limits and the GPUs that the rest of the
-plan leaves allow; every other cell, pool and endpoint stays as planned. What is then not served, below its minimum or
-its pin costs what the rows of the program say (cost.py), and so do instances that are kept for nothing; starts that
-spot instances save are shared out anew. For an endpoint that goes into a pool, the change is the whole of it: it
-leaves the pool, which shrinks if it can, and its cells stand at their counts of before.
+plan leaves allow; every other cell, pool and endpoint stays as planned. What is then not served, or below a minimum
+or a replica override, costs what the rows of the program say (cost.py), and so do instances that are kept for nothing;
+starts that donated instances save are shared out anew. For an endpoint that goes into a pool, the change is the whole
+of it: it leaves the pool, which shrinks if it can, and its cells stand at their counts of before.
 
 The result is the rise of the objective per hour. It is 0 where nothing nearer to the count of before is possible: the
 change is then no choice. Within the solver's gap, and where changes only make sense together, it may be below 0.
@@ -82,7 +82,7 @@ class Marginals:
         touched = {cell.place for cell in endpoint.cells if cell.key in trial.counts} | set(trial.pool_gpus)
         for place in sorted(touched):
             gpus, here = self._answer.pool_gpus.get(place, 0), self._places[place]
-            if here.spot_gpus or place in trial.pool_gpus:
+            if here.donated_gpus or place in trial.pool_gpus:
                 rise += place_cost(self._grid, here, counts, trial.pool_gpus.get(place, gpus))
                 rise -= place_cost(self._grid, here, self._counts, gpus)
         return rise

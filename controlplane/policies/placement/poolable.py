@@ -1,4 +1,4 @@
-"""What a plan is told of pools: which endpoints a shared GPU could serve, how much of it each takes, and why others
+"""Which endpoints a shared GPU pool could serve, the share of a GPU that each takes, and why others
 cannot be pooled.
 """
 
@@ -14,7 +14,7 @@ from controlplane.policies.placement.pools import LATENCY_FIELDS, PoolLoad, occu
 
 _IDLE_SHARE = 1e-4
 """What an endpoint without demand takes of a GPU: only its host memory counts, but nothing is free."""
-_TOLD_MAX = 3
+_REASONS_MAX = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class PoolProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolableFacts:
-    """The fleet as far as it says who can be pooled.
+    """The facts of the fleet that decide what can be pooled.
 
     Attributes:
         profiles: of every model and GPU type.
@@ -54,8 +54,8 @@ class PoolableFacts:
         size = self.sizes.get(pair.model)
         if size is None:
             return None
-        rooms = {slot.weights for node in self.nodes if node.gpu_type == pair.gpu_type for slot in node.slots}
-        if all(fits(size, room) for room in rooms):
+        memories = {slot.weights for node in self.nodes if node.gpu_type == pair.gpu_type for slot in node.slots}
+        if all(fits(size, memory) for memory in memories):
             return None
         return f"the weights do not fit on every slot with {pair.gpu_type}"
 
@@ -90,17 +90,16 @@ class PlannedPools:
         ]
         return {**asdict(self.settings), "left_out": left_out}
 
-    def words(self) -> str:
+    def summary(self) -> str:
         """In short; empty where nothing was left out."""
         if not self.settings.enabled:
             return "no pools: they are disabled"
-        reasons = Counter(self.left_out.values())
-        ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
-        told = [f"{count} x {reason}" for reason, count in ordered]
-        if not told:
+        counts = sorted(Counter(self.left_out.values()).items(), key=lambda item: (-item[1], item[0]))
+        reasons = [f"{count} x {reason}" for reason, count in counts]
+        if not reasons:
             return ""
-        more = f" and {len(told) - _TOLD_MAX} reasons more" if len(told) > _TOLD_MAX else ""
-        return f"not poolable: {', '.join(told[:_TOLD_MAX])}{more}"
+        more = f" and {len(reasons) - _REASONS_MAX} reasons more" if len(reasons) > _REASONS_MAX else ""
+        return f"not poolable: {', '.join(reasons[:_REASONS_MAX])}{more}"
 
 
 def choose_poolable(facts: PoolableFacts, settings: PoolableSettings) -> PlannedPools:
@@ -172,7 +171,7 @@ def _share(profile: PoolProfile, peak_tokens_per_s: float, settings: PoolableSet
 
 
 def _host_bytes_per_gpu(facts: PoolableFacts) -> dict[str, int]:
-    """By GPU type, the least that a node has for each of its GPUs; only types of which every node tells."""
+    """By GPU type, the least that a node has for each of its GPUs; only of types for which every node reports it."""
     shares: dict[str, list[int | None]] = defaultdict(list)
     for node in facts.nodes:
         if gpus := sum(slot.gpus for slot in node.slots):

@@ -51,7 +51,7 @@ class Explanation:
             return f"no change: {why}", constraint
         if cell.present > cell.most:
             return self._no_room(cell, row, why)
-        if after < cell.present and constraint != Constraint.PIN:
+        if after < cell.present and constraint != Constraint.OVERRIDE:
             full = self._gpus_left(cell.place) < cell.profile.gpus
             constraint = Constraint.CAPACITY if full else Constraint.COST
             if not short and cell.endpoint not in self._pool_of:
@@ -64,13 +64,13 @@ class Explanation:
         option = self._pool_of[row.endpoint]
         place = option.key.place
         gpu_price = self._facts.gpu_cost_per_hour[place.gpu_type]
-        words = (
+        text = (
             f"takes {option.occupancy:.3g} of a pool GPU, {gpu_price * option.occupancy / self._grid.fill:.2f} an hour"
         )
         dedicated = min((cell.price_per_hour for cell in row.cells if cell.most), default=None)
         if dedicated is None:
-            return f"{words}; there is no room for an instance of its own"
-        return f"{words}; an instance of its own costs {dedicated:.2f}"
+            return f"{text}; there is no room for an instance of its own"
+        return f"{text}; an instance of its own costs {dedicated:.2f}"
 
     def unserved(self) -> tuple[Unserved, ...]:
         """Demand beyond what is placed: first what no region serves, then what is not served at home."""
@@ -88,23 +88,23 @@ class Explanation:
         return (*nowhere, *away)
 
     def below_minimum(self) -> tuple[BelowMinimum, ...]:
-        """Endpoints with fewer instances than their minimum or pin."""
+        """Endpoints with fewer instances than their minimum or replica override."""
         return tuple(
             BelowMinimum(
                 endpoint=endpoint,
                 minimum=row.fewest,
                 placed=self._instances[endpoint],
-                reason=("pinned; " if endpoint in self._facts.pins else "") + self._what_limits(row),
+                reason=("pinned; " if endpoint in self._facts.overrides else "") + self._what_limits(row),
             )
             for endpoint, row in sorted(self._rows.items(), key=lambda item: item[0])
             if self._instances[endpoint] < row.fewest and endpoint not in self._pool_of
         )
 
     def _no_room(self, cell: Cell, row: EndpointRow, why: str) -> tuple[str, Constraint]:
-        if cell.endpoint in self._facts.pins:
-            return why, Constraint.PIN
-        words = f"no more than {cell.most} fit in {cell.key.region}: {self._usage_words(cell.place)}; {why}"
-        return words, Constraint.MAXIMUM if cell.most == row.most else Constraint.CAPACITY
+        if cell.endpoint in self._facts.overrides:
+            return why, Constraint.OVERRIDE
+        text = f"no more than {cell.most} fit in {cell.key.region}: {self._usage(cell.place)}; {why}"
+        return text, Constraint.MAXIMUM if cell.most == row.most else Constraint.CAPACITY
 
     def _shrank(self, model: str) -> bool:
         """Whether a model has less throughput than before, over all regions."""
@@ -113,28 +113,28 @@ class Explanation:
         return self._served[model] < before * (1 - ROUNDING)
 
     def _what_holds(self, cell: Cell, row: EndpointRow) -> tuple[str, Constraint]:
-        """The first row that one instance less would break: the pin, the home row, the minimum, the global row."""
+        """The first row that one instance less would violate: replica override, home row, minimum or global row."""
         one, throughput = cell.profile.tokens_per_s, self._throughput[row.endpoint]
-        if (pin := self._facts.pins.get(row.endpoint)) is not None:
-            return f"pinned to {pin}", Constraint.PIN
+        if (override := self._facts.overrides.get(row.endpoint)) is not None:
+            return f"pinned to {override}", Constraint.OVERRIDE
         if row.home > 0 and throughput - one < row.home * (1 - ROUNDING):
-            return self._home_words(cell, row), Constraint.HOME
+            return self._home_message(cell, row), Constraint.HOME
         if self._instances[row.endpoint] <= row.fewest:
             return f"minimum {row.fewest}", Constraint.MINIMUM
         model = self._models[cell.key.model]
         if self._served[model.name] - one < model.peak * (1 - ROUNDING):
-            return self._cover_words(model, row), Constraint.GLOBAL
+            return self._cover_message(model, row), Constraint.GLOBAL
         return "not needed by any row; kept within the solver's gap", Constraint.NONE
 
-    def _home_words(self, cell: Cell, row: EndpointRow) -> str:
+    def _home_message(self, cell: Cell, row: EndpointRow) -> str:
         count, one = self._after[cell.key], cell.profile.tokens_per_s
         peak, share = self._facts.peak_of(row.endpoint), self._settings.epsilon
-        words = f"peak {peak:,.0f} tokens/s x {share:g} at home needs {_instances(count)} of {one:,.0f}"
+        text = f"peak {peak:,.0f} tokens/s x {share:g} at home needs {_instances(count)} of {one:,.0f}"
         here = [each for each in row.cells if self._after[each.key]]
-        beside = [f"{self._after[each.key]} on {each.key.gpu_type}" for each in here if each.key != cell.key]
-        return f"{words} beside {' and '.join(beside)}" if beside else words
+        others = [f"{self._after[each.key]} on {each.key.gpu_type}" for each in here if each.key != cell.key]
+        return f"{text} beside {' and '.join(others)}" if others else text
 
-    def _cover_words(self, model: ModelRow, row: EndpointRow) -> str:
+    def _cover_message(self, model: ModelRow, row: EndpointRow) -> str:
         """Whose demand this endpoint covers in the model's busiest window: its own rest, or the neediest regions'."""
 
         def lack(of: EndpointRow) -> float:
@@ -149,8 +149,8 @@ class Explanation:
         return f"the model's peak over all regions needs it: {row.busiest:,.0f} tokens/s are asked for here"
 
     def _why_empty(self, cell: Cell, row: EndpointRow) -> tuple[str, Constraint]:
-        if (pin := self._facts.pins.get(row.endpoint)) is not None:
-            return f"pinned to {pin}", Constraint.PIN
+        if (override := self._facts.overrides.get(row.endpoint)) is not None:
+            return f"pinned to {override}", Constraint.OVERRIDE
         if (option := self._pool_of.get(row.endpoint)) is not None:
             return f"pooled on {option.key.gpu_type}", Constraint.COST
         if self._facts.peak_of(row.endpoint) == 0:
@@ -170,7 +170,7 @@ class Explanation:
         """What keeps an endpoint from one more instance."""
         endpoint = row.endpoint
         if row.most is not None and self._instances[endpoint] >= row.most:
-            word = "pinned to" if endpoint in self._facts.pins else "maximum"
+            word = "pinned to" if endpoint in self._facts.overrides else "maximum"
             return f"{word} {row.most} in {endpoint.region}"
         gpu_types = sorted(key.gpu_type for key in self._facts.profiles if key.model == endpoint.model)
         places = [RegionGpu(region=endpoint.region, gpu_type=gpu_type) for gpu_type in gpu_types]
@@ -181,9 +181,9 @@ class Explanation:
             return "; ".join(unfit)
         if not places:
             return f"no GPU in {endpoint.region} that {endpoint.model} has a profile for"
-        return f"GPUs full in {endpoint.region}: {', '.join(self._usage_words(place) for place in places)}"
+        return f"GPUs full in {endpoint.region}: {', '.join(self._usage(place) for place in places)}"
 
-    def _usage_words(self, place: RegionGpu) -> str:
+    def _usage(self, place: RegionGpu) -> str:
         return f"{place.gpu_type} {self._gpus_used.get(place, 0)} of {self._facts.capacity.get(place, 0)}"
 
     def _gpus_left(self, place: RegionGpu) -> int:

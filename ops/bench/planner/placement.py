@@ -39,7 +39,7 @@ class PlainProgram:
 
 
 def plain_program(grid: Grid) -> PlainProgram:
-    """The integer program of a grid without spot instances; its pool options are left out."""
+    """The integer program of a grid without donated instances; its pool options are left out."""
     problem = pulp.LpProblem("plain", pulp.LpMinimize)
     cost: list[Any] = []
     counts = {}

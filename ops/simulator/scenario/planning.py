@@ -126,7 +126,10 @@ class ProvisioningPart(Part):
 
     def times(self) -> StartTimes:
         return StartTimes(
-            local_s=self.local_s, remote_s=self.remote_s, spot_same_s=self.spot_same_s, spot_other_s=self.spot_other_s
+            local_s=self.local_s,
+            remote_s=self.remote_s,
+            donated_same_s=self.spot_same_s,
+            donated_other_s=self.spot_other_s,
         )
 
 

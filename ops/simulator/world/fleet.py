@@ -120,11 +120,11 @@ class Fleet:
             self.starts["revived"] += 1
             self._serve(self.held[change.instance_id], change.kind)
         for change in decision.reclaims:
-            self._warm(self.held[change.instance_id], "spot_same", self._times.spot_same_s, change.kind)
+            self._warm(self.held[change.instance_id], "spot_same", self._times.donated_same_s, change.kind)
         for add in decision.redeploys:
             for name in add.replaces:
                 self._stop(name)
-            self._start(add, *self._source(add, near="spot_other", near_s=self._times.spot_other_s))
+            self._start(add, *self._source(add, near="spot_other", near_s=self._times.donated_other_s))
         for add in decision.adds:
             self._start(add, *self._source(add, near="local", near_s=self._times.local_s))
         for change in decision.drains:
@@ -167,7 +167,7 @@ class Fleet:
     def _source(self, add: SlotAdd, *, near: Start, near_s: float) -> tuple[Start, float]:
         """The source of a fresh instance's weights, and its start time."""
         if not add.gpus and self._in_host_memory(add):
-            return "host", self._times.spot_same_s
+            return "host", self._times.donated_same_s
         return (near, near_s) if add.endpoint in self.weights else ("remote", self._times.remote_s)
 
     def _in_host_memory(self, add: SlotAdd) -> bool:

@@ -9,18 +9,10 @@ from fastapi.testclient import TestClient
 from controlplane.api.app import make_app
 from controlplane.settings import Settings
 from controlplane.store.keys import make_key
-from controlplane.store.session import Database, make_engine
+from controlplane.store.session import Database
 from controlplane.store.tables import Role
 
 Ask = Callable[..., Any]
-
-
-@pytest.fixture
-def database(settings: Settings) -> Iterator[Database]:
-    """The test's database."""
-    database = Database(make_engine(settings))
-    yield database
-    database.close()
 
 
 @pytest.fixture

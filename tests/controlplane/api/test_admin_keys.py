@@ -1,6 +1,5 @@
 """Keys, and POSTs that are sent twice."""
 
-import threading
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ from controlplane.settings import Settings
 from controlplane.store.keys import IdempotencyKey
 from controlplane.store.session import Database
 from tests.controlplane.api.conftest import Ask
+from tests.controlplane.world import at_once
 
 
 @pytest.fixture
@@ -101,15 +101,6 @@ def test_bad_idempotency_keys(ask: Ask) -> None:
 
 
 def test_two_at_once_make_one(ask: Ask) -> None:
-    answers: list[Any] = []
-
-    def create() -> None:
-        answers.append(_create(ask, headers={"Idempotency-Key": "k-1"}))
-
-    threads = [threading.Thread(target=create) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    answers = at_once(*[lambda: _create(ask, headers={"Idempotency-Key": "k-1"})] * 4)
     assert len({answer["id"] for answer in answers}) == 1
     assert sum(answer["secret"] is not None for answer in answers) == 1

@@ -8,9 +8,9 @@ from sqlalchemy import text
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
 from controlplane.store.instances import desired_of
+from controlplane.store.leases import give_notice
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
-from controlplane.store.spot import give_notice
 from controlplane.store.tables import Desired, Instance
 from tests.controlplane.api.conftest import Ask
 from tests.controlplane.world import MODEL, World

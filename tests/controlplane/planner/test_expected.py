@@ -49,13 +49,13 @@ def expect(world: World, settings: Settings, **changes: Any) -> Expected:
 def test_a_plan_out_of_time_for_forecasts_takes_stand_ins(fleet: World, settings: Settings) -> None:
     expected = expect(fleet, settings, plan_forecasts_s=1e-9)
     assert len(expected.series) == len(MODELS)
-    assert all("s that a plan takes for them" in (each.stand_in or "") for each in expected.series)
+    assert all("s that a plan takes for them" in (each.fallback or "") for each in expected.series)
     assert all(each.peak_upper > 0 for each in expected.series)
 
 
 def test_a_dry_run_leaves_no_forecasts(fleet: World, settings: Settings) -> None:
     expected = expected_demand(fleet.database, settings, now_s=NOW_S, origin_s=None, keep=False)
-    assert all(each.stand_in is None and each.peak_upper > 0 for each in expected.series)
+    assert all(each.fallback is None and each.peak_upper > 0 for each in expected.series)
     with fleet.database.transaction() as session:
         assert read_forecasts(session, origin_s=NOW_S) == []
 
@@ -89,14 +89,14 @@ def test_late_forecasts_are_made_for_the_busiest_and_stood_in_for_the_rest(fleet
         put_forecasts(session, [a_forecast(EAST[1], NOW_S - 3600, 4000.0), a_forecast(EAST[1], NOW_S - 7200, 9000.0)])
     found = expect(fleet, settings, plan_forecasts_max=1)
     by_model = {each.endpoint.model: each for each in found.series}
-    assert by_model["tide"].stand_in is None
+    assert by_model["tide"].fallback is None
     assert 2900 <= by_model["tide"].peak_q50 <= 3600
     assert by_model["ebb"].peak_upper == 4000.0
-    assert "the forecast of 60 minutes before stands in" in (by_model["ebb"].stand_in or "")
-    assert "over the 1 that a plan makes itself" in (by_model["ebb"].stand_in or "")
+    assert "the forecast of 60 minutes before stands in" in (by_model["ebb"].fallback or "")
+    assert "over the 1 that a plan makes itself" in (by_model["ebb"].fallback or "")
     assert found.demand[EAST[1]] == (4000.0,) * 12, "its path belongs to another hour, its peak counts throughout"
     assert by_model["slack"].peak_upper == 1.5 * 1500.0
-    assert "the last hour's highest minute stands in" in (by_model["slack"].stand_in or "")
+    assert "the last hour's highest minute stands in" in (by_model["slack"].fallback or "")
     assert {len(path) for path in found.demand.values()} == {12}
     record = found.record()
     assert record["origin_s"] == NOW_S
@@ -110,7 +110,7 @@ def test_forecasts_that_are_there_are_used_and_only_the_missing_made(fleet: Worl
     by_model = {each.endpoint.model: each for each in found.series}
     assert found.origin_s == NOW_S - 600
     assert (by_model["tide"].peak_upper, found.demand[EAST[0]][0]) == (100.0, 25.0)
-    assert by_model["slack"].stand_in is None
+    assert by_model["slack"].fallback is None
     with fleet.database.transaction() as session:
         assert len(read_forecasts(session, origin_s=NOW_S - 600)) == 3, "what was made is kept"
 
@@ -125,9 +125,9 @@ def test_a_forecaster_that_fails_costs_one_series_its_forecast(
 
     monkeypatch.setattr(expecting, "forecast_one", flaky)
     found = {each.endpoint.model: each for each in expect(fleet, settings).series}
-    assert found["tide"].stand_in is None
-    assert found["slack"].stand_in is None
-    assert (found["ebb"].stand_in or "").startswith("failed: ")
+    assert found["tide"].fallback is None
+    assert found["slack"].fallback is None
+    assert (found["ebb"].fallback or "").startswith("failed: ")
     assert found["ebb"].peak_upper == 1.5 * 2500.0
 
 
@@ -141,6 +141,6 @@ def test_silence_in_the_last_hour_is_not_taken_for_nothing(world: World, setting
         put_demand(session, [*old, *gone])
     found = {each.endpoint.model: each for each in expect(world, settings, plan_forecasts_max=0).series}
     assert found["tide"].peak_upper == 1.5 * 700.0
-    assert "the last day's highest minute" in (found["tide"].stand_in or "")
+    assert "the last day's highest minute" in (found["tide"].fallback or "")
     assert found["ebb"].peak_upper == 0.0
-    assert "no demand in the last day" in (found["ebb"].stand_in or "")
+    assert "no demand in the last day" in (found["ebb"].fallback or "")

@@ -16,7 +16,7 @@ from controlplane.store.fleet import fleet_index
 from controlplane.store.queue import batch_groups, claim, expire_leases
 from controlplane.store.request_log import RequestRecord, find_requests, write_requests
 from controlplane.store.session import Database, make_engine
-from controlplane.store.tables import Desired, Instance, SpotLease
+from controlplane.store.tables import Desired, Instance, InstanceLease
 from tests.controlplane.world import World
 
 
@@ -142,7 +142,7 @@ def test_instances_stopped_long_ago_are_forgotten_with_their_leases(world: World
     assert sweep(world.database, blobs, world.settings, now_s=1e9).done() == {"stopped_instances": 1}
     with world.database.transaction() as session:
         assert set(session.scalars(select(Instance.id))) == {names[6], running}
-        assert session.scalars(select(SpotLease)).all() == []
+        assert session.scalars(select(InstanceLease)).all() == []
 
 
 def test_old_rows_of_the_request_log_are_forgotten(world: World, blobs: BlobStore) -> None:

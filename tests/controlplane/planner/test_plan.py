@@ -21,7 +21,7 @@ from controlplane.policies.placement.document import parse
 from controlplane.policies.snapshot import placement_facts
 from controlplane.settings import Settings
 from controlplane.store.demand import IW, NIW, DemandRow, Forecast, put_demand, put_forecasts, read_forecasts
-from controlplane.store.pins import add_pin
+from controlplane.store.overrides import add_override
 from controlplane.store.plans import (
     Plan,
     PlanEntry,
@@ -103,13 +103,13 @@ def test_what_the_placement_is_told(fleet: World, settings: Settings) -> None:
     expected = expected_demand(fleet.database, settings, now_s=NOW_S, origin_s=None)
     with fleet.database.transaction() as session:
         pin = {"endpoint": EAST, "instances": 3, "note": "", "created_by": "op"}
-        add_pin(session, until=datetime.fromtimestamp(NOW_S + 7200, UTC), **pin)
+        add_override(session, until=datetime.fromtimestamp(NOW_S + 7200, UTC), **pin)
         snapshot = read_to_plan(session, settings, now_s=NOW_S, window_start_s=NOW_S + 3600)
     facts = placement_facts(snapshot, expected.demand, pool=None, stale_s=60.0)
     assert facts.regions == ("us-east", "us-west")
     assert facts.capacity == {RegionGpu(region=r, gpu_type="H800"): 4 for r in ("us-east", "us-west")}
     cell = EndpointGpu(model="tide", region="us-east", gpu_type="H800")
-    assert (facts.present, facts.spot) == ({cell: 1}, {cell: 1}), "one serves, one is lent out"
+    assert (facts.present, facts.donated) == ({cell: 1}, {cell: 1}), "one serves, one is lent out"
     assert facts.limits[EAST] == (0, 4)
     assert facts.limits_of(EAST) == (3, 3), "a pin stands in place of the limits"
     assert facts.profiles[ModelGpu(model="tide", gpu_type="H800")].tokens_per_s == 1000.0
@@ -387,7 +387,7 @@ def test_a_worker_killed_between_writing_and_applying_leaves_nothing(
 def test_a_pin_is_a_constraint_while_it_lasts(fleet: World, settings: Settings) -> None:
     until = datetime.fromtimestamp(NOW_S + 3 * 3600, UTC)
     with fleet.database.transaction() as session:
-        add_pin(session, endpoint=EAST, instances=4, until=until, note="", created_by="ann")
+        add_override(session, endpoint=EAST, instances=4, until=until, note="", created_by="ann")
     for hours, count in ((0, 4), (2, 4), (4, 0)):
         plan_id = plan_hour(fleet.database, settings, now_s=NOW_S + 3600 * hours)
         assert plan_id is not None

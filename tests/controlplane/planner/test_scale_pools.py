@@ -14,10 +14,10 @@ from controlplane.policies.facts import Endpoint
 from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.instances import desired_of, observe
-from controlplane.store.pins import add_pin
+from controlplane.store.leases import lease_instance
+from controlplane.store.overrides import add_override
 from controlplane.store.plans import PlanEntry, add_plan, apply_plan
-from controlplane.store.spot import lease_spot
-from controlplane.store.tables import Profile, SpotLease
+from controlplane.store.tables import InstanceLease, Profile
 from dataplane.protocol.messages import Heartbeat, InstanceReport, InstanceState
 from tests.controlplane.planner.pool_fleet import add_models, join, live_rows
 from tests.controlplane.store.test_plans import a_plan
@@ -259,13 +259,13 @@ def test_spot_gives_way_to_the_pool(world: World, settings: Settings) -> None:
     [spot] = live_rows(world)
     assert spot.desired == "spot"
     with world.database.transaction() as session:
-        lease_spot(session, spot.id, holder="lab", duration_s=600.0, created_by="me")
+        lease_instance(session, spot.id, holder="lab", duration_s=600.0, created_by="me")
     follow(world, own={"c": 0}, pooled=("a",))
     noticed = run(world, settings)
     assert noticed.changes() == {"leases_noticed": 1}
     assert "leased" in noticed.unplaced[0]
     with world.database.transaction() as session:
-        session.execute(update(SpotLease).values(reclaim_at=func.now()))
+        session.execute(update(InstanceLease).values(reclaim_at=func.now()))
     ended = run(world, settings)
     assert (ended.leases_ended, ended.stopped, ended.started) == (1, 1, 1)
     assert wanted(world) == {"+a@n1"}
@@ -299,7 +299,7 @@ def test_a_pin_takes_its_endpoint_out_of_the_pool(world: World, settings: Settin
     follow_desired(world, "n1", "n2")
     with world.database.transaction() as session:
         until = datetime.now(UTC) + timedelta(hours=1)
-        add_pin(session, endpoint=EAST_A, instances=1, until=until, note="", created_by="me")
+        add_override(session, endpoint=EAST_A, instances=1, until=until, note="", created_by="me")
     assert run(world, settings).started == 1
     follow_desired(world, "n1", "n2")
     assert run(world, settings).drained == 1

@@ -16,9 +16,9 @@ from controlplane.store import fleet
 from controlplane.store.demand import DemandRow, Forecast, put_demand, put_forecasts
 from controlplane.store.instances import desired_of, lose_silent_nodes, observe
 from controlplane.store.keys import AuditEvent
+from controlplane.store.leases import lease_instance
 from controlplane.store.redis.live import LiveStore
-from controlplane.store.spot import lease_spot
-from controlplane.store.tables import Desired, Instance, Node, SpotLease
+from controlplane.store.tables import Desired, Instance, InstanceLease, Node
 from dataplane.protocol.messages import DesiredInstance, Heartbeat, InstanceReport
 from tests.controlplane.planner.test_scale import endpoint, follow, node, run, wanted
 from tests.controlplane.world import MODEL, World
@@ -78,14 +78,14 @@ def spot_one(world: World, settings: Settings, count: int = 1, *, of: int = 3) -
         return list(session.scalars(select(Instance.id).where(Instance.desired == Desired.SPOT).order_by(Instance.id)))
 
 
-def lease(world: World, instance_id: str, duration_s: float = 3600) -> SpotLease:
+def lease(world: World, instance_id: str, duration_s: float = 3600) -> InstanceLease:
     with world.database.transaction() as session:
-        return lease_spot(session, instance_id, holder="lab", duration_s=duration_s, created_by="test")
+        return lease_instance(session, instance_id, holder="lab", duration_s=duration_s, created_by="test")
 
 
-def leases(world: World) -> list[SpotLease]:
+def leases(world: World) -> list[InstanceLease]:
     with world.database.transaction() as session:
-        return list(session.scalars(select(SpotLease).order_by(SpotLease.id)))
+        return list(session.scalars(select(InstanceLease).order_by(InstanceLease.id)))
 
 
 def let_pass(world: World, seconds: int) -> None:
@@ -150,7 +150,7 @@ def test_a_lease_is_revoked_with_notice_and_once(world: World, settings: Setting
     follow(world, 4)
     assert run(world, settings).changes() == {"leases_noticed": 1}
     with world.database.transaction() as session:
-        notice = session.scalar(select(SpotLease.reclaim_at - SpotLease.created_at))
+        notice = session.scalar(select(InstanceLease.reclaim_at - InstanceLease.created_at))
         assert notice is not None
         assert notice >= timedelta(seconds=settings.spot_notice_s)
     before = leases(world)[0].reclaim_at

@@ -3,7 +3,7 @@
 from controlplane.planner.plan import poolable_settings
 from controlplane.planner.snapshot import read_to_plan
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, NodeSlot, RegionGpu
-from controlplane.policies.fit import WeightsRoom
+from controlplane.policies.fit import WeightsMemory
 from controlplane.policies.placement.poolable import PoolableFacts, PoolableSettings
 from controlplane.policies.snapshot import poolable_facts
 from controlplane.settings import Settings
@@ -31,7 +31,7 @@ def test_nodes_that_serve_with_their_slots_and_profiles_with_latencies(world: Wo
         fleet.set_node_draining(session, "drained", draining=True)
     facts = read(world, settings)
     first, second = facts.nodes
-    weights = WeightsRoom(weights_bytes=None, dtype=None)
+    weights = WeightsMemory(weights_bytes=None, dtype=None)
     slots = tuple(NodeSlot(number=number, gpus=4, workers=4, weights=weights) for number in range(2))
     assert first == NodeFacts(
         name="n1", region="us-east", gpu_type="H800", slots=slots, host_bytes=HOST_BYTES, age_s=first.age_s

@@ -2,15 +2,15 @@
 
 import pytest
 
-from controlplane.policies.fit import ModelSize, WeightsRoom, fits, needed_bytes, why_unfit
+from controlplane.policies.fit import ModelSize, WeightsMemory, fits, needed_bytes, why_unfit
 
 MIB = 2**20
 STORED = ModelSize(weights_bytes=257 * MIB, parameters=257 * MIB // 2)
 """A checkpoint in bfloat16."""
 
 
-def room(mib: int | None, dtype: str | None = "float32") -> WeightsRoom:
-    return WeightsRoom(weights_bytes=None if mib is None else mib * MIB, dtype=dtype)
+def room(mib: int | None, dtype: str | None = "float32") -> WeightsMemory:
+    return WeightsMemory(weights_bytes=None if mib is None else mib * MIB, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def room(mib: int | None, dtype: str | None = "float32") -> WeightsRoom:
         (room(None, None), 257, True),
     ],
 )
-def test_weights_count_in_the_type_of_the_node(where: WeightsRoom, needed_mib: int, *, fitting: bool) -> None:
+def test_weights_count_in_the_type_of_the_node(where: WeightsMemory, needed_mib: int, *, fitting: bool) -> None:
     assert needed_bytes(STORED, where) == needed_mib * MIB
     assert fits(STORED, where) is fitting
 

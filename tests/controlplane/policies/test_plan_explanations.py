@@ -8,21 +8,21 @@ from hypothesis import strategies as st
 
 from controlplane.policies.plan_explanations import (
     CHANGES_MAX,
-    CellTold,
+    CellSummary,
     ForecastRecord,
-    PlanTold,
-    PoolTold,
-    SeriesTold,
-    tell_plan,
+    PlanSummary,
+    PoolSummary,
+    SeriesSummary,
+    explain_plan,
 )
 
-SERIES = SeriesTold(name="a in east", forecaster="arima", peak_q50=800.0, peak_upper=1000.0, stand_in=None)
-LATE = SeriesTold(name="b in east", forecaster="none", peak_q50=1.0, peak_upper=2.0, stand_in="late; the last hour")
-OUT = CellTold(
+SERIES = SeriesSummary(name="a in east", forecaster="arima", peak_q50=800.0, peak_upper=1000.0, fallback=None)
+LATE = SeriesSummary(name="b in east", forecaster="none", peak_q50=1.0, peak_upper=2.0, fallback="late; the last hour")
+OUT = CellSummary(
     name="a in east on H800", before=1, after=3, reason="demand grows", constraint="home", cost_if_not=1234.5
 )
-KEPT = CellTold(name="b in east on H800", before=2, after=2, reason="no change", constraint="pin", cost_if_not=0.0)
-PLAN = PlanTold(
+KEPT = CellSummary(name="b in east on H800", before=2, after=2, reason="no change", constraint="pin", cost_if_not=0.0)
+PLAN = PlanSummary(
     plan_id="plan_1",
     state="applied",
     window_start_s=1_795_273_200,
@@ -45,12 +45,12 @@ PLAN = PlanTold(
     pools=(),
     shortfalls=(),
     day_before=ForecastRecord(hours=48, covered=43, error_sum=12.0, actual_sum=100.0),
-    came=None,
+    outcome=None,
 )
 
 
 def tell(**changes: object) -> str:
-    return tell_plan(dataclasses.replace(PLAN, **changes))  # type: ignore[arg-type]
+    return explain_plan(dataclasses.replace(PLAN, **changes))  # type: ignore[arg-type]
 
 
 def test_the_whole_of_a_plan() -> None:
@@ -101,8 +101,11 @@ which aims at 90%; the weighted error of the median was 12.0%."""
         ({"status": "failed", "gap": None}, "there is no new placement, the present one stays"),
         ({"gap": None}, "no bound is known"),
         ({"day_before": None}, "no forecast can be held against what came"),
-        ({"came": ForecastRecord(hours=2, covered=2, error_sum=0.0, actual_sum=0.0)}, "In this very hour, 2 of 2"),
-        ({"pools": (PoolTold(name="H800 in east", before=1, after=2, endpoints=("x", "y")),)}, "1 -> 2 GPUs for 2 end"),
+        ({"outcome": ForecastRecord(hours=2, covered=2, error_sum=0.0, actual_sum=0.0)}, "In this very hour, 2 of 2"),
+        (
+            {"pools": (PoolSummary(name="H800 in east", before=1, after=2, endpoints=("x", "y")),)},
+            "1 -> 2 GPUs for 2 end",
+        ),
     ],
 )
 def test_what_is_said_when(changes: dict[str, object], words: str) -> None:
@@ -111,7 +114,7 @@ def test_what_is_said_when(changes: dict[str, object], words: str) -> None:
 
 def test_of_many_changes_those_that_matter_most_are_told() -> None:
     cells = tuple(
-        CellTold(name=f"m{n}", before=0, after=1, reason="r", constraint="home", cost_if_not=float(n))
+        CellSummary(name=f"m{n}", before=0, after=1, reason="r", constraint="home", cost_if_not=float(n))
         for n in range(CHANGES_MAX + 5)
     )
     told = tell(cells=cells)
@@ -123,4 +126,4 @@ def test_of_many_changes_those_that_matter_most_are_told() -> None:
 @given(reason=st.text(max_size=20), hours=st.integers(0, 3), gap=st.none() | st.floats(0, 1))
 def test_any_plan_can_be_told(reason: str, hours: int, gap: float | None) -> None:
     record = ForecastRecord(hours=hours, covered=0, error_sum=1.0, actual_sum=0.0)
-    assert tell(reason=reason, came=record, day_before=record, gap=gap).startswith("Plan plan_1")
+    assert tell(reason=reason, outcome=record, day_before=record, gap=gap).startswith("Plan plan_1")

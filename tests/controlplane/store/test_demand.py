@@ -1,8 +1,8 @@
 """Demand rows: many at once, again without harm, read by endpoint."""
 
-import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from sqlalchemy import func, inspect, select, text
@@ -25,7 +25,7 @@ from controlplane.store.demand import (
     read_forecasts,
 )
 from controlplane.store.session import Database, make_engine
-from tests.controlplane.world import World
+from tests.controlplane.world import World, at_once
 
 EAST, WEST = Endpoint(model="tide", region="us-east"), Endpoint(model="tide", region="us-west")
 
@@ -74,23 +74,15 @@ def test_rows_may_come_slower_than_a_statement_may_last(world: World) -> None:
 
 def test_writers_of_the_same_minutes_in_opposite_orders_take_turns(world: World) -> None:
     minutes = range(3000)
-    failures: list[Exception] = []
 
-    def write(order: list[int]) -> None:
-        try:
-            for _ in range(4):
-                with world.database.transaction() as session:
-                    put_demand(session, [row(EAST, n, 1.0) for n in order[:1500]])
-                    put_demand(session, [row(EAST, n, 1.0) for n in order[1500:]])
-        except Exception as error:
-            failures.append(error)
+    def write(order: list[int]) -> int:
+        for _ in range(4):
+            with world.database.transaction() as session:
+                put_demand(session, [row(EAST, n, 1.0) for n in order[:1500]])
+                put_demand(session, [row(EAST, n, 1.0) for n in order[1500:]])
+        return len(order)
 
-    threads = [threading.Thread(target=write, args=(list(order),)) for order in (minutes, reversed(minutes))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    assert at_once(*(partial(write, list(order)) for order in (minutes, reversed(minutes)))) == [3000, 3000]
 
 
 @pytest.mark.parametrize(("with_candidates", "left"), [(False, {"candidates", "state"}), (True, {"state"})])

@@ -10,8 +10,8 @@ from controlplane.errors import ConflictError, NotFoundError
 from controlplane.store.fleet import fleet_index, put_gpu_type
 from controlplane.store.instances import add_instance, desired_of, instances_of, set_desired
 from controlplane.store.joining import join_node
-from controlplane.store.spot import lease_spot
-from controlplane.store.tables import Desired, Instance, LeaseEnd, Node, Slot, SpotLease
+from controlplane.store.leases import lease_instance
+from controlplane.store.tables import Desired, Instance, InstanceLease, LeaseEnd, Node, Slot
 from dataplane.protocol.messages import Join, SlotSpec
 from tests.controlplane.world import World
 
@@ -116,10 +116,10 @@ def test_what_is_lost_is_stopped_with_its_lease(world: World) -> None:
         session.get_one(Instance, name).observed = "spot"
         set_desired(session, [name], Desired.SPOT)
         session.flush()
-        lease_spot(session, name, holder="them", created_by="me", duration_s=60)
+        lease_instance(session, name, holder="them", created_by="me", duration_s=60)
     assert join(world, 1)[1] == (name,)
     with world.database.transaction() as session:
-        instance, lease = session.get_one(Instance, name), session.scalars(select(SpotLease)).one()
+        instance, lease = session.get_one(Instance, name), session.scalars(select(InstanceLease)).one()
         assert (instance.desired, instance.observed, instance.spot_at) == (Desired.STOPPED, "stopped", None)
         assert (lease.end_reason, lease.ended_at is None) == (LeaseEnd.LOST, False)
 

@@ -1,6 +1,6 @@
 """Plans: one a window by the schedule, one in force, applied once, refused when the fleet has moved on."""
 
-import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ from controlplane.store.plans import (
     roll_back,
     supersede_drafts,
 )
-from tests.controlplane.world import World
+from tests.controlplane.world import World, at_once
 
 WINDOW_S = 3600
 
@@ -90,18 +90,7 @@ def test_the_schedule_makes_one_plan_a_window(world: World) -> None:
 
 
 def test_two_writers_at_once_make_one_plan(world: World) -> None:
-    made: list[bool] = []
-    start = threading.Barrier(4)
-
-    def work() -> None:
-        start.wait()
-        made.append(add(world, origin="schedule")[2])
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    made = at_once(*[lambda: add(world, origin="schedule")[2]] * 4)
     assert sorted(made) == [False, False, False, True]
 
 
@@ -131,22 +120,7 @@ def test_applying_twice_is_applying_once(world: World) -> None:
 
 
 def test_two_at_once_apply_one(world: World) -> None:
-    plans = [add(world) for _ in range(2)]
-    ends: list[str] = []
-    start = threading.Barrier(2)
-
-    def work(plan_id: str, index: int) -> None:
-        start.wait()
-        try:
-            ends.append(apply(world, plan_id, index))
-        except StaleIndexError as error:
-            ends.append(error.code)
-
-    threads = [threading.Thread(target=work, args=plan[:2]) for plan in plans]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    ends = at_once(*[partial(apply, world, *add(world)[:2]) for _ in range(2)])
     assert sorted(ends) == ["applied", "stale_index"]
     with world.database.transaction() as session:
         assert sorted(session.scalars(select(Plan.state))) == ["applied", "draft"]
@@ -249,27 +223,14 @@ def test_an_approval_and_the_end_of_the_hour_at_once(world: World) -> None:
     """Whichever comes first, the plan is in one state and the other is told."""
     for _ in range(3):
         plan_id, _, _ = add(world, origin="schedule")
-        start = threading.Barrier(2)
-        ends: list[str] = []
 
-        def say_yes(plan_id: str = plan_id, start: threading.Barrier = start, ends: list[str] = ends) -> None:
-            start.wait()
-            try:
-                ends.append(approve(world, plan_id).state)
-            except ConflictError:
-                ends.append("refused")
-
-        def end(start: threading.Barrier = start) -> None:
-            start.wait()
+        def end() -> None:
             with world.database.transaction() as session:
                 supersede_drafts(session, before_s=2 * WINDOW_S)
 
-        threads = [threading.Thread(target=work) for work in (say_yes, end)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert (ends, state_of(world, plan_id)) in ((["applied"], "applied"), (["refused"], "superseded"))
+        approved, _ = at_once(partial(approve, world, plan_id), end)
+        expected = "superseded" if approved == "conflict" else "applied"
+        assert state_of(world, plan_id) == expected
         with world.database.transaction() as session:
             session.execute(text("DELETE FROM plan_entries"))
             session.execute(text("DELETE FROM plans"))
@@ -342,20 +303,5 @@ def test_a_rollback_with_nowhere_to_go(world: World) -> None:
 def test_two_rollbacks_at_once_take_back_one_plan(world: World) -> None:
     first = in_force(world, ("us-east", 3))
     second = in_force(world, ("us-east", 1))
-    ends: list[str] = []
-    start = threading.Barrier(2)
-
-    def work() -> None:
-        start.wait()
-        try:
-            ends.append(roll_back_of(world, second).state)
-        except ConflictError:
-            ends.append("refused")
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(ends) == ["applied", "refused"]
+    assert sorted(at_once(*[lambda: roll_back_of(world, second).state] * 2)) == ["applied", "conflict"]
     assert state_of(world, first) == "superseded"

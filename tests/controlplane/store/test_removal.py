@@ -5,7 +5,7 @@ import uuid
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from sqlalchemy import select, text, update
+from sqlalchemy import select, update
 
 from controlplane.errors import ConflictError, InUseError, NotFoundError
 from controlplane.planner.scale import scale
@@ -18,9 +18,9 @@ from controlplane.store.demand import IW, DemandRow, put_demand, read_demand
 from controlplane.store.fleet import fleet_index
 from controlplane.store.instances import desired_of, set_desired
 from controlplane.store.keys import make_key, revoke_key
-from controlplane.store.pins import add_pin, remove_pin
+from controlplane.store.leases import lease_instance, return_lease
+from controlplane.store.overrides import add_override, remove_override
 from controlplane.store.plans import PlanEntry, add_plan, apply_plan
-from controlplane.store.spot import lease_spot, return_spot
 from controlplane.store.tables import Desired, EndpointRow, GpuType, Instance, Model, Node, Profile, Region, Role
 from tests.controlplane.store.test_plans import a_plan
 from tests.controlplane.world import MODEL, World, until
@@ -98,22 +98,22 @@ def test_an_endpoint_is_refused_while_it_has_instances_leases_or_a_pin(world: Wo
     world.place("n1", desired=Desired.STOPPED)
     with world.database.transaction() as session:
         session.get_one(Instance, spot).observed = InstanceState.SPOT
-        lease_spot(session, spot, holder="lab", duration_s=600, created_by="x")
+        lease_instance(session, spot, holder="lab", duration_s=600, created_by="x")
         tomorrow = datetime.now(UTC) + timedelta(days=1)
-        pin = add_pin(session, endpoint=HERE, instances=1, until=tomorrow, note="", created_by="x").id
+        override = add_override(session, endpoint=HERE, instances=1, until=tomorrow, note="", created_by="x").id
     assert users(world, "endpoint", model=MODEL, region="us-east") == {
         "instance": (1, (serving,)),
         "leased spot instance": (1, (spot,)),
-        "pin": (1, (pin,)),
+        "pin": (1, (override,)),
     }
     with world.database.transaction() as session:
-        remove_pin(session, pin)
-        return_spot(session, spot)
+        remove_override(session, override)
+        return_lease(session, spot)
         set_desired(session, [serving], Desired.STOPPED)
         generation = session.get_one(Node, "n1").generation
         removal.delete_endpoint(session, model=MODEL, region="us-east")
         session.expire_all()
-        assert session.get_one(Node, "n1").generation > generation, "its node lets go of the spot instance"
+        assert session.get_one(Node, "n1").generation > generation, "its node lets go of the donated instance"
         assert desired_of(session, "n1").instances == ()
         assert list(session.scalars(select(Instance.id))) == []
 
@@ -144,15 +144,6 @@ def test_regions_gpu_types_and_nodes(world: World) -> None:
         assert session.get(Model, MODEL) is not None
 
 
-def is_anyone_waiting(world: World) -> bool:
-    """Whether a statement waits for a lock. A transaction sees one snapshot of who waits, so each look has its own."""
-    waits = text(
-        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-    )
-    with world.database.transaction() as session:
-        return bool(session.scalar(waits))
-
-
 def test_the_foreign_key_refuses_what_the_look_did_not_see(world: World) -> None:
     """An endpoint is written past the fleet's lock while its model is deleted."""
     drop_endpoints(world)
@@ -168,7 +159,7 @@ def test_the_foreign_key_refuses_what_the_look_did_not_see(world: World) -> None
         session.add(EndpointRow(model=MODEL, region="us-east", instances_min=0, instances_max=1))
         session.flush()
         deleting.start()
-        until(lambda: is_anyone_waiting(world))
+        until(world.is_waiting_for_a_lock)
     deleting.join()
     assert len(refused) == 1
     assert "1 x endpoint (us-east)" in refused[0]

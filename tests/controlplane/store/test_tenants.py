@@ -1,20 +1,24 @@
 """A tenant's queued batch tokens: charged when a batch is accepted, and back when its requests end."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
-import pytest
-from sqlalchemy.orm import Session
 
 from controlplane.dispatcher.ingest import VALIDATE
 from controlplane.policies.lifecycle import BatchRequestState
-from controlplane.store import tenants
 from controlplane.store.batch_tables import Batch
-from controlplane.store.batches import cancel_batch, end_requests
+from controlplane.store.batches import add_requests, cancel_batch, end_requests
 from controlplane.store.blobs.base import BlobStore
-from controlplane.store.tenants import Tenant, find_tenant, limits_of, put_tenant, queued_batch_tokens
-from tests.controlplane.world import World
+from controlplane.store.tenants import (
+    Tenant,
+    batch_tokens_left,
+    find_tenant,
+    limits_of,
+    put_tenant,
+    queued_batch_tokens,
+)
+from tests.controlplane.world import World, at_once, request_line, until
 
 ANSWER_TOKENS = 100
 LINE_TOKENS = 111
@@ -89,37 +93,30 @@ def test_zero_refuses_all_and_no_limit_none(world: World, blobs: BlobStore) -> N
 def test_two_batches_at_once_do_not_both_take_the_last(world: World, blobs: BlobStore) -> None:
     limit(world, LINE_TOKENS)
     ids = [submitted(world, blobs, 1) for _ in range(4)]
-
-    threads = [threading.Thread(target=world.step, args=(VALIDATE, blobs)) for _ in ids]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(*[lambda: world.step(VALIDATE, blobs)] * len(ids))
     for _ in ids:  # threads that met at one batch leave others for later
         world.step(VALIDATE, blobs)
     assert sorted(world.batch(batch_id).state for batch_id in ids) == ["failed"] * 3 + ["in_progress"]
 
 
-def test_what_is_queued_is_summed_before_the_lock_and_what_came_since_under_it(
-    world: World, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_another_dispatcher_queues_meanwhile_counts(world: World, blobs: BlobStore) -> None:
+    """The lock is taken after a first sum: what was queued between the two is added."""
     limit(world, 9 * LINE_TOKENS)
-    old = accepted(world, blobs, 2)
-    count, seen = tenants._queued_tokens, []
+    accepted(world, blobs, 2)
+    other = world.add_batch()
 
-    def counted(session: Session, tenant: str, **besides: Any) -> dict[int, int]:
-        found = count(session, tenant, **besides)
-        seen.append(found)
-        if len(seen) == 1:  # another dispatcher is quicker to the lock
-            monkeypatch.setattr(tenants, "_queued_tokens", count)
-            accepted(world, blobs, 3)
-            monkeypatch.setattr(tenants, "_queued_tokens", counted)
-        return found
+    def left() -> int | None:
+        with world.database.transaction() as session:
+            return batch_tokens_left(session, "acme", world.settings)
 
-    monkeypatch.setattr(tenants, "_queued_tokens", counted)
-    with world.database.transaction() as session:
-        assert tenants.batch_tokens_left(session, "acme", world.settings) == 4 * LINE_TOKENS
-    assert seen == [{old.number: 2 * LINE_TOKENS}, {old.number + 1: 3 * LINE_TOKENS}]
+    with ThreadPoolExecutor(1) as thread:
+        with world.database.transaction() as session:
+            assert batch_tokens_left(session, "acme", world.settings) == 7 * LINE_TOKENS
+            waiting = thread.submit(left)
+            until(world.is_waiting_for_a_lock)
+            lines = (request_line(number)._replace(tokens=LINE_TOKENS) for number in (1, 2, 3))
+            add_requests(session, session.get_one(Batch, other), lines)
+        assert waiting.result() == 4 * LINE_TOKENS
 
 
 def test_a_tenant_without_a_row_has_the_defaults(world: World) -> None:

@@ -1,4 +1,4 @@
-"""The placement problem as an integer program (SageServe 5), with pools and spot instances.
+"""The placement problem as an integer program (SageServe 5), with pools and donated instances.
 
     x_ijk instances of model i in region j on GPU type k; u_ijk of them started, a_ijk and b_ijk of these from spot
     instances of the same model and of others; z_ijk pooled there or not (0, 1), Z_ij = sum_k z_ijk; P_jk pool GPUs,
@@ -14,11 +14,11 @@
 
     minimise  sum price_ik x + sum alpha_k P + starts + moves + prices of home, global, few         (cost.py)
 
-A pin is a minimum and a maximum at once, at a price above all others. `home`, `global` and `few` take up what capacity
-cannot hold, so the program always has a solution. The cost is the whole fleet's, not the change of it: a gap then means
-something. Moves are starts and stops at a price that only breaks ties. An instance counts in a demand row for no more
-than the row asks: the integer answers stay the same, and the relaxation cannot serve a small model with a sliver of an
-instance. Rows are divided by what an instance does there: their numbers count instances.
+A replica override is a minimum and a maximum at once, at a price above all others. `home`, `global` and `few` take up
+what capacity cannot hold, so the program always has a solution. The cost is the whole fleet's, not the change of it: a
+gap then means something. Moves are starts and stops at a price that only breaks ties. An instance counts in a demand
+row for no more than the row asks: the integer answers stay the same, and the relaxation cannot serve a small model with
+a sliver of an instance. Rows are divided by what an instance does there: their numbers count instances.
 """
 
 import math
@@ -120,8 +120,8 @@ class _Builder:
             self.cost.append(self._grid.move_price * row.pool_before)
         if taken:
             self._add_row(pulp.lpSum(taken) <= row.capacity)
-        if row.spot_gpus:
-            self._add_spot(row, number)
+        if row.donated_gpus:
+            self._add_donated(row, number)
 
     def _pooled(self, endpoint: EndpointRow) -> list[Any]:
         return [self.pooled[option.key] for option in endpoint.options]
@@ -165,12 +165,15 @@ class _Builder:
         self.pool_gpus[row.place] = gpus
         return gpus
 
-    def _add_spot(self, row: PlaceRow, number: int) -> None:
-        """Starts from spot instances: variables only where they save something."""
+    def _add_donated(self, row: PlaceRow, number: int) -> None:
+        """Starts from donated instances: variables only where they save something."""
         taken = []
         for at, cell in enumerate(row.cells):
             offers = []
-            for letter, price, most in (("a", cell.spot_same_price, cell.spot), ("b", cell.spot_other_price, None)):
+            for letter, price, most in (
+                ("a", cell.donated_same_price, cell.donated),
+                ("b", cell.donated_other_price, None),
+            ):
                 if (most is None or most) and price < cell.fresh_price:
                     variable = self.problem.add_variable(f"{letter}{number:06d}_{at:06d}", 0, most)
                     self.cost.append((price - cell.fresh_price) * variable)
@@ -179,7 +182,7 @@ class _Builder:
                 self._add_row(pulp.lpSum(offers) <= self._started[cell.key])
                 taken += [cell.profile.gpus * each for each in offers]
         if taken:
-            self._add_row(pulp.lpSum(taken) <= row.spot_gpus)
+            self._add_row(pulp.lpSum(taken) <= row.donated_gpus)
 
     def _add_row(self, row: Any) -> None:
         self.problem.addConstraint(row)

@@ -1,7 +1,7 @@
-"""Solving a placement program: HiGHS in this process, CBC if HiGHS cannot, and what they themselves say of the result.
+"""Solving a placement program: HiGHS in this process, CBC if HiGHS fails, with the status that they themselves report.
 
 PuLP reports "optimal" also when a time limit cut the search short, so status, bound and gap are read from HiGHS.
-CBC through PuLP tells only whether it finished.
+CBC through PuLP reports only whether it finished.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ the sizes that the program takes (1.4 s for 400 cells on one core).
 
 
 class SolverError(Exception):
-    """A solver that is missing, or broke; the message says which."""
+    """A solver is missing or failed; the message says which."""
 
 
 class NothingFoundError(SolverError):
@@ -32,12 +32,12 @@ class NothingFoundError(SolverError):
 
 @dataclass(frozen=True, kw_only=True)
 class Solved:
-    """How a solver ended, and what it said. The answer itself is in the program's variables."""
+    """How a solver ended, and its message. The solution is in the program's variables."""
 
     status: PlacementStatus
     solver: str
     bound: float | None
-    said: str
+    message: str
 
 
 Solve = Callable[[Any, PlacementSettings, float], Solved]
@@ -60,14 +60,14 @@ def solve_highs(problem: Any, settings: PlacementSettings, gap_abs: float) -> So
     )
     _run(problem, solver, "HiGHS")
     model = problem.solverModel
-    said = model.modelStatusToString(model.getModelStatus())
-    status = _status_of(problem, finished=said == "Optimal", solver="HiGHS", said=said)
+    ended = model.modelStatusToString(model.getModelStatus())
+    status = _status_of(problem, finished=ended == "Optimal", solver="HiGHS", message=ended)
     bound = float(model.getInfo().mip_dual_bound) + problem.objective.constant  # PuLP keeps the constant to itself
-    return Solved(status=status, solver="highs", bound=bound, said=f"HiGHS says {said!r}")
+    return Solved(status=status, solver="highs", bound=bound, message=f"HiGHS says {ended!r}")
 
 
 def solve_cbc(problem: Any, settings: PlacementSettings, gap_abs: float) -> Solved:
-    """Solve with the CBC that PuLP brings. Bound and gap stay unknown.
+    """Solve with the CBC that PuLP ships. Bound and gap stay unknown.
 
     Raises:
         NothingFoundError: no answer was found within EXACT_SHARE of the time limit.
@@ -82,9 +82,9 @@ def solve_cbc(problem: Any, settings: PlacementSettings, gap_abs: float) -> Solv
         options=[f"randomSeed {SEED}"],
     )
     _run(problem, solver, "CBC")
-    said = pulp.LpSolution[problem.sol_status]
-    status = _status_of(problem, finished=problem.sol_status == pulp.LpSolutionOptimal, solver="CBC", said=said)
-    return Solved(status=status, solver="cbc", bound=None, said=f"CBC says {said!r}")
+    ended = pulp.LpSolution[problem.sol_status]
+    status = _status_of(problem, finished=problem.sol_status == pulp.LpSolutionOptimal, solver="CBC", message=ended)
+    return Solved(status=status, solver="cbc", bound=None, message=f"CBC says {ended!r}")
 
 
 SOLVERS: tuple[Solve, ...] = (solve_highs, solve_cbc)
@@ -95,7 +95,7 @@ def solve_first(problem: Any, settings: PlacementSettings, gap_abs: float, solve
 
     Raises:
         NothingFoundError: it found nothing in time.
-        SolverError: none works; the message holds what each said.
+        SolverError: none works; the message holds each solver's error.
     """
     errors = []
     for solve in solvers:
@@ -117,10 +117,10 @@ def _run(problem: Any, solver: Any, name: str) -> None:
         raise SolverError(f"{name} failed: {error}") from error
 
 
-def _status_of(problem: Any, *, finished: bool, solver: str, said: str) -> PlacementStatus:
+def _status_of(problem: Any, *, finished: bool, solver: str, message: str) -> PlacementStatus:
     if finished:
         return PlacementStatus.OPTIMAL
     values = [variable.varValue for variable in problem.variables()]
     if problem.sol_status == pulp.LpSolutionIntegerFeasible and None not in values:
         return PlacementStatus.TIME_LIMIT
-    raise NothingFoundError(f"{solver} found no placement: {said}")
+    raise NothingFoundError(f"{solver} found no placement: {message}")

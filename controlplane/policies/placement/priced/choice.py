@@ -17,10 +17,10 @@ import numpy as np
 from scipy import sparse
 
 from controlplane.policies.placement.priced.columns import Columns, Rows
+from controlplane.policies.placement.priced.highs import make_program, run_program
 from controlplane.policies.placement.priced.repair import incumbent_of, pool_gpus, served_by
 from controlplane.policies.placement.priced.tables import Bools, Floats, Ints, Tables
 
-SEED = 1
 LEAST_PART = 0.5
 
 
@@ -43,7 +43,7 @@ class Chooser:
     columns: Columns
 
     def cost(self, choice: Ints) -> float:
-        """Cost per hour of a choice of one column per endpoint, [E], as if there were spot GPUs enough."""
+        """Cost per hour of a choice of one column per endpoint, [E], as if there were donated GPUs enough."""
         tables, rows = self.tables, self.rows
         use = np.asarray(self.columns.use_by_column[choice].sum(axis=0)).ravel()
         short = np.maximum(use[2 * rows.places :] - rows.limit[2 * rows.places :], 0.0) * rows.scale
@@ -121,22 +121,13 @@ class _Program:
 
     def solved(self, current: Bools, effort: Effort, cost_now: float) -> Ints | None:
         """The columns chosen, one for each free endpoint in order; None if HiGHS has none. `cost_now`: of the whole
-        choice that stands, of which the program knows a part.
+        incumbent, of which the program has a part.
         """
         start = self._start(current)
         lp = self._lp(start)
         target = effort.target - cost_now + float(lp.col_cost_ @ start)
-        solver = highspy.Highs()  # type: ignore[no-untyped-call]
-        options = {"output_flag": False, "threads": 1, "random_seed": SEED, "mip_rel_gap": 0.0}
-        options |= {"mip_abs_gap": effort.gap_abs, "mip_max_nodes": effort.nodes_max, "objective_target": target}
-        for name, value in options.items():
-            solver.setOptionValue(name, value)
-        solver.passModel(lp)
-        first = highspy.HighsSolution()
-        first.col_value = start.tolist()
-        solver.setSolution(first)
-        solver.cbMipInterrupt.subscribe(lambda event: event.interrupt() if effort.should_stop() else None)
-        solver.run()
+        options = {"mip_abs_gap": effort.gap_abs, "mip_max_nodes": effort.nodes_max, "objective_target": target}
+        solver = run_program(lp, effort.should_stop, start=start, **options)
         if solver.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return None
         picked = self._at[np.array(solver.getSolution().col_value)[: len(self._at)] > LEAST_PART]
@@ -160,7 +151,6 @@ class _Program:
         if pools:
             blocks += [[self._blocks[1], None, -of_pool, None], [self._share, None, of_pool, -sparse.diags(self._step)]]
         blocks.append([self._blocks[2], -sparse.identity(shorts), None, None])
-        matrix = sparse.csc_matrix(sparse.bmat(blocks))
         ones, below = np.ones(len(endpoints)), [self._left[0], *([self._left[1], -self._share_fixed] if pools else [])]
         upper = np.concatenate([ones, *below, self._left[2]])
         lower = np.full(len(upper), -np.inf)
@@ -168,16 +158,12 @@ class _Program:
         if pools:
             exact = slice(len(upper) - shorts - pools, len(upper) - shorts)
             lower[exact] = upper[exact]
-        lp = highspy.HighsLp()
-        lp.num_row_, lp.num_col_ = matrix.shape
-        lp.col_cost_ = np.concatenate([columns.cost[at], self._model_price, self._place_price, np.zeros(pools)])
-        lp.col_lower_ = np.zeros(matrix.shape[1])
-        most_short = start[size : size + shorts]
-        lp.col_upper_ = np.concatenate([np.ones(size), most_short, np.full(pools, np.inf), self._slots_most])
-        lp.row_lower_, lp.row_upper_ = lower, upper
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-        lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
-        whole = np.concatenate([np.ones(size), np.zeros(shorts + pools), np.ones(pools)])
-        kind = highspy.HighsVarType
-        lp.integrality_ = [kind.kInteger if each else kind.kContinuous for each in whole.tolist()]
-        return lp
+        return make_program(
+            sparse.bmat(blocks),
+            cost=np.concatenate([columns.cost[at], self._model_price, self._place_price, np.zeros(pools)]),
+            upper=np.concatenate(
+                [np.ones(size), start[size : size + shorts], np.full(pools, np.inf), self._slots_most]
+            ),
+            rows=(lower, upper),
+            whole=np.repeat([True, False, True], [size, shorts + pools, pools]),
+        )

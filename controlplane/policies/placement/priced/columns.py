@@ -98,7 +98,7 @@ def make_columns(tables: Tables, rows: Rows, endpoint: Ints, counts: Ints, poole
     endpoint, pooled, counts = distinct[:, 0], distinct[:, 1], distinct[:, 2:]
     model, region = tables.model_of[endpoint], tables.region_of[endpoint]
     served = (counts * tables.speed[model]).sum(axis=1)
-    cost = cost_of_counts(counts, tables.room[endpoint], tables.price[endpoint]).sum(axis=1)
+    cost = cost_of_counts(counts, tables.segment_max[endpoint], tables.price[endpoint]).sum(axis=1)
     alone = pooled < 0
     cost += alone * np.maximum(tables.home[endpoint] - served, 0.0) * tables.home_price[endpoint]
     cost += alone * np.maximum(tables.fewest[endpoint] - counts.sum(axis=1), 0) * tables.fewest_price[endpoint]

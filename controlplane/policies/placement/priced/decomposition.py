@@ -50,8 +50,8 @@ class PriceSettings:
     Attributes:
         climb_rounds: of raising the bound by the smoothed dual; fewer where it rises no more.
         exact_rounds: of raising it by the linear program over the columns, while they are at most `exact_columns_max`.
-        choices: columns that each choice for the whole fleet may take beyond those that stand, and the share of the
-            gap to which it is solved; one after the other, until the gap is reached.
+        choices: columns that each choice for the whole fleet may take in addition to the incumbent's, and the share of
+            the gap to which it is solved; one after the other, until the gap is reached.
         neighbourhood_max: near columns in all, about; `neighbourhood_each_most` and `neighbourhood_each_least` for each
         endpoint. region_cells_max: cells of a region whose bound may be raised by an integer program. nodes_max: of
         branch and bound in each choice; `region_nodes_max` where a region's bound is raised. moves_max: of single
@@ -76,17 +76,15 @@ class PricedSolution(Answer):
     """A placement found by prices.
 
     Attributes:
-        objective: cost per hour, as `grid_cost` says.
+        objective: cost per hour, by `grid_cost`.
         bound: no placement costs less.
         gap: (objective - bound) as a share of the fleet's cost.
-        iterations: rounds in which the bound was raised.
         reason: how it ended, in plain words.
     """
 
     objective: float
     bound: float
     gap: float
-    iterations: int
     reason: str
 
 
@@ -103,7 +101,7 @@ def solve_grid(
     """
     if not grid.cells and not grid.options:
         cost, reason = grid_cost(grid, Answer(counts={})), "nothing can stand anywhere"
-        return PricedSolution(counts={}, objective=cost, bound=cost, gap=0.0, iterations=0, reason=reason)
+        return PricedSolution(counts={}, objective=cost, bound=cost, gap=0.0, reason=reason)
     return _Search(grid, build_tables(grid), gap, limits or PriceSettings(), should_stop).run()
 
 
@@ -126,7 +124,7 @@ class _Search:
         dual = climb(tables, first_dual(tables), limits.climb_rounds, self._gap / 20, self._should_stop)
         dual, mix = self._exact(dual)
         incumbent = self._rounded(dual, mix)
-        best = self._solution(dual.rounds, dual.bound, incumbent, "rounded from the prices")
+        best = self._solution(dual.bound, incumbent, "rounded from the prices")
         if best.gap <= self._gap or self._should_stop():
             return best
         fleet = fleet_cost(self._grid, best)
@@ -142,7 +140,7 @@ class _Search:
                 break
             choices.improve(number, share)
             incumbent = moved(tables, choices.incumbent(), limits.moves_max)
-            found = self._solution(dual.rounds, choices.bound, incumbent, "chosen among configurations near the prices")
+            found = self._solution(choices.bound, incumbent, "chosen among configurations near the prices")
             best = min(found, self._bounded(best, choices.bound), key=lambda each: each.objective)
             choices.go_on_from(
                 neighbourhood_of(tables, dual, neighbourhood.columns, incumbent, neighbourhood.least, spare=spare)
@@ -172,7 +170,7 @@ class _Search:
         choice = relieved(self._tables, mix.columns, choice, dual.prices)
         return moved(self._tables, incumbent_of(mix.columns, choice), self._limits.moves_max)
 
-    def _solution(self, rounds: int, bound: float, incumbent: Incumbent, how: str) -> PricedSolution:
+    def _solution(self, bound: float, incumbent: Incumbent, how: str) -> PricedSolution:
         tables = self._tables
         answer = Answer(
             counts=tables.counts_by_key(incumbent.counts),
@@ -180,7 +178,7 @@ class _Search:
             pool_gpus=tables.pool_gpus_by_key(pool_gpus(tables, np.arange(len(tables.home)), incumbent.pooled)),
         )
         cost = grid_cost(self._grid, answer)
-        found = PricedSolution(**vars(answer), objective=cost, bound=bound, gap=0.0, iterations=rounds, reason=how)
+        found = PricedSolution(**vars(answer), objective=cost, bound=bound, gap=0.0, reason=how)
         return self._bounded(found, bound)
 
     def _bounded(self, found: PricedSolution, bound: float) -> PricedSolution:
@@ -212,7 +210,7 @@ class _Choices:
         self._raised = np.zeros(len(tables.regions), bool)
 
     def go_on_from(self, neighbourhood: Neighbourhood) -> None:
-        """Choose among these columns from now on, beginning with what stands."""
+        """Choose among these columns from now on, starting from their incumbent."""
         self._neighbourhood, self.choice = neighbourhood, neighbourhood.choice
         self._chooser = Chooser(tables=self._tables, rows=self._rows, columns=neighbourhood.columns)
 
@@ -238,7 +236,7 @@ class _Choices:
     def _raise_bound(self) -> None:
         tables, limits = self._tables, self._limits
         excess = self._chooser.by_region(self.choice, self._token) - self._low
-        cells = np.bincount(tables.region_of, weights=(tables.room.sum(axis=2) > 0).sum(axis=1))
+        cells = np.bincount(tables.region_of, weights=(tables.segment_max.sum(axis=2) > 0).sum(axis=1))
         worth_it = (excess > LEAST_PROMISE * self._slack) & (cells <= limits.region_cells_max) & ~self._raised
         for j in sorted(np.flatnonzero(worth_it).tolist(), key=lambda j: -excess[j]):
             if self._reached() or self._should_stop():

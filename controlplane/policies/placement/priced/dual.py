@@ -32,13 +32,12 @@ CLIMB_STEPS, PATIENCE = 400, 4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dual:
-    """Where the climb stands. `bound`: proven by `prices`. `rounds`: in which the bound was looked for."""
+    """State of the ascent. `bound`: proven by `prices`."""
 
     rows: Rows
     columns: Columns
     bound: float
     prices: Floats
-    rounds: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,7 +88,7 @@ def configurations_at(
         unit = gpu[region] * tables.gpus[model] - token[model][:, None] * tables.speed[model]
         cells = Cells(
             speed=tables.speed[model],
-            room=tables.room[at],
+            segment_max=tables.segment_max[at],
             price=tables.price[at] + unit[:, :, None],
             most=tables.most[at],
             fewest=tables.fewest[at],
@@ -170,7 +169,7 @@ def priced_out(tables: Tables, dual: Dual, prices: Floats, *, keep: int = 3) -> 
     )
     if bound > dual.bound:
         dual = replace(dual, bound=bound, prices=prices)
-    return replace(dual, columns=columns, rounds=dual.rounds + 1)
+    return replace(dual, columns=columns)
 
 
 def _step_of_prices(tables: Tables, rows: Rows) -> Floats:

@@ -12,6 +12,7 @@ import numpy as np
 from scipy import sparse
 
 from controlplane.policies.placement.priced.columns import Columns, Rows
+from controlplane.policies.placement.priced.highs import make_program, run_program
 from controlplane.policies.placement.priced.tables import Floats, Ints, Tables
 
 
@@ -29,12 +30,7 @@ def relax_master(
 ) -> Relaxation | None:
     """The linear program over these columns; None if HiGHS has no answer, or was stopped before it had."""
     size = len(tables.home)
-    solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    for name, value in (("output_flag", False), ("threads", 1)):
-        solver.setOptionValue(name, value)
-    solver.passModel(_program(tables, rows, columns))
-    solver.cbSimplexInterrupt.subscribe(lambda event: event.interrupt() if should_stop() else None)
-    solver.run()
+    solver = run_program(_program(tables, rows, columns), should_stop, random_seed=0)
     if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
         return None
     answer = solver.getSolution()
@@ -51,17 +47,15 @@ def _program(tables: Tables, rows: Rows, columns: Columns) -> highspy.HighsLp:
     one = sparse.csr_matrix(chosen, shape=(size, len(columns)))
     beyond = _unit(shared, np.arange(pools), 1.0) + _unit(shared, rows.places + np.arange(pools), -1.0)
     short = _unit(shared, 2 * rows.places + np.arange(len(tables.total)), -1.0)
-    matrix = sparse.csc_matrix(sparse.bmat([[one, None, None], [columns.use, short, beyond]]))
+    matrix = sparse.bmat([[one, None, None], [columns.use, short, beyond]])
     gpu_price = np.tile(tables.gpu_price, len(tables.regions))[:pools]
-    lp = highspy.HighsLp()
-    lp.num_row_, lp.num_col_ = matrix.shape
-    lp.col_cost_ = np.concatenate([columns.cost, tables.total_price * rows.scale, gpu_price])
-    lp.col_lower_, lp.col_upper_ = np.zeros(matrix.shape[1]), np.full(matrix.shape[1], np.inf)
-    lp.row_lower_ = np.concatenate([np.ones(size), np.full(shared, -np.inf)])
-    lp.row_upper_ = np.concatenate([np.ones(size), rows.limit])
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
-    return lp
+    ones = np.ones(size)
+    return make_program(
+        matrix,
+        cost=np.concatenate([columns.cost, tables.total_price * rows.scale, gpu_price]),
+        upper=np.full(matrix.shape[1], np.inf),
+        rows=(np.concatenate([ones, np.full(shared, -np.inf)]), np.concatenate([ones, rows.limit])),
+    )
 
 
 def _unit(height: int, at: Ints, value: float) -> sparse.csr_matrix:

@@ -25,7 +25,7 @@ class Neighbourhood:
     Attributes:
         columns: M of them; those of the incumbent placement are among them.
         excess: of each column, per hour, [M].
-        choice: the column of each endpoint that stands, [E].
+        choice: the incumbent's column of each endpoint, [E].
         least: what each endpoint costs at least at the prices, [E].
     """
 
@@ -45,7 +45,7 @@ class Neighbourhood:
 def neighbourhood_columns(
     tables: Tables, dual: Dual, known: Columns, incumbent: Incumbent, *, spare: float, each_max: int
 ) -> Neighbourhood:
-    """Columns with an excess of at most `spare`, at most `each_max` found for each endpoint; what stands; and what
+    """Columns with an excess of at most `spare`, at most `each_max` found for each endpoint; the incumbent; and what
     would serve more where too little is served.
     """
     every = np.arange(len(tables.home))
@@ -57,7 +57,7 @@ def neighbourhood_columns(
 def neighbourhood_of(
     tables: Tables, dual: Dual, columns: Columns, incumbent: Incumbent, least: Floats, *, spare: float
 ) -> Neighbourhood:
-    """Those of these columns that are near, what stands, and what would serve more where too little is served."""
+    """Those of these columns that are near, the incumbent's, and what would serve more where too little is served."""
     every = np.arange(len(tables.home))
     endpoint, counts = _serving_more(tables, incumbent)
     columns = joined(
@@ -91,5 +91,7 @@ def _serving_more(tables: Tables, incumbent: Incumbent) -> tuple[Ints, Ints]:
     endpoint, kind, step = (each.ravel() for each in np.meshgrid(at, np.arange(types), MORE, indexing="ij"))
     counts = incumbent.counts[endpoint]
     counts[np.arange(len(endpoint)), kind] += step
-    fits = (counts <= tables.room[endpoint].sum(axis=2)).all(axis=1) & (counts.sum(axis=1) <= tables.most[endpoint])
+    fits = (counts <= tables.segment_max[endpoint].sum(axis=2)).all(axis=1) & (
+        counts.sum(axis=1) <= tables.most[endpoint]
+    )
     return endpoint[fits], counts[fits]

@@ -17,9 +17,8 @@ import highspy
 import numpy as np
 from scipy import sparse
 
+from controlplane.policies.placement.priced.highs import make_program, run_program
 from controlplane.policies.placement.priced.tables import Floats, Ints, Tables
-
-SEED = 1
 
 
 def region_bound(
@@ -35,13 +34,8 @@ def region_bound(
         nodes_max: of branch and bound.
         should_stop: asked now and then; True ends the search.
     """
-    solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    options = {"output_flag": False, "threads": 1, "random_seed": SEED, "mip_rel_gap": 0.0}
-    for name, value in {**options, "mip_abs_gap": gap_abs, "mip_max_nodes": nodes_max}.items():
-        solver.setOptionValue(name, value)
-    solver.passModel(_Program(tables, region, token).lp())
-    solver.cbMipInterrupt.subscribe(lambda event: event.interrupt() if should_stop() else None)
-    solver.run()
+    lp = _Program(tables, region, token).lp()
+    solver = run_program(lp, should_stop, mip_abs_gap=gap_abs, mip_max_nodes=nodes_max)
     return float(solver.getInfo().mip_dual_bound)
 
 
@@ -53,7 +47,7 @@ class _Program:
         model = tables.model_of[here]
         self._rows: list[sparse.csr_matrix] = []
         self._limits: list[tuple[Floats, Floats]] = []
-        owner, kind, segment = np.nonzero(tables.room[here])
+        owner, kind, segment = np.nonzero(tables.segment_max[here])
         speed, gpus = tables.speed[model[owner], kind], tables.gpus[model[owner], kind]
         self._instance = (owner, kind)
         self._pooled = self._poolable(tables, here)
@@ -62,7 +56,7 @@ class _Program:
         self._cost = [price, self._pool_price(tables, here, token), tables.home_price[here], tables.fewest_price[here]]
         self._step = tables.pools.step[region] if tables.pools else np.ones(self._sizes[4], np.int64)
         self._cost.append(tables.gpu_price * self._step)
-        self._upper = [tables.room[here][owner, kind, segment].astype(float), np.ones(self._sizes[1])]
+        self._upper = [tables.segment_max[here][owner, kind, segment].astype(float), np.ones(self._sizes[1])]
         self._upper += [tables.home[here], tables.fewest[here].astype(float)]
         slots = (tables.capacity[region] // self._step).astype(float)
         self._upper.append(slots if tables.pools else np.zeros(self._sizes[4]))
@@ -123,15 +117,7 @@ class _Program:
         """The program for HiGHS."""
         matrix = sparse.csc_matrix(sparse.vstack(self._rows))
         matrix.eliminate_zeros()
-        lp = highspy.HighsLp()
-        lp.num_row_, lp.num_col_ = matrix.shape
-        lp.col_cost_, lp.col_upper_ = np.concatenate(self._cost), np.concatenate(self._upper)
-        lp.col_lower_ = np.zeros(matrix.shape[1])
-        lp.row_lower_, lp.row_upper_ = (np.concatenate(side) for side in zip(*self._limits, strict=True))
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-        lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
         instances, pools, home, few, types = self._sizes
-        kind = highspy.HighsVarType
-        lp.integrality_ = [kind.kInteger] * (instances + pools) + [kind.kContinuous] * (home + few)
-        lp.integrality_ += [kind.kInteger] * types
-        return lp
+        whole = np.repeat([True, False, True], [instances + pools, home + few, types])
+        low, high = (np.concatenate(side) for side in zip(*self._limits, strict=True))
+        return make_program(matrix, np.concatenate(self._cost), np.concatenate(self._upper), (low, high), whole)

@@ -1,4 +1,4 @@
-"""One endpoint at given prices, and its linear relaxation: a lower bound, and answers that come from rounding it."""
+"""One endpoint at given prices, and its linear relaxation: a lower bound, and answers made by rounding it."""
 
 import itertools
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Cells:
     """
 
     speed: Floats
-    room: Ints
+    segment_max: Ints
     price: Floats
     most: Ints
     fewest: Ints
@@ -44,7 +44,7 @@ class Cells:
         """What one answer for each endpoint costs, [N], of counts [N, K]; prices of what lacks included."""
         short = np.maximum(self.home - (counts * self.speed).sum(axis=1), 0.0)
         few = np.maximum(self.fewest - counts.sum(axis=1), 0)
-        instances = cost_of_counts(counts, self.room, self.price).sum(axis=1)
+        instances = cost_of_counts(counts, self.segment_max, self.price).sum(axis=1)
         return np.asarray(instances + short * self.home_price + few * self.fewest_price)
 
 
@@ -60,12 +60,12 @@ class Relaxed:
     loss_rate: Floats
 
 
-def cost_of_counts(counts: Ints, room: Ints, price: Floats) -> Floats:
+def cost_of_counts(counts: Ints, segment_max: Ints, price: Floats) -> Floats:
     """What instances cost, [..., K], segment by segment."""
     total = np.zeros(counts.shape)
     left = counts
-    for segment in range(room.shape[-1]):
-        here = np.minimum(left, room[..., segment])
+    for segment in range(segment_max.shape[-1]):
+        here = np.minimum(left, segment_max[..., segment])
         total += here * price[..., segment]
         left = left - here
     return total
@@ -90,28 +90,28 @@ def relax(cells: Cells) -> Relaxed:
 
 def _fill(cells: Cells, count_price: Floats) -> Relaxed:
     """The relaxation at a price per instance: segments in the order of their rate, until the home demand is met."""
-    size, types, segments = cells.room.shape
+    size, types, segments = cells.segment_max.shape
     rows = np.arange(size)
     speed = np.repeat(np.where(cells.speed > 0, cells.speed, 1.0), segments, axis=1)
     price = cells.price + count_price[:, None, None]
-    room = cells.room.reshape(size, -1)
-    rate = np.where(room > 0, price.reshape(size, -1) / speed, np.inf)
+    segment_max = cells.segment_max.reshape(size, -1)
+    rate = np.where(segment_max > 0, price.reshape(size, -1) / speed, np.inf)
     order = np.argsort(rate, axis=1, kind="stable")
-    served = np.cumsum(np.take_along_axis(room * speed, order, axis=1), axis=1)
+    served = np.cumsum(np.take_along_axis(segment_max * speed, order, axis=1), axis=1)
     at = np.minimum((served < cells.home[:, None]).sum(axis=1), types * segments - 1)
     met = served[:, -1] >= cells.home
     sorted_rate = np.take_along_axis(rate, order, axis=1)
     token_price = np.where(met, sorted_rate[rows, at], np.inf)
     token_price = np.where(cells.home > 0, np.clip(token_price, 0.0, cells.home_price), 0.0)
     before = np.where(at > 0, served[rows, np.maximum(at - 1, 0)], 0.0)
-    taken = np.where(sorted_rate < token_price[:, None], np.take_along_axis(room, order, axis=1), 0)
+    taken = np.where(sorted_rate < token_price[:, None], np.take_along_axis(segment_max, order, axis=1), 0)
     split = order[rows, at]
-    part = np.minimum(np.floor(np.maximum(cells.home - before, 0.0) / speed[rows, split]), room[rows, split])
+    part = np.minimum(np.floor(np.maximum(cells.home - before, 0.0) / speed[rows, split]), segment_max[rows, split])
     taken[rows, at] = np.where(sorted_rate[rows, at] == token_price, part, taken[rows, at])
     counts = np.zeros((size, types * segments), np.int64)
     np.put_along_axis(counts, order, taken.astype(np.int64), axis=1)
-    loss_rate = np.where(cells.room > 0, price - token_price[:, None, None] * cells.speed[:, :, None], 0.0)
-    least = (np.minimum(loss_rate, 0.0) * cells.room).sum(axis=(1, 2))
+    loss_rate = np.where(cells.segment_max > 0, price - token_price[:, None, None] * cells.speed[:, :, None], 0.0)
+    least = (np.minimum(loss_rate, 0.0) * cells.segment_max).sum(axis=(1, 2))
     return Relaxed(
         bound=token_price * cells.home - count_price * cells.most + least,
         token_price=token_price,
@@ -146,7 +146,7 @@ def improve(cells: Cells, value: Floats, counts: Ints) -> tuple[Floats, Ints]:
         changed, other, step = np.tile(moves, (len(value), 1)).T
         rest = counts[at]
         rows = np.arange(len(at))
-        most = cells.room[at, changed].sum(axis=1)
+        most = cells.segment_max[at, changed].sum(axis=1)
         rest[rows, changed] = np.clip(rest[rows, changed] + step, 0, most)
         rest[rows, other] = 0
         found = best_last(cells, at, other, rest).reshape(len(value), -1)
@@ -164,19 +164,25 @@ def best_last(cells: Cells, at: Ints, kind: Ints, rest: Ints) -> Floats:
 
     The cost is convex in the count, so the best is at a bend of it, rounded down or up.
     """
-    speed, room, price = cells.speed[at, kind], cells.room[at, kind], cells.price[at, kind]
-    rest_cost = cost_of_counts(rest, cells.room[at], cells.price[at]).sum(axis=1)
+    speed, segment_max, price = cells.speed[at, kind], cells.segment_max[at, kind], cells.price[at, kind]
+    rest_cost = cost_of_counts(rest, cells.segment_max[at], cells.price[at]).sum(axis=1)
     served = (rest * cells.speed[at]).sum(axis=1)
     number = rest.sum(axis=1)
-    upper = np.minimum(room.sum(axis=1), cells.most[at] - number)
+    upper = np.minimum(segment_max.sum(axis=1), cells.most[at] - number)
     bend = np.maximum(cells.home[at] - served, 0.0) / np.where(speed > 0, speed, 1.0)
     few = cells.fewest[at] - number
-    options = (0 * number, np.floor(bend + TOLERANCE), np.ceil(bend - TOLERANCE), few, *np.cumsum(room, axis=1).T)
+    options = (
+        0 * number,
+        np.floor(bend + TOLERANCE),
+        np.ceil(bend - TOLERANCE),
+        few,
+        *np.cumsum(segment_max, axis=1).T,
+    )
     best_count, best = np.zeros(len(at), np.int64), np.full(len(at), np.inf)
     for option in options:
         count = np.clip(option, 0, np.maximum(upper, 0)).astype(np.int64)
         short = np.maximum(cells.home[at] - served - count * speed, 0.0)
-        value = cost_of_counts(count, room, price) + short * cells.home_price[at]
+        value = cost_of_counts(count, segment_max, price) + short * cells.home_price[at]
         value += rest_cost + np.maximum(few - count, 0) * cells.fewest_price[at]
         better = (value < best) & (upper >= 0)
         best_count, best = np.where(better, count, best_count), np.where(better, value, best)

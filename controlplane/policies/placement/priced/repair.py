@@ -64,7 +64,7 @@ def rounded(tables: Tables, rows: Rows, columns: Columns, weights: Floats, price
 
 
 def relieved(tables: Tables, columns: Columns, choice: Ints, prices: Floats) -> Ints:
-    """The choice of one column per endpoint, [E], changed until every place holds what stands there.
+    """The choice of one column per endpoint, [E], changed until every place has enough GPUs for it.
 
     `columns` must let every endpoint be served by nothing.
     """
@@ -141,7 +141,7 @@ def _gains(tables: Tables, counts: Ints, pooled: Ints, left: Ints) -> tuple[Floa
     lacks = (tables.home - served)[:, None]
     below, price = short[model][:, None], tables.total_price[model][:, None]
     few = (tables.fewest - counts.sum(axis=1))[:, None]
-    held = np.cumsum(tables.room, axis=2)
+    held = np.cumsum(tables.segment_max, axis=2)
     dearer = np.take_along_axis(tables.price, _segment(held, counts), axis=2)[..., 0]
     saved = np.take_along_axis(tables.price, _segment(held, counts - 1), axis=2)[..., 0]
     home_price, few_price = tables.home_price[:, None], tables.fewest_price[:, None]

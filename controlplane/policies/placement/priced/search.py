@@ -37,14 +37,12 @@ class Found:
     Attributes:
         bound: no answer of the endpoint costs less, [N].
         value: what the best found costs, [N]; above `bound` only where the search was cut off.
-        reach: every answer that costs less than `value` and this is listed, [N].
         endpoint: row that each answer belongs to, [M].
         counts: instances, [M, K].
     """
 
     bound: Floats
     value: Floats
-    reach: Floats
     endpoint: Ints
     counts: Ints
 
@@ -87,7 +85,6 @@ def search(
         return Found(
             bound=np.minimum(relaxed.bound, value),
             value=value,
-            reach=np.zeros(len(value)),
             endpoint=np.arange(len(value)),
             counts=counts,
         )
@@ -100,13 +97,11 @@ def search(
     size = np.bincount(listed.endpoint, minlength=len(value))
     first = np.cumsum(size) - size
     value = listed.value[order][first]
-    bound, reach = value.copy(), np.broadcast_to(np.asarray(spare, float), value.shape).copy()
-    bound[listed.cut], reach[listed.cut] = np.minimum(relaxed.bound, value)[listed.cut], 0.0
-    full = np.flatnonzero(size > keep)
-    reach[full] = np.minimum(reach[full], listed.value[order][first[full] + keep] - value[full])
+    bound = value.copy()
+    bound[listed.cut] = np.minimum(relaxed.bound, value)[listed.cut]
     rank = np.arange(len(order)) - first[listed.endpoint[order]]
     kept = order[rank < keep]
-    return Found(bound=bound, value=value, reach=reach, endpoint=listed.endpoint[kept], counts=listed.counts[kept])
+    return Found(bound=bound, value=value, endpoint=listed.endpoint[kept], counts=listed.counts[kept])
 
 
 def _enumerate(cells: Cells, relaxed: Relaxed, open_: Ints, value: Floats, labels_max: int, beside: bool) -> _Listed:
@@ -139,14 +134,14 @@ def _enumerate(cells: Cells, relaxed: Relaxed, open_: Ints, value: Floats, label
     listed = [(at[good], rest[good], found[good])]
     if beside:
         listed += [
-            *_beside(cells, relaxed, *listed[0][:2], limit, 1),
-            *_beside(cells, relaxed, *listed[0][:2], limit, -1),
+            *_with_other_counts(cells, relaxed, *listed[0][:2], limit, 1),
+            *_with_other_counts(cells, relaxed, *listed[0][:2], limit, -1),
         ]
     endpoint, counts, cost = (np.concatenate(part) for part in zip(*listed, strict=True))
     return _Listed(endpoint=endpoint, counts=counts, value=cost, cut=np.unique(np.concatenate(cut)))
 
 
-def _beside(
+def _with_other_counts(
     cells: Cells, relaxed: Relaxed, at: Ints, counts: Ints, limit: Floats, step: int
 ) -> Iterator[tuple[Ints, Ints, Floats]]:
     """The same answers with other counts of the last type, step by step while they cost no more than the limit."""
@@ -154,7 +149,7 @@ def _beside(
         rows, kind = np.arange(len(at)), relaxed.split[at]
         counts = counts.copy()
         counts[rows, kind] += step
-        fits = (counts[rows, kind] >= 0) & (counts[rows, kind] <= cells.room[at, kind].sum(axis=1))
+        fits = (counts[rows, kind] >= 0) & (counts[rows, kind] <= cells.segment_max[at, kind].sum(axis=1))
         fits &= counts.sum(axis=1) <= cells.most[at]
         at, counts = at[fits], counts[fits]
         cost = cells.take(at).value(counts)
@@ -165,31 +160,33 @@ def _beside(
 
 def _range(cells: Cells, relaxed: Relaxed, at: Ints, kind: Ints, slack: Floats) -> tuple[Ints, Ints]:
     """Fewest and most instances of a type whose loss stays within the slack."""
-    room, rate = cells.room[at, kind], relaxed.loss_rate[at, kind]
+    segment_max, rate = cells.segment_max[at, kind], relaxed.loss_rate[at, kind]
     low = high = np.zeros(len(at), np.int64)
     down, up = slack.copy(), slack.copy()
-    free = np.where(rate <= 0, room, 0)
+    free = np.where(rate <= 0, segment_max, 0)
     high = free.sum(axis=1)
     low = high.copy()
-    for segment in range(room.shape[1]):
-        fits = _fit(up, rate[:, segment], room[:, segment] - free[:, segment])
-        full = fits == room[:, segment] - free[:, segment]
+    for segment in range(segment_max.shape[1]):
+        fits = _fit(up, rate[:, segment], segment_max[:, segment] - free[:, segment])
+        full = fits == segment_max[:, segment] - free[:, segment]
         high = high + fits
         up = np.where(full, up - fits * np.maximum(rate[:, segment], 0.0), -1.0)
-    for segment in reversed(range(room.shape[1])):
+    for segment in reversed(range(segment_max.shape[1])):
         fits = _fit(down, -rate[:, segment], free[:, segment])
         low = low - fits
         down = np.where(fits == free[:, segment], down + fits * np.minimum(rate[:, segment], 0.0), -1.0)
     return low, high
 
 
-def _fit(slack: Floats, rate: Floats, room: Ints) -> Ints:
+def _fit(slack: Floats, rate: Floats, segment_max: Ints) -> Ints:
     """How many instances of this loss each the slack allows."""
     fits = np.floor(np.maximum(slack, 0.0) / np.maximum(rate, 1e-12) + TOLERANCE)
-    return np.where(slack >= 0, np.minimum(fits, room), 0).astype(np.int64)
+    return np.where(slack >= 0, np.minimum(fits, segment_max), 0).astype(np.int64)
 
 
 def _loss(cells: Cells, relaxed: Relaxed, at: Ints, kind: Ints, count: Ints) -> Floats:
-    room, rate = cells.room[at, kind], relaxed.loss_rate[at, kind]
+    segment_max, rate = cells.segment_max[at, kind], relaxed.loss_rate[at, kind]
     least = np.minimum(rate, 0.0)
-    return np.asarray(cost_of_counts(count, room, rate) - (np.where(room > 0, least, 0.0) * room).sum(axis=-1))
+    return np.asarray(
+        cost_of_counts(count, segment_max, rate) - (np.where(segment_max > 0, least, 0.0) * segment_max).sum(axis=-1)
+    )

@@ -1,7 +1,8 @@
 """The placement problem as arrays: what the solver by prices works on. Everything in the grid's order.
 
 Endpoints are rows (model by model, region by region), GPU types columns. What x instances of a cell cost is convex in
-x: segments of so many instances at so much each, kept ones first, then starts from own spot instances, then the rest.
+x: segments of so many instances at so much each, kept ones first, then starts from own donated instances, then the
+rest.
 """
 
 from collections.abc import Mapping
@@ -26,11 +27,10 @@ class PoolTables:
 
     Attributes:
         occupancy: share of one GPU, [E, K]; infinite where the endpoint cannot be pooled.
-        weights: bytes in the unit of what one GPU of that type brings, [E, K].
+        weights: bytes in units of the host memory per GPU of that type, [E, K].
         extra: cost per hour of pooling there, the move, [E, K].
         served: tokens/s it takes off its model's row, [E].
         fill: share of a pool GPU that may be occupied.
-        before: pool GPUs now, [J, K].
         step: GPUs by which a pool grows, [J, K].
     """
 
@@ -39,7 +39,6 @@ class PoolTables:
     extra: Floats
     served: Floats
     fill: float
-    before: Ints
     step: Ints
 
 
@@ -66,7 +65,7 @@ class Tables:
     gpu_types: tuple[str, ...]
     speed: Floats
     gpus: Ints
-    room: Ints
+    segment_max: Ints
     price: Floats
     most: Ints
     fewest: Ints
@@ -77,7 +76,6 @@ class Tables:
     total_price: Floats
     capacity: Ints
     gpu_price: Floats
-    move_price: float
     constant: float
     pools: PoolTables | None
     model_of: Ints = field(init=False)
@@ -121,16 +119,18 @@ def build_tables(grid: Grid) -> Tables:
     shape = (len(grid.models), len(regions), len(gpu_types))
     speed, gpus = np.zeros((shape[0], shape[2])), np.zeros((shape[0], shape[2]), np.int64)
     capacity, gpu_price = np.zeros(shape[1:], np.int64), np.zeros(shape[2])
-    spot_places = {place.place for place in grid.places if place.spot_gpus}
+    donated_places = {place.place for place in grid.places if place.donated_gpus}
     for place in grid.places:
         at = type_at[place.place.gpu_type]
         capacity[region_at[place.place.region], at] = place.capacity
         gpu_price[at] = place.gpu_price
-    room, price = np.zeros((len(rows), shape[2], SEGMENTS), np.int64), np.zeros((len(rows), shape[2], SEGMENTS))
+    segment_max, price = np.zeros((len(rows), shape[2], SEGMENTS), np.int64), np.zeros((len(rows), shape[2], SEGMENTS))
     for number, row in enumerate(rows):
         for cell in row.cells:
             at = type_at[cell.key.gpu_type]
-            room[number, at], price[number, at] = _segments(cell, grid.move_price, spot_there=cell.place in spot_places)
+            segment_max[number, at], price[number, at] = _segments(
+                cell, grid.move_price, donated_there=cell.place in donated_places
+            )
             speed[number // shape[1], at] = cell.profile.tokens_per_s
             gpus[number // shape[1], at] = cell.profile.gpus
     stops = grid.move_price * sum(cell.present for cell in grid.cells)
@@ -141,9 +141,9 @@ def build_tables(grid: Grid) -> Tables:
         gpu_types=gpu_types,
         speed=speed,
         gpus=gpus,
-        room=room,
+        segment_max=segment_max,
         price=price,
-        most=np.array([room[n].sum() if row.most is None else row.most for n, row in enumerate(rows)], np.int64),
+        most=np.array([segment_max[n].sum() if row.most is None else row.most for n, row in enumerate(rows)], np.int64),
         fewest=np.array([row.fewest for row in rows], np.int64),
         fewest_price=np.array([row.few_price for row in rows]),
         home=np.array([row.home for row in rows]),
@@ -152,23 +152,24 @@ def build_tables(grid: Grid) -> Tables:
         total_price=np.array([model.price for model in grid.models]),
         capacity=capacity,
         gpu_price=gpu_price,
-        move_price=grid.move_price,
         constant=stops + unpooled,
         pools=_pools(grid, type_at, region_at) if grid.options else None,
     )
 
 
 def _segments(
-    cell: Cell, move_price: float, *, spot_there: bool
+    cell: Cell, move_price: float, *, donated_there: bool
 ) -> tuple[tuple[int, int, int], tuple[float, float, float]]:
-    """Kept, started from own spot, started otherwise: as if there were spot GPUs enough for all that save by them."""
+    """Kept, started from own donated ones, started otherwise: as if there were donated GPUs enough for all that save by
+    them.
+    """
     kept = min(cell.present, cell.most)
-    own = min(cell.spot, cell.most - kept)
+    own = min(cell.donated, cell.most - kept)
     start = cell.price_per_hour + move_price
     return (kept, own, cell.most - kept - own), (
         cell.price_per_hour - move_price,
-        start + cell.spot_same_price,
-        start + (cell.spot_other_price if spot_there else cell.fresh_price),
+        start + cell.donated_same_price,
+        start + (cell.donated_other_price if donated_there else cell.fresh_price),
     )
 
 
@@ -177,11 +178,9 @@ def _pools(grid: Grid, type_at: Mapping[str, int], region_at: Mapping[str, int])
     occupancy = np.full((size, len(type_at)), np.inf)
     weights, extra = np.zeros(occupancy.shape), np.zeros(occupancy.shape)
     host = {row.place: row.host_bytes_per_gpu for row in grid.places}
-    before = np.zeros((len(region_at), len(type_at)), np.int64)
-    step = np.ones_like(before)
+    step = np.ones((len(region_at), len(type_at)), np.int64)
     for row in grid.places:
-        at = region_at[row.place.region], type_at[row.place.gpu_type]
-        before[at], step[at] = row.pool_before, row.pool_step
+        step[region_at[row.place.region], type_at[row.place.gpu_type]] = row.pool_step
     endpoints = [endpoint for model in grid.models for endpoint in model.endpoints]
     for number, endpoint in enumerate(endpoints):
         for option in endpoint.options:
@@ -198,6 +197,5 @@ def _pools(grid: Grid, type_at: Mapping[str, int], region_at: Mapping[str, int])
         extra=extra,
         served=np.array([endpoint.busiest for endpoint in endpoints]),
         fill=grid.fill,
-        before=before,
         step=step,
     )

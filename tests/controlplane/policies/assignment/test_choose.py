@@ -18,7 +18,7 @@ from controlplane.policies.assignment.facts import (
     SlotSettings,
 )
 from controlplane.policies.facts import Endpoint, ModelGpu
-from controlplane.policies.fit import ModelSize, WeightsRoom
+from controlplane.policies.fit import ModelSize, WeightsMemory
 from controlplane.policies.scaling.facts import KindStep, ScaleStep
 from dataplane.protocol.tiers import InstanceKind
 
@@ -394,8 +394,8 @@ def test_no_slot_is_overfull_and_nothing_is_left_undone_with_room(
 def test_weights_that_do_not_fit_go_where_they_do_or_are_said() -> None:
     """The emptiest slots are too small for them in the type that their node computes in."""
     mib, sizes = 2**20, {"a": ModelSize(weights_bytes=257 * 2**20, parameters=257 * 2**19)}
-    small = replace(slot("n1"), weights=WeightsRoom(weights_bytes=256 * mib, dtype="float32"))
-    large = replace(slot("n2", free=1), weights=WeightsRoom(weights_bytes=600 * mib, dtype="float32"))
+    small = replace(slot("n1"), weights=WeightsMemory(weights_bytes=256 * mib, dtype="float32"))
+    large = replace(slot("n2", free=1), weights=WeightsMemory(weights_bytes=600 * mib, dtype="float32"))
     spare = donated("s", B, gpus=4)
     for others in ((), (spare,)):
         rooms = (replace(small, gpus_free=0) if others else small, large)

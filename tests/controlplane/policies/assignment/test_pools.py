@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from controlplane.policies.assignment.facts import Donation, PlacedInstance, SlotRoom
 from controlplane.policies.assignment.pools import PoolSlotDecision, PoolSlotFacts, choose_pool_slots
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
-from controlplane.policies.fit import ModelSize, WeightsRoom
+from controlplane.policies.fit import ModelSize, WeightsMemory
 
 PLACE = RegionGpu(region="east", gpu_type="H800")
 STALE_S = 5.0
@@ -220,7 +220,7 @@ def test_what_comes_up_nowhere_is_tried_on_one_more_slot_and_no_more() -> None:
 
 def test_a_pooled_model_stands_where_its_weights_fit() -> None:
     small, large = (
-        replace(room(node), weights=WeightsRoom(weights_bytes=memory, dtype="bfloat16"))
+        replace(room(node), weights=WeightsMemory(weights_bytes=memory, dtype="bfloat16"))
         for node, memory in (("n1", 100), ("n2", 200))
     )
     given_facts = replace(

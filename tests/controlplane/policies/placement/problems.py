@@ -20,7 +20,7 @@ from controlplane.policies.placement.grid import Answer
 from dataplane.protocol.tiers import Tier
 
 CAPACITY_MAX = 3
-STARTS = (StartTimes.of_load(0.0), StartTimes(), StartTimes(spot_other_s=200.0))
+STARTS = (StartTimes.of_load(0.0), StartTimes(), StartTimes(donated_other_s=200.0))
 
 
 @st.composite
@@ -62,8 +62,8 @@ def small_facts(draw: st.DrawFn, *, pools: bool | None = False, wide: bool = Fal
         limits=limits,
         gpu_cost_per_hour={gpu_type: draw(st.sampled_from([1.0, 2.0, 3.5])) for gpu_type in gpu_types},
         weights_present=frozenset(endpoint for endpoint in endpoints if draw(st.booleans())),
-        spot={cell: draw(st.integers(0, 2)) for cell in cells if draw(st.booleans())},
-        pins={endpoint: draw(st.integers(0, 4)) for endpoint in endpoints if draw(st.integers(0, 3)) == 0},
+        donated={cell: draw(st.integers(0, 2)) for cell in cells if draw(st.booleans())},
+        overrides={endpoint: draw(st.integers(0, 4)) for endpoint in endpoints if draw(st.integers(0, 3)) == 0},
         unfit={cell: "too large" for cell in cells if draw(st.integers(0, 7)) == 0},
     )
     if not (draw(st.booleans()) if pools is None else pools):

@@ -37,8 +37,8 @@ def test_the_example_says_what_it_seems_to_say() -> None:
     assert (facts.profiles[chat].gpus, facts.profiles[chat].start.remote_s) == (4, 9000.0)
     assert facts.demand[east] == (16500.0, 18200.0, 19000.0, 17400.0)
     assert facts.limits[east] == (2, 6)
-    assert facts.pins == {Endpoint(model="code-7b", region="us-west"): 2}
-    assert facts.spot[EndpointGpu(model="chat-70b", region="us-east", gpu_type="H100")] == 1
+    assert facts.overrides == {Endpoint(model="code-7b", region="us-west"): 2}
+    assert facts.donated[EndpointGpu(model="chat-70b", region="us-east", gpu_type="H100")] == 1
     assert {model.name: model.tier for model in facts.models}["chat-70b"] == Tier.IW_F, "the strictest of its tiers"
     assert east in facts.weights_present, "an instance is there, so its weights are"
     assert Endpoint(model="chat-70b", region="us-west") not in facts.weights_present

@@ -58,15 +58,19 @@ def test_what_cannot_be_otherwise_costs_nothing() -> None:
     gone = fleet(capacity={RegionGpu(region="us-west", gpu_type="H800"): 2}, present={cell("a", "us-west"): 4})
     gone = replace(gone, demand={WEST: (9000.0,)})
     fell = fleet(limits={WEST: (0, 2)}, present={cell("a", "us-west"): 4}, demand={WEST: (9000.0,)})
-    pinned = fleet(pins={WEST: 2}, present={cell("a", "us-west"): 4}, demand={WEST: (9000.0,)})
-    for facts, constraint in ((gone, Constraint.CAPACITY), (fell, Constraint.MAXIMUM), (pinned, Constraint.PIN)):
+    overridden = fleet(overrides={WEST: 2}, present={cell("a", "us-west"): 4}, demand={WEST: (9000.0,)})
+    for facts, constraint in (
+        (gone, Constraint.CAPACITY),
+        (fell, Constraint.MAXIMUM),
+        (overridden, Constraint.OVERRIDE),
+    ):
         entry = only(facts)
         assert (entry.after, entry.constraint, entry.cost_if_not) == (2, constraint, 0.0)
 
 
 def test_a_pin_that_is_not_kept_costs_more_than_its_demand() -> None:
-    entry = only(fleet(pins={WEST: 2}, demand={EAST: (100.0,)}))
-    assert (entry.after, entry.constraint) == (2, Constraint.PIN)
+    entry = only(fleet(overrides={WEST: 2}, demand={EAST: (100.0,)}))
+    assert (entry.after, entry.constraint) == (2, Constraint.OVERRIDE)
     assert entry.cost_if_not > 2 * 1000 * TOKEN * 1900
 
 

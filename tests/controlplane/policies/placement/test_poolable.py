@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, NodeSlot, RegionGpu
-from controlplane.policies.fit import ModelSize, WeightsRoom
+from controlplane.policies.fit import ModelSize, WeightsMemory
 from controlplane.policies.placement.poolable import (
     PoolableFacts,
     PoolableSettings,
@@ -114,7 +114,7 @@ def test_why_nobody_can_be_pooled(changes: Any, reason: str) -> None:
     pools = choose_poolable(facts(**changes), PoolableSettings())
     assert pools.facts is None
     assert set(pools.left_out.values()) == {reason}
-    assert pools.words() == f"not poolable: 2 x {reason}"
+    assert pools.summary() == f"not poolable: 2 x {reason}"
 
 
 def test_why_one_model_cannot() -> None:
@@ -143,7 +143,7 @@ def test_endpoints_that_may_have_no_instances_are_not_pooled() -> None:
 
 def test_they_can_be_disabled() -> None:
     pools = choose_poolable(facts(), PoolableSettings(enabled=False))
-    assert (pools.facts, pools.words()) == (None, "no pools: they are disabled")
+    assert (pools.facts, pools.summary()) == (None, "no pools: they are disabled")
     assert pools.record() == {
         "enabled": False,
         "fill": 0.8,
@@ -156,7 +156,7 @@ def test_they_can_be_disabled() -> None:
 
 
 def test_weights_must_fit_on_every_slot() -> None:
-    small = NodeSlot(gpus=1, weights=WeightsRoom(weights_bytes=60, dtype="float32"))
+    small = NodeSlot(gpus=1, weights=WeightsMemory(weights_bytes=60, dtype="float32"))
     sizes = {"a": ModelSize(weights_bytes=10, parameters=15), "b": ModelSize(weights_bytes=20, parameters=16)}
     given_facts = facts(nodes=(replace(NODE, slots=(ONE_GPU, small)),), sizes=sizes)
     pools = choose_poolable(given_facts, PoolableSettings())

@@ -28,7 +28,7 @@ def start_cost(facts: PlacementFacts) -> float:
 
 
 @pytest.mark.parametrize(
-    ("spot", "weights", "start_s"),
+    ("donated", "weights", "start_s"),
     [
         ({}, True, 600),
         ({}, False, 7200),
@@ -39,14 +39,14 @@ def start_cost(facts: PlacementFacts) -> float:
         ({cell("a", "us-east"): 1}, True, 600),  # of another region: no help
     ],
 )
-def test_where_an_instance_starts_from(spot: dict[EndpointGpu, int], start_s: int, *, weights: bool) -> None:
-    facts = two_models(demand=ONE, spot=spot, weights_present=frozenset({WEST}) if weights else frozenset())
+def test_where_an_instance_starts_from(donated: dict[EndpointGpu, int], start_s: int, *, weights: bool) -> None:
+    facts = two_models(demand=ONE, donated=donated, weights_present=frozenset({WEST}) if weights else frozenset())
     assert start_cost(facts) == pytest.approx(2 * start_s / 3600)
 
 
 def two_models(**changes: Any) -> PlacementFacts:
     profile = fleet().profiles[ModelGpu(model="a", gpu_type="H800")]
-    profile = replace(profile, start=replace(profile.start, spot_other_s=300.0))
+    profile = replace(profile, start=replace(profile.start, donated_other_s=300.0))
     given = {
         "models": (PlacementModel(name="a"), PlacementModel(name="b")),
         "profiles": {ModelGpu(model=name, gpu_type="H800"): profile for name in "ab"},
@@ -55,16 +55,16 @@ def two_models(**changes: Any) -> PlacementFacts:
 
 
 def test_spot_is_taken_cheapest_first() -> None:
-    """Five starts, two spot instances of a and one of b: 2 x 60 s + 300 s + 2 x 600 s."""
-    facts = two_models(demand={WEST: (9000.0,)}, spot={cell("a", "us-west"): 2, cell("b", "us-west"): 1})
+    """Five starts, two donated instances of a and one of b: 2 x 60 s + 300 s + 2 x 600 s."""
+    facts = two_models(demand={WEST: (9000.0,)}, donated={cell("a", "us-west"): 2, cell("b", "us-west"): 1})
     assert start_cost(facts) == pytest.approx(2 * (2 * 60 + 300 + 2 * 600) / 3600)
 
 
 def test_one_spot_instance_is_taken_once() -> None:
-    """Both models start one; the one spot instance, of b, saves b 540 s or a 300 s: b gets it."""
+    """Both models start one; the one donated instance, of b, saves b 540 s or a 300 s: b gets it."""
     facts = two_models(
         demand={WEST: (1800.0,), B_WEST: (1800.0,)},
-        spot={cell("b", "us-west"): 1},
+        donated={cell("b", "us-west"): 1},
         weights_present=frozenset({WEST, B_WEST}),
     )
     assert start_cost(facts) == pytest.approx(2 * (600 + 60) / 3600)
@@ -72,21 +72,21 @@ def test_one_spot_instance_is_taken_once() -> None:
 
 def test_a_spot_instance_is_worth_going_to() -> None:
     """Demand that any region may serve goes where it can start in a minute."""
-    facts = fleet(demand=ONE, spot={cell("a", "us-east"): 1}, limits={WEST: (0, 0), EAST: (0, 8)})
+    facts = fleet(demand=ONE, donated={cell("a", "us-east"): 1}, limits={WEST: (0, 0), EAST: (0, 8)})
     facts = replace(facts, regions=("us-east", "us-west"))
     assert after(choose_placement(facts, 0.0, replace(EXACT, epsilon=0.0))) == {("a", "us-east", "H800"): 1}
 
 
 def test_pins_override_demand_limits_and_pools() -> None:
     facts = pooled_fleet(
-        pins={WEST: 3, EAST: 0},
+        overrides={WEST: 3, EAST: 0},
         limits={WEST: (0, 1), EAST: (2, 4)},
         demand={WEST: (100.0,), EAST: (100.0,)},
     )
     placement = place(facts)
     assert after(placement) == {("a", "us-west", "H800"): 3}
     assert (placement.pooled, placement.below_minimum) == ((), ())
-    assert [(entry.constraint, entry.reason) for entry in placement.entries] == [(Constraint.PIN, "pinned to 3")]
+    assert [(entry.constraint, entry.reason) for entry in placement.entries] == [(Constraint.OVERRIDE, "pinned to 3")]
     assert placement.unserved[0].reason == "not served at home; pinned to 0 in us-east"
 
 
@@ -95,7 +95,7 @@ def test_a_pin_comes_before_demand_and_what_does_not_fit_is_listed() -> None:
     facts = two_models(
         models=(PlacementModel(name="a", tier=Tier.IW_F), PlacementModel(name="b", tier=Tier.NIW)),
         demand={WEST: (15_000.0,)},
-        pins={B_WEST: 10},
+        overrides={B_WEST: 10},
         limits={EAST: (0, 0)},
     )
     placement = place(facts)

@@ -22,7 +22,7 @@ def choices_of(facts: PlacementFacts) -> Iterator[Answer]:
     endpoints = list(facts.demand)
     homes: list[list[EndpointGpu | None]] = []
     for endpoint in endpoints:
-        open_to_pools = endpoint not in facts.pins and facts.limits[endpoint][1]
+        open_to_pools = endpoint not in facts.overrides and facts.limits[endpoint][1]
         keys = facts.pool.occupancy if facts.pool is not None and open_to_pools else {}
         homes.append([None, *(key for key in keys if key.endpoint == endpoint)])
     for pooling in itertools.product(*homes):
@@ -62,7 +62,7 @@ def _fits(facts: PlacementFacts, choice: Answer) -> bool:
             return False
     for endpoint in facts.demand:
         here = sum(n for cell, n in choice.counts.items() if cell.endpoint == endpoint)
-        if here > facts.pins.get(endpoint, facts.limits[endpoint][1]):
+        if here > facts.overrides.get(endpoint, facts.limits[endpoint][1]):
             return False
     return True
 
@@ -77,10 +77,10 @@ class Oracle:
         near = {c: c.endpoint in facts.weights_present for c in cells}
         start = {c: facts.profiles[c.pair].start for c in cells}
         fresh = {c: start[c].local_s if near[c] else start[c].remote_s for c in cells}
-        other = {c: min(fresh[c], start[c].spot_other_s if near[c] else start[c].remote_s) for c in cells}
+        other = {c: min(fresh[c], start[c].donated_other_s if near[c] else start[c].remote_s) for c in cells}
         self.fresh = {c: self.price[c] * fresh[c] / 3600 for c in cells}
         self.other = {c: self.price[c] * other[c] / 3600 for c in cells}
-        self.same = {c: self.price[c] * min(other[c], start[c].spot_same_s) / 3600 for c in cells}
+        self.same = {c: self.price[c] * min(other[c], start[c].donated_same_s) / 3600 for c in cells}
         live = [c for c in cells if facts.present[c] or (self._wanted(c.model) and self._room(c))]
         whole = {c: self.price[c] + self.fresh[c] for c in live}
         speed = {c: facts.profiles[c.pair].tokens_per_s for c in live}
@@ -89,14 +89,14 @@ class Oracle:
         self.move = how.move_ratio * min((self.price[c] for c in live), default=1.0)
         self.tier = {model.name: how.unserved_ratios[model.tier] for model in facts.models}
         worth = [self.tier[c.model] * self.token * speed[c] / facts.profiles[c.pair].gpus for c in live]
-        self.pin_per_gpu = how.pin_ratio * max(worth, default=1.0)
+        self.override_per_gpu = how.override_ratio * max(worth, default=1.0)
         self.live = live
 
     def _most(self, endpoint: Endpoint) -> int:
-        return self.facts.pins.get(endpoint, self.facts.limits[endpoint][1])
+        return self.facts.overrides.get(endpoint, self.facts.limits[endpoint][1])
 
     def _fewest(self, endpoint: Endpoint) -> int:
-        return self.facts.pins.get(endpoint, self.facts.limits[endpoint][0])
+        return self.facts.overrides.get(endpoint, self.facts.limits[endpoint][0])
 
     def _wanted(self, model: str) -> bool:
         return any(max(self.facts.demand[e]) > 0 or self._fewest(e) for e in self.facts.demand if e.model == model)
@@ -132,7 +132,7 @@ class Oracle:
             home = self.how.epsilon * max(facts.demand[e])
             cost += self._price(model, home) / 2 * max(0.0, home - here)
             gpus = max((facts.profiles[c.pair].gpus for c in self.live if c.model == model), default=1)
-            few = self.pin_per_gpu * gpus if e in facts.pins else self.how.minimum_ratio * self.instance
+            few = self.override_per_gpu * gpus if e in facts.overrides else self.how.minimum_ratio * self.instance
             cost += few * max(0, self._fewest(e) - sum(counts[c] for c in mine))
         return cost + self._price(model, peak) * max(0.0, peak - served)
 
@@ -149,11 +149,11 @@ class Oracle:
             started = max(0, choice.counts[c] - facts.present[c])
             gpus = facts.profiles[c.pair].gpus
             for nth in range(started):
-                price = self.same[c] if nth < facts.spot.get(c, 0) else self.other[c]
+                price = self.same[c] if nth < facts.donated.get(c, 0) else self.other[c]
                 savings += [(self.fresh[c] - price) / gpus] * gpus
-        spot_gpus = sum(facts.profiles[c.pair].gpus * facts.spot.get(c, 0) for c in here)
+        donated_gpus = sum(facts.profiles[c.pair].gpus * facts.donated.get(c, 0) for c in here)
         cost = choice.pool_gpus[place] * facts.gpu_cost_per_hour[place.gpu_type]
-        cost -= sum(sorted(savings, reverse=True)[:spot_gpus])
+        cost -= sum(sorted(savings, reverse=True)[:donated_gpus])
         if facts.pool is None:
             return cost
         able = [k for k in facts.pool.occupancy if k.place == place]
@@ -163,7 +163,7 @@ class Oracle:
 
     def _can_be_pooled(self, key: EndpointGpu) -> bool:
         fits = _pool_gpus(self.facts, key.place, frozenset({key})) <= self.facts.capacity[key.place]
-        return fits and key.endpoint not in self.facts.pins and self._most(key.endpoint) > 0
+        return fits and key.endpoint not in self.facts.overrides and self._most(key.endpoint) > 0
 
 
 def check(facts: PlacementFacts) -> None:
@@ -193,9 +193,9 @@ def check(facts: PlacementFacts) -> None:
 def _check_lists(facts: PlacementFacts, placement: Placement, choice: Answer) -> None:
     """What is pinned is kept or listed, and so is what is not served."""
     below = {each.endpoint: each for each in placement.below_minimum}
-    for endpoint, pin in facts.pins.items():
+    for endpoint, override in facts.overrides.items():
         here = sum(n for c, n in choice.counts.items() if c.endpoint == endpoint)
-        assert here == pin or (here < pin and below[endpoint].placed == here)
+        assert here == override or (here < override and below[endpoint].placed == here)
         assert all(key.endpoint != endpoint for key in choice.pooled)
     nowhere = {each.model for each in placement.unserved if each.region is None}
     if choice.pooled:
@@ -233,7 +233,7 @@ def test_a_plan_that_is_in_force_stays(facts: PlacementFacts) -> None:
     assert facts.pool is not None
     pool = replace(facts.pool, present=dict(choice.pool_gpus), pooled=choice.pooled)
     present = {cell: choice.counts.get(cell, 0) for cell in facts.present}
-    again = place(replace(facts, present=present, pool=pool, spot={}))
+    again = place(replace(facts, present=present, pool=pool, donated={}))
     assert all(entry.before == entry.after for entry in again.entries)
     assert all(pool.before == pool.after for pool in again.pools)
     assert all(each.before for each in again.pooled)

@@ -1,5 +1,5 @@
-"""Spot instances and their leases. Whoever changes a lease holds the fleet's lock, so that a lease and a reclaim never
-cross; the time is the database's. An instance has at most one active lease (a unique index).
+"""Donated instances and their leases. Whoever changes a lease holds the fleet's lock, so that a lease and a reclaim
+never cross; the time is the database's. An instance has at most one active lease (a unique index).
 """
 
 from collections.abc import Iterable
@@ -14,9 +14,9 @@ from controlplane.errors import ConflictError, NotFoundError
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.store.fleet import fleet_index
 from controlplane.store.rows import Page, page, require
-from controlplane.store.tables import Desired, Instance, LeaseEnd, Node, SpotLease
+from controlplane.store.tables import Desired, Instance, InstanceLease, LeaseEnd, Node
 
-ACTIVE = SpotLease.ended_at.is_(None)
+ACTIVE = InstanceLease.ended_at.is_(None)
 _TAKE_BACK_S = 60
 """After a lease that had notice nobody else may lease the instance for so long: the fleet wants it."""
 
@@ -25,22 +25,22 @@ _TAKE_BACK_S = 60
 class Ended:
     """A lease that ended, on which instance of which node."""
 
-    lease: SpotLease
+    lease: InstanceLease
     node: str
 
 
-def list_spot(session: Session, *, after: str | None, limit: int) -> Page[Instance]:
-    """One page of spot instances by id."""
+def list_donated(session: Session, *, after: str | None, limit: int) -> Page[Instance]:
+    """One page of donated instances by id."""
     query = select(Instance).where(Instance.desired == Desired.SPOT)
     return page(session, query, after=after, limit=limit)
 
 
-def get_spot(session: Session, instance_id: str) -> Instance:
-    """A spot instance.
+def donated_instance(session: Session, instance_id: str) -> Instance:
+    """A donated instance.
 
     Raises:
         NotFoundError: no such instance.
-        ConflictError: it is not spot, or not any more.
+        ConflictError: it is not donated, or not any more.
     """
     instance = require(session, Instance, instance_id, param="instance_id")
     if instance.desired != Desired.SPOT:
@@ -48,43 +48,45 @@ def get_spot(session: Session, instance_id: str) -> Instance:
     return instance
 
 
-def active_leases(session: Session, *, node: str | None = None) -> dict[str, SpotLease]:
+def active_leases(session: Session, *, node: str | None = None) -> dict[str, InstanceLease]:
     """Active leases by instance: of the fleet, or of one node."""
-    query = select(SpotLease).where(ACTIVE)
+    query = select(InstanceLease).where(ACTIVE)
     if node is not None:
-        query = query.join(Instance, Instance.id == SpotLease.instance_id).where(Instance.node == node)
+        query = query.join(Instance, Instance.id == InstanceLease.instance_id).where(Instance.node == node)
     return {lease.instance_id: lease for lease in session.scalars(query)}
 
 
-def lease_spot(session: Session, instance_id: str, *, holder: str, duration_s: float, created_by: str) -> SpotLease:
-    """Lease a spot instance for some time.
+def lease_instance(
+    session: Session, instance_id: str, *, holder: str, duration_s: float, created_by: str
+) -> InstanceLease:
+    """Lease a donated instance for some time.
 
     Raises:
         NotFoundError: no such instance.
-        ConflictError: it is not spot (any more), leased already, not loaded, about to be taken back, or its node is
+        ConflictError: it is not donated (any more), leased already, not loaded, about to be reclaimed, or its node is
             being drained.
     """
     fleet_index(session, lock=True)
-    instance = get_spot(session, instance_id)
+    instance = donated_instance(session, instance_id)
     if instance.observed != InstanceState.SPOT:
         raise ConflictError(f"instance '{instance_id}' is {instance.observed} on its node", param="instance_id")
     if not session.get_one(Node, instance.node).accepting:
         raise ConflictError(f"node '{instance.node}' is being drained or shutting down", param="instance_id")
-    present = session.scalar(select(SpotLease).where(ACTIVE, SpotLease.instance_id == instance_id))
+    present = session.scalar(select(InstanceLease).where(ACTIVE, InstanceLease.instance_id == instance_id))
     if present is not None:
         until = _ends_at(present).isoformat(timespec="seconds")
         raise ConflictError(
             f"instance '{instance_id}' is leased by '{present.holder}' until {until}", param="instance_id"
         )
     now = _now(session)
-    taken_back = select(SpotLease.id).where(
-        SpotLease.instance_id == instance_id,
-        SpotLease.reclaim_at.is_not(None),
-        SpotLease.ended_at > now - timedelta(seconds=_TAKE_BACK_S),
+    taken_back = select(InstanceLease.id).where(
+        InstanceLease.instance_id == instance_id,
+        InstanceLease.reclaim_at.is_not(None),
+        InstanceLease.ended_at > now - timedelta(seconds=_TAKE_BACK_S),
     )
     if session.scalar(taken_back.limit(1)) is not None:
         raise ConflictError(f"instance '{instance_id}' is being taken back", param="instance_id")
-    lease = SpotLease(
+    lease = InstanceLease(
         id=f"lease_{uuid_utils.uuid7().hex}",
         instance_id=instance_id,
         holder=holder,
@@ -97,7 +99,7 @@ def lease_spot(session: Session, instance_id: str, *, holder: str, duration_s: f
     return lease
 
 
-def return_spot(session: Session, instance_id: str) -> SpotLease:
+def return_lease(session: Session, instance_id: str) -> InstanceLease:
     """End the active lease of an instance.
 
     Raises:
@@ -105,7 +107,7 @@ def return_spot(session: Session, instance_id: str) -> SpotLease:
     """
     fleet_index(session, lock=True)
     require(session, Instance, instance_id, param="instance_id")
-    lease = session.scalar(select(SpotLease).where(ACTIVE, SpotLease.instance_id == instance_id))
+    lease = session.scalar(select(InstanceLease).where(ACTIVE, InstanceLease.instance_id == instance_id))
     if lease is None:
         raise NotFoundError(f"nobody leases instance '{instance_id}'", param="instance_id")
     lease.ended_at, lease.end_reason = _now(session), LeaseEnd.RETURNED
@@ -113,26 +115,29 @@ def return_spot(session: Session, instance_id: str) -> SpotLease:
     return lease
 
 
-def give_notice(session: Session, instance_ids: Iterable[str], *, notice_s: float) -> list[SpotLease]:
+def give_notice(session: Session, instance_ids: Iterable[str], *, notice_s: float) -> list[InstanceLease]:
     """Let active leases end in `notice_s` seconds; one that has notice already, or ends sooner, keeps its end."""
-    reclaim_at = func.least(SpotLease.expires_at, func.now() + func.make_interval(0, 0, 0, 0, 0, 0, notice_s))
+    reclaim_at = func.least(InstanceLease.expires_at, func.now() + func.make_interval(0, 0, 0, 0, 0, 0, notice_s))
     noticed = session.scalars(
-        update(SpotLease)
-        .where(ACTIVE, SpotLease.instance_id.in_(list(instance_ids)), SpotLease.reclaim_at.is_(None))
+        update(InstanceLease)
+        .where(ACTIVE, InstanceLease.instance_id.in_(list(instance_ids)), InstanceLease.reclaim_at.is_(None))
         .values(reclaim_at=reclaim_at)
-        .returning(SpotLease)
+        .returning(InstanceLease)
     )
     return list(noticed)
 
 
 def end_due_leases(session: Session) -> list[Ended]:
     """End leases whose time is over, or whose notice is."""
-    due = func.least(SpotLease.expires_at, func.coalesce(SpotLease.reclaim_at, SpotLease.expires_at)) <= func.now()
+    due = (
+        func.least(InstanceLease.expires_at, func.coalesce(InstanceLease.reclaim_at, InstanceLease.expires_at))
+        <= func.now()
+    )
     rows = session.execute(
-        select(SpotLease, Instance.node)
-        .join(Instance, Instance.id == SpotLease.instance_id)
+        select(InstanceLease, Instance.node)
+        .join(Instance, Instance.id == InstanceLease.instance_id)
         .where(ACTIVE, due)
-        .order_by(SpotLease.id)
+        .order_by(InstanceLease.id)
     ).all()
     now = _now(session)
     for lease, _ in rows:
@@ -145,13 +150,13 @@ def end_due_leases(session: Session) -> list[Ended]:
 def end_leases(session: Session, instance_ids: Iterable[str], reason: LeaseEnd) -> None:
     """End the active leases of instances now."""
     session.execute(
-        update(SpotLease)
-        .where(ACTIVE, SpotLease.instance_id.in_(list(instance_ids)))
+        update(InstanceLease)
+        .where(ACTIVE, InstanceLease.instance_id.in_(list(instance_ids)))
         .values(ended_at=func.now(), end_reason=reason)
     )
 
 
-def _ends_at(lease: SpotLease) -> datetime:
+def _ends_at(lease: InstanceLease) -> datetime:
     return lease.expires_at if lease.reclaim_at is None else min(lease.expires_at, lease.reclaim_at)
 
 

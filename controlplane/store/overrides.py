@@ -1,4 +1,6 @@
-"""Pins: an operator keeps an endpoint at a number of instances until some time. Plans and scaling both hold to them."""
+"""Replica overrides ("pins" in the API): an operator fixes an endpoint's number of instances until a time. Plans and
+scaling both follow them.
+"""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -14,8 +16,8 @@ from controlplane.store.rows import Page, page, require
 from controlplane.store.tables import Base, EndpointRow
 
 
-class Pin(Base):
-    """An operator's word: this endpoint has just so many instances until then. One live pin for each endpoint."""
+class ReplicaOverride(Base):
+    """An endpoint has exactly this many instances until then. At most one is in force for each endpoint."""
 
     __tablename__ = "pins"
     __table_args__ = (
@@ -34,34 +36,40 @@ class Pin(Base):
     removed_at: Mapped[datetime | None]
 
 
-def pins_in_force(session: Session, now_s: float) -> Mapping[Endpoint, int]:
-    """Instances that each pinned endpoint must have at `now_s` (Unix time): not fewer and not more."""
+def overrides_in_force(session: Session, now_s: float) -> Mapping[Endpoint, int]:
+    """Instances that each endpoint with an override must have at `now_s` (Unix time): not fewer and not more."""
     at = datetime.fromtimestamp(now_s, UTC)
-    rows = session.scalars(select(Pin).where(Pin.removed_at.is_(None), Pin.until > at))
-    return {Endpoint(model=pin.model, region=pin.region): pin.instances for pin in rows}
+    rows = session.scalars(
+        select(ReplicaOverride).where(ReplicaOverride.removed_at.is_(None), ReplicaOverride.until > at)
+    )
+    return {Endpoint(model=override.model, region=override.region): override.instances for override in rows}
 
 
-def add_pin(
+def add_override(
     session: Session, *, endpoint: Endpoint, instances: int, until: datetime, note: str, created_by: str
-) -> Pin:
-    """Pin an endpoint. The fleet's index rises: plans made without the pin are stale.
+) -> ReplicaOverride:
+    """Fix an endpoint's number of instances. The fleet's index rises: plans made without the override are stale.
 
     Raises:
         NotFoundError: the model is not offered in the region.
-        ConflictError: it is pinned already.
+        ConflictError: it has one in force already.
     """
     fleet_index(session, lock=True)
     require(session, EndpointRow, (endpoint.model, endpoint.region), param="model")
     _close_ended(session)
-    live = (Pin.model == endpoint.model, Pin.region == endpoint.region, Pin.removed_at.is_(None))
-    present = session.scalar(select(Pin).where(*live))
+    live = (
+        ReplicaOverride.model == endpoint.model,
+        ReplicaOverride.region == endpoint.region,
+        ReplicaOverride.removed_at.is_(None),
+    )
+    present = session.scalar(select(ReplicaOverride).where(*live))
     if present is not None:
         raise ConflictError(
             f"{endpoint.model} in {endpoint.region} is pinned to {present.instances} instances until"
             f" {present.until.isoformat()} already (pin '{present.id}'); remove that pin first",
             param="model",
         )
-    pin = Pin(
+    override = ReplicaOverride(
         id=f"pin_{uuid_utils.uuid7().hex}",
         model=endpoint.model,
         region=endpoint.region,
@@ -70,41 +78,45 @@ def add_pin(
         note=note,
         created_by=created_by,
     )
-    session.add(pin)
+    session.add(override)
     bump_index(session)
     session.flush()
-    return pin
+    return override
 
 
-def remove_pin(session: Session, pin_id: str) -> Pin:
-    """End a pin now; one that has ended already is left as it is. The fleet's index rises.
+def remove_override(session: Session, pin_id: str) -> ReplicaOverride:
+    """End an override now; one that has ended already is left as it is. The fleet's index rises.
 
     Raises:
         NotFoundError: there is none of that id.
     """
     fleet_index(session, lock=True)
     _close_ended(session)
-    pin = get_pin(session, pin_id)
-    if pin.removed_at is None:
-        pin.removed_at = session.scalar(select(func.now()))
+    override = get_override(session, pin_id)
+    if override.removed_at is None:
+        override.removed_at = session.scalar(select(func.now()))
         bump_index(session)
         session.flush()
-    return pin
+    return override
 
 
-def get_pin(session: Session, pin_id: str) -> Pin:
-    """A pin by its id; NotFoundError where there is none."""
-    return require(session, Pin, pin_id, param="pin_id")
+def get_override(session: Session, pin_id: str) -> ReplicaOverride:
+    """An override by its id; NotFoundError where there is none."""
+    return require(session, ReplicaOverride, pin_id, param="pin_id")
 
 
-def list_pins(session: Session, *, after: str | None, limit: int, live_only: bool) -> Page[Pin]:
-    """One page of pins, the oldest first."""
-    query = select(Pin)
+def list_overrides(session: Session, *, after: str | None, limit: int, live_only: bool) -> Page[ReplicaOverride]:
+    """One page of overrides, the oldest first."""
+    query = select(ReplicaOverride)
     if live_only:
-        query = query.where(Pin.removed_at.is_(None), Pin.until > func.now())
+        query = query.where(ReplicaOverride.removed_at.is_(None), ReplicaOverride.until > func.now())
     return page(session, query, after=after, limit=limit)
 
 
 def _close_ended(session: Session) -> None:
-    """A pin whose time is over makes room for the next of its endpoint; that changes no plan and no index."""
-    session.execute(update(Pin).where(Pin.removed_at.is_(None), Pin.until <= func.now()).values(removed_at=Pin.until))
+    """Mark overrides whose time is over as removed, so that their endpoints can have new ones. The index stays."""
+    session.execute(
+        update(ReplicaOverride)
+        .where(ReplicaOverride.removed_at.is_(None), ReplicaOverride.until <= func.now())
+        .values(removed_at=ReplicaOverride.until)
+    )

@@ -6,7 +6,7 @@ import pytest
 
 from controlplane.policies.facts import Endpoint
 from controlplane.settings import Settings
-from controlplane.store.pins import add_pin, remove_pin
+from controlplane.store.overrides import add_override, remove_override
 from tests.controlplane.planner.test_scale import endpoint, follow, node, ready, run, wanted
 from tests.controlplane.world import World
 
@@ -19,10 +19,10 @@ def settings(settings: Settings) -> Settings:
     return settings.model_copy(update={"heartbeat_stale_s": 60.0})
 
 
-def pin(world: World, instances: int, *, until_s: float = NOW_S + 60) -> str:
+def override(world: World, instances: int, *, until_s: float = NOW_S + 60) -> str:
     until = datetime.fromtimestamp(until_s, UTC)
     with world.database.transaction() as session:
-        return add_pin(session, endpoint=EAST, instances=instances, until=until, note="", created_by="ann").id
+        return add_override(session, endpoint=EAST, instances=instances, until=until, note="", created_by="ann").id
 
 
 @pytest.mark.parametrize("strategy", ["lt-i", "reactive"])
@@ -31,7 +31,7 @@ def test_a_pin_stands_above_limits_and_plan(world: World, settings: Settings, st
     node(world)
     endpoint(world, 0, 2)
     follow(world, 1)
-    pin(world, 3)
+    override(world, 3)
     assert run(world, settings, now_s=NOW_S).started == 3
     ready(world, "n1")
     assert wanted(world) == {"running": 3}
@@ -47,10 +47,10 @@ def test_a_pin_of_none_drains_all(world: World, settings: Settings) -> None:
     endpoint(world, 1, 4)
     run(world, settings)
     ready(world, "n1")
-    pin_id = pin(world, 0)
+    pin_id = override(world, 0)
     run(world, settings)
     assert "running" not in wanted(world), "a minimum gives way to a pin"
     with world.database.transaction() as session:
-        remove_pin(session, pin_id)
+        remove_override(session, pin_id)
     run(world, settings)
     assert wanted(world).get("running") == 1, "and holds again without it"

@@ -1,22 +1,22 @@
 """Leases of spot instances: one at a time, with an end, and never of what is not spot."""
 
-import threading
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
-from controlplane.errors import ConflictError, NotFoundError, TidepoolError
+from controlplane.errors import ConflictError, NotFoundError
 from controlplane.policies.lifecycle import InstanceState
-from controlplane.store import fleet, spot
-from controlplane.store.tables import Desired, Instance, SpotLease
-from tests.controlplane.world import World
+from controlplane.store import fleet, leases
+from controlplane.store.tables import Desired, Instance, InstanceLease
+from tests.controlplane.world import World, at_once
 
 
 @pytest.fixture
 def instance_id(world: World) -> str:
-    """A spot instance."""
+    """A donated instance."""
     world.join("n1")
     held = world.place("n1", desired=Desired.SPOT)
     observed(world, held, InstanceState.SPOT)
@@ -28,14 +28,14 @@ def observed(world: World, instance_id: str, state: InstanceState) -> None:
         session.get_one(Instance, instance_id).observed = state
 
 
-def lease(world: World, instance_id: str, *, holder: str = "lab", duration_s: float = 600) -> SpotLease:
+def lease(world: World, instance_id: str, *, holder: str = "lab", duration_s: float = 600) -> InstanceLease:
     with world.database.transaction() as session:
-        return spot.lease_spot(session, instance_id, holder=holder, duration_s=duration_s, created_by="test")
+        return leases.lease_instance(session, instance_id, holder=holder, duration_s=duration_s, created_by="test")
 
 
-def notice(world: World, *ids: str, notice_s: float = 30) -> list[SpotLease]:
+def notice(world: World, *ids: str, notice_s: float = 30) -> list[InstanceLease]:
     with world.database.transaction() as session:
-        return spot.give_notice(session, ids, notice_s=notice_s)
+        return leases.give_notice(session, ids, notice_s=notice_s)
 
 
 def ended(world: World, *, after_s: int = 0) -> list[tuple[str, str | None]]:
@@ -43,7 +43,7 @@ def ended(world: World, *, after_s: int = 0) -> list[tuple[str, str | None]]:
     with world.database.transaction() as session:
         for column in ("created_at", "expires_at", "reclaim_at"):
             session.execute(text(f"UPDATE spot_leases SET {column} = {column} - interval '{after_s} s'"))
-        return [(each.node, each.lease.end_reason) for each in spot.end_due_leases(session)]
+        return [(each.node, each.lease.end_reason) for each in leases.end_due_leases(session)]
 
 
 def test_a_lease_ends_when_its_time_is_over(world: World, instance_id: str) -> None:
@@ -104,40 +104,27 @@ def test_one_lease_at_a_time(world: World, instance_id: str) -> None:
             )
         )
     with world.database.transaction() as session:
-        assert spot.return_spot(session, instance_id).end_reason == "returned"
+        assert leases.return_lease(session, instance_id).end_reason == "returned"
     lease(world, instance_id, holder="other")
 
 
 def test_of_many_at_once_one_gets_it(world: World, instance_id: str) -> None:
-    start, got, refused = threading.Barrier(4), list[str](), list[str]()
-
-    def take(holder: str) -> None:
-        start.wait()
-        try:
-            got.append(lease(world, instance_id, holder=holder).holder)
-        except TidepoolError as error:
-            refused.append(error.code)
-
-    threads = [threading.Thread(target=take, args=(f"lab-{n}",)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (len(got), refused) == (1, ["conflict"] * 3)
+    ends = at_once(*[partial(lease, world, instance_id, holder=f"lab-{n}") for n in range(4)])
+    assert ends.count("conflict") == 3
 
 
 def test_returning_what_nobody_leases(world: World, instance_id: str) -> None:
     for name, message in ((instance_id, "nobody leases"), ("inst_none", "does not exist")):
         with world.database.transaction() as session, pytest.raises(NotFoundError, match=message):
-            spot.return_spot(session, name)
+            leases.return_lease(session, name)
 
 
 def test_leases_of_a_node_are_its_own(world: World, instance_id: str) -> None:
     made = lease(world, instance_id)
     with world.database.transaction() as session:
-        assert {i: each.id for i, each in spot.active_leases(session, node="n1").items()} == {instance_id: made.id}
-        assert spot.active_leases(session, node="n2") == {}
-        assert set(spot.active_leases(session)) == {instance_id}
+        assert {i: each.id for i, each in leases.active_leases(session, node="n1").items()} == {instance_id: made.id}
+        assert leases.active_leases(session, node="n2") == {}
+        assert set(leases.active_leases(session)) == {instance_id}
 
 
 @pytest.mark.parametrize(

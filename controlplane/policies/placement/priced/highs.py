@@ -1,0 +1,45 @@
+"""Linear and mixed-integer programs for HiGHS, one thread and a fixed seed: the same program ends the same way."""
+
+from collections.abc import Callable
+from typing import Any
+
+import highspy
+import numpy as np
+from scipy import sparse
+
+from controlplane.policies.placement.priced.tables import Bools, Floats
+
+
+def make_program(
+    matrix: sparse.spmatrix, cost: Floats, upper: Floats, rows: tuple[Floats, Floats], whole: Bools | None = None
+) -> highspy.HighsLp:
+    """min cost x, with 0 <= x <= `upper` and rows[0] <= matrix x <= rows[1]; x is integer where it must be `whole`."""
+    columns = sparse.csc_matrix(matrix)
+    lp = highspy.HighsLp()
+    lp.num_row_, lp.num_col_ = columns.shape
+    lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(len(cost)), upper
+    lp.row_lower_, lp.row_upper_ = rows
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = columns.indptr, columns.indices, columns.data
+    if whole is not None:
+        kind = highspy.HighsVarType
+        lp.integrality_ = [kind.kInteger if each else kind.kContinuous for each in whole.tolist()]
+    return lp
+
+
+def run_program(
+    lp: highspy.HighsLp, should_stop: Callable[[], bool], *, start: Floats | None = None, **options: Any
+) -> highspy.Highs:
+    """Run HiGHS, from the solution `start` if there is one, until it ends or `should_stop` returns True."""
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
+    for name, value in {"output_flag": False, "threads": 1, "random_seed": 1, "mip_rel_gap": 0.0, **options}.items():
+        solver.setOptionValue(name, value)
+    solver.passModel(lp)
+    if start is not None:
+        first = highspy.HighsSolution()
+        first.col_value = start.tolist()
+        solver.setSolution(first)
+    for callback in (solver.cbMipInterrupt, solver.cbSimplexInterrupt):
+        callback.subscribe(lambda event: event.interrupt() if should_stop() else None)
+    solver.run()
+    return solver
