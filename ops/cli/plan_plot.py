@@ -45,7 +45,7 @@ def plot_plan(
         with connected(context) as api:
             plan_id = whole_id(api, "plan", plan_id)
             answer = api.get(f"/admin/plans/{plan_id}")
-            panels, endpoints, quantile = _panels(api, answer, model=model, region=region, hours=hours)
+            panels, endpoints, quantile = plan_panels(api, answer, model=model, region=region, hours=hours)
         if not panels:
             raise CommandError(f"plan {plan_id} has no endpoint of that model and region")
         if len(panels) > 1:
@@ -61,7 +61,7 @@ def plot_plan(
     )
 
 
-def _panels(
+def plan_panels(
     api: Api, answer: Mapping[str, Any], *, model: str | None, region: str | None, hours: int
 ) -> "tuple[list[PlanPanel], int, float]":
     """Panels of the busiest endpoints, how many endpoints there are, and the quantile of the forecast."""

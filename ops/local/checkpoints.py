@@ -20,7 +20,7 @@ from dataplane.protocol.model_sources import check_source, is_remote
 
 LIKELY_HEADER_BYTES = 100_000
 """The first request; most headers are not longer."""
-_TIME_MAX_S = 300.0
+TIME_MAX_S = 300.0
 _READ_WHOLE = {"config.json", "model.safetensors.index.json"}
 
 
@@ -28,7 +28,7 @@ class RemoteError(ValueError):
     """A source that cannot be reached or is no checkpoint; the message names it."""
 
 
-def outline_registry(source: str, folder: Path, private_hosts: tuple[str, ...] = ()) -> None:
+def outline_registry(source: str, folder: Path, private_hosts: tuple[str, ...], time_max_s: float) -> None:
     """Copy a registry's checkpoint to `folder` as sparse files with true sizes and headers and no tensors. Its address
     must be public, or one of `private_hosts`.
 
@@ -36,7 +36,7 @@ def outline_registry(source: str, folder: Path, private_hosts: tuple[str, ...] =
         RemoteError: the registry is out of reach, not allowed, or refuses, or its manifest is none.
     """
     url = source.rstrip("/")
-    rules = FetchRules(private_hosts=private_hosts, time_max_s=_TIME_MAX_S)
+    rules = FetchRules(private_hosts=private_hosts, time_max_s=time_max_s)
     in_time = rules.deadline(url)
     try:
         with open_client(rules) as client:
@@ -120,13 +120,16 @@ class CheckpointError(ValueError):
     """A folder or source that is no checkpoint; the message names the file and what is wrong with it."""
 
 
-def describe_checkpoint(source: Path | str, private_hosts: tuple[str, ...] = ()) -> dict[str, Any]:
+def describe_checkpoint(
+    source: Path | str, private_hosts: tuple[str, ...] = (), *, time_max_s: float = TIME_MAX_S
+) -> dict[str, Any]:
     """The body of `PUT /admin/models/{name}` for a checkpoint: a folder, `https://HOST/PATH/`, or `hf://ORG/NAME`.
 
     `weights_bytes` is the size of all stored tensors, `parameters` the number of their elements, an output head that is
     tied to the embedding left out; None where some are of integer or 8-bit types. `kv_bytes_per_token` is 2 x layers x
     KV heads x head size x bytes of an element in the checkpoint's own type. `context_tokens` is
-    `max_position_embeddings`. `private_hosts`: names and networks that may be read from though they are not public.
+    `max_position_embeddings`. `private_hosts`: names and networks that may be read although they are not public.
+    `time_max_s`: the longest time to read from a registry.
 
     Raises:
         CheckpointError: a file is missing, cannot be read, or lacks what is needed; a source is out of reach.
@@ -136,7 +139,7 @@ def describe_checkpoint(source: Path | str, private_hosts: tuple[str, ...] = ())
             check_source(str(source))
         except ValueError as error:
             raise CheckpointError(f"{source}: {error}") from error
-        return _describe_remote(str(source), private_hosts)
+        return _describe_remote(str(source), private_hosts, time_max_s)
     folder = Path(source)
     folder = folder.expanduser().resolve()
     if not folder.is_dir():
@@ -144,12 +147,12 @@ def describe_checkpoint(source: Path | str, private_hosts: tuple[str, ...] = ())
     return _describe_folder(folder, str(folder))
 
 
-def _describe_remote(source: str, private_hosts: tuple[str, ...]) -> dict[str, Any]:
+def _describe_remote(source: str, private_hosts: tuple[str, ...], time_max_s: float) -> dict[str, Any]:
     try:
         if source.startswith("hf://"):
             return _describe(source, *read_hub(source))
         with TemporaryDirectory() as outline:
-            outline_registry(source, Path(outline), private_hosts)
+            outline_registry(source, Path(outline), private_hosts, time_max_s)
             return _describe_folder(Path(outline), source)
     except RemoteError as error:
         raise CheckpointError(str(error)) from error

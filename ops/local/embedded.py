@@ -48,7 +48,7 @@ class EmbeddedPostgres:
         self.log = self.home / "logs" / "postgres.log"
         self._fsync = fsync
 
-    def prepare(self) -> None:
+    def prepare(self, *, leftovers_timeout_s: float = LEFTOVERS_TIMEOUT_S) -> None:
         """Create the data folder if it is missing, and repair its permissions. Waits for a server that is stopping.
 
         Raises:
@@ -60,7 +60,7 @@ class EmbeddedPostgres:
         if is_made:
             password(self.home, self.name)
         remember(self.home, self.name, self.port)
-        self._await_leftovers()
+        self._await_leftovers(leftovers_timeout_s)
         self._drop_stale_pid_file()
         if not is_made:
             self._initdb()
@@ -170,15 +170,15 @@ class EmbeddedPostgres:
             raise EmbeddedError(f"{folder} belongs to uid {folder.stat().st_uid}, not to you (uid {uid}); chown it")
         folder.chmod(0o700)
 
-    def _await_leftovers(self) -> None:
+    def _await_leftovers(self, timeout_s: float) -> None:
         """Wait for processes of an earlier server on the same data. Two servers at once would ruin it."""
-        deadline_s = time.monotonic() + LEFTOVERS_TIMEOUT_S
-        while pids := list(self._leftovers()):
+        deadline_s = time.monotonic() + timeout_s
+        while pids := list(self.processes()):
             if time.monotonic() > deadline_s:
                 raise EmbeddedError(f"a PostgreSQL still runs on {self.data} (pids {pids}); stop the other Tidepool")
             time.sleep(_POLL_S)
 
-    def _leftovers(self) -> Iterator[int]:
+    def processes(self) -> Iterator[int]:
         """Processes whose working directory is the data folder, as of every Postgres process; only on Linux."""
         if sys.platform != "linux":
             return

