@@ -40,7 +40,7 @@ def join_message(agent: Agent, url: str) -> Join:
 
 def slot_specs(settings: AgentSettings) -> tuple[SlotSpec, ...]:
     """The slots of a node as the control plane knows them: one for each worker group, in order."""
-    groups = ([settings.slots[index] for index in indices] for indices in settings.groups())
+    groups = ([settings.slots[index] for index in indices] for indices in settings.groups)
     return tuple(
         SlotSpec(
             gpus=sum(worker.gpus for worker in group),

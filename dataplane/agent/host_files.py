@@ -91,7 +91,7 @@ class HostFiles:
 
 def _shared_kv_bytes(settings: AgentSettings) -> int:
     """Bytes of the KV files: only prefill slots have one."""
-    kinds = zip(settings.slots, settings.kinds(), strict=True)
+    kinds = zip(settings.slots, settings.kinds, strict=True)
     return sum(settings.host_kv_bytes_of(slot) for slot, kind in kinds if kind == "prefill")
 
 

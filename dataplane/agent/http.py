@@ -69,7 +69,7 @@ class AgentApi:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._registry = agent_registry(agent)
-        self._authorization = f"Bearer {agent.settings.inbound_key()}".encode()
+        self._authorization = f"Bearer {agent.settings.inbound_key}".encode()
 
     async def generate(self, request: Request) -> Response:
         """POST a Generate; the answer is a stream of events, one JSON object a line."""

@@ -59,9 +59,7 @@ class Agent:
         resources = NodeResources(
             settings=settings, files=self._files, tokenizers=tokenizers, start_worker=start_worker
         )
-        self.groups = tuple(
-            WorkerGroup(indices, resources, on_change=self.changed.set) for indices in settings.groups()
-        )
+        self.groups = tuple(WorkerGroup(indices, resources, on_change=self.changed.set) for indices in settings.groups)
         workers = (worker for group in self.groups for worker in group.workers)
         self.workers = tuple(sorted(workers, key=lambda worker: worker.index))
 

@@ -30,29 +30,28 @@ class WorkerSettings(BaseModel):
         1,
         ge=1,
         le=64,
-        description="GPUs of the worker group; more than 1 for the replay engine only, or as a planning"
-        " number on a CPU",
+        description="GPUs of the worker; more than 1 for the replay engine only, or as a planning number on a CPU",
     )
-    memory_bytes: int = Field(ge=2**20, description="memory of the worker group's GPUs together")
+    memory_bytes: int = Field(ge=2**20, description="memory of the worker's GPUs together")
     kind: Literal["auto", WorkerKind] = Field(
         "auto", description="requests it runs; auto: chosen from `split` and `prefill_ratio`"
     )
 
 
 def _engine_for(values: dict[str, Any]) -> EngineKind:
-    """vLLM where GPUs have it in a version that was tested: whoever installed it wants it. On a CPU it is slower, and
-    slots that serve together, and most of `kv_pressure`, are the torch engine's.
+    """vLLM on GPUs where a tested version is installed, else torch: vLLM is slower on a CPU, and has neither worker
+    groups nor most of `kv_pressure`.
     """
     if vllm_refusal(values.get("kv_pressure", "auto")):
         return "torch"
-    split = values.get("split") or any(slot.kind in {"prefill", "decode"} for slot in values.get("slots", ()))
+    split = values.get("split") or any(one.kind in {"prefill", "decode"} for one in values.get("slots", ()))
     alone = not split and not values.get("together")
     usable = values.get("device", "cpu") != "cpu" and alone and installed_version() in TESTED
     return "vllm" if usable else "torch"
 
 
 class AgentSettings(BaseSettings):
-    """Settings of one node's agent. Limits and timeouts are here and nowhere else."""
+    """Settings of one node's agent."""
 
     model_config = SettingsConfigDict(env_prefix="TIDEPOOL_AGENT_", frozen=True, extra="ignore")
 
@@ -64,27 +63,26 @@ class AgentSettings(BaseSettings):
     slots: tuple[WorkerSettings, ...] = Field(
         min_length=1,
         max_length=64,
-        description="worker groups of this node, a JSON list; their fields are listed below",
+        description="workers of this node, a JSON list; their fields are listed below",
     )
 
     device: str = Field("cpu", description="PyTorch device: cpu, cuda, or cuda:N")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="data type of weights and KV cache")
     kv_share: float = Field(
-        0.5, gt=0, lt=1, description="share of a worker group's memory for KV cache; the rest holds weights"
+        0.5, gt=0, lt=1, description="share of a worker's memory for KV cache; the rest holds weights"
     )
     batch_max: int = Field(32, ge=1, le=4096, description="sequences in one step's batch")
     slab_bytes: int | None = Field(
         None,
         ge=256,
         multiple_of=256,
-        description="size of a memory slab, a multiple of 256; unset: chosen from the worker group's memory",
+        description="size of a memory slab, a multiple of 256; unset: chosen from the worker's memory",
     )
     kv_pressure: KvPressure = Field("auto", description="action when the KV cache is full; auto: the cheapest")
     host_kv_bytes: int | None = Field(
         None,
         ge=0,
-        description="host memory for offloaded KV cache, per worker group; unset: as much as its KV cache"
-        " on the device",
+        description="host memory for offloaded KV cache, per worker; unset: as much as its KV cache on the device",
     )
     cache_dir: Path | None = Field(
         None,
@@ -94,7 +92,7 @@ class AgentSettings(BaseSettings):
     cache_bytes: int = Field(
         8 * 2**30,
         ge=1,
-        description="host memory for models of all worker groups; less is used where the file system is smaller",
+        description="host memory for models of all workers; less is used where the file system is smaller",
     )
     host_wait_max_s: float = Field(
         60.0, gt=0, description="how long a model load may wait for host memory before it fails"
@@ -114,14 +112,14 @@ class AgentSettings(BaseSettings):
     checkpoint_time_max_s: float = Field(6 * 3600.0, gt=0, description="time limit for downloading one checkpoint")
 
     split: bool = Field(
-        False, description="disaggregate prefill and decode: divide the worker groups of each size into both kinds"
+        False, description="disaggregate prefill and decode: divide the workers of each size into both kinds"
     )
     prefill_ratio: float = Field(
-        0.5, gt=0, lt=1, description="share of the worker groups of each size that prefill, where `split` is set"
+        0.5, gt=0, lt=1, description="share of the workers of each size that prefill, where `split` is set"
     )
     together: bool = Field(
         False,
-        description="place each instance on all worker groups of a size; the control plane sees them as one",
+        description="place each instance on all workers of a size; the control plane sees them as one slot",
     )
     engine: EngineKind = Field(
         default_factory=_engine_for,
@@ -132,7 +130,7 @@ class AgentSettings(BaseSettings):
         1,
         ge=1,
         le=64,
-        description="models that share one vLLM worker group; more than 1 time-slice it, without CUDA graphs",
+        description="models that share one vLLM worker; more than 1 time-slice it, without CUDA graphs",
     )
     order: Literal["fcfs", "edf", "pf", "dpa"] = Field(
         "edf",
@@ -141,9 +139,7 @@ class AgentSettings(BaseSettings):
     )
     group_requests_max: int = Field(8, ge=1, description="prefills of one model before the next model is scheduled")
     quota_max_s: float = Field(4.0, gt=0, description="longest decode time slice while other models wait")
-    prefill_share: float = Field(
-        0.5, gt=0, lt=1, description="share of a worker group's time for prefill while decodes wait"
-    )
+    prefill_share: float = Field(0.5, gt=0, lt=1, description="share of a worker's time for prefill while decodes wait")
     prefetch: bool = Field(True, description="load the weights of the next scheduled model in advance")
 
     profile: Path | None = Field(None, description="GPU profile of the replay engine, a JSON file")
@@ -175,7 +171,7 @@ class AgentSettings(BaseSettings):
         description="key that the control plane presents to this agent (its node_key); unset: `node_key`",
     )
 
-    queue_max: int = Field(256, ge=1, description="requests in flight on one worker group")
+    queue_max: int = Field(256, ge=1, description="requests in flight on one worker")
     unread_bytes_max: int = Field(
         16 * 2**20,
         ge=2**16,
@@ -210,13 +206,9 @@ class AgentSettings(BaseSettings):
     shutdown_grace_s: float = Field(5.0, ge=0, description="how long open streams may continue after that")
 
     @model_validator(mode="after")
-    def _replay_has_profile(self) -> Self:
+    def _check_engine(self) -> Self:
         if self.engine == "replay" and self.profile is None:
             raise ValueError("profile must be set for the replay engine")
-        return self
-
-    @model_validator(mode="after")
-    def _vllm_is_here(self) -> Self:
         if self.engine == "vllm":
             try:
                 check_version()
@@ -227,72 +219,57 @@ class AgentSettings(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _a_slot_is_one_gpu(self) -> Self:
-        if self.engine != "replay" and self.device != "cpu":
-            for index, slot in enumerate(self.slots):
-                if slot.gpus > 1:
-                    raise ValueError(
-                        f"slots.{index}.gpus must be 1 on {self.device}, got {slot.gpus}: the torch engine and vLLM run"
-                        " a model on one GPU here; make a slot of each"
-                    )
+    def _check_gpus(self) -> Self:
+        for index, worker in enumerate(self.slots if self.engine != "replay" else ()):
+            if self.device != "cpu" and worker.gpus > 1:
+                raise ValueError(
+                    f"slots.{index}.gpus must be 1 on {self.device}, got {worker.gpus}: the torch engine and vLLM run a"
+                    " model on one GPU; make a slot of each"
+                )
+            try:
+                visible_gpus(self.gpus_of(index), os.environ)
+            except ModelLoadError as error:
+                raise ValueError(f"slots.{index}: {error}") from error
         return self
 
     @model_validator(mode="after")
-    def _gpus_are_visible(self) -> Self:
-        if self.engine != "replay":
-            for index in range(len(self.slots)):
-                try:
-                    visible_gpus(self.gpus_of(index), os.environ)
-                except ModelLoadError as error:
-                    raise ValueError(f"slots.{index}: {error}") from error
-        return self
-
-    @model_validator(mode="after")
-    def _tls_files_are_there(self) -> Self:
+    def _check_addresses(self) -> Self:
         check_tls_files(self.tls_cert_file, self.tls_key_file, self.tls_ca_file)
-        return self
-
-    @model_validator(mode="after")
-    def _url_is_reachable(self) -> Self:
         if self.host in ("0.0.0.0", "::") and self.advertise_url is None:  # noqa: S104  (refused, not bound)
             raise ValueError(f"advertise_url must be set when host is {self.host}: nobody can call that address")
         return self
 
     @model_validator(mode="after")
-    def _pools_have_both_kinds(self) -> Self:
-        kinds = self.kinds()
-        for indices in self.groups():
+    def _check_groups(self) -> Self:
+        kinds = self.kinds
+        for indices in self.groups:
             present = {kinds[index] for index in indices}
             missing = set() if present == {"both"} else {"prefill", "decode"} - present
             if missing:
                 gpus = self.slots[indices[0]].gpus
                 raise ValueError(f"slots: those of {gpus} GPUs have no {missing.pop()} slot; change a slot's kind")
+        if "prefill" in kinds and self.host_kv_bytes == 0:
+            raise ValueError("host_kv_bytes must be over 0 where slots prefill: it holds the KV that they transfer")
         return self
 
-    @model_validator(mode="after")
-    def _prefilled_requests_can_leave(self) -> Self:
-        if "prefill" in self.kinds() and self.host_kv_bytes == 0:
-            raise ValueError("host_kv_bytes must be over 0 where slots prefill: requests are handed over through it")
-        return self
-
-    def gpus_of(self, slot: int) -> range:
-        """Which of the GPUs that the agent sees are a slot's; none on a CPU. Where `device` is just "cuda", slots have
-        them one after the other; "cuda:N" is the first one of every slot.
+    def gpus_of(self, worker: int) -> range:
+        """Which of the GPUs that the agent sees are a worker's; none on a CPU. With the device "cuda" the workers have
+        them one after the other; "cuda:N" is the first one of every worker.
         """
         kind, _, first = self.device.partition(":")
         if kind != "cuda":
             return range(0)
-        start = int(first) if first else sum(before.gpus for before in self.slots[:slot])
-        return range(start, start + self.slots[slot].gpus)
+        start = int(first) if first else sum(before.gpus for before in self.slots[:worker])
+        return range(start, start + self.slots[worker].gpus)
 
     @property
     def worker_device(self) -> str:
-        """The device of a worker as it sees it: the first of the GPUs that are its slot's."""
+        """The device of a worker, as its process sees it: the first of its GPUs."""
         return "cuda:0" if self.device.partition(":")[0] == "cuda" else self.device
 
     @property
     def turns(self) -> TurnSettings:
-        """The turn policy of a slot."""
+        """How a worker schedules its models."""
         return TurnSettings(
             prefill=PrefillSettings(group_requests_max=self.group_requests_max, order=self.order),
             decode=DecodeSettings(
@@ -301,31 +278,34 @@ class AgentSettings(BaseSettings):
             prefill_share=self.prefill_share,
         )
 
+    @property
     def kinds(self) -> tuple[WorkerKind, ...]:
-        """What each slot runs. Where a TP size is split, `prefill_ratio` of its slots prefill, never none or all."""
-        kinds: list[WorkerKind] = ["both" if slot.kind == "auto" else slot.kind for slot in self.slots]
-        for gpus in {slot.gpus for slot in self.slots} if self.split else ():
-            members = [index for index, slot in enumerate(self.slots) if slot.gpus == gpus and slot.kind != "both"]
+        """What each worker runs. With `split`, `prefill_ratio` of the workers of a size prefill, never none or all."""
+        kinds: list[WorkerKind] = ["both" if worker.kind == "auto" else worker.kind for worker in self.slots]
+        for gpus in {worker.gpus for worker in self.slots} if self.split else ():
+            members = [index for index, one in enumerate(self.slots) if one.gpus == gpus and one.kind != "both"]
             wanted = min(len(members) - 1, max(1, round(self.prefill_ratio * len(members))))
             wanted -= sum(self.slots[index].kind == "prefill" for index in members)
             autos = [index for index in members if self.slots[index].kind == "auto"]
-            for place, index in enumerate(autos if len(members) > 1 else ()):
-                kinds[index] = "prefill" if place < wanted else "decode"
+            for number, index in enumerate(autos if len(members) > 1 else ()):
+                kinds[index] = "prefill" if number < wanted else "decode"
         return tuple(kinds)
 
+    @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The slots, by index, that serve together: the prefill and decode slots of a TP size; those that do both, if
-        the settings say so. Each other is by itself.
+        """The worker groups, as indices of workers: the prefill and decode workers of a size, and with `together` those
+        that do both. Each other worker is a group.
         """
-        pools: dict[object, list[int]] = {}
-        for index, (slot, kind) in enumerate(zip(self.slots, self.kinds(), strict=True)):
+        groups: dict[object, list[int]] = {}
+        for index, (worker, kind) in enumerate(zip(self.slots, self.kinds, strict=True)):
             alone = kind == "both" and not self.together
-            key = ("alone", index) if alone else (kind == "both", slot.gpus)
-            pools.setdefault(key, []).append(index)
-        return tuple(tuple(indices) for indices in pools.values())
+            key = ("alone", index) if alone else (kind == "both", worker.gpus)
+            groups.setdefault(key, []).append(index)
+        return tuple(tuple(indices) for indices in groups.values())
 
+    @property
     def sources(self) -> Sources:
-        """Where models come from."""
+        """The rules for model sources."""
         rules = FetchRules(
             private_hosts=self.private_hosts,
             bytes_max=self.checkpoint_bytes_max,
@@ -333,18 +313,16 @@ class AgentSettings(BaseSettings):
         )
         return Sources(folder=self.checkpoints_dir, rules=rules, roots=self.checkpoint_roots)
 
+    @property
     def inbound_key(self) -> str:
-        """What callers of this node must show."""
+        """The key that callers of this node must present."""
         return (self.fleet_key or self.node_key).get_secret_value()
 
-    def weights_bytes(self, slot: WorkerSettings) -> int:
-        """Room for weights on a slot."""
-        return int(slot.memory_bytes * (1 - self.kv_share))
+    def weights_bytes(self, worker: WorkerSettings) -> int:
+        return int(worker.memory_bytes * (1 - self.kv_share))
 
-    def kv_bytes(self, slot: WorkerSettings) -> int:
-        """Room for KV on a slot, shared by its instances."""
-        return int(slot.memory_bytes * self.kv_share)
+    def kv_bytes(self, worker: WorkerSettings) -> int:
+        return int(worker.memory_bytes * self.kv_share)
 
-    def host_kv_bytes_of(self, slot: WorkerSettings) -> int:
-        """Room for KV in host memory."""
-        return self.kv_bytes(slot) if self.host_kv_bytes is None else self.host_kv_bytes
+    def host_kv_bytes_of(self, worker: WorkerSettings) -> int:
+        return self.kv_bytes(worker) if self.host_kv_bytes is None else self.host_kv_bytes

@@ -95,7 +95,7 @@ class WorkerSupervisor:
     def __init__(self, index: int, node: NodeResources, owner: WorkerOwner) -> None:
         settings = node.settings
         self.index = index
-        self.kind = settings.kinds()[index]
+        self.kind = settings.kinds[index]
         self.gpus = settings.slots[index].gpus
         self.restarts_total = 0
         self.stats = EngineStats()
@@ -108,13 +108,13 @@ class WorkerSupervisor:
             settings.engine,
             node.tokenizers,
             worker_gpus=self.gpus,
-            sources=settings.sources(),
+            sources=settings.sources,
             load_retry_s=settings.load_retry_s,
             refusal=self._refusal,
             in_use=owner.in_use,
             on_change=owner.instance_changed,
         )
-        self._alone = (index,) in settings.groups()
+        self._alone = (index,) in settings.groups
         self._engine: EngineKind = settings.engine
         self._link: WorkerLink | None = None
         self._reported = False
@@ -349,7 +349,7 @@ def configure(
         host_wait_max_s=settings.host_wait_max_s,
         kv_pressure=settings.kv_pressure,
         batch_max=settings.batch_max,
-        prefill_only=settings.kinds()[index] == "prefill",
+        prefill_only=settings.kinds[index] == "prefill",
         prefetch=settings.prefetch,
         turns=settings.turns,
         profile=None if settings.profile is None else str(settings.profile),

@@ -214,7 +214,7 @@ def kinds_and_pools(*slots: tuple[int, str], **changes: Any) -> tuple[str, tuple
     """The first letters of the slots' kinds, and the pools."""
     made = tuple({"gpus": gpus, "memory_bytes": 2**30, "kind": kind} for gpus, kind in slots)
     ours = settings(slots=made, **changes)
-    return "".join(kind[0] for kind in ours.kinds()), ours.groups()
+    return "".join(kind[0] for kind in ours.kinds), ours.groups
 
 
 @pytest.mark.parametrize(
