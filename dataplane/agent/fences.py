@@ -1,7 +1,7 @@
-"""Fences: of several runs of one deferred request a node keeps to the newest claim, whoever asks.
+"""Fencing tokens: of several claims of one batch request, a node runs the newest.
 
-A dispatcher that was paused or cut off may wake up after its lease was given to another. The epoch of its claim is then
-older than one this node has seen, and it is refused; a newer epoch ends the run of an older one.
+A dispatcher that was paused or cut off may go on after another has its lease. The epoch of its claim is then older than
+one that this node has seen, and the node refuses it; a newer epoch ends the run of an older one.
 """
 
 from collections import OrderedDict, deque
@@ -22,11 +22,10 @@ class _Run:
     cancel: Callable[[InflightRequest], None]
 
     def end(self) -> None:
-        """A newer claim has come."""
         inflight = self.inflight()
         if inflight is not None:
             self.cancel(inflight)
-            inflight.outputs.put(StaleEpochError("a newer claim of this request has come", param="epoch"))
+            inflight.outputs.put(StaleEpochError("a newer claim of this request has arrived", param="epoch"))
 
 
 class Fences:
@@ -38,13 +37,13 @@ class Fences:
         self._over: deque[str] = deque()
         """Fences whose request has ended. The garbage collector adds to it, on any thread."""
         self._epochs: OrderedDict[str, int] = OrderedDict()
-        """Of the fences without a request in flight."""
+        """The newest epoch of each fence without a request in flight."""
 
     def enter(self, fence: str | None, epoch: int) -> None:
-        """Let a command in, and remember its epoch. The run of an older one ends.
+        """Accept a command, and remember its epoch. The run of an older epoch ends.
 
         Raises:
-            StaleEpochError: a newer epoch was here before.
+            StaleEpochError: this node has seen a newer epoch.
         """
         if fence is None:
             return
@@ -60,11 +59,10 @@ class Fences:
     def run(
         self, fence: str | None, epoch: int, inflight: InflightRequest, cancel: Callable[[InflightRequest], None]
     ) -> None:
-        """What a command that was let in became; `cancel` frees what it holds. The run of an older one, or an earlier
-        one of the same epoch, ends.
+        """Note the request of an accepted command; `cancel` ends it. An earlier run of the same or an older epoch ends.
 
         Raises:
-            StaleEpochError: a newer epoch came meanwhile; the request must end.
+            StaleEpochError: a newer epoch arrived meanwhile; the request must end.
         """
         if fence is None:
             return
@@ -82,11 +80,11 @@ class Fences:
         newest = self._epochs.get(fence) if run is None else run.epoch
         if newest is not None and epoch < newest:
             raise StaleEpochError(
-                f"epoch {epoch} of {fence} is older than {newest}, which was here before", param="epoch"
+                f"epoch {epoch} of {fence} is older than {newest}, which this node has seen", param="epoch"
             )
 
     def _settle(self) -> None:
-        """Move the fences whose request has ended to those that may be forgotten."""
+        """Move the fences whose request has ended to `_epochs`, from which old ones are dropped."""
         while self._over:
             fence = self._over.popleft()
             run = self._runs.get(fence)

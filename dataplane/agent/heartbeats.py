@@ -1,8 +1,8 @@
-"""The agent's link to the control plane: joins, heartbeats each second, follows the desired state that comes back.
+"""The agent's link to the control plane: it joins, sends a heartbeat each second, and follows the desired state that is
+the answer.
 
-While the control plane is away, or refuses the node, the node serves what it has; the link tries again with a growing
-pause, and the log says which of the two it is. Proxies named
-in the environment are not used: nodes and control plane share a network.
+While the control plane is unreachable or refuses the node, the node serves the instances that it has; the link tries
+again with backoff, and logs which of the two it is. Proxies named in the environment are not used.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ BACKOFF_MIN_S = 0.1
 
 
 def join_message(agent: Agent, url: str) -> Join:
-    """How a node introduces itself. `url` is where the control plane reaches it."""
+    """The message by which a node joins. `url` is where the control plane reaches it."""
     settings = agent.settings
     return Join(
         node=settings.node,
@@ -57,7 +57,7 @@ class UnknownNodeError(Exception):
 
 
 class RefusedError(Exception):
-    """The control plane answered, and refuses. The message is its own; `change` says what to do about it."""
+    """The control plane refuses. The message is its own; `change` tells what to do about it."""
 
     def __init__(self, message: str, *, status: int, change: str) -> None:
         super().__init__(message)
@@ -66,7 +66,7 @@ class RefusedError(Exception):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """What the control plane says of a request that it refuses (RFC 9457)."""
+    """The body of a refusal by the control plane (RFC 9457)."""
 
     detail: str
     param: str | None = None
@@ -81,17 +81,17 @@ _SETTINGS = {
     "url": "TIDEPOOL_AGENT_ADVERTISE_URL",
     "slots": "TIDEPOOL_AGENT_SLOTS",
 }
-"""Which setting an agent took a field of its join message from."""
-_PASSING = frozenset({httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS})
+"""The setting of each field of the join message."""
+_TRANSIENT = frozenset({httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS})
 _REGISTER = {"region": "tidepool region add NAME", "gpu_type": "tidepool gpu add NAME"}
 
 
 def refusal(response: httpx.Response, settings: AgentSettings) -> RefusedError | None:
-    """Why the control plane refuses this node, and what would change that; None: it does not, or it has trouble of its
-    own that may pass (5xx, 408, 429).
+    """Why the control plane refuses this node, and what would change that; None for other answers, transient errors
+    (5xx, 408, 429) included.
     """
     status = response.status_code
-    if not response.is_client_error or status in _PASSING:
+    if not response.is_client_error or status in _TRANSIENT:
         return None
     try:
         problem = _problem_decoder.decode(response.content)
@@ -117,15 +117,15 @@ def _change(status: int, problem: Problem, settings: AgentSettings) -> str:
 
 
 class ControlLink:
-    """One agent's link. `url` is where the control plane reaches the agent; `transport` replaces the network."""
+    """One agent's link. `url` is where the control plane reaches the agent; tests replace `transport`."""
 
     def __init__(self, agent: Agent, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self._agent = agent
         self._url = url
         self._settings = agent.settings
         self._transport = transport
-        self._trouble: str | None = None
-        """What was logged of the trouble that the link is in: each trouble is logged once."""
+        self._problem: str | None = None
+        """The problem that was logged last, since each is logged once; None while the link works."""
 
     async def run(self) -> None:
         """Join and heartbeat until cancelled."""
@@ -152,11 +152,11 @@ class ControlLink:
                 response = await client.post("/node/join", content=msgspec.json.encode(join))
                 self._check(response)
             except (httpx.HTTPError, RefusedError) as error:
-                self._note_trouble(error)
+                self._note_problem(error)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, settings.control_backoff_max_s)
             else:
-                self._note_back()
+                self._note_recovery()
                 log.info("joined", node=settings.node, control=settings.control_url)
                 return
 
@@ -173,11 +173,11 @@ class ControlLink:
                 await asyncio.sleep(BACKOFF_MIN_S)
                 return
             except (httpx.HTTPError, msgspec.DecodeError, RefusedError) as error:
-                self._note_trouble(error)
+                self._note_problem(error)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, self._settings.control_backoff_max_s)
             else:
-                self._note_back()
+                self._note_recovery()
                 backoff_s = BACKOFF_MIN_S
                 await self._pause(started_s)
 
@@ -192,7 +192,7 @@ class ControlLink:
             log.warning("stale desired state refused", error=error.message)
 
     async def _pause(self, started_s: float) -> None:
-        """Wait for the next heartbeat's time; a change of state shortens that, down to the least gap."""
+        """Wait until the next heartbeat is due; a change of state shortens the wait, down to `heartbeat_gap_s`."""
         remaining_s = started_s + self._settings.heartbeat_every_s - time.monotonic()
         try:
             async with asyncio.timeout(max(0.0, remaining_s)):  # wait_for of Python 3.11 can swallow a cancellation
@@ -207,26 +207,26 @@ class ControlLink:
             raise refused
         response.raise_for_status()
 
-    def _note_trouble(self, error: Exception) -> None:
+    def _note_problem(self, error: Exception) -> None:
         if isinstance(error, RefusedError):
-            trouble = f"refused: {error}"
-            if trouble != self._trouble:
+            problem = f"refused: {error}"
+            if problem != self._problem:
                 facts = {"node": self._settings.node, "status": error.status, "change": error.change}
                 log.error("the control plane refuses this node", reason=str(error), **facts)
         else:
-            trouble = "away"
-            if trouble != self._trouble:
-                log.warning("the control plane is away", error=_said(error), control=self._settings.control_url)
-        self._trouble = trouble
+            problem = "away"
+            if problem != self._problem:
+                log.warning("the control plane is away", error=_text_of(error), control=self._settings.control_url)
+        self._problem = problem
 
-    def _note_back(self) -> None:
-        if self._trouble is not None:
+    def _note_recovery(self) -> None:
+        if self._problem is not None:
             log.info("the control plane is back")
-        self._trouble = None
+        self._problem = None
 
 
-def _said(error: Exception) -> str:
-    """An error in words; where the control plane answered, its own."""
+def _text_of(error: Exception) -> str:
+    """An error for the log; where the control plane answered, the answer's detail."""
     if isinstance(error, httpx.HTTPStatusError):
         try:
             return f"{error.response.status_code}: {_problem_decoder.decode(error.response.content).detail}"

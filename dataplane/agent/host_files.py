@@ -1,15 +1,15 @@
-"""The files of one agent in host memory: its workers' KV, and the model cache where no folder is given for one.
+"""The files of one agent in host memory: its workers' KV, and the model cache where no folder is set for it.
 
-Each agent has a folder of its own and holds a lock in it, so that the next agent can remove what one that was killed
-left behind.
+Each agent has a folder and holds a lock in it, so that the next agent can remove the folders of killed agents.
 
-Where the file system holds less than `cache_bytes`, the model cache is made smaller, and a warning says so. The agent
-does not refuse to start: what is free is a matter of the machine and of the moment, no mistake in the settings, and the
-models that fit are served. One that never can fit fails by itself, with an error that names the limit.
+Where the file system holds less than `cache_bytes`, the agent makes the model cache smaller and logs a warning, instead
+of refusing to start: the models that fit are served, and a load that does not fit fails with an error that names the
+limit.
 """
 
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -25,15 +25,19 @@ _MADE = os.O_RDWR | os.O_CREAT
 
 
 class HostFiles:
-    """Host memory as files. Nothing is made before `open`; `close` removes what is the agent's own.
+    """Host memory as files. `open` makes the agent's folder, `close` removes it.
 
-    `cache_bytes`: the most that models may take, by the settings and, once open, by what the file system holds.
+    `cache_bytes`: the limit for models, by the settings and, once open, by the free space of the file system.
+    `available`: the bytes available to models, from the file system and the folder of the model cache.
     """
 
-    def __init__(self, settings: AgentSettings, boot_id: str) -> None:
+    def __init__(
+        self, settings: AgentSettings, boot_id: str, *, available: Callable[[Path, Path], int] = available_bytes
+    ) -> None:
         self.cache_bytes = settings.cache_bytes
         self._settings = settings
         self._boot_id = boot_id
+        self._available = available
         self._files = 0
         self._root: PrivateFolder | None = None
         self._lock: int | None = None
@@ -41,18 +45,22 @@ class HostFiles:
 
     @property
     def models(self) -> Path:
-        """The folder of the model cache. A given one outlives the agent."""
+        """The folder of the model cache. One that the settings name outlives the agent."""
         return (self._settings.cache_dir or self._own) / "models"
 
     def open(self) -> None:
-        """Make the agent's folder, and remove those of dead agents beside it.
+        """Make the agent's folder, and remove those of dead agents.
 
         Raises:
-            HostMemoryError: the file system has no room for models beside the KV of the prefill slots.
+            HostMemoryError: the file system has no space for models in addition to the KV of the prefill workers.
             NotPrivateError: the folder that the settings name, or something of the same name in it, is not ours alone.
         """
         given = self._settings.cache_dir
-        root = default_cache_folder(_needed_bytes(self._settings)) if given is None else _given_folder(given)
+        root = (
+            default_cache_folder(_needed_bytes(self._settings))
+            if given is None
+            else PrivateFolder(given, readable=True)
+        )
         with root.opened(_LOCK, _MADE) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for name in root.names():
@@ -63,13 +71,12 @@ class HostFiles:
             self._root, self._lock = root, root.inner(self._own.name).open(_LOCK, _MADE)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
 
-    def new_kv_file(self, slot: int) -> Path:
-        """Where the next worker of a slot makes its host KV; never the same twice."""
+    def new_kv_file(self, worker: int) -> Path:
+        """The file for the host KV of a worker's next process; a new one each time."""
         self._files += 1
-        return self._own / f"kv-{slot}-{self._files}"
+        return self._own / f"kv-{worker}-{self._files}"
 
     def close(self) -> None:
-        """Remove the agent's folder."""
         if self._root is not None and self._lock is not None:
             self._root.remove_tree(self._own.name)
             os.close(self._lock)
@@ -78,11 +85,11 @@ class HostFiles:
     def _fitting_cache_bytes(self, root: Path) -> int:
         wanted_bytes = self._settings.cache_bytes
         kv_bytes = _shared_kv_bytes(self._settings)
-        free_bytes = available_bytes(root, self.models) - kv_bytes
+        free_bytes = self._available(root, self.models) - kv_bytes
         if free_bytes < 1:
             raise HostMemoryError(
-                f"{root} has no room for models: {free_bytes + kv_bytes} bytes are free, and host_kv_bytes of the"
-                f" prefill slots take {kv_bytes}"
+                f"{root} has no space for models: {free_bytes + kv_bytes} bytes are free, and host_kv_bytes of the"
+                f" prefill workers take {kv_bytes}"
             )
         if free_bytes < wanted_bytes:
             log.warning("model cache made smaller", folder=str(root), cache_bytes=wanted_bytes, free_bytes=free_bytes)
@@ -90,25 +97,20 @@ class HostFiles:
 
 
 def _shared_kv_bytes(settings: AgentSettings) -> int:
-    """Bytes of the KV files: only prefill slots have one."""
+    """Bytes of the KV files, which only prefill workers have."""
     kinds = zip(settings.slots, settings.kinds, strict=True)
-    return sum(settings.host_kv_bytes_of(slot) for slot, kind in kinds if kind == "prefill")
+    return sum(settings.host_kv_bytes_of(worker) for worker, kind in kinds if kind == "prefill")
 
 
 def _needed_bytes(settings: AgentSettings) -> int:
-    return settings.cache_bytes + sum(settings.host_kv_bytes_of(slot) for slot in settings.slots)
-
-
-def _given_folder(path: Path) -> PrivateFolder:
-    """The folder of the settings, which others may read as far as we let them, but not change."""
-    return PrivateFolder(path, readable=True)
+    return settings.cache_bytes + sum(settings.host_kv_bytes_of(worker) for worker in settings.slots)
 
 
 def _remove_unless_held(root: PrivateFolder, name: str) -> None:
     try:
         lock = root.inner(name).open(_LOCK, _MADE)
     except NotPrivateError as error:
-        log.warning("left alone", reason=error.message)
+        log.warning("folder is not removed", reason=error.message)
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

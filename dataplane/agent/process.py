@@ -1,4 +1,4 @@
-"""The agent's process: one node with its HTTP face, its slots' workers and its link to the control plane."""
+"""The agent process: one node with its HTTP server, its workers and its link to the control plane."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,9 @@ from dataplane.agent.settings import AgentSettings
 log = structlog.get_logger()
 
 HANDOVER_DECIDED_S = 3.0
-"""A control plane that has started no successor within this time has no room for one."""
+"""A control plane that has started no successor within this time has no capacity for one."""
+CLOSING_S = 1.0
+"""Until gateways know from a heartbeat that no instance of this node takes requests any more."""
 
 
 class AgentServer(uvicorn.Server):
@@ -26,31 +28,25 @@ class AgentServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
         yield
 
 
-CLOSING_S = 1.0
-"""For gateways to hear that no instance of this node takes requests any more."""
-
-
 def run_agent(settings: AgentSettings) -> None:
-    """Run a node's agent until SIGTERM or SIGINT; then let streams end, and stop the workers. SIGTERM hands its
-    instances over to other nodes first, as far as they have room.
+    """Run a node's agent until SIGTERM or SIGINT; then let streams end, and stop the workers. SIGTERM first waits for
+    successors of its instances on other nodes, as far as these have capacity.
     """
-    asyncio.run(serve_agent(settings))
+    asyncio.run(_serve_agent(settings))
 
 
-async def serve_agent(settings: AgentSettings) -> None:
-    """Serve the node's HTTP face, its slots and its link to the control plane until a signal comes."""
+async def _serve_agent(settings: AgentSettings) -> None:
     stopping, leaving = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, leaving.set)
     loop.add_signal_handler(signal.SIGINT, stopping.set)
-    listener = _listen(settings)
+    listener = socket.create_server((settings.host, settings.port), backlog=1024)  # its port is known from here on
     scheme = "https" if settings.tls_cert_file else "http"
     url = settings.advertise_url or f"{scheme}://{settings.host}:{listener.getsockname()[1]}"
-    agent = Agent(settings, boot_id=new_boot_id())
+    agent = Agent(settings, boot_id=uuid.uuid4().hex)
     server = AgentServer(
         uvicorn.Config(
             make_app(agent),
@@ -85,18 +81,8 @@ async def serve_agent(settings: AgentSettings) -> None:
 
 
 async def _hand_over(agent: Agent, leaving: asyncio.Event) -> None:
-    """Once the agent is to leave: hand over, then let gateways hear that nothing more is taken here."""
+    """On SIGTERM: wait for successors on other nodes, then until gateways send nothing more to this one."""
     await leaving.wait()
     log.info("handing over", node=agent.settings.node)
     await agent.hand_over(decided_s=HANDOVER_DECIDED_S, max_s=agent.settings.handover_max_s)
     await asyncio.sleep(CLOSING_S)
-
-
-def new_boot_id() -> str:
-    """An id that tells this run of an agent from all others."""
-    return uuid.uuid4().hex
-
-
-def _listen(settings: AgentSettings) -> socket.socket:
-    """A listening socket, so that the port is known before the server starts."""
-    return socket.create_server((settings.host, settings.port), backlog=1024)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from dataplane.agent import host_files
 from dataplane.agent.host_files import HostFiles
 from dataplane.agent.settings import WorkerSettings
 from dataplane.memory.model_cache import HostMemoryError
@@ -64,28 +63,25 @@ def test_the_next_agent_removes_what_a_killed_one_left_and_nothing_else(tmp_path
 
 
 @pytest.mark.parametrize(("free_bytes", "expected"), [(2**20, 2**20), (2**20 - 1, 2**20 - 1), (1, 1)])
-def test_a_cache_larger_than_its_file_system_is_made_smaller_and_that_is_said(
-    free_bytes: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_cache_larger_than_its_file_system_is_made_smaller_with_a_warning(
+    free_bytes: int, expected: int, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(host_files, "available_bytes", lambda present, folder: free_bytes)
-    ours = files(tmp_path)
+    ours = HostFiles(settings(cache_dir=tmp_path), "boot", available=lambda *_: free_bytes)
     with capture_logs() as logs:
         ours.open()
     ours.close()
     assert ours.cache_bytes == expected
-    said = [(line["cache_bytes"], line["free_bytes"], line["folder"]) for line in logs]
-    assert said == ([] if expected == 2**20 else [(2**20, free_bytes, str(tmp_path))])
+    warnings = [(line["cache_bytes"], line["free_bytes"], line["folder"]) for line in logs]
+    assert warnings == ([] if expected == 2**20 else [(2**20, free_bytes, str(tmp_path))])
 
 
-def test_the_kv_of_prefill_slots_lies_beside_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kv_of_prefill_workers_takes_space_from_the_models(tmp_path: Path) -> None:
     kv_bytes = 2**19
     pair: Any = (WorkerSettings(gpus=1, memory_bytes=2**22),) * 2
     split = settings(cache_dir=tmp_path, split=True, slots=pair, host_kv_bytes=kv_bytes)
-    monkeypatch.setattr(host_files, "available_bytes", lambda present, folder: 2**20)
-    ours = HostFiles(split, "boot")
+    ours = HostFiles(split, "boot", available=lambda *_: 2**20)
     ours.open()
     assert ours.cache_bytes == 2**20 - kv_bytes
     ours.close()
-    monkeypatch.setattr(host_files, "available_bytes", lambda present, folder: kv_bytes)
-    with pytest.raises(HostMemoryError, match=f"no room for models: {kv_bytes} bytes are free, and host_kv_bytes"):
-        HostFiles(split, "next").open()
+    with pytest.raises(HostMemoryError, match=f"no space for models: {kv_bytes} bytes are free, and host_kv_bytes"):
+        HostFiles(split, "next", available=lambda *_: kv_bytes).open()

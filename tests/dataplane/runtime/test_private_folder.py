@@ -172,7 +172,7 @@ def test_a_link_with_the_name_of_an_agents_folder_is_left_alone(tmp_path: Path, 
     with capture_logs() as logs:
         ours.open()
     ours.close()
-    assert [line["event"] for line in logs] == ["left alone"]
+    assert [line["event"] for line in logs] == ["folder is not removed"]
     assert victim.read_text() == "precious"
 
 
