@@ -1,1 +1,1 @@
-"""Pure: what runs next on a slot, in what order, and what it will cost."""
+"""Pure: what runs next on a slot, in what order, and at what cost."""

@@ -1,4 +1,4 @@
-"""What a pool can promise and what it kept: models active at once, and the share of tokens (or time) in time. Pure."""
+"""Attainment of latency objectives: the share of tokens (or time) in time, and the expected active models. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ServedRequest:
-    """A request that is over. `token_times_s`: when each token was out; fewer than `tokens`: it failed."""
+    """A request that has ended. `token_times_s`: when each token was made; fewer than `tokens`: it failed."""
 
     arrived_s: float
     token_times_s: Sequence[float]
@@ -17,12 +17,11 @@ class ServedRequest:
 
     @property
     def failed(self) -> bool:
-        """Whether tokens are missing."""
         return len(self.token_times_s) < self.tokens
 
 
 def tokens_in_time(request: ServedRequest) -> int:
-    """Tokens out by arrival + TTFT + j x TBT, j from 0; none of a failed request."""
+    """Tokens made by arrival + TTFT + j x TBT, j from 0; none of a failed request."""
     if request.failed:
         return 0
     due_s = request.arrived_s + request.ttft_s
@@ -30,7 +29,7 @@ def tokens_in_time(request: ServedRequest) -> int:
 
 
 def token_attainment(requests: Sequence[ServedRequest]) -> float:
-    """Share of all tokens that were out in time; 1 when there are none."""
+    """Share of all tokens that were made in time; 1 if there are none."""
     tokens = sum(request.tokens for request in requests)
     return sum(map(tokens_in_time, requests)) / tokens if tokens else 1.0
 
@@ -38,7 +37,7 @@ def token_attainment(requests: Sequence[ServedRequest]) -> float:
 def service_share(request: ServedRequest) -> float:
     """Share of the time from arrival to the last token in which no token was overdue; 0 if the request failed.
 
-    A token is due TBT after its predecessor was due, or after it was out when that was late.
+    A token is due TBT after its predecessor was due, or after it was made if that was late.
     """
     if request.failed:
         return 0.0
@@ -52,7 +51,7 @@ def service_share(request: ServedRequest) -> float:
 
 
 def service_attainment(requests: Sequence[ServedRequest]) -> float:
-    """Mean over the requests of `service_share`, the metric behind Aegaeon's figures; 1 when there are none."""
+    """Mean over the requests of `service_share`, the metric behind Aegaeon's figures; 1 if there are none."""
     return sum(map(service_share, requests)) / len(requests) if requests else 1.0
 
 

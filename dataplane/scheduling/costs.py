@@ -1,6 +1,6 @@
-"""What a step and a switch cost in time: the fitted latency models of Aegaeon A.2. Pure arithmetic.
+"""Costs of a step and a switch in time: the fitted latency models of Aegaeon A.2. Pure arithmetic.
 
-The paper's decode form ignores the batch size; measured profiles do not, so it has a term per sequence.
+The paper's decode form ignores the batch size; measured profiles do not, so there is a term per sequence.
 """
 
 import math
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyModel:
-    """One model on one GPU type (or TP group). All coefficients are seconds (per unit) and not negative."""
+    """One model on one GPU type (or TP group). All coefficients are seconds (per unit) and at least 0."""
 
     prefill_base_s: float
     prefill_per_token_s: float
@@ -22,7 +22,7 @@ class LatencyModel:
     decode_per_sequence_s: float
 
     def __post_init__(self) -> None:
-        """Refuse what would make a longer step take less time.
+        """Check the coefficients: a longer step must not take less time.
 
         Raises:
             ValueError: a coefficient is negative; the message names it.
@@ -47,7 +47,7 @@ class LatencyModel:
         )
 
     def decode_pace_s(self, context_tokens: int, batch: int) -> tuple[float, float]:
-        """Seconds of such a step, and by how many more the next one takes, its contexts a token longer each."""
+        """Seconds of a decode step, and by how many more the next one takes, whose contexts are a token longer each."""
         base_s, token_s, sequences_s = (
             self.decode_base_s,
             self.decode_per_context_token_s,
@@ -58,9 +58,9 @@ class LatencyModel:
 
 
 def switch_s(moved_bytes: int, bandwidth_bytes_per_s: float, efficiency: float) -> float:
-    """Seconds to bring `moved_bytes` of weights over the wire: bytes / (bandwidth x efficiency).
+    """Seconds to load `moved_bytes` of weights over the host link: bytes / (bandwidth x efficiency).
 
-    The paper prints the product with beta = 0.625, which would be faster than the wire; the quotient is meant.
+    The paper prints the product with beta = 0.625, which would exceed the bandwidth; the quotient is meant.
     """
     assert moved_bytes >= 0
     assert bandwidth_bytes_per_s > 0
@@ -71,12 +71,12 @@ def switch_s(moved_bytes: int, bandwidth_bytes_per_s: float, efficiency: float) 
 FACTOR_MAX = 16.0
 """A correction is at most this, and at least its reciprocal."""
 OUTLIER_RATIO = 2.0
-"""One observation counts as being off by no more than this."""
+"""One observation changes a factor as if it were off by at most this."""
 OBSERVATION_WEIGHT = 0.1
 
 
 class CostEstimate(Struct, frozen=True, kw_only=True):
-    """A fitted model with what the observed times correct it by: one factor per kind of step."""
+    """A fitted model and its correction by observed times: one factor per kind of step."""
 
     latency: LatencyModel
     prefill_factor: float = 1.0
@@ -102,7 +102,7 @@ class CostEstimate(Struct, frozen=True, kw_only=True):
 
 
 def _corrected(factor: float, observed_s: float, expected_s: float) -> float:
-    """The factor moved towards what was observed: an exponentially weighted mean of its logarithm."""
+    """The factor corrected by an observation: an exponentially weighted mean of its logarithm."""
     assert observed_s >= 0
     if expected_s <= 0:
         return factor

@@ -2,8 +2,8 @@
 
 A round gives each model's batch one turn. Decoding for its quota q at t seconds per step makes q / t tokens, which
 last q n seconds at a target of d seconds per token (n = d / t); all quotas are chosen so that they last equally long.
-What the paper leaves open: a model has at most one turn per round; one that joins gets the next turn; one that has
-nothing to run gives up its turn, and joins again when it has; a model alone goes on without end.
+The paper leaves open: a model has at most one turn per round; one that joins gets the next turn; one that cannot run
+loses its turn, and joins again when it can; a turn of the only model has no end.
 """
 
 import math
@@ -15,11 +15,13 @@ from msgspec.structs import replace
 
 
 class BatchFacts(Struct, frozen=True, kw_only=True):
-    """What one model has to decode. Batches of one model that take turns step by step count as one, `step_s` the sum.
+    """The decode batch of one model. Several batches of one model that alternate step by step count as one, `step_s`
+    the sum.
 
-    `tbt_s`: the tightest target in it. `switch_s`: how long its weights take to arrive in each round (0 if they stay
-    resident between its turns), `prefetched` if they do so during the turn before. `ready` False: its weights are not
-    in host memory yet. `slack_s`: until the most urgent sequence misses its next token's deadline, negative when late.
+    `tbt_s`: the tightest target in it. `switch_s`: how long its weights take to load in each round (0 if they stay
+    resident between its turns), `prefetched` if they are loaded during the turn before. `ready` False: its weights are
+    not in host memory yet. `slack_s`: time until the most urgent sequence misses its next token's deadline, negative if
+    it is late.
     """
 
     model: str
@@ -32,27 +34,25 @@ class BatchFacts(Struct, frozen=True, kw_only=True):
     slack_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Hold what the equations divide by."""
         assert self.step_s > 0
         assert self.tbt_s > 0
         assert self.switch_s >= 0
 
     @property
     def can_run(self) -> bool:
-        """Whether a turn would make tokens."""
         return self.ready and self.sequences > 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeSettings:
-    """`quota_max_s`: the paper's Q_MAX. `quota_min_s`: no shorter turns, even where a switch costs nothing."""
+    """`quota_max_s`: the paper's Q_MAX. `quota_min_s`: minimum of a quota, even if a switch costs nothing."""
 
     quota_max_s: float = 4.0
     quota_min_s: float = 0.05
     alpha_min: float = 0.5
 
     def __post_init__(self) -> None:
-        """Refuse what leaves no quota.
+        """Check the ranges.
 
         Raises:
             ValueError: a setting is out of range; the message names it.
@@ -64,14 +64,14 @@ class DecodeSettings:
 
 
 class Quota(Struct, frozen=True, kw_only=True):
-    """How long a model decodes in its turn, its switch not counted."""
+    """How long a model decodes in its turn, without its switch."""
 
     model: str
     quota_s: float
 
 
 class Round(Struct, frozen=True, kw_only=True):
-    """`alpha` is the reciprocal of the estimated attainment: min(1, 1 / alpha) of the tokens come in time."""
+    """`alpha` is the reciprocal of the estimated attainment: min(1, 1 / alpha) of the tokens are made in time."""
 
     quotas: tuple[Quota, ...]
     alpha: float
@@ -82,9 +82,9 @@ def plan_round(batches: Sequence[BatchFacts], settings: DecodeSettings) -> Round
 
     Equation 2 is q_i = B / n_i, B being how long the tokens of a turn last; a round then takes c + B sum 1/n, and alpha
     is that time over B. Equation 3 is alpha at B = min(n) Q_MAX, or `alpha_min`, and B the least that gives this alpha:
-    c / (alpha - sum 1/n). What of a prefetched switch is hidden behind the turn before it is no part of c, which thus
-    hangs on B. B grows until no quota is under `quota_min_s` or one step, as far as none goes over `quota_max_s`; one
-    step it is at least. Where tokens then last less long than the round, alpha says so.
+    c / (alpha - sum 1/n). The part of a prefetched switch that is hidden by the turn before it does not count in c,
+    which thus depends on B. B is increased until each quota is at least `quota_min_s` and one step, as far as none
+    exceeds `quota_max_s`; a quota is at least one step. If tokens then last less long than the round, alpha shows it.
     """
     assert batches
     assert len({batch.model for batch in batches}) == len(batches)
@@ -109,21 +109,21 @@ def plan_round(batches: Sequence[BatchFacts], settings: DecodeSettings) -> Round
 
 
 class Switch(Struct, frozen=True, kw_only=True):
-    """A switch of a round. It is hidden for `hidden_share` of B, the turn before it; 0 if it is not prefetched."""
+    """A switch of a round. It is hidden for `hidden_share` of B, by the turn before it; 0 if it is not prefetched."""
 
     time_s: float
     hidden_share: float
 
 
 def exposed_s(switches: Iterable[Switch], lasting_s: float) -> float:
-    """c: what a round pays for switches when the tokens of a turn last `lasting_s`."""
+    """c: the time of a round's switches that is not hidden, if the tokens of a turn last `lasting_s`."""
     return sum([max(0.0, switch.time_s - lasting_s * switch.hidden_share) for switch in switches])
 
 
 def least_lasting_s(switches: Sequence[Switch], spare: float) -> float:
     """The least B with `exposed_s` = B x `spare`, infinite if there is none.
 
-    The left side falls, in straight pieces that get flatter: Newton's steps from 0 go from piece to piece.
+    The left side is decreasing, convex and piecewise linear: Newton's steps from 0 go from piece to piece.
     """
     lasting_s = 0.0
     while True:
@@ -138,10 +138,10 @@ def least_lasting_s(switches: Sequence[Switch], spare: float) -> float:
 
 
 class RoundState(Struct, frozen=True, kw_only=True):
-    """A round on its way: the turns that were, at `position` the present one, and those to come.
+    """The state of a round: past turns, the present one at `position`, and future ones.
 
-    `ends_s`: when the present turn's quota is used up. `patience_s`: how long its waits are still forgiven. `alpha`:
-    the highest of the plans made for this round, the slot's load; 0 when it has nothing to decode.
+    `ends_s`: when the present turn's quota is used up. `patience_s`: how much more of its waiting does not count.
+    `alpha`: the highest of the plans made for this round, the slot's load; 0 if nothing decodes.
     """
 
     quotas: tuple[Quota, ...] = ()
@@ -152,7 +152,6 @@ class RoundState(Struct, frozen=True, kw_only=True):
 
     @property
     def model(self) -> str | None:
-        """Whose turn it is."""
         return self.quotas[self.position].model if self.quotas else None
 
     def later(self, seconds: float) -> "RoundState":
@@ -160,14 +159,14 @@ class RoundState(Struct, frozen=True, kw_only=True):
         return replace(self, ends_s=self.ends_s + seconds) if seconds else self
 
     def waited(self, seconds: float) -> "RoundState":
-        """The state after the present turn could only wait for `seconds`: it loses no time until its patience ends."""
+        """The state after the present turn only waited for `seconds`: they do not count while it has patience."""
         forgiven_s = min(seconds, self.patience_s)
         return replace(self.later(forgiven_s), patience_s=self.patience_s - forgiven_s)
 
 
 def idle_s(state: RoundState, model: str, now_s: float) -> float:
-    """For how long a model has no turn, by the quotas alone: prefills and switches come on top. 0 while it is its turn,
-    and for one that is in no round: who joins gets the next turn.
+    """Seconds until a model's turn, by the quotas alone, without prefills and switches. 0 during its turn, and for one
+    that is in no round, because a model that joins gets the next turn.
     """
     names = [quota.model for quota in state.quotas]
     if model not in names or model == state.model:
@@ -180,7 +179,7 @@ def idle_s(state: RoundState, model: str, now_s: float) -> float:
 
 
 class DecodeTurn(Struct, frozen=True, kw_only=True):
-    """Decode this model until `ends_s` (infinite while it is alone); `next_model` then follows, None if none does."""
+    """Decode this model until `ends_s` (infinite if it is the only one); then `next_model`, None if none follows."""
 
     model: str
     ends_s: float
@@ -192,8 +191,8 @@ class DecodeTurn(Struct, frozen=True, kw_only=True):
 def choose_decode_turn(
     batches: Iterable[BatchFacts], state: RoundState, now_s: float, settings: DecodeSettings
 ) -> tuple[DecodeTurn | None, RoundState]:
-    """Whose batch to decode now, None when none can run. A turn that begins ends at `now_s` + its quota: whoever knows
-    that a switch or a prefill takes time of it, makes it end `later`.
+    """The batch to decode now, None if none can run. A turn that begins ends at `now_s` + its quota; the caller extends
+    it by the time of a switch or a prefill (`later`).
     """
     runnable = {batch.model: batch for batch in batches if batch.can_run}
     if not runnable:
@@ -218,8 +217,8 @@ def choose_decode_turn(
 def let_in(
     batches: Iterable[BatchFacts], state: RoundState, model: str, now_s: float, settings: DecodeSettings
 ) -> RoundState:
-    """The round after `model` was prefilled in the midst of a turn: being the running model, it decodes first, and the
-    rest of that turn follows. Unless it cannot run, or had its turn in this round.
+    """The round after `model` was prefilled during a turn: it decodes first, because it is the running model, and the
+    rest of that turn follows. Unchanged if it cannot run, or had its turn in this round.
     """
     runnable = {batch.model: batch for batch in batches if batch.can_run}
     before, present = state.quotas[: state.position], state.quotas[state.position : state.position + 1]
@@ -240,7 +239,7 @@ def let_in(
 def _join(
     runnable: Mapping[str, BatchFacts], joining: Sequence[str], state: RoundState, settings: DecodeSettings
 ) -> tuple[tuple[Quota, ...], float]:
-    """Quotas for models that join a round, and its alpha with them: a plan for all batches that can run now."""
+    """Quotas for models that join a round, and its alpha with them, by a plan for all batches that can run now."""
     plan = plan_round(tuple(runnable.values()), settings)
     return tuple([quota for quota in plan.quotas if quota.model in joining]), max(state.alpha, plan.alpha)
 
@@ -276,9 +275,7 @@ def _turn_at(
 
 
 def _next_model(runnable: Mapping[str, BatchFacts], state: RoundState) -> str:
-    """Whose turn comes after the present one: that of a model that joins, else the next of the round, else of the next
-    round.
-    """
+    """The model of the next turn: one that joins, else the next of this round, else of the next round."""
     in_round = [quota.model for quota in state.quotas]
     joining = [model for model in runnable if model not in in_round]
     after = (*joining, *in_round[state.position + 1 :], *in_round[: state.position])

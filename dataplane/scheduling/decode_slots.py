@@ -1,9 +1,9 @@
-"""On which slot a request decodes: once it is prefilled, or, where slots do both, from its first token on.
+"""The choice of the slot that decodes a request: after its prefill, or, on slots that do both, from its first token on.
 
 A slot that decodes the model already takes one request more at the cost of a somewhat longer step; any other slot pays
 two switches in each of its rounds for it, and two slots with half of a batch each are slower than one with the whole.
-So requests join their model, unless a slot stands idle, or the model's batch is as large as is good for it. Of idle
-slots the one is best that ran the model last: it still has the weights.
+So requests join their model, unless a slot is idle, or the model's batch is full. Of idle slots the best is the one
+that ran the model last, which still has the weights.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ class DecodeSlot(Struct, frozen=True, kw_only=True):
 
 
 def choose_decode_slot(model: str, slots: Iterable[DecodeSlot], *, batch_max: int) -> int:
-    """An idle slot; else one that decodes the model, for fewer than `batch_max` requests; else that with the shortest
+    """An idle slot; else one that decodes the model for fewer than `batch_max` requests; else the one with the shortest
     round: the fewest models, then the fewest requests. Of slots with as many models, one that ran this one last.
 
     Raises:

@@ -15,7 +15,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillPoint:
-    """A measured prefill of prompts of `tokens` together, `squared_tokens` the sum of their squared lengths."""
+    """A measured prefill of prompts of `tokens` in total, `squared_tokens` the sum of their squared lengths."""
 
     tokens: int
     squared_tokens: int
@@ -24,7 +24,7 @@ class PrefillPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodePoint:
-    """A measured decode step of `batch` sequences whose contexts hold `context_tokens` together."""
+    """A measured decode step of `batch` sequences whose contexts hold `context_tokens` in total."""
 
     context_tokens: int
     batch: int
@@ -33,7 +33,7 @@ class DecodePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyFit:
-    """How well it fits: R^2, and the mean absolute error as a share of what was measured (MAPE, 0.05 is 5 %)."""
+    """A fit and its quality: R^2, and the mean absolute error as a share of the measured time (MAPE, 0.05 is 5 %)."""
 
     latency: LatencyModel
     prefill_r2: float
@@ -45,7 +45,7 @@ class LatencyFit:
 
 
 def fit_latency(prefill_points: Sequence[PrefillPoint], decode_points: Sequence[DecodePoint]) -> LatencyFit:
-    """The coefficients that fit best.
+    """The best fit.
 
     Raises:
         ValueError: fewer than three points of a kind, or a time that is not over 0.
@@ -99,7 +99,7 @@ def _fit(kind: str, points: Sequence[tuple[int, int, float]]) -> _Fit:
 def _non_negative_least_squares(inputs: Floats, measured: Floats) -> Floats:
     """The best non-negative coefficients [columns] for `inputs` [points, columns].
 
-    The best is plain least squares on the columns it does not leave out, so of all subsets the best one is taken.
+    The optimum is plain least squares on its non-zero columns, so all subsets of columns are tried.
     """
     columns = inputs.shape[1]
     scale = np.maximum(np.abs(inputs).max(axis=0), 1.0)

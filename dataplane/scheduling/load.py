@@ -1,9 +1,9 @@
-"""The load of a slot as it really is: the time its decode batches need, over the time they get. Pure.
+"""The measured load of a slot: the time its decode batches need, over the time they get. Pure.
 
-Equation 3 counts what a round plans to spend. Prefills between the turns, prefetches that came too late or for a model
-that was not next, and waits for KV are not in it, but leave their mark on the share of the time in which decode steps
-run. With a round of B sum 1/n seconds of decoding that share is B sum 1/n over the round's whole length, and alpha, the
-round over B, is sum 1/n over the share.
+Equation 3 counts what a round plans to spend. Prefills between the turns, prefetches that were late or for a model that
+was not next, and waits for KV are not in it, but they reduce the share of the time in which decode steps run. With a
+round of B sum 1/n seconds of decoding that share is B sum 1/n over the round's whole length, and alpha, the round over
+B, is sum 1/n over the share.
 """
 
 import math
@@ -14,7 +14,7 @@ from msgspec import Struct
 from dataplane.scheduling.decode import BatchFacts
 
 MEMORY_S = 10.0
-"""How long ago what a slot did counts 1/e as much as now: a few rounds."""
+"""The time constant of the exponential decay: a few rounds."""
 SHARE_MIN = 0.01
 
 

@@ -1,6 +1,6 @@
-"""In which order the waiting requests of a slot are served: FCFS, EDF, PF or DPA (SageServe 6.5), batch requests last.
+"""The order of the waiting requests of a slot: FCFS, EDF, PF or DPA (SageServe 6.5), batch requests last.
 
-An NIW request has priority 1 and comes after all of priority 0, whatever the order. When it is `niw_aged_s` old it
+An NIW request has priority 1 and comes after all of priority 0, whatever the order. At the age of `niw_aged_s` it
 counts as an IW-N request that arrived at that moment.
 """
 
@@ -19,21 +19,21 @@ class Waiting(Protocol):
     """A request that waits for its prefill."""
 
     @property
-    def tier(self) -> Tier:
-        """Whose promise it has."""
+    def tier(self) -> Tier: ...
 
     @property
-    def arrived_s(self) -> float:
-        """When it came."""
+    def arrived_s(self) -> float: ...
 
     @property
     def ttft_s(self) -> float:
-        """How long after that its first token is due."""
+        """Seconds from arrival until its first token is due."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrderSettings:
-    """DPA: `urgent_s` is the paper's tau_p (this little time is left), `severely_expired_s` its tau_n (this late)."""
+    """DPA: `urgent_s` is the paper's tau_p (at most this much time left), `severely_expired_s` its tau_n (late by
+    more).
+    """
 
     order: Order = "edf"
     urgent_s: float = 0.5
@@ -42,7 +42,7 @@ class OrderSettings:
 
 
 def order_key(request: Waiting, now_s: float, settings: OrderSettings) -> OrderKey:
-    """What to sort by. Requests of equal keys stay in the order they are in."""
+    """The sort key. Requests of equal keys keep their order."""
     tier, arrived_s, ttft_s = request.tier, request.arrived_s, request.ttft_s
     if tier == Tier.NIW:
         if now_s - arrived_s < settings.niw_aged_s:

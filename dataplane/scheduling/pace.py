@@ -1,15 +1,15 @@
-"""How fast a slot prefills, as its last turns show. Pure."""
+"""The prefill rate of a slot, measured from its last time slices. Pure."""
 
 from msgspec import Struct
 
 _LENGTHS_KNOWN = 256.0**2
-"""Squared deviation of prompt lengths (tokens^2, summed over turns) at which what they show of the time a token weighs
-as much as the default. Prompts of nearly one length show next to nothing: any hiccup would be a slope of seconds.
+"""Squared deviation of prompt lengths (tokens^2, summed over time slices) at which the measured time per token weighs
+as much as the default. Prompts of nearly equal length say little about it: any hiccup would be a slope of seconds.
 """
 
 
 class PrefillPace(Struct, frozen=True, kw_only=True):
-    """Seconds a prompt, a token, and a switch on top. The defaults stand until seen."""
+    """Seconds per prompt, per token, and for a switch in addition. The defaults apply until measured."""
 
     base_s: float = 0.0
     token_s: float = 1e-4
@@ -24,8 +24,8 @@ _UNSEEN = PrefillPace()
 
 
 class _Sums(Struct):
-    """Of `turns` turns: their prompts, those prompts' tokens, and seconds; and with x the tokens and y the seconds of a
-    turn's mean prompt, the sums of x, y, x x and x y.
+    """Sums over `turns` prefill slices: their prompts, those prompts' tokens, and seconds; and with x the tokens and y
+    the seconds of a slice's mean prompt, the sums of x, y, x x and x y.
     """
 
     turns: int = 0
@@ -39,24 +39,24 @@ class _Sums(Struct):
 
 
 class SeenPrefills:
-    """The prefill turns that count now, as sums: a turn is taken in and out at the same small cost, however many."""
+    """The prefill slices that count now, as sums, so that one is added or removed at constant cost."""
 
     def __init__(self) -> None:
         self._plain = _Sums()
         self._switched = _Sums()
 
     def take(self, prompts: int, tokens: int, seconds: float, *, switched: bool) -> None:
-        """A turn ended so many prompts, at least one, of so many tokens together. `switched`: it began by a switch."""
+        """Add a slice that completed at least one prompt. `switched`: it began with a switch."""
         self._count(1, prompts, tokens, seconds, self._switched if switched else self._plain)
 
     def forget(self, prompts: int, tokens: int, seconds: float, *, switched: bool) -> None:
-        """One that was taken in counts no more."""
+        """Remove a slice."""
         self._count(-1, prompts, tokens, seconds, self._switched if switched else self._plain)
 
     @property
     def pace(self) -> PrefillPace:
-        """A line by least squares, its slope drawn to the default where the prompts' lengths say little of it (ridge
-        regression around a prior); and what a switch took beyond it.
+        """A line by least squares, its slope shrunk to the default if the prompts' lengths say little about it (ridge
+        regression around a prior); and the mean additional time of a switch.
         """
         seen, switched = self._plain if self._plain.turns else self._switched, self._switched
         if not seen.turns:

@@ -1,8 +1,8 @@
 """Grouped first come, first served prefill (Aegaeon 4.2, algorithm 1), with other orders in place of FCFS. Pure.
 
-Requests of one model form groups, so that a slot switches once per group and not once per request. A group takes at
-most `group_requests_max` requests over its life (serving one does not make room), which bounds how far a later request
-can get ahead of an earlier one of another model. Batch requests have groups of their own, served last.
+Requests of one model form groups, so that a slot switches once per group and not once per request. A group accepts at
+most `group_requests_max` requests over its life (serving one does not free capacity), which bounds how many later
+requests can overtake an earlier one of another model. Batch requests have groups of their own, served last.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +24,8 @@ class PrefillSettings(OrderSettings):
 
 
 class PrefillRequest(Struct, frozen=True, kw_only=True):
-    """A request whose `tokens` (prompt, and what was generated before) have no keys and values yet. `ttft_s`: from
-    arrival until its first token is due.
+    """A request whose `tokens` (prompt, and tokens generated before) have no keys and values yet. `ttft_s`: seconds
+    from arrival until its first token is due.
     """
 
     request_id: str
@@ -37,18 +37,16 @@ class PrefillRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def deadline_s(self) -> float:
-        """When its first token is due."""
         return self.arrived_s + self.ttft_s
 
     @property
     def in_background(self) -> bool:
-        """Whether it is a batch request."""
         return self.tier == Tier.NIW
 
 
 class PrefillGroup(Struct, frozen=True, kw_only=True):
-    """Requests of one model that are served in a row. `group_id` is the id of the request that opened it, `admitted`
-    counts those it took over its life, `waiting` (in order of arrival) is never empty.
+    """Requests of one model that are served in a row. `group_id`: the id of the request that opened it; `admitted`: how
+    many it accepted over its life; `waiting`: in order of arrival, never empty.
     """
 
     group_id: str
@@ -57,7 +55,6 @@ class PrefillGroup(Struct, frozen=True, kw_only=True):
     waiting: tuple[PrefillRequest, ...]
 
     def takes(self, request: PrefillRequest, settings: PrefillSettings) -> bool:
-        """Whether the request may join."""
         return (
             self.model == request.model
             and self.admitted < settings.group_requests_max
@@ -65,13 +62,13 @@ class PrefillGroup(Struct, frozen=True, kw_only=True):
         )
 
     def key(self, now_s: float, settings: PrefillSettings) -> OrderKey:
-        """That of its most urgent request."""
+        """The key of its most urgent request."""
         if len(self.waiting) == 1:
             return order_key(self.waiting[0], now_s, settings)
         return min([order_key(request, now_s, settings) for request in self.waiting])
 
     def in_order(self, now_s: float, settings: PrefillSettings) -> tuple[PrefillRequest, ...]:
-        """Its requests as they are to be served."""
+        """Its requests in the order of service."""
         if len(self.waiting) == 1:
             return self.waiting
         return tuple(sorted(self.waiting, key=lambda request: order_key(request, now_s, settings)))
@@ -83,7 +80,7 @@ class PrefillQueue(Struct, frozen=True, kw_only=True):
     groups: tuple[PrefillGroup, ...] = ()
 
     def join(self, request: PrefillRequest, settings: PrefillSettings) -> "PrefillQueue":
-        """The queue with the request in the first group that takes it, else in a new one at the end."""
+        """The queue with the request in the first group that accepts it, else in a new one at the end."""
         for index, group in enumerate(self.groups):
             if group.takes(request, settings):
                 grown = replace(group, admitted=group.admitted + 1, waiting=(*group.waiting, request))
@@ -92,7 +89,7 @@ class PrefillQueue(Struct, frozen=True, kw_only=True):
         return PrefillQueue(groups=(*self.groups, opened))
 
     def remove(self, request_id: str) -> "PrefillQueue":
-        """The queue without the request (it was served, or cancelled). Unknown ids are ignored; empty groups vanish."""
+        """The queue without the request, and without groups that are empty then. Unknown ids are ignored."""
         for index, group in enumerate(self.groups):
             for place, request in enumerate(group.waiting):
                 if request.request_id == request_id:
@@ -102,7 +99,7 @@ class PrefillQueue(Struct, frozen=True, kw_only=True):
         return self
 
     def ahead_of(self, tier: Tier, ttft_s: float, now_s: float, settings: PrefillSettings) -> "PrefillQueue":
-        """The groups that a request of the tier which came now, its first token due in `ttft_s`, could not overtake."""
+        """The groups that a request of the tier arriving now, its first token due in `ttft_s`, could not overtake."""
         if not self.groups:
             return self
         newcomer = PrefillRequest(request_id="", model="", tokens=0, tier=tier, arrived_s=now_s, ttft_s=ttft_s)
@@ -115,7 +112,7 @@ class PrefillQueue(Struct, frozen=True, kw_only=True):
         switch_s: Callable[[str], float],
         running_model: str | None,
     ) -> float:
-        """Seconds to serve all groups in turn: the requests of each, and a switch wherever the model changes."""
+        """Seconds to serve all groups in order: the requests of each, and a switch wherever the model changes."""
         total_s = 0.0
         for group in self.groups:
             if group.model != running_model:
@@ -126,7 +123,7 @@ class PrefillQueue(Struct, frozen=True, kw_only=True):
 
 
 class PrefillPlacement(Struct, frozen=True, kw_only=True):
-    """Which slot a request goes to, and whether it `joins` a group there or opens one."""
+    """The slot of a request, and whether it `joins` a group there or opens one."""
 
     slot: int
     joins: bool
@@ -138,10 +135,10 @@ def choose_prefill_slot(
     load_s: Callable[[int], float],
     settings: PrefillSettings,
 ) -> PrefillPlacement:
-    """The slot of the first group that takes the request, slots in order of number; else the least loaded slot.
+    """The slot of the first group that accepts the request, slots in order of number; else the least loaded slot.
 
-    `queues` are by slot, at least one; `load_s` is asked where no group takes it: a slot's seconds to serve all groups,
-    see `PrefillQueue.load_s`.
+    `queues` are by slot, at least one; `load_s(slot)`, called only if no group accepts it: a slot's seconds to serve
+    all groups, see `PrefillQueue.load_s`.
     """
     assert queues
     slots = sorted(queues)
@@ -153,14 +150,14 @@ def choose_prefill_slot(
 
 
 class GroupState(Struct, frozen=True, kw_only=True):
-    """`serving`: the group that was begun, by id. `overtaken`: the front group that another one was put before."""
+    """`serving`: the id of the group that was begun. `overtaken`: the front group that one was served before."""
 
     serving: str | None = None
     overtaken: str | None = None
 
 
 class GroupChoice(Struct, frozen=True, kw_only=True):
-    """Serve `group` now, and `following` after it. `state` holds once that is begun."""
+    """Serve `group` now, and `following` after it. `state` applies once that is begun."""
 
     group: PrefillGroup
     following: tuple[PrefillGroup, ...]
@@ -175,10 +172,10 @@ def choose_group(
     now_s: float,
     settings: PrefillSettings,
 ) -> GroupChoice | None:
-    """Which of the groups that can run is served now; None when there are none.
+    """The group to serve now, of those that can run; None if there are none.
 
-    A group that was begun is served to its end. Then comes the first in order, except that a group of the running
-    model may go before it and spare two switches: once per front group, so that it waits for one more group at most.
+    A group that was begun is served to its end. Then the first in order, except that a group of the running model may
+    be served before it, which saves two switches: once per front group, so that it waits for one more group at most.
     Neither puts batch requests before interactive ones.
     """
     if not groups:

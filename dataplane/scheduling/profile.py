@@ -1,4 +1,4 @@
-"""GPU profiles: what a GPU type has and costs, and how long steps of model sizes take on it. Read from TOML."""
+"""GPU profiles: memory, bandwidth and price of a GPU type, and step times by model size. Read from TOML."""
 
 import math
 import tomllib
@@ -10,12 +10,12 @@ from dataplane.scheduling.costs import LatencyModel
 
 
 class ProfileError(ValueError):
-    """A profile file that cannot be used; the message names the file and the key."""
+    """A profile file is invalid; the message names the file and the key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """Step times of one measured model. `source` names the row of the fits that the coefficients come from."""
+    """Step times of one measured model. `source` names the row of the fits that the coefficients are from."""
 
     name: str
     source: str
@@ -36,9 +36,9 @@ class GpuProfile:
     models: tuple[ModelProfile, ...]
 
     def nearest_model(self, weights_bytes: int, gpus: int = 1) -> ModelProfile:
-        """The measured model closest in size (by ratio); nothing is scaled. Ties go to the first in the file.
+        """The measured model closest in size (by ratio); nothing is scaled. Ties: the first in the file.
 
-        Models measured on `gpus` GPUs together come first; where there is none, all are looked at.
+        Models measured on `gpus` GPUs together are preferred; without any, all are candidates.
         """
         assert weights_bytes > 0
         candidates = [model for model in self.models if model.gpus == gpus] or list(self.models)
@@ -49,7 +49,7 @@ def load_gpu_profile(path: Path | str) -> GpuProfile:
     """The profile in a TOML file such as those in `ops/profiles`.
 
     Raises:
-        ProfileError: no such file, no TOML, or a key that is missing, unknown or out of range.
+        ProfileError: the file does not exist or is not TOML, or a key is missing, unknown or out of range.
     """
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -92,7 +92,7 @@ def _model(table: "_Table") -> ModelProfile:
 
 
 class _Table:
-    """A TOML table read key by key, so that every complaint can say where."""
+    """A TOML table read key by key, so that every error names its position."""
 
     def __init__(self, where: str, values: Any) -> None:
         if not isinstance(values, dict):

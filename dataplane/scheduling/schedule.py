@@ -1,12 +1,12 @@
-"""What a slot does next: which requests it prefills, or which model's batch it decodes. Pure.
+"""What a slot runs next: which requests it prefills, or which model's batch it decodes. Pure.
 
-One policy serves slots that prefill, slots that decode and slots that do both; on the first two, one kind rarely waits.
-Where both do:
+One policy serves slots that prefill, slots that decode and slots that do both; on the first two, only one kind waits
+as a rule. If both do:
 
-1. Prefill goes first while it costs no switch, its group has been begun, a first token is nearly due, or every batch
-   has enough tokens ahead of its deadlines to wait for it; otherwise decode goes on.
-2. Whichever kind has taken `burst_s` more than its share of the time stands back until the other has caught up.
-3. A kind that waits alone runs at once; one that does not wait is owed nothing.
+1. Prefill is first while it costs no switch, its group has been begun, a first token is nearly due, or every batch is
+   far enough ahead of its deadlines to wait for it; otherwise decode continues.
+2. A kind that has exceeded its share of the time by `burst_s` is second until the other has caught up.
+3. A kind that waits alone runs at once; a kind that does not wait accumulates no share.
 """
 
 from collections.abc import Mapping
@@ -31,8 +31,8 @@ Kind = Literal["prefill", "decode"]
 
 
 class SlotFacts(Struct, frozen=True, kw_only=True):
-    """All that waits on a slot. `prefill_s`: estimate for the next request of a model's front group; `switch_s`: to the
-    model from now, 0 when resident (absent: 0); `unready`: models whose weights are not in host memory yet.
+    """All work of a slot. `prefill_s`: estimate for the next request of a model's front group; `switch_s`: time to
+    switch to the model, 0 if resident (absent: 0); `unready`: models whose weights are not in host memory yet.
     """
 
     prefills: PrefillQueue = field(default_factory=PrefillQueue)
@@ -45,8 +45,8 @@ class SlotFacts(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class TurnSettings:
-    """`prefill_share`: of the time while both kinds wait. `near_s`: a first token due so soon after the prefill could
-    be done is nearly due. `burst_s`: how far over its share a kind may go.
+    """`prefill_share`: of the time while both kinds wait. `near_s`: a first token that is due so soon after the prefill
+    could end is nearly due. `burst_s`: by how much a kind may exceed its share.
     """
 
     prefill: PrefillSettings = dataclass_field(default_factory=PrefillSettings)
@@ -56,7 +56,7 @@ class TurnSettings:
     burst_s: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what would starve a kind.
+        """Check the ranges: no kind may starve.
 
         Raises:
             ValueError: a setting is out of range; the message names it.
@@ -70,9 +70,9 @@ class TurnSettings:
 
 
 class Turn(Struct, frozen=True, kw_only=True):
-    """Run this. `group`: for a prefill, ids of the group's requests in order; a step takes as many as suit it.
+    """What to run. `group`: for a prefill, ids of the group's requests in order; a step runs as many as it can.
 
-    `started_s` moves when the kind or the model changes. `next_model`: what to prefetch, None if nothing follows.
+    `started_s` changes when the kind or the model does. `next_model`: the model to prefetch, None if none follows.
     `alpha`: the slot's load by its decode batches.
     """
 
@@ -86,8 +86,8 @@ class Turn(Struct, frozen=True, kw_only=True):
 
 
 class SlotState(Struct, frozen=True, kw_only=True):
-    """What a slot remembers from one choice to the next. `over_s`: what prefill has taken beyond its share, negative
-    when it was decode; `owed`: who is to catch up; the times spent are those since the last choice.
+    """State between two decisions. `over_s`: seconds by which prefill exceeded its share, negative if decode did;
+    `owed`: the kind that is to catch up; the times spent are those since the last decision.
     """
 
     round: RoundState = field(default_factory=RoundState)
@@ -99,8 +99,8 @@ class SlotState(Struct, frozen=True, kw_only=True):
     owed: Kind | None = None
 
     def spent(self, kind: Kind, seconds: float, *, ran: bool = True) -> "SlotState":
-        """The state after a step of `seconds`. `ran` False: it only waited, for KV or for room. Neither prefills nor
-        (within limits) waits take time of a decode turn, so that it makes at least one step.
+        """The state after a step of `seconds`. `ran` False: it only waited, for KV or memory. Neither prefills nor
+        (within limits) waits use up a decode turn, so that it makes at least one step.
         """
         assert seconds >= 0
         if kind == "prefill":
@@ -111,14 +111,14 @@ class SlotState(Struct, frozen=True, kw_only=True):
         return replace(self, decode_spent_s=decode_spent_s, round=self.round.waited(seconds))
 
     def cut_short(self, now_s: float) -> "SlotState":
-        """The state after a decode turn that can do nothing, and that nothing on its way helps: the next one begins."""
+        """The state after a decode turn that cannot run and waits for no transfer: the next turn begins."""
         return replace(self, round=replace(self.round, ends_s=min(self.round.ends_s, now_s)))
 
 
 def choose_turn(
     facts: SlotFacts, state: SlotState, now_s: float, settings: TurnSettings
 ) -> tuple[Turn | None, SlotState]:
-    """What to run in the next step, None when nothing can. Called before every step."""
+    """What to run in the next step, None if nothing can. Called before every step."""
     if not facts.batches and not facts.prefills.groups:
         return None, SlotState()
     last = state.turn
@@ -153,7 +153,7 @@ def hold_prefills(held: int, kind: Kind, *, ran: bool, made_tokens: bool, freein
 
 
 def _settled(state: SlotState, round_: RoundState, settings: TurnSettings, *, prefill: bool, decode: bool) -> SlotState:
-    """The state in this round, the account of shares brought up to date, knowing which kinds wait."""
+    """The state in this round with updated shares; `prefill`, `decode`: which kinds wait."""
     over_s, owed = settle_shares(
         state.over_s,
         state.owed,
@@ -176,9 +176,9 @@ def settle_shares(
     decode: bool,
     settings: TurnSettings,
 ) -> tuple[float, Kind | None]:
-    """The account of shares after what was spent since it was settled last, and who is owed by it (rules 2 and 3).
-    `prefill`, `decode`: which kinds wait. Where no model needs a switch, this alone says which kind goes first:
-    decode, if it is owed.
+    """The shares after the time spent since the last update, and the kind that is owed time (rules 2 and 3). `prefill`,
+    `decode`: which kinds wait. If no model needs a switch, this alone decides which kind is first: decode, if it is
+    owed time.
     """
     share = settings.prefill_share
     over_s = over_s + (1 - share) * prefill_spent_s - share * decode_spent_s
@@ -196,7 +196,7 @@ def settle_shares(
 def _prefill_first(
     facts: SlotFacts, state: SlotState, choice: GroupChoice, now_s: float, settings: TurnSettings
 ) -> bool:
-    """Rules 1 and 2, when both kinds wait."""
+    """Rules 1 and 2, if both kinds wait."""
     if state.owed:
         return state.owed == "prefill"
     model, last = choice.group.model, state.turn

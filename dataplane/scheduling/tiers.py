@@ -1,4 +1,4 @@
-"""What each tier is promised where its model has no objective of its own, and which tier goes first."""
+"""The latency objectives of each tier, for models without their own, and the order of the tiers."""
 
 from dataplane.protocol.tiers import Objective, Tier
 
@@ -8,4 +8,4 @@ TIER_OBJECTIVES: dict[Tier, Objective] = {
     Tier.NIW: Objective(ttft_s=86_400.0, tbt_s=1.0),
 }
 TIER_RANKS: dict[Tier, int] = {Tier.IW_F: 0, Tier.IW_N: 1, Tier.NIW: 2}
-"""What goes first: requests of a lower rank are admitted before those of a higher one."""
+"""Requests of a lower rank are admitted before those of a higher one."""
