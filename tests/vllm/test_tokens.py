@@ -122,8 +122,8 @@ def test_what_fails_in_a_step_fails_alone(
         engine.load(name, spec_of(name, checkpoint(name)))
         engine.add(request(name, [5, 6, 7], instance_id=name))
 
-    runner = engine._models["llama"].runner
-    (inside,) = runner._engine.collective_rpc(lambda worker: worker.model_runner)
+    runner = engine.models["llama"].runner
+    (inside,) = runner.engine.collective_rpc(lambda worker: worker.model_runner)
 
     def break_down(*_: Any, **__: Any) -> None:
         raise RuntimeError("kernel exploded")
@@ -141,7 +141,7 @@ def test_what_fails_in_a_step_fails_alone(
     again("after a failure")
     with monkeypatch.context() as patch:
         engine.add(request("ended", [5, 6, 7], instance_id="llama"))
-        ends = Step(tokens={}, ended={str(sequence.order): "error" for sequence in engine._requests})
+        ends = Step(tokens={}, ended={str(sequence.order): "error" for sequence in engine.requests})
         patch.setattr(runner, "step", lambda: ends)
         assert drain(engine).errors == {"ended": "vLLM ended it before its time: error"}
     again("after it was ended")

@@ -53,18 +53,18 @@ def test_what_sleeps_holds_no_memory_of_the_slot(
     engine = make_engine(models_max=3)
     for model in MODELS[:2]:
         engine.load(model, spec_of(model, checkpoint(model)))
-    asleep, awake = (engine._models[model].runner for model in MODELS[:2])
+    asleep, awake = (engine.models[model].runner for model in MODELS[:2])
     sizes = {}
     for runner in (asleep, awake):
-        worker = runner._engine.engine_core.engine_core.model_executor.driver_worker.worker
+        worker = runner.engine.engine_core.engine_core.model_executor.driver_worker.worker
         tensors = [*worker.get_model().parameters(), *worker.model_runner.kv_caches]
         sizes[runner] = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
     assert sizes[asleep] == 0
     assert sizes[awake] > 2**21
     assert engine.stats().resident_models == (MODELS[1],)
-    awake._scratch = object()
+    awake.scratch = object()
     awake.step()
-    assert interfaces.scratch() is awake._scratch, "of the process there is one: each has its own put there"
+    assert interfaces.scratch() is awake.scratch, "of the process there is one: each has its own put there"
     monkeypatch.setattr(interfaces, "keeps_kv_addresses", lambda _: True)
     with pytest.raises(ModelLoadError, match="its KV cannot move"):
         engine.load("unmoved", spec_of(MODELS[2], checkpoint(MODELS[2])))
@@ -85,7 +85,7 @@ def test_requests_of_a_sleeping_model_are_cancelled_and_unloaded_too(
     assert engine.stats().extra["load_s"] > 0
     assert engine.stats().resident_models == ("qwen3",)
     engine.cancel("gone")
-    model = engine._models["llama"]
+    model = engine.models["llama"]
     before, weights_s = model.estimate, model.wake_s
     assert model.switch_s > weights_s, "its tokens are prefilled again"
     assert {o.request_id for o in engine.step()} == {"ended", "stays"}

@@ -70,14 +70,14 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         """`reclaim`, `on_shortage`: see `KvAllocator`."""
         self._slot = settings
         self._clock = clock
-        self._models: dict[str, ModelT] = {}
+        self.models: dict[str, ModelT] = {}
         self._model_of: dict[str, ModelT] = {}
         """By instance."""
-        self._requests = RequestTable(self._models, kv, settings.turns.prefill, clock)
+        self.requests = RequestTable(self.models, kv, settings.turns.prefill, clock)
         self._allocator = KvAllocator(
-            self._models,
+            self.models,
             kv,
-            self._requests,
+            self.requests,
             prefill_only=settings.prefill_only,
             reclaim=reclaim,
             on_shortage=on_shortage,
@@ -86,7 +86,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             self._allocator, kv, batch_max=settings.batch_max, prefill_tokens_max=settings.prefill_tokens_per_step_max
         )
         self._memory = kv
-        self._state = SlotState()
+        self.state = SlotState()
         self._batches: tuple[BatchFacts, ...] = ()
         self._share = DecodeShare()
         self._last_model: str | None = None
@@ -158,21 +158,21 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         if instance_id in self._model_of:
             raise ModelLoadError(f"instance {instance_id} is loaded already", param="instance_id")
         self.prepare(model)
-        if model.name not in self._models:
-            self._models[model.name] = self._new_model(model, gpus)
-            self._models[model.name].load_order = self._loads = self._loads + 1
-        loaded = self._model_of[instance_id] = self._models[model.name]
+        if model.name not in self.models:
+            self.models[model.name] = self._new_model(model, gpus)
+            self.models[model.name].load_order = self._loads = self._loads + 1
+        loaded = self._model_of[instance_id] = self.models[model.name]
         loaded.instances.add(instance_id)
 
     def unload(self, instance_id: str) -> None:
         model = self._model_of.pop(instance_id, None)
         if model is None:
             return
-        self._requests.end_all(self._requests.of_instance(instance_id), f"instance {instance_id} was unloaded")
+        self.requests.end_all(self.requests.of_instance(instance_id), f"instance {instance_id} was unloaded")
         model.instances.remove(instance_id)
         if not model.instances:
             self._forget_model(model)
-            del self._models[model.name]
+            del self.models[model.name]
 
     def add(self, request: EngineRequest) -> None:
         """See `Engine.add`.
@@ -185,38 +185,38 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         model = self._model_of.get(request.instance_id)
         if model is None:
             raise UnknownInstanceError(f"instance {request.instance_id} is not loaded", param="instance_id")
-        self._requests.add(request, model, kv_tokens_max=self._kv_tokens_max(model))
+        self.requests.add(request, model, kv_tokens_max=self._kv_tokens_max(model))
 
     def cancel(self, request_id: str) -> None:
-        self._requests.cancel(request_id)
+        self.requests.cancel(request_id)
 
     def release(self, request_id: str) -> None:
-        self._requests.release(request_id)
+        self.requests.release(request_id)
 
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self.requests)
 
     def step(self) -> list[EngineOutput]:
         self._settle()
         if self._slot.prefill_only:
-            self._requests.export_prefilled()
+            self.requests.export_prefilled()
         now_s = self._clock()
         facts = self._facts(now_s)
         self._batches = facts.batches
-        turn, self._state = choose_turn(facts, self._state, now_s, self._slot.turns)
+        turn, self.state = choose_turn(facts, self.state, now_s, self._slot.turns)
         self._log.turn(turn, now_s)
-        outputs = self._requests.take_ended()
+        outputs = self.requests.take_ended()
         if turn is None:
             self._held = 0
             self._wait(now_s)
             return outputs
         self._last_model = turn.model
         tokens_before = self._log.tokens_total
-        made = self._run(turn, self._models[turn.model], now_s)
+        made = self._run(turn, self.models[turn.model], now_s)
         if made is not None:
             prompts = [s.cached for s, _ in made if not s.prefilled] if turn.kind == "prefill" else ()
             self._log.step(len(made), prompts=prompts)
-            outputs += [self._requests.take(sequence, token) for sequence, token in made]
+            outputs += [self.requests.take(sequence, token) for sequence, token in made]
         self._held = hold_prefills(
             self._held,
             turn.kind,
@@ -226,24 +226,24 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             batches=len(facts.batches),
         )
         took_s = self._clock() - now_s
-        self._state = self._state.spent(turn.kind, took_s, ran=made is not None)
+        self.state = self.state.spent(turn.kind, took_s, ran=made is not None)
         if made is None and turn.kind == "decode" and not self._is_awaited(turn.model):
-            self._state = self._state.cut_short(now_s)
+            self.state = self.state.cut_short(now_s)
         if facts.batches:
             decoded = turn.kind == "decode" and self._log.tokens_total > tokens_before
             self._share = self._share.observe(took_s, decoded=decoded)
-        return outputs + self._requests.take_ended()
+        return outputs + self.requests.take_ended()
 
     def _is_awaited(self, name: str) -> bool:
         """Whether a KV transfer is under way after which the model can continue."""
-        model = self._models.get(name)  # a model that failed is gone
+        model = self.models.get(name)  # a model that failed is gone
         arriving = model is not None and any(sequence.kv.location is KvLocation.SWAPPING_IN for sequence in model.begun)
         return arriving or self._memory.freeing
 
     def _facts(self, now_s: float) -> SlotFacts:
         """The facts for the scheduler. After a prefill that found no memory for its KV, prefills are held back."""
-        requests = self._requests
-        busy = [self._models[model.name] for model in requests.busy_models]
+        requests = self.requests
+        busy = [self.models[model.name] for model in requests.busy_models]
         prefills = PrefillQueue() if self._held else requests.prefills
         unready = frozenset([model.name for model in busy if not self._is_ready(model)])
         return SlotFacts(
@@ -284,11 +284,11 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
 
     def stats(self) -> EngineStats:
         """The present load of the slot."""
-        now_s, turn = self._clock(), self._state.turn
+        now_s, turn = self._clock(), self.state.turn
         return EngineStats(
             instances=tuple(
                 self._instance_stats(instance_id, model)
-                for model in self._models.values()
+                for model in self.models.values()
                 for instance_id in sorted(model.instances)
             ),
             resident_models=self._resident_models(now_s),
@@ -300,7 +300,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
                 running_model=turn.model if turn else None,
                 next_model=turn.next_model if turn else None,
                 load=self.load_alpha,
-                prefills_waiting=sum(len(group.waiting) for group in self._requests.prefills.groups),
+                prefills_waiting=sum(len(group.waiting) for group in self.requests.prefills.groups),
                 time_slices=tuple(self._log.slices),
                 prefill_pace=self._log.prefill_pace,
             ),
@@ -314,7 +314,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
 
     def _instance_stats(self, instance_id: str, model: ModelT) -> InstanceStats:
         """The load of an instance. Its capacity is its own KV and all free KV memory."""
-        mine = self._requests.of_instance(instance_id)
+        mine = self.requests.of_instance(instance_id)
         running = sum(sequence.cached > 0 for sequence in mine)
         used_bytes = sum(sequence.kv.size_bytes for sequence in mine)
         return InstanceStats(

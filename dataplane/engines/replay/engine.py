@@ -31,29 +31,29 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
 
     def __init__(self, settings: ReplaySettings, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
         self._settings = settings
-        self._weights = WeightsMemory(settings.weights_bytes)
-        self._kv = ReplayKvMemory(settings.kv_bytes, settings.host_kv_bytes, clock, self._weights)
+        self.weights = WeightsMemory(settings.weights_bytes)
+        self.kv = ReplayKvMemory(settings.kv_bytes, settings.host_kv_bytes, clock, self.weights)
         super().__init__(
             settings,
             clock,
-            self._kv,
+            self.kv,
             reclaim=lambda _: False,  # weights never borrow KV memory
             on_shortage=self._on_shortage,
         )
-        self._pressure = KvPressureHandler(
+        self.pressure = KvPressureHandler(
             settings,
-            self._models,
-            ReplaySlotMemory(settings, self._weights, self._kv, clock),
-            self._kv,
+            self.models,
+            ReplaySlotMemory(settings, self.weights, self.kv, clock),
+            self.kv,
             clock,
-            requests=self._requests,
-            schedule=lambda: self._state,
+            requests=self.requests,
+            schedule=lambda: self.state,
         )
         self._steps = ReplaySteps(
             settings,
-            self._models,
-            self._weights,
-            self._kv,
+            self.models,
+            self.weights,
+            self.kv,
             self._step_batches,
             clock=clock,
             sleep=sleep,
@@ -79,26 +79,26 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
         return replayed(ReplayModel, spec, self._settings, gpus)
 
     def _forget_model(self, model: ReplayModel) -> None:
-        self._weights.evict(model.name)
+        self.weights.evict(model.name)
 
     def _settle(self) -> None:
-        self._kv.settle()
-        for name in self._pressure.revert() if self._weights.offloaded_bytes else ():
-            self._evict_kv(self._models[name].weights.layer_bytes - self._kv.spare_bytes)
+        self.kv.settle()
+        for name in self.pressure.revert() if self.weights.offloaded_bytes else ():
+            self._evict_kv(self.models[name].weights.layer_bytes - self.kv.spare_bytes)
 
     def _on_shortage(self, shortage: Shortage) -> Action | None:
-        return self._pressure.on_shortage(shortage)
+        return self.pressure.on_shortage(shortage)
 
     def _evict_kv_for(self, model: ReplayModel) -> None:
         """Evict KV from layers that a model to run needs; first all models, so that no other KV uses the layers."""
-        self._weights.evict_all()
-        self._evict_kv(self._kv.out_of_region_bytes - (self._settings.weights_bytes - model.weights_bytes))
+        self.weights.evict_all()
+        self._evict_kv(self.kv.out_of_region_bytes - (self._settings.weights_bytes - model.weights_bytes))
 
     def _evict_kv(self, size_bytes: int) -> None:
         """Evict so much KV, last in the order of service first; none while a transfer frees memory."""
-        if self._kv.freeing:
+        if self.kv.freeing:
             return
-        here = [s for model in self._models.values() for s in model.begun if s.kv.location is KvLocation.DEVICE]
+        here = [s for model in self.models.values() for s in model.begun if s.kv.location is KvLocation.DEVICE]
         evicted = set()
         for sequence in sorted(here, key=lambda sequence: sequence.key, reverse=True):
             if size_bytes <= 0:
@@ -108,34 +108,34 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
         self._allocator.evict(lambda kv: kv in evicted)
 
     def _fit_together(self, models: Iterable[ReplayModel]) -> bool:
-        out_of_region_bytes = self._kv.out_of_region_bytes
-        return self._weights.fit([model.weights for model in models], out_of_region_bytes=out_of_region_bytes)
+        out_of_region_bytes = self.kv.out_of_region_bytes
+        return self.weights.fit([model.weights for model in models], out_of_region_bytes=out_of_region_bytes)
 
     def _switch_s(self, model: ReplayModel) -> float:
         return model.weights.switch_s
 
     def _missing_s(self, model: ReplayModel, now_s: float) -> float:
-        return self._weights.missing_s(model.weights, now_s)
+        return self.weights.missing_s(model.weights, now_s)
 
     def _is_ready(self, model: ReplayModel) -> bool:
         return True  # weights are always in host memory
 
     def _run(self, turn: Turn, model: ReplayModel, now_s: float) -> Made[SequenceKv] | None:
-        makers = self._steps.run(turn, model, self._requests.find(turn.group), now_s)
+        makers = self._steps.run(turn, model, self.requests.find(turn.group), now_s)
         return None if makers is None else [(sequence, self._answers.next_token(sequence)) for sequence in makers]
 
     def _wait(self, now_s: float) -> None:
-        if self._requests:
+        if self.requests:
             self._steps.wait(now_s)
 
     def _kv_tokens_max(self, model: ReplayModel) -> int:
         return self._settings.kv_bytes // model.kv_bytes_per_token
 
     def _kv_free_bytes(self, model: ReplayModel) -> int:
-        return self._kv.free_bytes
+        return self.kv.free_bytes
 
     def _resident_models(self, now_s: float) -> tuple[str, ...]:
-        return self._weights.resident_models(now_s)
+        return self.weights.resident_models(now_s)
 
     def _memory_stats(self, now_s: float) -> PoolStats:
-        return self._pressure.counted(memory_stats(now_s, self._weights, self._kv, self._requests.all_kv))
+        return self.pressure.counted(memory_stats(now_s, self.weights, self.kv, self.requests.all_kv))

@@ -56,26 +56,26 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             torch.cuda.set_device(self._device)  # events wait on the current device's stream
         slab_bytes = settings.slab_size_bytes
         weights_slabs = settings.weights_bytes // slab_bytes
-        self._arena = SlabArena(weights_slabs + settings.kv_bytes // slab_bytes, weights_slabs=weights_slabs)
-        buffer = torch.empty(self._arena.slabs * slab_bytes, dtype=torch.uint8, device=self._device)
+        self.arena = SlabArena(weights_slabs + settings.kv_bytes // slab_bytes, weights_slabs=weights_slabs)
+        buffer = torch.empty(self.arena.slabs * slab_bytes, dtype=torch.uint8, device=self._device)
         stream = make_copy_stream or (lambda name: make_stream(self._device, name, threads=settings.copy_threads))
         self._streams = {name: stream(name) for name in ("weights", "layers", "kv_in", "kv_out")}
         cache = None if settings.cache_folder is None else ModelCache(settings.cache_folder, settings.cache_bytes)
-        self._host = HostModels(
+        self.host_models = HostModels(
             cache,
             self._dtype,
             self._device,
             slab_bytes,
             leave_rank=self._leave_rank,
-            in_use=lambda name: name in self._models,
+            in_use=lambda name: name in self.models,
             host_wait_max_s=settings.host_wait_max_s,
         )
         rates = transfer_rates(buffer, settings.host_link_bytes_per_s)
-        self._weights = WeightStore(
-            self._arena, buffer, slab_bytes, self._streams["weights"], rates.weights, self._streams["layers"]
+        self.weights = WeightStore(
+            self.arena, buffer, slab_bytes, self._streams["weights"], rates.weights, self._streams["layers"]
         )
-        self._kv = KvStore(
-            self._arena,
+        self.kv = KvStore(
+            self.arena,
             buffer,
             slab_bytes,
             host_bytes=settings.host_kv_bytes,
@@ -83,13 +83,13 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             make_stream=self._streams.__getitem__,
             rates=rates,
         )
-        super().__init__(settings, clock, self._kv, reclaim=self._reclaim, on_shortage=self._on_shortage)
-        memory = self._slot_memory = TorchSlotMemory(self._weights, self._kv, self._arena, batch_max=settings.batch_max)
-        self._pressure = KvPressureHandler(
-            settings, self._models, memory, self._kv, clock, requests=self._requests, schedule=lambda: self._state
+        super().__init__(settings, clock, self.kv, reclaim=self._reclaim, on_shortage=self._on_shortage)
+        memory = self._slot_memory = TorchSlotMemory(self.weights, self.kv, self.arena, batch_max=settings.batch_max)
+        self.pressure = KvPressureHandler(
+            settings, self.models, memory, self.kv, clock, requests=self.requests, schedule=lambda: self.state
         )
         self._steps = Steps(
-            settings, self._weights, self._kv, self._step_batches, clock, watch, evict_kv=self._evict_kv_for
+            settings, self.weights, self.kv, self._step_batches, clock, watch, evict_kv=self._evict_kv_for
         )
         self._prefetched_s = self._checked_s = float("-inf")
 
@@ -97,7 +97,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         """End the threads. The engine cannot be used afterwards."""
         for stream in self._streams.values():
             stream.close()
-        self._host.close()
+        self.host_models.close()
 
     def prepare(self, model: ModelSpec) -> None:
         """See `Engine.prepare`.
@@ -105,53 +105,53 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         Raises:
             ModelLoadError: the checkpoint cannot be used, or does not fit; nothing is kept of it.
         """
-        self._host.prepare(model.name, Path(model.path), slabs_max=self._arena.weights_slabs)
+        self.host_models.prepare(model.name, Path(model.path), slabs_max=self.arena.weights_slabs)
 
     def check(self) -> None:
         """Assert that the memory bookkeeping is consistent: every slab and block is accounted for exactly once."""
-        self._arena.check()
-        self._kv.check(self._requests.all_kv)
+        self.arena.check()
+        self.kv.check(self.requests.all_kv)
 
     def _new_model(self, spec: ModelSpec, gpus: int) -> TorchModel:
-        host = self._host.prepare(spec.name, Path(spec.path), slabs_max=self._arena.weights_slabs)
+        host = self.host_models.prepare(spec.name, Path(spec.path), slabs_max=self.arena.weights_slabs)
         model = make_model(host, spec, self._settings.block_tokens, self._device)
         try:
-            self._kv.check_fits(model.shape)
+            self.kv.check_fits(model.shape)
         except ValueError as error:
-            self._host.forget(spec.name)
+            self.host_models.forget(spec.name)
             raise ModelLoadError(f"{spec.name}: {error}") from error
         return model
 
     def _forget_model(self, model: TorchModel) -> None:
-        self._weights.evict(model.name)
-        self._host.forget(model.name)
+        self.weights.evict(model.name)
+        self.host_models.forget(model.name)
 
     def _settle(self) -> None:
-        self._weights.settle()
-        self._kv.settle()
-        self._host.release_spare()
-        waiting = self._pressure.revert()
-        if waiting and not self._kv.freeing:
-            begun = [sequence.kv for model in self._models.values() for sequence in model.begun]
-            runs = [self._slot_memory.least_used_run(self._models[name], begun) for name in waiting]
-            self._allocator.evict(lambda kv: any(self._kv.lies_in(kv, run.slabs) for run in runs))
-        self._requests.queue_lost()
+        self.weights.settle()
+        self.kv.settle()
+        self.host_models.release_spare()
+        waiting = self.pressure.revert()
+        if waiting and not self.kv.freeing:
+            begun = [sequence.kv for model in self.models.values() for sequence in model.begun]
+            runs = [self._slot_memory.least_used_run(self.models[name], begun) for name in waiting]
+            self._allocator.evict(lambda kv: any(self.kv.lies_in(kv, run.slabs) for run in runs))
+        self.requests.queue_lost()
 
     def _fit_together(self, models: Iterable[TorchModel]) -> bool:
-        return self._weights.fit_together(model.weights for model in models)
+        return self.weights.fit_together(model.weights for model in models)
 
     def _switch_s(self, model: TorchModel) -> float:
-        return self._weights.whole_s(model.weights)
+        return self.weights.whole_s(model.weights)
 
     def _missing_s(self, model: TorchModel, now_s: float) -> float:
-        return self._weights.missing_s(model.weights, now_s=now_s)
+        return self.weights.missing_s(model.weights, now_s=now_s)
 
     def _is_ready(self, model: TorchModel) -> bool:
         """Starts to read weights that are in no memory."""
-        if model.name in self._weights.resident_models or model.name in self._weights.arriving_models:
+        if model.name in self.weights.resident_models or model.name in self.weights.arriving_models:
             return True
         try:
-            return self._host.ready(model.weights)
+            return self.host_models.ready(model.weights)
         except Exception as error:  # whatever a file system does, the slot's other models continue
             self._fail(model, f"its weights cannot be read: {error}")
             return False
@@ -161,9 +161,9 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         model.weights.used_s = now_s
         made = None
         try:
-            made = self._steps.run(turn, model, self._requests.find(turn.group))
+            made = self._steps.run(turn, model, self.requests.find(turn.group))
         except TransferError as error:
-            if not self._weights.try_again(model.weights):
+            if not self.weights.try_again(model.weights):
                 self._fail(model, f"the weights do not arrive: {error}")
         except ModelFailedError as error:
             self._fail(model, str(error))
@@ -175,7 +175,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         answers: Made[SequenceKv] = []
         for sequence, token in made:
             if token is None:
-                self._requests.end_all([sequence], f"{model.name}: logits are not numbers")
+                self.requests.end_all([sequence], f"{model.name}: logits are not numbers")
             else:
                 answers.append((sequence, None if token in model.weights.skeleton.eos_ids else token))
         return answers
@@ -184,28 +184,28 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         """How early a model's host copy may be released: first those without work; then that of the running model,
         whose next turn is the furthest; those that wait for a turn only if another slot would have to wait otherwise.
         """
-        model, turn = self._models.get(name), self._state.turn
-        if name in self._weights.arriving_models or (turn is not None and name == turn.next_model):
+        model, turn = self.models.get(name), self.state.turn
+        if name in self.weights.arriving_models or (turn is not None and name == turn.next_model):
             return None
-        if model is None or not (model.begun or name in self._requests.waiting_models):
+        if model is None or not (model.begun or name in self.requests.waiting_models):
             return 0
-        if turn is not None and name == turn.model and name not in self._weights.offloaded:
+        if turn is not None and name == turn.model and name not in self.weights.offloaded:
             return 1
         return None if model.weights.fresh else 2
 
     def _prefetch(self, turn: Turn) -> None:
         """Prefetch the next turn's weights while this one's run; once a turn, or they would compete with KV."""
-        following = self._models.get(turn.next_model or "")
+        following = self.models.get(turn.next_model or "")
         if not self._settings.prefetch or following is None or self._prefetched_s == turn.started_s:
             return
-        if self._is_ready(following) and self._weights.load(following.weights, self._clock(), keep=turn.model):
+        if self._is_ready(following) and self.weights.load(following.weights, self._clock(), keep=turn.model):
             self._prefetched_s = turn.started_s
 
     def _wait(self, now_s: float) -> None:
         """Wait for a transfer, or for a moment; without work, check the bookkeeping from time to time."""
-        if self._kv.moving:
-            self._kv.await_one()
-        elif self._requests:
+        if self.kv.moving:
+            self.kv.await_one()
+        elif self.requests:
             time.sleep(IDLE_S)
         elif now_s >= self._checked_s + CHECK_EVERY_S:
             self._checked_s = now_s
@@ -213,32 +213,32 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
 
     def _fail(self, model: TorchModel, reason: str) -> None:
         """End all requests of a model that cannot run, and evict its weights from the device."""
-        sequences = [s for s in self._requests if s.model == model.name]
-        self._requests.end_all(sequences, f"model {model.name} failed: {reason}")
-        self._weights.evict(model.name)
+        sequences = [s for s in self.requests if s.model == model.name]
+        self.requests.end_all(sequences, f"model {model.name} failed: {reason}")
+        self.weights.evict(model.name)
 
     def _reclaim(self, keep: str | None) -> bool:
         """Evict weights from slabs borrowed from KV; see `KvAllocator`."""
-        return self._weights.evict_idle_above(self._arena.weights_slabs, keep=keep)
+        return self.weights.evict_idle_above(self.arena.weights_slabs, keep=keep)
 
     def _on_shortage(self, shortage: Shortage) -> Action | None:
-        return self._pressure.on_shortage(shortage)
+        return self.pressure.on_shortage(shortage)
 
     def _evict_kv_for(self, model: TorchModel) -> None:
         """Evict KV from slabs of the weight region that a model to run needs."""
-        slabs = self._weights.blocking_kv_slabs(model.weights)
+        slabs = self.weights.blocking_kv_slabs(model.weights)
         if slabs:
-            self._allocator.evict(lambda kv: self._kv.lies_in(kv, slabs))
+            self._allocator.evict(lambda kv: self.kv.lies_in(kv, slabs))
 
     def _kv_tokens_max(self, model: TorchModel) -> int:
-        return self._kv.capacity_tokens(model.shape)
+        return self.kv.capacity_tokens(model.shape)
 
     def _kv_free_bytes(self, model: TorchModel) -> int:
-        return self._kv.free_blocks(model.shape) * model.shape.block_bytes
+        return self.kv.free_blocks(model.shape) * model.shape.block_bytes
 
     def _resident_models(self, now_s: float) -> tuple[str, ...]:
-        return self._weights.resident_models
+        return self.weights.resident_models
 
     def _memory_stats(self, now_s: float) -> PoolStats:
-        stats = memory_stats(now_s, self._weights, self._kv, self._arena, host_cache_bytes=self._host.cache_bytes)
-        return self._pressure.counted(stats)
+        stats = memory_stats(now_s, self.weights, self.kv, self.arena, host_cache_bytes=self.host_models.cache_bytes)
+        return self.pressure.counted(stats)

@@ -55,9 +55,9 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
 
     def close(self) -> None:
         """End vLLM's engines. The engine cannot be used afterwards."""
-        for model in self._models.values():
+        for model in self.models.values():
             model.runner.close()
-        self._models.clear()
+        self.models.clear()
 
     def prepare(self, model: ModelSpec) -> None:
         """Check that the checkpoint exists and fits, and read it once, so that it is in the page cache for `load`.
@@ -88,8 +88,8 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
     def _new_model(self, spec: ModelSpec, gpus: int) -> VllmModel:
         folder, settings = Path(spec.path), self._settings
         began_s, others_wait = self._clock(), self.has_work()
-        if len(self._models) >= settings.models_max:
-            here = ", ".join(sorted(self._models))
+        if len(self.models) >= settings.models_max:
+            here = ", ".join(sorted(self.models))
             raise ModelLoadError(f"{spec.name}: models_max={settings.models_max}, and this slot has {here}")
         size_bytes = stored_bytes(folder, settings.dtype)
         self._sleep_until_fits(size_bytes, keep=None)
@@ -126,7 +126,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         """No transfer is under way between steps."""
 
     def _awake(self) -> list[VllmModel]:
-        return [model for model in self._models.values() if model.runner.awake]
+        return [model for model in self.models.values() if model.runner.awake]
 
     def _sleep_until_fits(self, needed_bytes: int, *, keep: VllmModel | None) -> None:
         """Put models to sleep, the least recently used first, until one more of that size fits."""
@@ -158,8 +158,8 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         except torch.AcceleratorError:
             raise
         except Exception as error:
-            mine = [sequence for sequence in self._requests if sequence.model == model.name]
-            self._requests.end_all(mine, f"model {model.name} failed: {type(error).__name__}: {error}")
+            mine = [sequence for sequence in self.requests if sequence.model == model.name]
+            self.requests.end_all(mine, f"model {model.name} failed: {type(error).__name__}: {error}")
             return []
 
     def _wake(self, model: VllmModel, now_s: float) -> None:
@@ -171,7 +171,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
 
     def _step_of(self, model: VllmModel) -> Made[VllmKv]:
         """Submit new requests to vLLM, run its step, and find the answers that ended by themselves."""
-        mine = {str(sequence.order): sequence for sequence in self._requests if sequence.model == model.name}
+        mine = {str(sequence.order): sequence for sequence in self.requests if sequence.model == model.name}
         for name, sequence in mine.items():
             if sequence.kv.vllm_id is None:
                 self._submit(name, sequence, model)
@@ -184,10 +184,10 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             sequence = mine[name]
             ended = token in model.eos_ids and not sequence.request.ignore_eos
             if name not in step.ended or ended or sequence.generated + 1 == sequence.request.max_tokens:
-                self._requests.begin(sequence)
+                self.requests.begin(sequence)
                 made[name] = sequence, None if ended else token
         for name in step.ended.keys() - made.keys():
-            self._requests.end_all([mine[name]], f"vLLM ended it too early: {step.ended[name]}")
+            self.requests.end_all([mine[name]], f"vLLM ended it too early: {step.ended[name]}")
         return list(made.values())
 
     def _observe(self, step: Step, mine: Mapping[str, VllmSequence], model: VllmModel, took_s: float) -> None:
@@ -224,7 +224,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         requests.
         """
         stats = super().stats()
-        total = self._preemptions_before + sum(m.runner.preemptions_total for m in self._models.values())
+        total = self._preemptions_before + sum(m.runner.preemptions_total for m in self.models.values())
         mine = {"preemptions": float(total), "recomputed": float(total), "load_s": self._blocked_s}
         return replace(stats, extra={**stats.extra, **mine})
 

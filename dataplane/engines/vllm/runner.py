@@ -61,12 +61,12 @@ class Runner:
         self._kv_sizes: list[int] | None = None
         self._preempted: dict[str, int] = {}
         self._preemptions_ended = 0
-        self._engine = _build(name, folder, settings)
-        interfaces.check_interfaces(self._engine)
-        self._scratch = interfaces.scratch()
-        self.context_tokens: int = self._engine.vllm_config.model_config.max_model_len
-        self.kv_tokens = interfaces.kv_tokens(self._engine)
-        self.vocabulary: int = self._engine.vllm_config.model_config.get_vocab_size()
+        self.engine = _build(name, folder, settings)
+        interfaces.check_interfaces(self.engine)
+        self.scratch = interfaces.scratch()
+        self.context_tokens: int = self.engine.vllm_config.model_config.max_model_len
+        self.kv_tokens = interfaces.kv_tokens(self.engine)
+        self.vocabulary: int = self.engine.vllm_config.model_config.get_vocab_size()
 
     @property
     def awake(self) -> bool:
@@ -75,7 +75,7 @@ class Runner:
     @property
     def kv_usage(self) -> float:
         """The share of its KV blocks that are in use; 0 while it sleeps."""
-        return interfaces.kv_usage(self._engine) if self.awake else 0.0
+        return interfaces.kv_usage(self.engine) if self.awake else 0.0
 
     @property
     def preemptions_total(self) -> int:
@@ -84,23 +84,23 @@ class Runner:
 
     def add(self, name: str, tokens: list[int], params: SamplingParams, *, priority: int) -> str:
         """Queue a request, also while asleep; returns vLLM's id of it. `step` refers to it by `name`."""
-        vllm_id = self._engine.add_request(name, {"prompt_token_ids": tokens}, params, priority=priority)
+        vllm_id = self.engine.add_request(name, {"prompt_token_ids": tokens}, params, priority=priority)
         self._preempted[vllm_id] = 0
         return str(vllm_id)
 
     def end(self, vllm_id: str) -> None:
         """Remove a request, ended or not, and free its KV."""
         self._preemptions_ended += self._preempted.pop(vllm_id, 0)
-        self._engine.abort_request([vllm_id], internal=True)
+        self.engine.abort_request([vllm_id], internal=True)
 
     def computed_tokens(self, vllm_id: str) -> int:
-        return interfaces.computed_tokens(self._engine, vllm_id) if self.awake else 0
+        return interfaces.computed_tokens(self.engine, vllm_id) if self.awake else 0
 
     def step(self) -> Step:
         assert self.awake
-        interfaces.use_scratch(self._scratch)
+        interfaces.use_scratch(self.scratch)
         step = Step(tokens={}, ended={})
-        for output in self._engine.step():
+        for output in self.engine.step():
             (answer,) = output.outputs
             if answer.token_ids:
                 (step.tokens[output.request_id],) = answer.token_ids
@@ -118,18 +118,18 @@ class Runner:
         """
         if self._copy is not None:
             return
-        if interfaces.keeps_kv_addresses(self._engine):
+        if interfaces.keeps_kv_addresses(self.engine):
             raise ModelLoadError(
                 f"{self._name}: its KV cannot move, so that it cannot share a slot; models_max must be 1 for it"
             )
-        (sizes,) = self._engine.collective_rpc(sleep.weight_sizes)
+        (sizes,) = self.engine.collective_rpc(sleep.weight_sizes)
 
         def fill(view: memoryview) -> None:
-            self._engine.collective_rpc(sleep.copy_weights, args=(torch.frombuffer(view, dtype=torch.uint8),))
+            self.engine.collective_rpc(sleep.copy_weights, args=(torch.frombuffer(view, dtype=torch.uint8),))
 
         if self._cache is None:
             private = torch.empty(sum(sizes), dtype=torch.uint8)
-            self._engine.collective_rpc(sleep.copy_weights, args=(private,))
+            self.engine.collective_rpc(sleep.copy_weights, args=(private,))
             self._copy = HostCopy(host=private, sizes=sizes, cached=None)
             return
         cached = self._cache.acquire(_cache_key(self._folder, self._settings, sizes), sum(sizes), fill)
@@ -143,22 +143,22 @@ class Runner:
             ModelLoadError: vLLM does not free its KV; the model stays awake.
         """
         assert self._copy is not None, "keep_host_copy comes first"
-        is_reset = self._engine.reset_prefix_cache(reset_running_requests=True)
+        is_reset = self.engine.reset_prefix_cache(reset_running_requests=True)
         if not is_reset:
             raise ModelLoadError(
                 f"{self._name}: vLLM did not reset its KV cache, so that the model cannot leave the device"
             )
         self._note_preemptions()
-        (self._kv_sizes,) = self._engine.collective_rpc(sleep.offload)
+        (self._kv_sizes,) = self.engine.collective_rpc(sleep.offload)
 
     def wake(self) -> None:
         assert self._copy is not None
-        self._engine.collective_rpc(sleep.restore, args=(self._copy.host, self._copy.sizes, self._kv_sizes))
+        self.engine.collective_rpc(sleep.restore, args=(self._copy.host, self._copy.sizes, self._kv_sizes))
         self._kv_sizes = None
 
     def close(self) -> None:
         """Free everything. The runner cannot be used afterwards."""
-        interfaces.end_engine(self._engine)
+        interfaces.end_engine(self.engine)
         copy, self._copy = self._copy, None
         if copy is not None and copy.cached is not None:
             del copy.host
@@ -166,7 +166,7 @@ class Runner:
 
     def _note_preemptions(self) -> None:
         for vllm_id, before in self._preempted.items():
-            self._preempted[vllm_id] = max(before, interfaces.preemptions(self._engine, vllm_id))
+            self._preempted[vllm_id] = max(before, interfaces.preemptions(self.engine, vllm_id))
 
 
 def stored_bytes(folder: Path, dtype: str) -> int:

@@ -32,8 +32,8 @@ def copy_weights(worker: Any, host: torch.Tensor) -> None:
 def offload(worker: Any) -> list[int]:
     """Free weights and KV; returns the sizes of the KV's storages for `restore`."""
     _synchronize(worker)
-    kv_sizes = [storage.nbytes() for storage in _unique(kv_tensors(worker))]
-    for storage in (*_weights(worker), *_unique(kv_tensors(worker))):
+    kv_sizes = [storage.nbytes() for storage in storages_of(kv_tensors(worker))]
+    for storage in (*_weights(worker), *storages_of(kv_tensors(worker))):
         storage.resize_(0)
     return kv_sizes
 
@@ -46,7 +46,7 @@ def restore(worker: Any, host: torch.Tensor, weight_sizes: list[int], kv_sizes: 
             storage.resize_(size)
             _bytes_of(storage).copy_(host[start : start + size], non_blocking=True)
             start += size
-        for storage, size in zip(_unique(kv_tensors(worker)), kv_sizes, strict=True):
+        for storage, size in zip(storages_of(kv_tensors(worker)), kv_sizes, strict=True):
             storage.resize_(size)
             _bytes_of(storage).zero_()
     except Exception:
@@ -61,10 +61,10 @@ def weight_sizes(worker: Any) -> list[int]:
 
 
 def _weights(worker: Any) -> list[torch.UntypedStorage]:
-    return _unique(parameter.data for parameter in worker.get_model().parameters())
+    return storages_of(parameter.data for parameter in worker.get_model().parameters())
 
 
-def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """The storages under tensors, each once, in a stable order: a storage keeps its identity when it is resized."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return list({storage._cdata: storage for storage in storages}.values())  # noqa: SLF001

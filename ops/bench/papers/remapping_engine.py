@@ -122,7 +122,7 @@ class SharedEngine(ReplayEngine):
         before_s = -2 * sum(model.layers_bytes for model in models) / settings.wire.bytes_per_s
         for model in models:
             self.load(model.name, _spec_of(model))
-            self._weights.load(self._models[model.name].weights, before_s)
+            self.weights.load(self.models[model.name].weights, before_s)
 
     def _new_model(self, spec: ModelSpec, gpus: int) -> ReplayModel:
         model = super()._new_model(spec, gpus)
@@ -135,12 +135,12 @@ class SharedEngine(ReplayEngine):
         asking = shortage.sequence
         if shortage.victim is None or shortage.victim.kv.share is asking.kv.share:
             return super()._on_shortage(shortage)
-        own = [one for one in self._models[asking.model].decoding_here if not one.just_resumed]
+        own = [one for one in self.models[asking.model].decoding_here if not one.just_resumed]
         victim = choose_victim(own, asking)
         if victim is None:
             return "refuse"
         self._allocator.recomputed_total += 1
-        self._requests.queue(victim)
+        self.requests.queue(victim)
         return "remap"  # there is more room now
 
     def _run(self, turn: Turn, model: ReplayModel, now_s: float) -> Made[SequenceKv] | None:
@@ -155,17 +155,17 @@ class SharedEngine(ReplayEngine):
             moved_s = 2 * max(share.used_bytes - self._share_bytes[turn.model], 0) / self._both_bytes_per_s
             self._pass_time(max(moved_s - (self._clock() - now_s), 0.0))
         self.decoded = turn.kind == "decode"
-        self.given_bytes_max = max(self.given_bytes_max, self._weights.offloaded_bytes)
+        self.given_bytes_max = max(self.given_bytes_max, self.weights.offloaded_bytes)
         return made
 
     @property
     def counts(self) -> Counts:
         return Counts(
-            deepened=self._pressure.layers_moved["offloaded"],
-            reverted=self._pressure.layers_moved["reclaimed"],
-            not_covered=self._pressure.declined.total(),
+            deepened=self.pressure.layers_moved["offloaded"],
+            reverted=self.pressure.layers_moved["reclaimed"],
+            not_covered=self.pressure.declined.total(),
             recomputed=self._allocator.recomputed_total,
-            swapped=self._kv.swapped_out_total,
+            swapped=self.kv.swapped_out_total,
             given_bytes_max=self.given_bytes_max,
         )
 

@@ -73,18 +73,18 @@ class FastForwardEngine(ReplayEngine):
     @property
     def turns_stats(self) -> EngineStats:
         """The stats that a dispatcher reads: the running model, and the pace of prefills."""
-        turn, pace = self._state.turn, self._log.prefill_pace
+        turn, pace = self.state.turn, self._log.prefill_pace
         pool = PoolStats(now_s=self._clock(), running_model=turn.model if turn else None, prefill_pace=pace)
         return EngineStats(pool=pool)
 
     @property
     def kv_used_bytes(self) -> int:
-        return self._kv.used_bytes
+        return self.kv.used_bytes
 
     @property
     def kv_capacity_bytes(self) -> int:
         """KV memory in use and free."""
-        return self._kv.used_bytes + self._kv.free_bytes
+        return self.kv.used_bytes + self.kv.free_bytes
 
     @property
     def lone_model(self) -> str | None:
@@ -107,15 +107,15 @@ class FastForwardEngine(ReplayEngine):
         """The turn policy is asked before every step. Where prompts came in the last step of a fast-forward, it is
         asked now for those before, so that it knows for how long there were none.
         """
-        if self._requests.prefills.groups:
+        if self.requests.prefills.groups:
             self._get_off_all()
         facts, fast_forward = super()._facts(now_s), self.fast_forwarded
         if fast_forward and fast_forward.steps > 1 and facts.prefills.groups:
             last_s = fast_forward.pace.seconds(fast_forward.steps) - fast_forward.pace.seconds(fast_forward.steps - 1)
-            state = replace(self._state, decode_spent_s=self._state.decode_spent_s - last_s)
+            state = replace(self.state, decode_spent_s=self.state.decode_spent_s - last_s)
             alone = replace(facts, prefills=PrefillQueue())
             _, state = choose_turn(alone, state, now_s - last_s, self._slot.turns)
-            self._state = state.spent("decode", last_s)
+            self.state = state.spent("decode", last_s)
         return facts
 
     def _run(self, turn: Turn, model: ReplayModel, now_s: float) -> Made[SequenceKv] | None:
@@ -143,27 +143,27 @@ class FastForwardEngine(ReplayEngine):
         if not self._may_lend:
             return False
         model.look()
-        lends = self._weights.offloaded or self._kv.out_of_region_bytes
-        return bool(lends) or model.kv_needed_bytes() > self._kv.free_bytes
+        lends = self.weights.offloaded or self.kv.out_of_region_bytes
+        return bool(lends) or model.kv_needed_bytes() > self.kv.free_bytes
 
     def _ready(self, model: FastForwardModel) -> list[ReplaySequence]:
         """Allocate KV for one step. Returns the decoding sequences with KV that are not riders."""
         model.look()
-        if len(model.decoding) > self._slot.batch_max or model.kv_needed_bytes() > self._kv.free_bytes:
+        if len(model.decoding) > self._slot.batch_max or model.kv_needed_bytes() > self.kv.free_bytes:
             self._get_off_all()
             return [chunk.sequence for chunk in self._step_batches.decode(model)]
         if not model.roomy:
-            self._kv.grow_unseen(len(model.riders) * model.kv_bytes_per_token)
+            self.kv.grow_unseen(len(model.riders) * model.kv_bytes_per_token)
             model.roomy = True
         standing, model.standing = model.standing, []
         for sequence in standing:
             kv = sequence.kv
             if kv.location is KvLocation.DEVICE:
-                self._kv.grow(kv, len(sequence.tokens))
+                self.kv.grow(kv, len(sequence.tokens))
                 model.get_on(sequence, self._served(sequence.request.request_id))
                 continue
             if kv.location is KvLocation.HOST:
-                self._kv.swap_in(kv)
+                self.kv.swap_in(kv)
             model.standing.append(sequence)
         if model.riders:
             self._ridden[model.name] = model
@@ -177,18 +177,18 @@ class FastForwardEngine(ReplayEngine):
         pace = decode_pace(model.latency, context_tokens, batch)
         most = self._steps_max(model, singles, batch, pace, now_s)
         if most > 1:
-            self._weights.load(model.weights, now_s)  # each step uses them; those longest unused give way
+            self.weights.load(model.weights, now_s)  # each step uses them; those longest unused give way
         self.fast_forwarded = self._fast_forward(FastForward(now_s, pace, most))
         steps = self.fast_forwarded.steps
         over = []
         if riders:
             self.ridden_tokens = riders * steps
-            self._kv.grow_unseen(riders * (steps - 1) * model.kv_bytes_per_token)
+            self.kv.grow_unseen(riders * (steps - 1) * model.kv_bytes_per_token)
             over = model.ride(self.fast_forwarded)
         for sequence in singles:
             sequence.cached += steps
             sequence.tokens.extend([0] * (steps - 1))
-            grown = self._kv.grow(sequence.kv, len(sequence.tokens))
+            grown = self.kv.grow(sequence.kv, len(sequence.tokens))
             assert grown, "there is room for the fast-forward"
         told = singles + over
         if len(told) > 1:
@@ -201,13 +201,13 @@ class FastForwardEngine(ReplayEngine):
         self, model: FastForwardModel, singles: list[ReplaySequence], batch: int, pace: Pace, now_s: float
     ) -> int:
         """The number of steps in which nothing can change."""
-        if self._requests.prefills.groups:
+        if self.requests.prefills.groups:
             return 1
-        steps = min(model.steps_max(), 1 + self._kv.free_bytes // (batch * model.kv_bytes_per_token))
+        steps = min(model.steps_max(), 1 + self.kv.free_bytes // (batch * model.kv_bytes_per_token))
         for one in singles:
             steps = min(steps, one.request.max_tokens - one.generated)
-        ends_s = math.inf if self._alone and not self._renews else self._state.round.ends_s
-        move_s = self._kv.next_move_s
+        ends_s = math.inf if self._alone and not self._renews else self.state.round.ends_s
+        move_s = self.kv.next_move_s
         if move_s is not None and move_s < ends_s:
             ends_s = move_s
         return steps if ends_s == math.inf else min(steps, pace.steps_to(ends_s - now_s))

@@ -24,7 +24,7 @@ def make_worker() -> Any:
 
 def held_bytes(worker: Any) -> int:
     tensors = [*worker.get_model().parameters(), *worker.model_runner.kv_caches]
-    return sum(storage.nbytes() for storage in sleep._unique(tensors))
+    return sum(storage.nbytes() for storage in sleep.storages_of(tensors))
 
 
 def test_what_left_holds_nothing_and_comes_back_as_it_was() -> None:

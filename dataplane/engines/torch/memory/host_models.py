@@ -92,7 +92,7 @@ class HostModels:
         self._building = threading.Lock()
         self._leave_rank = leave_rank
         self._in_use = in_use
-        self._host_wait_max_s = host_wait_max_s
+        self.host_wait_max_s = host_wait_max_s
         self._engine_thread = threading.get_ident()
         self._releases = PendingReleases(device)
         self._memory_wanted = False
@@ -130,7 +130,7 @@ class HostModels:
                 model = self._build(name, folder, slabs_max)
                 with self._lock:
                     if known is not None:
-                        self._detach(known)
+                        self.release_copy(known)
                     self._models[name] = model
             else:
                 model = known
@@ -166,7 +166,7 @@ class HostModels:
             self._reads.pop(name, None)
             model = self._models.pop(name, None)
             if model is not None:
-                self._detach(model)
+                self.release_copy(model)
 
     def ready(self, model: HostModel) -> bool:
         """Whether the weights are in host memory. If not, a thread starts to read them.
@@ -231,7 +231,7 @@ class HostModels:
             self._read(model)
         with self._lock:
             if self._models.get(model.name) is not model:  # forgotten meanwhile
-                self._detach(model)
+                self.release_copy(model)
 
     def _read(self, model: HostModel) -> None:
         """Raises HostMemoryError if host memory is full, and requests memory then."""
@@ -275,9 +275,9 @@ class HostModels:
 
     def _check_wait(self, model: HostModel, error: HostMemoryError) -> None:
         since_s = model.short_since_s
-        if since_s is not None and time.monotonic() - since_s >= self._host_wait_max_s:
+        if since_s is not None and time.monotonic() - since_s >= self.host_wait_max_s:
             model.short_since_s = None
-            limit = f"host_wait_max_s={self._host_wait_max_s:g}"
+            limit = f"host_wait_max_s={self.host_wait_max_s:g}"
             raise ModelLoadError(f"host memory was full for longer than {limit}: {error}") from error
 
     def _release_one(self, *, rank_max: int) -> bool:
@@ -287,10 +287,10 @@ class HostModels:
             spare = [(rank, used_s, model) for rank, used_s, model in held if rank is not None and rank <= rank_max]
             if not spare:
                 return False
-            self._detach(min(spare, key=lambda known: known[:2])[2])
+            self.release_copy(min(spare, key=lambda known: known[:2])[2])
             return True
 
-    def _detach(self, model: HostModel) -> None:
+    def release_copy(self, model: HostModel) -> None:
         """Detach the model's host copy; the engine's thread frees it."""
         with self._lock:
             self._releases.add(model.host, model.cached, model.copies)

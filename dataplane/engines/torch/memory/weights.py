@@ -73,7 +73,7 @@ class WeightStore:
         self._residents: dict[str, Resident] = {}
         self._homes: dict[str, int] = {}
         self._used_s: dict[str, float] = {}
-        self._rate = rate
+        self.rate = rate
         self.loads_total = 0
 
     @property
@@ -95,7 +95,7 @@ class WeightStore:
     @property
     def bytes_per_s(self) -> float:
         """The rate of weight transfers; see `TransferRate`."""
-        return self._rate.bytes_per_s
+        return self.rate.bytes_per_s
 
     def used_s(self, model: HostModel) -> float:
         """When the model was last needed, by the engine's clock."""
@@ -103,7 +103,7 @@ class WeightStore:
 
     def whole_s(self, model: HostModel) -> float:
         """Estimated seconds to load all of the model's weights."""
-        return model.skeleton.size_bytes * self._rate.s_per_byte
+        return model.skeleton.size_bytes * self.rate.s_per_byte
 
     def missing_s(self, model: HostModel, *, now_s: float) -> float:
         """Estimated seconds until the model would be loaded if it were requested now."""
@@ -218,7 +218,7 @@ class WeightStore:
         for resident in self._residents.values():
             if resident.events and all(event.done() and event.error is None for event in resident.events):
                 if not resident.tries:
-                    self._rate.learn(resident.model.skeleton.size_bytes, resident.sent_s, resident.events)
+                    self.rate.learn(resident.model.skeleton.size_bytes, resident.sent_s, resident.events)
                 resident.events = []
                 resident.tries = 0
                 resident.model.skeleton.await_shard = None

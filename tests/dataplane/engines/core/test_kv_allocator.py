@@ -1,4 +1,4 @@
-"""Who makes way for whom, on replayed memory of 100 tokens."""
+"""Allocation and preemption on replayed memory of 100 tokens."""
 
 from dataclasses import dataclass, field
 
@@ -19,17 +19,18 @@ from tests.dataplane.engines.replay.replayed import SETTINGS, FakeTime, request,
 
 @dataclass
 class Slot:
-    """Two models, and requests of 40 tokens that hold KV here. `taken_back`: what weights were asked to give back."""
+    """Two models, and requests of 40 tokens with KV on the device. `reclaimed`: the calls of `reclaim`."""
 
     host_bytes: int = 10_000
     prefill_only: bool = False
-    taken_back: list[str | None] = field(default_factory=list)
+    reclaimed: list[str | None] = field(default_factory=list)
     action: Action | None = "swap"
     shortages: list[Shortage] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.models: dict[str, ReplayModel] = {name: replayed(ReplayModel, spec(name), SETTINGS, 1) for name in "ab"}
-        self.kv = ReplayKvMemory(1000, self.host_bytes, FakeTime().clock, WeightsMemory(1000))
+        self.weights = WeightsMemory(1000)
+        self.kv = ReplayKvMemory(1000, self.host_bytes, FakeTime().clock, self.weights)
         self.requests = RequestTable(self.models, self.kv, PrefillSettings(), FakeTime().clock)
         self.allocator = KvAllocator(
             self.models,
@@ -42,10 +43,12 @@ class Slot:
 
     def _on_shortage(self, shortage: Shortage) -> Action | None:
         self.shortages.append(shortage)
+        if self.action == "remap":
+            self.weights.offloaded_bytes += 500
         return self.action
 
     def _note(self, keep: str | None) -> bool:
-        self.taken_back.append(keep)
+        self.reclaimed.append(keep)
         return False
 
     def waiting(self, request_id: str, model: str, tier: Tier) -> ReplaySequence:
@@ -68,17 +71,17 @@ class Slot:
 
 
 @pytest.mark.parametrize("tier", ["IW-F", "NIW"])
-def test_what_decodes_makes_way_before_what_is_half_prefilled(tier: Tier) -> None:
+def test_decoding_sequences_are_preempted_before_partly_prefilled_ones(tier: Tier) -> None:
     slot = Slot()
     decoding, half = slot.decoding("decoding", "a", "IW-F"), slot.half_prefilled("half", "a", "NIW")
     wanted = slot.waiting("wanted", "b", tier)
-    assert not slot.allocator.grow(wanted, 41), "not before it has left"
+    assert not slot.allocator.grow(wanted, 41), "not before it is swapped out"
     assert (decoding.kv.location, half.kv.location) == (KvLocation.SWAPPING_OUT, KvLocation.DEVICE)
     assert (slot.allocator.preemptions_total, slot.allocator.recomputed_total) == (1, 0)
 
 
-def test_who_came_back_makes_a_token_before_it_leaves_again() -> None:
-    """Else it and one that finds no room even without it would go round for ever, and neither make a token."""
+def test_a_resumed_sequence_makes_a_token_before_it_is_preempted_again() -> None:
+    """Otherwise it and one that does not fit even without it would preempt each other for ever."""
     slot = Slot()
     back = slot.decoding("back", "a", "NIW")
     back.resumed_at = len(back.tokens)
@@ -86,11 +89,11 @@ def test_who_came_back_makes_a_token_before_it_leaves_again() -> None:
     assert not slot.allocator.grow(wanted, 90), "not now"
     assert back.kv.location is KvLocation.DEVICE
     slot.requests.take(back, 7)
-    assert not slot.allocator.grow(wanted, 90), "not before it has left"
+    assert not slot.allocator.grow(wanted, 90), "not before it is swapped out"
     assert back.kv.location is KvLocation.SWAPPING_OUT
 
 
-def test_half_prefilled_ones_make_way_for_those_before_them_and_begin_again() -> None:
+def test_partly_prefilled_sequences_are_dropped_for_those_before_them_and_start_over() -> None:
     slot = Slot()
     first, last = slot.half_prefilled("first", "a", "NIW"), slot.half_prefilled("last", "a", "NIW")
     wanted = slot.waiting("wanted", "a", "IW-F")
@@ -101,30 +104,30 @@ def test_half_prefilled_ones_make_way_for_those_before_them_and_begin_again() ->
     assert (slot.allocator.preemptions_total, slot.allocator.recomputed_total) == (0, 1)
 
 
-def test_one_that_decodes_waits_for_a_half_prefilled_one_before_it() -> None:
+def test_a_decoding_sequence_waits_for_a_partly_prefilled_one_before_it() -> None:
     slot = Slot()
     late = slot.decoding("late", "b", "NIW")
     half = slot.half_prefilled("half", "a", "IW-F")
-    assert not slot.allocator.grow(late, 61), "it leaves itself"
+    assert not slot.allocator.grow(late, 61), "it is preempted itself"
     assert (late.kv.location, half.kv.location) == (KvLocation.SWAPPING_OUT, KvLocation.DEVICE)
 
 
-@pytest.mark.parametrize(("decoding", "makes_way"), [(False, True), (True, False)])
-def test_where_nothing_decodes_the_prefill_whose_turn_it_is_goes_first(decoding: bool, makes_way: bool) -> None:
-    """Else nothing would ever go on: a turn of the half-prefilled one's model may never come."""
+@pytest.mark.parametrize(("decoding", "dropped"), [(False, True), (True, False)])
+def test_if_nothing_decodes_the_prefill_whose_turn_it_is_goes_first(decoding: bool, dropped: bool) -> None:
+    """Otherwise nothing could continue: the partly prefilled one's model may never get a turn."""
     slot = Slot()
     half = slot.half_prefilled("half", "a", "IW-F")
     other = slot.decoding("other", "b", "IW-F") if decoding else slot.half_prefilled("other", "a", "IW-F")
     wanted = slot.waiting("wanted", "b", "IW-N")
-    assert slot.allocator.grow(wanted, 41) is makes_way
+    assert slot.allocator.grow(wanted, 41) is dropped
     assert (half.kv.location, other.kv.location) == (
         KvLocation.DEVICE,
-        KvLocation.NONE if makes_way else KvLocation.DEVICE,
+        KvLocation.NONE if dropped else KvLocation.DEVICE,
     )
 
 
 @pytest.mark.parametrize(("prefill_only", "location"), [(False, KvLocation.NONE), (True, KvLocation.DEVICE)])
-def test_what_is_to_be_handed_over_is_not_computed_anew(prefill_only: bool, location: KvLocation) -> None:
+def test_kv_that_is_to_be_exported_is_not_recomputed(prefill_only: bool, location: KvLocation) -> None:
     slot = Slot(host_bytes=0, prefill_only=prefill_only)
     held = [slot.decoding(name, "a", "NIW") for name in ("one", "two")]
     wanted = slot.waiting("wanted", "b", "IW-F")
@@ -132,49 +135,43 @@ def test_what_is_to_be_handed_over_is_not_computed_anew(prefill_only: bool, loca
     assert [sequence.kv.location for sequence in held] == [KvLocation.DEVICE, location]
 
 
-def test_weights_give_back_what_they_borrowed_before_anyone_makes_way_and_the_models_own_at_last() -> None:
+def test_borrowed_slabs_are_reclaimed_before_a_preemption_and_the_models_own_last() -> None:
     slot = Slot()
     for name in ("one", "two"):
         slot.half_prefilled(name, "a", "IW-F")
     wanted = slot.waiting("wanted", "a", "NIW")
     assert not slot.allocator.grow(wanted, 41)
-    assert slot.taken_back == ["a", None]
+    assert slot.reclaimed == ["a", None]
 
 
 @pytest.mark.parametrize(
-    ("action", "has_room", "location"),
+    ("action", "allocated", "location"),
     [
         ("swap", False, KvLocation.SWAPPING_OUT),
         ("recompute", True, KvLocation.NONE),
         ("refuse", False, KvLocation.DEVICE),
     ],
 )
-def test_the_policy_says_how_room_is_made(action: Action, has_room: bool, location: KvLocation) -> None:
+def test_the_policy_chooses_how_memory_is_freed(action: Action, allocated: bool, location: KvLocation) -> None:
     slot = Slot(action=action)
     held = [slot.decoding(name, "a", "NIW") for name in ("one", "two")]
     wanted = slot.waiting("wanted", "b", "IW-F")
-    assert slot.allocator.grow(wanted, 41) is has_room
+    assert slot.allocator.grow(wanted, 41) is allocated
     assert [sequence.kv.location for sequence in held] == [KvLocation.DEVICE, location]
     (shortage,) = slot.shortages
     assert (shortage.sequence, shortage.tokens, shortage.victim) == (wanted, 41, held[1])
 
 
-def test_nobody_makes_way_where_the_policy_found_room_elsewhere() -> None:
-    slot = Slot()
+def test_nothing_is_preempted_if_the_policy_frees_memory_elsewhere() -> None:
+    slot = Slot(action="remap")
     held = [slot.decoding(name, "a", "NIW") for name in ("one", "two")]
-
-    def lend(shortage: Shortage) -> Action | None:
-        slot.kv._capacity_bytes += 500
-        return "remap"
-
-    slot.allocator._on_shortage = lend
     assert slot.allocator.grow(slot.waiting("wanted", "b", "IW-F"), 41)
     assert [sequence.kv.location for sequence in held] == [KvLocation.DEVICE, KvLocation.DEVICE]
-    assert slot.taken_back == []
+    assert slot.reclaimed == []
 
 
 @pytest.mark.parametrize(("action", "location"), [("swap", KvLocation.SWAPPING_OUT), ("recompute", KvLocation.NONE)])
-def test_the_last_in_order_makes_way_itself_as_the_policy_says(action: Action, location: KvLocation) -> None:
+def test_the_last_in_order_is_preempted_itself_as_the_policy_chooses(action: Action, location: KvLocation) -> None:
     slot = Slot(action=action)
     first, last = slot.decoding("first", "a", "IW-F"), slot.decoding("last", "a", "NIW")
     assert not slot.allocator.grow(last, 61)
@@ -182,7 +179,7 @@ def test_the_last_in_order_makes_way_itself_as_the_policy_says(action: Action, l
     assert slot.shortages[0].victim is last
 
 
-def test_kv_that_is_in_the_way_leaves_whatever_it_is_doing() -> None:
+def test_kv_is_evicted_in_any_state() -> None:
     slot = Slot()
     decoding, half = slot.decoding("decoding", "a", "IW-F"), slot.half_prefilled("half", "b", "IW-F")
     slot.allocator.evict(lambda kv: kv is decoding.kv)

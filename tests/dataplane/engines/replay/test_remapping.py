@@ -48,7 +48,7 @@ def pool_of(engine: ReplayEngine) -> PoolStats:
 
 def check(engine: ReplayEngine) -> None:
     """No byte is lost or twice, and KV whose layers left takes room from weights."""
-    pool, weights, kv = pool_of(engine), engine._weights, engine._kv
+    pool, weights, kv = pool_of(engine), engine.weights, engine.kv
     assert sum(pool.slabs.values()) == SETTINGS.weights_bytes + SETTINGS.kv_bytes
     assert kv.used_bytes == sum(shape.used_bytes for shape in pool.kv)
     assert weights.used_bytes + max(kv.out_of_region_bytes - weights.offloaded_bytes, 0) <= SETTINGS.weights_bytes
@@ -63,7 +63,7 @@ def run(engine: ReplayEngine) -> tuple[dict[str, list[int]], int, int]:
         for output in engine.step():
             made.setdefault(output.request_id, []).extend(output.token_ids)
         check(engine)
-        batch = max(batch, *(len(model.decoding_here) for model in engine._models.values()))
+        batch = max(batch, *(len(model.decoding_here) for model in engine.models.values()))
         deep = max(deep, sum(pool_of(engine).offloaded_layers.values()))
     return made, batch, deep
 
@@ -173,7 +173,7 @@ def test_kv_makes_way_for_a_model_that_is_to_run() -> None:
     first = [request(f"a{number}", "a", prompt=20, max_tokens=30) for number in range(6)]
     for one in first:
         engine.add(one)
-    while not pool_of(engine).offloaded_layers or engine._kv.out_of_region_bytes <= 200:
+    while not pool_of(engine).offloaded_layers or engine.kv.out_of_region_bytes <= 200:
         engine.step()
     late = request("b0", "b", prompt=5, max_tokens=3)
     engine.add(late)

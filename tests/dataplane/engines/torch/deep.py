@@ -96,12 +96,12 @@ def pool_of(engine: TorchEngine) -> PoolStats:
 
 def decoding_here(engine: TorchEngine, name: str) -> Sequence[TokenSequence]:
     """The model's sequences that are past their prefill and whose KV is on the device."""
-    return engine._models[name].decoding_here
+    return engine.models[name].decoding_here
 
 
 def pressure_of(engine: TorchEngine) -> KvPressureHandler[TorchModel, SequenceKv]:
     """What is asked when KV has no room."""
-    return engine._pressure
+    return engine.pressure
 
 
 def run_dry(engine: TorchEngine, gathered: Gathered, *, steps_max: int = 20_000) -> int:

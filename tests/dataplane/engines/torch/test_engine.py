@@ -80,7 +80,7 @@ def test_end_of_sequence_stops_and_ignoring_it_goes_on_without_it(checkpoint: Ch
 
 def test_a_model_that_breaks_in_a_step_fails_alone(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     slot = engine(checkpoint, "llama", "qwen3")
-    skeleton = slot._models["llama"].weights.skeleton
+    skeleton = slot.models["llama"].weights.skeleton
 
     def break_down(**_: object) -> None:
         raise RuntimeError("kernel exploded")
@@ -105,7 +105,7 @@ def test_logits_that_are_not_numbers_end_that_request_alone(checkpoint: Checkpoi
     slot = engine(checkpoint, "llama")
     slot.add(request("warm", PROMPT))
     drain(slot)
-    model: Any = slot._models["llama"].weights.skeleton.model
+    model: Any = slot.models["llama"].weights.skeleton.model
     model.get_input_embeddings().weight[50] = float("nan")
     slot.add(request("poisoned", [50, 11], max_tokens=4))
     slot.add(request("healthy", [12, 13], max_tokens=4))
@@ -142,7 +142,7 @@ def test_an_evicted_skeleton_points_nowhere(checkpoint: Checkpoint) -> None:
     for instance_id in "ab":
         slot.add(request(instance_id, PROMPT, instance_id=instance_id))
         drain(slot)
-    models = {name: slot._models[name].weights.skeleton.model for name in ("llama", "qwen3")}
+    models = {name: slot.models[name].weights.skeleton.model for name in ("llama", "qwen3")}
     assert {parameter.device.type for parameter in models["llama"].parameters()} == {"meta"}
     addresses = [parameter.data_ptr() for parameter in models["qwen3"].parameters()]
     assert max(addresses) - min(addresses) < settings.weights_bytes

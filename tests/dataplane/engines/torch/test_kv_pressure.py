@@ -80,7 +80,7 @@ def test_who_asks_waits_only_where_nobody_has_to_make_way_or_where_that_is_force
         engine.add(wanted)
     steps_until(engine, Gathered(), lambda: len(decoding_here(engine, "llama")) == 2)
     engine.add(wants(["qwen2"], 1)[0])
-    asks = next(sequence for sequence in engine._requests if sequence.model == "qwen2")
+    asks = next(sequence for sequence in engine.requests if sequence.model == "qwen2")
     victim = decoding_here(engine, "llama")[1]
     may_leave = pressure_of(engine).on_shortage(Shortage(sequence=asks, tokens=200, victim=victim))
     assert (may_leave == "refuse") is (action == "refuse")
@@ -98,7 +98,7 @@ def test_kv_leaves_the_layers_that_an_active_model_must_wait_for(deep: Deep, und
         engine.add(wanted)
     gathered = Gathered()
     steps_until(engine, gathered, lambda: sum(pool_of(engine).offloaded_layers.values()) >= 2)
-    engine._weights._rate.s_per_byte = 1.0
+    engine.weights.rate.s_per_byte = 1.0
     steps_until(engine, gathered, lambda: not pool_of(engine).offloaded_layers)
     assert engine.has_work(), "before the requests had ended by themselves"
     run_dry(engine, gathered)
@@ -127,7 +127,7 @@ def test_a_victim_that_would_wait_for_its_turn_anyway_is_known_to(deep: Deep) ->
         engine.add(wanted)
     steps_until(engine, Gathered(), lambda: all(decoding_here(engine, name) for name in names))
     engine.step()
-    running = engine._state.round.model
+    running = engine.state.round.model
     assert running is not None
     other = next(name for name in names if name != running)
     asks = decoding(engine, running)
@@ -138,7 +138,7 @@ def test_a_victim_that_would_wait_for_its_turn_anyway_is_known_to(deep: Deep) ->
     assert idle[running] is not None
     assert idle[running].idle_s == 0.0
     assert idle[other] is not None
-    assert idle[other].idle_s == idle_s(engine._state.round, other, 100.0) > 0
+    assert idle[other].idle_s == idle_s(engine.state.round, other, 100.0) > 0
     engine.close()
 
 

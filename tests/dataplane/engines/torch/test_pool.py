@@ -129,7 +129,7 @@ def test_a_model_starts_while_its_later_layers_are_on_their_way(checkpoint: Chec
     gate = Gate()
     streams: dict[str, CopyStream] = {"weights": gate}
     engine = pool(checkpoint, ["llama"], make_copy_stream=lambda name: streams.get(name) or ThreadStream(name))
-    layers = engine._models["llama"].weights.skeleton.model.get_decoder().layers  # type: ignore[operator]
+    layers = engine.models["llama"].weights.skeleton.model.get_decoder().layers  # type: ignore[operator]
     ran = []
     for number, layer in enumerate(layers):
         layer.register_forward_hook(lambda *_, number=number: ran.append(number))
@@ -166,7 +166,7 @@ def test_the_next_model_comes_while_this_one_runs(checkpoint: Checkpoint) -> Non
         both += len(set(stats.resident_models) | set(stats.pool.arriving_models)) == 2
     assert both > 0
     check_tokens(checkpoint, requests, gathered)
-    assert engine._weights.loads_total == 2, "both fit: neither is brought twice"
+    assert engine.weights.loads_total == 2, "both fit: neither is brought twice"
 
 
 def host_bytes(engine: TorchEngine) -> int:
@@ -217,8 +217,8 @@ def test_a_prefill_slot_hands_over_and_a_decode_slot_goes_on(checkpoint: Checkpo
         wanted = by_id[output.request_id]
         kv = output.kv if output.request_id != "llama-0" else structs.replace(output.kv, file=str(tmp_path / "gone"))
         second.add(structs.replace(wanted, generated=begun.tokens[output.request_id], kv=kv))
-    assert second._requests.prefills.groups[0].waiting[0].request_id == "llama-0", "what cannot be read is prefilled"
-    assert sum(len(group.waiting) for group in second._requests.prefills.groups) == 1
+    assert second.requests.prefills.groups[0].waiting[0].request_id == "llama-0", "what cannot be read is prefilled"
+    assert sum(len(group.waiting) for group in second.requests.prefills.groups) == 1
     rest = drain(second, steps_max=50_000)
     for wanted in requests:
         first.release(wanted.request_id)
@@ -263,9 +263,9 @@ def test_borrowed_weights_make_way_for_their_own_models_kv(checkpoint: Checkpoin
     for wanted in wants(names, 1):
         engine.add(wanted)
     drain(engine)
-    above = max(engine._arena.runs.values(), key=lambda run: run.end)
-    assert above.end > engine._arena.weights_slabs, "one of them borrowed slabs of KV"
-    name = next(name for name, run in engine._arena.runs.items() if run == above)
+    above = max(engine.arena.runs.values(), key=lambda run: run.end)
+    assert above.end > engine.arena.weights_slabs, "one of them borrowed slabs of KV"
+    name = next(name for name, run in engine.arena.runs.items() if run == above)
     tokens = min(250, engine.stats().instances[0].kv_tokens_max)
     wanted = request("all", prompt_of(3, tokens - 10), instance_id=name, max_tokens=10)
     engine.add(wanted)

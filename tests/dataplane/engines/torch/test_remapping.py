@@ -123,7 +123,7 @@ def test_a_model_without_all_its_layers_waits_for_its_host_copy_where_that_left(
         engine.add(wanted)
     gathered = Gathered()
     steps_until(engine, gathered, lambda: sum(pool_of(engine).offloaded_layers.values()) >= 2)
-    engine._host._detach(engine._models["llama"].weights)
+    engine.host_models.release_copy(engine.models["llama"].weights)
     assert run_dry(engine, gathered) >= 2
     assert gathered.tokens == undisturbed(requests)
     engine.close()
@@ -172,10 +172,10 @@ def test_a_model_that_is_prefetched_does_not_hold_up_the_layers_of_the_one_that_
     weights = streams["weights"]
     assert isinstance(weights, HeldStream)
     weights.held = True
-    assert engine._weights.load(engine._models["qwen2"].weights, 0.0, keep="llama")
-    loads_before = engine._weights.remapped(engine._models["llama"].weights).loads_total
+    assert engine.weights.load(engine.models["qwen2"].weights, 0.0, keep="llama")
+    loads_before = engine.weights.remapped(engine.models["llama"].weights).loads_total
     gathered.take(drain_outputs(engine))
-    assert engine._weights.remapped(engine._models["llama"].weights).loads_total > loads_before
+    assert engine.weights.remapped(engine.models["llama"].weights).loads_total > loads_before
     assert gathered.tokens == undisturbed(requests)
     engine.close()
 

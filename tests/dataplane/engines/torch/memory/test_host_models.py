@@ -240,10 +240,10 @@ def test_the_engine_tells_what_host_memory_is_worth_and_keeps_to_the_limit(
         slot_for_one([folder], kv_bytes=2**17, cache_folder=tmp_path, host_wait_max_s=7.0), time.monotonic
     )
     engine.load("a", spec_of("llama", folder))
-    assert engine._host._host_wait_max_s == 7.0
+    assert engine.host_models.host_wait_max_s == 7.0
     pool = engine.stats().pool
     assert pool is not None
-    assert pool.weights_bytes_per_s == pytest.approx(engine._weights.bytes_per_s)
+    assert pool.weights_bytes_per_s == pytest.approx(engine.weights.bytes_per_s)
     assert pool.unpinned is None
     monkeypatch.setattr(PINS, "_reason", "ulimit -l is 8 bytes")
     pool = engine.stats().pool
