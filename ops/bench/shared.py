@@ -11,6 +11,7 @@ from typing import TypeVar
 import typer
 
 from dataplane.engines.interface import Engine, EngineOutput, EngineRequest
+from ops.plots.panels import PlotError, check_path
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -28,6 +29,19 @@ def chosen(names: Sequence[str] | None, known: Iterable[NameT], option: str) -> 
         if name not in by_name:
             raise typer.BadParameter(f"{name} is none of {', '.join(by_name)}", param_hint=option)
     return [by_name[name] for name in names or by_name]
+
+
+def check_plot(plot: Path | None) -> None:
+    """Check that a picture can be written, before long work is done for it.
+
+    Raises:
+        typer.BadParameter: it cannot.
+    """
+    try:
+        if plot is not None:
+            check_path(plot)
+    except PlotError as error:
+        raise typer.BadParameter(str(error), param_hint="--plot") from error
 
 
 @contextmanager

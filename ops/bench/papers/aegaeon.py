@@ -17,10 +17,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ops.bench.papers.workloads import HALF_AS_LONG, Workload, merged, workloads_of
-from ops.bench.shared import chosen, work_folder
+from ops.bench.shared import check_plot, chosen, work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.plots.lines_plot import LinesPanel, draw_lines
-from ops.plots.plot_option import check_plot
 from ops.simulator.run import simulate
 from ops.simulator.scenario.scenario import FleetPart, ModelPart, PolicyPart, Scenario, TargetPart
 from ops.simulator.traffic.traffic_parts import AegaeonPart

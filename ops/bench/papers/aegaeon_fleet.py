@@ -18,10 +18,9 @@ import typer
 from dataplane.scheduling.attainment import expected_active_models
 from dataplane.scheduling.profile import load_gpu_profile
 from ops.bench.papers.workloads import write_workload
-from ops.bench.shared import work_folder
+from ops.bench.shared import check_plot, work_folder
 from ops.client.screen import AsJson, notes, print_fields, print_json, print_table
 from ops.plots.lines_plot import LinesPanel, draw_lines
-from ops.plots.plot_option import check_plot
 from ops.simulator.kernel.events import Kind
 from ops.simulator.run import build_world, simulate
 from ops.simulator.scenario.scenario import PROFILES, FleetPart, ModelPart, PolicyPart, Scenario, TargetPart

@@ -1,14 +1,13 @@
-"""Scaling strategies side by side on one fleet: `python -m ops.bench.planner.strategies --help`.
+"""Scaling strategies compared on one fleet: `python -m ops.bench.planner.strategies --help`.
 
-The figures of SageServe 7.2: instance hours and what they were for, what scaling up wastes, TTFT, and how long a burst
-is felt. In a case each strategy begins with the same instances and sees the same requests.
-With `--frontier` like is compared with like: what each strategy costs at the quality that it gives, and what Reactive
-would cost at that quality. A strategy is a line of points then, one for each setting of its threshold or quantile.
+The figures of SageServe 7.2: instance hours by purpose, hours wasted by starts, TTFT, and the duration of a burst's
+effects. In a case each strategy starts with the same instances and gets the same requests. With `--frontier` strategies
+are compared at equal lateness: the hours of each, and those of Reactive with the same share of late first tokens. A
+strategy is a line of points then, one for each setting of its threshold or quantile.
 """
 
 import hashlib
 import json
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -31,9 +30,9 @@ from ops.bench.planner.strategies_cases import (
     case_scenario,
     figures_of,
 )
+from ops.bench.shared import check_plot, chosen, work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.plots.lines_plot import LinesPanel, draw_lines
-from ops.plots.plot_option import check_plot
 from ops.simulator.run import simulate
 from ops.simulator.scenario.scenario import Scenario, ScenarioError
 
@@ -148,22 +147,22 @@ PUBLISHED: Mapping[str, float] = {
 }
 """Instance hours against Reactive: SageServe 4 (Siloed, a day in one region) and Figure 11 (a day, Llama-2)."""
 
-_TELL_EVERY_S = 10.0
+_PRINT_EVERY_S = 10.0
 _PARTS = ("demand", "peak", "headroom", "minimum", "rounding", "beside")
 
 
 class Progress:
-    """Tells on standard error which run it is, how far it is, and when all are likely to be over."""
+    """Prints on standard error which run it is, its progress, and the estimated time left."""
 
     def __init__(self, runs: int) -> None:
         self._runs, self._done = runs, 0
-        self._began_s = self._told_s = time.monotonic()
+        self._began_s = self._printed_s = time.monotonic()
 
-    def tell(self, name: str, share: float) -> None:
-        """Print the progress of a run, at most every `_TELL_EVERY_S`."""
+    def show(self, name: str, share: float) -> None:
+        """Print the progress of a run, at most every `_PRINT_EVERY_S`."""
         now_s = time.monotonic()
-        if now_s - self._told_s >= _TELL_EVERY_S:
-            self._told_s, passed_s, done = now_s, now_s - self._began_s, self._done + share
+        if now_s - self._printed_s >= _PRINT_EVERY_S:
+            self._printed_s, passed_s, done = now_s, now_s - self._began_s, self._done + share
             left = f", about {passed_s / done * (self._runs - done) / 60:,.0f} min left" if done else ""
             notes().print(f"{name}: {share:.0%}; {self._done} of {self._runs} runs done{left}")
 
@@ -173,7 +172,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A case under a variant of a strategy. `folder`: where its figures are kept."""
+    """A case under a variant of a strategy. `folder`: of its stored figures."""
 
     case: str
     variant: str
@@ -190,8 +189,8 @@ class Run:
         if not self.path.exists():
             return None
         found: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
-        told = found.keys() >= {figure.name for figure in fields(StrategyFigures)}
-        return found if told and found["digest"] == digest_of(self.scenario) else None
+        complete = found.keys() >= {figure.name for figure in fields(StrategyFigures)}
+        return found if complete and found["digest"] == digest_of(self.scenario) else None
 
     def measure(self, progress: Progress) -> None:
         """Simulate, and store the figures."""
@@ -201,20 +200,20 @@ class Run:
         assert scenario.scaling is not None
         began_s = time.process_time()
 
-        def told(now_s: float, _: int) -> None:
-            progress.tell(name, min(1.0, max(0.0, now_s - learn_s) / (until_s - learn_s)))
+        def report(now_s: float, _: int) -> None:
+            progress.show(name, min(1.0, max(0.0, now_s - learn_s) / (until_s - learn_s)))
 
-        result = simulate(scenario, seed=self.seed, told=told).result
+        result = simulate(scenario, seed=self.seed, told=report).result
         figures = figures_of(result, thetas_of(scenario), scenario.scaling.instances_min, time.process_time() - began_s)
         document = {"digest": digest_of(scenario), **asdict(figures)}
         self.path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def thetas_of(scenario: Scenario) -> dict[str, float]:
-    """What an instance serves, by model.
+    """Tokens per second of an instance, by model.
 
     Raises:
-        ScenarioError: it hangs on the GPU type; what instance hours were for is not told apart then.
+        ScenarioError: it depends on the GPU type; hours are not attributed then.
     """
     thetas: dict[str, float] = {}
     for index, model in enumerate(scenario.models):
@@ -225,7 +224,7 @@ def thetas_of(scenario: Scenario) -> dict[str, float]:
 
 
 def digest_of(scenario: Scenario) -> str:
-    """What tells a scenario from another, wherever its recording lies."""
+    """A digest of a scenario, which does not depend on where its recording is."""
     document = scenario.model_dump(mode="json")
     document["traffic"].pop("path", None)
     document["fleet"]["profile"] = Path(document["fleet"]["profile"]).name
@@ -270,17 +269,17 @@ def main(
       python -m ops.bench.planner.strategies --data DATA --runs RUNS --case a-day --case c-day --seed 1 --seed 2
       python -m ops.bench.planner.strategies --data DATA --runs RUNS --case a-day --frontier
     """
-    cases = _chosen(case, CASES, "--case") or list(CASES)
-    variants = _chosen(strategy, POINTS, "--strategy") or list(FRONTIER if frontier else VARIANTS)
+    cases = chosen(case, CASES, "--case")
+    variants = chosen(strategy, POINTS, "--strategy") if strategy else list(FRONTIER if frontier else VARIANTS)
     check_plot(plot)
     runs.mkdir(parents=True, exist_ok=True)
     try:
-        with tempfile.TemporaryDirectory(prefix="tidepool-bench-") as folder:
+        with work_folder() as folder:
             wanted = [
                 Run(case=name, variant=variant, seed=number, scenario=loaded, folder=runs)
                 for name in cases
                 for variant in variants
-                for loaded in [case_scenario(CASES[name], variant, data, Path(folder), scenario, setting or ())]
+                for loaded in [case_scenario(CASES[name], variant, data, folder, scenario, setting or ())]
                 for number in seed or [1]
             ]
             missing = [one for one in wanted if one.figures() is None]
@@ -307,13 +306,6 @@ def _rows(case: str, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     reactive = fmean(one["instance_hours"] for one in found["reactive"]) if "reactive" in found else None
     for variant, ones in found.items():
         yield row_of(case, variant, ones, reactive)
-
-
-def _chosen(names: list[str] | None, known: Mapping[str, object], option: str) -> Sequence[str]:
-    for name in names or ():
-        if name not in known:
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint=option)
-    return names or ()
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:

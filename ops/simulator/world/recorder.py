@@ -1,9 +1,9 @@
-"""The series of a run: one value a step for each endpoint, queue and tier, in memory that grows with the steps only."""
+"""The series of a run: one value per step for each endpoint, queue and tier; memory grows with the steps only."""
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from controlplane.policies.facts import Endpoint, InstanceFacts, RegionGpu
@@ -18,25 +18,14 @@ STEP_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What the plan in force says of an endpoint: the demand it counts on at its peak, and instances."""
+    """The plan in force for an endpoint: the demand that it expects at its peak, and instances."""
 
     forecast: float
     instances: int
 
 
-@dataclass(kw_only=True)
-class _Endpoint:
-    """An endpoint's lists. `counts`: by state, and by kind where it serves; short where nothing came later."""
-
-    demand: list[float] = field(default_factory=list)
-    forecast: list[float | None] = field(default_factory=list)
-    planned: list[int | None] = field(default_factory=list)
-    counts: dict[tuple[State, str], list[float]] = field(default_factory=dict)
-    utilization: list[float | None] = field(default_factory=list)
-
-
 class Recorder:
-    """Closes a step at a time. `endpoints`: those that are told, from the beginning."""
+    """Records a step at a time. `endpoints`: all those recorded."""
 
     def __init__(self, endpoints: Iterable[Endpoint], usage: Usage, demand: Demand) -> None:
         self.planned: Callable[[], Mapping[Endpoint, Planned]] = dict
@@ -45,12 +34,12 @@ class Recorder:
         self._steps = 0
         self._usage = usage
         self._demand = demand
-        self._endpoints = {endpoint: _Endpoint() for endpoint in sorted(endpoints)}
+        self._endpoints = {endpoint: _empty_series(endpoint) for endpoint in sorted(endpoints)}
         self._switches: list[int] = []
         self._gpus: dict[State, list[float]] = {}
-        self._pools: dict[RegionGpu, list[tuple[float, int | None]]] = {}
-        self._queues: dict[str, list[tuple[int, float]]] = {}
-        self._tiers: dict[str, list[tuple[int, float | None]]] = {}
+        self._pools: dict[RegionGpu, PoolSeries] = {}
+        self._queues: dict[str, QueueSeries] = {}
+        self._tiers: dict[str, TierSeries] = {}
         self._first_tokens: defaultdict[str, Histogram] = defaultdict(Histogram)
         self._before: Mapping[Use, float] = {}
 
@@ -74,22 +63,27 @@ class Recorder:
         self._switches.append(switches)
         seconds = self._usage.seconds(now_s)
         planned = self.planned()
-        for endpoint, lists in self._endpoints.items():
+        for endpoint, series in self._endpoints.items():
             here = [one for one in views.get(endpoint.model, {}).values() if one.endpoint == endpoint]
             plan = planned.get(endpoint)
-            lists.demand.append(self._demand.mean(endpoint, since_s=now_s - STEP_S, until_s=now_s))
-            lists.forecast.append(None if plan is None else plan.forecast)
-            lists.planned.append(None if plan is None else plan.instances)
-            lists.utilization.append(utilization_of(here) if here else None)
+            series.demand.append(self._demand.mean(endpoint, since_s=now_s - STEP_S, until_s=now_s))
+            series.forecast.append(None if plan is None else plan.forecast)
+            series.planned.append(None if plan is None else plan.instances)
+            series.utilization.append(utilization_of(here) if here else None)
         self._count(seconds)
-        for model in {*self._queues, *queues}:
-            lines = self._queues.setdefault(model, [(0, 0.0)] * self._steps)
-            lines.append(queues.get(model, (0, 0.0)))
-        for tier in {*self._tiers, *self._first_tokens}:
+        for model in queues.keys() - self._queues.keys():
+            self._queues[model] = QueueSeries(model=model, waiting=[0] * self._steps, age_s=[0.0] * self._steps)
+        for model, queue in self._queues.items():
+            waiting, age_s = queues.get(model, (0, 0.0))
+            queue.waiting.append(waiting)
+            queue.age_s.append(age_s)
+        for tier in self._first_tokens.keys() - self._tiers.keys():
+            self._tiers[tier] = TierSeries(tier=tier, ended=[0] * self._steps, ttft_p95_s=[None] * self._steps)
+        for tier, row in self._tiers.items():
             histogram = self._first_tokens.get(tier, Histogram())
             p95_s = histogram.quantile(0.95)
-            rows = self._tiers.setdefault(tier, [(0, None)] * self._steps)
-            rows.append((histogram.count, None if math.isnan(p95_s) else p95_s))
+            row.ended.append(histogram.count)
+            row.ttft_p95_s.append(None if math.isnan(p95_s) else p95_s)
         self._first_tokens.clear()
         self._before = seconds
         self._steps += 1
@@ -103,61 +97,48 @@ class Recorder:
             if isinstance(use.endpoint, RegionGpu):
                 pools[use.endpoint] += count * use.gpus
             else:
-                key = use.state, use.kind.value if use.state == "serving" else ""
-                self._add(self._endpoints[use.endpoint].counts.setdefault(key, []), count)
+                own = self._endpoints[use.endpoint]
+                serving = use.state == "serving"
+                self._add(own.serving.setdefault(use.kind.value, []) if serving else getattr(own, use.state), count)
         planned = self.planned_pools()
-        for place in {*self._pools, *pools, *planned}:
-            self._pools.setdefault(place, [(0.0, None)] * self._steps).append((pools[place], planned.get(place)))
+        for key in (pools.keys() | planned.keys()) - self._pools.keys():
+            self._pools[key] = PoolSeries(
+                region=key.region, gpu_type=key.gpu_type, gpus=[0.0] * self._steps, planned=[None] * self._steps
+            )
+        for key, pool in self._pools.items():
+            pool.gpus.append(pools[key])
+            pool.planned.append(planned.get(key))
 
     def _add(self, column: list[float], value: float) -> None:
         """Add to the present step of a list, which is padded with zeros."""
-        column += [0.0] * (self._steps + 1 - len(column))
+        _pad(column, self._steps + 1)
         column[-1] += value
 
     def series(self) -> Series:
+        endpoints = list(self._endpoints.values())
+        kinds = [column for one in endpoints for column in one.serving.values()]
+        for one in endpoints:
+            kinds += [one.pooled, one.warming, one.draining, one.spot]
+        for column in (*kinds, *self._gpus.values()):
+            _pad(column, self._steps)
         return Series(
             start_s=self._start_s,
             step_s=STEP_S,
-            gpus={state: self._whole(column) for state, column in sorted(self._gpus.items()) if any(column)},
+            gpus={state: column for state, column in sorted(self._gpus.items()) if any(column)},
             switches=[after - before for before, after in pairwise([0, *self._switches])],
-            endpoints=[self._endpoint(endpoint, lists) for endpoint, lists in self._endpoints.items()],
-            pools=[
-                PoolSeries(
-                    region=place.region,
-                    gpu_type=place.gpu_type,
-                    gpus=[gpus for gpus, _ in rows],
-                    planned=[planned for _, planned in rows],
-                )
-                for place, rows in sorted(self._pools.items())
-            ],
-            queues=[
-                QueueSeries(model=model, waiting=[waits for waits, _ in lines], age_s=[age_s for _, age_s in lines])
-                for model, lines in sorted(self._queues.items())
-            ],
-            tiers=[
-                TierSeries(tier=tier, ended=[count for count, _ in rows], ttft_p95_s=[p95_s for _, p95_s in rows])
-                for tier, rows in sorted(self._tiers.items())
-            ],
+            endpoints=endpoints,
+            pools=[pool for _, pool in sorted(self._pools.items())],
+            queues=[queue for _, queue in sorted(self._queues.items())],
+            tiers=[tier for _, tier in sorted(self._tiers.items())],
         )
 
-    def _endpoint(self, endpoint: Endpoint, lists: _Endpoint) -> EndpointSeries:
-        def counts(state: State, kind: str = "") -> list[float]:
-            return self._whole(lists.counts.get((state, kind), []))
 
-        kinds = sorted(kind for state, kind in lists.counts if state == "serving")
-        return EndpointSeries(
-            model=endpoint.model,
-            region=endpoint.region,
-            demand=lists.demand,
-            forecast=lists.forecast,
-            planned=lists.planned,
-            serving={kind: counts("serving", kind) for kind in kinds},
-            pooled=counts("pooled"),
-            warming=counts("warming"),
-            draining=counts("draining"),
-            spot=counts("spot"),
-            utilization=lists.utilization,
-        )
+def _empty_series(endpoint: Endpoint) -> EndpointSeries:
+    return EndpointSeries(
+        model=endpoint.model, region=endpoint.region, demand=[], forecast=[], planned=[], serving={}, pooled=[],
+        warming=[], draining=[], spot=[], utilization=[],
+    )  # fmt: skip
 
-    def _whole(self, column: list[float]) -> list[float]:
-        return [*column, *[0.0] * (self._steps - len(column))]
+
+def _pad(column: list[float], length: int) -> None:
+    column += [0.0] * (length - len(column))
