@@ -191,7 +191,7 @@ class SlabArena:
         slabs = [*self._free, *self._kv, *moving, *(slab for slab in of_runs if slab not in self._lent)]
         assert sorted(slabs) == list(range(self.slabs)), f"lost or doubled slabs: {self._runs}, {moving}"
         assert len(set(of_runs)) == len(of_runs), f"runs overlap: {self._runs}"
-        assert self._lent.issubset(of_runs), "a slab is lent by nobody"
+        assert self._lent.issubset(of_runs), "a lent slab is in no run"
         assert {slab for slab in self._kv if slab < self.weights_slabs} == self._borrowed, (
             "KV below weights_slabs in a slab that is not lent"
         )

@@ -38,7 +38,7 @@ class DemandFormat:
         meant = {name: value for name, value in given.items() if value is not None}
         for name in meant:
             if name not in self.takes:
-                raise ValueError(f"{name}: means nothing to this format: its files say it, or do not need it")
+                raise ValueError(f"{name}: does not apply to this format")
         settings = ImportSettings(**meant)
         if len(settings.regions) > self.regions_max:
             raise ValueError(f"regions: this format takes one, got {len(settings.regions)}")

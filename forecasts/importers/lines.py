@@ -86,7 +86,7 @@ class Line:
         """The Unix time of so many units after a start, up to the year 9999."""
         time_s = start_s + self.amount(column) * unit_s
         if time_s > TIME_S_MAX:
-            raise self.error(column, f"lies after the year 9999: {self.text(column)[:_SHOWN]}")
+            raise self.error(column, f"is after the year 9999: {self.text(column)[:_SHOWN]}")
         return time_s
 
     def date_time_s(self, column: str) -> float:

@@ -56,7 +56,7 @@ def read_sageserve_week(
                 yield row
     if found and settings.workload not in found:
         known = ", ".join(sorted(found)[:10])
-        raise DemandFileError(f"{path}: column workload: no row says {settings.workload!r}; found: {known}")
+        raise DemandFileError(f"{path}: column workload: no row has {settings.workload!r}; found: {known}")
 
 
 def sageserve_rows(file: CsvFile, settings: ImportSettings) -> Iterator[tuple[str, DemandRow]]:

@@ -114,9 +114,7 @@ def _refuse_mixed(where: str, indices: FloatArray, starts: FloatArray, lines: In
 
 def _bucket_s(where: str, starts: FloatArray, lines: IntArray) -> float:
     if len(starts) < 2:
-        raise DemandFileError(
-            f"{where}: line {lines[0]}: one row alone does not tell how wide its bucket is; two are needed"
-        )
+        raise DemandFileError(f"{where}: line {lines[0]}: one row does not define the bucket width; two are needed")
     steps = np.diff(starts)
     twice = np.flatnonzero(steps <= _TIME_TOLERANCE_S)
     if len(twice):

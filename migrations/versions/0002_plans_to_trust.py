@@ -14,7 +14,7 @@ _JSONB = postgresql.JSONB(astext_type=sa.Text())
 
 
 def _schedule_window(where: str) -> None:
-    """One plan of the schedule in each window, as far as `where` says."""
+    """At most one scheduled plan per window, among those of `where`."""
     op.create_index(
         "uq_plans_schedule_window", "plans", ["window_start_s"], unique=True, postgresql_where=sa.text(where)
     )
@@ -68,7 +68,7 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     """Pins, inputs and reasons are lost; a rejected plan is called superseded, and failed attempts that were made good
-    in the same window go, since the older schema has room for one plan of the schedule there.
+    in the same window are deleted, since the older schema allows one scheduled plan there.
     """
     op.drop_index("uq_pins_live", table_name="pins", postgresql_where=sa.text("removed_at IS NULL"))
     op.drop_table("pins")

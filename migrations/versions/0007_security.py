@@ -41,7 +41,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """A key that may do less than its role must not come back as one that may do all: it ends."""
+    """Narrowed keys are revoked, since the older schema would give them all rights of their role."""
     op.execute(
         "UPDATE api_keys SET revoked_at = now() WHERE revoked_at IS NULL"
         " AND (scopes IS NOT NULL OR models IS NOT NULL OR node IS NOT NULL)"

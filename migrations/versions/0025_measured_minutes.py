@@ -1,5 +1,4 @@
-"""Minutes without demand take no row: which minutes were measured, and which endpoints there were then, says as
-much."""
+"""Minutes without demand have no row: they follow from the measured minutes and the endpoints of the time."""
 
 import sqlalchemy as sa
 from alembic import op

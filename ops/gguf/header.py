@@ -80,7 +80,7 @@ def _read(path: Path, content: mmap.mmap) -> GgufHeader:
     for _ in range(field_count):
         key = cursor.text(_NAME_BYTES_MAX)
         if key in metadata:
-            raise GgufError(f"{path} says {key} twice")
+            raise GgufError(f"{path} has {key} twice")
         metadata[key] = cursor.value(cursor.number("I"))
     if metadata.get("split.count", 1) != 1:
         parts = metadata["split.count"]
@@ -136,7 +136,7 @@ class _Cursor:
     def take(self, count: int) -> bytes:
         if count > self._end - self.at:
             limit = "its end" if self._end < HEADER_BYTES_MAX else f"the limit of {HEADER_BYTES_MAX} bytes"
-            raise GgufError(f"{self.path} is cut short or no GGUF file: its header goes beyond {limit}")
+            raise GgufError(f"{self.path} is cut short or no GGUF file: its header exceeds {limit}")
         self.at += count
         return self._content[self.at - count : self.at]
 

@@ -86,5 +86,5 @@ def _fitted(one: PointSet, weights_bytes: int) -> FittedModel:
         gpus=one.gpus,
         weights_bytes=weights_bytes,
         fit=fit,
-        note=f"weights_bytes: two for each parameter that the name says.{dropped}",
+        note=f"weights_bytes: two per parameter by the name.{dropped}",
     )

@@ -1,4 +1,4 @@
-"""Fetching from a real server that cuts connections, serves wrong bytes, lies about sizes, or is not there."""
+"""Fetching from a real server that cuts connections, serves wrong bytes or wrong sizes, or is down."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ def registry() -> Iterator[Registry]:
     started.close()
 
 
-def bring(registry: Registry, folder: Path, **options: Any) -> Path:
+def fetch(registry: Registry, folder: Path, **options: Any) -> Path:
     return fetch_checkpoint(registry.url, folder, backoff_s=0.0, **{"rules": HERE} | options)
 
 
@@ -32,99 +32,99 @@ def is_whole(folder: Path) -> bool:
     return present == {"config.json": SMALL, "model.safetensors": LARGE, "empty.txt": b""}
 
 
-def test_all_files_arrive_and_progress_is_told(registry: Registry, tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    folder = bring(registry, tmp_path / "a" / "b", progress=lambda done, total: told.append((done, total)))
+def test_all_files_are_downloaded_and_progress_is_reported(registry: Registry, tmp_path: Path) -> None:
+    reported: list[tuple[int, int]] = []
+    folder = fetch(registry, tmp_path / "a" / "b", progress=lambda done, total: reported.append((done, total)))
     total = len(SMALL) + len(LARGE)
     assert folder == tmp_path / "a" / "b"
     assert is_whole(folder)
-    assert told[0] == (0, total)
-    assert told[-1] == (total, total)
-    assert told == sorted(told)
+    assert reported[0] == (0, total)
+    assert reported[-1] == (total, total)
+    assert reported == sorted(reported)
 
 
-def test_what_is_there_is_not_fetched_again_and_what_changed_is(registry: Registry, tmp_path: Path) -> None:
-    bring(registry, tmp_path)
+def test_complete_files_are_not_fetched_again_and_changed_ones_are(registry: Registry, tmp_path: Path) -> None:
+    fetch(registry, tmp_path)
     registry.requests.clear()
-    bring(registry, tmp_path)
+    fetch(registry, tmp_path)
     assert registry.requests == [("manifest.json", None)]
     (tmp_path / "config.json").write_bytes(SMALL + b" ")
     (tmp_path / "model.safetensors.sha256").write_text("0" * 64)
     registry.requests.clear()
-    bring(registry, tmp_path)
+    fetch(registry, tmp_path)
     assert {name for name, _ in registry.requests} == {"manifest.json", "config.json", "model.safetensors"}
     assert is_whole(tmp_path)
 
 
-def test_a_broken_download_goes_on_where_it_broke_off(registry: Registry, tmp_path: Path) -> None:
+def test_a_broken_download_is_resumed(registry: Registry, tmp_path: Path) -> None:
     registry.cuts = [len(SMALL), 1000, 30_000, 1, 0, 0, 500_000]
-    bring(registry, tmp_path)
+    fetch(registry, tmp_path)
     assert is_whole(tmp_path)
     asked = [0 if asked is None else int(asked[6:-1]) for asked in registry.asked("model.safetensors")]
     assert asked == [0, 1000, 31_000, 31_001, 31_001, 31_001, 531_001]
 
 
-def test_a_part_of_an_earlier_process_is_continued(registry: Registry, tmp_path: Path) -> None:
+def test_a_partial_file_of_an_earlier_process_is_resumed(registry: Registry, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.part").write_bytes(LARGE[:70_000])
-    bring(registry, tmp_path)
+    fetch(registry, tmp_path)
     assert registry.asked("model.safetensors") == ["bytes=70000-"]
     assert is_whole(tmp_path)
 
 
-@pytest.mark.parametrize("part", [b"something else", LARGE[:-1] + b"x", LARGE + b"x"])
-def test_a_part_of_something_else_is_given_up(registry: Registry, tmp_path: Path, part: bytes) -> None:
-    (tmp_path / "model.safetensors.part").write_bytes(part)
-    bring(registry, tmp_path)
+@pytest.mark.parametrize("partial", [b"something else", LARGE[:-1] + b"x", LARGE + b"x"])
+def test_a_partial_file_of_other_content_is_dropped(registry: Registry, tmp_path: Path, partial: bytes) -> None:
+    (tmp_path / "model.safetensors.part").write_bytes(partial)
+    fetch(registry, tmp_path)
     assert registry.asked("model.safetensors")[-1] is None
     assert is_whole(tmp_path)
 
 
-def test_a_server_without_ranges_begins_again(registry: Registry, tmp_path: Path) -> None:
+def test_a_server_without_ranges_restarts_the_download(registry: Registry, tmp_path: Path) -> None:
     registry.ranges = False
     registry.cuts = [len(SMALL), 1000]
-    bring(registry, tmp_path)
+    fetch(registry, tmp_path)
     assert registry.asked("model.safetensors") == [None, "bytes=1000-"]
     assert is_whole(tmp_path)
 
 
-def test_a_server_in_trouble_is_asked_again_but_not_for_ever(registry: Registry, tmp_path: Path) -> None:
+def test_server_errors_are_retried_a_few_times(registry: Registry, tmp_path: Path) -> None:
     registry.answers = [503, 429, 200, 500]
-    bring(registry, tmp_path / "one")
+    fetch(registry, tmp_path / "one")
     assert is_whole(tmp_path / "one")
     registry.answers = [200, *[503] * 99]
     with pytest.raises(FetchError, match=r"config.json answers 503; gave up after 5 attempts that received nothing"):
-        bring(registry, tmp_path / "two")
+        fetch(registry, tmp_path / "two")
     registry.answers = []
     registry.cuts = [len(SMALL), *[0] * 99]
     with pytest.raises(FetchError, match=r"cannot be reached: .* gave up after 5 attempts"):
-        bring(registry, tmp_path / "two")
+        fetch(registry, tmp_path / "two")
 
 
 def test_no_server_at_all(registry: Registry, tmp_path: Path) -> None:
     registry.close()
     with pytest.raises(FetchError, match=r"manifest.json cannot be reached: .* gave up after 5 attempts"):
-        bring(registry, tmp_path)
+        fetch(registry, tmp_path)
 
 
 def test_wrong_bytes_are_refused_and_not_kept(registry: Registry, tmp_path: Path) -> None:
     registry.files["model.safetensors"] = LARGE[:-1] + b"!"
     for _ in range(2):
         with pytest.raises(FetchError, match=r"model.safetensors has the checksum \w{64}, its manifest says"):
-            bring(registry, tmp_path)
+            fetch(registry, tmp_path)
         assert not list(tmp_path.glob("model.safetensors*"))
     registry.files["model.safetensors"] = LARGE
-    bring(registry, tmp_path)
+    fetch(registry, tmp_path)
     assert is_whole(tmp_path)
 
 
 def test_a_file_that_is_not_as_large_as_its_manifest_says(registry: Registry, tmp_path: Path) -> None:
     registry.files["model.safetensors"] = LARGE * 9
     with pytest.raises(FetchError, match=f"is larger than the {len(LARGE)} bytes of the manifest"):
-        bring(registry, tmp_path)
+        fetch(registry, tmp_path)
     assert sum(file.stat().st_size for file in tmp_path.glob("model.*")) == 0
     registry.files["model.safetensors"] = LARGE[:5]
     with pytest.raises(FetchError, match=f"ended after 5 of {len(LARGE)} bytes; gave up"):
-        bring(registry, tmp_path)
+        fetch(registry, tmp_path)
 
 
 GOOD = described("config.json", SMALL)
@@ -152,12 +152,12 @@ def test_a_bad_manifest_writes_nothing(registry: Registry, tmp_path: Path, manif
     registry.manifest = manifest
     registry.answers = [200, 404]
     with pytest.raises(FetchError, match=message):
-        bring(registry, tmp_path / "folder")
+        fetch(registry, tmp_path / "folder")
     assert not list((tmp_path / "folder").iterdir())
 
 
 @pytest.mark.parametrize("source", ["http://example.org/models", "ftp://127.0.0.1/models", "models", "hf://no-name"])
-def test_sources_that_are_none(tmp_path: Path, source: str) -> None:
+def test_invalid_sources_are_refused(tmp_path: Path, source: str) -> None:
     with pytest.raises(FetchError, match=r"plain http|neither an https|not of the form"):
         fetch_checkpoint(source, tmp_path, backoff_s=0.0)
 
@@ -165,20 +165,20 @@ def test_sources_that_are_none(tmp_path: Path, source: str) -> None:
 def test_a_redirect_does_not_lead_to_plain_http(registry: Registry, tmp_path: Path) -> None:
     registry.answers = [302]
     with pytest.raises(FetchError, match=r"http://example.org/elsewhere: plain http is for this machine alone"):
-        bring(registry, tmp_path)
+        fetch(registry, tmp_path)
 
 
 def test_a_folder_that_cannot_be_written(registry: Registry, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.part").mkdir()
     with pytest.raises(FetchError, match="cannot be written to"):
-        bring(registry, tmp_path)
+        fetch(registry, tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(FetchError, match="cannot be written to"):
-        bring(registry, tmp_path / "file")
+        fetch(registry, tmp_path / "file")
 
 
 def test_two_at_once_fetch_once(registry: Registry, tmp_path: Path) -> None:
-    threads = [threading.Thread(target=bring, args=(registry, tmp_path)) for _ in range(3)]
+    threads = [threading.Thread(target=fetch, args=(registry, tmp_path)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 from huggingface_hub import constants, set_client_factory
-from huggingface_hub.utils._http import default_client_factory
 
 from dataplane.checkpoints.fetch import fetch_checkpoint
 from dataplane.checkpoints.hub import apply_rules
@@ -43,7 +44,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
     apply_rules.cache_clear()  # the hub's client is one for the process
     yield started
     apply_rules.cache_clear()
-    set_client_factory(default_client_factory)
+    set_client_factory(partial(httpx.Client, follow_redirects=True))
     started.close()
 
 

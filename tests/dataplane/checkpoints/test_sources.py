@@ -1,4 +1,4 @@
-"""What a model's path cannot make a node do: ask its own network, follow a name or a redirect there, fetch for ever."""
+"""A model's path cannot make a node send requests into its own network, by a name or a redirect, or fetch forever."""
 
 import ipaddress
 import socket
@@ -31,11 +31,11 @@ def test_addresses_that_are_not_public_are_refused(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", OUTSIDE)
-def test_public_ones_are_not(address: str) -> None:
+def test_public_addresses_are_not(address: str) -> None:
     check_address("registry.example", ipaddress.ip_address(address), PUBLIC)
 
 
-def test_hosts_and_networks_of_the_house_may_be_named() -> None:
+def test_private_hosts_and_networks_may_be_allowed() -> None:
     rules = FetchRules(private_hosts=("registry.house", "10.1.0.0/16", "fd00::/8", "127.0.0.1"))
     for host, address in (("registry.house", "192.168.0.9"), ("a", "10.1.2.3"), ("a", "::ffff:10.1.2.3"),
                           ("a", "fd00::1"), ("127.0.0.1", "127.0.0.1")):  # fmt: skip
@@ -54,7 +54,7 @@ def registry() -> Iterator[Registry]:
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """Answers of the name server, by host: the first answer is for the first question, the last for all others."""
+    """Answers of the name server by host, one per query; the last one is repeated."""
     known: dict[str, list[str]] = {}
     real: Callable[..., Any] = socket.getaddrinfo
 
@@ -84,14 +84,14 @@ def test_odd_spellings_of_this_machine(tmp_path: Path, url: str) -> None:
         fetch_checkpoint(url, tmp_path, backoff_s=0)
 
 
-def test_a_name_that_leads_inside_is_refused(names: dict[str, list[str]], tmp_path: Path) -> None:
+def test_a_name_of_a_private_address_is_refused(names: dict[str, list[str]], tmp_path: Path) -> None:
     for answers in (["10.0.0.1"], ["8.8.8.8 10.0.0.1"]):
         names["registry.example"] = answers
         with pytest.raises(FetchError, match=r"registry.example \(10.0.0.1\) is no public address"):
             fetch_checkpoint("https://registry.example/m", tmp_path, backoff_s=0)
 
 
-def test_a_name_that_changes_its_mind_is_not_asked_again(
+def test_a_name_is_resolved_once_per_connection(
     names: dict[str, list[str]], registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DNS rebinding: the checked answer is the one that is connected to."""
@@ -108,7 +108,9 @@ def test_a_name_that_changes_its_mind_is_not_asked_again(
     assert connected == ["8.8.8.8"]
 
 
-def test_a_redirect_inside_is_refused(registry: Registry, names: dict[str, list[str]], tmp_path: Path) -> None:
+def test_a_redirect_to_a_private_address_is_refused(
+    registry: Registry, names: dict[str, list[str]], tmp_path: Path
+) -> None:
     names["inside.example"] = ["169.254.169.254"]
     for target in ("https://inside.example/latest", "https://169.254.169.254/latest", "https://[fd00:ec2::254]/"):
         registry.answers.append(302)

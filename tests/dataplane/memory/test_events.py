@@ -29,7 +29,7 @@ def test_a_failed_transfer_is_done_and_says_why() -> None:
         assert caught.value.__cause__ is error
 
 
-def test_who_waits_goes_on_when_another_thread_finishes() -> None:
+def test_a_waiting_thread_continues_when_another_one_finishes() -> None:
     event, waiting, gone_on = FlagEvent(), threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -54,13 +54,13 @@ def test_an_event_is_finished_once() -> None:
     assert event.error is None
 
 
-def test_a_move_list_gives_back_what_is_over_in_any_order() -> None:
+def test_a_move_list_returns_items_whose_events_are_done_in_any_order() -> None:
     first, second, third = FlagEvent(), FlagEvent(), FlagEvent()
     moves: MoveList[str] = MoveList()
     for item, event in (("a", first), ("b", second), ("c", third), ("d", second)):
         moves.add(item, event)
     assert moves.take_done() == []
-    second.finish(OSError("failed is over too"))
+    second.finish(OSError("failed is done too"))
     assert moves.take_done() == ["b", "d"]
     third.finish()
     first.finish()
@@ -69,25 +69,25 @@ def test_a_move_list_gives_back_what_is_over_in_any_order() -> None:
     assert moves.take_done() == []
 
 
-def test_together_is_over_with_the_last_and_fails_with_the_first_that_failed() -> None:
+def test_all_of_is_done_with_the_last_and_fails_with_the_first_that_failed() -> None:
     events = [FlagEvent(), FlagEvent()]
-    together = AllOf(events)
+    all_of = AllOf(events)
     error = OSError("lost")
     events[1].finish(error)
-    assert not together.done()
+    assert not all_of.done()
     events[0].finish()
-    assert together.done()
-    assert together.error is error
+    assert all_of.done()
+    assert all_of.error is error
     with pytest.raises(TransferError, match="lost"):
-        together.wait()
+        all_of.wait()
     assert AllOf([]).done()
 
 
-def test_over_says_when_and_not_how() -> None:
+def test_settled_ignores_the_error() -> None:
     event = FlagEvent()
-    over = Settled(event)
-    assert not over.done()
+    settled = Settled(event)
+    assert not settled.done()
     event.finish(OSError("lost"))
-    over.wait()
-    assert over.done()
-    assert over.error is None
+    settled.wait()
+    assert settled.done()
+    assert settled.error is None

@@ -21,9 +21,9 @@ B_RUNS = resident("b", 3, 4, 9.0, pinned=True)
     ("needed", "home", "residents", "blocked", "start", "evictions"),
     [
         (1, None, (A, B, C), (), 9, ()),  # the end is free
-        (1, 4, (A, B, C), (), 4, ("b",)),  # home comes first
-        (1, 4, (A, B_RUNS, C), (), 9, ()),  # but not at the cost of who runs
-        (1, 9, (A, B, C), (9,), 7, ("c",)),  # nor of KV: the oldest goes
+        (1, 4, (A, B, C), (), 4, ("b",)),  # home is preferred
+        (1, 4, (A, B_RUNS, C), (), 9, ()),  # but no running model is evicted for it
+        (1, 9, (A, B, C), (9,), 7, ("c",)),  # nor is KV: the oldest model is evicted
         (3, 8, (A, B, C), (), 7, ("c",)),  # home does not reach beyond the end
         (2, 0, (B, C), (), 0, ()),  # home is free
         (2, None, (A, C), (), 3, ()),  # the lowest gap of two
@@ -32,7 +32,7 @@ B_RUNS = resident("b", 3, 4, 9.0, pinned=True)
         (3, None, (A, B, C), (), 7, ("c",)),  # c and the free slab
         (3, None, (A, B, C), (9,), 0, ("a",)),
         (4, None, (A, B, C), (), 3, ("b",)),  # none of 4 without b, and b alone will do
-        (7, None, (A, B, C), (), 3, ("b", "c")),  # b must go, and c is older than a
+        (7, None, (A, B, C), (), 3, ("b", "c")),  # b is needed, and c is older than a
         (10, None, (A, B, C), (), 0, ("a", "b", "c")),
         (4, None, (A, B_RUNS, C), (), None, ()),  # 3 below and 3 above
         (11, None, (), (), None, ()),
@@ -88,7 +88,7 @@ def test_the_reason_says_what_it_costs_the_kv_cache(
 
 
 def options(f: ResidencyFacts) -> dict[int, tuple[ResidentModel, ...]]:
-    """By brute force: every start at which the model may lie, and whom it evicts there."""
+    """By brute force: every start at which the model fits, and whom it evicts there."""
     found = {}
     for start in range(f.slabs - f.slabs_needed + 1):
         run = set(range(start, start + f.slabs_needed))

@@ -14,10 +14,10 @@ from dataplane.memory.model_cache import ModelCache
 from dataplane.runtime.private_folder import NotPrivateError, PrivateFolder, find_folder, make_folder
 from tests.dataplane.replay_node import settings
 
-SOMEBODY = 54321
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make what belongs to somebody else")
+OTHER_UID = 54321
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can create files of another user")
 Made = Callable[[Path, Path], None]
-"""What another user makes of a name, with a folder of ours at hand."""
+"""Creates something under a path as another user, who knows a folder of ours."""
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def loose(path: Path, ours: Path) -> None:
 def foreign(path: Path, ours: Path) -> None:
     path.mkdir(mode=0o700)
     (path / "lock").symlink_to(ours / "precious")
-    os.chown(path, SOMEBODY, SOMEBODY)
+    os.chown(path, OTHER_UID, OTHER_UID)
 
 
 def file(path: Path, ours: Path) -> None:
@@ -85,27 +85,27 @@ def test_a_name_that_another_user_owns_is_not_used(parent: Path, victim: Path, m
 
 
 @pytest.mark.parametrize(
-    ("made", "says"),
+    ("made", "reason"),
     [
         (link, "it is a symbolic link"),
         (loose, "its mode is 0777, which lets others in; chmod 700 it"),
-        pytest.param(foreign, f"it belongs to uid {SOMEBODY}", marks=as_root),
+        pytest.param(foreign, f"it belongs to uid {OTHER_UID}", marks=as_root),
         (file, "it is no directory"),
     ],
 )
 def test_a_folder_of_the_settings_that_is_not_ours_is_refused(
-    tmp_path: Path, victim: Path, made: Made, says: str
+    tmp_path: Path, victim: Path, made: Made, reason: str
 ) -> None:
     made(tmp_path / "cache", victim.parent)
-    with pytest.raises(NotPrivateError, match=says) as error:
+    with pytest.raises(NotPrivateError, match=reason) as error:
         HostFiles(settings(cache_dir=tmp_path / "cache"), "boot").open()
     assert str(tmp_path / "cache") in error.value.message
-    with pytest.raises(NotPrivateError, match=says):
+    with pytest.raises(NotPrivateError, match=reason):
         ModelCache(tmp_path / "cache", 100)
     assert victim.read_text() == "precious"
 
 
-def test_an_agent_that_may_not_use_its_folder_says_so_in_a_line(tmp_path: Path) -> None:
+def test_an_agent_that_may_not_use_its_folder_logs_one_line(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
     changes = {

@@ -12,9 +12,9 @@ def test_what_was_not_given_has_its_default() -> None:
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        ("csv", {"regions": ("us",)}, "regions: means nothing to this format"),
-        ("azure-2023", {"start_s": 0.0}, "start_s: means nothing to this format"),
-        ("burstgpt", {"model": "m"}, "model: means nothing to this format"),
+        ("csv", {"regions": ("us",)}, "regions: does not apply to this format"),
+        ("azure-2023", {"start_s": 0.0}, "start_s: does not apply to this format"),
+        ("burstgpt", {"model": "m"}, "model: does not apply to this format"),
         ("mooncake", {"regions": ("a", "b")}, "regions: this format takes one, got 2"),
         ("servegen", {"regions": ("a", "a")}, "regions: must be one or more different names"),
         ("servegen", {"regions": ("a", " ")}, "regions: a name must not be empty"),

@@ -66,7 +66,7 @@ def test_numbers_are_finite_and_times_within_reach(tmp_path: Path) -> None:
             line.number(column)
     with pytest.raises(DemandFileError, match="line 2: column b must be a Unix time from 0 to"):
         first.unix_time_s("b")
-    with pytest.raises(DemandFileError, match="line 2: column b lies after the year 9999"):
+    with pytest.raises(DemandFileError, match="line 2: column b is after the year 9999"):
         first.time_after_s(0.0, "b", 60.0)
     with pytest.raises(DemandFileError, match="not negative"):
         second.time_after_s(0.0, "b", 60.0)
@@ -98,8 +98,8 @@ def test_json_lines_are_objects_with_the_fields(tmp_path: Path) -> None:
 
 def test_reading_is_told_in_bytes_of_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, gzip.compress(b"a,b\n" + b"x,1\n" * 50_000))
-    heard: list[int] = []
-    with open_csv(path, heard.append) as file:
+    reported: list[int] = []
+    with open_csv(path, reported.append) as file:
         assert sum(1 for _ in file.lines(("a",))) == 50_000
-    assert heard == sorted(heard)
-    assert 0 < heard[-1] <= path.stat().st_size
+    assert reported == sorted(reported)
+    assert 0 < reported[-1] <= path.stat().st_size

@@ -35,7 +35,7 @@ def test_sageserve_minutes_become_tokens_per_second(tmp_path: Path) -> None:
     ]
     dev = list(read_sageserve_week(path, ImportSettings(workload="dev")))
     assert [(row.start_s, row.tokens_per_s) for row in dev] == [(MONDAY_S, 999 / 60)]
-    with pytest.raises(DemandFileError, match="no row says 'test'; found: dev, prod"):
+    with pytest.raises(DemandFileError, match="no row has 'test'; found: dev, prod"):
         list(read_sageserve_week(path, ImportSettings(workload="test")))
 
 
@@ -61,8 +61,8 @@ def test_servegen_models_have_the_mean_length_of_the_known_clients(tmp_path: Pat
     path = written(tmp_path, SERVEGEN + "\n".join(lines) + "\n")
     rows = list(read_servegen(path, ImportSettings(start_s=0)))
     assert [(row.start_s, row.tokens_per_s) for row in rows] == [(0, 600), (600, 300), (1200, None), (1800, 900)]
-    told = list(read_servegen(path, ImportSettings(start_s=0, tokens_per_request=10)))
-    assert [row.tokens_per_s for row in told] == [40, 20, None, 60]
+    rows = list(read_servegen(path, ImportSettings(start_s=0, tokens_per_request=10)))
+    assert [row.tokens_per_s for row in rows] == [40, 20, None, 60]
     unknown = written(tmp_path, SERVEGEN + "x,m,0,4,0,0\n")
     with pytest.raises(DemandFileError, match="m has no lengths at all"):
         list(read_servegen(unknown))

@@ -33,7 +33,7 @@ def test_what_has_no_row_is_a_gap(tmp_path: Path) -> None:
     ("lines", "message"),
     [
         ((), "holds no demand"),
-        (("0,us,a,1",), "a in us: line 2: one row alone does not tell how wide its bucket is"),
+        (("0,us,a,1",), "a in us: line 2: one row does not define the bucket width"),
         (("0,us,a,1", "60,us,a,1", "0,us,a,2"), "a in us: line 4: column start_s 0 is repeated, first in line 2"),
         (("0,us,a,1", "60,us,a,1", "130,us,a,2"), "line 4: column start_s 130 is off the grid of 60 s"),
         (("0,us,a,1", "1,us,a,1", "5e6,us,a,2"), r"line 4: column start_s 5000000 makes 5e\+06 buckets of 1 s, over"),

@@ -11,8 +11,8 @@ from forecasts.settings import ArimaSettings
 def autoregression(length: int) -> FloatArray:
     rng = np.random.default_rng(5)
     values = np.full(length, 100.0)
-    for place in range(2, length):
-        values[place] = 100 + 0.9 * (values[place - 1] - 100) - 0.5 * (values[place - 2] - 100) + rng.normal(0, 5)
+    for index in range(2, length):
+        values[index] = 100 + 0.9 * (values[index - 1] - 100) - 0.5 * (values[index - 2] - 100) + rng.normal(0, 5)
     return values
 
 

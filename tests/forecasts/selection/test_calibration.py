@@ -31,8 +31,8 @@ def test_a_few_ratios_give_their_largest() -> None:
 def test_the_level_settles_where_the_asked_share_is_covered() -> None:
     """Whatever was read from the past, covered one time in two at first: the level rises, and stays in bounds."""
     level = 0.9
-    for place in range(100):
-        level = adapted_level(level, 0.9, covered=place % 2 == 0)
+    for index in range(100):
+        level = adapted_level(level, 0.9, covered=index % 2 == 0)
     assert level == pytest.approx(0.97)
     assert adapted_level(0.996, 0.99, covered=False) == pytest.approx(0.997)
     assert adapted_level(0.9, 0.9, covered=True) == pytest.approx(0.898)

@@ -91,14 +91,14 @@ def test_a_slot_that_moves_nothing_binds_all_the_same(models: list[BenchModel]) 
 
 def test_a_prefetched_model_is_not_loaded_again(models: list[BenchModel]) -> None:
     with open_slot(models, device="cpu", dtype="float32", residents=2) as slot:
-        running, coming = slot.models
+        running, other = slot.models
         slot.switch(running)
-        slot.load(coming, keep=running.name)
-        slot.switch(coming)
-        slot.weights.await_all(coming)
+        slot.load(other, keep=running.name)
+        slot.switch(other)
+        slot.weights.await_all(other)
         slot.weights.settle()
         assert slot.weights.loads_total == 2
-        assert slot.weights.resident_models == tuple(sorted((running.name, coming.name)))
+        assert slot.weights.resident_models == tuple(sorted((running.name, other.name)))
 
 
 def test_switch_figures(models: list[BenchModel]) -> None:
@@ -147,10 +147,10 @@ def test_the_figures_asked_for_come_in_order(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("ops.profiling.table._measure", measure)
     monkeypatch.setattr("ops.profiling.table.build_checkpoints", lambda *_, **__: [])
     settings = BenchSettings(device="cpu", dtype="float32", parameters=[1, 1], names=["fragmentation", "switch"])
-    told: list[tuple[str, int, int]] = []
-    found = measure_figures(settings, lambda *what: told.append(what))
+    reported: list[tuple[str, int, int]] = []
+    found = measure_figures(settings, lambda *what: reported.append(what))
     assert [figure.name for figure in found] == measured == ["switch", "fragmentation"]
-    assert told[1:] == [("switch", 0, 2), ("fragmentation", 1, 2)]
+    assert reported[1:] == [("switch", 0, 2), ("fragmentation", 1, 2)]
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_ctrl_c_shows_what_is_done(backtest: Run, tmp_path: Path, monkeypatch: p
     ("lines", "message"),
     [
         ((), "holds no demand: nothing after the header"),
-        (("0,us,a,1",), "line 2: one row alone does not tell how wide its bucket is"),
+        (("0,us,a,1",), "line 2: one row does not define the bucket width"),
         (("0,us,a,1", "60,us,a,-1"), "line 3: column tokens_per_s must be finite and not negative"),
         (("0,us,a,1", "7,us,a,1"), "no series has an hour to forecast"),
         (("0,us,a,1", "60,us,a,1"), "no series has an hour to forecast"),

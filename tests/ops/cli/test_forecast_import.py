@@ -80,7 +80,7 @@ def test_the_api_gets_minutes(fleet: Run, tmp_path: Path) -> None:
     [
         (("--start", "soon"), "--start: neither Unix seconds nor a time like 2024-11-11 00:00: 'soon'"),
         (("--start", "2024-11-11 00:00:30"), "--start: must be a Unix time of a whole minute, got 1731283230"),
-        (("--model", "m"), "--model: means nothing to this format"),
+        (("--model", "m"), "--model: does not apply to this format"),
         (("--region", "a", "--region", "b"), "--region: this format takes one, got 2"),
         (("--kind", "IW"), "--kind is for the API"),
     ],

@@ -30,7 +30,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
     "starcoder2": {"sliding_window": None},
 }
-"""What the tiny checkpoints of the engine's tests are changed in, so that GGUF can say it."""
+"""Changes of the tiny checkpoints of the engine's tests that make them expressible in GGUF."""
 _SETTINGS = {
     "attention_multiplier": ("add_attention_scale",),
     "attn_logit_softcapping": ("add_attn_logit_softcapping",),

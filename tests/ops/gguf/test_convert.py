@@ -134,9 +134,9 @@ def test_the_tokenizer_and_the_chat_template_are_the_same(llama: Path, tmp_path:
 
 def test_a_second_time_finds_it_done_and_another_file_is_not_taken_for_it(llama: Path, tmp_path: Path) -> None:
     file = write_gguf(llama, tmp_path / "model.gguf")
-    told: list[tuple[int, int]] = []
-    assert convert(file, tmp_path / "back", lambda done, total: told.append((done, total)))
-    assert told[-1][0] == told[-1][1] > 0
+    reported: list[tuple[int, int]] = []
+    assert convert(file, tmp_path / "back", lambda done, total: reported.append((done, total)))
+    assert reported[-1][0] == reported[-1][1] > 0
     assert not convert(file, tmp_path / "back")
     other = write_gguf(llama, tmp_path / "other.gguf", GGMLQuantizationType.F16)
     with pytest.raises(GgufError, match="was not made from"):

@@ -1,4 +1,4 @@
-"""Headers of files that anybody may have made: each lie is refused before it costs memory."""
+"""Headers of untrusted files: each inconsistency is refused before memory is allocated."""
 
 import struct
 from pathlib import Path
@@ -29,7 +29,7 @@ def gguf(*parts: bytes, version: int = 3, tensors: int = 0, fields: int = 0, dat
     return start + bytes(-len(start) % 32 + data)
 
 
-def test_what_a_file_says(tmp_path: Path) -> None:
+def test_a_header_is_read(tmp_path: Path) -> None:
     file = tmp_path / "a.gguf"
     fields = (
         entry("general.architecture", 8, text("llama")),
@@ -58,14 +58,14 @@ def test_what_a_file_says(tmp_path: Path) -> None:
         (gguf(version=1), "is of GGUF version 1"),
         (gguf(version=3 << 24), "is of GGUF version 50331648"),
         (gguf(tensors=MANY), f"the limit is {TENSORS_MAX}"),
-        (gguf(fields=MANY, data=0), "its header goes beyond its end"),
+        (gguf(fields=MANY, data=0), "its header exceeds its end"),
         (gguf(struct.pack("<Q", MANY), fields=1), "has a name of 9223372036854775808 bytes"),
-        (gguf(entry("a", 8, struct.pack("<Q", MANY)), fields=1), "has a name of|goes beyond its end"),
+        (gguf(entry("a", 8, struct.pack("<Q", MANY)), fields=1), "has a name of|exceeds its end"),
         (gguf(entry("a", 9, struct.pack("<IQ", 4, MANY)), fields=1), f"the limit is {ARRAY_MAX}"),
-        (gguf(entry("a", 9, struct.pack("<IQ", 8, ARRAY_MAX)), fields=1), "goes beyond its end"),
+        (gguf(entry("a", 9, struct.pack("<IQ", 8, ARRAY_MAX)), fields=1), "exceeds its end"),
         (gguf(entry("a", 9, struct.pack("<IQ", 9, 1)), fields=1), "a value of the unknown type 9"),
         (gguf(entry("a", 77, b""), fields=1), "a value of the unknown type 77"),
-        (gguf(entry("a", 7, b"\1") * 2, fields=2), "says a twice"),
+        (gguf(entry("a", 7, b"\1") * 2, fields=2), "has a twice"),
         (gguf(entry("a", 8, struct.pack("<Q", 1) + b"\xff"), fields=1), "is no readable GGUF file"),
         (gguf(entry("split.count", 2, struct.pack("<H", 3)), fields=1), "is one of 3 parts"),
         (gguf(entry("general.alignment", 4, struct.pack("<I", 0)), fields=1), "must be a power of two"),
@@ -79,7 +79,7 @@ def test_what_a_file_says(tmp_path: Path) -> None:
         (gguf(tensor(), tensor(), tensors=2), "has the tensor a twice"),
     ],
 )
-def test_a_lie_is_refused(content: bytes, words: str, tmp_path: Path) -> None:
+def test_an_inconsistent_header_is_refused(content: bytes, words: str, tmp_path: Path) -> None:
     file = tmp_path / "a.gguf"
     file.write_bytes(content)
     with pytest.raises(GgufError, match=words):
