@@ -1,4 +1,4 @@
-"""Celery's scheduler of beat, quiet while the broker is away: Celery itself logs a traceback for each task not sent."""
+"""The scheduler of Celery beat. Celery's own logs a traceback for each task that it cannot send."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ log = structlog.get_logger()
 
 
 class BeatScheduler(Scheduler):
-    """Says once that the broker is away, and once that it is back."""
+    """Logs once that the broker is unreachable, and once that it is reachable again."""
 
     _away = False
 
     def apply_entry(self, entry: ScheduleEntry, producer: Any = None) -> None:
-        """Send a task that is due; one that cannot be sent is dropped, its next turn comes by the schedule."""
+        """Send a task that is due; a task that cannot be sent is dropped until its next time."""
         try:
             self.apply_async(entry, producer=producer, advance=False)
         except SchedulingError as error:
@@ -27,7 +27,7 @@ class BeatScheduler(Scheduler):
             self._note_back()
 
     def _ensure_connected(self) -> Any:
-        """The connection; waits for the broker as long as it takes."""
+        """The connection; waits for the broker without a limit."""
         connected = self.connection.ensure_connection(lambda error, _interval_s: self._note_away(error))
         self._note_back()
         return connected

@@ -1,4 +1,4 @@
-"""From the solver's answer to the rows of a plan: what it was told, what it changes, whether somebody must agree."""
+"""The rows of a plan from the solver's answer: its inputs, its changes, and whether an operator must approve it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOf:
-    """Which hour a draft is for, and who wants it."""
+    """The hour of a draft, and who asked for it."""
 
     window_start_s: int
     origin: str
@@ -41,7 +41,7 @@ class DraftOf:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """All that a placement was decided from. `index`: the fleet's when the facts were gathered."""
+    """The inputs of a placement. `index`: the fleet's index when the facts were read."""
 
     index: int
     facts: PlacementFacts
@@ -100,7 +100,7 @@ def _reason(*words: str) -> str:
 
 
 def failed_draft(of: DraftOf, *, index: int, reason: str) -> Draft:
-    """The record of an attempt that came to no plan at all."""
+    """The record of an attempt without a plan."""
     plan = Plan(
         id=new_plan_id(),
         state=PlanState.FAILED,
@@ -119,7 +119,7 @@ def failed_draft(of: DraftOf, *, index: int, reason: str) -> Draft:
 
 
 def _approval_reason(placement: Placement, facts: PlacementFacts, now_s: float, settings: Settings) -> str | None:
-    """Why an operator must agree; None: nobody must."""
+    """Why an operator must approve the plan; None: it needs no approval."""
     approval = choose_approval(
         ApprovalFacts(
             changes=_changes(placement, facts.profiles),
@@ -158,7 +158,7 @@ def _cost_before(placement: Placement, facts: PlacementFacts) -> float:
 
 
 def _shortfalls(placement: Placement) -> list[dict[str, object]]:
-    """Demand the plan cannot serve, and minimums it cannot hold."""
+    """Demand that the plan cannot serve, and minimums that it cannot hold."""
     unserved: list[dict[str, object]] = [
         {"model": u.model, "region": u.region, "tokens_per_s": u.tokens_per_s, "reason": u.reason}
         for u in placement.unserved

@@ -1,4 +1,4 @@
-"""Engines: what each running instance is told to run on. The scale loop calls this, under the fleet's lock."""
+"""The engine of each running instance. Scaling calls this under the fleet's lock."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -22,9 +22,9 @@ from controlplane.store.tables import Instance
 
 
 def send_back_failed(session: Session, settings: Settings, *, actor: str, now_s: float) -> int:
-    """Count those that failed on their engines, and tell them to run on another, where there is one to go back to;
-    returns how many failed. It comes before scaling, which would replace them. What nodes said of them less than
-    `heartbeat_stale_s` ago may be of the engine before.
+    """Count instances that failed on their engines, and choose another engine for them where there is one to return to;
+    returns how many failed. This precedes scaling, which would replace them. Reports that are younger than
+    `heartbeat_stale_s` may be of the engine before, and are ignored.
     """
     failed = [
         instance
@@ -44,9 +44,9 @@ def send_back_failed(session: Session, settings: Settings, *, actor: str, now_s:
 
 
 def settle_engines(session: Session, inventory: FleetInventory, settings: Settings, *, actor: str, now_s: float) -> int:
-    """Give every running instance its engine, new ones included. Returns how many have to move for that. One that came
-    up or moved less than `heartbeat_stale_s` ago, so that its node may not have said the last of it, holds up the next
-    move.
+    """Choose the engine of every running instance, new ones included. Returns how many have to move for that. An
+    instance that became ready or moved less than `heartbeat_stale_s` ago, whose report may be outdated, delays the next
+    move of its endpoint.
     """
     return _settle(session, running_instances(session), inventory, settings, actor=actor, now_s=now_s)
 

@@ -1,8 +1,8 @@
-"""What demand a plan is made for: forecasts where they are, and what stands in for those that are not, with the reason.
+"""The demand that a plan is made for: forecasts, and fallbacks with a reason where there is none.
 
 A series whose task was lost or is late is forecast here, the busiest first, up to limits in number and time, each in a
-transaction of its own. The rest fall to their last forecast, and failing that to the highest minute of the last hour:
-worse, but never taken for idle, and never silent.
+transaction of its own. The fallback of the others is their last forecast, else the highest minute of the last hour:
+less accurate, but such a series is not taken for idle, and the plan gives the reason.
 """
 
 import time
@@ -27,7 +27,7 @@ _DAY_S = 24 * _HOUR_S
 _FRESH_S = 1800
 _LAST_FORECAST_S = 3 * _HOUR_S
 _HEADROOM = 1.5
-"""Over the highest minute known, where there is no forecast to take an upper quantile from."""
+"""Factor on the highest known minute, where no forecast gives an upper quantile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class ExpectedSeries:
     fallback: str | None = None
 
     def record(self) -> Json:
-        """The series as a plan keeps it."""
+        """The series as a plan stores it."""
         return {
             "model": self.endpoint.model,
             "region": self.endpoint.region,
@@ -63,7 +63,7 @@ class Expected:
     demand: dict[Endpoint, tuple[float, ...]]
 
     def record(self) -> Json:
-        """The forecasts as a plan keeps them."""
+        """The forecasts as a plan stores them."""
         series = [each.record() for each in self.series]
         return {"origin_s": self.origin_s, "quantile": self.quantile, "series": series}
 
@@ -76,7 +76,7 @@ def expected_demand(
     Args:
         now_s: Unix time.
         origin_s: use the forecasts of that moment; None: the newest, if they are of the last half hour.
-        keep: write down the forecasts that had to be made here.
+        keep: store the forecasts that are made here.
     """
     with database.transaction() as session:
         forecasts = read_forecasts(session, origin_s=origin_s, until_s=int(now_s))
@@ -101,7 +101,7 @@ def expected_demand(
 def _made_here(
     database: Database, settings: Settings, busiest: Sequence[Endpoint], *, at_s: int, keep: bool
 ) -> tuple[list[ExpectedSeries], dict[Endpoint, str]]:
-    """Forecasts for the busiest of these, and why there is none for the others."""
+    """Forecasts of the busiest endpoints, and why the others have none."""
     make = forecast_one if keep else make_forecast
     most, until_s = settings.plan_forecasts_max, time.monotonic() + settings.plan_forecasts_s
     made: list[ExpectedSeries] = []
@@ -115,7 +115,7 @@ def _made_here(
                 made.append(_forecast(make(session, endpoint, origin_s=at_s, settings=settings), None))
         except SoftTimeLimitExceeded:
             raise
-        except Exception as error:  # whatever a forecaster does with one series, the fleet has a plan
+        except Exception as error:  # a forecaster that fails on one series must not prevent the plan
             log.exception("no forecast", model=endpoint.model, region=endpoint.region)
             lacking[endpoint] = f"failed: {error}"
     if lacking:
@@ -135,12 +135,12 @@ def _fallbacks(session: Session, lacking: dict[Endpoint, str], *, at_s: int) -> 
         if endpoint in earlier:
             row = earlier[endpoint]
             found.append(
-                _forecast(row, f"{why}; the forecast of {(at_s - row.origin_s) // 60} minutes before stands in")
+                _forecast(row, f"{why}; fallback: the forecast of {(at_s - row.origin_s) // 60} minutes before")
             )
             continue
         peak = hour.get(endpoint, day.get(endpoint, 0.0))
         span = "hour" if endpoint in hour else "day"
-        words = f"the last {span}'s highest minute stands in" if peak else "no demand in the last day"
+        words = f"fallback: the last {span}'s highest minute" if peak else "no demand in the last day"
         found.append(
             ExpectedSeries(
                 endpoint=endpoint,
@@ -155,7 +155,7 @@ def _fallbacks(session: Session, lacking: dict[Endpoint, str], *, at_s: int) -> 
 
 
 def _forecast(row: Forecast, fallback: str | None) -> ExpectedSeries:
-    """A forecast's row; one of another hour counts with its peak throughout, its path is that hour's."""
+    """The series of a forecast. As a fallback only its peak counts, since its path is another hour's."""
     return ExpectedSeries(
         endpoint=Endpoint(model=row.model, region=row.region),
         forecaster=row.forecaster,

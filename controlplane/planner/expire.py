@@ -1,5 +1,5 @@
-"""Expiring what is over, and deleting what is old. Every job has its own transactions: one that fails, or that is slow,
-holds up and rolls back none of the others.
+"""Jobs that expire leases, requests and files, and that delete old rows. Every job has its own transactions, so that a
+slow or failing job neither delays nor rolls back the others.
 """
 
 from collections.abc import Callable
@@ -29,13 +29,12 @@ _NODE_GRACE_S = 20.0
 _PIECE_ROWS = 5000
 """Rows deleted in one transaction, which takes a fraction of a second."""
 _PIECES_EXPIRED_MAX, _PIECES_SWEPT_MAX = 50, 200
-"""Transactions of one job in one run; what is left then is for the next run. Few where the next run soon expires what
-others wait for.
+"""Transactions of one job in one run; the next run continues. `expire` has few, since other jobs wait for its next run.
 """
 
 
 def expire(database: Database, blobs: BlobStore, settings: Settings) -> JobsRun:
-    """End what others wait for; running it again ends nothing more."""
+    """Expire requests, leases, nodes and files that are over; a second run changes nothing more."""
     return run_jobs(
         {
             "requests": partial(_once, database, expire_requests),
@@ -53,7 +52,7 @@ def expire(database: Database, blobs: BlobStore, settings: Settings) -> JobsRun:
 
 
 def sweep(database: Database, blobs: BlobStore, settings: Settings, *, now_s: float) -> JobsRun:
-    """Delete rows that are old, and bytes of files that no row knows of."""
+    """Delete old rows, and blobs that no row refers to."""
     at_s = int(now_s)
     old: dict[str, Callable[..., int]] = {
         "measured_minutes": partial(forget_measured_minutes, before_s=at_s - settings.demand_keep_days * _DAY_S),
@@ -94,13 +93,13 @@ def _in_pieces(database: Database, forget: Callable[..., int], pieces_max: int) 
 
 
 def _lose_nodes(session: Session, *, heard_s: float) -> int:
-    """How many fell silent since the last run."""
+    """How many nodes became silent since the last run."""
     silent = lose_silent_nodes(session, silent_s=_NODE_LOST_S, heard_s=heard_s, grace_s=_NODE_GRACE_S)
     return note_lost(session, silent)
 
 
 def _expire_files(database: Database, blobs: BlobStore) -> int:
-    """Rows first, their bytes after the commit; bytes that stay then are orphans."""
+    """Delete rows first and their blobs after the commit; blobs that remain then are orphans."""
     with database.transaction() as session:
         gone = expire_files(session)
     for file_id in gone:
@@ -109,7 +108,7 @@ def _expire_files(database: Database, blobs: BlobStore) -> int:
 
 
 def _delete_orphans(database: Database, blobs: BlobStore) -> int:
-    """Bytes a day old that no row knows of: what uploads and crashes left behind."""
+    """Delete blobs a day old that no row refers to, from uploads and crashes."""
     old = blobs.older_than(_ORPHAN_S)
     with database.transaction() as session:
         orphans = old - known_files(session, old)

@@ -1,4 +1,4 @@
-"""A plan in words: gathers what was kept with it, and what came of the forecasts it was made from."""
+"""Read the explanation of a plan: its stored inputs and answers, and how accurate its forecasts were."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,11 +19,11 @@ from controlplane.store.plans import Plan, entries_of, get_plan, inputs_of
 
 _DAY_S = 86_400
 _ENDPOINTS_MAX = 50
-"""Endpoints whose past forecasts are looked up, the largest: more would be slow and say the same."""
+"""Endpoints whose past forecasts are read, the largest: more would be slow and add nothing."""
 
 
 def explanation_of(session: Session, plan_id: str) -> str:
-    """The plan as an engineer would tell it.
+    """The explanation of a plan for operators.
 
     Raises:
         NotFoundError: no such plan.
@@ -74,7 +74,7 @@ def explanation_of(session: Session, plan_id: str) -> str:
 def _records(
     session: Session, forecasts: Mapping[str, Any] | None
 ) -> tuple[ForecastRecord | None, ForecastRecord | None]:
-    """How the forecasts of the day before the plan's origin did, and those of the plan itself."""
+    """The accuracy of the forecasts of the day before the plan's origin, and of the plan's own."""
     if forecasts is None:
         return None, None
     origin_s, endpoints = forecasts["origin_s"], _largest(forecasts["series"])

@@ -1,4 +1,4 @@
-"""Forecasting: one series at a time, from what was known before the origin."""
+"""Forecast one series at a time, from the demand before the origin."""
 
 from dataclasses import asdict
 
@@ -30,7 +30,7 @@ def series_to_forecast(session: Session, *, origin_s: int, settings: Settings) -
 
 
 def forecast_one(session: Session, endpoint: Endpoint, *, origin_s: int, settings: Settings) -> Forecast:
-    """Forecast the peak of the hour after `origin_s` for one endpoint, and write it down."""
+    """Forecast the peak of the hour after `origin_s` for one endpoint, and store it."""
     forecast = make_forecast(session, endpoint, origin_s=origin_s, settings=settings)
     put_forecasts(session, [forecast])
     drop_forecast_states(session, endpoint, before_s=origin_s - _KEEP_STATES_S)
@@ -38,10 +38,10 @@ def forecast_one(session: Session, endpoint: Endpoint, *, origin_s: int, setting
 
 
 def make_forecast(session: Session, endpoint: Endpoint, *, origin_s: int, settings: Settings) -> Forecast:
-    """The same, not written.
+    """The same, not stored.
 
-    What the forecast before kept (the choice, parameters, past errors) is handed on, so that nothing is chosen anew
-    each hour; the same origin forecast again starts from the same state and gives the same.
+    The state of the previous forecast (its choice, parameters and past errors) is passed on, so that not every hour
+    chooses again; the same origin forecast again starts from the same state and gives the same result.
     """
     since_s = origin_s - settings.forecast_history_s
     rows = read_demand(session, kind=IW, since_s=since_s, until_s=origin_s, only=endpoint).get(endpoint, [])

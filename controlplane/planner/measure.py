@@ -1,4 +1,4 @@
-"""Measuring: the last minutes' counts become demand buckets."""
+"""Measure demand: the counts of the last minutes become rows of demand."""
 
 from sqlalchemy.orm import Session
 
@@ -12,11 +12,11 @@ _MINUTE_S = 60
 
 
 def measure(session: Session, live: LiveStore, *, now_s: float) -> int:
-    """Write what the last five whole minutes came to, where that is not known already: of the newest all, of the others
-    what was counted late. Returns the number of rows.
+    """Write the demand of the last five whole minutes, except rows that are stored already: so all of the newest
+    minute, and late counts of the others. Returns the number of rows.
 
-    A minute in which a gateway was counting is zero where it counted nothing, and takes no row there; one without any
-    gateway is a gap.
+    If any gateway reported in a minute, endpoints without a count had zero demand, which takes no row; otherwise the
+    minute is missing data.
     """
     until_s = int(now_s) // _MINUTE_S * _MINUTE_S
     since_s = until_s - _MINUTES_BACK * _MINUTE_S

@@ -1,4 +1,4 @@
-"""Planning: gather the fleet and its forecasts, solve the placement, write the plan."""
+"""Plan an hour: read the fleet and its forecasts, solve the placement, write the plan."""
 
 import time
 
@@ -31,12 +31,11 @@ log = structlog.get_logger()
 
 
 def plan_hour(database: Database, settings: Settings, *, now_s: float) -> str | None:
-    """Make, and where the policy lets it pass, apply the plan of the hour that begins nearest to now, so that a late
-    task still plans its own hour. None if it is made already, by whichever worker or beat came first, or if an operator
-    put a plan of that hour in force: the schedule does not overrule people. Scheduled plans of earlier hours that still
-    wait for an operator are superseded.
+    """Make the plan of the hour that begins nearest to now, so that a late task still plans its own hour, and apply it
+    if it needs no approval. None if another worker made it already, or an operator applied a plan of that hour: the
+    schedule does not replace it. Scheduled plans of earlier hours that still wait for an operator are superseded.
 
-    An attempt that fails leaves the plan in force as it is and a failed plan that says why; the next beat tries again.
+    A failed attempt keeps the plan in force and stores a failed plan with the reason; the next task retries.
     """
     window_start_s = hour_nearest(now_s)
     with database.transaction() as session:
@@ -52,7 +51,7 @@ def plan_hour(database: Database, settings: Settings, *, now_s: float) -> str | 
             index = fleet_index(session)
         try:
             draft = draft_plan(database, settings, of, now_s=now_s)
-        except Exception as error:  # whatever went wrong, the last plan stays, and people can read why
+        except Exception as error:  # the plan in force stays, and the failed plan has the reason
             log.exception("planning failed", window_start_s=window_start_s)
             reason = f"planning failed, the plan in force stays: {type(error).__name__}: {error}"
             draft = failed_draft(of, index=index, reason=reason)
@@ -66,12 +65,12 @@ def plan_hour(database: Database, settings: Settings, *, now_s: float) -> str | 
 
 
 def hour_nearest(now_s: float) -> int:
-    """When the hour begins whose start is nearest to `now_s`."""
+    """The start of the hour whose start is nearest to `now_s`."""
     return (int(now_s) + _HOUR_S // 2) // _HOUR_S * _HOUR_S
 
 
 def _keep(database: Database, draft: Draft, *, now_s: float) -> str | None:
-    """Write a draft and, where nobody must agree, apply it; both or neither.
+    """Write a draft and, where it needs no approval, apply it; both or neither.
 
     Raises:
         StaleIndexError: the fleet changed while the solver worked.
@@ -100,8 +99,8 @@ def draft_plan(
     origin_s: int | None = None,
     keep_forecasts: bool = True,
 ) -> Draft:
-    """Gather, decide; nothing is written but, unless told otherwise, forecasts that were missing. `origin_s`: use the
-    forecasts of that moment, by default the newest. No transaction is open while a forecaster or the solver works.
+    """Read and decide; nothing is written except, with `keep_forecasts`, missing forecasts. `origin_s`: use the
+    forecasts of that moment, by default the newest. No transaction is open while a forecaster or the solver runs.
     """
     expected = expected_demand(database, settings, now_s=now_s, origin_s=origin_s, keep=keep_forecasts)
     with database.transaction() as session:

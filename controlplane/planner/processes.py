@@ -1,8 +1,8 @@
 """Celery's processes: workers, forecasters and beat, each until SIGTERM.
 
 Celery's worker ends when it meets an error that it does not know, such as the acknowledgement of a task that was
-running while Redis restarted (kombu 5.7.0 fails on the closed connection). A process that ends without having been told
-to starts itself anew, with the same process id and nothing left of what broke it.
+running while Redis restarted (kombu 5.7.0 fails on the closed connection). A process that ends without a signal
+executes itself again, with the same process id and fresh state.
 """
 
 import os
@@ -20,14 +20,14 @@ _RESTART_AFTER_S = 1.0
 
 
 def serve_worker(queue: str = MAIN_QUEUE) -> None:
-    """Run a Celery worker until SIGTERM. Forecasts are long and many: workers of their own take them, so that scaling
-    and measuring never wait behind them.
+    """Run a Celery worker until SIGTERM. Forecasts, long and many, have workers of their own, so that scaling and
+    measuring never wait for them.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    told: list[str] = []
+    signalled: list[str] = []
 
-    def note_told(sig: str, **_: object) -> None:
-        told.append(sig)
+    def note_signal(sig: str, **_: object) -> None:
+        signalled.append(sig)
 
     def work() -> bool:
         celery.worker_main(
@@ -40,10 +40,10 @@ def serve_worker(queue: str = MAIN_QUEUE) -> None:
                 f"--queues={queue}",
             ]
         )
-        return bool(told)
+        return bool(signalled)
 
-    signals.worker_shutting_down.connect(note_told, weak=False)
-    _run_until_told(work)
+    signals.worker_shutting_down.connect(note_signal, weak=False)
+    _run_until_signalled(work)
 
 
 def serve_beat() -> None:
@@ -51,19 +51,19 @@ def serve_beat() -> None:
 
     def tick() -> bool:
         celery.start(["--quiet", "beat"])
-        return True  # beat returns when it was told to stop, and raises otherwise
+        return True  # beat returns on a signal, and raises otherwise
 
-    _run_until_told(tick)
+    _run_until_signalled(tick)
 
 
-def _run_until_told(run: Callable[[], bool]) -> None:
-    """Run Celery; `run` says whether it ended because it was told to. Otherwise start this process anew."""
+def _run_until_signalled(run: Callable[[], bool]) -> None:
+    """Run Celery; `run` returns whether a signal ended it. Otherwise execute this process again."""
     try:
         if run():
             return
     except Exception:
         log.exception("Celery failed")
-    log.error("Celery ended without having been told to; starting anew", after_s=_RESTART_AFTER_S)
+    log.error("Celery ended without a signal; restarting", after_s=_RESTART_AFTER_S)
     time.sleep(_RESTART_AFTER_S)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Runs of the loops: every loop notes how it ended, and `loop_periods_s` says how often each should succeed."""
+"""Runs of the loops: the result of each run is stored, and `loop_periods_s` is how often each should succeed."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from controlplane.store.session import Database
 
 log = structlog.get_logger()
 _FORECASTER_EVERY_S = 120.0
-"""One series may take a forecaster that long, and pulses wait behind it."""
+"""One series may occupy a forecaster for so long, and pulses wait for it."""
 _HOUR_S = 3600.0
 _PLAN_EVERY_S = 40 * 60.0
 """The longest pause between two runs of the schedule's plan."""
@@ -38,21 +38,21 @@ def loop_periods_s(settings: Settings) -> Mapping[Loop, float]:
 
 @dataclass
 class Run:
-    """One run of a loop. `error`: set by a loop that ended but did not do what it is for."""
+    """One run of a loop. `error`: set by a loop that ended without its result."""
 
     error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobsRun:
-    """What the jobs of one run did, by their names: how many rows or files each ended, and why some failed."""
+    """The results of one run's jobs by name: how many rows or files each expired or deleted, and why some failed."""
 
     counts: Mapping[str, int]
     failed: Mapping[str, str]
 
     @property
     def error(self) -> str | None:
-        """Which jobs failed, and why; None: all went well."""
+        """The jobs that failed, and why; None: all succeeded."""
         return "; ".join(f"{name}: {why}" for name, why in self.failed.items()) or None
 
     def done(self) -> dict[str, int]:
@@ -61,13 +61,13 @@ class JobsRun:
 
 
 def run_jobs(jobs: Mapping[str, Callable[[], int]]) -> JobsRun:
-    """Run one job after the other, each in transactions of its own: one that fails leaves the others be."""
+    """Run one job after the other, each in transactions of its own; a failing job does not affect the others."""
     counts: dict[str, int] = {}
     failed: dict[str, str] = {}
     for name, job in jobs.items():
         try:
             counts[name] = job()
-        except Exception as error:  # whatever it is, the other jobs go on
+        except Exception as error:  # the other jobs run all the same
             log.exception("a job failed", job=name)
             failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     return JobsRun(counts=counts, failed=failed)
@@ -75,7 +75,7 @@ def run_jobs(jobs: Mapping[str, Callable[[], int]]) -> JobsRun:
 
 @contextlib.contextmanager
 def noted(database: Database, loop: Loop) -> Iterator[Run]:
-    """Around one run of a loop: note its success or failure. What it raises is raised on."""
+    """Around one run of a loop: store its success or failure. Exceptions propagate."""
     run = Run()
     try:
         yield run
@@ -86,7 +86,7 @@ def noted(database: Database, loop: Loop) -> Iterator[Run]:
 
 
 def note(database: Database, loop: Loop, error: str | None = None) -> None:
-    """Note a loop's success, or its error. While Postgres is away nothing can be noted, and the loop becomes late."""
+    """Store a loop's success or its error. While Postgres is unreachable nothing is stored: the loop becomes late."""
     try:
         with database.transaction() as session:
             if error is None:

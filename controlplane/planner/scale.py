@@ -1,7 +1,7 @@
-"""Scaling: the plan and the live view become desired instances on slots, with their engines; spot and leases.
+"""Scale the fleet: from the plan and the live view to desired instances, their slots and engines, and leases.
 
-Only applying locks the fleet. So nobody waits while Redis is slow or a fleet takes long to decide about, and a decision
-is applied only if the fleet's version is still the one that was read before anything else.
+Only applying locks the fleet, so that a slow Redis or a long decision delays no other transaction. A decision is
+applied only if the fleet's version is still the one that was read first.
 """
 
 from collections.abc import Iterable
@@ -40,13 +40,13 @@ from dataplane.protocol.tiers import InstanceKind
 
 ACTOR = "scale"
 _ATTEMPTS_MAX = 5
-"""Decisions that may go stale in one run."""
+"""Decisions of one run before it gives up, if the fleet changes meanwhile."""
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """What a run changed: instances by what became of them, leases that ended or got notice."""
+    """What a run changed: counts of instances by kind of change, leases that ended or got notice."""
 
     started: int = 0
     revived: int = 0
@@ -62,15 +62,15 @@ class Scaled:
     unplaced: tuple[str, ...] = ()
 
     def changes(self) -> dict[str, int]:
-        """What is not zero, by name."""
+        """The counts that are not zero, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, int) and value}
 
 
 def scale(database: Database, live: LiveStore, settings: Settings, *, now_s: float) -> Scaled:
-    """Gather and decide with the fleet unlocked, then apply under its lock; what changed meanwhile is decided anew.
+    """Gather and decide with the fleet unlocked, then apply under its lock; decide again if it changed meanwhile.
 
     Raises:
-        StaleIndexError: it changed under every decision; nothing was applied, the next run decides again.
+        StaleIndexError: it changed during every decision; nothing was applied, the next run decides again.
     """
     ended = _begin(database, settings, now_s=now_s)
     for attempt in range(1, _ATTEMPTS_MAX + 1):
@@ -84,9 +84,7 @@ def scale(database: Database, live: LiveStore, settings: Settings, *, now_s: flo
 
 
 def _begin(database: Database, settings: Settings, *, now_s: float) -> int:
-    """What needs no decision about the fleet: leases that are over, instances that failed on their engines. How many
-    leases ended.
-    """
+    """End leases that are over, and change the engines of instances that failed on theirs. How many leases ended."""
     with database.transaction() as session:
         fleet_version(session, lock=True)
         ended = _end_leases(session)
@@ -99,7 +97,7 @@ def _begin(database: Database, settings: Settings, *, now_s: float) -> int:
 def _apply(
     database: Database, fleet: ReadFleet, decision: ScaleDecision, settings: Settings, *, now_s: float
 ) -> Scaled:
-    """Write a decision down, if the fleet is still the one that it was made for.
+    """Write a decision, if the fleet is still the one that it was made for.
 
     Raises:
         StaleIndexError: it has changed; nothing is written.
@@ -152,7 +150,7 @@ def _slot_settings(settings: Settings) -> SlotSettings:
 
 
 def _end_leases(session: Session) -> int:
-    """End what is due; the nodes are told to take no more of those leases' requests."""
+    """End leases that are due; their nodes get a new desired state and refuse further requests of these leases."""
     ended = end_due_leases(session)
     touch_generations(session, sorted({each.node for each in ended}))
     for each in ended:
@@ -162,7 +160,7 @@ def _end_leases(session: Session) -> int:
 
 
 def _write_instances(session: Session, fleet: FleetSnapshot, decided: ScaleDecision) -> None:
-    """Write what is wanted; instances that are it already are left alone."""
+    """Write the desired state of instances that change."""
     decision, kinds = decided.slots, decided.kinds
     present = {each.instance_id: each for each in fleet.instances}
     running = {change.instance_id: change.kind for change in (*decision.revives, *decision.reclaims)}
@@ -203,7 +201,7 @@ def _give_notice(session: Session, changes: Iterable[InstanceChange], settings: 
 
 
 def _note_scaled(session: Session, endpoints: Iterable[Endpoint], *, now_s: float) -> None:
-    """When endpoints were scaled."""
+    """Write when endpoints were scaled."""
     for endpoint in endpoints:
         row = session.get_one(EndpointRow, (endpoint.model, endpoint.region))
         row.last_scaled_at = datetime.fromtimestamp(now_s, UTC)

@@ -1,4 +1,4 @@
-"""The clock and the workers: one table of loops, run by Celery. Tasks may run twice, or at once, and do no harm."""
+"""The schedule of the loops, run by Celery. Every task is safe to run twice, or concurrently."""
 
 import functools
 import math
@@ -32,10 +32,10 @@ from controlplane.store.session import Database, make_engine
 log = structlog.get_logger()
 _VISIBILITY_TIMEOUT_S = 3600
 _BROKER_TIMEOUT_S = 10
-"""A broker that does not answer within this is away."""
+"""A broker that does not answer within this is unreachable."""
 MAIN_QUEUE, FORECAST_QUEUE = "tidepool", "forecasts"
 _FORECAST_TASKS = 256
-"""Forecast tasks of an hour while they hold few series each: enough to keep that many workers busy."""
+"""Forecast tasks of an hour while each has few series: enough to keep so many workers busy."""
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def process_settings() -> Settings:
 
 
 def _pulse(process: Loop, queue: str, every_s: float) -> dict[str, object]:
-    """A task that proves, by being run, that the workers of a queue do their work."""
+    """A task whose runs prove that the workers of a queue are alive."""
     options = {"queue": queue, "expires": every_s}
     return {"task": "pulse", "schedule": schedule(every_s), "args": (process,), "options": options}
 
@@ -101,12 +101,12 @@ celery = _make_celery(process_settings())
 
 @signals.setup_logging.connect
 def keep_logging(**_: object) -> None:
-    """Logs stay as the process has set them up; Celery sets up its own where nobody takes this signal."""
+    """Keep the process's logging; without a receiver of this signal Celery installs its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What tasks of one worker process share."""
+    """The resources that the tasks of a worker process share."""
 
     settings: Settings
     database: Database
@@ -116,7 +116,7 @@ class Parts:
 
 @functools.cache
 def parts() -> Parts:
-    """Made at the first task, so after the worker has forked."""
+    """Created at the first task, so after the worker has forked."""
     settings = process_settings()
     return Parts(
         settings=settings,
@@ -134,7 +134,7 @@ def run_pulse(process: str) -> None:
 
 @signals.after_task_publish.connect(sender="pulse")
 def note_beat(**_: object) -> None:
-    """Beat has reached the broker."""
+    """Store that beat has reached the broker."""
     note(parts().database, Loop.BEAT)
 
 
@@ -147,7 +147,7 @@ def run_measure() -> None:
 
 @celery.task(name="forecast")
 def run_forecast(origin_s: int | None = None) -> None:
-    """Every hour, ten minutes before it ends: tasks of some series each, as many at once as there are workers."""
+    """Every hour, ten minutes before it ends: start tasks of some series each."""
     at_s = origin_s if origin_s is not None else int(time.time()) // 60 * 60
     with noted(parts().database, Loop.FORECAST):
         with parts().database.transaction() as session:
@@ -157,8 +157,8 @@ def run_forecast(origin_s: int | None = None) -> None:
 
 
 def share_out(endpoints: Sequence[Endpoint], *, most: int) -> list[Sequence[Endpoint]]:
-    """Endpoints in shares of equal size, at most `most`: small while they are few, so that all workers have some, and
-    large when they are many, so that the broker does not carry one message for each.
+    """Divide endpoints into shares of equal size, at most `most`: small shares of few endpoints, so that all workers
+    have some, and large shares of many, so that the broker does not need a message for each.
     """
     size = min(most, max(1, math.ceil(len(endpoints) / _FORECAST_TASKS)))
     return [endpoints[at : at + size] for at in range(0, len(endpoints), size)]
@@ -166,8 +166,8 @@ def share_out(endpoints: Sequence[Endpoint], *, most: int) -> list[Sequence[Endp
 
 @celery.task(name="forecast_some")
 def run_forecast_some(series: list[tuple[str, str]], origin_s: int) -> None:
-    """Some series, one after another, each written as it is done. One that fails leaves the others be; what is missing
-    in the end is the plan's to make good.
+    """Forecast some series, one after another, each stored when it is done. A failing series does not affect the
+    others; the plan makes or replaces the missing forecasts.
     """
     for model, region in series:
         endpoint = Endpoint(model=model, region=region)
@@ -228,9 +228,9 @@ def run_sweep() -> None:
 
 
 def enqueue(task: str, **arguments: object) -> bool:
-    """Ask a worker to run a loop now, once. False while the broker is away: the loop's own clock will come."""
+    """Ask a worker to run a loop now, once. False while the broker is unreachable: the schedule runs it later."""
     try:
-        parts().live.ping()  # Celery's own client would try for seconds before it gives up
+        parts().live.ping()  # Celery's own client would retry for seconds
         celery.send_task(task, kwargs=arguments, retry=False)
     except (UnavailableError, OperationalError) as error:
         log.warning("not enqueued", task=task, error=str(error))

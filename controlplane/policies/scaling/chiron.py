@@ -1,11 +1,11 @@
 """Chiron (reference [34] of SageServe, its strongest baseline): scaling by backpressure and offline profiles.
 
-Three kinds of instances: interactive, mixed and batch. The *interactive backpressure* is the share of interactive and
-mixed instances that interactive requests keep busy, by the profile and not by measured utilization; it is held at
-`theta`, so that the rest can take a burst and, meanwhile, deferred requests. The *batch backpressure* is what of the
-deferred queue would miss its deadline on the room that is left; batch instances are added to make it none, and let go
-when the queue is empty. This follows SageServe's account (7.1, 7.2.3) and Chiron's abstract; the parts that neither
-gives (how mixed and interactive are split, one cooldown for both) are ours.
+There are three kinds of instances: interactive, mixed and batch. The *interactive backpressure* is the share of
+interactive and mixed instances that interactive requests keep busy, by the profile and not by measured utilization; it
+is held at `theta`, so that the others can take bursts and, meanwhile, deferred requests. The *batch backpressure* is
+the share of the deferred queue that would miss its deadline on the capacity left; batch instances are added until it is
+zero, and removed when the queue is empty. This follows SageServe's account (7.1, 7.2.3) and Chiron's abstract; how
+mixed and interactive instances are divided, and one cooldown for both, are ours, since neither source gives them.
 """
 
 import math
@@ -14,11 +14,11 @@ from controlplane.policies.scaling.facts import EndpointScaleFacts, Moment, Scal
 from dataplane.protocol.tiers import InstanceKind
 
 _DUE_S_MIN = 60.0
-"""A deadline nearer than this, or past, counts as so far away: no number of instances helps at once."""
+"""Deadlines that are nearer, or past, count as this far away: no number of instances helps at once."""
 
 
 def scale_on_backpressure(facts: EndpointScaleFacts, moment: Moment) -> tuple[ScaleStep, ...]:
-    """Go to the count of each kind that its backpressure asks for; batch instances never take the room of others."""
+    """Scale each kind to the count that its backpressure requires; batch instances never reduce the other kinds."""
     per_instance = _tokens_per_s(facts)
     if facts.observed_tokens_per_s is None or per_instance is None or moment.is_cooling(facts):
         return _to_minimum(facts)
@@ -42,7 +42,7 @@ def scale_on_backpressure(facts: EndpointScaleFacts, moment: Moment) -> tuple[Sc
 
 
 def _tokens_per_s(facts: EndpointScaleFacts) -> float | None:
-    """Of one instance by its profile: of the GPU types present, else of the slowest that it could start on."""
+    """Tokens/s of one instance by its profile: the mean of the GPU types present, else the slowest profiled type."""
     present = {name: count for name, count in facts.present.items() if count and name in facts.tokens_per_s}
     if present:
         return sum(facts.tokens_per_s[name] * count for name, count in present.items()) / sum(present.values())
@@ -50,7 +50,7 @@ def _tokens_per_s(facts: EndpointScaleFacts) -> float | None:
 
 
 def _batch_instances(facts: EndpointScaleFacts, moment: Moment, per_instance: float, *, spare: int) -> int:
-    """Instances without which the deferred queue would miss its deadline, beyond `spare` mixed ones."""
+    """Batch instances that the deferred queue needs to meet its deadline, besides `spare` mixed ones."""
     if not facts.backlog_tokens:
         return 0
     left_s = max(_DUE_S_MIN, (facts.backlog_due_s or 0.0) - moment.now_s)

@@ -1,4 +1,4 @@
-"""One way in for all strategies: each proposes, the limits dispose."""
+"""Run the configured scaling strategy, then clamp its proposal to the limits."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -72,8 +72,8 @@ def choose_scaling(facts: ScalingFacts, now_s: float, settings: ScalingSettings)
 
 
 def _settled(facts: EndpointScaleFacts, steps: Sequence[ScaleStep]) -> Counts | None:
-    """What the endpoint has after the steps; None where they leave the GPU type open. While something is stuck, what it
-    was settled at before.
+    """The endpoint's counts after the steps; None where the steps leave the GPU type open. While an instance is stuck,
+    the counts that it was settled at before.
     """
     if any(facts.stuck.values()):
         return facts.present if facts.settled is None else facts.settled
@@ -86,7 +86,7 @@ def _settled(facts: EndpointScaleFacts, steps: Sequence[ScaleStep]) -> Counts | 
 
 
 def _exchanged(steps: tuple[ScaleStep, ...]) -> tuple[tuple[ScaleStep, ...], list[KindStep]]:
-    """Of steps that start one kind and let go another on any GPU type, the changes of kind that spare both."""
+    """Replace steps that start one kind and remove another, on any GPU type, by changes of kind."""
     left = {step.kind: step for step in steps if step.gpu_type is None}
     changes: list[KindStep] = []
     for kind, gone in list(left.items()):
@@ -101,8 +101,8 @@ def _exchanged(steps: tuple[ScaleStep, ...]) -> tuple[tuple[ScaleStep, ...], lis
 
 
 def kind_for(strategy: str, kind: InstanceKind, *, instances_max: int) -> InstanceKind:
-    """What an instance of `kind` should be under a strategy, for when the strategy changes: mixed where instances are
-    shared; Siloed has no mixed ones, but where there can be one instance only.
+    """The kind that an instance of `kind` has after a change to this strategy: mixed where instances are shared; Siloed
+    has no mixed instances, except where an endpoint can have only one instance.
     """
     if strategy == StrategyName.SILOED and instances_max < 2:
         return InstanceKind.MIXED

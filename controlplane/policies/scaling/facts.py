@@ -1,4 +1,4 @@
-"""What scaling is told and what it answers. Counts are of instances, by GPU type where they are mappings."""
+"""The facts and decisions of scaling. Counts are of instances, by GPU type where they are mappings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,9 +29,9 @@ class KindFacts:
     """The instances of one kind.
 
     Attributes:
-        present: instances wanted now, those not ready included, draining and spot ones not.
-        starting: how many of those are on their way.
-        stuck: how many of those should be ready and are not: they failed, or take too long.
+        present: instances wanted now, ready or not; draining and donated instances are not counted.
+        starting: instances of those that are starting.
+        stuck: instances of those that should be ready and are not: they failed, or take too long.
         utilization: effective memory utilization of the ready ones, as a share of 1; None = unknown or stale.
     """
 
@@ -43,7 +43,7 @@ class KindFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointScaleFacts:
-    """One endpoint now.
+    """The facts of one endpoint now.
 
     Attributes:
         present, starting, stuck, utilization: as in KindFacts, over all kinds.
@@ -51,14 +51,14 @@ class EndpointScaleFacts:
         planned: the plan's instances for each GPU type; None = no plan.
         last_scaled_s: when this endpoint was last scaled; None = never.
         settled: instances that it was to have when none was stuck last; None = not known. Without a plan it keeps
-            these: replacements of what does not come up are present too, and would be taken for wanted.
+            these: replacements of stuck instances are present too, and would be taken for wanted.
         kinds: the same instances by kind; empty = all are mixed.
         tokens_per_s: input tokens/s of one instance at its SLO, by GPU type (theta of SageServe 5).
         observed_tokens_per_s: interactive input tokens that arrive now; None = unknown.
         forecast_tokens_per_s: what was forecast for this moment; None = no forecast.
         backlog_tokens: input tokens of deferred requests that wait for this endpoint.
         backlog_due_s: Unix time by which the most urgent of them is due; None = none waits.
-        spot_same, spot_other: spot instances that could be taken, of this model and of others.
+        donated_same, donated_other: donated instances that could be reclaimed, of this model and of others.
     """
 
     endpoint: Endpoint
@@ -81,7 +81,7 @@ class EndpointScaleFacts:
     donated_other: Counts = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check what the arithmetic relies on.
+        """Check the counts.
 
         Raises:
             ValueError: a negative count, min above max, or more starting and stuck than present.
@@ -118,8 +118,8 @@ class EndpointScaleFacts:
 
     @property
     def pressure(self) -> float | None:
-        """Utilization once what starts is there, so that work under way is not asked for again. With no instance at
-        all it is 1 while requests arrive.
+        """Utilization once the starting instances serve, so that they are not started twice. Without any instance it
+        is 1 while requests arrive.
         """
         if not self.working:
             return 1.0 if self.observed_tokens_per_s else None
@@ -134,7 +134,7 @@ class EndpointScaleFacts:
         return KindFacts(present=self.present, starting=self.starting, stuck=self.stuck, utilization=self.utilization)
 
     def capacity(self, counts: Counts) -> float | None:
-        """Tokens/s that so many instances serve at their SLO; None where a profile is missing."""
+        """Tokens/s that these instances serve at their SLO; None where a profile is missing."""
         if any(gpu_type not in self.tokens_per_s for gpu_type, count in counts.items() if count):
             return None
         return sum(count * self.tokens_per_s.get(gpu_type, 0.0) for gpu_type, count in counts.items())
@@ -154,12 +154,12 @@ class ScalingSettings:
 
     Attributes:
         strategy: one of StrategyName.
-        out_above, in_below: utilizations between which the utilization-led strategies rest.
-        cooldown_s: an endpoint is not scaled again for so long, but to its minimum or by LT-I.
-        retry_s: an endpoint where also the replacement does not come up gets another one so long after it was scaled.
+        out_above, in_below: utilizations between which the utilization-led strategies change nothing.
+        cooldown_s: an endpoint is not scaled again for so long, except to its minimum or by LT-I.
+        retry_s: an endpoint whose replacement instance is stuck too gets another one so long after it was scaled.
         window_s, last_s: LT-UA may leave the plan in the last `last_s` seconds of a window of `window_s`.
         beyond_at, below_at: observed over forecast tokens/s from which LT-UA goes beyond the plan, and below it.
-        room_out, room_in: times what arrives that LT-D wants instances for, and beyond which it lets them go.
+        room_out, room_in: multiples of the observed demand up to which LT-D scales out, and above which it scales in.
         silo_niw_share: share of an endpoint's maximum that Siloed keeps for deferred requests (paper: 4 of 20).
         chiron_theta: share of the interactive instances that may be busy (paper: 0.6).
         chiron_mixed_share: share of Chiron's interactive instances that also take deferred requests (paper: 5 of 15).
@@ -205,8 +205,8 @@ class ScalingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleStep:
-    """Start (`delta` above 0) or let go (below) instances of an endpoint. `gpu_type` None: whichever suits.
-    `succeeds`: the instance on a node that goes whose place the started one takes.
+    """Start (`delta` above 0) or remove (below) instances of an endpoint. `gpu_type` None: any profiled one.
+    `succeeds`: the instance on an evacuated node that the started one replaces.
     """
 
     endpoint: Endpoint
@@ -219,7 +219,7 @@ class ScaleStep:
 
 @dataclass(frozen=True, kw_only=True)
 class KindStep:
-    """Let `count` instances of an endpoint be of another kind. They serve on."""
+    """Change the kind of `count` instances of an endpoint, which go on serving."""
 
     endpoint: Endpoint
     before: InstanceKind
@@ -229,10 +229,8 @@ class KindStep:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingDecision:
-    """Steps ordered by endpoint, kind and GPU type; and when each endpoint was last scaled, and what it is settled at:
-    facts of the next call.
-
-    `kinds`: what changes its kind; it comes before the steps.
+    """Steps ordered by endpoint, kind and GPU type. `last_scaled_s`, `settled`: facts of the next call. `kinds`:
+    changes of kind, to be applied before the steps.
     """
 
     steps: tuple[ScaleStep, ...]
@@ -243,22 +241,22 @@ class ScalingDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """What strategies know besides the endpoint."""
+    """The facts of a strategy that are the same for all endpoints."""
 
     now_s: float
     window_start_s: float | None
     settings: ScalingSettings
 
     def is_cooling(self, facts: EndpointScaleFacts) -> bool:
-        """Whether the endpoint was scaled a moment ago."""
+        """Whether the endpoint was scaled less than the cooldown ago."""
         return facts.last_scaled_s is not None and self.now_s - facts.last_scaled_s < self.settings.cooldown_s
 
     def may_retry(self, facts: EndpointScaleFacts) -> bool:
-        """Whether the endpoint was left alone so long that what does not come up may be tried elsewhere."""
+        """Whether the last scaling is so long ago that a stuck instance may be retried elsewhere."""
         return facts.last_scaled_s is None or self.now_s - facts.last_scaled_s >= self.settings.retry_s
 
     def is_late(self) -> bool:
-        """Whether the last minutes of the plan's window run."""
+        """Whether this is in the last minutes of the plan's window."""
         if self.window_start_s is None:
             return False
         elapsed_s = self.now_s - self.window_start_s

@@ -1,11 +1,11 @@
-"""The rules that hold for every strategy, whatever it proposes.
+"""The limits of every strategy's proposal.
 
-- Below the minimum is scaled out at once. No step leads past the maximum or below the minimum.
-- Unknown utilization lets nothing go that serves.
-- What does not come up (stuck) is replaced, at most one beside it at a time, and let go when what is wanted serves; the
-  rest of the endpoint goes on meanwhile.
-- What stands in for it is not replaced in turn: the model itself may be broken. Where that fails too, or has no room,
-  all stay, their nodes try again, and one is let go for another try once nothing was scaled for `retry_s`.
+- An endpoint below its minimum is scaled out at once. No step leads past the maximum or below the minimum.
+- While utilization is unknown, no serving instance is removed.
+- Stuck instances are replaced, by at most one more instance at a time, and removed when all that is wanted serves; the
+  other instances of the endpoint are scaled meanwhile.
+- A replacement is not replaced in turn: the model itself may be broken. Where it is stuck too, or finds no slot, all
+  stay, their nodes retry, and one is removed for another try once nothing was scaled for `retry_s`.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from dataplane.protocol.tiers import InstanceKind
 
 
 def below_minimum(facts: EndpointScaleFacts) -> tuple[ScaleStep, ...]:
-    """What is missing to the minimum; none if it is met. The GPU type is the plan's or the present one, else any."""
+    """A step up to the minimum; none if it is met. The GPU type is the plan's or the present one, else any."""
     missing = facts.min - facts.working
     if missing <= 0:
         return ()
@@ -25,7 +25,7 @@ def below_minimum(facts: EndpointScaleFacts) -> tuple[ScaleStep, ...]:
 
 
 def above_maximum(facts: EndpointScaleFacts) -> tuple[ScaleStep, ...]:
-    """What is beyond the maximum, of the GPU types that the plan wants least."""
+    """Steps down to the maximum, on the GPU types that the plan wants least."""
     excess = facts.total - facts.max
     planned = facts.planned or {}
     steps = []
@@ -38,7 +38,7 @@ def above_maximum(facts: EndpointScaleFacts) -> tuple[ScaleStep, ...]:
 
 
 def keep_limits(facts: EndpointScaleFacts, steps: tuple[ScaleStep, ...], moment: Moment) -> tuple[ScaleStep, ...]:
-    """The steps as far as the rules above allow them."""
+    """The steps as far as the limits allow them."""
     wanted = [step for step in steps if step.delta > 0]
     outs = _outs(facts, wanted)
     if any(facts.stuck.values()) and not outs:
@@ -50,21 +50,21 @@ def keep_limits(facts: EndpointScaleFacts, steps: tuple[ScaleStep, ...], moment:
 
 
 def _outs(facts: EndpointScaleFacts, steps: list[ScaleStep]) -> list[ScaleStep]:
-    """Starts within the maximum; those that only stand in for stuck instances one at a time."""
+    """Starts within the maximum; replacements of stuck instances one at a time."""
     wanted, stuck = sum(step.delta for step in steps), sum(facts.stuck.values())
-    room = max(0, facts.max - facts.total)
+    most = max(0, facts.max - facts.total)
     if stuck:
-        room = min(room, max(0, wanted - stuck + 1))
-    return _cut(steps, room)
+        most = min(most, max(0, wanted - stuck + 1))
+    return _cut(steps, most)
 
 
 def _ins(facts: EndpointScaleFacts, steps: list[ScaleStep]) -> list[ScaleStep]:
-    """Drains down to the minimum. What is started in the same call is not counted on: it may find no place."""
+    """Drains down to the minimum. Instances started in the same call do not count: they may find no slot."""
     return [] if facts.utilization is None else _cut(steps, max(0, facts.working - facts.min))
 
 
 def _cut(steps: list[ScaleStep], most: int) -> list[ScaleStep]:
-    """The first steps, up to `most` instances together."""
+    """The first steps, up to `most` instances in total."""
     kept = []
     for step in steps:
         count = min(abs(step.delta), most)
@@ -75,7 +75,7 @@ def _cut(steps: list[ScaleStep], most: int) -> list[ScaleStep]:
 
 
 def _without_stuck(facts: EndpointScaleFacts) -> tuple[ScaleStep, ...]:
-    """Let go what does not come up, unless something serves and nobody knows how it fares."""
+    """Remove stuck instances, unless some instance serves and its utilization is unknown."""
     if facts.utilization is None and facts.ready:
         return ()
     counts = [

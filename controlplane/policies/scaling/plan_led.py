@@ -1,5 +1,5 @@
-"""The strategies that follow the hourly plan (SageServe 6.4): LT-I at once, LT-U when utilization asks for it, LT-UA
-like LT-U, and beyond or below the plan where the forecast proves wrong.
+"""The strategies that follow the hourly plan (SageServe 6.4): LT-I at once, LT-U when utilization crosses a threshold,
+LT-UA like LT-U, and beyond or below the plan where the forecast proves wrong.
 """
 
 from collections.abc import Mapping
@@ -10,17 +10,18 @@ from controlplane.policies.scaling.limits import above_maximum, below_minimum
 
 
 def scale_to_plan(facts: EndpointScaleFacts, moment: Moment) -> tuple[ScaleStep, ...]:
-    """LT-I: go to the plan's count at once, on each GPU type; without a plan keep what is there, within the limits.
+    """LT-I: scale to the plan's count at once, on each GPU type; without a plan keep the present count, within the
+    limits.
 
-    What serves is let go when its replacement is ready. Exchanging GPU types at the maximum goes one instance at a
-    time; where minimum and maximum are the same there is no room to exchange, and what is there stays.
+    A serving instance is removed when its replacement is ready. At the maximum, GPU types are exchanged one instance at
+    a time; where minimum and maximum are equal no exchange is possible, and the present instances stay.
     """
     wanted = _within_limits(facts)
     changes = _changes(facts, wanted)
     outs = _outs(facts, changes)
     deltas = {**_ins(facts, changes, outs), **outs}
     steps = [
-        step_of(facts, deltas[gpu_type], _plan_words(facts, gpu_type, wanted[gpu_type]), gpu_type=gpu_type)
+        step_of(facts, deltas[gpu_type], _plan_reason(facts, gpu_type, wanted[gpu_type]), gpu_type=gpu_type)
         for gpu_type in changes
         if deltas.get(gpu_type)
     ]
@@ -42,17 +43,17 @@ def scale_to_plan_on_utilization(facts: EndpointScaleFacts, moment: Moment) -> t
     changes = _changes(facts, _within_limits(facts))
     percent = f"utilization {100 * pressure:.0f} %"
     if pressure > settings.out_above and (gpu_type := _most_missing(facts, changes)):
-        words = f"{percent} is above {100 * settings.out_above:.0f} %; {_short_words(facts, gpu_type)}"
+        words = f"{percent} is above {100 * settings.out_above:.0f} %; {_plan_count(facts, gpu_type)}"
         return (step_of(facts, 1, words, gpu_type=gpu_type),)
     if _is_idle(facts, moment) and (gpu_type := _most_spare(changes)):
-        words = f"{percent} is below {100 * settings.in_below:.0f} %; {_short_words(facts, gpu_type)}"
+        words = f"{percent} is below {100 * settings.in_below:.0f} %; {_plan_count(facts, gpu_type)}"
         return (step_of(facts, -1, words, gpu_type=gpu_type),)
     return ()
 
 
 def scale_beyond_plan(facts: EndpointScaleFacts, moment: Moment) -> tuple[ScaleStep, ...]:
-    """LT-UA: as LT-U. In the window's last minutes, once the plan is reached, one instance beyond it where several
-    times the forecast arrives, and one below it where only a share of the forecast does.
+    """LT-UA: as LT-U. In the window's last minutes, once the plan is reached, one instance more where demand is a
+    multiple of the forecast, and one less where it is a fraction of the forecast.
     """
     steps = scale_to_plan_on_utilization(facts, moment)
     ratio = _observed_over_forecast(facts)
@@ -70,7 +71,7 @@ def scale_beyond_plan(facts: EndpointScaleFacts, moment: Moment) -> tuple[ScaleS
 
 
 def _changes(facts: EndpointScaleFacts, wanted: Mapping[str, int]) -> dict[str, int]:
-    """Instances missing (above 0) or to spare on each GPU type; stuck ones are not counted on."""
+    """Instances missing (above 0) or to spare on each GPU type; stuck instances do not count."""
     return {
         gpu_type: wanted[gpu_type] - facts.present.get(gpu_type, 0) + facts.stuck.get(gpu_type, 0)
         for gpu_type in sorted(wanted)
@@ -78,17 +79,17 @@ def _changes(facts: EndpointScaleFacts, wanted: Mapping[str, int]) -> dict[str, 
 
 
 def _outs(facts: EndpointScaleFacts, changes: Mapping[str, int]) -> dict[str, int]:
-    """Starts for each GPU type, as far as the maximum leaves room."""
-    room, outs = max(0, facts.max - facts.total + sum(facts.stuck.values())), {}
+    """Starts for each GPU type, up to the maximum."""
+    left, outs = max(0, facts.max - facts.total + sum(facts.stuck.values())), {}
     for gpu_type, change in changes.items():
         if change > 0:
-            outs[gpu_type] = min(change, room)
-            room -= outs[gpu_type]
+            outs[gpu_type] = min(change, left)
+            left -= outs[gpu_type]
     return outs
 
 
 def _ins(facts: EndpointScaleFacts, changes: Mapping[str, int], outs: Mapping[str, int]) -> dict[str, int]:
-    """Drains for each GPU type, below zero: first what is not ready, then what is ready beyond the plan's count."""
+    """Drains for each GPU type, below zero: starting instances first, then ready ones beyond the plan's count."""
     left = max(0, facts.working + sum(outs.values()) - facts.min)
     spare = max(0, facts.ready - facts.working - sum(changes.values()))
     blocked = any(outs) and not any(outs.values())
@@ -105,7 +106,7 @@ def _ins(facts: EndpointScaleFacts, changes: Mapping[str, int], outs: Mapping[st
 
 
 def _usual(facts: EndpointScaleFacts) -> Mapping[str, int]:
-    """What the endpoint is to have: the plan's count, without a plan what it was settled at."""
+    """The counts that the endpoint is to have: the plan's, without a plan those that it was settled at."""
     if facts.planned is not None:
         return facts.planned
     return facts.present if facts.settled is None else facts.settled
@@ -128,7 +129,7 @@ def _within_limits(facts: EndpointScaleFacts) -> dict[str, int]:
 
 
 def _preferred(facts: EndpointScaleFacts, gpu_types: list[str]) -> str | None:
-    """The GPU type on which an instance starts soonest: by spot of the same model, then of others."""
+    """The GPU type on which an instance starts soonest: with donated instances of the same model, then of others."""
     if not gpu_types:
         return None
     return min(gpu_types, key=lambda name: (not facts.donated_same.get(name), not facts.donated_other.get(name), name))
@@ -144,7 +145,7 @@ def _most_spare(changes: Mapping[str, int]) -> str | None:
 
 
 def _is_idle(facts: EndpointScaleFacts, moment: Moment) -> bool:
-    """Whether there is little to do and nothing under way that says otherwise."""
+    """Whether utilization is low and nothing starts."""
     return (
         facts.utilization is not None and facts.ready == facts.working and facts.utilization < moment.settings.in_below
     )
@@ -157,7 +158,7 @@ def _observed_over_forecast(facts: EndpointScaleFacts) -> float | None:
 
 
 def _suffices(facts: EndpointScaleFacts, tokens_per_s: float | None) -> bool:
-    """Whether what serves and starts is enough by its profile. Without profiles: whether something starts already."""
+    """Whether the serving and starting instances suffice by their profiles. Without profiles: whether one starts."""
     working = {name: count - facts.stuck.get(name, 0) for name, count in facts.present.items()}
     capacity = facts.capacity(working)
     if capacity is None:
@@ -166,8 +167,8 @@ def _suffices(facts: EndpointScaleFacts, tokens_per_s: float | None) -> bool:
 
 
 def _dispensable(facts: EndpointScaleFacts, moment: Moment) -> str | None:
-    """A GPU type of which one instance can go: nothing starts, and the others stay below the upper threshold and, by
-    their profiles, carry what arrives.
+    """A GPU type of which one instance can be removed: nothing starts, and the others stay below the upper threshold
+    and, by their profiles, serve the observed demand.
     """
     if facts.utilization is None or facts.ready < facts.working or facts.ready < 2:
         return None
@@ -181,14 +182,14 @@ def _dispensable(facts: EndpointScaleFacts, moment: Moment) -> str | None:
     return None
 
 
-def _short_words(facts: EndpointScaleFacts, gpu_type: str) -> str:
+def _plan_count(facts: EndpointScaleFacts, gpu_type: str) -> str:
     return f"plan says {(facts.planned or {}).get(gpu_type, 0)}, {facts.present.get(gpu_type, 0)} present"
 
 
-def _plan_words(facts: EndpointScaleFacts, gpu_type: str, wanted: int) -> str:
+def _plan_reason(facts: EndpointScaleFacts, gpu_type: str, wanted: int) -> str:
     if facts.planned is None:
         return f"no plan; limits {facts.min} to {facts.max} need {wanted}, {facts.present.get(gpu_type, 0)} present"
-    words = f"plan says {facts.planned.get(gpu_type, 0)}, {facts.present.get(gpu_type, 0)} present"
+    words = _plan_count(facts, gpu_type)
     if wanted == facts.planned.get(gpu_type, 0):
         return words
     return f"{words}; limits {facts.min} to {facts.max} make it {wanted}"

@@ -7,17 +7,17 @@ from dataplane.protocol.tiers import InstanceKind
 
 
 def scale_on_utilization(facts: EndpointScaleFacts, moment: Moment) -> tuple[ScaleStep, ...]:
-    """Reactive, unified: out by one above a threshold, in by one below another. What starts counts as if it served, so
-    a second one is asked for only if the first will not do; nothing is let go while something starts.
+    """Reactive, unified: out by one above a threshold, in by one below another. Starting instances count as if they
+    served, so a second one is started only if the first does not suffice; none is removed while one starts.
     """
     return _scale(facts, moment, InstanceKind.MIXED)
 
 
 def scale_silos(facts: EndpointScaleFacts, moment: Moment) -> tuple[ScaleStep, ...]:
-    """Siloed: the same for interactive and deferred requests apart, each with its own instances and limits.
+    """Siloed: the same rule for interactive and for deferred requests, each with instances and limits of its own.
 
-    Mixed instances count as interactive; the loop makes them so. An endpoint that may have one instance only cannot be
-    parted and is scaled as one.
+    Mixed instances count as interactive; scaling changes their kind. An endpoint that may have only one instance is not
+    divided.
     """
     if facts.max < 2:
         return _scale(facts, moment, InstanceKind.MIXED)
@@ -30,7 +30,7 @@ def scale_silos(facts: EndpointScaleFacts, moment: Moment) -> tuple[ScaleStep, .
 
 
 def _silo(facts: EndpointScaleFacts, kind: InstanceKind, most: int) -> EndpointScaleFacts:
-    """The endpoint as if it had this kind's instances and requests only."""
+    """The endpoint's facts with only the instances and requests of this kind."""
     part = facts.of_kind(kind)
     interactive = kind == InstanceKind.IW
     if interactive and (mixed := facts.of_kind(InstanceKind.MIXED)).present:
@@ -50,7 +50,7 @@ def _silo(facts: EndpointScaleFacts, kind: InstanceKind, most: int) -> EndpointS
 
 
 def _joined(one: KindFacts, other: KindFacts) -> KindFacts:
-    """Two kinds as one. The higher utilization stands for both."""
+    """Two kinds as one, with the higher utilization."""
 
     def added(name: str) -> dict[str, int]:
         counts, more = getattr(one, name), getattr(other, name)

@@ -46,7 +46,7 @@ def expect(world: World, settings: Settings, **changes: Any) -> Expected:
     return expected_demand(world.database, settings.model_copy(update=changes), now_s=NOW_S, origin_s=None)
 
 
-def test_a_plan_out_of_time_for_forecasts_takes_stand_ins(fleet: World, settings: Settings) -> None:
+def test_a_plan_out_of_time_for_forecasts_takes_fallbacks(fleet: World, settings: Settings) -> None:
     expected = expect(fleet, settings, plan_forecasts_s=1e-9)
     assert len(expected.series) == len(MODELS)
     assert all("s that a plan takes for them" in (each.fallback or "") for each in expected.series)
@@ -92,11 +92,11 @@ def test_late_forecasts_are_made_for_the_busiest_and_stood_in_for_the_rest(fleet
     assert by_model["tide"].fallback is None
     assert 2900 <= by_model["tide"].peak_q50 <= 3600
     assert by_model["ebb"].peak_upper == 4000.0
-    assert "the forecast of 60 minutes before stands in" in (by_model["ebb"].fallback or "")
+    assert "fallback: the forecast of 60 minutes before" in (by_model["ebb"].fallback or "")
     assert "over the 1 that a plan makes itself" in (by_model["ebb"].fallback or "")
     assert found.demand[EAST[1]] == (4000.0,) * 12, "its path belongs to another hour, its peak counts throughout"
     assert by_model["slack"].peak_upper == 1.5 * 1500.0
-    assert "the last hour's highest minute stands in" in (by_model["slack"].fallback or "")
+    assert "fallback: the last hour's highest minute" in (by_model["slack"].fallback or "")
     assert {len(path) for path in found.demand.values()} == {12}
     record = found.record()
     assert record["origin_s"] == NOW_S

@@ -111,7 +111,7 @@ def test_what_the_placement_is_told(fleet: World, settings: Settings) -> None:
     cell = EndpointGpu(model="tide", region="us-east", gpu_type="H800")
     assert (facts.present, facts.donated) == ({cell: 1}, {cell: 1}), "one serves, one is lent out"
     assert facts.limits[EAST] == (0, 4)
-    assert facts.limits_of(EAST) == (3, 3), "a pin stands in place of the limits"
+    assert facts.limits_of(EAST) == (3, 3), "an override replaces the limits"
     assert facts.profiles[ModelGpu(model="tide", gpu_type="H800")].tokens_per_s == 1000.0
     assert set(facts.demand) == {EAST}
     assert min(facts.demand[EAST]) >= 1500 * 0.95 + 0.1 * 100, "the forecast and a tenth of NIW"
