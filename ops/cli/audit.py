@@ -8,7 +8,7 @@ import typer
 from ops.cli.examples import examples
 from ops.cli.listing import Limit, Since, newest
 from ops.client.api import connected
-from ops.client.screen import AsJson, Columns, print_list
+from ops.client.screen import AsJson, Columns, print_list, same
 from ops.client.times import since as parse_since
 from ops.client.times import utc_text
 
@@ -33,8 +33,7 @@ def show_audit(
     columns: Columns = {
         "at": lambda row: utc_text(row["at"]),
         "by": "actor",
-        "action": "action",
-        "subject": "subject",
+        **same("action", "subject"),
         "change": lambda row: change_text(row["before"], row["after"]),
     }
     print_list("Changes", columns, {"data": rows}, as_json=as_json)

@@ -11,7 +11,7 @@ from ops.cli.examples import examples
 from ops.cli.forecast_backtest import backtest_file
 from ops.cli.forecast_import import import_recording, reading
 from ops.client.api import UPLOAD_TIMEOUT_S, CommandError, connected
-from ops.client.screen import AsJson, Columns, print_json, print_list, print_table, time_text
+from ops.client.screen import AsJson, Columns, print_json, print_list, print_table, same, time_text
 
 CHUNK_BYTES = 2**18
 demands = typer.Typer(no_args_is_help=True, help="Demand: input tokens per second, by model, region and minute.")
@@ -95,8 +95,7 @@ def list_forecasts(
     with connected(context) as api:
         answer = api.get("/admin/forecasts", origin_s=origin_s)
     columns: Columns = {
-        "model": "model",
-        "region": "region",
+        **same("model", "region"),
         "median peak": "peak_q50",
         "upper peak": "peak_upper",
         "by": "forecaster",

@@ -9,7 +9,7 @@ import typer
 from ops.cli.examples import examples
 from ops.cli.listing import Limit, Since, newest
 from ops.client.api import Api, CommandError, connected
-from ops.client.screen import AsJson, Columns, notes, print_list
+from ops.client.screen import AsJson, Columns, notes, print_list, same
 from ops.client.times import since as parse_since
 from ops.client.times import utc_text
 
@@ -45,13 +45,7 @@ def show_events(
             return
     columns: Columns = {
         "at": lambda row: utc_text(row["at"]),
-        "kind": "kind",
-        "what": "what",
-        "subject": "subject",
-        "model": "model",
-        "region": "region",
-        "node": "node",
-        "message": "message",
+        **same("kind", "what", "subject", "model", "region", "node", "message"),
     }
     print_list("Events", columns, {"data": rows}, as_json=as_json)
 

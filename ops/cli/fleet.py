@@ -8,7 +8,7 @@ from ops.cli.deletes import delete_endpoint, delete_gpu, delete_region
 from ops.cli.examples import examples
 from ops.cli.listing import print_pages
 from ops.client.api import connected
-from ops.client.screen import AsJson, Columns, bytes_text, print_answer, print_json, print_table, unplaced_text
+from ops.client.screen import AsJson, Columns, bytes_text, print_answer, print_json, print_table, same, unplaced_text
 
 regions = typer.Typer(no_args_is_help=True, help="Regions, in the order that traffic prefers them.")
 gpus = typer.Typer(no_args_is_help=True, help="GPU types, with memory and cost of one GPU.")
@@ -17,12 +17,7 @@ instances = typer.Typer(no_args_is_help=True, help="Instances: copies of models 
 
 INSTANCE_COLUMNS = {
     "instance": "id",
-    "model": "model",
-    "region": "region",
-    "node": "node",
-    "slot": "slot",
-    "pooled": "pooled",
-    "engine": "engine",
+    **same("model", "region", "node", "slot", "pooled", "engine"),
     "wanted": "desired",
     "state": "state",
     "waits for": "waits_for",
@@ -143,8 +138,7 @@ def set_endpoint(
 def list_endpoints(context: typer.Context, as_json: AsJson = False) -> None:
     """List endpoints."""
     columns: Columns = {
-        "model": "model",
-        "region": "region",
+        **same("model", "region"),
         "min": "instances_min",
         "max": "instances_max",
         "not placed": lambda row: "\n".join(unplaced_text(each) for each in row["unplaced"] or ()) or None,

@@ -14,7 +14,7 @@ from rich.markup import escape
 from ops.cli.examples import examples
 from ops.cli.forecast_import import reading, replaced
 from ops.client.api import CommandError
-from ops.client.screen import Columns, notes, print_json, print_table, progress_bar, time_text
+from ops.client.screen import Columns, notes, print_json, print_table, progress_bar, same, time_text
 
 if TYPE_CHECKING:
     from forecasts.backtests import Cost, SeriesBacktest
@@ -200,8 +200,7 @@ def _show(answer: dict[str, Any], *, as_json: bool) -> None:
         print_json(answer)
         return
     columns: Columns = {
-        "forecaster": "forecaster",
-        "hours": "hours",
+        **same("forecaster", "hours"),
         "error": lambda row: _percent(row["error"]),
         "coverage": lambda row: _percent(row["coverage"]),
         "over-provision": lambda row: _percent(row["over_provision"]),

@@ -11,7 +11,7 @@ from ops.cli.examples import examples
 from ops.cli.ids import whole_id
 from ops.cli.listing import print_pages
 from ops.client.api import Api, CommandError, connected
-from ops.client.screen import AsJson, Columns, print_answer, print_json
+from ops.client.screen import AsJson, Columns, print_answer, print_json, same
 from ops.client.times import duration_s
 from ops.local.home import EmbeddedError, home_of, keys_file, read_secrets, write_secrets
 
@@ -138,12 +138,7 @@ def list_keys(context: typer.Context, as_json: AsJson = False) -> None:
     """List keys, without their secrets."""
     columns: Columns = {
         "key": "id",
-        "name": "name",
-        "role": "role",
-        "tenant": "tenant",
-        "scopes": "scopes",
-        "models": "models",
-        "node": "node",
+        **same("name", "role", "tenant", "scopes", "models", "node"),
         "begins": "prefix",
         "expires": "expires_at",
         "revoked": "revoked_at",

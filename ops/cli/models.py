@@ -16,7 +16,7 @@ from ops.cli.listing import print_pages
 from ops.cli.model_convert import convert_model, folder_of
 from ops.cli.model_options import parse_engine_rates, parse_objective, parse_rate
 from ops.client.api import Api, CommandError, connected
-from ops.client.screen import AsJson, Columns, bytes_text, notes, print_fields, print_json, print_table
+from ops.client.screen import AsJson, Columns, bytes_text, notes, print_fields, print_json, print_table, same
 from ops.local.checkpoints import CheckpointError, describe_checkpoint
 
 LatencyFiles = Annotated[
@@ -167,8 +167,7 @@ def list_models(context: typer.Context, as_json: AsJson = False) -> None:
         "weights": lambda row: bytes_text(row["weights_bytes"]),
         "KV per token": lambda row: bytes_text(row["kv_bytes_per_token"]),
         "context": "context_tokens",
-        "engine": "engine",
-        "path": "path",
+        **same("engine", "path"),
     }
     print_pages(context, "/admin/models", "Models", columns, as_json=as_json)
 

@@ -10,7 +10,7 @@ import typer
 from dataplane.protocol.errors import ModelLoadError
 from ops.cli.examples import examples
 from ops.client.api import CommandError
-from ops.client.screen import Columns, notes, print_fields, print_json, print_table, progress_bar
+from ops.client.screen import Columns, notes, print_fields, print_json, print_table, progress_bar, same
 
 if TYPE_CHECKING:
     from ops.profiling.interleaving import CheckReport
@@ -71,9 +71,7 @@ def _show(report: "CheckReport") -> None:
     from ops.profiling.interleaving import SPREADS_MAX
 
     columns: Columns = {
-        "model": "model",
-        "architecture": "architecture",
-        "prompts": "prompts",
+        **same("model", "architecture", "prompts"),
         "longest": "prompt_tokens_max",
         "window": "window_tokens",
         "tokens": "tokens",

@@ -9,7 +9,7 @@ from ops.cli.examples import examples
 from ops.cli.ids import whole_id
 from ops.cli.listing import print_pages
 from ops.client.api import connected
-from ops.client.screen import AsJson, Columns, print_answer
+from ops.client.screen import AsJson, Columns, print_answer, same
 from ops.client.times import time_of
 
 pins = typer.Typer(
@@ -54,9 +54,7 @@ def list_pins(
     """List pins, the oldest first."""
     columns: Columns = {
         "pin": "id",
-        "model": "model",
-        "region": "region",
-        "instances": "instances",
+        **same("model", "region", "instances"),
         "until": lambda row: _minute(row["until"]),
         "by": "created_by",
         "note": "note",

@@ -11,7 +11,7 @@ from msgspec import to_builtins
 
 from ops.cli.examples import examples
 from ops.client.api import CommandError
-from ops.client.screen import AsJson, Columns, notes, output, print_fields, print_json, print_table
+from ops.client.screen import AsJson, Columns, notes, output, print_fields, print_json, print_table, same
 
 if TYPE_CHECKING:
     from controlplane.policies.placement.decision import Placement
@@ -150,8 +150,7 @@ def _show(answer: dict[str, Any]) -> None:
         ]
     )
     changes: Columns = {
-        "model": "model",
-        "region": "region",
+        **same("model", "region"),
         "GPU": "gpu",
         "now": "before",
         "plan": "after",
@@ -161,8 +160,7 @@ def _show(answer: dict[str, Any]) -> None:
     }
     pools: Columns = {"region": "region", "GPU": "gpu", "now": "before", "plan": "after"}
     pooled: Columns = {
-        "model": "model",
-        "region": "region",
+        **same("model", "region"),
         "GPU": "gpu",
         "share": "occupancy",
         "now": lambda row: "pooled" if row["before"] else "",

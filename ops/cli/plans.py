@@ -18,6 +18,7 @@ from ops.client.screen import (
     print_json,
     print_list,
     print_table,
+    same,
     time_text,
 )
 
@@ -186,8 +187,7 @@ def show_plan(answer: dict[str, Any], *, title: str = "Instances") -> None:
         ]
     )
     columns: Columns = {
-        "model": "model",
-        "region": "region",
+        **same("model", "region"),
         "GPU": "gpu_type",
         "now": "before",
         "plan": "after",

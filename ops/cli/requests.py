@@ -6,7 +6,7 @@ import typer
 
 from ops.cli.examples import examples
 from ops.client.api import connected
-from ops.client.screen import AsJson, Columns, output, print_fields, print_json, print_table
+from ops.client.screen import AsJson, Columns, output, print_fields, print_json, print_table, same
 from ops.client.times import since as since_time
 from ops.client.times import utc_text
 
@@ -24,10 +24,7 @@ def _seconds_text(value: float | None) -> str:
 _COLUMNS: Columns = {
     "ended": lambda row: utc_text(row["ended_at"]),
     "id": "request_id",
-    "tenant": "tenant",
-    "model": "model",
-    "tier": "tier",
-    "outcome": "outcome",
+    **same("tenant", "model", "tier", "outcome"),
     "tokens": _tokens,
     "first token": lambda row: _seconds_text(row["first_token_s"]),
     "took": lambda row: _seconds_text(row["duration_s"]),

@@ -15,7 +15,7 @@ from ops.cli.examples import examples
 from ops.cli.simulate_compare import Report, compare_results
 from ops.cli.simulate_live import write_live_scenario
 from ops.client.api import CommandError
-from ops.client.screen import notes, output, print_fields, print_table
+from ops.client.screen import notes, output, print_fields, print_table, same
 
 if TYPE_CHECKING:
     from ops.simulator.results.results import GpuTotals, Result, Totals
@@ -191,10 +191,7 @@ def show(result: "Result") -> None:
     print_table(
         f"{result.scenario}{strategy}, seed {result.seed}",
         {
-            "model": "model",
-            "tier": "tier",
-            "requests": "requests",
-            "failed": "failed",
+            **same("model", "tier", "requests", "failed"),
             "service att.": lambda row: f"{row['service_attainment']:.1%}",
             "token att.": lambda row: f"{row['token_attainment']:.1%}",
             "TTFT late": lambda row: f"{row['ttft_violations']:.1%}",

@@ -9,7 +9,7 @@ from ops.cli.examples import examples
 from ops.cli.ids import whole_id
 from ops.cli.listing import print_pages
 from ops.client.api import connected
-from ops.client.screen import AsJson, Columns, print_answer
+from ops.client.screen import AsJson, Columns, print_answer, same
 
 InstanceId = Annotated[str, typer.Argument(metavar="INSTANCE", help="Its id, or the first characters of it.")]
 spot = typer.Typer(no_args_is_help=True, help="Donated instances (spot): idle instances that others may lease.")
@@ -21,8 +21,7 @@ def list_spot(context: typer.Context, as_json: AsJson = False) -> None:
     """List donated instances and the holders of their leases."""
     columns: Columns = {
         "instance": "instance_id",
-        "model": "model",
-        "region": "region",
+        **same("model", "region"),
         "GPU": "gpu_type",
         "node": "node",
         "spot since": "spot_at",

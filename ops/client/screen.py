@@ -41,6 +41,11 @@ def notes() -> "Console":
     return Console(stderr=True, highlight=False)
 
 
+def same(*names: str) -> dict[str, str]:
+    """Columns whose headers are the names of their fields."""
+    return {name: name for name in names}
+
+
 @contextmanager
 def progress_bar(doing: str, *, in_bytes: bool = False) -> Iterator[Progress]:
     """A progress bar on standard error."""
