@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,136 +98,104 @@ class TinyModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How a demo model is made. `biased`: queries, keys and values have biases; `fused`: they are one matrix, as are
-    the two that lead into the MLP; `head_norms`: queries and keys are normalised; `sandwich`: so is a block's output.
-    """
+class Shape:
+    """Sizes of a demo model."""
 
-    architecture: str
-    model_type: str
     hidden: int
     intermediate: int
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a demo model is made. `biased`: queries, keys and values have biases; `fused`: they are one matrix, as are
+    the two that lead into the MLP; `head_norms`: queries and keys are normalised; `sandwich`: so is a block's output.
+    `extra`: further keys of its config.
+    """
+
+    architecture: str
+    model_type: str
+    shape: Shape
     tied: bool = False
     biased: bool = False
     fused: bool = False
     head_norms: bool = False
     sandwich: bool = False
-    extra: tuple[tuple[str, Any], ...] = ()
+    extra: Mapping[str, Any]
 
 
 RECIPES: dict[str, Recipe] = {
     "tiny-llama": Recipe(
         architecture="LlamaForCausalLM",
         model_type="llama",
-        hidden=160,
-        intermediate=432,
-        layers=5,
-        heads=5,
-        kv_heads=5,
-        head_dim=32,
-        extra=(("mlp_bias", False), ("attention_bias", False)),
+        shape=Shape(hidden=160, intermediate=432, layers=5, heads=5, kv_heads=5, head_dim=32),
+        extra={"mlp_bias": False, "attention_bias": False},
     ),
     "tiny-qwen3": Recipe(
         architecture="Qwen3ForCausalLM",
         model_type="qwen3",
-        hidden=128,
-        intermediate=448,
-        layers=6,
-        heads=4,
-        kv_heads=2,
-        head_dim=48,
+        shape=Shape(hidden=128, intermediate=448, layers=6, heads=4, kv_heads=2, head_dim=48),
         head_norms=True,
-        extra=(("attention_bias", False), ("use_sliding_window", False)),
+        extra={"attention_bias": False, "use_sliding_window": False},
     ),
     "tiny-gemma3": Recipe(
         architecture="Gemma3ForCausalLM",
         model_type="gemma3_text",
-        hidden=128,
-        intermediate=576,
-        layers=6,
-        heads=4,
-        kv_heads=1,
-        head_dim=32,
+        shape=Shape(hidden=128, intermediate=576, layers=6, heads=4, kv_heads=1, head_dim=32),
         tied=True,
         head_norms=True,
         sandwich=True,
-        extra=(
-            ("hidden_activation", "gelu_pytorch_tanh"),
-            ("layer_types", ["sliding_attention", "sliding_attention", "full_attention"] * 2),
-            ("query_pre_attn_scalar", 32),
-            ("sliding_window", 128),
-        ),
+        extra={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 128,
+        },
     ),
     "tiny-mistral": Recipe(
         architecture="MistralForCausalLM",
         model_type="mistral",
-        hidden=192,
-        intermediate=512,
-        layers=4,
-        heads=6,
-        kv_heads=2,
-        head_dim=32,
-        extra=(("sliding_window", 512),),
+        shape=Shape(hidden=192, intermediate=512, layers=4, heads=6, kv_heads=2, head_dim=32),
+        extra={"sliding_window": 512},
     ),
     "tiny-qwen2": Recipe(
         architecture="Qwen2ForCausalLM",
         model_type="qwen2",
-        hidden=160,
-        intermediate=512,
-        layers=5,
-        heads=5,
-        kv_heads=1,
-        head_dim=32,
+        shape=Shape(hidden=160, intermediate=512, layers=5, heads=5, kv_heads=1, head_dim=32),
         biased=True,
-        extra=(("use_sliding_window", False),),
+        extra={"use_sliding_window": False},
     ),
     "tiny-phi3": Recipe(
         architecture="Phi3ForCausalLM",
         model_type="phi3",
-        hidden=128,
-        intermediate=448,
-        layers=7,
-        heads=4,
-        kv_heads=2,
-        head_dim=32,
+        shape=Shape(hidden=128, intermediate=448, layers=7, heads=4, kv_heads=2, head_dim=32),
         fused=True,
-        extra=(("sliding_window", 256),),
+        extra={"sliding_window": 256},
     ),
     "tiny-gemma2": Recipe(
         architecture="Gemma2ForCausalLM",
         model_type="gemma2",
-        hidden=128,
-        intermediate=576,
-        layers=6,
-        heads=4,
-        kv_heads=2,
-        head_dim=32,
+        shape=Shape(hidden=128, intermediate=576, layers=6, heads=4, kv_heads=2, head_dim=32),
         tied=True,
         sandwich=True,
-        extra=(
-            ("attn_logit_softcapping", 50.0),
-            ("final_logit_softcapping", 30.0),
-            ("hidden_activation", "gelu_pytorch_tanh"),
-            ("layer_types", ["sliding_attention", "full_attention"] * 3),
-            ("query_pre_attn_scalar", 32),
-            ("sliding_window", 128),
-        ),
+        extra={
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 128,
+        },
     ),
     "tiny-smollm3": Recipe(
         architecture="SmolLM3ForCausalLM",
         model_type="smollm3",
-        hidden=192,
-        intermediate=544,
-        layers=4,
-        heads=6,
-        kv_heads=2,
-        head_dim=32,
+        shape=Shape(hidden=192, intermediate=544, layers=4, heads=6, kv_heads=2, head_dim=32),
         tied=True,
-        extra=(("attention_bias", False), ("mlp_bias", False), ("no_rope_layers", [1, 1, 1, 0])),
+        extra={"attention_bias": False, "mlp_bias": False, "no_rope_layers": [1, 1, 1, 0]},
     ),
 }
 
@@ -285,12 +253,12 @@ def _config(recipe: Recipe, end_id: int) -> dict[str, Any]:
         "architectures": [recipe.architecture],
         "model_type": recipe.model_type,
         "vocab_size": VOCABULARY,
-        "hidden_size": recipe.hidden,
-        "intermediate_size": recipe.intermediate,
-        "num_hidden_layers": recipe.layers,
-        "num_attention_heads": recipe.heads,
-        "num_key_value_heads": recipe.kv_heads,
-        "head_dim": recipe.head_dim,
+        "hidden_size": recipe.shape.hidden,
+        "intermediate_size": recipe.shape.intermediate,
+        "num_hidden_layers": recipe.shape.layers,
+        "num_attention_heads": recipe.shape.heads,
+        "num_key_value_heads": recipe.shape.kv_heads,
+        "head_dim": recipe.shape.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": CONTEXT_TOKENS,
         "rms_norm_eps": 1e-6,
@@ -300,7 +268,7 @@ def _config(recipe: Recipe, end_id: int) -> dict[str, Any]:
         "eos_token_id": end_id,
         "pad_token_id": end_id,
         "dtype": "float32",
-        **dict(recipe.extra),
+        **recipe.extra,
     }
 
 
@@ -313,24 +281,28 @@ def _weights(name: str, recipe: Recipe, tokenizer: Any) -> dict[str, NDArray[np.
 
     silent = np.ones(VOCABULARY, dtype=bool)
     silent[[*printable_ids(tokenizer), tokenizer.token_to_id(END_TOKEN)]] = False
-    weights = {"model.embed_tokens.weight": normal(VOCABULARY, recipe.hidden, gain=0.6 if recipe.tied else 0.3)}
+    weights = {"model.embed_tokens.weight": normal(VOCABULARY, recipe.shape.hidden, gain=0.6 if recipe.tied else 0.3)}
     output = "model.embed_tokens.weight"
     if not recipe.tied:
         output = "lm_head.weight"
-        weights[output] = normal(VOCABULARY, recipe.hidden, gain=3.0)
+        weights[output] = normal(VOCABULARY, recipe.shape.hidden, gain=3.0)
     weights[output][silent] = 0.0
-    for layer in range(recipe.layers):
+    for layer in range(recipe.shape.layers):
         weights.update(_layer_weights(f"model.layers.{layer}", recipe, normal))
     # Tied embeddings are also the output rows: kept small, or each token would only predict itself, so the last norm
     # makes up for it.
-    weights["model.norm.weight"] = np.full(recipe.hidden, 4.0 if recipe.tied else 1.0, dtype=np.float32)
+    weights["model.norm.weight"] = np.full(recipe.shape.hidden, 4.0 if recipe.tied else 1.0, dtype=np.float32)
     return weights
 
 
 def _layer_weights(
     prefix: str, recipe: Recipe, normal: Callable[..., NDArray[np.float32]]
 ) -> dict[str, NDArray[np.float32]]:
-    hidden, inner, kv = recipe.hidden, recipe.heads * recipe.head_dim, recipe.kv_heads * recipe.head_dim
+    hidden, inner, kv = (
+        recipe.shape.hidden,
+        recipe.shape.heads * recipe.shape.head_dim,
+        recipe.shape.kv_heads * recipe.shape.head_dim,
+    )
     neutral = 0.0 if recipe.sandwich else 1.0  # Gemma's norms multiply by 1 + weight, the others by the weight itself
     norms = ["input_layernorm", "post_attention_layernorm"]
     if recipe.sandwich:
@@ -338,9 +310,9 @@ def _layer_weights(
     weights = {f"{norm}.weight": np.full(hidden, 1.0, dtype=np.float32) for norm in norms}
     if recipe.head_norms:
         for norm in ("q_norm", "k_norm"):
-            weights[f"self_attn.{norm}.weight"] = np.full(recipe.head_dim, neutral, dtype=np.float32)
+            weights[f"self_attn.{norm}.weight"] = np.full(recipe.shape.head_dim, neutral, dtype=np.float32)
     qkv = [normal(inner, hidden, gain=1.5), normal(kv, hidden, gain=1.5), normal(kv, hidden)]
-    gate_up = [normal(recipe.intermediate, hidden) for _ in range(2)]
+    gate_up = [normal(recipe.shape.intermediate, hidden) for _ in range(2)]
     if recipe.fused:
         weights["self_attn.qkv_proj.weight"] = np.concatenate(qkv)
         weights["mlp.gate_up_proj.weight"] = np.concatenate(gate_up)
@@ -350,7 +322,7 @@ def _layer_weights(
     if recipe.biased:
         weights |= {f"self_attn.{name}_proj.bias": normal(len(w), gain=2.0) for name, w in zip("qkv", qkv, strict=True)}
     weights["self_attn.o_proj.weight"] = normal(hidden, inner, gain=2.0)
-    weights["mlp.down_proj.weight"] = normal(hidden, recipe.intermediate, gain=2.0)
+    weights["mlp.down_proj.weight"] = normal(hidden, recipe.shape.intermediate, gain=2.0)
     return {f"{prefix}.{name}": weight for name, weight in weights.items()}
 
 

@@ -72,7 +72,7 @@ def test_they_are_of_several_architectures_and_a_few_megabytes(folder: Path) -> 
     for name in RECIPES:
         assert 5e6 < (folder / name / "model.safetensors").stat().st_size < 8e6
         config = AutoConfig.from_pretrained(folder / name)
-        assert config.num_hidden_layers == RECIPES[name].layers
+        assert config.num_hidden_layers == RECIPES[name].shape.layers
         assert config.rope_parameters
 
 
