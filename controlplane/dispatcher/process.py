@@ -8,6 +8,7 @@ import functools
 import signal
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
 
 import anyio.to_thread
 import structlog
@@ -34,44 +35,53 @@ from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database, make_engine
 
 log = structlog.get_logger()
-_RELEASE_EVERY_S = 0.25
-_RELEASE_IDLE_S = 2.0
-"""The longest interval between polls of an empty queue. The dispatcher that ingests a batch polls at once; others see
-it, and requests that were returned, this much later.
-"""
-_BATCHES_EVERY_S = 0.5
-_RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intervals:
+    """Seconds between runs of the loops: `release_s` while requests wait, up to `release_idle_s` while the queue is
+    empty. (The dispatcher that ingests a batch polls at once; others see it, and returned requests, this much later.)
+    `retry_s`: until a failed loop runs again, and until a returned request may be claimed again.
+    """
+
+    release_s: float = 0.25
+    release_idle_s: float = 2.0
+    batches_s: float = 0.5
+    retry_s: float = 1.0
 
 
 class Dispatcher:
     """Runs until it is cancelled; its requests are then returned to the queue."""
 
-    def __init__(self, settings: Settings, *, agents: AgentClient | None = None) -> None:
+    def __init__(self, settings: Settings, intervals: Intervals = Intervals()) -> None:
         self._settings = settings
-        self._agents = agents
+        self._intervals = intervals
 
     async def run(self) -> None:
         """Validate, release, renew leases and finalize, each in its own loop."""
-        settings, outcomes = self._settings, Outcomes()
-        async with self._parts() as (database, blobs, fleet, releaser), asyncio.TaskGroup() as group:
-            pauses = Pauses(least_s=_RELEASE_EVERY_S, most_s=_RELEASE_IDLE_S)
+        settings, intervals, outcomes = self._settings, self._intervals, Outcomes()
+        forever = functools.partial(run_forever, outcomes=outcomes, retry_s=intervals.retry_s)
+        async with self.parts() as (database, blobs, fleet, releaser), asyncio.TaskGroup() as group:
+            pauses = Pauses(least_s=intervals.release_s, most_s=intervals.release_idle_s)
             for step, what, taken in ((VALIDATE, "validate", pauses.wake), (FINALIZE, "finalize", None)):
                 due = functools.partial(_all_due, Stepper(step, database, blobs, settings), taken)
-                group.create_task(_forever(due, _every(_BATCHES_EVERY_S), what, outcomes))
+                group.create_task(forever(due, _every(intervals.batches_s), what))
             release = functools.partial(_release, releaser, pauses)
-            group.create_task(_forever(release, pauses.rest, "release", outcomes))
-            group.create_task(_forever(releaser.renew, _every(settings.niw_lease_s / 3), "renew", outcomes))
+            group.create_task(forever(release, pauses.rest, "release"))
+            group.create_task(forever(releaser.renew, _every(settings.niw_lease_s / 3), "renew"))
             group.create_task(_noting(database, fleet, outcomes, settings.pulse_every_s))
 
     @contextlib.asynccontextmanager
-    async def _parts(self) -> AsyncGenerator[tuple[Database, BlobStore, FleetCache, Releaser], None]:
+    async def parts(self) -> AsyncGenerator[tuple[Database, BlobStore, FleetCache, Releaser], None]:
+        """What the loops work with; on exit the releaser returns its requests to the queue."""
         settings = self._settings
         database = Database(make_engine(settings))
         live = LiveStore(settings)
-        agents = self._agents or AgentClient(settings)
+        agents = AgentClient(settings)
         fleet = FleetCache(database, live, settings)
         demand = DemandCounter(live, gateway=False)
-        releaser = Releaser(database, live, fleet, Sender(fleet, agents, settings), demand, settings)
+        sender = Sender(fleet, agents, settings)
+        releaser = Releaser(database, live, fleet, sender, demand, settings, retry_s=self._intervals.retry_s)
         try:
             async with fleet.following(), demand.flushing():
                 try:
@@ -107,11 +117,16 @@ async def _noting(database: Database, fleet: FleetCache, outcomes: Outcomes, eve
         await asyncio.sleep(every_s)
 
 
-async def _forever(
-    work: Callable[[], Awaitable[None]], rest: Callable[[], Awaitable[None]], what: str, outcomes: Outcomes
+async def run_forever(
+    work: Callable[[], Awaitable[None]],
+    rest: Callable[[], Awaitable[None]],
+    what: str,
+    outcomes: Outcomes,
+    *,
+    retry_s: float,
 ) -> None:
     """Repeat `work` with a rest after each run. While Postgres, Redis or the disk is unavailable, log it once and retry
-    every second.
+    every `retry_s`.
     """
     outcomes.begin(what, time.monotonic())
     while True:
@@ -120,12 +135,12 @@ async def _forever(
         except (SQLAlchemyError, TidepoolError, OSError) as error:
             if outcomes.end(what, time.monotonic(), error):
                 log.warning("the dispatcher waits", what=what, error=f"{type(error).__name__}: {error}".splitlines()[0])
-            await asyncio.sleep(_RETRY_AFTER_S)
+            await asyncio.sleep(retry_s)
             continue
         except Exception as error:
             outcomes.end(what, time.monotonic(), error)
             log.exception("a defect in the dispatcher", what=what)  # the other loops and batches go on
-            await asyncio.sleep(_RETRY_AFTER_S)
+            await asyncio.sleep(retry_s)
             continue
         if outcomes.end(what, time.monotonic()):
             log.info("the dispatcher goes on", what=what)

@@ -34,7 +34,6 @@ from controlplane.store.session import Database
 from dataplane.protocol.messages import STALE_EPOCH
 
 log = structlog.get_logger()
-_RETRY_DELAY_S = 1.0
 _RETRY_DELAY_MAX_S = 60.0
 _NOT_TRIED = frozenset({"overloaded", "instance_not_ready", "gateway_busy", STALE_EPOCH})
 
@@ -50,7 +49,10 @@ class Releaser:
         sender: Sender,
         demand: DemandCounter,
         settings: Settings,
+        *,
+        retry_s: float,
     ) -> None:
+        self._retry_s = retry_s
         self._database = database
         self._live = live
         self._fleet = fleet
@@ -179,7 +181,7 @@ class Releaser:
         try:
             return await self._answer(held, endpoint)
         except CapacityError as error:
-            await self._give_back(held, error.message, tried=False)
+            await self._give_back(held, error.message, tried=False, delay_s=self._retry_s)
             return None
         except TidepoolError as error:
             if error.code == "overloaded":
@@ -188,7 +190,7 @@ class Releaser:
             lost = isinstance(error, NodeError) and error.retryable
             last = held.attempts >= self._settings.niw_attempts_max
             if (lost or isinstance(error, UnknownModelError)) and not (tried and last):
-                delay_s = min(_RETRY_DELAY_S * 2 ** (held.attempts - 1), _RETRY_DELAY_MAX_S)
+                delay_s = min(self._retry_s * 2 ** (held.attempts - 1), _RETRY_DELAY_MAX_S)
                 await self._give_back(held, error.message, tried=tried, delay_s=delay_s)
                 return None
             if lost:
@@ -219,7 +221,7 @@ class Releaser:
             output_tokens=usage["completion_tokens"],
         )
 
-    async def _give_back(self, held: Claim, error: str, *, tried: bool, delay_s: float = _RETRY_DELAY_S) -> None:
+    async def _give_back(self, held: Claim, error: str, *, tried: bool, delay_s: float) -> None:
         def write() -> None:
             with self._database.transaction() as session:
                 queue.give_back(session, held, delay_s=delay_s, error=error, tried=tried)

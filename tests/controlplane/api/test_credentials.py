@@ -127,10 +127,10 @@ class TestClientAgain:
     def __init__(self, settings: Settings) -> None:
         from controlplane.api.app import make_app  # noqa: PLC0415 - one use
 
-        self._app = make_app(settings)
+        self.app = make_app(settings)
 
     def status(self, secret: str) -> int:
-        with TestClient(self._app, raise_server_exceptions=False) as client:
+        with TestClient(self.app, raise_server_exceptions=False) as client:
             return int(client.get("/v1/files", **_bearer(secret)).status_code)
 
 
@@ -152,7 +152,7 @@ def test_a_nodes_key_speaks_for_its_node_alone(ask: Ask, api: TestClient, fleet:
 def strict(settings: Settings, secrets: dict[str, str]) -> Iterator[TestClient]:
     """A gateway as it is by default: it takes node keys of a node only."""
     settings = Settings(**settings.model_dump() | {"node_keys_unbound": False})
-    with TestClient(TestClientAgain(settings)._app, raise_server_exceptions=False) as client:
+    with TestClient(TestClientAgain(settings).app, raise_server_exceptions=False) as client:
         yield client
 
 

@@ -17,12 +17,11 @@ BEFORE_THE_FIRST_TOKEN = [
 
 def test_another_instance_is_tried_before_the_first_token(world: World) -> None:
     bad, good = FakeAgent(), FakeAgent()
-    with running_gateway(world, bad, good) as gateway:
+    with running_gateway(world, bad, good, circuit_open_max_s=0.0) as gateway:
         gateway.give_up_soon(bad)
         for stream in (False, True):
             for mode in BEFORE_THE_FIRST_TOKEN:
                 bad.script = [mode]
-                gateway.state.sender._circuits._circuits.clear()
                 answer = gateway.chat(stream=stream)
                 assert "turns" in answer.text, mode
                 assert answer.headers["x-tidepool-region"] == "us-west", mode

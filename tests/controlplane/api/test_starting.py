@@ -30,7 +30,7 @@ def answer_while(gateway: Gateway, then: Callable[[], None]) -> httpx.Response:
     answers: list[httpx.Response] = []
     asking = threading.Thread(target=lambda: answers.append(gateway.chat()))
     asking.start()
-    until(lambda: gateway.state.metrics.streams._value.get() == 1)
+    until(lambda: "tidepool_streams 1.0" in gateway.http.get("/metrics").text)
     assert answers == []
     then()
     asking.join(timeout=PATIENCE_S)

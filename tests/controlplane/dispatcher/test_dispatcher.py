@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,9 +14,10 @@ from sqlalchemy import select, text
 from structlog.testing import capture_logs
 
 from controlplane.dispatcher.outcomes import Outcomes
-from controlplane.dispatcher.process import Dispatcher, _forever
+from controlplane.dispatcher.process import Dispatcher, Intervals, run_forever
 from controlplane.dispatcher.release import Releaser
 from controlplane.policies.lifecycle import BatchState
+from controlplane.serving.fleet_cache import FleetCache
 from controlplane.settings import Settings
 from controlplane.store import queue
 from controlplane.store.batch_tables import Batch, BatchResult, QueuedRequest
@@ -33,17 +35,15 @@ FAST = {
 }
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controlplane.dispatcher.process._RELEASE_EVERY_S", 0.02)
-    monkeypatch.setattr("controlplane.dispatcher.process._BATCHES_EVERY_S", 0.05)
-    monkeypatch.setattr("controlplane.dispatcher.release._RETRY_DELAY_S", 0.01)
+QUICK = Intervals(release_s=0.02, batches_s=0.05, retry_s=0.01)
 
 
 @contextlib.asynccontextmanager
-async def dispatchers(world: World, count: int = 1, **changes: Any) -> AsyncIterator[list[asyncio.Task[None]]]:
+async def dispatchers(
+    world: World, count: int = 1, *, intervals: Intervals = QUICK, **changes: Any
+) -> AsyncIterator[list[asyncio.Task[None]]]:
     settings = Settings(**world.settings.model_dump() | FAST | changes)
-    tasks = [asyncio.create_task(Dispatcher(settings).run()) for _ in range(count)]
+    tasks = [asyncio.create_task(Dispatcher(settings, intervals).run()) for _ in range(count)]
     try:
         yield tasks
     finally:
@@ -113,7 +113,7 @@ def test_who_puts_a_batch_into_the_queue_looks_at_once(
     world: World, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long its pauses are: the one look before found the queue empty."""
-    monkeypatch.setattr("controlplane.dispatcher.process._RELEASE_EVERY_S", HANGS_S)
+    rarely = replace(QUICK, release_s=HANGS_S)
     looks: list[object] = []
 
     def look(session: Any) -> Any:
@@ -123,7 +123,7 @@ def test_who_puts_a_batch_into_the_queue_looks_at_once(
     monkeypatch.setattr("controlplane.dispatcher.release.queue.batch_groups", look)
 
     async def run() -> None:
-        async with dispatchers(world):
+        async with dispatchers(world, intervals=rarely):
             await holds(lambda: looks)
             batch_id = submitted(world, blobs, line())
             assert (await ended(world, batch_id)).state == "completed"
@@ -215,7 +215,7 @@ def test_a_full_node_costs_no_attempt(world: World, blobs: BlobStore) -> None:
     assert {asked.fence for asked in agent.asked} == {f"{batch_id}/1"}
 
 
-def test_each_request_is_demand_once_whatever_nodes_do(world: World, blobs: BlobStore) -> None:
+def test_each_request_is_demand_once_whatever_nodes_do(world: World, blobs: BlobStore, redis_client: Redis) -> None:
     agent = FakeAgent("overloaded", "die", "overloaded", "worker lost")
 
     async def run() -> Any:
@@ -227,7 +227,7 @@ def test_each_request_is_demand_once_whatever_nodes_do(world: World, blobs: Blob
         batch_id = world.add_batch(lines=3)
         assert asyncio.run(run()).completed == 3
     assert len(agent.asked) == 3 + 4
-    keys = [str(key) for key in world.live._redis.scan_iter("tidepool:demand:*")]
+    keys = [str(key) for key in redis_client.scan_iter("tidepool:demand:*")]
     counts = [count for key in keys for count in world.live.read_demand(int(key.rsplit(":", 1)[1])) or []]
     assert {count.kind for count in counts} == {"NIW"}
     assert sum(count.tokens for count in counts) == 3 * 2, "`line n` is 6 bytes"
@@ -334,7 +334,7 @@ def test_no_room_no_release(world: World) -> None:
     agent = FakeAgent()
 
     async def run() -> None:
-        async with releaser_of(world) as releaser:
+        async with releaser_of(world) as (_, releaser):
             await releaser.release()
 
     with served(agent.app) as url:
@@ -345,10 +345,10 @@ def test_no_room_no_release(world: World) -> None:
 
 
 @contextlib.asynccontextmanager
-async def releaser_of(world: World, **changes: Any) -> AsyncIterator[Releaser]:
+async def releaser_of(world: World, **changes: Any) -> AsyncIterator[tuple[FleetCache, Releaser]]:
     settings = Settings(**world.settings.model_dump() | FAST | changes)
-    async with Dispatcher(settings)._parts() as (*_, releaser):
-        yield releaser
+    async with Dispatcher(settings, QUICK).parts() as (_, _, fleet, releaser):
+        yield fleet, releaser
 
 
 def test_a_claim_that_is_under_way_at_the_stop_is_given_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +362,7 @@ def test_a_claim_that_is_under_way_at_the_stop_is_given_back(world: World, monke
     monkeypatch.setattr("controlplane.store.queue.claim", slow)
 
     async def run() -> None:
-        async with releaser_of(world) as releaser:
+        async with releaser_of(world) as (_, releaser):
             releasing = asyncio.create_task(releaser.release())
             await holds(entered.is_set)
             releasing.cancel()
@@ -384,11 +384,11 @@ def test_nothing_goes_to_a_node_that_has_not_beaten_since_redis_came_back(world:
     agent = FakeAgent()
 
     async def run() -> None:
-        async with releaser_of(world) as releaser:
+        async with releaser_of(world) as (fleet, releaser):
             redis_client.flushdb()
             await releaser.release()
             assert open_rows(world) == [(False, 0, None)]
-            assert releaser._fleet.instances(), "requests with somebody waiting still go there"
+            assert fleet.instances(), "requests with somebody waiting still go there"
             world.report("n1", instance_id, region="us-east", url=url)
             await releaser.release()
             await holds(lambda: results(world))
@@ -400,7 +400,7 @@ def test_nothing_goes_to_a_node_that_has_not_beaten_since_redis_came_back(world:
     assert len(agent.asked) == 1
 
 
-def test_an_error_of_the_disk_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_disk_is_waited_for() -> None:
     async def work() -> None:
         raise errors.pop()
 
@@ -408,7 +408,6 @@ def test_an_error_of_the_disk_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
         await asyncio.sleep(0)
 
     errors: list[BaseException] = [asyncio.CancelledError(), OSError("gone"), OSError()]
-    monkeypatch.setattr("controlplane.dispatcher.process._RETRY_AFTER_S", 0.0)
     with capture_logs() as logs, pytest.raises(asyncio.CancelledError):
-        asyncio.run(_forever(work, no_rest, "validated", Outcomes()))
+        asyncio.run(run_forever(work, no_rest, "validated", Outcomes(), retry_s=0.0))
     assert [(entry["event"], entry["error"]) for entry in logs] == [("the dispatcher waits", "OSError: ")]

@@ -12,6 +12,7 @@ from sqlalchemy.exc import OperationalError
 from controlplane.dispatcher.ingest import VALIDATE
 from controlplane.errors import UnavailableError
 from controlplane.store import queue
+from controlplane.store.batch_attempts import Due, lock_due
 from controlplane.store.batch_tables import BatchModel, BatchRequest, QueuedRequest
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.blobs.folder import FolderBlobs
@@ -143,14 +144,14 @@ def test_a_file_that_is_gone(world: World, blobs: BlobStore) -> None:
     assert (error["code"], error["param"]) == ("file_not_found", "input_file_id")
 
 
-def test_a_batch_being_validated_is_left_alone(world: World, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controlplane.store.batch_attempts._DELAY_MAX_S", 0)
+def test_a_batch_being_validated_is_left_alone(world: World) -> None:
     batch_id = world.add_batch()
 
     def meanwhile() -> None:
-        assert world.step(VALIDATE, blobs) is None
+        with world.database.transaction() as session:
+            assert lock_due(session, Due.VALIDATION, batch_id) is None
 
-    assert world.step(VALIDATE, Interrupted(blobs, meanwhile)) == batch_id
+    assert world.step(VALIDATE, Interrupted(meanwhile)) == batch_id
     assert (world.batch(batch_id).state, len(requests_of(world))) == ("in_progress", 2)
 
 
@@ -172,9 +173,7 @@ def test_a_defect_of_ours_fails_its_batch_and_blocks_no_other(
 class Interrupted(FolderBlobs):
     """A disk that gives one line, and then has `trouble`."""
 
-    def __init__(self, blobs: BlobStore, trouble: Callable[[], None]) -> None:
-        assert isinstance(blobs, FolderBlobs)
-        super().__init__(blobs._folder)
+    def __init__(self, trouble: Callable[[], None]) -> None:
         self._trouble = trouble
 
     @contextlib.contextmanager
@@ -205,7 +204,7 @@ def test_trouble_on_the_way_is_not_the_batchs_fault(world: World, blobs: BlobSto
     for _ in range(3):
         world.no_delay()
         with pytest.raises(expected):
-            world.step(VALIDATE, Interrupted(blobs, trouble), batch_attempts_max=2)
+            world.step(VALIDATE, Interrupted(trouble), batch_attempts_max=2)
         assert [(world.batch(each).state, world.batch(each).attempts) for each in (first, second)] == [
             ("validating", 0)
         ] * 2
@@ -225,7 +224,7 @@ def test_trouble_for_longer_than_its_window_ends_a_batch(world: World, blobs: Bl
     with world.database.transaction() as session:
         session.execute(text("UPDATE batches SET deadline_at = now() - interval '1 s'"))
     with pytest.raises(OSError, match="Input/output error"):
-        world.step(VALIDATE, Interrupted(blobs, trouble))
+        world.step(VALIDATE, Interrupted(trouble))
     batch = world.batch(batch_id)
     assert batch.errors is not None
     [error] = batch.errors["data"]

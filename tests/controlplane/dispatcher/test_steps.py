@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from controlplane.dispatcher.ingest import VALIDATE
 from controlplane.dispatcher.steps import Step, Stepper
 from controlplane.policies.lifecycle import BatchState
-from controlplane.store.batch_attempts import Due
+from controlplane.store.batch_attempts import Due, lock_due
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import move_batch
 from controlplane.store.blobs.base import BlobStore
@@ -164,13 +164,12 @@ def test_a_batch_that_is_cancelled_between_its_turn_and_its_step_is_left_alone(
     world: World, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch_id = world.add_batch()
-    take = Stepper._take
 
-    def cancelled_before(stepper: Stepper, which: str) -> None:
-        with world.database.transaction() as session:
-            move_batch(session, session.get_one(Batch, which), BatchState.CANCELLING)
-        take(stepper, which)
+    def lock(session: Session, due: Due, which: str) -> Batch | None:
+        with world.database.transaction() as other:
+            move_batch(other, other.get_one(Batch, which), BatchState.CANCELLING)
+        return lock_due(session, due, which)
 
-    monkeypatch.setattr(Stepper, "_take", cancelled_before)
+    monkeypatch.setattr("controlplane.dispatcher.steps.lock_due", lock)
     assert world.step(VALIDATE, blobs) == batch_id
     assert world.batch(batch_id).state == "cancelling"

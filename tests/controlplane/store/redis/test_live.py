@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from pydantic import SecretStr
 from redis import Redis
@@ -44,13 +45,13 @@ def test_the_view_and_its_ages(world: World) -> None:
     until(lambda: max(each.age_s for each in instance_facts(world.live.read_view())) > chosen.age_s)
 
 
-def test_nodes_of_another_version_and_of_long_ago_are_forgotten(
-    world: World, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_of_another_version_and_of_long_ago_are_forgotten(world: World, redis_client: Redis) -> None:
     world.report("n1", "i1", region="us-east", url="http://n1")
     redis_client.hset("tidepool:view", "n2", '{"version": 2}')
     assert set(world.live.read_view().nodes) == {"n1"}
-    monkeypatch.setattr("controlplane.store.redis.live._FORGET_NODE_S", -1)
+    stored = msgspec.json.decode(str(redis_client.hget("tidepool:view", "n1")))
+    stored["received_s"] -= 601
+    redis_client.hset("tidepool:view", "n1", msgspec.json.encode(stored))
     assert world.live.read_view().nodes == {}
     assert redis_client.hlen("tidepool:view") == 0
 
