@@ -8,6 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
+
 COMMIT = "0123456789" * 4
 """Of every repository of a hub."""
 
@@ -61,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
         elif name == "manifest.json":
             self._answer(200, json.dumps(registry.manifest).encode(), {})
         elif name not in registry.files:
-            self._answer(404, b"", {})
+            self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
         elif asked is not None and registry.ranges:
             first, _, last = asked.removeprefix("bytes=").partition("-")
             content = registry.files[name]
@@ -86,6 +88,21 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *args: Any) -> None:
         pass
+
+
+def use_as_hub(registry: Registry, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a registry the hub of this process, with the files `REPOSITORY/resolve/REVISION/NAME`."""
+    endpoint = registry.url.rstrip("/")
+    for name, value in {
+        "ENDPOINT": endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": str(cache),
+        "HF_HUB_DISABLE_XET": False,
+        "HF_HUB_OFFLINE": False,
+    }.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def described(name: str, content: bytes, **changes: Any) -> dict[str, Any]:

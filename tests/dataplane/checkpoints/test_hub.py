@@ -8,12 +8,12 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from huggingface_hub import constants, set_client_factory
+from huggingface_hub import set_client_factory
 
 from dataplane.checkpoints.fetch import fetch_checkpoint
 from dataplane.checkpoints.hub import apply_rules
 from dataplane.checkpoints.sources import FetchError, FetchRules
-from tests.dataplane.registry import COMMIT, Registry
+from tests.dataplane.registry import COMMIT, Registry, use_as_hub
 
 SOURCE = "hf://org/name@v1.0"
 FILES = {"config.json": b"{}", "model.safetensors": bytes(25_000_000), "code.py": b"pass", "onnx/config.json": b"{}"}
@@ -30,17 +30,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
             **{f"org/name/resolve/{COMMIT}/{name}": content for name, content in FILES.items()},
         }
     )
-    endpoint = started.url.rstrip("/")
-    for name, value in {
-        "ENDPOINT": endpoint,
-        "HUGGINGFACE_CO_URL_TEMPLATE": endpoint + "/{repo_id}/resolve/{revision}/{filename}",
-        "HF_HUB_CACHE": str(tmp_path / "cache"),
-        "HF_HUB_DISABLE_XET": False,
-        "HF_HUB_OFFLINE": False,
-    }.items():
-        monkeypatch.setattr(constants, name, value)
-    for name in ("HTTP_PROXY", "http_proxy"):
-        monkeypatch.delenv(name, raising=False)
+    use_as_hub(started, tmp_path / "cache", monkeypatch)
     apply_rules.cache_clear()  # the hub's client is one for the process
     yield started
     apply_rules.cache_clear()

@@ -83,11 +83,16 @@ def write_gguf(original: Path, file: Path, kind: GGMLQuantizationType = GGMLQuan
         found = names.get_name(base)
         assert found is not None, base
         _write_tensor(writer, f"{found}.{suffix}", _as_stored(config, architecture, base, weight), kind)
+    finish(writer)
+    return file
+
+
+def finish(writer: GGUFWriter) -> None:
+    """Write the file and close it."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file
 
 
 def _write_attention(writer: GGUFWriter, config: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from ops.gguf.convert import convert
 from ops.gguf.header import GgufError
 from ops.local.checkpoints import describe_checkpoint
 from ops.local.tiny_models import build_tiny_models
-from tests.ops.gguf.files import CHANGES, NAMES, save_original, write_gguf
+from tests.ops.gguf.files import CHANGES, NAMES, finish, save_original, write_gguf
 
 PROMPT = list(range(5, 45))
 TEXTS = (
@@ -108,10 +108,7 @@ def test_k_quants_are_unpacked_row_by_row(tmp_path: Path) -> None:
     file = tmp_path / "blocks.gguf"
     writer = GGUFWriter(file, "llama")
     writer.add_tensor("a", blocks, raw_dtype=GGMLQuantizationType.Q4_K)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     order = np.array([9, 0, 4])
     stored = conversion.read_header(file).tensors["a"]
     weight = conversion.Weight(name="a", shape=(3, 256), stored=stored, stored_rows=10, rows=order, shift=0.0)
@@ -182,9 +179,6 @@ def test_what_is_not_understood_is_refused(settings: dict[str, str], words: str,
 def test_an_architecture_that_we_do_not_run_is_refused_by_name(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "mamba.gguf", "mamba")
     writer.add_tensor("a", np.zeros((2, 2), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(GgufError, match="the architecture 'mamba' is not supported; supported are cohere2, gemma2"):
         convert(tmp_path / "mamba.gguf", tmp_path / "back")

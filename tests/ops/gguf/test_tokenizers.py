@@ -12,17 +12,14 @@ from gguf import GGUFWriter
 from ops.gguf.header import GgufError, read_header
 from ops.gguf.tokenizers import build_tokenizer
 from ops.local.tiny_models import END_TOKEN, train_tokenizer
-from tests.ops.gguf.files import write_tokenizer
+from tests.ops.gguf.files import finish, write_tokenizer
 
 
 def file_of(folder: Path, **changes: object) -> Path:
     writer = GGUFWriter(folder / "a.gguf", "llama")
     write_tokenizer(writer, **changes)
     writer.add_tensor("a", np.zeros(4, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return folder / "a.gguf"
 
 

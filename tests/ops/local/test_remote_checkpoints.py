@@ -5,7 +5,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from ops.local.checkpoints import LIKELY_HEADER_BYTES, CheckpointError, describe_checkpoint
-from tests.dataplane.registry import Registry
+from tests.dataplane.registry import Registry, use_as_hub
 from tests.ops.local.test_checkpoints import write_checkpoint, write_safetensors
 
 HERE = ("127.0.0.1",)
@@ -122,65 +121,19 @@ def test_a_server_that_drips_is_given_up() -> None:
         server.server_close()
 
 
-class HubHandler(BaseHTTPRequestHandler):
-    """What the hub answers about the files of `org/tiny`, revision `v1`."""
-
-    def __init__(self, folder: Path, ranges: list[str | None], *args: Any) -> None:
-        self._folder = folder
-        self._ranges = ranges
-        super().__init__(*args)
-
-    def do_HEAD(self) -> None:
-        self._answer(b"", 0)
-
-    def do_GET(self) -> None:
-        asked = self.headers.get("range")
-        self._ranges.append(asked)
-        first, last = (int(end) for end in (asked or "bytes=0-9999999").removeprefix("bytes=").split("-"))
-        file = self._file()
-        self._answer(file.read_bytes()[first : last + 1] if file.exists() else b"", first)
-
-    def _file(self) -> Path:
-        return self._folder / self.path.removeprefix("/org/tiny/resolve/v1/").replace("/", "_")
-
-    def _answer(self, body: bytes, first: int) -> None:
-        file = self._file()
-        self.send_response(404 if not file.exists() else 206 if first else 200)
-        if not file.exists():
-            self.send_header("X-Error-Code", "EntryNotFound")
-        self.send_header("X-Repo-Commit", "0" * 40)
-        self.send_header("ETag", f'"{file.name}"')
-        head = self.command == "HEAD" and file.exists()
-        self.send_header("Content-Length", str(file.stat().st_size if head else len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture
-def ranges(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | None]]:
-    """A hub with `org/tiny` in place of the real one; the Range headers that it sees."""
-    hub = pytest.importorskip("huggingface_hub")
-    seen: list[str | None] = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(HubHandler, folder, seen))
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(hub, "HfApi", partial(hub.HfApi, endpoint=url))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    yield seen
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
+    """A hub with the repository `org/tiny`, revision `v1`."""
+    started = Registry({f"org/tiny/resolve/v1/{file.name}": file.read_bytes() for file in folder.iterdir()})
+    use_as_hub(started, tmp_path / "cache", monkeypatch)
+    yield started
+    started.close()
 
 
-def test_the_hub_is_described_as_a_folder(folder: Path, ranges: list[str | None]) -> None:
+def test_the_hub_is_described_as_a_folder(folder: Path, hub: Registry) -> None:
     source = "hf://org/tiny@v1"
     assert describe_checkpoint(source) == describe_checkpoint(folder) | {"path": source}
-    assert {"bytes=0-100000", None} <= set(ranges)
+    assert {"bytes=0-100000", None} <= {asked for _, asked in hub.requests}
 
 
 @pytest.mark.parametrize(
@@ -190,14 +143,15 @@ def test_the_hub_is_described_as_a_folder(folder: Path, ranges: list[str | None]
         ("hf://a/b/c", "hf://a/b/c: not of the form"),
     ],
 )
-def test_what_the_hub_refuses_is_said(ranges: list[str | None], source: str, words: str) -> None:
+def test_what_the_hub_refuses_is_said(hub: Registry, source: str, words: str) -> None:
     with pytest.raises(CheckpointError, match=words) as caught:
         describe_checkpoint(source)
     assert "\n" not in str(caught.value)
 
 
-def test_weights_of_an_unknown_type_on_the_hub(folder: Path, ranges: list[str | None]) -> None:
-    (folder / "model.safetensors.index.json").unlink()
+def test_weights_of_an_unknown_type_on_the_hub(folder: Path, hub: Registry) -> None:
     write_safetensors(folder / "model.safetensors", {"a": ("F4", [8])})
+    del hub.files["org/tiny/resolve/v1/model.safetensors.index.json"]
+    hub.files["org/tiny/resolve/v1/model.safetensors"] = (folder / "model.safetensors").read_bytes()
     with pytest.raises(CheckpointError, match="hf://org/tiny@v1 has weights of type F4"):
         describe_checkpoint("hf://org/tiny@v1")
