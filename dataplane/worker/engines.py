@@ -1,4 +1,4 @@
-"""The engine of a worker process, as its agent configures it. What an engine needs is imported only where it runs."""
+"""The engine of a worker process, as its agent configures it. Each engine is imported only where it runs."""
 
 import time
 from pathlib import Path
@@ -11,7 +11,7 @@ def make_engine(configure: Configure) -> Engine:
     """The engine that an agent asks for.
 
     Raises:
-        ModelLoadError: it is vLLM's, which is not installed or was not tested in that version.
+        ModelLoadError: vLLM is not installed, or its version was not tested.
     """
     if configure.engine == "torch":
         from dataplane.engines.torch.engine import TorchEngine  # noqa: PLC0415
@@ -60,7 +60,7 @@ def make_engine(configure: Configure) -> Engine:
 
 
 def make_vllm_engine(configure: Configure) -> Engine:
-    """vLLM's, which reads the environment when it is imported, and has no prefill slots."""
+    """vLLM's engine. vLLM reads the environment when it is imported."""
     from dataplane.engines.vllm.interfaces import prepare_process  # noqa: PLC0415
 
     prepare_process(configure.device)

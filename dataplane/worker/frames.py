@@ -1,4 +1,4 @@
-"""The wire between an agent and its worker processes: length-prefixed msgpack frames over a socket pair."""
+"""The messages between an agent and its worker processes: length-prefixed msgpack frames over a socket pair."""
 
 import struct
 from io import BufferedReader
@@ -12,21 +12,21 @@ from dataplane.protocol.messages import EngineKind, ModelSpec
 from dataplane.scheduling.schedule import TurnSettings
 
 FRAME_BYTES_MAX = 64 * 2**20
-"""A longer frame means that the two ends have lost step."""
+"""A longer frame means that the reader is not at the beginning of a frame."""
 
 LENGTH = struct.Struct("<I")
 
 
 class FrameError(Exception):
-    """Bytes that are no frame: the two ends have lost step, or are of different versions."""
+    """Bytes that are no frame: the reader is not at the beginning of one, or the two ends have different versions."""
 
 
 class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
-    """First command of a worker: which engine, with what memory. `profile` is the GPU profile's path, for a replay.
+    """First command of a worker: its engine and memory. `profile` is the path of a replay's GPU profile.
 
-    All instances of the slot share `kv_bytes`. The worker makes `host_kv_file`, where other slots shall read its KV;
-    with `prefill_only` it is a prefill slot. The slots of a node share the models of `cache_folder`; one that finds no
-    room there for `host_wait_max_s` fails.
+    The worker's instances share `kv_bytes`. A `prefill_only` worker makes `host_kv_file`, from which decode workers read
+    its KV. The workers of a node share the models of `cache_folder`; a load that finds no free space there for
+    `host_wait_max_s` fails.
     """
 
     engine: EngineKind
@@ -52,7 +52,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    """Take an instance in; answered by Loaded or LoadFailed with the same `serial`."""
+    """Load an instance; answered by Loaded or LoadFailed with the same `serial`."""
 
     instance_id: str
     serial: int
@@ -61,7 +61,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
 
 class Unload(msgspec.Struct, frozen=True, kw_only=True, tag="unload"):
-    """Forget an instance, if it is there; answered by a Stats. One that is loading is answered by LoadFailed too."""
+    """Unload an instance, if it is there; answered by Stats, and during its load also by LoadFailed."""
 
     instance_id: str
 
@@ -79,13 +79,13 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
-    """Free the KV of a request that was handed over. No answer."""
+    """Free the KV of a prefilled request that another worker decodes. No answer."""
 
     request_id: str
 
 
 class AskStats(msgspec.Struct, frozen=True, kw_only=True, tag="ask_stats"):
-    """Answered by a Stats."""
+    """Answered by Stats."""
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
@@ -96,7 +96,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
 
 
 class LoadFailed(msgspec.Struct, frozen=True, kw_only=True, tag="load_failed"):
-    """The instance is not there, and nothing is left of it."""
+    """The instance is not loaded, and holds no memory."""
 
     instance_id: str
     serial: int
@@ -114,13 +114,13 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
 
 class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
-    """What one step made."""
+    """The outputs of one step."""
 
     outputs: tuple[EngineOutput, ...]
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
-    """The load of the slot; sent when it changed, at most every 0.25 s, and when asked."""
+    """The statistics of the engine; sent when they changed, at most every 0.25 s, and when asked for."""
 
     stats: EngineStats
 
@@ -133,7 +133,7 @@ _report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Repor
 
 
 def encode_frame(frame: Command | Report) -> bytes:
-    """A frame with its length in front."""
+    """A frame with its length before it."""
     body = msgspec.msgpack.encode(frame)
     assert len(body) <= FRAME_BYTES_MAX, f"a frame of {len(body)} bytes; {FRAME_BYTES_MAX} is the limit"
     return LENGTH.pack(len(body)) + body

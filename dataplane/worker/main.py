@@ -1,10 +1,10 @@
-"""`python -m dataplane.worker.main FD`: the process that drives one slot's engine, at the far end of an agent's socket.
+"""`python -m dataplane.worker.main FD`: the worker process, which drives one engine by the commands of an agent.
 
-A thread reads commands from the socket into a queue; the main loop takes them, steps the engine and sends what came
-out. The slow part of a load happens on a thread of its own, one load after the other, while the engine goes on. A load
-that finds no room in host memory goes to the end of the line, and fails when it has found none for `host_wait_max_s`.
-When the socket closes the agent is gone, and the process ends at once, whatever the engine is doing. So it does when it
-cannot read a command: the request in it would wait for ever, and what comes after it cannot be told from its bytes.
+A thread reads commands from the socket into a queue; the main loop handles them, steps the engine and sends outputs.
+The slow part of a load runs on another thread, one load after the other, while the engine continues. A load that finds
+too little free host memory is queued again, and fails after `host_wait_max_s`. When the socket closes, the agent is
+gone, and the process ends, whatever the engine is doing. It also ends when it cannot read a command, since it cannot
+find the frames after it.
 """
 
 import os
@@ -52,10 +52,10 @@ from dataplane.worker.frames import (
 log = structlog.get_logger()
 
 STATS_EVERY_S = 0.25
-PREPARE_AGAIN_S = 0.25
-"""How long a load that found no room in host memory waits before it stands in line again."""
+PREPARE_RETRY_S = 0.25
+"""Delay before a load that found too little host memory is queued again."""
 COMMANDS_MAX = 1024
-"""Commands that may wait for the main loop: some for each request that an agent has in flight by default."""
+"""Commands that may wait for the main loop: a few for each request of an agent's default `queue_max`."""
 FULL_PAUSE_MS = 1
 ORPHAN_GRACE_S = 1.0
 """How long a step or a load may go on after the agent is gone."""
@@ -63,7 +63,7 @@ ORPHAN_GRACE_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What the loading thread puts among the commands: the slow part of a load is over."""
+    """Queued by the loading thread among the commands: the slow part of a load has ended."""
 
     load: Load
     error: BaseException | None
@@ -71,16 +71,16 @@ class Prepared:
 
 @dataclass(eq=False, kw_only=True)
 class Loading:
-    """A load under way. `again_s`: when it is tried again, if it found no room in host memory at `short_since_s`."""
+    """A load in progress. `retry_s`: when it is queued again, if host memory is too little since `short_since_s`."""
 
     load: Load
     future: Future[None] | None = None
     short_since_s: float | None = None
-    again_s: float = 0.0
+    retry_s: float = 0.0
 
 
 class Worker:
-    """One engine and the loop that feeds it. `send` must not fail while the agent lives."""
+    """One engine and its loop. `send` must not fail while the agent lives."""
 
     def __init__(
         self,
@@ -89,12 +89,14 @@ class Worker:
         send: Callable[[Report], None],
         *,
         host_wait_max_s: float,
+        prepare_retry_s: float = PREPARE_RETRY_S,
     ) -> None:
         self._engine = engine
         self._commands = commands
         self._send = send
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
         self._host_wait_max_s = host_wait_max_s
+        self._prepare_retry_s = prepare_retry_s
         self._loading: dict[str, Loading] = {}
         self._loaded: set[str] = set()
         self._spans = RequestSpans()
@@ -102,21 +104,21 @@ class Worker:
         self._stats_sent_s = 0.0
 
     def run(self) -> None:
-        """Say hello with the first stats, then obey until the command queue says None."""
+        """Report the first statistics, which tell that the engine is ready; then handle commands until None."""
         self._send_stats(always=True)
         while True:
             for command in self._take_commands():
                 if command is None:
                     self._loader.shutdown(wait=False, cancel_futures=True)
                     return
-                self._obey(command)
-            self._try_again()
+                self._handle(command)
+            self._retry_loads()
             self._step()
             if time.monotonic() - self._stats_sent_s >= STATS_EVERY_S:
                 self._send_stats()
 
     def _take_commands(self) -> list[Command | Prepared | None]:
-        """All commands that are there. An idle engine waits a moment for one."""
+        """All queued commands. An idle engine waits for one for `STATS_EVERY_S`."""
         taken: list[Command | Prepared | None] = []
         try:
             if not self._engine.has_work():
@@ -127,13 +129,13 @@ class Worker:
             return taken
 
     def _step(self) -> None:
-        """Step, now and then without work too: the engine then closes its books and spares what others need."""
+        """Run one engine step. Idle steps finish pending transfers and release host memory to other workers."""
         outputs = self._engine.step()
         if outputs:
             self._send(Outputs(outputs=tuple(outputs)))
             self._spans.record(outputs)
 
-    def _obey(self, command: Command | Prepared) -> None:
+    def _handle(self, command: Command | Prepared) -> None:
         match command:
             case Load():
                 self._loading[command.instance_id] = Loading(load=command)
@@ -155,7 +157,7 @@ class Worker:
                 raise AssertionError("a worker is configured once, before its loop")
 
     def _prepare(self, loading: Loading) -> None:
-        """Queue the slow part of a load; its end comes back as a command."""
+        """Queue the slow part of a load; its end is queued as a command."""
 
         def note_end(future: Future[None]) -> None:
             if not future.cancelled():
@@ -164,10 +166,9 @@ class Worker:
         loading.future = self._loader.submit(self._engine.prepare, loading.load.model)
         loading.future.add_done_callback(note_end)
 
-    def _try_again(self) -> None:
-        """Put the loads back in line that found no room a while ago."""
+    def _retry_loads(self) -> None:
         for loading in self._loading.values():
-            if loading.future is None and time.monotonic() >= loading.again_s:
+            if loading.future is None and time.monotonic() >= loading.retry_s:
                 self._prepare(loading)
 
     def _load(self, prepared: Prepared) -> None:
@@ -184,7 +185,7 @@ class Worker:
             self._engine.load(load.instance_id, load.model, gpus=load.gpus)
         except DeviceLostError:
             raise
-        except Exception as error:  # whatever a checkpoint does, the slot's other models go on
+        except Exception as error:  # whatever a checkpoint does, the worker's other models are served
             del self._loading[load.instance_id]
             text = error.message if isinstance(error, ModelLoadError) else f"{type(error).__name__}: {error}"
             self._send(LoadFailed(instance_id=load.instance_id, serial=load.serial, error=text))
@@ -195,7 +196,7 @@ class Worker:
         self._send(Loaded(instance_id=load.instance_id, serial=load.serial))
 
     def _put_off(self, loading: Loading, error: HostMemoryError) -> None:
-        """Let a load wait for room in host memory.
+        """Let a load wait for host memory.
 
         Raises:
             ModelLoadError: it has waited long enough.
@@ -205,8 +206,8 @@ class Worker:
             loading.short_since_s = now_s
         if now_s - loading.short_since_s >= self._host_wait_max_s:
             limit = f"host_wait_max_s={self._host_wait_max_s:g}"
-            raise ModelLoadError(f"no room in host memory for longer than {limit}: {error.message}") from error
-        loading.future, loading.again_s = None, now_s + PREPARE_AGAIN_S
+            raise ModelLoadError(f"too little free host memory for longer than {limit}: {error.message}") from error
+        loading.future, loading.retry_s = None, now_s + self._prepare_retry_s
 
     def _unload(self, instance_id: str) -> None:
         loading = self._loading.pop(instance_id, None)
@@ -238,18 +239,18 @@ class Worker:
     def _send_stats(self, *, always: bool = False) -> None:
         stats = self._engine.stats()
         self._stats_sent_s = time.monotonic()
-        if always or _but_time(stats) != self._sent_stats:
-            self._sent_stats = _but_time(stats)
+        if always or _without_time(stats) != self._sent_stats:
+            self._sent_stats = _without_time(stats)
             self._send(Stats(stats=stats))
 
 
-def _but_time(stats: EngineStats) -> EngineStats:
-    """The stats without the time, which alone is no news."""
+def _without_time(stats: EngineStats) -> EngineStats:
+    """The statistics without their time, to compare them."""
     return stats if stats.pool is None else replace(stats, pool=replace(stats.pool, now_s=0.0))
 
 
 def main() -> None:
-    """Take the socket whose number is the one argument, and serve it to its end."""
+    """Serve the socket whose descriptor is the one argument."""
     start_tracing("tidepool-worker")
     with logging_to_stderr(LogSettings()), socket.socket(fileno=int(sys.argv[1])) as connection:
         stream = connection.makefile("rb")
@@ -273,10 +274,15 @@ def main() -> None:
 
 
 def listen(
-    connection: socket.socket, stream: BufferedReader, commands: "queue.Queue[Command | Prepared | None]"
+    connection: socket.socket,
+    stream: BufferedReader,
+    commands: "queue.Queue[Command | Prepared | None]",
+    *,
+    grace_s: float = ORPHAN_GRACE_S,
+    end_process: Callable[[int], NoReturn] = os._exit,
 ) -> NoReturn:
-    """Queue the agent's commands until there are no more; then end the process. While `COMMANDS_MAX` wait for the main
-    loop, which may be loading, nothing is read: what comes meanwhile is the agent's to keep, or to refuse.
+    """Queue the agent's commands until the socket closes; then end the process. While `COMMANDS_MAX` wait for the main
+    loop, which may be loading, none is read: the agent keeps further commands, or refuses their requests.
     """
     gone = select.poll()
     gone.register(connection, select.POLLRDHUP)
@@ -287,10 +293,10 @@ def listen(
                 pass
     except (FrameError, OSError) as error:
         log.error("a command of the agent cannot be read; the worker ends", error=f"{type(error).__name__}: {error}")
-        os._exit(1)
+        end_process(1)
     commands.put(None)
-    time.sleep(ORPHAN_GRACE_S)
-    os._exit(0)
+    time.sleep(grace_s)
+    end_process(0)
 
 
 def _read_or_none(stream: BufferedReader) -> Command | None:

@@ -1,8 +1,7 @@
-"""Loads beside work: a worker's loop goes on while models are prepared, one after the other, and loses no command."""
+"""Loads: a worker's loop continues while models are prepared one after the other, and loses no command."""
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,6 @@ from dataplane.engines.interface import EngineOutput, EngineStats
 from dataplane.memory.model_cache import HostMemoryError
 from dataplane.protocol.errors import DeviceLostError, ModelLoadError
 from dataplane.protocol.messages import ModelSpec
-from dataplane.worker import main as worker_module
 from dataplane.worker.frames import (
     AskStats,
     Cancel,
@@ -32,12 +30,14 @@ from tests.dataplane.replay_node import model
 
 
 class GatedEngine:
-    """An engine whose `prepare` waits until the test lets the model through, and that steps on when told to."""
+    """An engine whose `prepare` of a model waits for its gate, and that has work while `working`."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.gates: dict[str, threading.Event] = {}
         self.full = threading.Event()
+        self.short: queue.Queue[str] = queue.Queue()
+        """Each failed try of a load that does not fit."""
         self.working = False
 
     def gate(self, name: str) -> threading.Event:
@@ -49,6 +49,7 @@ class GatedEngine:
         if spec.name == "broken":
             raise ModelLoadError("no such checkpoint")
         if spec.name == "large" and self.full.is_set():
+            self.short.put(spec.name)
             raise HostMemoryError("large: 7 bytes do not fit: 3 bytes lack; models in use: ebb", lack_bytes=3)
 
     def load(self, instance_id: str, spec: ModelSpec, *, gpus: int = 1) -> None:
@@ -76,18 +77,18 @@ class GatedEngine:
 
 
 class Bench:
-    """A worker on a thread, and what it says."""
+    """A worker on a thread, and its reports."""
 
     def __init__(self) -> None:
         self.engine = GatedEngine()
         self.commands: queue.Queue[Any] = queue.Queue()
         self.reports: queue.Queue[Report] = queue.Queue()
 
-    def tell(self, *commands: Command) -> None:
+    def send(self, *commands: Command) -> None:
         for command in commands:
             self.commands.put(command)
 
-    def hear(self, wanted: Callable[[Report], bool]) -> Report:
+    def report(self, wanted: Callable[[Report], bool]) -> Report:
         """The next report that is wanted; those before it are dropped."""
         while True:
             report = self.reports.get(timeout=30)
@@ -96,14 +97,14 @@ class Bench:
 
     def answer(self) -> Report:
         """The next answer to a load."""
-        return self.hear(lambda report: isinstance(report, Loaded | LoadFailed))
+        return self.report(lambda report: isinstance(report, Loaded | LoadFailed))
 
 
 @contextmanager
-def running(host_wait_max_s: float = 60.0) -> Iterator[Bench]:
+def running(host_wait_max_s: float = 60.0, **changes: Any) -> Iterator[Bench]:
     bench = Bench()
     engine: Any = bench.engine
-    worker = Worker(engine, bench.commands, bench.reports.put, host_wait_max_s=host_wait_max_s)
+    worker = Worker(engine, bench.commands, bench.reports.put, host_wait_max_s=host_wait_max_s, **changes)
     thread = threading.Thread(target=worker.run)
     thread.start()
     try:
@@ -123,11 +124,11 @@ def load(instance_id: str, serial: int, name: str) -> Load:
 def test_the_engine_goes_on_while_a_model_is_prepared() -> None:
     with running() as bench:
         bench.engine.working = True
-        bench.tell(load("i1", 1, "tide"))
+        bench.send(load("i1", 1, "tide"))
         for _ in range(50):
-            assert isinstance(bench.hear(lambda report: isinstance(report, Outputs)), Outputs)
-        bench.tell(Cancel(request_id="r1"), Release(request_id="r2"), AskStats())
-        bench.hear(lambda report: isinstance(report, Stats))
+            assert isinstance(bench.report(lambda report: isinstance(report, Outputs)), Outputs)
+        bench.send(Cancel(request_id="r1"), Release(request_id="r2"), AskStats())
+        bench.report(lambda report: isinstance(report, Stats))
         bench.engine.gate("tide").set()
         assert bench.answer() == Loaded(instance_id="i1", serial=1)
         assert [call for call in bench.engine.calls if call != "prepare tide"] == [
@@ -139,7 +140,7 @@ def test_the_engine_goes_on_while_a_model_is_prepared() -> None:
 
 def test_loads_queue_and_each_is_answered() -> None:
     with running() as bench:
-        bench.tell(load("i1", 1, "tide"), load("i2", 2, "broken"), load("i3", 3, "ebb"))
+        bench.send(load("i1", 1, "tide"), load("i2", 2, "broken"), load("i3", 3, "ebb"))
         bench.engine.gate("ebb").set()
         bench.engine.gate("tide").set()
         assert bench.answer() == Loaded(instance_id="i1", serial=1)
@@ -155,61 +156,59 @@ def test_a_load_that_loses_the_device_ends_the_worker() -> None:
     engine: Any = bench.engine
     worker = Worker(engine, bench.commands, bench.reports.put, host_wait_max_s=60.0)
     bench.engine.gate("cursed").set()
-    bench.tell(load("i1", 1, "cursed"))
+    bench.send(load("i1", 1, "cursed"))
     with pytest.raises(DeviceLostError):
         worker.run()
 
 
 def test_unloading_cancels_a_load_whether_it_has_begun_or_not() -> None:
     with running() as bench:
-        bench.tell(load("i1", 1, "tide"), load("i2", 2, "ebb"), Unload(instance_id="i2"), Unload(instance_id="i1"))
+        bench.send(load("i1", 1, "tide"), load("i2", 2, "ebb"), Unload(instance_id="i2"), Unload(instance_id="i1"))
         cancelled = "unloaded while it was loading"
         assert bench.answer() == LoadFailed(instance_id="i2", serial=2, error=cancelled)
         assert bench.answer() == LoadFailed(instance_id="i1", serial=1, error=cancelled)
-        bench.tell(load("i1", 3, "flood"))
+        bench.send(load("i1", 3, "flood"))
         bench.engine.gate("tide").set()
         bench.engine.gate("flood").set()
         assert bench.answer() == Loaded(instance_id="i1", serial=3)
         assert bench.engine.calls == ["prepare tide", "prepare flood", "load i1 flood"]
 
 
-def test_a_load_without_room_lets_others_by_and_comes_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "PREPARE_AGAIN_S", 0.01)
-    with running() as bench:
+def test_a_load_that_does_not_fit_is_retried_after_the_others() -> None:
+    with running(prepare_retry_s=0.01) as bench:
         bench.engine.working = True
         bench.engine.full.set()
         for name in ("large", "tide"):
             bench.engine.gate(name).set()
-        bench.tell(load("i1", 1, "large"), load("i2", 2, "tide"))
+        bench.send(load("i1", 1, "large"), load("i2", 2, "tide"))
         assert bench.answer() == Loaded(instance_id="i2", serial=2)
-        while bench.engine.calls.count("prepare large") < 3:
-            time.sleep(0.01)
+        for _ in range(3):
+            bench.engine.short.get(timeout=30)
         bench.engine.full.clear()
         assert bench.answer() == Loaded(instance_id="i1", serial=1)
 
 
-def test_a_load_that_finds_no_room_in_time_fails_by_the_limits_name() -> None:
+def test_a_load_that_never_fits_fails_with_the_name_of_the_limit() -> None:
     with running(host_wait_max_s=0.1) as bench:
         bench.engine.full.set()
         bench.engine.gate("large").set()
-        bench.tell(load("i1", 1, "large"))
+        bench.send(load("i1", 1, "large"))
         failed = bench.answer()
         assert isinstance(failed, LoadFailed)
         assert failed.error == (
-            "no room in host memory for longer than host_wait_max_s=0.1:"
+            "too little free host memory for longer than host_wait_max_s=0.1:"
             " large: 7 bytes do not fit: 3 bytes lack; models in use: ebb"
         )
         bench.engine.full.clear()
-        bench.tell(load("i1", 2, "large"))
+        bench.send(load("i1", 2, "large"))
         assert bench.answer() == Loaded(instance_id="i1", serial=2)
 
 
-def test_a_load_that_waits_for_room_can_be_unloaded() -> None:
+def test_a_load_that_waits_for_memory_can_be_unloaded() -> None:
     with running() as bench:
         bench.engine.full.set()
         bench.engine.gate("large").set()
-        bench.tell(load("i1", 1, "large"))
-        while "prepare large" not in bench.engine.calls:
-            time.sleep(0.01)
-        bench.tell(Unload(instance_id="i1"))
+        bench.send(load("i1", 1, "large"))
+        bench.engine.short.get(timeout=30)
+        bench.send(Unload(instance_id="i1"))
         assert bench.answer() == LoadFailed(instance_id="i1", serial=1, error="unloaded while it was loading")

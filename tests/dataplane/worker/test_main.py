@@ -6,6 +6,8 @@ import queue
 import socket
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
+from subprocess import Popen
 from typing import Any, TypeVar
 
 import pytest
@@ -42,9 +44,17 @@ def request(request_id: str, max_tokens: int = 3, instance_id: str = "i1") -> En
     )
 
 
-async def start() -> tuple[WorkerLink, AsyncIterator[Report]]:
+class OpenLink(WorkerLink):
+    """A link whose `writer` tests can use."""
+
+    def __init__(self, process: Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        super().__init__(process, reader, writer)
+        self.writer = writer
+
+
+async def start() -> tuple[OpenLink, AsyncIterator[Report]]:
     ours = settings()
-    link = await WorkerLink.start(configure(ours, 0, None, HostFiles(ours, "boot"), ours.engine), os.environ)
+    link = await OpenLink.start(configure(ours, 0, None, HostFiles(ours, "boot"), ours.engine), os.environ)
     return link, link.reports()
 
 
@@ -123,10 +133,10 @@ async def test_the_worker_ends_when_its_agent_is_gone_even_in_the_middle_of_work
 
 
 @asynchronous
-async def test_a_worker_that_cannot_read_a_command_says_so_and_ends(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_worker_that_cannot_read_a_command_logs_that_and_ends(capfd: pytest.CaptureFixture[str]) -> None:
     link, reports = await start()
     await until(reports, Stats)
-    link._writer.write(LENGTH.pack(3) + b"\xc1\xc1\xc1")
+    link.writer.write(LENGTH.pack(3) + b"\xc1\xc1\xc1")
     async with asyncio.timeout(60):
         async for _ in reports:
             pass
@@ -136,15 +146,12 @@ async def test_a_worker_that_cannot_read_a_command_says_so_and_ends(capfd: pytes
     assert "FrameError" in logged
 
 
-def test_a_worker_that_is_busy_leaves_commands_unread_and_still_hears_its_agent_go(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_busy_worker_leaves_commands_unread_and_still_notices_the_end_of_its_agent() -> None:
     ended, commands = threading.Event(), queue.Queue[Any]()
-    monkeypatch.setattr(main, "ORPHAN_GRACE_S", 0.0)
-    monkeypatch.setattr(main.os, "_exit", lambda status: ended.set())
+    listen = partial(main.listen, grace_s=0.0, end_process=lambda status: ended.set())
     ours, theirs = socket.socketpair()
     with theirs, theirs.makefile("rb") as stream:
-        threading.Thread(target=main.listen, args=(theirs, stream, commands), daemon=True).start()
+        threading.Thread(target=listen, args=(theirs, stream, commands), daemon=True).start()
         ours.settimeout(1.0)
         with pytest.raises(TimeoutError):
             ours.sendall(encode_frame(AskStats()) * 10**6)
